@@ -1,0 +1,77 @@
+"""Top-k and top-p of specdec against transformers' warpers: interleaved runs, medians and ratios.
+
+python benchmarks/warpers.py --vocab 131072 --rows 8
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from statistics import median
+from time import perf_counter
+
+import torch
+from torch import Tensor
+from transformers import TopKLogitsWarper, TopPLogitsWarper
+
+from specdec.logits import TopK, TopKTopP, TopP
+
+Warper = Callable[[Tensor | None, Tensor], Tensor]
+
+
+def logits_of(kind: str, rows: int, vocab: int) -> Tensor:
+    """`[rows, vocab]`: "peaked" as a trained model's, or "flat", where top-p 0.9 keeps most tokens."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(rows, vocab, generator=generator)
+    if kind == "flat":
+        return noise * 0.8
+    rank = torch.stack([torch.randperm(vocab, generator=generator) for _ in range(rows)]) + 1
+    return noise * 0.5 - 1.5 * rank.float().log()
+
+
+def cases() -> dict[str, tuple[str, Warper, Warper]]:
+    """Name -> kind of logits, ours, theirs."""
+    top_k, top_p = TopKLogitsWarper(50), TopPLogitsWarper(0.9)
+    return {
+        "top-k 50": ("peaked", TopK(50), top_k),
+        "top-k 50 + top-p 0.9": ("peaked", TopKTopP(50, 0.9), lambda ids, x: top_p(ids, top_k(ids, x))),
+        "top-k 50 + top-p 0.9, flat": ("flat", TopKTopP(50, 0.9), lambda ids, x: top_p(ids, top_k(ids, x))),
+        "top-p 0.9": ("peaked", TopP(0.9), top_p),
+        "top-p 0.9, flat": ("flat", TopP(0.9), top_p),
+    }
+
+
+def milliseconds(warper: Warper, logits: Tensor) -> float:
+    """One timed call."""
+    start = perf_counter()
+    warper(None, logits)
+    if logits.is_cuda:
+        torch.cuda.synchronize()
+    return (perf_counter() - start) * 1e3
+
+
+def main() -> None:
+    """Prints one line per case."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vocab", type=int, default=131072)
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    print(f"{args.rows} x {args.vocab}, float32, {args.device}, {args.threads} thread(s), medians of {args.repeats}")
+    print(f"{'case':28}{'kept':>8}{'specdec ms':>12}{'transformers ms':>17}{'ratio':>8}{'same set':>10}")
+    for name, (kind, ours, theirs) in cases().items():
+        logits = logits_of(kind, args.rows, args.vocab).to(args.device)
+        same = ours(None, logits).isfinite() == theirs(None, logits).isfinite()
+        kept = int(ours(None, logits).isfinite().sum()) // args.rows
+        times = [(milliseconds(ours, logits), milliseconds(theirs, logits)) for _ in range(args.repeats)]
+        ratio = median(b / a for a, b in times)
+        a, b = median(a for a, _ in times), median(b for _, b in times)
+        differ = int((~same).sum())
+        print(f"{name:28}{kept:>8}{a:>12.2f}{b:>17.2f}{ratio:>7.1f}x{'yes' if not differ else f'{differ} off':>10}")
+
+
+if __name__ == "__main__":
+    main()

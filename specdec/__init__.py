@@ -1,0 +1,60 @@
+"""Speculative and assisted decoding for transformers models: the target's own text, in fewer passes over its weights.
+
+Names are imported when they are first used, so that `import specdec` costs nothing by itself.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specdec.config import Options
+    from specdec.errors import BusyError, DraftError, OptionError, SpecdecError, UnsupportedError, VocabularyError
+    from specdec.generator import SpecGenerator
+    from specdec.models import LanguageModel
+    from specdec.output import Event, Generation
+    from specdec.types import Drafter, Stats
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "BusyError": "errors",
+    "DraftError": "errors",
+    "Drafter": "types",
+    "Event": "output",
+    "Generation": "output",
+    "LanguageModel": "models",
+    "OptionError": "errors",
+    "Options": "config",
+    "SpecGenerator": "generator",
+    "SpecdecError": "errors",
+    "Stats": "types",
+    "UnsupportedError": "errors",
+    "VocabularyError": "errors",
+}
+__all__ = [
+    "BusyError",
+    "DraftError",
+    "Drafter",
+    "Event",
+    "Generation",
+    "LanguageModel",
+    "OptionError",
+    "Options",
+    "SpecGenerator",
+    "SpecdecError",
+    "Stats",
+    "UnsupportedError",
+    "VocabularyError",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'specdec' has no attribute {name!r}")
+    return getattr(import_module(f"specdec.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_HOMES]

@@ -1,0 +1,74 @@
+"""A draft that is the user's own function, from the text so far to tokens that may follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from operator import index
+
+from specdec.draft.text import cut
+from specdec.errors import DraftError, OptionError
+from specdec.types import Call, Drafter, Plan, Row, Tree
+
+Propose = Callable[[list[int], int], Iterable[int]]
+
+
+class FunctionDrafter:
+    """Drafts with a `Drafter`, or with a plain callable `(tokens, k) -> tokens`.
+
+    It may return a list or a one-dimensional tensor or array; tokens beyond `k` are left out.
+    """
+
+    def __init__(self, draft: Drafter | Propose) -> None:
+        propose = getattr(draft, "propose", draft)
+        if not callable(propose):
+            raise OptionError.of("draft", "a Drafter or a callable (tokens, k) -> tokens", draft)
+        self._propose: Propose = propose
+        self._name = getattr(draft, "__name__", type(draft).__name__)
+
+    def __repr__(self) -> str:
+        return f"FunctionDrafter({self._name})"
+
+    def start(self, call: Call) -> FunctionSession:
+        """A session on the rows of `call`."""
+        return FunctionSession(self._propose, self._name, call.vocab_size)
+
+
+class FunctionSession:
+    """The user's function at work on the rows of one call."""
+
+    def __init__(self, propose: Propose, name: str, vocab_size: int) -> None:
+        self._propose, self._name, self._vocab_size = propose, name, vocab_size
+
+    def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
+        """One chain per row; raises DraftError if the function returns anything but tokens."""
+        return [self._chain(row, plan) for row, plan in zip(rows, plans, strict=True)]
+
+    def release(self, keys: Sequence[int]) -> None:
+        """Nothing is kept about rows."""
+
+    def _chain(self, row: Row, plan: Plan) -> Tree:
+        limit = min(plan.limit, row.remaining - 1)
+        if limit <= 0:
+            return Tree([], [], source=self._name)
+        # The function gets its own list: what it does to it must not reach the row.
+        tokens = self._checked(self._propose(list(row.tokens), limit))[:limit]
+        return cut(tokens, [1.0] * len(tokens), row, plan, self._name)
+
+    def _checked(self, proposal: object) -> list[int]:
+        """The proposal as a list of ints below the vocabulary's size."""
+        if hasattr(proposal, "tolist"):
+            proposal = proposal.tolist()
+        if not isinstance(proposal, Iterable) or isinstance(proposal, str | bytes | dict):
+            raise DraftError(f"draft {self._name} must return a list of token ids, got {proposal!r}")
+        return [self._token(token) for token in proposal]
+
+    def _token(self, token: object) -> int:
+        try:
+            value = index(token)  # type: ignore[arg-type]
+        except (TypeError, ValueError, RuntimeError):
+            value = -1
+        if isinstance(token, bool) or not 0 <= value < self._vocab_size:
+            raise DraftError(
+                f"draft {self._name} must return token ids from 0 to {self._vocab_size - 1}, got {token!r} among them"
+            )
+        return value

@@ -1,0 +1,160 @@
+"""A text draft and a model draft together: each round and row takes the one that promises more tokens per second."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Protocol
+
+from specdec.draft.text import Calibration, TextSession, cut
+from specdec.errors import OptionError
+from specdec.types import BatchDrafter, Call, DraftSession, Plan, Row, Tree
+
+_MEMORY = 0.9
+_TESTED_AT_MOST = 200.0
+
+
+class TextDrafter(Protocol):
+    """A draft that copies from the text: its guess is deterministic and costs next to nothing."""
+
+    calibration: Calibration
+
+    def start(self, call: Call) -> TextSession: ...
+
+
+@dataclass
+class Odds:
+    """What is known of the model draft: accepted share of its tested nodes, seconds of a pass, nodes it tends to draft.
+
+    `gap` are the seconds between two proposals, which is the target's pass and everything around it.
+    """
+
+    accepted: float = 1.6
+    tested: float = 2.0
+    pass_seconds: float | None = None
+    gap: float | None = None
+    nodes: float = 4.0
+
+    def text_rate(self, confidence: Sequence[float]) -> float:
+        """Tokens per second, if these copied nodes are verified."""
+        return _expected(confidence) / (self.gap or 1.0)
+
+    def model_rate(self, limit: int) -> float:
+        """Tokens per second, if the model drafts as much as it tends to and may."""
+        count = max(1, min(limit, round(self.nodes)))
+        gap = self.gap or 1.0
+        # Before anything was measured a draft pass is taken for a fifth of the target's.
+        seconds = 0.2 * gap if self.pass_seconds is None else self.pass_seconds
+        return _expected([self.accepted / self.tested] * count) / (gap + count * seconds)
+
+    def outcome(self, guess: Sequence[int], emitted: Sequence[int]) -> None:
+        """Learns from a model draft what share of its nodes comes true."""
+        for guessed, came in zip(guess, emitted, strict=False):
+            self.accepted += guessed == came
+            self.tested += 1.0
+            if guessed != came:
+                break
+        if self.tested > _TESTED_AT_MOST:
+            self.accepted, self.tested = self.accepted / 2.0, self.tested / 2.0
+
+    def drafted(self, seconds: float, nodes: int) -> None:
+        """Learns from one proposal of the model what a pass costs; it ran one per node of the longest chain."""
+        self.pass_seconds = _fading(self.pass_seconds, seconds / max(nodes, 1))
+        self.nodes = _fading(self.nodes, max(nodes, 1))
+
+
+class HybridDrafter:
+    """Per row and round the text draft or the model draft, by expected accepted tokens per second.
+
+    The text draft guesses in every round, used or not, and is scored against what came; the model drafts only where it
+    is chosen, and reads what it missed then. The choice is made before the model draws, so q stays the distribution of
+    what was drawn.
+    """
+
+    def __init__(self, text: TextDrafter, model: BatchDrafter) -> None:
+        if not hasattr(text, "calibration"):
+            raise OptionError.of("text", "a text draft such as NgramDrafter() or SuffixDrafter()", text)
+        self.text, self.model = text, model
+        self._odds = Odds()
+
+    def __repr__(self) -> str:
+        return f"HybridDrafter({self.text!r}, {self.model!r})"
+
+    def start(self, call: Call) -> HybridSession:
+        """A session on the rows of `call`; what was learned about the model draft is kept across calls."""
+        return HybridSession(self.text.start(call), self.model.start(call), self._odds)
+
+
+class HybridSession:
+    """Both drafts at work on the rows of one call."""
+
+    def __init__(self, text: TextSession, model: DraftSession, odds: Odds) -> None:
+        self._text, self._model, self._odds = text, model, odds
+        self._ended: float | None = None
+        self._read: set[int] = set()
+        self._pending: dict[int, tuple[int, list[int]]] = {}
+
+    def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
+        """One tree per row, from the draft that promises more."""
+        if self._ended is not None:
+            self._odds.gap = _fading(self._odds.gap, perf_counter() - self._ended)
+        self._ended = None
+        for row in rows:
+            self._learn(row)
+        trees = [
+            cut(*self._text.guess(row, plan.limit), row, plan, self._text.source)
+            for row, plan in zip(rows, plans, strict=True)
+        ]
+        chosen = [i for i, tree in enumerate(trees) if self._prefers_model(rows[i], plans[i], tree)]
+        if chosen:
+            drafted = self._drafted([rows[i] for i in chosen], [plans[i] for i in chosen])
+            for i, tree in zip(chosen, drafted, strict=True):
+                trees[i] = tree
+        self._ended = perf_counter()
+        return trees
+
+    def release(self, keys: Sequence[int]) -> None:
+        """Forgets finished rows, in both drafts."""
+        for key in keys:
+            self._pending.pop(key, None)
+            self._read.discard(key)
+        self._text.release(keys)
+        self._model.release(keys)
+
+    def _prefers_model(self, row: Row, plan: Plan, tree: Tree) -> bool:
+        limit = min(plan.limit, row.remaining - 1)
+        if limit <= 0:
+            return False
+        return not tree.tokens or self._odds.model_rate(limit) > self._odds.text_rate(tree.confidence or [])
+
+    def _drafted(self, rows: list[Row], plans: list[Plan]) -> list[Tree]:
+        began = perf_counter()
+        trees = self._model.propose(rows, plans)
+        keys = {row.key for row in rows}
+        # A round in which the model reads a whole prompt says nothing about a pass.
+        if keys <= self._read and any(trees):
+            self._odds.drafted(perf_counter() - began, max(map(len, trees)))
+        self._read |= keys
+        for row, tree in zip(rows, trees, strict=True):
+            self._pending[row.key] = (len(row.tokens), tree.tokens)
+        return trees
+
+    def _learn(self, row: Row) -> None:
+        """Compares the model's last draft for `row` with the text that came."""
+        length, guess = self._pending.pop(row.key, (0, []))
+        if guess:
+            self._odds.outcome(guess, row.tokens[length:])
+
+
+def _expected(confidence: Sequence[float]) -> float:
+    """Tokens that a pass is expected to bring, the target's own included."""
+    total = chance = 1.0
+    for c in confidence:
+        chance *= c
+        total += chance
+    return total
+
+
+def _fading(old: float | None, new: float) -> float:
+    return new if old is None else _MEMORY * old + (1.0 - _MEMORY) * new

@@ -1,0 +1,156 @@
+"""A draft of another vocabulary that draws only tokens which both vocabularies have, with q in the target's ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from specdec.draft.bridge import DraftRow, Tokenizer, begin, decode, encode
+from specdec.errors import VocabularyError
+from specdec.types import BatchDrafter, Call, DraftRule, DraftSession, Plan, Row, Tree
+
+_FOREIGN = 2**40
+"""Added to a target token that the draft lacks: no draft can read such an id, and it can be taken off again."""
+
+
+class VocabularyTokenizer(Tokenizer, Protocol):
+    """What is needed of a transformers tokenizer whose vocabulary is compared."""
+
+    @property
+    def all_special_tokens(self) -> list[str]: ...
+
+    def get_vocab(self) -> dict[str, int]: ...
+
+    def convert_ids_to_tokens(self, ids: Any) -> Any: ...
+
+
+class VocabularyIntersection:
+    """Drafts with the tokens that both vocabularies have (token-level intersection, arXiv 2502.05202, algorithm 4).
+
+    Tokens are the same when their strings are, however each tokenizer writes a leading space; a token that is special
+    in one must be special in the other. Raises VocabularyError if nothing is shared.
+    """
+
+    def __init__(
+        self, drafter: BatchDrafter, target_tokenizer: VocabularyTokenizer, draft_tokenizer: VocabularyTokenizer
+    ) -> None:
+        self.drafter = drafter
+        self.target_tokenizer, self.draft_tokenizer = target_tokenizer, draft_tokenizer
+        self.to_draft = shared_tokens(target_tokenizer, draft_tokenizer)
+        if not self.to_draft:
+            raise VocabularyError("target and draft tokenizers have no token in common: use match verification")
+
+    def __repr__(self) -> str:
+        return f"VocabularyIntersection({self.drafter!r}, {len(self.to_draft)} tokens)"
+
+    def start(self, call: Call) -> IntersectionSession:
+        """A session on the rows of `call`, whose rule sees logits over the target's vocabulary."""
+        to_draft = {t: d for t, d in self.to_draft.items() if t < call.vocab_size}
+        rule = _MappedRule(call.rule, to_draft, call.vocab_size)
+        inner = replace(call, rule=rule, encoding=None, vocab_size=max(to_draft.values(), default=0) + 1)
+        return IntersectionSession(self.drafter.start(inner), rule, self.target_tokenizer, self.draft_tokenizer)
+
+
+def shared_tokens(target: VocabularyTokenizer, draft: VocabularyTokenizer) -> dict[int, int]:
+    """Target id -> draft id of every token that both have."""
+    theirs = _by_meaning(draft)
+    ours = _by_meaning(target)
+    return {ours[meaning]: theirs[meaning] for meaning in ours if meaning in theirs}
+
+
+def _by_meaning(tokenizer: VocabularyTokenizer) -> dict[tuple[str, bool], int]:
+    """(string with a plain leading space, special or not) -> id."""
+    special = set(tokenizer.all_special_tokens)
+    sign = _space_sign(tokenizer)
+    return {
+        (" " + token[len(sign) :] if sign and token.startswith(sign) else token, token in special): token_id
+        for token, token_id in tokenizer.get_vocab().items()
+    }
+
+
+def _space_sign(tokenizer: VocabularyTokenizer) -> str:
+    """How the tokenizer writes a space at the beginning of a token: `Ġ`, `▁`, or nothing of the kind."""
+    ids = encode(tokenizer, " ")
+    token: str = tokenizer.convert_ids_to_tokens(ids[:1])[0] if ids else ""
+    return token[0] if token and token[0] in "Ġ▁ " else ""
+
+
+@dataclass(slots=True)
+class _MappedRow(DraftRow):
+    """A row in the draft's tokens that remembers the target's."""
+
+    outer: Row | None = None
+
+
+class _MappedRule:
+    """Lets the strategy's rule pick in the target's vocabulary and tells the draft its own id."""
+
+    def __init__(self, rule: DraftRule, to_draft: dict[int, int], vocab_size: int) -> None:
+        self._rule, self._vocab_size = rule, vocab_size
+        self.to_draft = to_draft
+        self.to_target = {d: t for t, d in to_draft.items()}
+        self._targets, self._drafts = torch.tensor(list(to_draft)), torch.tensor(list(to_draft.values()))
+
+    @property
+    def needs_q(self) -> bool:
+        return self._rule.needs_q
+
+    def pick(self, row: Row, guesses: list[int], logits: Tensor) -> tuple[int, float, Tensor | None]:
+        """The rule's pick from the draft `logits` moved to the target's ids; everything else is impossible."""
+        assert isinstance(row, _MappedRow)
+        assert row.outer is not None
+        self._targets, self._drafts = self._targets.to(logits.device), self._drafts.to(logits.device)
+        wide = logits.new_full((self._vocab_size,), float("-inf"))
+        wide[self._targets] = logits[self._drafts]
+        token, confidence, q = self._rule.pick(row.outer, self.in_target(guesses), wide)
+        return self.to_draft.get(token, _FOREIGN + token), confidence, q
+
+    def in_target(self, guesses: list[int]) -> list[int]:
+        """Drawn draft ids as target ids."""
+        return [guess - _FOREIGN if guess >= _FOREIGN else self.to_target[guess] for guess in guesses]
+
+
+class IntersectionSession:
+    """An intersection draft at work on the rows of one call."""
+
+    def __init__(self, draft: DraftSession, rule: _MappedRule, target: Tokenizer, drafts: Tokenizer) -> None:
+        self._draft, self._rule, self._target, self._drafts = draft, rule, target, drafts
+        self._rows: dict[int, _MappedRow] = {}
+
+    def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
+        """One chain per row, in the target's ids."""
+        if not any(plan.limit > 0 for plan in plans):
+            return [Tree([], [])] * len(rows)
+        try:
+            trees = self._draft.propose([self._read(row) for row in rows], plans)
+        except BaseException:
+            self.release([row.key for row in rows])
+            raise
+        return [replace(tree, tokens=self._rule.in_target(tree.tokens)) for tree in trees]
+
+    def release(self, keys: Sequence[int]) -> None:
+        """Forgets finished rows, here and in the draft."""
+        for key in keys:
+            self._rows.pop(key, None)
+        self._draft.release(keys)
+
+    def _read(self, row: Row) -> _MappedRow:
+        """The row in the draft's ids: shared tokens one by one, what lies between them through its text."""
+        read = self._rows.get(row.key)
+        if read is None:
+            opening, seen = begin(self._target, self._drafts, row.tokens)
+            read = self._rows[row.key] = _MappedRow(row.key, opening, len(opening), seen)
+        read.outer, read.remaining = row, row.remaining
+        for shared, run in groupby(row.tokens[read.seen :], key=self._rule.to_draft.__contains__):
+            ids = list(run)
+            if shared:
+                read.tokens += [self._rule.to_draft[token] for token in ids]
+            else:
+                read.tokens += encode(self._drafts, decode(self._target, ids))
+        read.seen = len(row.tokens)
+        return read

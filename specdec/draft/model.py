@@ -1,0 +1,246 @@
+"""A draft that is a language model: its own cache per row, fed lazily, one pass per guess for all rows together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from specdec.errors import UnsupportedError
+from specdec.types import Call, DraftRule, Plan, Row, Tree
+
+if TYPE_CHECKING:
+    from specdec.models import Encoding, LanguageModel, Session
+
+_ABSENT = Tree([], [])
+_PREFILL_CHUNK = 2048
+_LOOKBACK = 32
+
+
+@dataclass(slots=True)
+class _Held:
+    """What the draft's cache holds for one row, and how much of it was the row's text when last compared.
+
+    `unknown` is set once the text has a token that the draft has no embedding for.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    known: int = 0
+    unknown: bool = False
+
+
+@dataclass(slots=True)
+class _Chain:
+    """The chain that grows for one row in this round."""
+
+    row: Row
+    plan: Plan
+    limit: int
+    slot: int
+    tokens: list[int] = field(default_factory=list)
+    confidence: list[float] = field(default_factory=list)
+    q: list[Tensor] = field(default_factory=list)
+
+    def draw(self, rule: DraftRule, logits: Tensor) -> bool:
+        """Adds one guess from `logits` `[vocab]`; whether the next draft pass pays."""
+        token, confidence, q = rule.pick(self.row, self.tokens, logits)
+        self.confidence.append(confidence)
+        # A token drawn at random must not be dropped after it was seen: that would bend the output's distribution.
+        if not rule.needs_q and not self.plan.keep(self.confidence):
+            self.confidence.pop()
+            return False
+        self.tokens.append(token)
+        if q is not None:
+            self.q.append(q)
+        return len(self.tokens) < self.limit and self.plan.go_on(self.confidence)
+
+    def tree(self, source: str) -> Tree:
+        q = torch.stack(self.q).float() if self.q else None
+        return Tree.chain(self.tokens, self.confidence, q, source)
+
+
+class ModelDrafter:
+    """Drafts with a smaller language model (Leviathan et al., arXiv 2211.17192, section 2.1).
+
+    An encoder-decoder draft with `shared_encoder` reads `call.encoding`, the target's; another one encodes
+    `call.draft_inputs` once. A decoder-only draft reads the decoder's tokens alone.
+    """
+
+    def __init__(self, model: LanguageModel, *, source: str = "model", shared_encoder: bool = False) -> None:
+        self.model = model
+        self.source = source
+        self.shared_encoder = shared_encoder
+
+    def __repr__(self) -> str:
+        return f"ModelDrafter({self.model!r})"
+
+    def start(self, call: Call) -> ModelSession:
+        """A session on the rows of `call`; raises UnsupportedError if the draft's encoder has nothing to read."""
+        if self.model.is_encoder_decoder and not self.shared_encoder and call.draft_inputs is None:
+            raise UnsupportedError("the draft is an encoder-decoder model, but the call brings it no encoder inputs")
+        return ModelSession(self.model, call, self.source, call.encoding if self.shared_encoder else None)
+
+
+class ModelSession:
+    """A draft model at work on the rows of one call."""
+
+    def __init__(self, model: LanguageModel, call: Call, source: str, encoding: object | None = None) -> None:
+        self._model, self._call, self._source = model, call, source
+        self._max_positions: int | None = getattr(model, "max_positions", None)
+        self._encoding = encoding
+        self._session: Session | None = None
+        self._slots: dict[int, int] = {}
+        self._held: list[_Held] = []
+
+    def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
+        """One chain per row, from one pass per guess over all rows that still go on."""
+        limits = [self._limit(row, plan) for row, plan in zip(rows, plans, strict=True)]
+        if not any(limits):
+            return [_ABSENT] * len(limits)
+        try:
+            chains = self._chains(rows, plans, limits)
+            self._grow([chain for chain in chains if chain is not None])
+        except BaseException:
+            # The cache may hold half a round: forget it, the next call reads the text again.
+            self._forget()
+            raise
+        return [chain.tree(self._source) if chain is not None and chain.tokens else _ABSENT for chain in chains]
+
+    def release(self, keys: Sequence[int]) -> None:
+        """Frees the cache of finished rows."""
+        gone = set(keys)
+        kept = [key for key in self._slots if key not in gone]
+        if len(kept) == len(self._slots):
+            return
+        if not kept or self._session is None:
+            return self._forget()
+        slots = [self._slots[key] for key in kept]
+        try:
+            self._session.select(slots)
+        except BaseException:
+            self._forget()
+            raise
+        self._held = [self._held[slot] for slot in slots]
+        self._slots = {key: slot for slot, key in enumerate(kept)}
+
+    def _limit(self, row: Row, plan: Plan) -> int:
+        """The most nodes worth drafting: the target adds one token itself, and the draft has only so many positions."""
+        if plan.limit <= 0 or not row.tokens:
+            return 0
+        limit = min(plan.limit, row.remaining - 1)
+        if self._max_positions is not None:
+            limit = min(limit, self._max_positions - len(row.tokens) + 1)
+        return limit if limit > 0 and plan.go_on([]) else 0
+
+    def _chains(self, rows: Sequence[Row], plans: Sequence[Plan], limits: Sequence[int]) -> list[_Chain | None]:
+        self._admit([row.key for row, limit in zip(rows, limits, strict=True) if limit])
+        return [
+            _Chain(row, plan, limit, self._slots[row.key]) if limit else None
+            for row, plan, limit in zip(rows, plans, limits, strict=True)
+        ]
+
+    def _grow(self, chains: list[_Chain]) -> None:
+        """Feeds what the rows' texts are ahead by and draws, until no row goes on."""
+        rule = self._call.rule
+        self._rewind(chains)
+        fed = self._missing(chains)
+        while any(len(tokens) > _PREFILL_CHUNK for _, tokens in fed):
+            self._feed([(chain, tokens[:-1][:_PREFILL_CHUNK]) for chain, tokens in fed if len(tokens) > 1], final=True)
+            fed = self._missing(chains)
+        final = True
+        while fed:
+            logits = self._feed(fed, final=final)
+            going = [chain for (chain, _), last in zip(fed, logits, strict=True) if chain.draw(rule, last)]
+            # Processors may force a token that this draft cannot read.
+            fed = [(chain, chain.tokens[-1:]) for chain in going if chain.tokens[-1] < self._model.vocab_size]
+            final = False
+
+    def _rewind(self, chains: list[_Chain]) -> None:
+        """Takes the cache back to where it agrees with the rows' texts, at least one token before their end."""
+        assert self._session is not None
+        lengths = [len(held.tokens) for held in self._held]
+        for chain in chains:
+            lengths[chain.slot] = _agreement(self._held[chain.slot], chain.row.tokens)
+        if any(length < len(held.tokens) for length, held in zip(lengths, self._held, strict=True)):
+            self._session.truncate(lengths)
+            for held, length in zip(self._held, self._session.lengths, strict=True):
+                del held.tokens[length:]
+        for chain in chains:
+            self._held[chain.slot].known = len(chain.row.tokens)
+
+    def _missing(self, chains: list[_Chain]) -> list[tuple[_Chain, list[int]]]:
+        """The text that the cache lacks, of every row that the draft can read."""
+        missing = [(chain, chain.row.tokens[len(self._held[chain.slot].tokens) :]) for chain in chains]
+        return [(chain, tokens) for chain, tokens in missing if self._readable(chain.slot, tokens)]
+
+    def _readable(self, slot: int, tokens: list[int]) -> bool:
+        """Whether the draft has embeddings for `tokens`; a row whose text left its vocabulary is out for good."""
+        held = self._held[slot]
+        held.unknown = held.unknown or max(tokens) >= self._model.vocab_size
+        return not held.unknown
+
+    def _feed(self, pieces: Sequence[tuple[_Chain, list[int]]], *, final: bool) -> list[Tensor]:
+        """One pass over `pieces`; the logits `[vocab of the target]` after each, and the cache holds them."""
+        assert self._session is not None
+        trees, keep = [_ABSENT] * len(self._held), [0] * len(self._held)
+        paths: list[list[int]] = [[] for _ in self._held]
+        for chain, tokens in pieces:
+            trees[chain.slot], keep[chain.slot] = Tree.chain(tokens), 1
+            paths[chain.slot] = list(range(len(tokens)))
+        scores = self._session.forward(trees, keep)
+        self._session.commit(paths, final=final)
+        for chain, tokens in pieces:
+            self._held[chain.slot].tokens += tokens
+        return [self._fit(scores[chain.slot].logits[-1]) for chain, _ in pieces]
+
+    def _fit(self, logits: Tensor) -> Tensor:
+        """`logits` at the target's width: padded vocabularies differ in size where their tokens agree."""
+        extra = self._call.vocab_size - logits.shape[-1]
+        if extra == 0:
+            return logits
+        return logits[:extra] if extra < 0 else pad(logits, (0, extra), value=float("-inf"))
+
+    def _admit(self, keys: Sequence[int]) -> None:
+        """Gives a place in the cache to rows that have none."""
+        new = [key for key in keys if key not in self._slots]
+        if not new:
+            return
+        if self._session is None:
+            self._session = self._model.session()
+        self._session.add(len(new), self._encoded(new))
+        for key in new:
+            self._slots[key] = len(self._held)
+            self._held.append(_Held())
+
+    def _encoded(self, keys: list[int]) -> Encoding | None:
+        """The encoder's reading for rows `keys`."""
+        if not self._model.is_encoder_decoder:
+            return None
+        if self._encoding is None:
+            assert self._call.draft_inputs is not None
+            self._encoding = self._model.encode(self._call.draft_inputs)
+        encoding: Encoding = self._encoding  # type: ignore[assignment]
+        return encoding.select(keys)
+
+    def _forget(self) -> None:
+        self._session = None
+        self._slots, self._held = {}, []
+
+
+def _agreement(held: _Held, text: list[int]) -> int:
+    """How many held tokens are the row's text; at least the text's last token is left out, to be fed for its logits.
+
+    Text once seen rarely changes, and if so at its end (a bridge between tokenizers), so only that much is compared.
+    """
+    end = min(len(held.tokens), len(text) - 1)
+    same = min(held.known, end)
+    recent = max(same - _LOOKBACK, 0)
+    if held.tokens[recent:same] != text[recent:same]:
+        same = 0
+    while same < end and held.tokens[same] == text[same]:
+        same += 1
+    return same

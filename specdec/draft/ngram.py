@@ -1,0 +1,65 @@
+"""Prompt lookup: what followed the first time the last few tokens occurred."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specdec.draft.text import SEPARATOR, Calibration, TextSession, until_separator
+from specdec.errors import OptionError
+from specdec.types import Call
+
+
+class NgramIndex:
+    """Finds where the text's last n tokens first occurred, n from `max_ngram` down to 1; O(max_ngram) per token."""
+
+    def __init__(self, num_tokens: int, max_ngram: int) -> None:
+        self._num_tokens, self._max_ngram = num_tokens, max_ngram
+        self._text: list[int] = []
+        self._after: dict[tuple[int, ...], int] = {}
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Appends `tokens`; an n-gram counts once its continuation is there."""
+        text, after, longest = self._text, self._after, self._max_ngram
+        for token in tokens:
+            end = len(text)
+            if token != SEPARATOR:
+                for n in range(1, min(longest, end) + 1):
+                    after.setdefault(tuple(text[end - n :]), end)
+            text.append(token)
+
+    def lookup(self, limit: int) -> tuple[list[int], int]:
+        """At most `limit` tokens after the first occurrence, and the length of the n-gram that matched."""
+        text = self._text
+        for n in range(min(self._max_ngram, len(text) - 1), 0, -1):
+            start = self._after.get(tuple(text[-n:]))
+            if start is not None:
+                return until_separator(text[start : start + min(limit, self._num_tokens)]), n
+        return [], 0
+
+
+class NgramDrafter:
+    """Copies what followed an earlier occurrence of the last n tokens (prompt lookup, as in transformers).
+
+    `num_tokens` bounds a proposal; n runs from `max_ngram` down to 1 and the first match counts. With `encoder=True`
+    an encoder-decoder target's input is searched before its output.
+    """
+
+    def __init__(self, num_tokens: int = 10, max_ngram: int = 2, *, encoder: bool = False) -> None:
+        for name, value in (("num_tokens", num_tokens), ("max_ngram", max_ngram)):
+            if value < 1:
+                raise OptionError.of(name, "at least 1", value)
+        self.num_tokens, self.max_ngram, self.encoder = num_tokens, max_ngram, encoder
+        self.calibration = Calibration()
+
+    def __repr__(self) -> str:
+        return f"NgramDrafter({self.num_tokens}, {self.max_ngram}, encoder={self.encoder})"
+
+    def start(self, call: Call) -> TextSession:
+        """A session on the rows of `call`; what was learned about confidence is kept across calls."""
+        return TextSession(
+            lambda: NgramIndex(self.num_tokens, self.max_ngram),
+            self.calibration,
+            call,
+            encoder=self.encoder,
+            source="ngram",
+        )

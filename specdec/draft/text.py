@@ -1,0 +1,138 @@
+"""What drafts without a model share: an index of the text per row, learned confidence, and cutting to the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from specdec.types import Call, Plan, Row, Tree
+
+SEPARATOR = -1
+"""Stands between texts in one index; no text contains it, and no proposal crosses it."""
+
+_NUM_BINS = 8
+_FORGET_AFTER = 256
+
+
+class Index(Protocol):
+    """A text that grows and can tell what followed the last time it ended like this."""
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Appends `tokens`."""
+        ...
+
+    def lookup(self, limit: int) -> tuple[list[int], int]:
+        """At most `limit` tokens that may follow, and how many tokens before them matched."""
+        ...
+
+
+class Calibration:
+    """How often a guess after a match of some length came true, learned from what was really emitted.
+
+    Bins double in length; each is shrunk towards the rate of all, which starts at one half. Old counts fade.
+    """
+
+    def __init__(self) -> None:
+        self._hits = [0.0] * _NUM_BINS
+        self._tested = [0.0] * _NUM_BINS
+
+    def rates(self, match: int, count: int) -> list[float]:
+        """The probability of each of `count` guesses after a match of `match` tokens, given the guesses before it."""
+        pooled = (sum(self._hits) + 1.0) / (sum(self._tested) + 2.0)
+        by_bin = [(h + 2.0 * pooled) / (n + 2.0) for h, n in zip(self._hits, self._tested, strict=True)]
+        return [by_bin[_bin(match + depth)] for depth in range(count)]
+
+    def learn(self, guess: Sequence[int], match: int, emitted: Sequence[int]) -> None:
+        """Compares a guess with the tokens that came; what follows its first miss was not tested."""
+        for depth, (guessed, came) in enumerate(zip(guess, emitted, strict=False)):
+            self._count(_bin(match + depth), guessed == came)
+            if guessed != came:
+                return
+
+    def _count(self, where: int, hit: bool) -> None:
+        if self._tested[where] >= _FORGET_AFTER:
+            self._hits[where] /= 2.0
+            self._tested[where] /= 2.0
+        self._hits[where] += hit
+        self._tested[where] += 1.0
+
+
+def _bin(match: int) -> int:
+    return min(match.bit_length(), _NUM_BINS - 1)
+
+
+def cut(tokens: list[int], confidence: list[float], row: Row, plan: Plan, source: str) -> Tree:
+    """The chain as far as the plan keeps it; the row's last token is left to the target."""
+    limit = min(plan.limit, row.remaining - 1, len(tokens))
+    kept: list[float] = []
+    while len(kept) < limit:
+        kept.append(confidence[len(kept)])
+        if not plan.keep(kept):
+            kept.pop()
+            break
+    return Tree.chain(tokens[: len(kept)], kept, source=source)
+
+
+@dataclass(slots=True)
+class _Reading:
+    """One row's index, how much of its text is in it, and the guess that the next tokens will judge."""
+
+    index: Index
+    seen: int = 0
+    guess: list[int] = field(default_factory=list)
+    match: int = 0
+
+
+class TextSession:
+    """A draft that copies from the text, at work on the rows of one call."""
+
+    def __init__(
+        self, make_index: Callable[[], Index], calibration: Calibration, call: Call, *, encoder: bool, source: str
+    ) -> None:
+        self._make_index, self._calibration = make_index, calibration
+        self._vocab_size, self._encoder, self.source = call.vocab_size, encoder, source
+        self._readings: dict[int, _Reading] = {}
+
+    def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
+        """One chain per row, copied from after an earlier occurrence of the text's end."""
+        return [
+            cut(*self.guess(row, plan.limit), row, plan, self.source) for row, plan in zip(rows, plans, strict=True)
+        ]
+
+    def guess(self, row: Row, limit: int) -> tuple[list[int], list[float]]:
+        """At most `limit` (but one is always looked up, to keep learning) tokens for `row`, and their confidence."""
+        reading = self._readings.pop(row.key, None) or self._open(row)
+        self._read(reading, row.tokens)
+        found, reading.match = reading.index.lookup(max(limit, 1))
+        reading.guess = below(found, self._vocab_size)
+        # Put back only here: a reading that an exception left half way is read anew.
+        self._readings[row.key] = reading
+        return reading.guess, self._calibration.rates(reading.match, len(reading.guess))
+
+    def release(self, keys: Sequence[int]) -> None:
+        """Forgets the indices of finished rows."""
+        for key in keys:
+            self._readings.pop(key, None)
+
+    def _open(self, row: Row) -> _Reading:
+        reading = _Reading(self._make_index())
+        if self._encoder and row.encoder_tokens:
+            reading.index.extend([*row.encoder_tokens, SEPARATOR])
+        return reading
+
+    def _read(self, reading: _Reading, text: list[int]) -> None:
+        new = text[reading.seen :]
+        self._calibration.learn(reading.guess, reading.match, new)
+        reading.index.extend(new)
+        reading.seen = len(text)
+
+
+def below(tokens: list[int], vocab_size: int) -> list[int]:
+    """`tokens` up to the first that the target does not have (an encoder may read a wider vocabulary)."""
+    return next((tokens[:i] for i, token in enumerate(tokens) if not 0 <= token < vocab_size), tokens)
+
+
+def until_separator(tokens: list[int]) -> list[int]:
+    """`tokens` before the first separator."""
+    return tokens[: tokens.index(SEPARATOR)] if SEPARATOR in tokens else tokens

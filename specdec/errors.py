@@ -1,0 +1,41 @@
+"""Everything specdec raises on purpose, as one tree.
+
+SpecdecError
+├── OptionError (ValueError)          an argument is wrong, unknown or contradicts another
+├── UnsupportedError (OptionError)    the request is sound, but this model or strategy cannot serve it
+├── VocabularyError (OptionError)     target and draft do not share a vocabulary
+├── BusyError (RuntimeError)          the generator is already decoding
+└── DraftError (RuntimeError)         a draft returned something that is not a proposal
+"""
+
+from __future__ import annotations
+
+
+class SpecdecError(Exception):
+    """The root of all errors raised by specdec itself."""
+
+
+class OptionError(SpecdecError, ValueError):
+    """An argument is wrong, unknown, or contradicts another one."""
+
+    @classmethod
+    def of(cls, name: str, expected: str, got: object, way_out: str = "") -> OptionError:
+        """The error for argument `name`: what was expected, what came, and the way out."""
+        hint = f": {way_out}" if way_out else ""
+        return cls(f"`{name}` must be {expected}, got {got!r}{hint}")
+
+
+class UnsupportedError(OptionError):
+    """The request is sound, but this model or strategy cannot serve it."""
+
+
+class VocabularyError(OptionError):
+    """Target and draft do not share a vocabulary."""
+
+
+class BusyError(SpecdecError, RuntimeError):
+    """The generator is already decoding, in another thread or in an open stream."""
+
+
+class DraftError(SpecdecError, RuntimeError):
+    """A draft returned something that is not a proposal."""

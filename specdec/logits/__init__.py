@@ -1,0 +1,6 @@
+"""Logits processors and warpers of one row: `(ids, logits) -> logits`."""
+
+from specdec.logits.processors import Processors, build_processors
+from specdec.logits.warpers import TopK, TopKTopP, TopP
+
+__all__ = ["Processors", "TopK", "TopKTopP", "TopP", "build_processors"]

@@ -1,0 +1,136 @@
+"""The logits processors of one row, as one callable on genuine target scores."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
+
+from specdec.errors import OptionError
+from specdec.logits import table
+from specdec.logits.table import PrefixFn, Request
+
+
+@dataclass(frozen=True)
+class Processors:
+    """Logits processors in order: `(ids [n, length] or None, logits [n, vocab]) -> [n, vocab]` in float32.
+
+    `device` is where their tensors live; logits from elsewhere, such as a draft's, are brought there.
+    """
+
+    items: tuple[Any, ...] = ()
+    device: torch.device | str | None = None
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __repr__(self) -> str:
+        return f"Processors({', '.join(type(item).__name__ for item in self.items)})"
+
+    def __call__(self, ids: Tensor | None, logits: Tensor) -> Tensor:
+        """`logits` `[n, vocab]` after all processors; `ids` `[n, length]` may be None unless `reads_ids`."""
+        if not self.items:
+            return logits.float()
+        scores = logits.to(device=self.device, dtype=torch.float32)
+        if not self.pure and scores.data_ptr() == logits.data_ptr():
+            scores = scores.clone()  # a user's processor may write in place
+        for item in self.items:
+            scores = item(ids, scores)
+        return scores
+
+    @cached_property
+    def reads_ids(self) -> bool:
+        """Whether any processor looks at the ids."""
+        return any(type(item) not in table.WITHOUT_IDS for item in self.items)
+
+    @cached_property
+    def pure(self) -> bool:
+        """Whether all are known functions of ids and logits, which may be asked about text that never comes true."""
+        return all(type(item) in table.PURE for item in self.items)
+
+    @cached_property
+    def drafting(self) -> Processors:
+        """Those that may be applied to draft logits: the pure ones, never a user's own code."""
+        return Processors(tuple(item for item in self.items if type(item) in table.PURE), self.device)
+
+
+def build_processors(
+    options: Any,
+    *,
+    prompt_length: int,
+    padding: int = 0,
+    eos_ids: Sequence[int] = (),
+    encoder_ids: Tensor | None = None,
+    prompt_ignore_length: int | None = None,
+    extra: Sequence[Any] = (),
+    prefix_allowed_tokens_fn: PrefixFn | None = None,
+    row: int = 0,
+    device: torch.device | str = "cpu",
+    min_tokens_to_keep: int = 1,
+) -> Processors:
+    """The processors of one row from `options`, an object with `GenerationConfig`'s attribute names.
+
+    `prompt_length` counts `padding` left-padded tokens, which the ids given later do not hold: lengths mean what they
+    mean in transformers for the padded row. `encoder_ids` `[1, n]` are the encoder's input (or a decoder-only model's
+    prompt), `prompt_ignore_length` the leading ids that `repetition_penalty` overlooks. `extra` are the user's own
+    processors: one of a kind that the options make takes its place, others follow, before the warpers. `row` is the
+    batch number told to `prefix_allowed_tokens_fn`. Guidance and watermarking are not made here.
+
+    Raises `OptionError` for a value that its processor refuses and for a processor that needs more than ids and logits.
+    """
+    request = Request(
+        options,
+        prompt_length,
+        padding,
+        prompt_ignore_length,
+        eos_ids,
+        encoder_ids if encoder_ids is not None and not bool((encoder_ids < 0).any()) else None,
+        prefix_allowed_tokens_fn,
+        row,
+        device,
+        min_tokens_to_keep,
+    )
+    _check(options, extra)
+    items = _merge(table.build(table.PROCESSORS, request), extra)
+    if getattr(options, "do_sample", None):
+        items += table.build(table.WARPERS, request)
+    return Processors(tuple(items + table.build(table.NORMALIZE, request)), device)
+
+
+def _merge(made: list[Any], extra: Sequence[Any]) -> list[Any]:
+    """`made` with the user's own in the places of their kind, and the rest of `extra` behind."""
+    merged = []
+    for item in made:
+        kind = getattr(item, "stands_for", type(item))
+        merged.append(next((own for own in extra if type(own) is kind), item))
+    for own in extra:
+        if not any(own is item for item in merged):
+            merged.append(own)
+    return merged
+
+
+def _check(options: Any, extra: Sequence[Any]) -> None:
+    """Raises for processors of the user that cannot be called with ids and logits, or would guide twice."""
+    for own in extra:
+        if not callable(own):
+            raise OptionError.of("logits_processor", "callables of (ids, logits)", own)
+        needed = [
+            parameter.name
+            for parameter in inspect.signature(own).parameters.values()
+            if parameter.default is parameter.empty
+            and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        ]
+        if len(needed) > 2:
+            raise OptionError.of("logits_processor", "callables of (ids, logits)", own, f"bind {needed[2:]} first")
+        if type(own) is UnbatchedClassifierFreeGuidanceLogitsProcessor and _guides(options):
+            raise OptionError("`guidance_scale` and a guidance processor in `logits_processor` contradict: pass one")
+
+
+def _guides(options: Any) -> bool:
+    return getattr(options, "guidance_scale", None) not in (None, 1, 1.0)

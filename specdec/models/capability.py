@@ -1,0 +1,135 @@
+"""What a model is able to do, by architecture: which store fits, how positions reach it, which masks it takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from specdec.models.layout import Kind
+
+Store = Literal["kv", "replay", "none"]
+Positions = Literal["ids", "decoder_ids", "embedding", "bias", "alibi", "native"]
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """How sessions of one model work.
+
+    `store`: our own keys and values ("kv"), the library's cache with snapshots ("replay"), or no rollback at all.
+    `positions`: passed as an argument, looked up by a wrapper, or left to the model ("native").
+    `masks`: one mask for all layers, or a dict by layer kind (`kinds`).
+    `tree`: whether siblings share a pass ("mask") or paths run one after another ("paths").
+    `chunks`: whether a cache that holds tokens takes several more in one pass (some recurrent layers do not).
+    `boundary`: the position from which rotary scaling changes; a pass should not cross it.
+    `reason` says why, in words for an error or a report.
+    """
+
+    store: Store
+    positions: Positions = "native"
+    masks: Literal["single", "dict"] = "single"
+    tree: Literal["mask", "paths"] = "paths"
+    kinds: tuple[Kind, ...] = (Kind("full_attention"),)
+    chunks: bool = True
+    boundary: int | None = None
+    reason: str = ""
+
+
+# model_type -> how positions reach the model; all of these keep plain keys and values.
+KV: dict[str, Positions] = {
+    **dict.fromkeys(
+        [
+            "llama",
+            "mistral",
+            "mixtral",
+            "qwen2",
+            "qwen3",
+            "qwen2_moe",
+            "qwen3_moe",
+            "gemma",
+            "gemma2",
+            "gemma3_text",
+            "gpt2",
+            "gpt_bigcode",
+            "gpt_neox",
+            "gptj",
+            "codegen",
+            "opt",
+            "phi",
+            "phi3",
+            "falcon",
+            "stablelm",
+            "starcoder2",
+            "cohere",
+            "cohere2",
+            "olmo",
+            "olmo2",
+            "olmoe",
+            "granite",
+            "gpt_oss",
+            "llama4_text",
+            "smollm3",
+            "glm4",
+            "deepseek_v3",
+        ],
+        "ids",
+    ),
+    "whisper": "decoder_ids",
+    **dict.fromkeys(["bart", "mbart", "pegasus", "marian", "blenderbot", "m2m_100"], "embedding"),
+    **dict.fromkeys(["t5", "mt5", "umt5"], "bias"),
+    "bloom": "alibi",
+}  # type: ignore[assignment]
+
+# model_type -> why its rows keep the library's own cache. How much of it works depends on versions and kernels, so
+# these are probed; attention models among them are known to work.
+REPLAY: dict[str, str] = dict.fromkeys(
+    ["mamba", "mamba2", "falcon_mamba", "recurrent_gemma", "qwen3_next", "jamba", "bamba", "falcon_h1", "lfm2", "rwkv"],
+    "its recurrent state cannot be cut back, only restored",
+)
+SLOT_BOUND: dict[str, str] = dict.fromkeys(["gpt_neo", "mpt"], "its attention counts slots of the cache, not positions")
+
+_KNOWN_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+def attention_kinds(config: Any) -> tuple[Kind, ...] | None:
+    """The kinds of attention layers in a text config; None when one of them is not attention over the past."""
+    window = getattr(config, "sliding_window", None)
+    chunk = getattr(config, "attention_chunk_size", None)
+    names = getattr(config, "layer_types", None)
+    if not names:
+        return (Kind("all", window, None if window else chunk),)
+    if not set(names) <= _KNOWN_KINDS:
+        return None
+    limits = {"sliding_attention": (window, None), "chunked_attention": (None, chunk)}
+    return tuple(Kind(name, *limits.get(name, (None, None))) for name in sorted(set(names)))
+
+
+def rope_boundary(config: Any) -> int | None:
+    """The first position at which rotary scaling switches, for the kinds that do."""
+    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    by_layer_type = [value for value in given.values() if isinstance(value, dict)]
+    found = [_switch(config, scaling) for scaling in by_layer_type or [given]]
+    return min((limit for limit in found if limit), default=None)
+
+
+def _switch(config: Any, scaling: dict[str, Any]) -> int | None:
+    if scaling.get("rope_type", scaling.get("type")) not in {"longrope", "dynamic"}:
+        return None
+    name = "original_max_position_embeddings"
+    return scaling.get(name) or getattr(config, name, None) or getattr(config, "max_position_embeddings", None)
+
+
+def known(config: Any) -> Capability | None:
+    """The capability of a known architecture, from its text config; None for unknown ones."""
+    model_type = config.model_type
+    if model_type in SLOT_BOUND or (model_type == "falcon" and config.alibi):
+        return Capability("replay", reason=SLOT_BOUND["mpt"])
+    kinds = attention_kinds(config)
+    if model_type not in KV or kinds is None:
+        return None
+    return kv_capability(config, KV[model_type], kinds)
+
+
+def kv_capability(config: Any, positions: Positions, kinds: tuple[Kind, ...]) -> Capability:
+    """Own store: a dict of masks exactly when layers differ in what they see."""
+    masks: Literal["single", "dict"] = "dict" if len(kinds) > 1 else "single"
+    return Capability("kv", positions, masks, "mask", kinds, boundary=rope_boundary(config))

@@ -1,0 +1,58 @@
+"""A model that stops early: the modules above the layer list are copied shallowly, everything else is shared."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import nn
+
+from specdec.errors import UnsupportedError
+
+_COUNTS = ("num_hidden_layers", "decoder_layers", "num_decoder_layers", "num_layers", "n_layer", "n_layers")
+
+
+def shallow_exit(model: Any, total: int, layers: int) -> Any:
+    """`model` with only the first `layers` of its `total` decoder layers; no weight is copied, nothing is changed."""
+    names = _path_to_layers(model, total)
+    shallow = _shallow(model, total, layers)
+    parent = shallow
+    for name in names[:-1]:
+        parent._modules[name] = _shallow(parent._modules[name], total, layers)
+        parent = parent._modules[name]
+    parent._modules[names[-1]] = nn.ModuleList(list(parent._modules[names[-1]])[:layers])
+    return shallow
+
+
+def _path_to_layers(model: Any, total: int) -> list[str]:
+    decoder = model.get_decoder()
+    prefix = next((name for name, module in model.named_modules() if module is decoder), "")
+    for name, module in decoder.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == total:
+            return [part for part in f"{prefix}.{name}".split(".") if part]
+    raise UnsupportedError(f"cannot find the {total} decoder layers of {type(model).__name__}: no early exit for it")
+
+
+def _shallow(module: Any, total: int, layers: int) -> Any:
+    if "forward" in vars(module):
+        raise UnsupportedError(
+            f"{type(module).__name__} has a replaced `forward` (offloading does that): no early exit for it"
+        )
+    other = copy.copy(module)
+    other.__dict__["_modules"] = dict(module._modules)
+    if isinstance(module, nn.Module) and "config" in vars(module):
+        other.__dict__["config"] = _cut_config(module.config, total, layers)
+    return other
+
+
+def _cut_config(config: Any, total: int, layers: int) -> Any:
+    cut = copy.deepcopy(config)
+    text = cut.get_text_config(decoder=True)
+    # Written past the setters: they check that counts and lists agree, which they do only when both are cut.
+    fields = vars(text)
+    if isinstance(fields.get("layer_types"), list):
+        fields["layer_types"] = fields["layer_types"][:layers]
+    for name in _COUNTS:
+        if fields.get(name) == total:
+            fields[name] = layers
+    return cut

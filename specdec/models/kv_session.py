@@ -1,0 +1,226 @@
+"""Sessions of models that keep plain keys and values: one padded pass for all rows, rollback for free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput
+
+from specdec.errors import OptionError, UnsupportedError
+from specdec.models import positions
+from specdec.models.encoding import Encoding
+from specdec.models.layout import Layout
+from specdec.models.outputs import Keep, row_scores
+from specdec.models.session import Session, check_rows, check_trees
+from specdec.models.store import KvStore
+from specdec.types import Scores, Tree
+
+if TYPE_CHECKING:
+    from specdec.models.language_model import LanguageModel
+
+
+class KvSession(Session):
+    """Rows of one model over one `KvStore`; a row's tokens are slots 0 to `lengths[row]`, whatever lies beyond is void.
+
+    `_shared[a][b]` counts the columns that rows a and b are known to have in common, so that reordering beams, which
+    mostly parted a few tokens ago, copies only what differs.
+    """
+
+    def __init__(self, language: LanguageModel) -> None:
+        self.lengths: list[int] = []
+        self.passes = 0
+        self._language = language
+        self._store = KvStore(language.num_layers)
+        self._shared: list[list[int]] = []
+        self._cross = _CrossAttention() if language.is_encoder_decoder else None
+        self._cache: Any = self._store if self._cross is None else self._cross.cache(self._store)
+        self._can_keep = "logits_to_keep" in language.input_names
+
+    def add(self, rows: int, encoding: Encoding | None = None) -> None:
+        """Appends `rows` empty rows; an encoder-decoder needs their encoding."""
+        if (self._cross is None) != (encoding is None) or (encoding is not None and len(encoding) != rows):
+            need = "None, the model has no encoder" if self._cross is None else f"the encoding of {rows} rows"
+            raise OptionError.of("encoding", need, None if encoding is None else f"{len(encoding)} rows")
+        held = len(self.lengths)
+        if self._cross is not None and encoding is not None:
+            self._cross.add(encoding)
+            self._cache = self._cross.cache(self._store)
+        self._store.reserve_rows(held + rows, held)
+        self.lengths += [0] * rows
+        self._shared = [line + [0] * rows for line in self._shared] + [[0] * (held + rows) for _ in range(rows)]
+
+    @torch.no_grad()
+    def forward(
+        self,
+        trees: Sequence[Tree],
+        keep: Sequence[int],
+        *,
+        embeds: Sequence[Tensor | None] | None = None,
+        output_hidden_states: bool = False,
+        output_attentions: bool = False,
+    ) -> list[Scores]:
+        """One padded pass over all rows."""
+        check_trees(trees, keep, len(self.lengths))
+        if not any(trees):
+            empty = torch.empty(0, self._language.vocab_size, dtype=self._language.dtype, device=self._language.device)
+            return [Scores(tree, 0, empty) for tree in trees]
+        layout = Layout.of(trees, self.lengths)
+        kept = Keep.of(layout, keep)
+        inputs = self._inputs(trees, layout, embeds)
+        if self._can_keep:
+            inputs["logits_to_keep"] = kept.argument(self._language.device)
+        if output_hidden_states:
+            inputs["output_hidden_states"] = True
+        if output_attentions:
+            self._check_attentions()
+            inputs["output_attentions"] = True
+        self._store.prepare(layout)
+        output = self._run(inputs, layout)
+        self.passes += 1
+        return row_scores(output, trees, layout, kept, sliced=self._can_keep)
+
+    def commit(self, paths: Sequence[list[int]], *, final: bool = True) -> None:
+        """Adds the paths to the text: O(1) where they are the first nodes, otherwise columns are moved."""
+        check_rows([], len(paths))
+        rows: list[int] = []
+        sources: list[int] = []
+        targets: list[int] = []
+        for row, path in enumerate(paths):
+            length = self.lengths[row]
+            for offset, node in enumerate(path):
+                if node != offset:
+                    rows.append(row)
+                    sources.append(length + node)
+                    targets.append(length + offset)
+        if rows:
+            self._store.move_columns(rows, sources, targets)
+        self.lengths = [length + len(path) for length, path in zip(self.lengths, paths, strict=True)]
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """Forgets in O(1)."""
+        self.lengths = [min(held, length) for held, length in zip(self.lengths, lengths, strict=True)]
+        for row, line in enumerate(self._shared):
+            self._shared[row] = [min(common, self.lengths[row], self.lengths[i]) for i, common in enumerate(line)]
+
+    @torch.no_grad()
+    def select(self, rows: Sequence[int]) -> None:
+        """Keeps these rows in this order, copying only columns that differ."""
+        check_rows(rows, len(self.lengths))
+        rows = list(rows)
+        lengths = [self.lengths[row] for row in rows]
+        if len(rows) > self._store.row_capacity:
+            self._store.reserve_rows(len(rows), self._store.row_capacity)
+        moved = [(source, target) for target, source in enumerate(rows) if source != target]
+        moved = [(source, target) for source, target in moved if self._common(source, target) < self.lengths[source]]
+        if moved:
+            first = min(self._common(source, target) for source, target in moved)
+            last = max(self.lengths[source] for source, _ in moved)
+            self._store.copy_rows([s for s, _ in moved], [t for _, t in moved], first, last)
+        self._shared = [[self._common(a, b) for b in rows] for a in rows]
+        self.lengths = lengths
+        if self._cross is not None:
+            self._cross.select(rows)
+
+    def _common(self, a: int, b: int) -> int:
+        held = len(self.lengths)
+        if a >= held or b >= held:
+            return 0
+        return self.lengths[a] if a == b else self._shared[a][b]
+
+    def _inputs(self, trees: Sequence[Tree], layout: Layout, embeds: Sequence[Tensor | None] | None) -> dict[str, Any]:
+        language = self._language
+        # Built fresh and contiguous: a view or an odd stride would make a compiled forward recompile.
+        ids = torch.tensor([tree.tokens + [0] * (layout.nodes - len(tree)) for tree in trees], device=language.device)
+        inputs: dict[str, Any] = {"past_key_values": self._cache, "use_cache": True, "return_dict": True}
+        prefix = "" if self._cross is None else "decoder_"
+        if embeds is not None and any(e is not None for e in embeds):
+            inputs["inputs_embeds"] = self._embed(ids, embeds)
+        else:
+            inputs[prefix + "input_ids"] = ids
+        if self._cross is not None:
+            inputs |= self._cross.inputs(language.input_names)
+        if not layout.plain:
+            self._place(inputs, layout, prefix)
+        return inputs
+
+    def _place(self, inputs: dict[str, Any], layout: Layout, prefix: str) -> None:
+        language, capability = self._language, self._language.capability
+        if language.model.config._attn_implementation not in {"sdpa", "eager"}:
+            raise UnsupportedError(
+                f"attention {language.model.config._attn_implementation!r} takes no mask of ours, which trees and rows"
+                ' of different lengths need: load the model with attn_implementation="sdpa"'
+            )
+        masks = {kind.name: layout.mask(kind, language.dtype).to(language.device) for kind in capability.kinds}
+        inputs[prefix + "attention_mask"] = masks if capability.masks == "dict" else next(iter(masks.values()))
+        name = {"ids": "position_ids", "decoder_ids": "decoder_position_ids"}.get(capability.positions)
+        if name is not None:
+            inputs[name] = layout.positions.to(language.device)
+
+    def _embed(self, ids: Tensor, embeds: Sequence[Tensor | None]) -> Tensor:
+        if self._cross is not None:
+            raise UnsupportedError("an encoder-decoder takes embeddings in its encoder, not as decoder text")
+        hidden = self._language.model.get_input_embeddings()(ids).clone()
+        for row, given in enumerate(embeds):
+            if given is not None:
+                hidden[row, : given.shape[0]] = given.to(hidden)
+        return hidden
+
+    def _run(self, inputs: dict[str, Any], layout: Layout) -> Any:
+        looked = not layout.plain and self._language.capability.positions in {"embedding", "bias", "alibi"}
+        key = layout.key_positions
+        with positions.running(layout.positions, key) if looked and key is not None else nullcontext():
+            return self._language.model(**inputs)
+
+    def _check_attentions(self) -> None:
+        if self._language.model.config._attn_implementation != "eager":
+            raise UnsupportedError('attentions need the model to be loaded with attn_implementation="eager"')
+
+
+class _CrossAttention:
+    """The encoder's output for every row, and the cross-attention keys and values computed from it."""
+
+    def __init__(self) -> None:
+        self._encoding: Encoding | None = None
+        self._source: list[int] = []
+        self._cached: EncoderDecoderCache | None = None
+
+    def add(self, encoding: Encoding) -> None:
+        """Appends rows; everyone's cross-attention is projected again in the next pass."""
+        first = 0
+        if self._encoding is None or not self._source:
+            self._encoding, self._source = encoding, []
+        else:
+            self._encoding = self._encoding.select(self._source).join(encoding)
+            first = len(self._source)
+        self._source = list(range(first + len(encoding)))
+        self._cached = None
+
+    def cache(self, store: KvStore) -> EncoderDecoderCache:
+        """The library's pair of caches: ours for the text, its own for the encoder's output."""
+        self._cached = EncoderDecoderCache(store, DynamicCache())
+        return self._cached
+
+    def select(self, rows: list[int]) -> None:
+        """Keeps these rows; beams of one input share an encoding, so their reordering moves nothing."""
+        source = [self._source[row] for row in rows]
+        if source == self._source or self._encoding is None:
+            return
+        self._source = list(range(len(rows)))
+        self._encoding = self._encoding.select(rows)
+        if self._cached is not None and any(self._cached.is_updated.values()):
+            index = torch.tensor(rows, dtype=torch.long, device=self._encoding.hidden.device)
+            self._cached.cross_attention_cache.reorder_cache(index)
+
+    def inputs(self, names: frozenset[str]) -> dict[str, Any]:
+        """Keyword arguments for the model."""
+        if self._encoding is None:
+            raise OptionError("rows of an encoder-decoder need their encoding: pass it to `add`")
+        given: dict[str, Any] = {"encoder_outputs": BaseModelOutput(last_hidden_state=self._encoding.hidden)}
+        if self._encoding.mask is not None and "attention_mask" in names:
+            given["attention_mask"] = self._encoding.mask
+        return given

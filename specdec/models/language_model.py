@@ -1,0 +1,140 @@
+"""A transformers model together with what it is able to do: sessions, encoder passes, early exits."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specdec.errors import OptionError, UnsupportedError
+from specdec.models import positions
+from specdec.models.capability import Capability, known
+from specdec.models.early_exit import shallow_exit
+from specdec.models.encoding import Encoding
+from specdec.models.session import Session
+
+
+class LanguageModel:
+    """A transformers model together with what it is able to do; its weights, config and caches are never changed.
+
+    `config` is the text decoder's, `vocab_size` the width of the logits, `max_positions` None where there is no limit.
+    Raises OptionError for a model in training mode, UnsupportedError for one without a language-model head.
+    """
+
+    def __init__(self, model: Any, *, compile: bool = False, capability: Capability | None = None) -> None:
+        if model.training:
+            raise OptionError("`model` is in training mode, where dropout makes its output random: call `model.eval()`")
+        self.model = model
+        self.is_encoder_decoder = bool(model.config.is_encoder_decoder)
+        self.config: Any = model.config.get_text_config(decoder=True)
+        self.input_names = frozenset(inspect.signature(model.forward).parameters)
+        self.vocab_size = _logits_width(model, self.config)
+        self.max_positions = _max_positions(self.config)
+        self.compile = compile
+        self.capability = capability or self._find_capability()
+        self._prepare()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the input ids go."""
+        return self.model.get_input_embeddings().weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the model's activations, and so of its masks."""
+        return self.model.dtype
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return decoder_layers(self.config)
+
+    def session(self) -> Session:
+        """A new session without rows."""
+        if self.capability.store == "kv":
+            from specdec.models.kv_session import KvSession
+
+            return KvSession(self)
+        from specdec.models.replay_session import ReplaySession
+
+        return ReplaySession(self)
+
+    def early_exit(self, layers: int) -> LanguageModel:
+        """The same model stopping after its first `layers` decoder layers; weights are shared, nothing is changed."""
+        if not 1 <= layers < self.num_layers:
+            raise OptionError.of("layers", f"between 1 and {self.num_layers - 1}, fewer than the model has", layers)
+        return LanguageModel(shallow_exit(self.model, self.num_layers, layers), compile=self.compile)
+
+    @torch.no_grad()
+    def encode(self, inputs: Mapping[str, Tensor]) -> Encoding:
+        """One pass through the encoder, from `input_ids` with `attention_mask`, or `input_features`."""
+        if not self.is_encoder_decoder:
+            raise UnsupportedError(f"{type(self.model).__name__} has no encoder to read {sorted(inputs)} with")
+        encoder = self.model.get_encoder()
+        names = inspect.signature(encoder.forward).parameters
+        given = {name: value.to(self.device) for name, value in inputs.items() if name in names}
+        if "input_features" in given:
+            given["input_features"] = given["input_features"].to(self.dtype)
+        hidden = encoder(**given, return_dict=True).last_hidden_state
+        mask = inputs.get("attention_mask")
+        # Audio encoders shorten their input, so a mask over it does not fit their frames.
+        fits = mask is not None and mask.shape == hidden.shape[:2]
+        return Encoding(hidden, mask.to(self.device) if fits and mask is not None else None)
+
+    def shares_encoder_with(self, other: LanguageModel) -> bool:
+        """Whether both have encoders with equal weights, so that one reading serves both."""
+        if not (self.is_encoder_decoder and other.is_encoder_decoder):
+            return False
+        mine, theirs = (m.model.get_encoder().state_dict() for m in (self, other))
+        return mine.keys() == theirs.keys() and all(_equal(mine[name], theirs[name]) for name in mine)
+
+    @property
+    def decoder(self) -> Any:
+        """The module whose layers hold the cache."""
+        return self.model.get_decoder()
+
+    def _find_capability(self) -> Capability:
+        found = known(self.config)
+        if found is not None:
+            return found
+        from specdec.models.probe import probe
+
+        return probe(self)
+
+    def _prepare(self) -> None:
+        style = self.capability.positions
+        if self.capability.store == "kv" and style in {"embedding", "bias", "alibi"}:
+            positions.install(self.decoder, style)
+
+
+def decoder_layers(config: Any) -> int:
+    """How many decoder layers a text config describes."""
+    for name in ("decoder_layers", "num_decoder_layers", "num_hidden_layers"):
+        if getattr(config, name, None) is not None:
+            return int(getattr(config, name))
+    raise UnsupportedError(f"the config of {config.model_type!r} does not say how many decoder layers there are")
+
+
+def _logits_width(model: Any, config: Any) -> int:
+    head: nn.Module | None = model.get_output_embeddings()
+    if head is None:
+        raise UnsupportedError(
+            f"{type(model).__name__} has no language head: load it as AutoModelForCausalLM or AutoModelForSeq2SeqLM"
+        )
+    width = getattr(head, "out_features", None)
+    return int(width) if width is not None else int(config.vocab_size)
+
+
+def _max_positions(config: Any) -> int | None:
+    """The length of a position table or the trained context; None where positions have no end."""
+    for name in ("max_target_positions", "max_position_embeddings", "max_seq_len"):
+        if getattr(config, name, None):
+            return int(getattr(config, name))
+    return None
+
+
+def _equal(mine: Tensor, theirs: Tensor) -> bool:
+    return mine.shape == theirs.shape and mine.dtype == theirs.dtype and torch.equal(mine, theirs.to(mine.device))

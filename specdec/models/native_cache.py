@@ -1,0 +1,101 @@
+"""Snapshots of the library's own caches: attention is remembered by its length, recurrent state by a copy."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
+
+# model_type -> attributes of modules that hold a row's state outside any cache.
+MODULE_STATE: dict[str, tuple[str, ...]] = {"recurrent_gemma": ("conv1d_state", "recurrent_states")}
+_CACHE_NAMES = ("past_key_values", "cache_params", "state")
+
+
+def cache_name(input_names: frozenset[str]) -> str | None:
+    """The keyword under which a model takes its cache; its output uses the same name."""
+    return next((name for name in _CACHE_NAMES if name in input_names), None)
+
+
+def is_plain(cache: Any) -> bool:
+    """Whether every layer is ordinary attention over the whole past, so that cutting its keys back is exact."""
+    layers = _layers(cache)
+    return layers is not None and len(layers) > 0 and all(type(layer) is DynamicLayer for layer in layers)
+
+
+def cut(cache: Any, length: int) -> None:
+    """Forgets everything after the first `length` tokens of a plain cache."""
+    for layer in _layers(cache) or []:
+        _cut_layer(layer, length)
+
+
+def snapshot(cache: Any) -> Any:
+    """What `restore` needs to bring `cache` back; keys and values are not copied, as they are never overwritten."""
+    layers = _layers(cache)
+    if layers is None:
+        return _frozen(cache)
+    return [layer.get_seq_length() if type(layer) is DynamicLayer else _freeze(layer) for layer in layers]
+
+
+def restore(cache: Any, state: Any) -> Any:
+    """The cache as it was when `state` was taken; a state can be restored any number of times."""
+    layers = _layers(cache)
+    if layers is None:
+        return _frozen(state)
+    for layer, held in zip(layers, state, strict=True):
+        if isinstance(held, int):
+            _cut_layer(layer, held)
+        else:
+            vars(layer).update({name: _thaw(name, value, layer) for name, value in held.items()})
+    return cache
+
+
+def clone(cache: Any) -> Any:
+    """An independent copy, for a row that is continued in two ways."""
+    return copy.deepcopy(cache)
+
+
+def module_state(model: nn.Module, names: tuple[str, ...]) -> list[tuple[nn.Module, str, Any]]:
+    """The current values of state kept in modules; the library replaces these tensors, it does not write into them."""
+    return [(m, name, vars(m)[name]) for m in model.modules() for name in names if name in vars(m)]
+
+
+def set_module_state(state: list[tuple[nn.Module, str, Any]]) -> None:
+    """Puts values collected by `module_state` back."""
+    for module, name, value in state:
+        setattr(module, name, value)
+
+
+def _layers(cache: Any) -> list[Any] | None:
+    if isinstance(cache, EncoderDecoderCache):
+        return list(cache.self_attention_cache.layers)
+    return list(cache.layers) if isinstance(cache, Cache) else None
+
+
+def _cut_layer(layer: Any, length: int) -> None:
+    if layer.is_initialized and layer.keys.shape[-2] > length:
+        layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
+
+
+def _freeze(layer: Any) -> dict[str, Any]:
+    return {name: _thaw(name, value, layer) for name, value in vars(layer).items()}
+
+
+def _thaw(name: str, value: Any, layer: Any) -> Any:
+    # Dynamic layers replace keys and values by longer ones: a reference keeps the old. Other tensors are overwritten.
+    if name in {"keys", "values"} and isinstance(layer, DynamicLayer):
+        return value
+    return _frozen(value)
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {key: _frozen(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)([_frozen(item) for item in value])
+    if isinstance(value, (int, float, str, bool, type(None))):
+        return value
+    return value if not hasattr(value, "layers") else copy.deepcopy(value)

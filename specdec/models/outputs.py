@@ -1,0 +1,62 @@
+"""From one padded pass to each row's scores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.models.layout import Layout
+from specdec.types import Scores, Tree
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Which padded nodes need logits: `nodes` is the sorted union over rows, row r's start at `first[r]`."""
+
+    nodes: list[int]
+    first: list[int]
+    last: bool
+
+    @classmethod
+    def of(cls, layout: Layout, keep: Sequence[int]) -> Keep:
+        """The union of every row's last `keep` nodes; at least one, as asking for none means all."""
+        first = [size - kept for size, kept in zip(layout.sizes, keep, strict=True)]
+        union: set[int] = set()
+        for begin, size in set(zip(first, layout.sizes, strict=True)):
+            union.update(range(begin, size))
+        nodes = sorted(union) or [layout.nodes - 1]
+        return cls(nodes, first, nodes[0] == layout.nodes - len(nodes))
+
+    def argument(self, device: torch.device) -> int | Tensor:
+        """`logits_to_keep`: a count where the nodes are the last ones, otherwise their indices."""
+        return len(self.nodes) if self.last else torch.tensor(self.nodes, device=device)
+
+
+def row_scores(output: Any, trees: Sequence[Tree], layout: Layout, kept: Keep, *, sliced: bool) -> list[Scores]:
+    """Every row's share of the output; `sliced` says that logits were computed for the kept nodes only."""
+    logits: Tensor = output.logits
+    place = {node: i for i, node in enumerate(kept.nodes)} if sliced else None
+    found = []
+    for row, tree in enumerate(trees):
+        first, size = kept.first[row], layout.sizes[row]
+        begin = first if place is None or first == size else place[first]
+        found.append(Scores(tree, first, logits[row, begin : begin + size - first], **_extras(output, layout, row)))
+    return found
+
+
+def _extras(output: Any, layout: Layout, row: int) -> dict[str, Any]:
+    size, end = layout.sizes[row], layout.lengths[row] + layout.sizes[row]
+    extras: dict[str, Any] = {}
+    hidden = output.get("hidden_states") or output.get("decoder_hidden_states")
+    attentions = output.get("attentions") or output.get("decoder_attentions")
+    if hidden:
+        extras["hidden_states"] = tuple(layer[row, :size] for layer in hidden)
+    if attentions:
+        extras["attentions"] = tuple(layer[row, :, :size, :end] for layer in attentions)
+    if output.get("cross_attentions"):
+        extras["cross_attentions"] = tuple(layer[row, :, :size] for layer in output["cross_attentions"])
+    return extras

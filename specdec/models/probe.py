@@ -1,0 +1,150 @@
+"""Finds out by trying: a few tiny passes through sessions, compared with the model's own forward without a cache."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutput
+
+from specdec.models.capability import REPLAY, Capability, Positions, attention_kinds, kv_capability
+from specdec.models.encoding import Encoding
+from specdec.models.session import Session
+from specdec.types import Tree
+
+if TYPE_CHECKING:
+    from specdec.models.language_model import LanguageModel
+
+# Siblings, a grandchild on each side, a second root: every way a mask can be wrong.
+_PARENTS = [-1, 0, 0, 1, 2, -1, 5]
+_LONGEST_PREFIX = 96  # tokens; windows beyond are taken from the config on trust
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of the logits' spread
+_HALF_TOLERANCE = 0.1
+
+
+def probe(language: LanguageModel) -> Capability:
+    """The best way of running `language`'s model that reproduces its logits."""
+    model = language.model
+    if is_offloaded(model):
+        return Capability("replay", chunks=False, reason="not probed, because its weights are not in memory")
+    for candidate in _candidates(language):
+        if _agrees(type(language)(model, capability=candidate)):
+            return candidate
+    return Capability("none", reason="no cache of its own reproduces its logits, so every pass reads the whole text")
+
+
+def is_offloaded(model: Any) -> bool:
+    """Whether some weights live on disk or elsewhere, so that every probing pass would read them all."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def _candidates(language: LanguageModel) -> Iterator[Capability]:
+    reason = REPLAY.get(language.config.model_type)
+    kinds = attention_kinds(language.config)
+    if reason is None and kinds is not None:
+        for style in _styles(language):
+            capability = kv_capability(language.config, style, kinds)
+            yield capability
+            if len(kinds) == 1 and kinds[0].name != "all":
+                yield replace(capability, masks="dict")
+    yield Capability("replay", reason=reason or "its masks or positions cannot be set from outside")
+    yield Capability("replay", chunks=False, reason=reason or "its cache takes one token at a time")
+
+
+def _styles(language: LanguageModel) -> Iterator[Positions]:
+    decoder = language.decoder
+    if "position_ids" in language.input_names:
+        yield "ids"
+    if "decoder_position_ids" in language.input_names:
+        yield "decoder_ids"
+    if hasattr(decoder, "embed_positions"):
+        yield "embedding"
+    if any(hasattr(module, "compute_bias") for module in decoder.modules()):
+        yield "bias"
+    if hasattr(decoder, "build_alibi_tensor"):
+        yield "alibi"
+
+
+def _prefix_length(config: Any) -> int:
+    windows = [getattr(config, name, None) or 0 for name in ("sliding_window", "attention_chunk_size", "window_size")]
+    fitting = [window for window in windows if isinstance(window, int) and window < _LONGEST_PREFIX]
+    return max([6, *fitting]) + 3
+
+
+def _agrees(language: LanguageModel) -> bool:
+    try:
+        return all(_close(language, *pair) for pair in _trial(language))
+    except Exception:
+        # Whatever an unknown architecture raises, it means that this way of running it does not work.
+        return False
+
+
+def _trial(language: LanguageModel) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pairs of a session's logits and the model's own: ragged prefill, rollback, tree, path commit, one more token."""
+    source = random.Random(0)
+    encoding = _encoding(language, 2)
+    session = language.session()
+    session.add(2, encoding)
+    texts: list[list[int]] = [[], []]
+    lengths = (_prefix_length(language.config), 4)
+    paths = [[0, 2, 4], [0]]
+    steps: list[tuple[list[Tree], list[int], list[list[int]]]] = [
+        ([Tree.chain(_ids(source, language, n)) for n in lengths], [1, 1], [list(range(n)) for n in lengths]),
+        ([Tree.chain(_ids(source, language, 3)) for _ in lengths], [3, 3], [[0], [0, 1]]),
+        ([Tree(_ids(source, language, len(_PARENTS)), _PARENTS) for _ in lengths], [len(_PARENTS)] * 2, paths),
+        ([Tree.chain(_ids(source, language, 1)) for _ in lengths], [1, 1], [[0], [0]]),
+    ]
+    for trees, keep, committed in steps:
+        yield from _step(language, session, texts, trees, keep, encoding)
+        session.commit(committed)
+        for text, tree, path in zip(texts, trees, committed, strict=True):
+            text += [tree.tokens[node] for node in path]
+
+
+def _step(
+    language: LanguageModel,
+    session: Session,
+    texts: list[list[int]],
+    trees: list[Tree],
+    keep: list[int],
+    encoding: Encoding | None,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    for row, scores in enumerate(session.forward(trees, keep)):
+        tree = scores.tree
+        for node in range(scores.first, len(tree)):
+            tokens = texts[row] + [tree.tokens[n] for n in tree.path(node)]
+            own = reference(language, tokens, None if encoding is None else encoding.select([row]))
+            yield scores.logits[node - scores.first], own
+
+
+@torch.no_grad()
+def reference(language: LanguageModel, tokens: list[int], encoding: Encoding | None = None) -> Tensor:
+    """The model's own logits `[vocab]` after `tokens`, without any cache."""
+    ids = torch.tensor([tokens], device=language.device)
+    if encoding is None:
+        return language.model(input_ids=ids, use_cache=False).logits[0, -1]
+    inputs: dict[str, Any] = {"encoder_outputs": BaseModelOutput(last_hidden_state=encoding.hidden)}
+    if encoding.mask is not None:
+        inputs["attention_mask"] = encoding.mask
+    return language.model(decoder_input_ids=ids, use_cache=False, **inputs).logits[0, -1]
+
+
+def _encoding(language: LanguageModel, rows: int) -> Encoding | None:
+    if not language.is_encoder_decoder:
+        return None
+    width = getattr(language.config, "d_model", None) or language.config.hidden_size
+    hidden = torch.randn(rows, 5, width, generator=torch.Generator().manual_seed(0))
+    return Encoding(hidden.to(language.device, language.dtype), None)
+
+
+def _ids(source: random.Random, language: LanguageModel, count: int) -> list[int]:
+    return [source.randrange(3, min(language.vocab_size, language.config.vocab_size, 1000)) for _ in range(count)]
+
+
+def _close(language: LanguageModel, got: Tensor, own: Tensor) -> bool:
+    tolerance = _TOLERANCE.get(language.dtype, _HALF_TOLERANCE)
+    return bool((got - own).abs().max() <= tolerance * own.float().std())

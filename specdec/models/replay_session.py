@@ -1,0 +1,286 @@
+"""Sessions of models whose state cannot be cut back: each row has the library's own cache, restored and fed again.
+
+A row's text is what was committed; its cache has consumed the first `held` tokens of it. After a rollback the cache
+is behind, and the missing tokens go in front of the next pass. Exact for everything the model can do itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutput
+
+from specdec.errors import OptionError, UnsupportedError
+from specdec.models import native_cache
+from specdec.models.encoding import Encoding
+from specdec.models.session import Session, check_rows, check_trees
+from specdec.types import Scores, Tree
+
+if TYPE_CHECKING:
+    from specdec.models.language_model import LanguageModel
+
+_LONG_REPLAY = 16  # tokens: from here on the missing ones get a pass of their own, so that the snapshot can move up
+_MODULE_LOCKS: WeakKeyDictionary[Any, threading.RLock] = WeakKeyDictionary()
+
+
+@dataclass(slots=True)
+class _Row:
+    """One row: its text, how much of it is final, and the cache that has consumed `held` tokens of it."""
+
+    encoding: Encoding | None
+    tokens: list[int] = field(default_factory=list)
+    embeds: Tensor | None = None
+    final: int = 0
+    cache: Any = None
+    modules: list[Any] | None = None
+    held: int = 0
+    snapshot: tuple[int, Any, list[Any] | None] | None = None
+    tree: Tree | None = None
+    ran: list[int] = field(default_factory=list)
+
+    def forget_cache(self) -> None:
+        """Starts over: the whole text will be fed again."""
+        self.cache = self.modules = self.snapshot = None
+        self.held = 0
+
+    def rewind(self, length: int) -> None:
+        """Brings the cache back to `length` tokens, or further back where it cannot stop there."""
+        if self.snapshot is not None and self.snapshot[0] > length:
+            self.snapshot = None
+        if self.held <= length:
+            return
+        if native_cache.is_plain(self.cache):
+            native_cache.cut(self.cache, length)
+            self.held = length
+        elif self.snapshot is not None:
+            self.held, state, self.modules = self.snapshot
+            self.cache = native_cache.restore(self.cache, state)
+        else:
+            self.forget_cache()
+
+    def remember(self) -> None:
+        """Takes a snapshot here, unless there is nothing to copy or the last one is of this very point."""
+        taken = self.snapshot is not None and self.snapshot[0] == self.held
+        if self.held and not taken and not native_cache.is_plain(self.cache):
+            self.snapshot = (self.held, native_cache.snapshot(self.cache), self.modules)
+
+    def copy(self) -> _Row:
+        """A row that can be continued independently."""
+        # The snapshot is shared: restoring copies its tensors and never writes into them.
+        return replace(self, tokens=list(self.tokens), ran=list(self.ran), cache=native_cache.clone(self.cache))
+
+
+class ReplaySession(Session):
+    """Rows run one after another, trees as root-to-leaf paths.
+
+    A snapshot costs a copy of the recurrent state, so it is taken only once something has been taken back or guessed;
+    a rollback without one starts the row from its beginning, which is slow but just as exact.
+    """
+
+    def __init__(self, language: LanguageModel) -> None:
+        self.passes = 0
+        self._language = language
+        self._rows: list[_Row] = []
+        self._cautious = False
+        self._proven = False
+        self._cache_name = native_cache.cache_name(language.input_names)
+        self._state_names = native_cache.MODULE_STATE.get(language.config.model_type, ())
+        self._lock = _MODULE_LOCKS.setdefault(language.model, threading.RLock())
+
+    @property
+    def lengths(self) -> list[int]:  # type: ignore[override]
+        """Tokens held per row."""
+        return [len(row.tokens) for row in self._rows]
+
+    def add(self, rows: int, encoding: Encoding | None = None) -> None:
+        """Appends `rows` empty rows; an encoder-decoder needs their encoding."""
+        if self._language.is_encoder_decoder != (encoding is not None) or (encoding and len(encoding) != rows):
+            raise OptionError.of("encoding", "the encoder output of the new rows, for encoder-decoders only", encoding)
+        self._rows += [_Row(encoding.select([i]) if encoding is not None else None) for i in range(rows)]
+
+    @torch.no_grad()
+    def forward(
+        self,
+        trees: Sequence[Tree],
+        keep: Sequence[int],
+        *,
+        embeds: Sequence[Tensor | None] | None = None,
+        output_hidden_states: bool = False,
+        output_attentions: bool = False,
+    ) -> list[Scores]:
+        """Runs every row's paths, after whatever its cache still has to be fed again."""
+        check_trees(trees, keep, len(self._rows))
+        extras = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
+        asked = {name: True for name, wanted in extras.items() if wanted}
+        if output_attentions and not all(tree.is_chain for tree in trees):
+            raise UnsupportedError(
+                f"{type(self._language.model).__name__} runs a tree's paths one by one: no attentions"
+            )
+        scores = []
+        for number, (row, tree, kept) in enumerate(zip(self._rows, trees, keep, strict=True)):
+            given = embeds[number] if embeds is not None else None
+            row.embeds = given if given is not None else row.embeds
+            row.rewind(len(row.tokens))
+            row.tree, row.ran = tree, []
+            scores.append(self._run_tree(row, tree, kept, asked))
+        return scores
+
+    def commit(self, paths: Sequence[list[int]], *, final: bool = True) -> None:
+        """Adds the paths to the text; a cache that ran further than its path is brought back."""
+        for row, path in zip(self._rows, paths, strict=True):
+            if row.tree is None:
+                if path:
+                    raise OptionError.of("paths", "empty for rows without a pass to commit", path)
+                continue
+            before, ran = len(row.tokens), row.ran
+            row.tokens += [row.tree.tokens[node] for node in path]
+            common = next((i for i, pair in enumerate(zip(path, ran, strict=False)) if pair[0] != pair[1]), len(path))
+            complete = common >= len(ran)
+            if not complete:
+                row.rewind(before + common)
+            self._cautious |= not complete or (bool(path) and not final)
+            self._proven |= final and complete and row.snapshot is not None
+            row.final = len(row.tokens) if final else row.final
+            row.tree, row.ran = None, []
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """Forgets text; what a cache lacks afterwards goes in front of its next pass."""
+        for row, length in zip(self._rows, lengths, strict=True):
+            self._cautious |= length < len(row.tokens)
+            del row.tokens[length:]
+            row.rewind(len(row.tokens))
+            row.final = len(row.tokens)
+            row.tree, row.ran = None, []
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keeps these rows in this order; only repeated ones are copied."""
+        check_rows(rows, len(self._rows))
+        seen: set[int] = set()
+        chosen = []
+        for number in rows:
+            chosen.append(self._rows[number].copy() if number in seen else self._rows[number])
+            seen.add(number)
+        self._rows = chosen
+
+    def _run_tree(self, row: _Row, tree: Tree, kept: int, asked: dict[str, bool]) -> Scores:
+        first = len(tree) - kept
+        if not len(tree):
+            return Scores(tree, 0, self._no_logits())
+        if not tree.is_chain:
+            return self._run_paths(row, tree, first, asked)
+        self._get_ready(row, tentative=kept > 1)
+        known = first if kept > 1 and not asked and first > _LONG_REPLAY and not self._is_plain(row) else 0
+        length = len(row.tokens)
+        if known:  # a prompt with a draft behind it: a snapshot between them saves reading the prompt twice
+            self._feed(row, row.tokens[row.held :] + tree.tokens[:known], 1, {})
+            row.remember()
+        extra = tree.tokens[row.held - length :] if known else row.tokens[row.held :] + tree.tokens
+        output = self._feed(row, extra, len(tree) if asked else max(kept, 1), asked)
+        row.ran = list(range(len(tree)))
+        logits = output.pop("logits")
+        return Scores(tree, first, logits[len(logits) - kept :], **{k: v for k, v in output.items() if v})
+
+    def _run_paths(self, row: _Row, tree: Tree, first: int, asked: dict[str, bool]) -> Scores:
+        inner = set(tree.parents)
+        logits: dict[int, Tensor] = {}
+        hidden: dict[int, list[Tensor]] = {}
+        for leaf in (node for node in range(len(tree)) if node not in inner):
+            path = tree.path(leaf)
+            row.rewind(len(row.tokens))
+            self._get_ready(row, tentative=True)
+            tokens = row.tokens[row.held :] + [tree.tokens[node] for node in path]
+            output = self._feed(row, tokens, len(path), asked)
+            row.ran = path
+            for depth, node in enumerate(path):
+                logits[node] = output["logits"][depth]
+                hidden[node] = [layer[depth] for layer in output["hidden_states"]]
+        wanted = [logits[node] for node in range(first, len(tree))]
+        layers = tuple(torch.stack(layer) for layer in zip(*(hidden[n] for n in range(len(tree))), strict=True))
+        return Scores(tree, first, torch.stack(wanted) if wanted else self._no_logits(), hidden_states=layers or None)
+
+    def _no_logits(self) -> Tensor:
+        return torch.empty(0, self._language.vocab_size, dtype=self._language.dtype, device=self._language.device)
+
+    def _is_plain(self, row: _Row) -> bool:
+        return self._language.capability.store == "none" or (row.cache is not None and native_cache.is_plain(row.cache))
+
+    def _get_ready(self, row: _Row, *, tentative: bool) -> None:
+        """Takes a snapshot if this pass may be taken back, after feeding what is long overdue."""
+        if not (tentative or self._cautious or not self._proven) or self._is_plain(row):
+            return
+        if len(row.tokens) - row.held > _LONG_REPLAY:
+            self._feed(row, row.tokens[row.held :], 1, {})
+        if row.held <= row.final:
+            row.remember()
+
+    def _feed(self, row: _Row, tokens: list[int], kept: int, asked: dict[str, bool]) -> dict[str, Any]:
+        """Feeds `tokens` after what the cache holds; logits and extras of the last `kept`."""
+        one_by_one = not self._language.capability.chunks and row.cache is not None and len(tokens) > 1
+        if not one_by_one:
+            return self._pass(row, tokens, kept, asked)
+        if "output_attentions" in asked:
+            raise UnsupportedError(f"{type(self._language.model).__name__} takes its tokens one by one: no attentions")
+        steps = [self._pass(row, [token], 1, asked) for token in tokens][-kept:]
+        hidden = zip(*(step["hidden_states"] for step in steps), strict=True)
+        return {
+            "logits": torch.cat([step["logits"] for step in steps]),
+            "hidden_states": tuple(torch.cat(layer) for layer in hidden),
+        }
+
+    def _pass(self, row: _Row, tokens: list[int], kept: int, asked: dict[str, bool]) -> dict[str, Any]:
+        inputs = self._inputs(row, tokens) | asked
+        if "logits_to_keep" in self._language.input_names:
+            inputs["logits_to_keep"] = kept
+        try:
+            output = self._call(row, inputs)
+        except BaseException:
+            row.forget_cache()  # some layers may have written, others not
+            raise
+        self.passes += 1
+        row.cache = output.get(self._cache_name) if self._language.capability.store == "replay" else None
+        row.held = row.held + len(tokens) if row.cache is not None else 0
+        hidden = output.get("hidden_states") or output.get("decoder_hidden_states") or ()
+        attentions = output.get("attentions") or output.get("decoder_attentions") or ()
+        return {
+            "logits": output.logits[0, -kept:],
+            "hidden_states": tuple(layer[0, -kept:] for layer in hidden),
+            "attentions": tuple(layer[0, :, -kept:] for layer in attentions),
+            "cross_attentions": tuple(layer[0, :, -kept:] for layer in output.get("cross_attentions") or ()),
+        }
+
+    def _call(self, row: _Row, inputs: dict[str, Any]) -> Any:
+        if not self._state_names:
+            return self._language.model(**inputs)
+        # This model keeps a row's state in its modules: it is lent to one row at a time and put back afterwards.
+        with self._lock:
+            before = native_cache.module_state(self._language.model, self._state_names)
+            try:
+                native_cache.set_module_state(row.modules or [(m, name, None) for m, name, _ in before])
+                output = self._language.model(**inputs)
+                row.modules = native_cache.module_state(self._language.model, self._state_names)
+            finally:
+                native_cache.set_module_state(before)
+        return output
+
+    def _inputs(self, row: _Row, tokens: list[int]) -> dict[str, Any]:
+        language = self._language
+        ids = torch.tensor([tokens], device=language.device)
+        inputs: dict[str, Any] = {"use_cache": language.capability.store == "replay", "return_dict": True}
+        if row.cache is not None and self._cache_name is not None:
+            inputs[self._cache_name] = row.cache
+        if row.encoding is not None:
+            inputs["encoder_outputs"] = BaseModelOutput(last_hidden_state=row.encoding.hidden)
+            if row.encoding.mask is not None and "attention_mask" in language.input_names:
+                inputs["attention_mask"] = row.encoding.mask
+        if row.embeds is not None and row.held < len(row.embeds):
+            hidden = language.model.get_input_embeddings()(ids).clone()
+            given = row.embeds[row.held : row.held + len(tokens)]
+            hidden[0, : len(given)] = given.to(hidden)
+            return inputs | {"inputs_embeds": hidden}
+        return inputs | {"input_ids" if row.encoding is None else "decoder_input_ids": ids}

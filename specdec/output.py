@@ -1,0 +1,188 @@
+"""What a call gives back: `Generation`, its statistics, and the events of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils import ModelOutput
+
+from specdec.engine import RunningRow, Trace
+from specdec.types import Round, Stats, Step
+
+PerToken = tuple[Tensor, ...]
+PerTokenAndLayer = tuple[tuple[Tensor, ...], ...]
+
+
+@dataclass
+class Generation(ModelOutput):
+    """The result of `generate`; it indexes like a transformers `ModelOutput`.
+
+    `sequences` `[rows, length]` hold the prompt for decoder-only targets and are padded on the right. `scores` and
+    `logits`, one `[rows, vocab]` per token, are the target's after and before processors. `attentions` and
+    `hidden_states` (for encoder-decoder targets `decoder_…` and `cross_attentions`) hold a tuple of layers per token.
+    """
+
+    sequences: Tensor | None = None
+    scores: PerToken | None = None
+    logits: PerToken | None = None
+    attentions: PerTokenAndLayer | None = None
+    hidden_states: PerTokenAndLayer | None = None
+    encoder_attentions: PerToken | None = None
+    encoder_hidden_states: PerToken | None = None
+    decoder_attentions: PerTokenAndLayer | None = None
+    cross_attentions: PerTokenAndLayer | None = None
+    decoder_hidden_states: PerTokenAndLayer | None = None
+    sequences_scores: Tensor | None = None
+    beam_indices: Tensor | None = None
+    texts: list[str] | None = None
+    stats: Stats | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """New text of one row: its tokens, and how many of them, at the front, came from the draft."""
+
+    text: str
+    token_ids: list[int]
+    accepted: int
+    row: int = 0
+
+
+class Detokenizer:
+    """Ids to text piece by piece, holding back what a later token may still change (incomplete UTF-8)."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._start = 0  # decoding begins here, a little before the text not yet given out
+        self._given = 0
+
+    def push(self, ids: Sequence[int], *, last: bool = False) -> str:
+        """The text that is certain after these ids; everything, when they are the last."""
+        self._ids += ids
+        before = self._decode(self._ids[self._start : self._given])
+        after = self._decode(self._ids[self._start :])
+        if not last and (after.endswith("\ufffd") or len(after) <= len(before)):
+            return ""
+        self._start, self._given = self._given, len(self._ids)
+        return after[len(before) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def sequences(padded: Tensor, rows: Sequence[RunningRow], pad: int) -> Tensor:
+    """`[rows, width + longest]`: prompts as given, each row's new tokens, padding."""
+    new = [row.tokens[row.prompt_length :] for row in rows]
+    longest = max(map(len, new))
+    return torch.cat([padded, torch.tensor([n + [pad] * (longest - len(n)) for n in new], dtype=torch.long)], 1)
+
+
+def per_token(rows: Sequence[RunningRow], name: str, pad: int) -> PerToken:
+    """One `[rows, vocab]` per emitted token; a finished row is certain of its padding: 0 there and -inf elsewhere."""
+    values = [[getattr(step, name) for step in row.steps] for row in rows]
+    filler = torch.full_like(values[0][0], -torch.inf)
+    filler[pad] = 0.0
+    return tuple(
+        torch.stack([value[t] if t < len(value) else filler for value in values]) for t in range(max(map(len, values)))
+    )
+
+
+def traces(rows: Sequence[RunningRow], name: str) -> PerTokenAndLayer | None:
+    """Per emitted token and layer one tensor over all rows, aligned on the right and padded with zeros."""
+    values = [[getattr(trace, name) for trace in row.traces] for row in rows]
+    if values[0][0] is None:
+        return None
+    longest = max(values, key=len)
+    return tuple(
+        tuple(
+            _stacked([v[t][layer] if t < len(v) else torch.zeros_like(longest[t][layer]) for v in values])
+            for layer in range(len(longest[t]))
+        )
+        for t in range(len(longest))
+    )
+
+
+def _stacked(tensors: list[Tensor]) -> Tensor:
+    """A stack of tensors of different sizes, each in the far corner of the common size."""
+    size = [max(t.shape[d] for t in tensors) for d in range(tensors[0].dim())]
+    stacked = tensors[0].new_zeros(len(tensors), *size)
+    for into, t in zip(stacked, tensors, strict=True):
+        into[tuple(slice(full - part, None) for full, part in zip(size, t.shape, strict=True))] = t
+    return stacked
+
+
+class Recorder:
+    """Counts of a call, collected round by round."""
+
+    def __init__(self, count: int) -> None:
+        self._rows = [_Counts() for _ in range(count)]
+        self._rounds: list[Round] = []
+
+    def add(self, round: Round) -> None:
+        """Takes one round into account."""
+        self._rounds.append(round)
+        for row in round.rows:
+            self._rows[row.key].add(row.drafted, row.accepted, row.steps, row.finish)
+
+    def stats(self, passes: int, seconds: float, settings: dict[str, str]) -> Stats:
+        """Statistics of the call and of every row."""
+        rounds = self._rounds
+        per_row = tuple(row.stats() for row in self._rows)
+        return Stats(
+            num_new_tokens=sum(row.num_new_tokens for row in per_row),
+            num_target_passes=passes,
+            num_spec_steps=sum(row.num_spec_steps for row in per_row),
+            num_draft_tokens=sum(row.num_draft_tokens for row in per_row),
+            num_accepted_draft_tokens=sum(row.num_accepted_draft_tokens for row in per_row),
+            per_step_drafted=_joined(row.per_step_drafted for row in per_row),
+            per_step_accepted=_joined(row.per_step_accepted for row in per_row),
+            seconds=seconds,
+            draft_seconds=sum(r.draft_seconds for r in rounds),
+            verify_seconds=sum(r.verify_seconds for r in rounds),
+            select_seconds=sum(r.select_seconds for r in rounds),
+            finish_reasons=_joined(row.finish_reasons for row in per_row),
+            per_row=per_row,
+            settings=settings,
+        )
+
+
+class _Counts:
+    """One row's part of the statistics."""
+
+    def __init__(self) -> None:
+        self.tokens = self.passes = 0
+        self.drafted: list[int] = []
+        self.accepted: list[int] = []
+        self.finish = "unfinished"
+
+    def add(self, drafted: int, accepted: int, steps: Sequence[Step], finish: str | None) -> None:
+        self.tokens += len(steps)
+        self.passes += 1
+        if drafted:
+            self.drafted.append(drafted)
+            self.accepted.append(accepted)
+        self.finish = finish or self.finish
+
+    def stats(self) -> Stats:
+        return Stats(
+            num_new_tokens=self.tokens,
+            num_target_passes=self.passes,
+            num_spec_steps=len(self.drafted),
+            num_draft_tokens=sum(self.drafted),
+            num_accepted_draft_tokens=sum(self.accepted),
+            per_step_drafted=tuple(self.drafted),
+            per_step_accepted=tuple(self.accepted),
+            finish_reasons=(self.finish,),
+        )
+
+
+def _joined(parts: Iterable[Sequence[Any]]) -> tuple[Any, ...]:
+    return tuple(item for part in parts for item in part)
+
+
+__all__ = ["Detokenizer", "Event", "Generation", "Recorder", "Trace", "per_token", "sequences", "traces"]

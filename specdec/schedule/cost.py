@@ -1,0 +1,199 @@
+"""The tokens-per-second rule: a node is worth drafting while its chance of becoming text pays for its seconds.
+
+Let R be the tokens per second that decoding makes so far. A node whose path is accepted with probability P brings P
+tokens and costs its marginal seconds c; it raises the rate exactly when P >= R * c (Dinkelbach's condition for the best
+ratio). P comes from how often the draft's confidence was borne out, c from costs fitted to the rounds so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from specdec.types import Plan, Round, Row, RowRound
+
+BINS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """How often drafted tokens were accepted, by the draft's confidence; only tokens that were tested count.
+
+    `pooled` starts as two tokens of 0.8; every bin is shrunk towards it with the weight of two tokens.
+    """
+
+    accepted: tuple[float, ...] = (0.0,) * BINS
+    tested: tuple[float, ...] = (0.0,) * BINS
+
+    @property
+    def mean(self) -> float:
+        """The acceptance of a token about which nothing is known."""
+        return (sum(self.accepted) + 0.8 * 2) / (sum(self.tested) + 2)
+
+    def of(self, confidence: float) -> float:
+        """The acceptance of a token that the draft believes in this much."""
+        b = _bin(confidence)
+        return (self.accepted[b] + self.mean * 2) / (self.tested[b] + 2)
+
+    def path(self, confidence: Sequence[float]) -> float:
+        """The chance that all of these, one after the other, are accepted."""
+        chance = 1.0
+        for c in confidence:
+            chance *= self.of(c)
+        return chance
+
+    def after(self, row: RowRound) -> Acceptance:
+        """With one row's outcome added; old outcomes fade with a memory of about 200 tokens."""
+        tested = min(row.accepted + 1, row.drafted) if row.finish is None else row.accepted
+        confidence = row.confidence if row.confidence is not None else [1.0] * row.drafted
+        new_accepted, new_tested = list(self.accepted), list(self.tested)
+        for i in range(tested):
+            b = _bin(confidence[i])
+            new_accepted[b] += i < row.accepted
+            new_tested[b] += 1
+        fade = min(1.0, 200 / max(sum(new_tested), 1.0))
+        return Acceptance(tuple(a * fade for a in new_accepted), tuple(t * fade for t in new_tested))
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Seconds of a target pass as `fixed + slope * nodes`, fitted with fading weights; the slope is never negative.
+
+    A weak prior says that a node costs a fiftieth of a pass; it only matters while all passes had the same size.
+    """
+
+    weight: float = 0.0
+    nodes: float = 0.0
+    seconds: float = 0.0
+    squares: float = 0.0
+    products: float = 0.0
+
+    def add(self, nodes: float, seconds: float) -> Line:
+        """With one more pass; each older one loses 5% of its weight."""
+        f = 0.95
+        return Line(
+            f * self.weight + 1,
+            f * self.nodes + nodes,
+            f * self.seconds + seconds,
+            f * self.squares + nodes * nodes,
+            f * self.products + nodes * seconds,
+        )
+
+    @property
+    def slope(self) -> float:
+        """Seconds of one more node in a pass."""
+        mean_n, mean_s = self.nodes / self.weight, self.seconds / self.weight
+        prior = 0.02 * mean_s
+        variance = max(self.squares / self.weight - mean_n**2, 0.0)
+        covariance = self.products / self.weight - mean_n * mean_s
+        return min(max((covariance + prior) / (variance + 1.0), 0.0), mean_s / max(mean_n, 1.0))
+
+    def at(self, nodes: float) -> float:
+        """Seconds of a pass over this many nodes."""
+        return self.seconds / self.weight + self.slope * (nodes - self.nodes / self.weight)
+
+
+@dataclass(frozen=True)
+class CostPlan:
+    """One row's part of the rule; `unit` and `node` are draft and verification cost in tokens at the current rate."""
+
+    limit: int
+    acceptance: Acceptance
+    unit: float
+    node: float
+
+    def go_on(self, confidence: Sequence[float]) -> bool:
+        """Before a draft pass: the next token, of unknown confidence, must pay for drafting and for verifying it."""
+        if len(confidence) >= self.limit:
+            return False
+        return self.acceptance.path(confidence) * self.acceptance.mean >= self.unit + self.node
+
+    def keep(self, confidence: Sequence[float]) -> bool:
+        """After it: the token is paid for, it must only pay for its verification."""
+        return self.acceptance.path(confidence) >= self.node
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Tokens per second decide (see the module); may draft nothing, and then tries again, ever more rarely.
+
+    `k` bounds a path. Fitted costs and acceptance carry over to the next call of the same generator.
+    """
+
+    k: int = 32
+    acceptance: Acceptance = Acceptance()
+    passes: Line = Line()
+    draft_seconds: Mapping[str, float] = field(default_factory=dict)  # of one draft pass by source, fading means
+    other_seconds: float = 0.0  # of a round, outside draft and target
+    tokens: float = 0.0  # fading sums over rounds, for the rate
+    seconds: float = 0.0
+    idle: int = 0  # rounds since the last draft
+    patience: int = 16  # rounds without a draft before the next try
+
+    def plan(self, rows: Sequence[Row]) -> list[Plan]:
+        """One plan per row; all of limit 0 while plain decoding is predicted to be faster."""
+        if not self.passes.weight or not self.draft_seconds:
+            return [CostPlan(min(self.k, 5), self.acceptance, 0.0, 0.0)] * len(rows)
+        plain = len(rows) / (self.passes.at(len(rows)) + self.other_seconds)
+        rate = max(self.tokens / self.seconds if self.seconds else 0.0, plain)
+        # A draft that asks before each pass is the dearest; one that copies has nothing to ask.
+        unit, node = rate * max(self.draft_seconds.values()) / len(rows), rate * self.passes.slope
+        if self._pays(plain, len(rows)):
+            return [CostPlan(self.k, self.acceptance, unit, node)] * len(rows)
+        probing = self.idle >= self.patience
+        return [CostPlan(int(probing), self.acceptance, 0.0, 0.0)] * len(rows)
+
+    def _pays(self, plain: float, rows: int) -> bool:
+        """Whether some number of tokens per row is predicted to beat plain decoding."""
+        expected, chance, mean = 1.0, 1.0, self.acceptance.mean
+        cheapest = min(self.draft_seconds.values())
+        for k in range(1, self.k + 1):
+            chance *= mean
+            expected += chance
+            seconds = self.passes.at(rows * (k + 1)) + self.other_seconds + k * cheapest
+            if rows * expected / seconds > plain:
+                return True
+        return False
+
+    def after(self, round: Round) -> Cost:
+        """With this round's outcomes, costs and rate; prefill passes teach only acceptance and draft costs nothing."""
+        acceptance = self.acceptance
+        for row in round.rows:
+            acceptance = acceptance.after(row)
+        drafted = max((row.drafted for row in round.rows), default=0)
+        if any(row.prefill for row in round.rows):
+            return replace(self, acceptance=acceptance)
+        plain = len(round.rows) / (self.passes.at(len(round.rows)) if self.passes.weight else round.verify_seconds)
+        probed = drafted > 0 and not (self.passes.weight and self.draft_seconds and self._pays(plain, len(round.rows)))
+        accepted = any(row.accepted for row in round.rows)
+        return replace(
+            self,
+            acceptance=acceptance,
+            passes=self.passes.add(round.nodes, round.verify_seconds),
+            draft_seconds=self._drafting(round, drafted),
+            other_seconds=_fading(self.other_seconds, round.seconds - round.draft_seconds - round.verify_seconds),
+            tokens=0.9 * self.tokens + sum(len(row.steps) for row in round.rows),
+            seconds=0.9 * self.seconds + round.seconds,
+            idle=0 if drafted else self.idle + 1,
+            patience=min(2 * self.patience, 256) if probed and not accepted else 16 if accepted else self.patience,
+        )
+
+    def _drafting(self, round: Round, drafted: int) -> Mapping[str, float]:
+        """Seconds of a draft pass by source; a round with several sources teaches only about the longest draft's."""
+        if not drafted:
+            return self.draft_seconds
+        source = max(round.rows, key=lambda row: row.drafted).source
+        old = self.draft_seconds.get(source)
+        return {**self.draft_seconds, source: _fading(old, round.draft_seconds / drafted)}
+
+    def fresh(self) -> Cost:
+        """All that was learned, except the rate of the last call's rounds."""
+        return replace(self, tokens=0.0, seconds=0.0, idle=self.patience // 2)
+
+
+def _bin(confidence: float) -> int:
+    return min(int(confidence * BINS), BINS - 1)
+
+
+def _fading(old: float | None, new: float) -> float:
+    return new if not old else 0.8 * old + 0.2 * new

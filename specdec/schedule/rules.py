@@ -1,0 +1,105 @@
+"""The simple schedules: a constant length, the +2/−1 heuristic, and a confidence threshold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from specdec.types import Plan, Round, Row
+
+
+class Schedule(Protocol):
+    """Decides how much every row may draft; a value: `after` returns the next one and changes nothing."""
+
+    def plan(self, rows: Sequence[Row]) -> list[Plan]:
+        """One plan per row for the coming round."""
+        ...
+
+    def after(self, round: Round) -> Schedule:
+        """The schedule that has learned from this round."""
+        ...
+
+    def fresh(self) -> Schedule:
+        """The schedule with which the next call begins."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A plan with a fixed length, and if `threshold` is set, no further node after one the draft believes in less."""
+
+    limit: int
+    threshold: float = 0.0
+
+    def go_on(self, confidence: Sequence[float]) -> bool:
+        """Whether another node may follow."""
+        return len(confidence) < self.limit and (not confidence or confidence[-1] >= self.threshold)
+
+    def keep(self, confidence: Sequence[float]) -> bool:
+        """Every drafted node is kept, down to the first one that the draft believes in less than the threshold."""
+        return len(confidence) < 2 or confidence[-2] >= self.threshold
+
+
+@dataclass(frozen=True)
+class Constant:
+    """`k` tokens in every round."""
+
+    k: int = 5
+
+    def plan(self, rows: Sequence[Row]) -> list[Plan]:
+        """The same limit for every row."""
+        return [Limit(self.k)] * len(rows)
+
+    def after(self, round: Round) -> Constant:
+        """Nothing to learn."""
+        return self
+
+    def fresh(self) -> Constant:
+        """Nothing to forget."""
+        return self
+
+
+@dataclass(frozen=True)
+class Heuristic:
+    """The dynamic rule of the original report, per row: all drafted tokens accepted, +2; otherwise −1, at least 1."""
+
+    start: int = 5
+    lengths: Mapping[int, int] = field(default_factory=dict)
+
+    def plan(self, rows: Sequence[Row]) -> list[Plan]:
+        """Every row's own length."""
+        return [Limit(self.lengths.get(row.key, self.start)) for row in rows]
+
+    def after(self, round: Round) -> Heuristic:
+        """Lengths after this round; rows that had nothing drafted keep theirs."""
+        lengths = dict(self.lengths)
+        for row in round.rows:
+            if row.drafted:
+                k = lengths.get(row.key, self.start)
+                lengths[row.key] = k + 2 if row.accepted == row.drafted else max(1, k - 1)
+        return replace(self, lengths=lengths)
+
+    def fresh(self) -> Heuristic:
+        """The starting length again."""
+        return replace(self, lengths={})
+
+
+@dataclass(frozen=True)
+class Confidence:
+    """Draft until the draft's own probability of a token falls below `threshold`, at most `k` tokens (DISCO, 2405.04304)."""
+
+    k: int = 20
+    threshold: float = 0.4
+
+    def plan(self, rows: Sequence[Row]) -> list[Plan]:
+        """The same limit and threshold for every row."""
+        return [Limit(self.k, self.threshold)] * len(rows)
+
+    def after(self, round: Round) -> Confidence:
+        """Nothing to learn."""
+        return self
+
+    def fresh(self) -> Confidence:
+        """Nothing to forget."""
+        return self

@@ -1,0 +1,146 @@
+"""Random numbers that are functions of their address: a counter-based hash instead of a generator.
+
+Addresses are hashed with integers only, so that every device draws the same bits:
+
+    key  = fold(fold(seed, stream), position)                      64 bits, splitmix64 (Steele et al. 2014)
+    x    = mix32(id * 0x9E3779B1 + low 32 bits of key)             per token id
+    h    = mix32(x ^ high 32 bits of key)
+    u    = (h * 2^20 + (x mod 2^20) + 1/2) / 2^52                  in (0, 1), never 0 or 1
+    G    = -log(-log u)                                            standard Gumbel, float64
+
+`mix32` is the two-round multiply-xorshift mixer 16/0x21f0aaad/15/0xd35a2d97/15, in which every input bit flips every
+output bit with probability near 1/2. `argmax(log p + G)` is a draw from p (Gumbel-max).
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specdec.errors import SpecdecError
+
+COUPLED, ACCEPT, RESIDUAL, DRAW, DRAFT = range(5)
+"""Streams: draws for different purposes never share an address."""
+
+_MASK64 = (1 << 64) - 1
+_MASK32 = (1 << 32) - 1
+# Constants above 2^31 are written as their negative twins mod 2^32: products then fit into int64, nothing overflows.
+_GOLDEN, _FIRST, _SECOND = 0x9E3779B1 - (1 << 32), 0x21F0AAAD, 0xD35A2D97 - (1 << 32)
+_REACH = 41.0
+"""No two values of G differ by more than 36.8 + 3.7: logits further below the largest never win."""
+_HEAD = 4.0
+_FEW = 1024
+
+
+def _mix64(z: int) -> int:
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return z ^ (z >> 31)
+
+
+def fold(seed: int, index: int) -> int:
+    """A new 64-bit seed from a seed and an index, as for the rows of a batch or the samples of a row."""
+    return _mix64((_mix64((seed + 0x9E3779B97F4A7C15) & _MASK64) + (index + 1) * 0x9E3779B97F4A7C15) & _MASK64)
+
+
+def key(seed: int, stream: int, *where: int) -> int:
+    """The 64-bit address of the draws of one stream at one place, such as a position."""
+    address = fold(seed, stream)
+    for index in where:
+        address = fold(address, index)
+    return address
+
+
+def uniform(address: int) -> float:
+    """A number in [0, 1) with 53 random bits."""
+    return (_mix64(address) >> 11) * 2.0**-53
+
+
+def _mix32(x: Tensor) -> Tensor:
+    """Mixes the 32-bit numbers held in int64 `x`, in place."""
+    x ^= x >> 16
+    x *= _FIRST
+    x &= _MASK32
+    x ^= x >> 15
+    x *= _SECOND
+    x &= _MASK32
+    x ^= x >> 15
+    return x
+
+
+def _hash(address: int, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The hash h and its forerunner x per token id, 32 bits each in int64."""
+    x = ids * _GOLDEN
+    x += address & _MASK32
+    x &= _MASK32
+    x = _mix32(x)
+    return _mix32(x ^ (address >> 32)), x
+
+
+def uniforms(address: int, ids: Tensor) -> Tensor:
+    """One number in (0, 1) per token id, float64 with the shape of the int64 `ids`."""
+    h, x = _hash(address, ids)
+    h <<= 20
+    h |= x & 0xFFFFF
+    u = h.double()
+    u += 0.5
+    u *= 2.0**-52
+    return u
+
+
+def gumbel(address: int, ids: Tensor) -> Tensor:
+    """Standard Gumbel noise per token id, float64 with the shape of the int64 `ids`."""
+    return uniforms(address, ids).log_().neg_().log_().neg_()
+
+
+def _hash_cpu(address: int, ids: NDArray[np.uint32]) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+    """`_hash` in 32-bit arithmetic, which torch does not offer: a quarter of its time."""
+    x = ids * np.uint32(_GOLDEN & _MASK32)
+    x += np.uint32(address & _MASK32)
+    _mix32_cpu(x)
+    h = x ^ np.uint32(address >> 32)
+    _mix32_cpu(h)
+    return h, x
+
+
+def _mix32_cpu(x: NDArray[np.uint32]) -> None:
+    x ^= x >> np.uint32(16)
+    x *= np.uint32(_FIRST)
+    x ^= x >> np.uint32(15)
+    x *= np.uint32(_SECOND & _MASK32)
+    x ^= x >> np.uint32(15)
+
+
+def _gumbel_cpu(h: NDArray[np.uint32], x: NDArray[np.uint32]) -> NDArray[np.float64]:
+    u = (h * 2.0**20 + (x & np.uint32(0xFFFFF)) + 0.5) * 2.0**-52
+    return -np.log(-np.log(u))
+
+
+def _draw_cpu(logits: NDArray[np.float32], address: int) -> int:
+    """The draw from `logits` `[vocab]`, with logarithms only for those tokens that can win it."""
+    top = logits.max()
+    ids = np.flatnonzero(logits >= top - np.float32(_REACH)).astype(np.uint32)
+    if not len(ids):
+        raise SpecdecError("the scores to sample from contain NaN")
+    h, x = _hash_cpu(address, ids)
+    if len(ids) > _FEW:
+        # Tokens near the top reach some best value; below the top by _HEAD, only loud enough noise can beat it.
+        kept = logits[ids]
+        near = kept >= top - np.float32(_HEAD)
+        best = float((_gumbel_cpu(h[near], x[near]) + kept[near]).max())
+        loud = math.exp(-math.exp(min(float(top) - _HEAD - best + 1e-3, 700.0)))  # the slack covers rounding
+        chosen = near | (h >= np.uint32(max(int(loud * 2.0**32) - 1, 0)))
+        ids, h, x = ids[chosen], h[chosen], x[chosen]
+    return int(ids[(_gumbel_cpu(h, x) + logits[ids]).argmax()])
+
+
+def draw(logits: Tensor, address: int) -> int:
+    """A token from `softmax(logits)`, `logits` `[vocab]`: the Gumbel-max draw at `address`."""
+    if logits.device.type in ("cpu", "mps"):  # no float64 on the latter
+        return _draw_cpu(logits.detach().float().cpu().numpy(), address)
+    noisy = gumbel(address, torch.arange(logits.shape[-1], device=logits.device)) + logits
+    return int(noisy.argmax())

@@ -1,0 +1,100 @@
+"""Draft rules: how draft logits become a guess that tends to agree with the target's strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdec.select import noise
+from specdec.select.base import Processing, process
+from specdec.types import DraftRule, Row
+
+
+def generated(row: Row) -> int:
+    """How many tokens the row has generated so far."""
+    return len(row.tokens) - row.prompt_length
+
+
+def fit(logits: Tensor, width: int | None) -> Tensor:
+    """`logits` `[vocab]` cropped, or padded with -inf, to the target's `width`: padded vocabularies differ in size."""
+    have = logits.shape[-1]
+    if width is None or have == width:
+        return logits
+    if have > width:
+        return logits[..., :width]
+    return torch.nn.functional.pad(logits, (0, width - have), value=float("-inf"))
+
+
+def confidence(logits: Tensor, token: int) -> float:
+    """The probability of `token` under `softmax(logits)`, `logits` `[vocab]` float32."""
+    return float(torch.exp(logits[token] - logits.logsumexp(-1)))
+
+
+@dataclass(frozen=True)
+class GreedyRule:
+    """Guesses the likeliest token."""
+
+    processors: Processing
+    width: int | None = None
+    needs_q: bool = False
+
+    def pick(self, row: Row, guesses: list[int], logits: Tensor) -> tuple[int, float, Tensor | None]:
+        """The argmax of draft `logits` `[vocab]` after `guesses`, its probability, and no q."""
+        scores = process(self.processors, row, guesses, fit(logits, self.width))
+        best = scores.max(dim=-1)
+        # One transfer for both numbers; float64 holds any token id exactly.
+        sure = torch.exp(best.values - scores.logsumexp(-1))
+        token, prob = torch.stack((best.indices.double(), sure.double())).tolist()
+        return int(token), prob, None
+
+
+@dataclass(frozen=True)
+class CoupledRule:
+    """Guesses with the very noise the target will use: `argmax(log q + G)` (arXiv 2408.07978)."""
+
+    processors: Processing
+    seed: int
+    width: int | None = None
+    needs_q: bool = False
+
+    def pick(self, row: Row, guesses: list[int], logits: Tensor) -> tuple[int, float, Tensor | None]:
+        """The coupled draw from draft `logits` `[vocab]` after `guesses`, its probability, and no q."""
+        scores = process(self.processors, row, guesses, fit(logits, self.width))
+        token = noise.draw(scores, noise.key(self.seed, noise.COUPLED, generated(row) + len(guesses)))
+        return token, confidence(scores, token), None
+
+
+@dataclass(frozen=True)
+class SampledRule:
+    """Draws from q with its own stream, and tells q."""
+
+    processors: Processing
+    seed: int
+    width: int | None = None
+    needs_q: bool = True
+
+    def pick(self, row: Row, guesses: list[int], logits: Tensor) -> tuple[int, float, Tensor | None]:
+        """A draw from draft `logits` `[vocab]` after `guesses`, its probability, and q `[width]` float32."""
+        scores = process(self.processors, row, guesses, fit(logits, self.width))
+        token = noise.draw(scores, noise.key(self.seed, noise.DRAFT, generated(row), len(guesses)))
+        q = torch.softmax(scores, dim=-1)
+        return token, float(q[token]), q
+
+
+@dataclass(frozen=True)
+class PerRow:
+    """Every row's own rule, found by the row's key."""
+
+    rules: Mapping[int, DraftRule]
+
+    @property
+    def needs_q(self) -> bool:
+        """Whether any row's strategy looks at q."""
+        return any(rule.needs_q for rule in self.rules.values())
+
+    def pick(self, row: Row, guesses: list[int], logits: Tensor) -> tuple[int, float, Tensor | None]:
+        """What the rule of `row` picks."""
+        return self.rules[row.key].pick(row, guesses, logits)

@@ -1,0 +1,54 @@
+"""When a row ends: asked after every emitted token, also in the middle of an accepted block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria
+
+from specdec.types import Row
+
+_REASONS = (
+    (EosTokenCriteria, "eos"),
+    (MaxLengthCriteria, "length"),
+    (StopStringCriteria, "stop"),
+    (MaxTimeCriteria, "time"),
+)
+
+
+def _reason(criterion: object) -> str:
+    return next((reason for kind, reason in _REASONS if isinstance(criterion, kind)), "criteria")
+
+
+def _holds(answer: Any) -> bool:
+    return bool(answer.any()) if isinstance(answer, Tensor) else bool(answer)
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """Ends a row at one of `eos_ids`, at `max_length` tokens (prompt included, padding not), or when a criterion holds.
+
+    `criteria` are transformers stopping criteria; each sees `ids` `[1, length]` once per emitted token, in order.
+    """
+
+    eos_ids: frozenset[int] = frozenset()
+    max_length: int | None = None
+    criteria: Sequence[Any] | None = None
+
+    def __call__(self, row: Row, new: list[int], scores: tuple[Tensor, ...] | None = None) -> str | None:
+        """Why the row ends with the last token of `new`: "eos", "length", "stop", "time", "criteria", or None."""
+        asked = self._ask(row, new, scores) if self.criteria else None
+        if new[-1] in self.eos_ids:
+            return "eos"
+        if self.max_length is not None and len(row.tokens) + len(new) >= self.max_length:
+            return "length" if asked is None else asked
+        return asked
+
+    def _ask(self, row: Row, new: list[int], scores: tuple[Tensor, ...] | None) -> str | None:
+        """The first criterion that holds; all are asked, since they may count their calls as in plain decoding."""
+        ids = row.prefix(new)
+        held = [_reason(criterion) for criterion in self.criteria or () if _holds(criterion(ids, scores))]
+        return held[0] if held else None

@@ -1,0 +1,323 @@
+"""The values that travel between the rooms: trees of candidate tokens, the target's scores, steps and rounds.
+
+Words: a *node* is one candidate token, a *row* one sequence; `p` is the target's distribution, `q` the draft's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+_NO_Q = torch.empty(0)  # known text was not drawn
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """Candidate tokens of one row, parents before children; `-1` is the parent of nodes that continue the known text.
+
+    `confidence` is the draft's probability of each node; `q[node]` `[vocab]` its whole distribution (float32, after
+    processors) where the node was drawn from one; `q=None` stands for a one-hot draft, which is certain of its guess.
+    `source` names who proposed it.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    confidence: list[float] | None = None
+    q: Sequence[Tensor] | Tensor | None = None
+    source: str = ""
+
+    @classmethod
+    def chain(
+        cls,
+        tokens: list[int],
+        confidence: list[float] | None = None,
+        q: Sequence[Tensor] | Tensor | None = None,
+        source: str = "",
+    ) -> Tree:
+        """A tree with one path."""
+        return cls(tokens, list(range(-1, len(tokens) - 1)), confidence, q, source)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every node continues the one before it."""
+        return self.parents == list(range(-1, len(self.parents) - 1))
+
+    def graft(self, other: Tree) -> Tree:
+        """This chain of known text with the proposal `other` growing from its last node."""
+        n = len(self.tokens)
+        return Tree(
+            self.tokens + other.tokens,
+            self.parents + [p + n for p in other.parents],
+            None if other.confidence is None else [1.0] * n + other.confidence,
+            None if other.q is None else [_NO_Q] * n + list(other.q),
+            other.source,
+        )
+
+    def children(self) -> dict[tuple[int, int], int]:
+        """`(parent, token) -> node`, the first of equal siblings."""
+        found: dict[tuple[int, int], int] = {}
+        for node, key in enumerate(zip(self.parents, self.tokens, strict=True)):
+            found.setdefault(key, node)
+        return found
+
+    def depths(self) -> list[int]:
+        """Distance of every node from the known text; its direct continuation has depth 0."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        return depths
+
+    def path(self, node: int) -> list[int]:
+        """The nodes from the known text to `node`, both ends of the walk included."""
+        nodes = []
+        while node >= 0:
+            nodes.append(node)
+            node = self.parents[node]
+        return nodes[::-1]
+
+    def ancestry(self) -> Tensor:
+        """`[nodes, nodes]` bool: whether the column is the row's node itself or one of its ancestors."""
+        n = len(self.tokens)
+        if self.is_chain:
+            return torch.ones(n, n, dtype=torch.bool).tril_()
+        seen = torch.eye(n, dtype=torch.bool)
+        for node, parent in enumerate(self.parents):
+            if parent >= 0:
+                seen[node] |= seen[parent]
+        return seen
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What one target pass said about one row's tree.
+
+    `logits` `[nodes - first, vocab]` are the target's own, for the nodes from `first` on (a prompt's inner positions are
+    not kept). `unconditional` has the same shape when guidance runs a paired row. `hidden_states` and `attentions`
+    hold, per layer, `[nodes, width]` and `[heads, nodes, known + nodes]` when they were asked for.
+    """
+
+    tree: Tree
+    first: int
+    logits: Tensor
+    unconditional: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+    cross_attentions: tuple[Tensor, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One emitted token, the tree node whose scores decided it, and what was asked to be kept about it.
+
+    `logits` and `scores` `[vocab]` are the target's own and the processed ones, None unless they were asked for.
+    """
+
+    token: int
+    node: int
+    logits: Tensor | None = None
+    scores: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RowRound:
+    """One row's share of a round.
+
+    `drafted` counts proposed nodes; the first `accepted` of `steps` took a proposed token; `finish` says why the row
+    ended, if it did. `confidence` is the draft's belief in each node of a chain, where it has one.
+    """
+
+    key: int
+    drafted: int
+    accepted: int
+    prefill: bool
+    source: str
+    confidence: list[float] | None
+    steps: list[Step]
+    finish: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One turn of the loop: every row's share, the tokens that went through the target, and where the seconds went."""
+
+    rows: list[RowRound]
+    nodes: int
+    draft_seconds: float
+    verify_seconds: float
+    select_seconds: float
+    seconds: float
+
+
+class Row(Protocol):
+    """One sequence as drafts and strategies may see it: its key, its text so far, where the prompt ends.
+
+    `remaining` is how many tokens may still come. `encoder_tokens` are the ids an encoder-decoder target read, if any.
+    """
+
+    @property
+    def key(self) -> int: ...
+
+    @property
+    def tokens(self) -> list[int]: ...
+
+    @property
+    def prompt_length(self) -> int: ...
+
+    @property
+    def remaining(self) -> int: ...
+
+    @property
+    def encoder_tokens(self) -> list[int] | None: ...
+
+    def prefix(self, extra: Sequence[int] = ()) -> Tensor:
+        """The text so far, followed by `extra`, as ids `[1, length]` on the device of the logits; read it, do not keep it."""
+        ...
+
+
+class Selector(Protocol):
+    """A decoding strategy of one row: turns genuine target scores into tokens, one ordinary step at a time."""
+
+    def advance(self, row: Row, new: list[int], scores: Scores, node: int) -> Step:
+        """The next token after `node`, where `new` are the tokens already emitted in this round."""
+        ...
+
+
+class DraftRule(Protocol):
+    """How a draft turns its own logits into a guess, so that it tends to agree with the strategy."""
+
+    @property
+    def needs_q(self) -> bool:
+        """Whether the strategy looks at the draft's distribution (rejection) or only at its tokens (match).
+
+        Under rejection a node drawn at random must never be dropped after it was seen.
+        """
+        ...
+
+    def pick(self, row: Row, guesses: list[int], logits: Tensor) -> tuple[int, float, Tensor | None]:
+        """From draft `logits` `[vocab]` after `guesses`: a token, its probability, and q `[vocab]` if `needs_q`."""
+        ...
+
+
+class Plan(Protocol):
+    """How much one row may draft in this round, as its schedule decided."""
+
+    @property
+    def limit(self) -> int:
+        """The most nodes on a path; 0 means no draft."""
+        ...
+
+    def go_on(self, confidence: Sequence[float]) -> bool:
+        """Whether the next draft pass pays, given the confidence of the nodes drafted so far on this path."""
+        ...
+
+    def keep(self, confidence: Sequence[float]) -> bool:
+        """Whether the last of these nodes is worth the target's time (match verification and one-hot drafts only)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a draft learns when a call begins: how to guess, how wide the target's logits are, and the encoder's reading.
+
+    `encoding` is the target's encoder output for all rows, in the order of their keys, for a draft with the same
+    encoder; `draft_inputs` are the encoder's inputs, for a draft that has its own.
+    """
+
+    rule: DraftRule
+    vocab_size: int
+    encoding: object | None = None
+    draft_inputs: Mapping[str, Tensor] | None = None
+
+
+class DraftSession(Protocol):
+    """A draft at work on the rows of one call; all its buffers belong to the call."""
+
+    def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
+        """One tree per row, possibly empty, growing from the end of the row's text; never longer than `plan.limit`."""
+        ...
+
+    def release(self, keys: Sequence[int]) -> None:
+        """Forgets finished rows."""
+        ...
+
+
+class BatchDrafter(Protocol):
+    """A kind of draft: starts one session per call."""
+
+    def start(self, call: Call) -> DraftSession: ...
+
+
+class Drafter(Protocol):
+    """The simplest draft a user can write: from the text so far to at most `k` tokens that may follow."""
+
+    def propose(self, tokens: list[int], k: int) -> list[int]: ...
+
+
+@dataclass(frozen=True)
+class Stats:
+    """How a call went; counts are sums over rounds and rows.
+
+    *Mean acceptance length* is 1 + accepted / speculative steps (a row's share of a target pass that had something
+    drafted; prefill passes without a draft do not count). *Target passes per token* counts every pass.
+    """
+
+    num_new_tokens: int = 0
+    num_target_passes: int = 0
+    num_spec_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    per_step_drafted: Sequence[int] = ()
+    per_step_accepted: Sequence[int] = ()
+    seconds: float = 0.0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    select_seconds: float = 0.0
+    finish_reasons: Sequence[str] = ()
+    per_row: Sequence[Stats] = field(default=(), repr=False)
+    settings: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """1 + accepted draft tokens per speculative step."""
+        return 1.0 + self.num_accepted_draft_tokens / self.num_spec_steps if self.num_spec_steps else 1.0
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Accepted share of the drafted tokens; 0 when nothing was drafted."""
+        return self.num_accepted_draft_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    @property
+    def acceptance_histogram(self) -> list[int]:
+        """`[n]`: how many speculative steps accepted exactly n draft tokens."""
+        histogram = [0] * (max(self.per_step_accepted, default=-1) + 1)
+        for accepted in self.per_step_accepted:
+            histogram[accepted] += 1
+        return histogram
+
+    @property
+    def target_passes_per_token(self) -> float:
+        """Target forward passes, prefill included, per new token of all rows."""
+        return self.num_target_passes / self.num_new_tokens if self.num_new_tokens else 0.0
+
+    @property
+    def weight_passes_per_token(self) -> float:
+        """How often the target's weights were read per new token; here one pass reads them once."""
+        return self.target_passes_per_token
+
+    @property
+    def other_seconds(self) -> float:
+        """Wall time outside drafting, verification and selection."""
+        return self.seconds - self.draft_seconds - self.verify_seconds - self.select_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens of all rows per second of wall time."""
+        return self.num_new_tokens / self.seconds if self.seconds else 0.0

@@ -1,0 +1,33 @@
+"""Small trained pairs that come with the package, so that it can be tried, tested and measured offline."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specdec.errors import OptionError
+
+_ROOT = Path(__file__).parent
+NAMES = ("python-code",)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and its draft, as folders that `from_pretrained` reads; `card` records how good they are."""
+
+    name: str
+    target: Path
+    draft: Path
+    card: dict[str, Any]
+
+
+def pair(name: str = "python-code") -> Pair:
+    """The pair of this name; raises OptionError for an unknown one or where the weights are not installed."""
+    if name not in NAMES:
+        raise OptionError.of("name", f"one of {', '.join(NAMES)}", name)
+    folder = _ROOT / name.replace("-", "_")
+    if not (folder / "target" / "model.safetensors").exists():
+        raise OptionError(f"the weights of {name!r} are not in {folder}: install the package with its data files")
+    return Pair(name, folder / "target", folder / "draft", json.loads((folder / "card.json").read_text()))

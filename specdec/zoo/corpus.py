@@ -1,0 +1,71 @@
+"""The training text of the package's pair: the standard library of the running interpreter."""
+
+from __future__ import annotations
+
+import sysconfig
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+END_OF_TEXT = "<|endoftext|>"
+
+# Generated tables and test suites are not code that a person writes.
+_SKIPPED_FOLDERS = {
+    "__pycache__",
+    "encodings",
+    "ensurepip",
+    "idle_test",
+    "lib2to3",
+    "pydoc_data",
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+}
+_HELD_OUT_PERCENT = 5
+
+
+def is_held_out(relative_path: str) -> bool:
+    """Whether a module is kept apart for evaluation; decided by its path, so the same on every machine."""
+    return zlib.crc32(relative_path.encode()) % 100 < _HELD_OUT_PERCENT
+
+
+def source_files(*, held_out: bool) -> Iterator[tuple[str, str]]:
+    """Yields `(relative path, text)` of standard-library modules in sorted order, of one side of the split."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if _SKIPPED_FOLDERS.intersection(relative.parts) or is_held_out(relative.as_posix()) != held_out:
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        if text.strip():
+            yield relative.as_posix(), text
+
+
+def held_out_prompts(count: int, *, characters: int = 480) -> list[str]:
+    """The first `count` held-out code prompts: about `characters` of a module, from a top-level `def` or `class` on.
+
+    Each prompt ends at a line end, so that the model continues with a new line.
+    """
+    prompts = []
+    for _, text in source_files(held_out=True):
+        starts = [i + 1 for word in ("\ndef ", "\nclass ") for i in _occurrences(text, word)]
+        starts = [s for s in sorted(starts) if len(text) - s > 2 * characters]
+        if not starts:
+            continue
+        start = starts[len(starts) // 2]
+        end = text.find("\n", start + characters) + 1
+        prompts.append(text[start:end])
+        if len(prompts) == count:
+            break
+    return prompts
+
+
+def _occurrences(text: str, word: str) -> Iterator[int]:
+    at = text.find(word)
+    while at >= 0:
+        yield at
+        at = text.find(word, at + 1)

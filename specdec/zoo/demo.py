@@ -1,0 +1,94 @@
+"""The demonstration: one held-out prompt continued with and without the draft, compared and timed side by side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter as clock
+from typing import Any
+
+from specdec.generator import SpecGenerator
+from specdec.output import Generation
+from specdec.zoo import Pair
+from specdec.zoo.corpus import held_out_prompts
+
+PROMPTS = 12
+WARM_UP = 16
+_FALLBACK = (
+    'class Stack:\n    """A last-in, first-out collection."""\n\n    def __init__(self):\n        self.items = []\n\n'
+)
+
+
+@dataclass(frozen=True)
+class Duel:
+    """Plain and assisted runs of one prompt: the tokens of one each, and every run's tokens per second."""
+
+    plain: Generation
+    assisted: Generation
+    plain_rates: list[float]
+    assisted_rates: list[float]
+    difference: tuple[int, int | None, int | None] | None
+
+    @property
+    def speedup(self) -> float:
+        """Median assisted rate over median plain rate."""
+        return median(self.assisted_rates) / median(self.plain_rates)
+
+
+def load(pair: Pair) -> tuple[SpecGenerator, SpecGenerator]:
+    """The assisted and the plain generator, which share the target, in float32: there both write the same text."""
+    assisted = SpecGenerator.from_pretrained(str(pair.target), str(pair.draft), dtype="float32", schedule="cost")
+    return assisted, SpecGenerator(assisted.target, tokenizer=assisted.tokenizer)
+
+
+def prompt(seed: int) -> str:
+    """A held-out piece of the standard library; where its sources are not installed, a few lines of our own."""
+    prompts = held_out_prompts(seed % PROMPTS + 1)
+    return prompts[-1] if prompts else _FALLBACK
+
+
+def duel(
+    assisted: SpecGenerator,
+    plain: SpecGenerator,
+    text: str,
+    *,
+    repeats: int = 3,
+    patience: float = 6.0,
+    **options: Any,
+) -> Duel:
+    """Times both in turn, at most `repeats` times and at least twice, and compares the texts of every pair of runs.
+
+    After two runs it stops where they took more than `patience` seconds. Short runs before them warm up.
+    """
+    for generator in (plain, assisted):
+        generator.generate(text, **{**options, "max_new_tokens": WARM_UP})
+    rates: tuple[list[float], list[float]] = ([], [])
+    difference = None
+    began = clock()
+    for repeat in range(repeats):
+        if repeat > 1 and clock() - began > patience:
+            break
+        outs = [generator.generate(text, **options) for generator in (plain, assisted)]
+        difference = difference or first_difference(*outs)
+        for out, own in zip(outs, rates, strict=True):
+            own.append(out.stats.tokens_per_second if out.stats is not None else 0.0)
+    return Duel(outs[0], outs[1], *rates, difference)
+
+
+def first_difference(plain: Generation, assisted: Generation) -> tuple[int, int | None, int | None] | None:
+    """The first new position at which two results differ, with the token of each, None past its end."""
+    a, b = new_tokens(plain)[0], new_tokens(assisted)[0]
+    for position in range(max(len(a), len(b))):
+        pair = [ids[position] if position < len(ids) else None for ids in (a, b)]
+        if pair[0] != pair[1]:
+            return position, pair[0], pair[1]
+    return None
+
+
+def new_tokens(out: Generation) -> list[list[int]]:
+    """Every row's generated ids, without prompt and padding."""
+    if out.sequences is None or out.stats is None:
+        return []
+    lengths = [row.num_new_tokens for row in out.stats.per_row]
+    start = out.sequences.shape[1] - max(lengths)
+    return [ids[start : start + n].tolist() for ids, n in zip(out.sequences, lengths, strict=True)]

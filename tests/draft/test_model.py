@@ -1,0 +1,260 @@
+"""The model draft: what it proposes, what it feeds, and that its cache always is the text."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from specdec.draft import EarlyExitDrafter, ModelDrafter
+from specdec.errors import UnsupportedError
+from specdec.types import Tree
+
+from .fakes import FakeEncoding, FakeModel, FakePlan, FakeRow, Greedy, call, one
+
+
+def test_proposes_the_models_own_continuation() -> None:
+    """Greedy guesses are what the draft model would have said, with its confidence, one pass per guess."""
+    model, row = FakeModel(), FakeRow([1, 2, 3])
+    [tree] = ModelDrafter(model).start(call()).propose([row], [FakePlan(4)])
+    assert tree.tokens == model.greedy(row.tokens, 4)
+    assert tree.is_chain
+    assert tree.q is None
+    assert tree.source == "model"
+    assert model.passes == 4
+    assert tree.confidence is not None
+    assert tree.confidence[0] == pytest.approx(float(model.logits(row.tokens).softmax(-1).max()))
+
+
+@pytest.mark.parametrize("granularity", [1, 4])
+@pytest.mark.parametrize("seed", range(5))
+def test_catching_up_equals_a_fresh_start(seed: int, granularity: int) -> None:
+    """After any mixture of full, partial and no acceptance, idle rounds and skipped rows, each row is as if new."""
+    rng = random.Random(seed)
+    model = FakeModel(granularity=granularity)
+    session = ModelDrafter(model).start(call())
+    rows = [FakeRow([rng.randrange(50) for _ in range(rng.randint(1, 6))], key) for key in range(4)]
+    for _ in range(25):
+        plans = [FakePlan(rng.choice([0, 1, 3, 6])) for _ in rows]
+        trees = session.propose(rows, plans)
+        for row, plan, tree in zip(rows, plans, trees, strict=True):
+            assert tree.tokens == model.greedy(row.tokens, plan.limit)
+            accepted = rng.randint(0, len(tree))
+            row.tokens += tree.tokens[:accepted] + [rng.randrange(50) for _ in range(rng.randint(1, 2))]
+        if len(rows) > 1 and rng.random() < 0.1:
+            session.release([rows.pop(rng.randrange(len(rows))).key])
+
+
+def test_full_acceptance_costs_no_extra_pass() -> None:
+    """The last guess and the bonus token are fed together, in the pass that yields the next first guess."""
+    model, row = FakeModel(), FakeRow([1])
+    session = ModelDrafter(model).start(call())
+    for round_ in range(1, 4):
+        row.tokens += [*one(session, row, 3), 7]
+        assert model.passes == 3 * round_
+
+
+def test_looks_only_at_new_text() -> None:
+    """Comparing the cache with the text must not grow with the text: old tokens are never read again."""
+
+    class Guarded(list):  # type: ignore[type-arg]
+        def __getitem__(self, where: object) -> object:
+            if isinstance(where, int):
+                assert where < 0 or where >= floor
+            elif isinstance(where, slice):
+                assert where.start is not None
+                assert where.start >= floor
+            return super().__getitem__(where)  # type: ignore[call-overload]
+
+    floor = 0
+    session = ModelDrafter(FakeModel(200)).start(call(vocab_size=200))
+    row = FakeRow(Guarded(range(100)))
+    row.tokens += [*one(session, row, 3)[:2], 7]
+    floor = 60
+    assert len(one(session, row, 3)) == 3
+
+
+def test_text_that_changes_near_its_end_is_read_again() -> None:
+    """A bridge re-encodes the last tokens: the draft notices, though they were its text a round ago."""
+    model, row = FakeModel(), FakeRow(list(range(40)))
+    session = ModelDrafter(model).start(call())
+    one(session, row, 3)
+    row.tokens[35:] = [7, 8, 9, 10, 11, 12, 13]
+    assert one(session, row, 3) == model.greedy(row.tokens, 3)
+
+
+def test_the_text_may_end_inside_what_the_cache_holds() -> None:
+    """A proposal cut elsewhere whose next token came true: the last token is fed again, for its logits."""
+    model, row = FakeModel(), FakeRow([1, 2])
+    session = ModelDrafter(model).start(call())
+    row.tokens += one(session, row, 5)[:2]
+    assert one(session, row, 3) == model.greedy(row.tokens, 3)
+    assert one(session, row, 3) == model.greedy(row.tokens, 3)
+
+
+def test_no_pass_without_a_plan() -> None:
+    """Limits of 0, the last token to come and a plan that does not go on cost nothing; the rows catch up later."""
+    model, row = FakeModel(), FakeRow([1, 2])
+    session = ModelDrafter(model).start(call())
+    assert not session.propose([row], [FakePlan(0)])[0].tokens
+    row.remaining = 1
+    assert not session.propose([row], [FakePlan(5)])[0].tokens
+    row.remaining = 3
+    assert model.passes == 0
+    assert one(session, row, 5) == model.greedy(row.tokens, 2)
+
+
+def test_asks_before_every_pass_and_may_drop_the_last_guess() -> None:
+    """`go_on` is asked with the confidence so far; `keep` cuts a node that was drawn, but never under rejection."""
+    model, row = FakeModel(), FakeRow([1, 2])
+    plan = FakePlan(4, doubt=2.0)
+    [tree] = ModelDrafter(model).start(call()).propose([row], [plan])
+    assert len(tree) == 1
+    assert plan.asked == [[], tree.confidence]
+    [tree] = ModelDrafter(model).start(call()).propose([row], [FakePlan(4, drop=2.0)])
+    assert not tree.tokens
+    [tree] = ModelDrafter(model).start(call(Greedy(needs_q=True))).propose([row], [FakePlan(4, drop=2.0)])
+    assert len(tree) == 4
+
+
+def test_q_has_one_row_per_node() -> None:
+    """Where the rule needs q the tree carries `[nodes, vocab]` of it."""
+    model, row = FakeModel(), FakeRow([1, 2])
+    [tree] = ModelDrafter(model).start(call(Greedy(needs_q=True))).propose([row], [FakePlan(3)])
+    assert tree.q is not None
+    assert tree.q.shape == (3, 50)
+    expected = model.logits([*row.tokens, *tree.tokens[:2]]).softmax(-1)
+    torch.testing.assert_close(tree.q[2], expected)
+
+
+@pytest.mark.parametrize("target_vocab", [40, 50, 64])
+def test_padded_vocabularies(target_vocab: int) -> None:
+    """The rule sees logits at the target's width, and no guess lies outside either vocabulary."""
+    rule, model = Greedy(needs_q=True), FakeModel(50)
+    [tree] = ModelDrafter(model).start(call(rule, target_vocab)).propose([FakeRow([1, 2])], [FakePlan(8)])
+    assert rule.widths == {target_vocab}
+    assert tree.q is not None
+    assert tree.q.shape == (8, target_vocab)
+    assert max(tree.tokens) < min(target_vocab, 50)
+
+
+def test_a_token_the_draft_does_not_know_silences_that_row_only() -> None:
+    """Text outside the draft's vocabulary leaves its row without proposals; the other row goes on."""
+    model = FakeModel(50)
+    session = ModelDrafter(model).start(call(vocab_size=60))
+    rows = [FakeRow([1, 55], 0), FakeRow([3, 4], 1)]
+    for _ in range(3):
+        strange, plain = session.propose(rows, [FakePlan(3)] * 2)
+        assert not strange.tokens
+        assert plain.tokens == model.greedy(rows[1].tokens, 3)
+        for row in rows:
+            row.tokens += [5]
+
+
+def test_a_forced_token_the_draft_cannot_read_ends_its_chain() -> None:
+    """A processor may force a token beyond the draft's vocabulary: it is proposed, and nothing after it."""
+
+    class Forced(Greedy):
+        def pick(self, row, guesses, logits):  # type: ignore[no-untyped-def]
+            return 55, 1.0, None
+
+    session = ModelDrafter(FakeModel(50)).start(call(Forced(), 60))
+    assert one(session, FakeRow([1, 2])) == [55]
+
+
+def test_stops_at_the_drafts_last_position() -> None:
+    """A draft with fewer positions than the target drafts up to them and then falls silent."""
+    model, row = FakeModel(max_positions=8), FakeRow([1, 2, 3, 4, 5, 6])
+    session = ModelDrafter(model).start(call())
+    row.tokens += one(session, row, 9)
+    assert len(row.tokens) == 9
+    assert one(session, row) == []
+
+
+def test_a_failure_leaves_the_session_usable() -> None:
+    """An exception in a pass or in the rule does not corrupt the next proposal."""
+    model, row = FakeModel(), FakeRow([1, 2, 3])
+
+    class Failing(Greedy):
+        fails = False
+
+        def pick(self, row, guesses, logits):  # type: ignore[no-untyped-def]
+            if self.fails and guesses:
+                raise KeyError("no")
+            return super().pick(row, guesses, logits)
+
+    rule = Failing()
+    session = ModelDrafter(model).start(call(rule))
+    for fail_in in (1, 2, 3):
+        model.fail_in = fail_in
+        with pytest.raises(ZeroDivisionError):
+            one(session, row)
+        row.tokens += one(session, row)[:2]
+    rule.fails = True
+    with pytest.raises(KeyError):
+        one(session, row)
+    rule.fails = False
+    row.tokens += [9]
+    assert one(session, row) == model.greedy(row.tokens, 5)
+
+
+def test_long_prompts_are_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No pass is wider than the chunk, and the result is that of one pass."""
+    monkeypatch.setattr("specdec.draft.model._PREFILL_CHUNK", 8)
+    model = FakeModel()
+    rows = [FakeRow(list(range(30)), 0), FakeRow([1], 1), FakeRow(list(range(9)), 2)]
+    trees = ModelDrafter(model).start(call()).propose(rows, [FakePlan(2)] * 3)
+    assert [tree.tokens for tree in trees] == [model.greedy(row.tokens, 2) for row in rows]
+
+
+def test_release_frees_the_cache_and_readmits() -> None:
+    """Released rows leave the session; an unknown key is nothing, and a key that comes back starts anew."""
+    model = FakeModel()
+    session = ModelDrafter(model).start(call())
+    rows = [FakeRow([k + 1], k) for k in range(3)]
+    session.propose(rows, [FakePlan(2)] * 3)
+    session.release([1, 99])
+    assert len(model.sessions[0].held) == 2
+    session.release([0, 2])
+    again = FakeRow([8, 9], 0)
+    assert one(session, again, 2) == model.greedy([8, 9], 2)
+
+
+def test_encoder_decoder_reads_its_own_inputs_once() -> None:
+    """Without a shared encoding the draft encodes once, and each row keeps its own part, however rows come and go."""
+    model = FakeModel(is_encoder_decoder=True)
+    inputs = {"input_ids": torch.tensor([[5, 6], [7, 8], [1, 1]])}
+    session = ModelDrafter(model).start(call(draft_inputs=inputs))
+    rows = [FakeRow([0], k) for k in range(3)]
+    session.propose(rows, [FakePlan(0), FakePlan(2), FakePlan(0)])
+    session.release([1])
+    trees = session.propose([rows[0], rows[2]], [FakePlan(2)] * 2)
+    assert [tree.tokens for tree in trees] == [model.greedy([0], 2, 11), model.greedy([0], 2, 2)]
+    assert model.encoded == 1
+
+
+def test_encoder_decoder_takes_a_shared_encoding_or_says_what_is_missing() -> None:
+    """A shared encoding is used as it is; neither encoding nor inputs is an error before any pass."""
+    model = FakeModel(is_encoder_decoder=True)
+    session = ModelDrafter(model).start(call(encoding=FakeEncoding([3])))
+    assert one(session, FakeRow([0]), 2) == model.greedy([0], 2, 3)
+    assert model.encoded == 0
+    with pytest.raises(UnsupportedError, match="encoder"):
+        ModelDrafter(model).start(call())
+
+
+def test_decoder_only_draft_ignores_the_encoding() -> None:
+    """A decoder-only draft of an encoder-decoder target reads the decoder's tokens alone."""
+    model = FakeModel()
+    session = ModelDrafter(model).start(call(encoding=FakeEncoding([3])))
+    assert one(session, FakeRow([0]), 2) == model.greedy([0], 2)
+
+
+def test_early_exit_drafts_with_the_first_layers() -> None:
+    """Early exit is a model draft over the target's own truncated model."""
+    drafter = EarlyExitDrafter(FakeModel(50), 2)  # type: ignore[arg-type]
+    [tree] = drafter.start(call()).propose([FakeRow([1])], [FakePlan(2)])
+    assert tree.tokens == FakeModel(52).greedy([1], 2) or len(tree) == 2
+    assert tree.source == "early_exit:2"
+    assert isinstance(tree, Tree)

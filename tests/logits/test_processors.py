@@ -1,0 +1,231 @@
+"""Every option's processor equals transformers' own, alone and together, padded or not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import LogitsProcessorList as StockList
+from transformers.generation import logits_process as stock
+
+from specdec.errors import OptionError
+from specdec.logits import Processors, build_processors
+
+VOCAB, EOS = 40, [2, 7]
+
+FIELDS = {
+    "sequence_bias": [[[5], 2.0], [[6, 9], -3.0]],
+    "encoder_repetition_penalty": 1.3,
+    "repetition_penalty": 1.4,
+    "no_repeat_ngram_size": 2,
+    "encoder_no_repeat_ngram_size": 2,
+    "bad_words_ids": [[3], [4, 8], [2]],
+    "min_length": 9,
+    "min_new_tokens": 3,
+    "forced_bos_token_id": 11,
+    "forced_eos_token_id": 2,
+    "remove_invalid_values": True,
+    "exponential_decay_length_penalty": (1, 1.2),
+    "suppress_tokens": [1, 12],
+    "begin_suppress_tokens": [13, 14],
+    "temperature": 0.6,
+    "top_h": 0.7,
+    "top_k": 9,
+    "top_p": 0.8,
+    "min_p": 0.1,
+    "typical_p": 0.7,
+    "epsilon_cutoff": 0.02,
+    "eta_cutoff": 0.03,
+    "renormalize_logits": True,
+}
+LATE = {"top_h", "top_k", "top_p", "typical_p", "min_p", "epsilon_cutoff", "eta_cutoff"}
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+    )
+    return LlamaForCausalLM(config)
+
+
+def options(**fields) -> GenerationConfig:
+    config = GenerationConfig(**{"do_sample": True, "max_length": 14, "num_beams": 1, **fields})
+    config._eos_token_tensor = torch.tensor(EOS)
+    return config
+
+
+def theirs(model, config, prompt, *, extra=(), prefix_fn=None, padding=0) -> StockList:
+    mask = torch.ones_like(prompt)
+    mask[:, :padding] = 0
+    return model._get_logits_processor(
+        config,
+        input_ids_seq_length=prompt.shape[1],
+        encoder_input_ids=prompt[:, padding:],
+        prefix_allowed_tokens_fn=prefix_fn,
+        logits_processor=StockList(extra),
+        device="cpu",
+        model_kwargs={"attention_mask": mask},
+    )
+
+
+def ours(config, prompt, *, padding=0, **more) -> Processors:
+    return build_processors(
+        config,
+        prompt_length=prompt.shape[1],
+        padding=padding,
+        eos_ids=EOS,
+        encoder_ids=prompt[:, padding:],
+        **more,
+    )
+
+
+def texts(padding: int, seed: int = 0):
+    """Prompts of 6 with `padding` zeros in front, and 0 to 7 tokens after them: the whole way to max_length."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCAB, (1, 14), generator=generator)
+    ids[:, 8] = ids[:, 6]  # something to repeat
+    ids[:, :padding] = 0
+    for length in range(6, 14):
+        yield ids[:, :length], torch.randn(1, VOCAB, generator=generator) * 3
+
+
+def assert_equal(model, config, padding=0, **more) -> None:
+    for seed in range(3):
+        prompt = next(texts(padding, seed))[0]
+        stock_list, mine = theirs(model, config, prompt, padding=padding), ours(config, prompt, padding=padding, **more)
+        assert len(mine)
+        for ids, logits in texts(padding, seed):
+            before = logits.clone()
+            expected = stock_list(ids, logits.clone())
+            got = mine(ids[:, padding:] if mine.reads_ids else None, logits)
+            first = 1 if padding else 0  # some versions penalise the padding token as well
+            torch.testing.assert_close(got[:, first:], expected[:, first:], rtol=1e-6, atol=1e-6)
+            assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_each_field_makes_transformers_processor(model, field) -> None:
+    """One option at a time gives the scores that transformers gives, and leaves its input alone."""
+    assert_equal(model, options(**{field: FIELDS[field]}))
+
+
+def test_all_fields_keep_transformers_order(model) -> None:
+    """All options together, whose result depends on their order."""
+    assert_equal(model, options(**{k: v for k, v in FIELDS.items() if k != "remove_invalid_values"}))
+
+
+@pytest.mark.parametrize("field", ["min_length", "min_new_tokens", "forced_eos_token_id", "begin_suppress_tokens"])
+def test_padding_counts_as_in_transformers(model, field) -> None:
+    """Lengths mean what they mean for the padded row, although our ids hold no padding."""
+    assert_equal(model, options(**{field: FIELDS[field]}), padding=3)
+
+
+def test_padded_row_penalises_and_decays_as_transformers_does(model) -> None:
+    """The repetition penalty overlooks padding; the decay starts after the prompt."""
+    both = ("repetition_penalty", "exponential_decay_length_penalty")
+    assert_equal(model, options(**{field: FIELDS[field] for field in both}), padding=2)
+
+
+def test_forced_bos_acts_on_a_single_known_token(model) -> None:
+    """At length one the forced token alone is left, and suppression at the start moves one further."""
+    config = options(forced_bos_token_id=11, begin_suppress_tokens=[13])
+    prompt, logits = torch.tensor([[1]]), torch.randn(1, VOCAB)
+    mine, stock_list = ours(config, prompt), theirs(model, config, prompt)
+    for ids in (prompt, torch.tensor([[1, 11]])):
+        assert torch.equal(mine(ids, logits), stock_list(ids, logits.clone()))
+
+
+def test_greedy_takes_no_warpers() -> None:
+    """Warpers belong to sampling; normalisation to both."""
+    made = build_processors(
+        SimpleNamespace(**{**FIELDS, "do_sample": False, "max_length": 14}), prompt_length=6, eos_ids=EOS
+    )
+    assert not LATE & {type(item).__name__ for item in made.items}
+    assert type(made.items[-1]) is stock.LogitNormalization
+
+
+def test_no_options_leave_logits_untouched() -> None:
+    """The fast path returns the very tensor."""
+    made = build_processors(GenerationConfig(), prompt_length=3)
+    logits = torch.randn(1, 9)
+    assert len(made) == 0
+    assert made.pure
+    assert not made.reads_ids
+    assert made(None, logits) is logits
+
+
+def test_users_processor_replaces_its_kind_or_follows() -> None:
+    """A user's processor of a kind the options make takes its place; others come before the warpers."""
+    own = stock.NoRepeatNGramLogitsProcessor(3)
+    other = stock.LogitNormalization()
+    config = options(no_repeat_ngram_size=2, suppress_tokens=[1], temperature=0.5)
+    made = ours(config, torch.ones(1, 4, dtype=torch.long), extra=[other, own])
+    names = [type(item).__name__ for item in made.items]
+    assert made.items[0] is own
+    assert made.items[2] is other
+    assert names[1] == "SuppressTokensLogitsProcessor"
+    assert names[3] == "TemperatureLogitsWarper"
+
+
+def test_drafts_see_only_known_functions() -> None:
+    """A user's processor is neither pure nor shown to drafts, and what it writes in place stays its own."""
+
+    def own(ids, logits):
+        logits[:, 0] = 9.0
+        return logits
+
+    made = build_processors(options(top_k=4, temperature=0.5), prompt_length=1, extra=[own])
+    logits = torch.zeros(1, VOCAB)
+    assert made(torch.ones(1, 1, dtype=torch.long), logits).argmax() == 0
+    assert not logits.any()
+    assert (made.pure, made.reads_ids, len(made)) == (False, True, 3)
+    assert (made.drafting.pure, made.drafting.reads_ids, len(made.drafting)) == (True, False, 2)
+
+
+def test_prefix_function_hears_the_number_of_its_row(model) -> None:
+    """A row alone keeps the batch number it has among its siblings."""
+    heard = []
+
+    def allowed(row, ids):
+        heard.append((row, ids.tolist()))
+        return [4, 5]
+
+    made = build_processors(options(), prompt_length=2, prefix_allowed_tokens_fn=allowed, row=3)
+    out = made(torch.tensor([[8, 9]]), torch.randn(1, VOCAB))
+    assert heard == [(3, [8, 9])]
+    assert out.isfinite().nonzero()[:, 1].tolist() == [4, 5]
+    assert not made.pure
+
+
+def test_integers_pass_for_floats() -> None:
+    """`temperature=2` is clear enough, though transformers' warper insists on a float."""
+    made = build_processors(SimpleNamespace(do_sample=True, temperature=2, top_p=None), prompt_length=1)
+    assert torch.equal(made(None, torch.full((1, 4), 3.0)), torch.full((1, 4), 1.5))
+
+
+@pytest.mark.parametrize(
+    ("fields", "more", "word"),
+    [
+        ({"temperature": -1.0}, {}, "temperature"),
+        ({"top_k": -3}, {}, "top_k"),
+        ({"top_p": -0.1}, {}, "top_p"),
+        ({"exponential_decay_length_penalty": (1, 1.1)}, {}, "eos_token_id"),
+        ({}, {"extra": [lambda ids, logits, third: logits]}, "third"),
+        ({}, {"extra": [5]}, "logits_processor"),
+    ],
+)
+def test_bad_values_name_their_option(fields, more, word) -> None:
+    """Whatever a processor refuses is told with the option's name, before any forward pass."""
+    plain = {"do_sample": True, "top_p": None, "top_k": None, "max_length": 5}
+    with pytest.raises(OptionError, match=word):
+        build_processors(SimpleNamespace(**{**plain, **fields}), prompt_length=1, **more)
+
+
+def test_two_guidances_contradict() -> None:
+    """A guidance processor of the user and `guidance_scale` would guide twice."""
+    own = stock.UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, model=None)
+    with pytest.raises(OptionError, match="guidance_scale"):
+        build_processors(options(guidance_scale=1.5), prompt_length=1, extra=[own])

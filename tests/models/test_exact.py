@@ -1,0 +1,107 @@
+"""Every architecture: what a session computes is what the model computes from scratch."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from specdec.models import Encoding, LanguageModel
+from tests.models.exact import Twin
+from tests.tiny import ENCODER_DECODERS, NAMES, tiny, tiny_inputs
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # missing kernels of recurrent models
+
+COMMON = (
+    "llama",
+    "gpt2",
+    "mistral",
+    "gemma2",
+    "gpt_neo",
+    "bloom",
+    "mamba",
+    "mamba2",
+    "qwen3_next",
+    "t5",
+    "bart",
+    "whisper",
+)
+CASES = [pytest.param(n, marks=() if n in COMMON else pytest.mark.slow) for n in NAMES]
+
+
+@functools.lru_cache(maxsize=2)
+def _language(name: str) -> LanguageModel:
+    return LanguageModel(tiny(name))
+
+
+def _encoding(name: str, rows: int) -> Encoding | None:
+    return _language(name).encode(tiny_inputs(name, rows)) if name in ENCODER_DECODERS else None
+
+
+def _twin(name: str, rows: int = 1) -> Twin:
+    return Twin(_language(name), rows, _encoding(name, rows))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_prefill_and_decode(name: str) -> None:
+    """A prompt, then tokens one by one."""
+    twin = _twin(name)
+    twin.step([twin.chain(20)], [3], [list(range(20))])
+    for _ in range(3):
+        twin.step([twin.chain(1)], [1], [[0]])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rollback(name: str) -> None:
+    """Chains of which a part is kept, nothing is kept, and text that is taken back."""
+    twin = _twin(name)
+    twin.prefill(20)
+    twin.step([twin.chain(5)], [5], [[0, 1]])
+    twin.step([twin.chain(3)], [3], [[]])
+    twin.step([twin.chain(3)], [3], [[0, 1, 2]])
+    twin.truncate([15])
+    twin.step([twin.chain(2)], [2], [[0, 1]])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tentative_tokens(name: str) -> None:
+    """A draft's own guesses, one pass each, then taken back to what was accepted."""
+    twin = _twin(name)
+    twin.prefill(20)
+    for accepted in (2, 0, 3):
+        length = len(twin.texts[0])
+        for _ in range(3):
+            tree = twin.chain(1)
+            assert twin.run([tree], [1]) < 2e-4
+            twin.commit([tree], [[0]], final=False)
+        twin.truncate([length + accepted])
+        twin.step([twin.chain(1)], [1], [[0]])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tree(name: str) -> None:
+    """Siblings see their ancestors only, and the path that is kept is the one that stays."""
+    twin = _twin(name)
+    twin.prefill(20)
+    twin.step([twin.tree()], [7], [[0, 2, 4]])
+    twin.step([twin.tree()], [4], [[5, 6]])
+    twin.step([twin.chain(2)], [2], [[0, 1]])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ragged_rows(name: str) -> None:
+    """Rows of different lengths, sitting out, reordered, repeated, leaving and joining, each as if it were alone."""
+    twin = _twin(name, 3)
+    twin.prefill(20, 4, 13)
+    twin.step([twin.chain(1) for _ in range(3)], [1, 1, 1], [[0]] * 3)
+    twin.step([twin.chain(3), twin.chain(0), twin.chain(5)], [3, 0, 2], [[0], [], [0, 1, 2]])
+    twin.step([twin.tree(), twin.chain(2), twin.tree()], [7, 1, 5], [[5, 6], [0], [0, 2, 4]])
+    for rows in ([2, 0, 0, 1], [1, 1, 0, 3], [3, 2], [1, 0, 1]):
+        twin.select(rows)
+        trees = [twin.tree() for _ in rows]
+        twin.step(trees, [7] * len(rows), [[0, 1, 3] if i % 2 else [0] for i in range(len(rows))])
+    twin.add(1)
+    twin.step(
+        [twin.chain(1), twin.chain(2), twin.chain(0), twin.chain(9)], [1, 2, 0, 1], [[0], [0], [], list(range(9))]
+    )
+    twin.step([twin.chain(2) for _ in range(4)], [2] * 4, [[0, 1]] * 4)

@@ -1,0 +1,283 @@
+"""What sessions promise beyond exact logits: cost, isolation, extras, errors."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from specdec.errors import OptionError, UnsupportedError
+from specdec.models import Encoding, LanguageModel, native_cache
+from specdec.types import Tree
+from tests.models.exact import TOLERANCE, Twin
+from tests.tiny import tiny, tiny_inputs
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@contextmanager
+def broken(module: torch.nn.Module) -> Iterator[None]:
+    """While it lasts, `module` raises."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    handle = module.register_forward_pre_hook(fail)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "opt", "t5", "bart", "whisper", "qwen3_next", "mamba2"])
+def test_early_exit(name: str) -> None:
+    """Stops after the first layer, shares every weight, and leaves the model as it was."""
+    model = tiny(name)
+    before, config = weights(model), copy.deepcopy(model.config.to_dict())
+    language = LanguageModel(model)
+    inputs = tiny_inputs(name) if language.is_encoder_decoder else {}
+    full = language.encode(inputs) if inputs else None
+    shallow = language.early_exit(1)
+    assert shallow.num_layers == 1
+    twin = Twin(shallow, 1, full)
+    twin.prefill(14)
+    twin.step([twin.chain(3)], [3], [[0]])
+    mine = {p.data_ptr() for p in model.parameters()}
+    assert {p.data_ptr() for p in shallow.model.parameters()} <= mine
+    assert len(list(shallow.model.parameters())) < len(list(model.parameters()))
+    assert model.config.to_dict() == config
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    deep = Twin(language, 1, full)
+    deep.prefill(14)
+
+
+def test_early_exit_is_the_first_layers() -> None:
+    """Hidden states after layer 1 of the whole model, normed and projected, are the shallow model's logits."""
+    model = tiny("llama")
+    ids = torch.randint(3, 64, (1, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        middle = model(ids, output_hidden_states=True).hidden_states[1]
+        expected = model.lm_head(model.model.norm(middle))
+        got = LanguageModel(model).early_exit(1).model(ids).logits
+    assert torch.allclose(got, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("layers", [0, 2, 9])
+def test_early_exit_needs_fewer_layers(layers: int) -> None:
+    """As many layers as there are, or none, is not an early exit."""
+    with pytest.raises(OptionError, match="layers"):
+        LanguageModel(tiny("llama")).early_exit(layers)
+
+
+@pytest.mark.parametrize("name", ["t5", "bart", "bloom", "recurrent_gemma"])
+def test_exceptions_leave_the_model_as_it_was(name: str) -> None:
+    """A pass that dies in the middle changes neither the model's own answers nor the session's next ones."""
+    model = tiny(name)
+    language = LanguageModel(model)
+    encoding = language.encode(tiny_inputs(name, 2)) if language.is_encoder_decoder else None
+    twin = Twin(language, 2, encoding)
+    twin.prefill(14, 6)
+    last = list(model.get_decoder().modules())[-1]
+    with broken(last), pytest.raises(RuntimeError, match="memory"):
+        twin.session.forward([twin.tree(), twin.tree()], [7, 7])
+    twin.step([twin.tree(), twin.tree()], [7, 7], [[0, 2], [5]])
+    twin.step([twin.chain(2), twin.chain(2)], [2, 2], [[0], [0, 1]])
+
+
+@pytest.mark.parametrize("name", ["bloom", "biogpt", "recurrent_gemma"])
+def test_threads_do_not_see_each_other(name: str) -> None:
+    """Sessions of one model in several threads, while the model is also called directly."""
+    language = LanguageModel(tiny(name))
+    errors: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            twin = Twin(language, 2, seed=seed)
+            twin.prefill(9, 4)
+            for _ in range(4):
+                twin.step([twin.tree(), twin.chain(2)], [7, 2], [[0, 2], [0]])
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def test_plain_decoding_takes_one_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a draft a recurrent state is copied once, not at every token."""
+    taken = []
+    original = native_cache.snapshot
+    monkeypatch.setattr(native_cache, "snapshot", lambda cache: (taken.append(1), original(cache))[1])
+    twin = Twin(LanguageModel(tiny("mamba2")))
+    taken.clear()
+    twin.prefill(9)
+    for _ in range(6):
+        twin.step([twin.chain(1)], [1], [[0]])
+    assert len(taken) == 1
+
+
+def test_replay_needs_no_extra_pass() -> None:
+    """Tokens taken back by a rejection travel with the next pass."""
+    twin = Twin(LanguageModel(tiny("mamba2")))
+    twin.prefill(9)
+    for _ in range(3):
+        twin.step([twin.chain(4)], [4], [[0, 1]])
+    assert twin.session.passes == 4
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mamba2"])
+def test_embeddings_replace_tokens(name: str) -> None:
+    """A prompt given as embeddings, then tokens, also after going back into the prompt."""
+    language = LanguageModel(tiny(name))
+    twin = Twin(language, 2)
+    texts = [twin.ids(8), twin.ids(5)]
+    table = language.model.get_input_embeddings()
+    embeds = [table(torch.tensor(text)).detach() for text in texts]
+    blank = [Tree.chain([0] * len(text)) for text in texts]
+    twin.session.forward(blank, [1, 1], embeds=embeds)
+    twin.session.commit([list(range(8)), list(range(5))])
+    twin.texts = texts
+    twin.step([twin.chain(3), twin.chain(2)], [3, 2], [[0], [0, 1]])
+
+
+@pytest.mark.parametrize("name", ["llama", "bart", "mamba2"])
+def test_hidden_states(name: str) -> None:
+    """Per layer, every node's hidden state, as the model alone computes it."""
+    language = LanguageModel(tiny(name))
+    encoding = language.encode(tiny_inputs(name, 2)) if language.is_encoder_decoder else None
+    twin = Twin(language, 2, encoding)
+    twin.prefill(9, 4)
+    trees = [twin.tree(), twin.chain(2)]
+    for row, scores in enumerate(twin.session.forward(trees, [7, 2], output_hidden_states=True)):
+        assert scores.hidden_states is not None
+        assert {tuple(layer.shape) for layer in scores.hidden_states} == {(len(trees[row]), 32)}
+        head = language.model.get_output_embeddings()
+        bias = getattr(language.model, "final_logits_bias", 0)
+        assert torch.allclose(head(scores.hidden_states[-1]) + bias, scores.logits, atol=1e-4)
+
+
+def test_attentions() -> None:
+    """Per layer, each node's weights over the row's own text and the nodes so far; they sum to one."""
+    language = LanguageModel(tiny("llama", attn_implementation="eager"))
+    twin = Twin(language, 2)
+    twin.prefill(9, 4)
+    trees = [twin.tree(), twin.chain(2)]
+    for row, scores in enumerate(twin.session.forward(trees, [7, 2], output_attentions=True)):
+        assert scores.attentions is not None
+        known = len(twin.texts[row])
+        assert scores.attentions[0].shape == (4, len(trees[row]), known + len(trees[row]))
+        assert torch.allclose(scores.attentions[0].sum(-1), torch.ones(4, len(trees[row])), atol=1e-5)
+
+
+def test_eager_attention_is_exact() -> None:
+    """Masks are additive, so that eager attention, which adds whatever it is given, sees the same."""
+    twin = Twin(LanguageModel(tiny("gemma2", attn_implementation="eager")), 2)
+    twin.prefill(20, 6)
+    twin.step([twin.tree(), twin.tree()], [7, 7], [[0, 2, 4], [5]])
+    twin.step([twin.chain(2), twin.chain(1)], [2, 1], [[0], [0]])
+
+
+def test_store_grows() -> None:
+    """Text far beyond the first buffers, for rows that were added later too."""
+    twin = Twin(LanguageModel(tiny("llama")), 1)
+    twin.prefill(127)
+    twin.step([twin.chain(3)], [3], [[0, 1, 2]])
+    twin.add(0)
+    twin.step([twin.chain(1), twin.chain(300)], [1, 1], [[0], list(range(300))])
+    twin.step([twin.tree(), twin.tree()], [7, 7], [[0, 2, 4], [5, 6]])
+
+
+def test_beams_copy_only_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reordering beams that parted after the prompt does not touch the prompt's columns."""
+    twin = Twin(LanguageModel(tiny("llama")), 1)
+    twin.prefill(40)
+    twin.select([0, 0, 0])
+    copied: list[tuple[int, int]] = []
+    store = twin.session._store  # type: ignore[attr-defined]
+    original = store.copy_rows
+    monkeypatch.setattr(store, "copy_rows", lambda s, t, a, b: (copied.append((a, b)), original(s, t, a, b)))
+    for order in ([1, 0, 2], [2, 2, 1], [0, 1, 0]):
+        twin.step([twin.chain(1) for _ in range(3)], [1] * 3, [[0]] * 3)
+        twin.select(order)
+    twin.step([twin.tree() for _ in range(3)], [7] * 3, [[0]] * 3)
+    assert copied
+    assert all(first >= 40 for first, _ in copied)
+
+
+def test_shared_encoder() -> None:
+    """Equal encoders are recognised by their weights; one different number is enough to tell them apart."""
+    target, draft = LanguageModel(tiny("whisper")), LanguageModel(tiny("whisper"))
+    assert target.shares_encoder_with(draft)
+    draft.model.get_encoder().layers[0].fc1.bias.data[0] += 1
+    assert not target.shares_encoder_with(draft)
+    assert not target.shares_encoder_with(LanguageModel(tiny("llama")))
+
+
+def test_encodings_join() -> None:
+    """Rows of different length are padded with frames that do not count; without masks they cannot be."""
+    long = Encoding(torch.ones(1, 5, 4), torch.ones(1, 5, dtype=torch.long))
+    short = Encoding(torch.ones(2, 3, 4), torch.ones(2, 3, dtype=torch.long))
+    joined = long.join(short)
+    assert joined.mask is not None
+    assert joined.hidden.shape == (3, 5, 4)
+    assert joined.mask.sum(1).tolist() == [5, 3, 3]
+    with pytest.raises(UnsupportedError, match="attention_mask"):
+        long.join(Encoding(torch.ones(1, 4, 4), None))
+
+
+def test_bad_input() -> None:
+    """Every wrong argument is named."""
+    model = tiny("llama")
+    with pytest.raises(OptionError, match=r"model\.eval"):
+        LanguageModel(tiny("llama").train())
+    language = LanguageModel(model)
+    with pytest.raises(UnsupportedError, match="no encoder"):
+        language.encode({"input_ids": torch.tensor([[3]])})
+    session = language.session()
+    session.add(1)
+    with pytest.raises(OptionError, match="trees"):
+        session.forward([], [])
+    with pytest.raises(OptionError, match="keep"):
+        session.forward([Tree.chain([3])], [2])
+    with pytest.raises(OptionError, match="rows"):
+        session.select([1])
+    with pytest.raises(UnsupportedError, match="eager"):
+        session.forward([Tree.chain([3])], [1], output_attentions=True)
+    with pytest.raises(OptionError, match="encoding"):
+        LanguageModel(tiny("t5")).session().add(1)
+
+
+def test_nothing_to_do() -> None:
+    """When every row sits out there is no pass."""
+    session = LanguageModel(tiny("llama")).session()
+    session.add(2)
+    scores = session.forward([Tree.chain([]), Tree.chain([])], [0, 0])
+    assert session.passes == 0
+    assert [tuple(s.logits.shape) for s in scores] == [(0, 64), (0, 64)]
+
+
+def test_half_precision() -> None:
+    """Masks follow the model's type; bfloat16 noise stays far below what a wrong mask does."""
+    model = tiny("gemma2").to(torch.bfloat16)
+    twin = Twin(LanguageModel(model), 2)
+    for trees, paths in (
+        ([twin.chain(20), twin.chain(5)], [list(range(20)), list(range(5))]),
+        ([twin.tree(), twin.tree()], [[0, 2, 4], [5]]),
+        ([twin.chain(1), twin.chain(1)], [[0], [0]]),
+    ):
+        assert twin.run(trees, [1 if t.is_chain else 7 for t in trees]) < 1500 * TOLERANCE
+        twin.commit(trees, paths)

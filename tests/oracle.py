@@ -1,0 +1,28 @@
+"""Drafts that know the right answer, and tell all, half, or none of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+Guess = Callable[[list[int], int], list[int]]
+KINDS = ("perfect", "half", "wrong", "random")
+
+
+def oracle(kind: str, answers: Sequence[Sequence[int]], vocab: int, prompt_length: int = 1) -> Guess:
+    """A draft that finds its text among `answers` (whole rows of ids) and continues it faithfully, or spoils it."""
+    rows = [list(map(int, answer)) for answer in answers]
+
+    def guess(tokens: list[int], k: int) -> list[int]:
+        if kind == "random":
+            return random.Random(len(tokens)).choices(range(vocab), k=k)
+        truth = next((row[len(tokens) :][:k] for row in rows if row[: len(tokens)] == tokens), [])
+        spoiled = [(t + 1) % vocab for t in truth]
+        if kind == "wrong":
+            return spoiled
+        if kind == "half":
+            keep = len(tokens) % 4
+            return truth[:keep] + spoiled[keep:]
+        return truth
+
+    return guess

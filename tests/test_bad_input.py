@@ -1,0 +1,195 @@
+"""Bad input, one by one: an error that names the argument and the way out, before any forward pass."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny
+from transformers import GenerationConfig
+
+from specdec import OptionError, SpecGenerator, UnsupportedError, VocabularyError
+from specdec.config import REFUSED, Options
+
+IDS = torch.tensor([[5, 6, 7]])
+
+
+@pytest.fixture(scope="module")
+def generator() -> SpecGenerator:
+    model = tiny("llama")
+
+    def never(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a forward pass was run")
+
+    model.forward = never
+    return SpecGenerator(model, "suffix")
+
+
+WRONG_OPTIONS = [
+    ({"max_new_tokens": 0}, "max_new_tokens"),
+    ({"max_new_tokens": -3}, "max_new_tokens"),
+    ({"max_new_tokens": 2.5}, "max_new_tokens"),
+    ({"max_new_tokens": "many"}, "max_new_tokens"),
+    ({"max_length": 3}, "max_length"),
+    ({"max_length": 2}, "max_length"),
+    ({"max_length": 9, "max_new_tokens": 3}, "both limit"),
+    ({"min_new_tokens": 9, "max_new_tokens": 3}, "min_new_tokens"),
+    ({"temperature": -1.0}, "temperature"),
+    ({"top_p": 1.5}, "top_p"),
+    ({"top_k": -1}, "top_k"),
+    ({"repetition_penalty": 0.0}, "repetition_penalty"),
+    ({"num_assistant_tokens": 0}, "num_assistant_tokens"),
+    ({"schedule": "sometimes"}, "schedule"),
+    ({"schedule": "cost", "num_assistant_tokens_schedule": "constant"}, "contradict"),
+    ({"sampling": "coupled"}, "do_sample"),
+    ({"sampling": "magic", "do_sample": True}, "sampling"),
+    ({"num_return_sequences": 2}, "do_sample"),
+    ({"seed": [1, 2], "do_sample": True}, "seed"),
+    ({"max_time": 0.0}, "max_time"),
+    ({"max_new_token": 5}, "did you mean `max_new_tokens`"),
+    ({"nonsense": 1}, "nonsense"),
+    ({"num_beams": 4}, "beam search"),
+    ({"stop_strings": "x"}, "tokenizer"),
+    ({"assistant_model": tiny("llama", seed=1), "prompt_lookup_num_tokens": 3}, "each name a draft"),
+    ({"max_matching_ngram_size": 3}, "prompt_lookup_num_tokens"),
+    ({"assistant_early_exit": 2}, "layers"),
+    ({"assistant_early_exit": 0}, "layers"),
+    ({"logits_processor": [3]}, "logits_processor"),
+    ({"use_cache": False}, "use_cache"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG_OPTIONS, ids=lambda v: str(v)[:40])
+def test_wrong_options(generator: SpecGenerator, options: dict[str, Any], message: str) -> None:
+    """Each raises OptionError and runs nothing."""
+    with pytest.raises(OptionError, match=re.escape(message)):
+        generator.generate(IDS, **options)
+
+
+WRONG_PROMPTS = [
+    ([], {}, "empty"),
+    ([[]], {}, "empty"),
+    (torch.empty(1, 0, dtype=torch.long), {}, "empty"),
+    ([[5, 99]], {}, "token 99"),
+    ([[5, -1]], {}, "token -1"),
+    (torch.tensor([[0.5, 1.0]]), {}, "input_ids"),
+    (torch.zeros(1, 2, 3, dtype=torch.long), {}, "input_ids"),
+    ("text", {}, "tokenizer"),
+    ({"a": 1}, {}, "prompt"),
+    (5, {}, "prompt"),
+    (IDS, {"attention_mask": torch.ones(1, 2)}, "attention_mask"),
+    (IDS, {"attention_mask": torch.zeros(1, 3)}, "empty"),
+    (IDS, {"input_ids": IDS}, "given 2 times"),
+    (IDS, {"messages": [{"role": "user", "content": "hi"}]}, "given 2 times"),
+    (None, {"messages": [{"role": "user", "content": "hi"}]}, "chat template"),
+    (None, {"input_features": torch.zeros(1, 8, 40)}, "encoder"),
+    ([[5] * 600], {"max_new_tokens": 2000}, ""),
+]
+
+
+@pytest.mark.parametrize(("prompt", "options", "message"), WRONG_PROMPTS[:-1], ids=lambda v: str(v)[:40])
+def test_wrong_prompts(generator: SpecGenerator, prompt: Any, options: dict[str, Any], message: str) -> None:
+    """Each raises OptionError and runs nothing."""
+    with pytest.raises(OptionError, match=re.escape(message)):
+        generator.generate(prompt, **{"max_new_tokens": 4, **options})
+
+
+def test_positions_run_out() -> None:
+    """Learned positions are a limit that is told before any work."""
+    with pytest.raises(OptionError, match="positions"):
+        SpecGenerator(tiny("gpt2")).generate([[5] * 500], max_new_tokens=100)
+
+
+def test_text_without_a_limit() -> None:
+    """Text never stops silently at 20 tokens."""
+
+    class Letters:
+        def __call__(self, text: str) -> dict[str, list[int]]:
+            return {"input_ids": [ord(c) % 60 for c in text]}
+
+        def decode(self, ids: list[int], **kwargs: Any) -> str:
+            return "x" * len(ids)
+
+    generator = SpecGenerator(tiny("llama"), tokenizer=Letters())
+    with pytest.raises(OptionError, match="max_new_tokens"):
+        generator.generate("hello")
+    assert generator.generate("hello", max_new_tokens=3, eos_token_id=[]).texts == ["xxx"]
+
+
+@pytest.mark.parametrize(
+    "draft", [3, "early_exit:x", "early_exit:7", ("suffix",), ("suffix", None), (tiny("llama"), "suffix")], ids=str
+)
+def test_wrong_drafts(draft: Any) -> None:
+    """What cannot be a draft is refused when the generator is made."""
+    with pytest.raises(OptionError):
+        SpecGenerator(tiny("llama"), draft)
+
+
+def test_wrong_targets() -> None:
+    """So is what cannot be a target."""
+    with pytest.raises(OptionError, match="target"):
+        SpecGenerator(3)
+    with pytest.raises(OptionError, match="nowhere"):
+        SpecGenerator("/nowhere/at/all")
+    with pytest.raises(OptionError, match="eval"):
+        SpecGenerator(tiny("llama").train())
+
+
+def test_vocabularies_that_differ() -> None:
+    """Another vocabulary without its tokenizer is refused, with the way out."""
+    with pytest.raises(VocabularyError, match=r"draft vocabulary 50 ≠ target 64: pass `assistant_tokenizer=`"):
+        SpecGenerator(tiny("llama"), tiny("llama", vocab=50))
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_refused_fields(generator: SpecGenerator, name: str) -> None:
+    """A field that cannot be honoured raises when the caller sets it, and passes at the value that does nothing."""
+    with pytest.raises(UnsupportedError, match=name):
+        generator.generate(IDS, **{name: "something"})
+    neutral = REFUSED[name][0]
+    with pytest.raises(AssertionError, match="forward pass"):
+        generator.generate(IDS, **{name: neutral})
+
+
+def test_every_generation_config_field_is_honoured_or_refused() -> None:
+    """No field of transformers' GenerationConfig is silently ignored."""
+    elsewhere = {
+        "assistant_early_exit",
+        "prompt_lookup_num_tokens",
+        "max_matching_ngram_size",
+        "num_assistant_tokens_schedule",
+        "prefill_chunk_size",
+        "transformers_version",
+    }
+    fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+    assert fields - set(Options.model_fields) - set(REFUSED) - elsewhere == set()
+
+
+def test_readme_lists_the_refused_fields() -> None:
+    """The README's list of refused fields is the code's."""
+    from pathlib import Path
+
+    text = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    section = text.split("<!-- refused -->")[1]
+    assert sorted(re.findall(r"`(\w+)`", section)) == sorted(REFUSED)
+
+
+def test_inherited_fields_never_raise() -> None:
+    """A checkpoint's own settings are followed where possible; beams, which are not, are told as a warning."""
+    model = tiny("llama")
+    model.generation_config = GenerationConfig(num_beams=4, max_new_tokens=3, length_penalty=2.0, eos_token_id=2)
+    with pytest.warns(UserWarning, match="num_beams=4"):
+        assert SpecGenerator(model).generate(IDS, pad_token_id=0).stats.num_new_tokens <= 3
+
+
+def test_generation_config_of_the_call() -> None:
+    """A generation config counts as set by the caller, and single arguments overrule it."""
+    generator = SpecGenerator(tiny("llama"), "suffix")
+    config = GenerationConfig(max_new_tokens=5, eos_token_id=None, pad_token_id=0, repetition_penalty=1.3)
+    assert generator.generate(IDS, generation_config=config, eos_token_id=[]).stats.num_new_tokens == 5
+    shorter = generator.generate(IDS, generation_config=config, eos_token_id=[], max_new_tokens=2)
+    assert shorter.stats.num_new_tokens == 2
+    with pytest.raises(UnsupportedError, match="num_beams"):
+        generator.generate(IDS, generation_config=GenerationConfig(num_beams=2))

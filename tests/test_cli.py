@@ -1,0 +1,537 @@
+"""The command line: what it prints where, its exit codes, and that flags, files and errors mean what they say."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from specdec import cli, zoo
+from specdec.cli import Interrupt, Printer, comparison, read_request, run
+from specdec.errors import OptionError, SpecdecError
+from specdec.types import Stats
+
+from .tiny import tiny
+
+NEW = ["--max-new-tokens", "12"]
+PARAMETERS = inspect.signature(cli.generate).parameters
+JSON_KEYS = {"texts", "token_ids", "finish_reasons", "interrupted", "stats", "settings", "versions"}
+STATS = {
+    "num_new_tokens",
+    "num_target_passes",
+    "num_spec_steps",
+    "num_draft_tokens",
+    "num_accepted_draft_tokens",
+    "mean_acceptance_length",
+    "draft_acceptance_rate",
+    "acceptance_histogram",
+    "target_passes_per_token",
+    "tokens_per_second",
+    "per_step_drafted",
+    "per_step_accepted",
+}
+
+
+def saved_model(folder: Path, seed: int = 0) -> str:
+    """A tiny Llama with a byte-level tokenizer, saved in `folder`."""
+    specials = ["<pad>", "<s>", "</s>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bpe = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate([*specials, *alphabet])}, merges=[]))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    tokenizer.save_pretrained(folder)
+    tiny("llama", vocab=len(specials) + len(alphabet), seed=seed).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A target's folder."""
+    return saved_model(tmp_path_factory.mktemp("models") / "target")
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a draft that disagrees with the target."""
+    return saved_model(tmp_path_factory.mktemp("models") / "draft", seed=1)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def generate(target: str, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs `specdec generate` on the target: exit code, stdout, stderr."""
+
+    def call(*arguments: str, prompt: str = "def f") -> tuple[int, str, str]:
+        code = run(["generate", target, "-p", prompt, *arguments])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def params(**given: Any) -> dict[str, Any]:
+    """The parameters of `generate`, as if nothing but `given` had been passed."""
+    absent = dict.fromkeys(PARAMETERS) | dict.fromkeys(("json_", "stats", "show_draft", "quiet", "debug"), False)
+    return {**absent, "target": "t", "trust_remote_code": False, **given}
+
+
+# ------------------------------------------------------------------------------------------------------ without a model
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--version` prints one line."""
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("specdec ")
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["generate", "--help"], ["demo", "--help"], ["zoo", "--help"]])
+def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Help goes to stdout, also where no command was named."""
+    assert run(arguments) == 0
+    out, err = capsys.readouterr()
+    assert "Usage: specdec" in out
+    assert err == ""
+
+
+def test_help_does_not_import_torch() -> None:
+    """Looking up a flag takes no model library, and so no seconds."""
+    code = "import sys; from specdec.cli import run; run(['generate', '--help']); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+USAGE_ERRORS = [
+    (["generate"], "no target was named"),
+    (["generate", "t"], "no prompt was given"),
+    (["generate", "t", "-p", "x", "--nonsense"], "--nonsense"),
+    (["generate", "t", "-p", "x", "--num-draft-tokens", "many"], "--num-draft-tokens"),
+    (["generate", "t", "-p", "x", "--num-draft-tokens", "0"], "`num_assistant_tokens`"),
+    (["generate", "t", "-p", "x", "--method", "magic"], "early_exit:N"),
+    (["generate", "t", "-p", "x", "--method", "early_exit:two"], "early_exit:N"),
+    (["generate", "t", "-p", "x", "--method", "draft"], "pass --draft-model"),
+    (["generate", "t", "-p", "x", "--method", "hybrid"], "pass --draft-model"),
+    (["generate", "t", "-p", "x", "--method", "ngram", "--draft-model", "d"], "leave out --draft-model"),
+    (["generate", "t", "-p", "x", "--schedule", "fast"], "`schedule` must be one of"),
+    (["generate", "t", "-p", "x", "--top-p", "1.5"], "`top_p`"),
+    (["generate", "t", "-p", "x", "--greedy", "--top-k", "5"], "--top-k is about sampling"),
+    (["generate", "t", "-p", "x", "--num-return-sequences", "2"], "num_return_sequences"),
+    (["generate", "t", "-p", "x", "--set", "top_k"], "KEY=VALUE"),
+    (["generate", "t", "-p", "x", "--set", "a=[1"], "YAML"),
+    (["generate", "t", "-p", "x", "--set", "temprature=1"], "did you mean `temperature`"),
+    (["generate", "t", "-p", "x", "--set", "num_beams=4"], "beam search is not available yet"),
+    (["generate", "t", "-p", "x", "--set", "top_k=5", "--top-k", "6"], "by its flag and by --set"),
+    (["generate", "t", "-p", "x", "--set", "prompt_lookup_num_tokens=5", "--method", "suffix"], "pass one of them"),
+    (["generate", "t", "-p", "x", "--json", "--show-draft"], "leave one of them out"),
+    (["generate", "t", "-p", "x", "--show-draft", "--sample", "--num-return-sequences", "2"], "shows one text"),
+    (["generate", "t", "-p", "x", "--config", "no-such-file.yaml"], "no-such-file.yaml"),
+    (["generate", "zoo:no-such-pair", "-p", "x"], "python-code"),
+    (["demo", "--max-new-tokens", "0"], "--max-new-tokens"),
+    (["nonsense"], "nonsense"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), USAGE_ERRORS, ids=lambda v: " ".join(v) if isinstance(v, list) else "")
+def test_usage_errors(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2, nothing on stdout, and one line on stderr that names the argument."""
+    assert run(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert words in err
+
+
+def test_zoo_train_forwards_to_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its help and its usage errors are the recipe's own, and `sys.argv` is restored."""
+    before = sys.argv
+    assert run(["zoo", "train", "--help"]) == 0
+    assert "--draft-steps" in capsys.readouterr().out
+    assert run(["zoo", "train"]) == 2
+    assert "specdec zoo train" in capsys.readouterr().err
+    assert sys.argv is before
+
+
+def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without --debug an error is one line; with it, the traceback comes first."""
+    assert run(["generate", "t", "--debug"]) == 2
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert err.splitlines()[-1].startswith("error: no prompt")
+
+
+@pytest.mark.parametrize(
+    ("raised", "code"),
+    [
+        (OptionError("a\n b"), 2),
+        (SpecdecError("a b"), 1),
+        (RuntimeError("a b"), 1),
+        (KeyboardInterrupt(), 130),
+        (SystemExit(3), 3),
+    ],
+    ids=lambda v: type(v).__name__,
+)
+def test_exit_codes(
+    raised: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What goes wrong decides the exit code; nothing reaches the user as a traceback."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(cli, "read_request", fail)
+    assert run(["generate", "t", "-p", "x"]) == code
+    err = capsys.readouterr().err
+    assert "Traceback" not in err
+    assert err.count("\n") <= 2
+
+
+# ---------------------------------------------------------------------------------------------- flags, files, methods
+
+
+def test_flags_win_over_the_file(tmp_path: Path) -> None:
+    """A flag replaces the file's value, the rest of the file stays, and a length flag replaces either length limit."""
+    file = tmp_path / "c.yaml"
+    file.write_text("target: file-target\ndo_sample: true\ntop_k: 7\ntop_p: 0.5\nmax_length: 30\nseed: 4\n")
+    assert read_request(params(target=None, config=file)).options == {
+        "do_sample": True,
+        "top_k": 7,
+        "top_p": 0.5,
+        "max_length": 30,
+        "seed": 4,
+    }
+    request = read_request(params(target="flag", config=file, top_k=9, max_new_tokens=5))
+    assert request.target == "flag"
+    assert request.options == {"do_sample": True, "top_k": 9, "top_p": 0.5, "max_new_tokens": 5, "seed": 4}
+
+
+def test_greedy_drops_what_the_file_says_about_sampling(tmp_path: Path) -> None:
+    """--greedy over a sampling preset is greedy, not a contradiction."""
+    file = tmp_path / "c.yaml"
+    file.write_text("do_sample: true\nsampling: rejection\ntop_k: 7\n")
+    assert read_request(params(config=file, sample=False)).options == {"do_sample": False, "max_new_tokens": 128}
+
+
+def test_set_takes_yaml() -> None:
+    """--set reads numbers, lists and null; null leaves an option unset."""
+    request = read_request(params(set_=["repetition_penalty=1.5", "suppress_tokens=[1, 2]", "min_p=null"]))
+    assert request.options == {"repetition_penalty": 1.5, "suppress_tokens": [1, 2], "max_new_tokens": 128}
+
+
+def test_sampling_without_a_seed_draws_one() -> None:
+    """Two calls differ, and each can be repeated, since the seed is among the options."""
+    seeds = {read_request(params(temperature=0.7)).options["seed"] for _ in range(2)}
+    assert len(seeds) == 2
+    assert "seed" not in read_request(params()).options
+
+
+def test_unknown_keys_of_a_file_are_named(tmp_path: Path) -> None:
+    """All of them, with the file."""
+    file = tmp_path / "c.yaml"
+    file.write_text("foo: 1\nbar: 2\ntop_k: 3\n")
+    with pytest.raises(OptionError, match=r"c\.yaml has unknown keys: foo, bar$"):
+        read_request(params(config=file))
+
+
+METHODS = [
+    ({}, "", ("suffix", "suffix")),
+    ({"draft_model": "d"}, "", ("draft", "d")),
+    ({}, "draft: d", ("draft", "d")),
+    ({"method": "none"}, "draft: d", ("none", None)),
+    ({"method": "ngram"}, "method: suffix", ("ngram", "ngram")),
+    ({"draft_model": "d"}, "method: ngram", ("draft", "d")),
+    ({"draft_model": "e"}, "method: hybrid\ndraft: d", ("hybrid", ("suffix", "e"))),
+    ({"method": "early_exit:2"}, "", ("early_exit:2", "early_exit:2")),
+    ({"set_": ["prompt_lookup_num_tokens=3"]}, "", ("prompt_lookup_num_tokens", None)),
+]
+
+
+@pytest.mark.parametrize(("flags", "file", "expected"), METHODS)
+def test_methods(flags: dict[str, Any], file: str, expected: tuple[str, Any], tmp_path: Path) -> None:
+    """The method and the draft that flags and file add up to."""
+    path = tmp_path / "c.yaml"
+    path.write_text(file or "{}")
+    request = read_request(params(config=path, **flags))
+    assert (request.method, request.draft) == expected
+
+
+def test_a_target_of_the_zoo_brings_its_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`zoo:python-code` defaults to the pair's own draft and to float32."""
+    monkeypatch.setattr(zoo, "pair", lambda name: zoo.Pair(name, Path("/zoo/target"), Path("/zoo/draft"), {}))
+    request = read_request(params(target="zoo:python-code"))
+    assert (request.method, request.draft, request.loading["dtype"]) == ("draft", "/zoo/draft", "float32")
+    assert read_request(params(target="zoo:python-code", method="hybrid")).draft == ("suffix", "/zoo/draft")
+    assert read_request(params(target="zoo:python-code", method="none")).draft is None
+
+
+# ------------------------------------------------------------------------------------------------------------- output
+
+
+def test_stdout_is_the_text_alone(generate: Any) -> None:
+    """Streamed or not, stdout holds the same text and a line end, and stderr nothing."""
+    code, streamed, err = generate(*NEW)
+    assert (code, err) == (0, "")
+    assert streamed.endswith("\n")
+    assert generate(*NEW, "--no-stream")[1] == streamed
+    assert generate(*NEW, "--method", "none")[1] == streamed
+
+
+def test_prompt_from_stdin(generate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`-p -` reads all of stdin, line ends included."""
+    expected = generate(*NEW, prompt="a\nb\n")[1]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a\nb\n"))
+    assert generate(*NEW, prompt="-")[1] == expected
+
+
+@pytest.mark.parametrize("method", ["none", "ngram", "suffix", "early_exit:1", "draft", "hybrid"])
+def test_json(method: str, generate: Any, target: str, draft: str) -> None:
+    """One object with texts, ids, reasons, statistics, settings and versions; every method writes the same text."""
+    extra = ["--draft-model", draft] if method in ("draft", "hybrid") else []
+    code, out, err = generate(*NEW, "--json", "--method", method, *extra)
+    assert (code, err) == (0, "")
+    result = json.loads(out)
+    assert set(result) == JSON_KEYS
+    assert set(result["stats"]) >= STATS
+    assert result["texts"][0] + "\n" == generate(*NEW, "--method", "none")[1]
+    assert [len(ids) for ids in result["token_ids"]] == [result["stats"]["num_new_tokens"]]
+    assert result["finish_reasons"] in (["length"], ["eos"])
+    assert result["settings"]["method"] == method
+    assert result["settings"]["target"] == target
+    assert result["settings"]["options"] == {"max_new_tokens": 12}
+    assert set(result["versions"]) == {"specdec", "torch", "transformers", "python"}
+
+
+def test_samples_repeat_with_the_seed_that_json_tells(generate: Any) -> None:
+    """A sampled call without a seed can be repeated from its JSON, with any draft."""
+    first = json.loads(generate(*NEW, "--json", "--temperature", "0.9", "--num-return-sequences", "2")[1])
+    assert len(first["texts"]) == len(first["token_ids"]) == 2
+    again = ["--sample", "--temperature", "0.9", "--seed", str(first["settings"]["options"]["seed"])]
+    second = json.loads(generate(*NEW, "--json", "--num-return-sequences", "2", "--method", "none", *again)[1])
+    assert second["texts"] == first["texts"]
+
+
+def test_several_texts_have_headings(generate: Any) -> None:
+    """Several samples are numbered."""
+    out = generate(*NEW, "--sample", "--seed", "1", "--num-return-sequences", "2")[1]
+    assert out.startswith("── 1/2 ──\n")
+    assert "\n── 2/2 ──\n" in out
+
+
+def test_stop_strings(generate: Any) -> None:
+    """--stop ends the text; the reason is in the JSON."""
+    text = generate(*NEW)[1]
+    letter = next(c for c in text if c.isascii() and c.isprintable())
+    result = json.loads(generate(*NEW, "--json", "--stop", letter)[1])
+    assert result["finish_reasons"] == ["stop"]
+    assert result["texts"][0].count(letter) == 1
+
+
+def test_stats_go_to_stderr(generate: Any) -> None:
+    """The table leaves stdout as it is."""
+    code, out, err = generate(*NEW, "--stats", "--num-draft-tokens", "3", "--schedule", "constant")
+    assert (code, out) == (0, generate(*NEW)[1])
+    assert "mean acceptance length" in err or "target passes" in err
+    assert "schedule constant" in err
+
+
+def test_a_target_that_cannot_be_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An empty folder is one clean error line."""
+    assert run(["generate", str(tmp_path), "-p", "x"]) in (1, 2)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+
+
+def test_show_draft_without_colours_marks_the_draft(generate: Any, target: str) -> None:
+    """With the target as its own draft nearly everything is marked; without the marks it is the same text."""
+    plain = generate(*NEW)[1]
+    code, marked, _ = generate(*NEW, "--show-draft", "--draft-model", target, "--num-draft-tokens", "4")
+    assert code == 0
+    assert "⟦" in marked
+    assert marked.replace("⟦", "").replace("⟧", "") == plain
+    assert "⟦" not in generate(*NEW, "--show-draft", "--method", "none")[1]
+
+
+# ------------------------------------------------------------------------------------------------------------- printer
+
+
+class Letters:
+    """A tokenizer of lower-case letters."""
+
+    def decode(self, ids: list[int], **_: object) -> str:
+        return "".join(chr(96 + i) for i in ids)
+
+
+def shown(rounds: list[list[int]], accepted: int, *, terminal: bool, environment: dict[str, str] | None = None) -> str:
+    """What a printer writes for these rounds of tokens."""
+    out = Console(
+        file=io.StringIO(), force_terminal=terminal, color_system="standard" if terminal else None, width=20,
+        _environ=environment or {},
+    )  # fmt: skip
+    printer = Printer(out, Letters(), show_draft=True)
+    printer.put(torch.zeros(1, 3, dtype=torch.long))
+    for tokens in rounds:
+        printer.put(torch.tensor(tokens))
+    printer.end()
+    printer.finish(Stats(num_accepted_draft_tokens=accepted))
+    return out.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_last_token_of_a_round_is_the_targets_own() -> None:
+    """Of three rounds, the first two end with the target's token; the last ended on an accepted one, or did not."""
+    rounds = [[1], [2, 3, 4], [5, 6]]
+    assert shown(rounds, 3, terminal=False) == "a⟦bc⟧d⟦e⟧f\n"
+    assert shown(rounds, 4, terminal=False) == "a⟦bc⟧d⟦e⟧⟦f⟧\n"
+
+
+def test_accepted_text_is_coloured_on_a_terminal() -> None:
+    """Colours instead of marks, unless NO_COLOR asks for none; long lines are not wrapped."""
+    assert shown([[1], [2, 3]], 1, terminal=True) == "a\x1b[32mb\x1b[0mc\n"
+    assert shown([[1], [2, 3]], 1, terminal=True, environment={"NO_COLOR": "1"}) == "a⟦b⟧c\n"
+    assert shown([[1] * 50], 49, terminal=True).count("\n") == 1
+
+
+def test_a_terminal_obeys_no_escape_sequence_of_a_model() -> None:
+    """Control characters in generated text are replaced on a terminal, and left alone in a file."""
+    for terminal, expected in ((True, "\ufffd[2J\tx\n"), (False, "\x1b[2J\tx\n")):
+        out = Console(file=io.StringIO(), force_terminal=terminal, _environ={})
+        cli.write(out, "\x1b[2J\tx\n")
+        assert out.file.getvalue() == expected  # type: ignore[attr-defined]
+
+
+# ----------------------------------------------------------------------------------------------- interrupts and pipes
+
+
+def test_the_second_interrupt_kills() -> None:
+    """The first asks the call to end, the next no longer waits."""
+    interrupt = Interrupt()
+    assert not interrupt(None, None)
+    interrupt.ask()
+    assert interrupt(None, None)
+    with pytest.raises(KeyboardInterrupt):
+        interrupt.ask()
+
+
+def test_an_interrupted_call_tells_what_it_has(generate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C ends the text after the next token: JSON is complete and says so, the exit code is 130."""
+
+    def soon(self: Interrupt, input_ids: torch.Tensor, scores: Any, **_: Any) -> bool:
+        if input_ids.shape[1] >= len("def f") + 3:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)  # the handler runs between two instructions of this thread
+        return self.asked
+
+    monkeypatch.setattr(Interrupt, "__call__", soon)
+    handler = signal.getsignal(signal.SIGINT)
+    code, out, err = generate(*NEW, "--json")
+    result = json.loads(out)
+    assert (code, err) == (130, "interrupted\n")
+    assert result["interrupted"]
+    assert result["finish_reasons"] == ["interrupted"]
+    assert len(result["token_ids"][0]) == 3
+    assert signal.getsignal(signal.SIGINT) is handler
+    code, out, err = generate(*NEW)
+    assert (code, out, err) == (130, result["texts"][0] + "\n", "interrupted\n")
+
+
+@pytest.mark.slow
+def test_a_reader_that_leaves_is_no_error(target: str) -> None:
+    """`specdec generate | head` ends without a traceback."""
+    command = [sys.executable, "-m", "specdec.cli", "generate", target, "-p", "ab", "--max-new-tokens", "400"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.read(1)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait(60) == cli.BROKEN_PIPE
+
+
+# --------------------------------------------------------------------------------------------------------------- demo
+
+
+@pytest.fixture
+def pair(target: str, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiny models in place of the package's pair."""
+    found = zoo.Pair("python-code", Path(target), Path(draft), {"target_parameters": 1234, "greedy_agreement": 0.5})
+    monkeypatch.setattr(zoo, "pair", lambda name="python-code": found)
+
+
+@pytest.mark.usefixtures("pair")
+@pytest.mark.parametrize("sampled", [[], ["--sample", "--seed", "3"], ["--temperature", "0.8"]])
+def test_demo(sampled: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Piped, the demo prints prompt, text and one line of statistics, without escape codes."""
+    monkeypatch.setattr("specdec.zoo.demo.prompt", lambda seed: "def f():\n")
+    assert run(["demo", "--max-new-tokens", "6", *sampled]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("def f():\n")
+    assert "\x1b" not in out
+    assert err == ""
+    last = out.splitlines()[-1]
+    assert all(words in last for words in ("plain", "assisted", "tokens/s", "mean acceptance length", "identical: yes"))
+
+
+@pytest.mark.usefixtures("pair")
+def test_a_demo_that_differs_is_a_mismatch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 3, and the error says where and what."""
+    monkeypatch.setattr("specdec.zoo.demo.prompt", lambda seed: "def f():\n")
+    monkeypatch.setattr("specdec.zoo.demo.first_difference", lambda plain, assisted: (4, 70, None))
+    assert run(["demo", "--max-new-tokens", "6"]) == 3
+    out, err = capsys.readouterr()
+    assert "identical: no" in out
+    assert err.startswith("error: mismatch at new token 4: plain wrote 70 ")
+    assert err.endswith("assisted nothing\n")
+
+
+def test_the_speedup_in_words() -> None:
+    """A loss is called one."""
+    assert comparison(1.5) == "1.50× faster"
+    assert comparison(1.0) == "about as fast (1.00×)"
+    assert comparison(0.8) == "assistance is slower here (0.80×)"
+
+
+@pytest.mark.usefixtures("pair")
+def test_zoo(capsys: pytest.CaptureFixture[str]) -> None:
+    """Names, sizes and the card."""
+    assert run(["zoo"]) == 0
+    out = capsys.readouterr().out
+    assert "zoo:python-code" in out
+    assert "target parameters" in out
+    assert "1,234" in out
+
+
+def _weights_are_installed() -> bool:
+    try:
+        zoo.pair()
+    except SpecdecError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not _weights_are_installed(), reason="the package's weights are not installed")
+def test_the_packages_own_demo(capsys: pytest.CaptureFixture[str]) -> None:
+    """The shipped pair loads, and assisted and plain text are identical."""
+    assert run(["demo", "--max-new-tokens", "32"]) == 0
+    assert "identical: yes" in capsys.readouterr().out

@@ -1,0 +1,116 @@
+"""Greedy text is the target's own: equal to transformers and to plain decoding, with any draft, on any architecture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from oracle import KINDS, oracle
+from tiny import DECODERS, ENCODER_DECODERS, NAMES, tiny
+from torch import Tensor
+
+from specdec import SpecGenerator
+
+VOCAB = 64
+LENGTH = 24
+ARCHITECTURES = [name for name in NAMES if name not in ("rwkv",)]
+
+
+def prompt_for(name: str, rows: int = 1, length: int = 14) -> dict[str, Tensor]:
+    """Model inputs for one architecture; longer than every window of the tiny models."""
+    generator = torch.Generator().manual_seed(7)
+    if name == "whisper":
+        return {"input_features": torch.randn(rows, 8, 40, generator=generator)}
+    ids = torch.randint(5, VOCAB, (rows, length), generator=generator)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def reference(model: Any, inputs: dict[str, Tensor], **options: Any) -> Tensor:
+    """transformers' own greedy text, without a cache, so that nothing of its rollback is trusted."""
+    from transformers import GenerationMixin
+
+    common = {"max_new_tokens": LENGTH, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with torch.no_grad():
+        return GenerationMixin.generate(model, **inputs, **{**common, **options})
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_greedy_equals_transformers(name: str) -> None:
+    """Plain and assisted text equal transformers', for drafts that are right, half right, wrong and random."""
+    model = tiny(name, vocab=VOCAB)
+    inputs = prompt_for(name)
+    options = {"max_new_tokens": LENGTH, "eos_token_id": [], "pad_token_id": 0}
+    expected = reference(model, inputs)
+    plain = SpecGenerator(model).generate(**inputs, **options)
+    assert plain.sequences.tolist() == expected.tolist()
+    for kind in KINDS:
+        out = SpecGenerator(model, oracle(kind, expected.tolist(), VOCAB)).generate(**inputs, **options)
+        assert out.sequences.tolist() == expected.tolist(), kind
+        if kind == "perfect":
+            assert out.stats.draft_acceptance_rate == 1.0
+            assert out.stats.num_target_passes < plain.stats.num_target_passes / 3
+        if kind == "wrong":
+            assert out.stats.num_accepted_draft_tokens == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "bloom", "qwen3_next", "t5", "bart", "whisper"])
+def test_every_draft_kind_keeps_the_text(name: str) -> None:
+    """Assistant model, prompt lookup, suffix automaton, early exit and hybrid: all give the plain text."""
+    model, assistant = tiny(name, vocab=VOCAB), tiny(name, vocab=VOCAB, seed=1)
+    inputs = prompt_for(name)
+    options = {"max_new_tokens": LENGTH, "eos_token_id": [], "pad_token_id": 0}
+    expected = SpecGenerator(model).generate(**inputs, **options).sequences.tolist()
+    for draft in (model, assistant, "ngram", "suffix", "early_exit:1", ("suffix", assistant)):
+        for schedule in ("heuristic", "constant", "confidence", "cost"):
+            out = SpecGenerator(model, draft, schedule=schedule).generate(**inputs, **options)
+            assert out.sequences.tolist() == expected, (draft, schedule)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt2", "bloom", "falcon_alibi", "mamba", "t5", "bart"])
+def test_ragged_batch_equals_each_row_alone(name: str) -> None:
+    """Rows of different lengths that finish at different times: each equals the row decoded alone."""
+    model, assistant = tiny(name, vocab=VOCAB), tiny(name, vocab=VOCAB, seed=1)
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(5, VOCAB, (n,), generator=generator).tolist() for n in (3, 17, 9)]
+    first = SpecGenerator(model).generate([prompts[0]], max_new_tokens=LENGTH, eos_token_id=[], pad_token_id=0)
+    eos = int(first.sequences[0, -LENGTH // 2])
+    options = {"max_new_tokens": LENGTH, "eos_token_id": eos, "pad_token_id": 0}
+    alone = [new_tokens(SpecGenerator(model), [p], options)[0] for p in prompts]
+    assert len({len(row) for row in alone}) > 1
+    answers = [p + row for p, row in zip(prompts, alone, strict=True)] if name in DECODERS else []
+    starts = [[*decoder_start(model), *row] for row in alone] if name in ENCODER_DECODERS else answers
+    for draft in (None, assistant, "suffix", oracle("half", starts, VOCAB)):
+        assert new_tokens(SpecGenerator(model, draft), prompts, options) == alone, draft
+
+
+def decoder_start(model: Any) -> list[int]:
+    start = model.generation_config.decoder_start_token_id
+    return [start if start is not None else model.generation_config.bos_token_id]
+
+
+def new_tokens(generator: SpecGenerator, prompts: list[list[int]], options: dict[str, Any]) -> list[list[int]]:
+    """Each row's new tokens, cut behind its own end of text."""
+    out = generator.generate(prompts, **options)
+    width = out.sequences.shape[1] - max(row.num_new_tokens for row in out.stats.per_row)
+    return [
+        row[width : width + stats.num_new_tokens].tolist()
+        for row, stats in zip(out.sequences, out.stats.per_row, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+def test_left_padded_batch_equals_transformers(name: str) -> None:
+    """A left-padded batch with its attention mask gives transformers' sequences, padding id 0 included."""
+    model = tiny(name, vocab=VOCAB)
+    ids = torch.randint(5, VOCAB, (3, 12), generator=torch.Generator().manual_seed(5))
+    mask = torch.ones_like(ids)
+    ids[0, :7], mask[0, :7] = 0, 0
+    ids[2, :3], mask[2, :3] = 0, 0
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    expected = reference(model, inputs)
+    eos = int(expected[0, -8])
+    expected = reference(model, inputs, eos_token_id=eos)
+    for draft in (None, "suffix", tiny(name, vocab=VOCAB, seed=1)):
+        out = SpecGenerator(model, draft).generate(**inputs, max_new_tokens=LENGTH, eos_token_id=eos, pad_token_id=0)
+        assert out.sequences.tolist() == expected.tolist()

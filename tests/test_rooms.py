@@ -1,0 +1,59 @@
+"""Imports point downwards, and rooms of one rank do not import each other."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import specdec
+
+ROOT = Path(specdec.__file__).parent
+RANKS = {
+    "errors": 0,
+    "types": 0,
+    "config": 1,
+    "schedule": 1,
+    "logits": 1,
+    "select": 1,
+    "models": 2,
+    "draft": 3,
+    "inputs": 3,
+    "engine": 4,
+    "output": 5,
+    "call": 6,
+    "generator": 7,
+    "zoo": 8,
+    "cli": 9,
+}
+# The public front door and its entry point import whatever they show.
+FREE = {"__init__", "__main__"}
+FILES = sorted(p for p in ROOT.rglob("*.py") if p.relative_to(ROOT).parts[0].removesuffix(".py") not in FREE)
+
+
+def imported_rooms(path: Path) -> set[str]:
+    rooms = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module] if node.module != "specdec" else [f"specdec.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        rooms |= {name.split(".")[1] for name in names if name.startswith("specdec.")}
+    return rooms
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_point_downwards(path: Path) -> None:
+    """A file imports only rooms below its own, and its own."""
+    own = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    for room in imported_rooms(path) - {own} - set(specdec.__all__) - {"__version__"}:
+        assert RANKS[room] < RANKS[own], f"{own} (rank {RANKS[own]}) imports {room} (rank {RANKS[room]})"
+
+
+def test_config_and_cli_never_import_torch() -> None:
+    """Options and the command line load without torch."""
+    for name in ("config.py", "cli.py", "errors.py"):
+        for node in ast.parse((ROOT / name).read_text()).body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+                assert not any(n.split(".")[0] in ("torch", "transformers") for n in names), name

@@ -1,0 +1,153 @@
+"""Sampling: a function of the seed alone (coupled), and the target's own law (all kinds), with drafts that disagree."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from oracle import oracle
+from scipy.stats import chisquare
+from tiny import tiny
+
+from specdec import OptionError, SpecGenerator
+
+OPTIONS = {"do_sample": True, "eos_token_id": [], "pad_token_id": 0, "max_new_tokens": 20}
+FALSE_ALARM = 1e-4  # per test, fixed by its seed
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "qwen3_next", "t5"])
+def test_coupled_text_depends_on_the_seed_alone(name: str) -> None:
+    """The same seed gives the same text without a draft and with any draft, length and schedule."""
+    model, assistant = tiny(name), tiny(name, seed=1)
+    prompt = [[5, 9, 12, 7, 30, 5, 9]]
+    options = {**OPTIONS, "temperature": 0.8, "top_k": 20, "top_p": 0.95, "seed": 11}
+    plain = SpecGenerator(model).generate(prompt, **options).sequences.tolist()
+    drafts = [model, assistant, "suffix", "ngram", oracle("random", [], 64), ("suffix", assistant)]
+    for draft in drafts:
+        for schedule, k in (("heuristic", 5), ("constant", 3), ("confidence", 8), ("cost", None)):
+            run = {**options, "schedule": schedule, "num_assistant_tokens": k}
+            assert SpecGenerator(model, draft).generate(prompt, **run).sequences.tolist() == plain, (draft, schedule)
+    assert SpecGenerator(model).generate(prompt, **{**options, "seed": 12}).sequences.tolist() != plain
+
+
+def test_rows_of_a_batch_repeat_alone() -> None:
+    """A row decoded alone with its own seed equals the row in a ragged batch, with and without a draft."""
+    model = tiny("llama")
+    prompts, seeds = [[5, 6, 7], [9, 8, 7, 6, 5, 4], [33]], [3, 1, 4]
+    batch = SpecGenerator(model, "suffix").generate(prompts, seed=seeds, **OPTIONS).sequences[:, -20:]
+    for prompt, seed, row in zip(prompts, seeds, batch, strict=True):
+        alone = SpecGenerator(model, tiny("llama", seed=1)).generate([prompt], seed=[seed], **OPTIONS)
+        assert alone.sequences[0, -20:].tolist() == row.tolist()
+
+
+def test_num_return_sequences() -> None:
+    """Copies of a prompt lie side by side and differ; one seed fixes them all."""
+    generator = SpecGenerator(tiny("llama"), "suffix")
+    first = generator.generate([[5, 6], [7, 8]], num_return_sequences=3, seed=0, **OPTIONS).sequences
+    again = generator.generate([[5, 6], [7, 8]], num_return_sequences=3, seed=0, **OPTIONS).sequences
+    assert first.tolist() == again.tolist()
+    assert first[:, :2].tolist() == [[5, 6]] * 3 + [[7, 8]] * 3
+    assert len({tuple(row) for row in first.tolist()}) == 6
+
+
+def test_seed_none_follows_torch() -> None:
+    """Without a seed, torch's global generator decides."""
+    generator = SpecGenerator(tiny("llama"))
+    texts = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        texts.append(generator.generate([[5, 6]], **OPTIONS).sequences.tolist())
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_temperature_zero_is_greedy() -> None:
+    """`do_sample=True, temperature=0` is greedy decoding."""
+    generator = SpecGenerator(tiny("llama"), "suffix")
+    greedy = generator.generate([[5, 6]], **{**OPTIONS, "do_sample": False})
+    cold = generator.generate([[5, 6]], **OPTIONS, temperature=0.0)
+    assert cold.sequences.tolist() == greedy.sequences.tolist()
+
+
+def test_sampling_without_do_sample_raises() -> None:
+    """`sampling=` names a way to draw, so it needs `do_sample=True`."""
+    with pytest.raises(OptionError, match="do_sample"):
+        SpecGenerator(tiny("llama")).generate([[5, 6]], sampling="rejection", max_new_tokens=3)
+
+
+VOCAB, DEPTH = 5, 3
+
+
+def exact_law(model: Any, prompt: list[int], temperature: float) -> dict[tuple[int, ...], float]:
+    """Probability of every continuation of `DEPTH` tokens, by enumeration."""
+    law: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(DEPTH):
+        prefixes = list(law)
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *p] for p in prefixes])).logits[:, -1]
+        p = torch.softmax(logits.double() / temperature, -1)
+        law = {(*s, t): law[s] * float(p[i, t]) for i, s in enumerate(prefixes) for t in range(VOCAB)}
+    return law
+
+
+@pytest.mark.parametrize("sampling", ["coupled", "match", "rejection", "block"])
+@pytest.mark.parametrize("schedule", ["constant", "heuristic", "confidence", "cost"])
+def test_law_is_the_targets(sampling: str, schedule: str) -> None:
+    """The joint law of three tokens is the target's own, by chi-square against enumeration (false alarm 1e-4).
+
+    A draft of another seed proposes up to four tokens, so that rejections happen at every depth.
+    """
+    model, assistant = tiny("llama", vocab=VOCAB), tiny("llama", vocab=VOCAB, seed=1)
+    for m in (model, assistant):
+        m.lm_head.weight.data *= 0.35  # flat enough that every continuation is seen
+    law = exact_law(model, [1, 3], 0.9)
+    generator = SpecGenerator(model, assistant, schedule=schedule, num_assistant_tokens=4)
+    counts: Counter[tuple[int, ...]] = Counter()
+    accepted = rejected = 0
+    for batch in range(4):
+        out = generator.generate(
+            [[1, 3]] * 500,
+            do_sample=True,
+            sampling=sampling,
+            temperature=0.9,
+            top_k=0,
+            seed=batch,
+            max_new_tokens=DEPTH + 2,
+            eos_token_id=[],
+            pad_token_id=0,
+        )
+        counts.update(tuple(row[2 : 2 + DEPTH]) for row in out.sequences.tolist())
+        accepted += out.stats.num_accepted_draft_tokens
+        rejected += out.stats.num_draft_tokens - out.stats.num_accepted_draft_tokens
+    assert accepted > 100
+    assert rejected > 100
+    total = sum(counts.values())
+    common = [s for s in law if law[s] * total >= 5]
+    observed = [counts[s] for s in common] + [total - sum(counts[s] for s in common)]
+    expected = [law[s] * total for s in common] + [total * (1 - sum(law[s] for s in common))]
+    assert chisquare(observed, expected).pvalue > FALSE_ALARM
+
+
+@pytest.mark.parametrize("sampling", ["rejection", "block", "match"])
+def test_law_with_one_hot_drafts(sampling: str) -> None:
+    """Drafts that are certain of a guess, right or wrong, leave the law alone (false alarm 1e-4)."""
+    model = tiny("llama", vocab=VOCAB)
+    model.lm_head.weight.data *= 0.35
+    law = exact_law(model, [1, 3], 1.0)
+    generator = SpecGenerator(model, lambda tokens, k: [(tokens[-1] + 1) % VOCAB] * k)
+    out = generator.generate(
+        [[1, 3]] * 2000,
+        do_sample=True,
+        sampling=sampling,
+        top_k=0,
+        seed=5,
+        max_new_tokens=4,
+        eos_token_id=[],
+        pad_token_id=0,
+    )
+    counts = Counter(tuple(row[2 : 2 + DEPTH]) for row in out.sequences.tolist())
+    common = [s for s in law if law[s] * 2000 >= 5]
+    observed = [counts[s] for s in common] + [2000 - sum(counts[s] for s in common)]
+    expected = [law[s] * 2000 for s in common] + [2000 * (1 - sum(law[s] for s in common))]
+    assert chisquare(observed, expected).pvalue > FALSE_ALARM

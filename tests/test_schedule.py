@@ -1,0 +1,102 @@
+"""How much is drafted: the rules one by one, and the promise that the cost rule never loses much."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from specdec.schedule import Confidence, Constant, Cost, Heuristic
+from specdec.types import Round, RowRound, Step
+
+
+@dataclass
+class Key:
+    key: int
+
+
+def outcome(drafted: int, accepted: int, key: int = 0, seconds: tuple[float, float] = (0.1, 1.0), **more: Any) -> Round:
+    steps = [Step(0, 0)] * (accepted + 1)
+    row = RowRound(key, drafted, accepted, False, "model", more.get("confidence"), steps)
+    return Round([row], 1 + drafted, seconds[0], seconds[1], 0.0, sum(seconds))
+
+
+def test_heuristic() -> None:
+    """Starts at 5; all accepted, +2; otherwise −1, never below 1; every row has its own length."""
+    schedule = Heuristic()
+    lengths = []
+    for drafted, accepted in ((5, 5), (7, 7), (9, 3), (8, 0)):
+        schedule = schedule.after(outcome(drafted, accepted))
+        lengths.append(schedule.plan([Key(0)])[0].limit)
+    assert lengths == [7, 9, 8, 7]
+    for _ in range(20):
+        schedule = schedule.after(outcome(5, 0))
+    assert [plan.limit for plan in schedule.plan([Key(0), Key(1)])] == [1, 5]
+    assert schedule.fresh().plan([Key(0)])[0].limit == 5
+
+
+def test_nothing_drafted_changes_nothing() -> None:
+    """A round in which a text draft had no idea is no failure."""
+    assert Heuristic().after(outcome(0, 0)).plan([Key(0)])[0].limit == 5
+
+
+def test_constant_and_confidence() -> None:
+    """A fixed length; and a draft that stops behind the first token it doubts."""
+    assert Constant(3).after(outcome(3, 3)).plan([Key(0)])[0].limit == 3
+    plan = Confidence(k=4, threshold=0.4).plan([Key(0)])[0]
+    assert plan.go_on([])
+    assert plan.go_on([0.9, 0.4])
+    assert not plan.go_on([0.9, 0.39])
+    assert not plan.go_on([0.9] * 4)
+    assert plan.keep([0.9, 0.1])
+    assert not plan.keep([0.1, 0.9])
+
+
+def simulate(
+    schedule: Any, acceptance: float, draft_cost: float, node_cost: float, tokens: int, seed: int = 0
+) -> float:
+    """Seconds per token of decoding with a draft of this acceptance, where a plain pass takes one second."""
+    rng = random.Random(seed)
+    made, spent = 0, 0.0
+    while made < tokens:
+        plan = schedule.plan([Key(0)])[0]
+        confidence: list[float] = []
+        while len(confidence) < plan.limit and plan.go_on(confidence):
+            confidence.append(0.7)
+        k = len(confidence)
+        accepted = next((i for i in range(k) if rng.random() >= acceptance), k)
+        seconds = (k * draft_cost, 1 + k * node_cost)
+        schedule = schedule.after(outcome(k, accepted, seconds=seconds, confidence=confidence))
+        made += accepted + 1
+        spent += sum(seconds)
+    return spent / made
+
+
+@pytest.mark.parametrize("draft_cost", [0.05, 0.2, 0.5, 1.0])
+@pytest.mark.parametrize("node_cost", [0.0, 0.1])
+def test_cost_never_loses_much(draft_cost: float, node_cost: float) -> None:
+    """A useless draft costs at most 5% over 256 tokens, however dear it is."""
+    assert simulate(Cost(), 0.0, draft_cost, node_cost, 256) < 1.05
+
+
+@pytest.mark.parametrize(("acceptance", "draft_cost"), [(0.9, 0.1), (0.8, 0.05), (0.8, 0.2), (0.6, 0.1), (0.5, 0.05)])
+def test_cost_comes_near_the_best_constant(acceptance: float, draft_cost: float) -> None:
+    """With a good draft it is within 12% of the best fixed length in hindsight."""
+    best = min(simulate(Constant(k), acceptance, draft_cost, 0.02, 2000) for k in range(1, 33))
+    assert simulate(Cost(), acceptance, draft_cost, 0.02, 2000) < 1.12 * best
+
+
+def test_cost_tries_again() -> None:
+    """A draft that turns good is found again."""
+    schedule: Any = Cost()
+    for _ in range(60):
+        k = schedule.plan([Key(0)])[0].limit
+        schedule = schedule.after(outcome(min(k, 3), 0, seconds=(0.1 * min(k, 3), 1.0), confidence=[0.5] * min(k, 3)))
+    idle = 0
+    while schedule.plan([Key(0)])[0].limit == 0:
+        schedule = schedule.after(outcome(0, 0, seconds=(0.0, 1.0)))
+        idle += 1
+        assert idle < 300
+    assert idle > 0

@@ -1,0 +1,126 @@
+"""Every way to stop holds inside an accepted block, so that assisted text ends where plain text ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from oracle import oracle
+from tiny import tiny
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, StoppingCriteria
+
+from specdec import SpecGenerator
+
+PROMPT = [[5, 9, 12, 7]]
+LENGTH = 40
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny("llama")
+
+
+@pytest.fixture(scope="module")
+def answer(model: Any) -> list[int]:
+    out = SpecGenerator(model).generate(PROMPT, max_new_tokens=LENGTH, eos_token_id=[], pad_token_id=0)
+    return out.sequences[0].tolist()
+
+
+def letters() -> PreTrainedTokenizerFast:
+    """One character per id."""
+    alphabet = [chr(ord("A") + i) for i in range(64)]
+    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(alphabet)}, unk_token="A"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="A")
+
+
+class AtLength(StoppingCriteria):
+    """Stops at a length, and remembers every length it was asked about."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.seen = length, []
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.seen.append(input_ids.shape[1])
+        return torch.full((input_ids.shape[0],), input_ids.shape[1] >= self.length)
+
+
+def both(model: Any, answer: list[int], **options: Any) -> tuple[Any, Any]:
+    """The plain result, and one whose draft offers the whole text at once."""
+    options = {"max_new_tokens": LENGTH, "eos_token_id": [], "pad_token_id": 0, **options}
+    plain = SpecGenerator(model).generate(PROMPT, **options)
+    draft = oracle("perfect", [answer], 64)
+    assisted = SpecGenerator(model, draft, schedule="constant", num_assistant_tokens=32).generate(PROMPT, **options)
+    assert assisted.sequences.tolist() == plain.sequences.tolist()
+    assert assisted.stats.finish_reasons == plain.stats.finish_reasons
+    assert assisted.stats.num_target_passes < plain.stats.num_target_passes
+    return plain, assisted
+
+
+def test_eos_inside_a_block(model: Any, answer: list[int]) -> None:
+    """The text ends with the end-of-text token; what the draft offered behind it is dropped."""
+    eos = answer[15]
+    plain, _ = both(model, answer, eos_token_id=eos)
+    assert plain.sequences[0].tolist() == answer[: answer.index(eos, 4) + 1]
+    assert plain.stats.finish_reasons == ("eos",)
+
+
+def test_several_eos_ids(model: Any, answer: list[int]) -> None:
+    """The first of several end-of-text ids ends the text."""
+    ids = [answer[25], answer[15]]
+    plain, _ = both(model, answer, eos_token_id=ids)
+    assert plain.sequences[0, -1].item() in ids
+
+
+def test_max_length_inside_a_block(model: Any, answer: list[int]) -> None:
+    """Never longer than asked, whatever the draft offers."""
+    for length in range(6, 24):
+        plain, assisted = both(model, answer, max_new_tokens=None, max_length=length)
+        assert plain.sequences.shape[1] == assisted.sequences.shape[1] == length
+        assert plain.stats.finish_reasons == ("length",)
+
+
+def test_min_new_tokens(model: Any, answer: list[int]) -> None:
+    """End-of-text is not taken before the least number of tokens."""
+    eos = answer[8]
+    plain = SpecGenerator(model).generate(
+        PROMPT, max_new_tokens=LENGTH, min_new_tokens=20, eos_token_id=eos, pad_token_id=0
+    )
+    text = plain.sequences[0].tolist()
+    assert eos not in text[4:24]
+    draft = SpecGenerator(model, oracle("perfect", [text], 64))
+    assisted = draft.generate(PROMPT, max_new_tokens=LENGTH, min_new_tokens=20, eos_token_id=eos, pad_token_id=0)
+    assert assisted.sequences.tolist() == plain.sequences.tolist()
+
+
+def test_custom_criterion_inside_a_block(model: Any, answer: list[int]) -> None:
+    """A criterion met in the middle of a block stops there. (Stock assisted decoding asked it once per block only.)"""
+    lengths = []
+    for draft in (None, oracle("perfect", [answer], 64)):
+        criterion = AtLength(17)
+        out = SpecGenerator(model, draft).generate(
+            PROMPT, max_new_tokens=LENGTH, eos_token_id=[], pad_token_id=0, stopping_criteria=[criterion]
+        )
+        assert out.sequences[0].tolist() == answer[:17]
+        assert out.stats.finish_reasons == ("criteria",)
+        lengths.append(criterion.seen)
+    assert lengths[0] == lengths[1] == list(range(5, 18))
+
+
+def test_stop_strings_inside_a_block(model: Any, answer: list[int]) -> None:
+    """A stop string that ends in the middle of a block ends the text."""
+    tokenizer = letters()
+    stop = tokenizer.decode(answer[18:20])
+    plain, _ = both(model, answer, stop_strings=[stop], tokenizer=tokenizer)
+    assert tokenizer.decode(plain.sequences[0, 4:]).endswith(stop)
+    assert plain.stats.finish_reasons == ("stop",)
+
+
+def test_max_time(model: Any) -> None:
+    """A time limit ends the text after the running round."""
+    out = SpecGenerator(model).generate(PROMPT, max_new_tokens=500, max_time=1e-6, eos_token_id=[], pad_token_id=0)
+    assert out.stats.finish_reasons == ("time",)
+    assert out.stats.num_new_tokens == 1
