@@ -59,7 +59,7 @@ class Watch:
 def interleaved(
     systems: Mapping[str, Callable[[Any], Any]], cases: Sequence[Any], repeats: int, watch: Watch
 ) -> dict[str, list[list[float]]]:
-    """Seconds `[case][repeat]` of every system; all systems run one case in turn, starting with another one each time."""
+    """Seconds `[case][repeat]` of every system; all run one case in turn, starting with another one each time."""
     names = list(systems)
     seconds: dict[str, list[list[float]]] = {name: [[] for _ in cases] for name in names}
     turn = 0

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from time import perf_counter as clock
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from transformers import MaxTimeCriteria, StopStringCriteria
 
 from specdec.config import Options
 from specdec.engine import Engine, RunningRow
 from specdec.errors import OptionError
-from specdec.inputs import Prompts
+from specdec.inputs import Prompts, RowPrompt, pad_id
 from specdec.logits import build_processors
 from specdec.models import Encoding, LanguageModel
 from specdec.output import Generation, Recorder, per_token, sequences, traces
@@ -23,20 +22,34 @@ from specdec.select import Block, Coupled, Greedy, Match, PerRow, Rejection, Sto
 from specdec.types import BatchDrafter, Call
 
 STRATEGIES = {"coupled": Coupled, "match": Match, "rejection": Rejection, "block": Block}
-DEFAULT_LENGTH = 20  # transformers' own, for ids without any limit
+DEFAULT_LENGTH = 20  # tokens; transformers' own, for ids without any limit
+PREFILL_CHUNK = 2048  # prompt tokens of one pass
+_ID_OPTIONS = ("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id")
 
 
 @dataclass(frozen=True)
 class Extras:
-    """What a caller hands in as objects: processors, criteria, a streamer, a prefix function, a negative prompt."""
+    """What a caller hands in as objects: processors and criteria (one or several), a streamer, a prefix function."""
 
-    logits_processor: Sequence[Any] = ()
-    stopping_criteria: Sequence[Any] = ()
+    logits_processor: Any = ()
+    stopping_criteria: Any = ()
     streamer: Any = None
     prefix_allowed_tokens_fn: Any = None
-    negative_prompt_ids: Tensor | None = None
-    negative_prompt_attention_mask: Tensor | None = None
     tokenizer: Any = None
+
+    def __post_init__(self) -> None:
+        for name, arguments in (("logits_processor", "(ids, logits)"), ("stopping_criteria", "(ids, scores)")):
+            value = getattr(self, name)
+            # A LogitsProcessorList can be called, but its items are wanted.
+            items = list(value) if isinstance(value, Iterable) else [value]
+            for item in items:
+                if not callable(item):
+                    raise OptionError.of(name, f"callables of {arguments}", item)
+            object.__setattr__(self, name, items)
+        if self.prefix_allowed_tokens_fn is not None and not callable(self.prefix_allowed_tokens_fn):
+            raise OptionError.of("prefix_allowed_tokens_fn", "a function of (row, ids)", self.prefix_allowed_tokens_fn)
+        if self.streamer is not None and not (hasattr(self.streamer, "put") and hasattr(self.streamer, "end")):
+            raise OptionError.of("streamer", "an object with `put` and `end`", self.streamer)
 
 
 class News(NamedTuple):
@@ -51,12 +64,11 @@ class News(NamedTuple):
 class Running:
     """A call under way: `rounds` runs it, `result` gathers what came."""
 
-    def __init__(
-        self, engine: Engine, rows: list[RunningRow], options: Options, prompts: Prompts, extras: Extras, began: float
-    ) -> None:
-        self.engine, self.rows, self.options = engine, rows, options
-        self._prompts, self._extras, self._began = prompts, extras, began
-        self._recorder = Recorder(len(rows))
+    def __init__(self, prepared: Prepared, engine: Engine, encoding: Encoding | None, began: float) -> None:
+        self.engine, self.rows, self.options = engine, prepared.rows, prepared.options
+        self._prompts, self._extras = prepared.prompts, prepared.extras
+        self._encoding, self._began = encoding, began
+        self._recorder = Recorder(len(self.rows))
 
     def rounds(self) -> Iterator[list[News]]:
         """Every round's news, after the streamer has had them."""
@@ -75,7 +87,7 @@ class Running:
     def result(self) -> Generation:
         """The finished call."""
         o, rows, pad = self.options, self.rows, pad_id(self.options)
-        out = Generation(sequences=sequences(self._prompts.padded, rows, pad).to(self.rows[0].device))
+        out = Generation(sequences=sequences(self._prompts.padded, rows, pad).to(rows[0].device))
         if o.output_scores:
             out.scores = per_token(rows, "scores", pad)
         if o.output_logits:
@@ -93,18 +105,24 @@ class Running:
         return out
 
     def _add_traces(self, out: Generation) -> None:
-        prefix = "" if self._prompts.encoder is None else "decoder_"
+        prefix = "" if self._encoding is None else "decoder_"
         if self.options.output_hidden_states:
             out[f"{prefix}hidden_states"] = traces(self.rows, "hidden_states")
         if self.options.output_attentions:
             out[f"{prefix}attentions"] = traces(self.rows, "attentions")
             if prefix:
                 out.cross_attentions = traces(self.rows, "cross_attentions")
+        if self._encoding is not None:
+            # As in transformers, copies of one prompt have one entry.
+            copies = self.options.num_return_sequences or 1
+            for name in ("hidden_states", "attentions"):
+                if (layers := getattr(self._encoding, name)) is not None:
+                    out[f"encoder_{name}"] = tuple(layer[::copies] for layer in layers)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Everything that a call needs, checked; `start` begins the work."""
+@dataclass
+class Prepared:
+    """Everything that a call needs, checked when it is put together; `start` begins the work, once."""
 
     target: LanguageModel
     options: Options
@@ -112,73 +130,70 @@ class Plan:
     extras: Extras
     drafter: BatchDrafter | None
     schedule: Schedule
+    rows: list[RunningRow] = field(init=False)
+
+    def __post_init__(self) -> None:
+        limit = length_limit(self.options, self.prompts, self.target)
+        # Embeddings without ids count in these lengths, but processors will not see them.
+        least = max((self.options.min_length or 0) - self.prompts.unseen, 0)
+        settled = {"max_length": limit, "min_length": least, "do_sample": self.options.samples}
+        self.options = self.options.model_copy(update=settled)
+        self._criteria = self._make_criteria()
+        seeds = row_seeds(self.options, len(self.prompts.rows))
+        self.rows = [self._row(r, row, seeds[r], limit - row.padding) for r, row in enumerate(self.prompts.rows)]
+        check_vocabulary(self.options, self.target)
 
     def start(self) -> Running:
         """The call, ready to run its rounds."""
         began = clock()
-        o, prompts = self.options, self.prompts
-        rows = self._rows()
-        encoding = None if prompts.encoder is None else self.target.encode(prompts.encoder)
+        o, inputs, rows = self.options, self.prompts.encoder, self.rows
+        if o.max_time is not None:
+            self._criteria.insert(0, MaxTimeCriteria(o.max_time))  # its time begins now
+        traced = {"output_hidden_states": bool(o.output_hidden_states), "output_attentions": bool(o.output_attentions)}
+        encoding = None if inputs is None else self.target.encode(inputs, **traced)
         draft = None
         if self.drafter is not None:
             rule = PerRow({row.key: row.selector.rule for row in rows})  # type: ignore[attr-defined]
-            draft = self.drafter.start(Call(rule, self.target.vocab_size, encoding, prompts.encoder))
-        engine = Engine(
-            self.target.session(),
-            draft,
-            self.schedule,
-            prefill_chunk=o.prefill_chunk_size or 2048,
-            output_hidden_states=bool(o.output_hidden_states),
-            output_attentions=bool(o.output_attentions),
+            draft = self.drafter.start(Call(rule, self.target.vocab_size, encoding, inputs))
+        chunk = o.prefill_chunk_size or PREFILL_CHUNK
+        engine = Engine(self.target.session(), draft, self.schedule, prefill_chunk=chunk, **traced)
+        engine.add(rows, encoding)
+        return Running(self, engine, encoding, began)
+
+    def _row(self, key: int, prompt: RowPrompt, seed: int, limit: int) -> RunningRow:
+        o, device = self.options, self.target.device
+        stop = Stopping(frozenset(o.eos_ids), limit, self._criteria)
+        selector = self._selector(key, prompt, seed)
+        common: dict[str, Any] = {"selector": selector, "stop": stop, "max_length": limit, "device": device}
+        shadow = None if prompt.negative is None else RunningRow(key=key, tokens=list(prompt.negative), **common)
+        return RunningRow(
+            key=key,
+            tokens=list(prompt.tokens),
+            encoder_tokens=prompt.encoder_ids,
+            embeds=prompt.embeds,
+            shadow=shadow,
+            **common,
         )
-        engine.add(rows, _with_shadows(encoding, rows))
-        return Running(engine, rows, o, prompts, self.extras, began)
 
-    def _rows(self) -> list[RunningRow]:
-        o, prompts, extras = self.options, self.prompts, self.extras
-        width = max(map(len, prompts.rows))
-        limit = length_limit(o, width if prompts.embeds is None else 0, prompts, self.target)
-        o = o.model_copy(update={"max_length": limit, "do_sample": o.samples})
-        seeds = row_seeds(o.seed, len(prompts.rows))
-        criteria = self._criteria()
-        rows = []
-        for r, tokens in enumerate(prompts.rows):
-            selector = self._selector(o, r, width, seeds[r])
-            padding = width - len(tokens)
-            own_limit = limit - padding if prompts.embeds is None else limit + len(tokens)
-            stop = Stopping(frozenset(o.eos_ids), own_limit, criteria)
-            rows.append(
-                RunningRow(
-                    r,
-                    list(tokens),
-                    selector,
-                    stop,
-                    own_limit,
-                    self.target.device,
-                    None if prompts.encoder_rows is None else prompts.encoder_rows[r],
-                    None if prompts.embeds is None else prompts.embeds[r],
-                    self._shadow(o, r, selector, stop, own_limit, extras),
-                )
-            )
-        return rows
-
-    def _selector(self, o: Options, r: int, width: int, seed: int) -> Greedy | Coupled:
-        device = self.target.device
-        readable = self.prompts.rows if self.prompts.encoder is None else self.prompts.encoder_rows
+    def _selector(self, key: int, prompt: RowPrompt, seed: int) -> Greedy | Coupled:
+        o, device = self.options, self.target.device
+        source = prompt.encoder_ids if self.target.is_encoder_decoder else prompt.tokens
+        if prompt.embeds is not None:
+            source = None  # as in transformers
         processors = build_processors(
             o,
-            prompt_length=width,
-            padding=width - len(self.prompts.rows[r]),
+            prompt_length=len(prompt.tokens) + prompt.padding,
+            padding=prompt.padding,
             eos_ids=o.eos_ids,
-            encoder_ids=None if readable is None else torch.tensor([readable[r]], device=device),
-            extra=list(self.extras.logits_processor),
+            encoder_ids=None if source is None else torch.tensor([source], device=device),
+            extra=self.extras.logits_processor,
             prefix_allowed_tokens_fn=self.extras.prefix_allowed_tokens_fn,
-            row=r,
+            row=key,
             device=device,
         )
         common: dict[str, Any] = {
             "width": self.target.vocab_size,
-            "guidance_scale": o.guidance_scale if _guides(o) else None,
+            "guidance_scale": None if prompt.negative is None else o.guidance_scale,
             "keep_scores": bool(o.output_scores),
             "keep_logits": bool(o.output_logits),
         }
@@ -186,95 +201,75 @@ class Plan:
             return Greedy(processors, **common)
         return STRATEGIES[o.sampling or "coupled"](processors, seed, **common)
 
-    def _criteria(self) -> list[Any]:
+    def _make_criteria(self) -> list[Any]:
         """transformers' criteria that look at more than the last token, then the caller's own."""
-        o, made = self.options, []
-        if o.max_time is not None:
-            made.append(MaxTimeCriteria(o.max_time))
-        if o.stop_strings is not None:
-            if self.extras.tokenizer is None:
-                raise OptionError("`stop_strings` needs a tokenizer: pass `tokenizer=`")
-            made.append(StopStringCriteria(stop_strings=o.stop_strings, tokenizer=self.extras.tokenizer))
-        return [*made, *self.extras.stopping_criteria]
-
-    def _shadow(
-        self, o: Options, r: int, selector: Greedy | Coupled, stop: Stopping, limit: int, extras: Extras
-    ) -> RunningRow | None:
-        """The row without its condition: the negative prompt, or the prompt's last token."""
-        if not _guides(o):
-            return None
-        tokens = self.prompts.rows[r][-1:]
-        if extras.negative_prompt_ids is not None:
-            ids, mask = extras.negative_prompt_ids, extras.negative_prompt_attention_mask
-            row = ids[r if len(ids) > 1 else 0]
-            tokens = row.tolist() if mask is None else row[mask[r if len(ids) > 1 else 0].bool()].tolist()
-        return RunningRow(r, tokens, selector, stop, limit, self.target.device)
+        strings, tokenizer = self.options.stop_strings, self.extras.tokenizer
+        if strings is None:
+            return list(self.extras.stopping_criteria)
+        if tokenizer is None:
+            raise OptionError("`stop_strings` needs a tokenizer: pass `tokenizer=`")
+        return [StopStringCriteria(stop_strings=strings, tokenizer=tokenizer), *self.extras.stopping_criteria]
 
 
-def _guides(o: Options) -> bool:
-    return o.guidance_scale is not None and o.guidance_scale != 1
-
-
-def _with_shadows(encoding: Encoding | None, rows: Sequence[RunningRow]) -> Encoding | None:
-    """Encoder outputs for the rows, then for those of them that have a shadow."""
-    shadows = [i for i, row in enumerate(rows) if row.shadow is not None]
-    return encoding if encoding is None or not shadows else encoding.select([*range(len(rows)), *shadows])
-
-
-def pad_id(o: Options) -> int:
-    """The padding id; 0 is one as good as any other."""
-    return o.pad_token_id if o.pad_token_id is not None else (o.eos_ids or [0])[0]
-
-
-def row_seeds(seed: int | Sequence[int] | None, count: int) -> list[int]:
-    """One seed per row: as given, or folded from one; None takes one from torch's global generator."""
+def row_seeds(options: Options, count: int) -> list[int]:
+    """One seed per row: as given, or folded from one; None takes one from torch's global generator, to sample only."""
+    seed = options.seed
     if isinstance(seed, Sequence):
         if len(seed) != count:
             raise OptionError.of("seed", f"one number, or one for each of {count} rows", list(seed))
         return list(seed)
-    base = int(torch.randint(2**62, ())) if seed is None else seed
-    return [fold(base, r) for r in range(count)]
+    if seed is None:
+        seed = int(torch.randint(2**62, ())) if options.samples else 0
+    return [fold(seed, r) for r in range(count)]
 
 
-def length_limit(o: Options, prompt: int, prompts: Prompts, target: LanguageModel) -> int:
-    """The most tokens of a row, padding included, as transformers counts them.
+def length_limit(options: Options, prompts: Prompts, target: LanguageModel) -> int:
+    """The most ids of a row, padding included, as transformers counts them.
 
-    Raises OptionError where text has no limit at all, where the prompt fills the limit, and where the limit is beyond
-    the positions that the model knows.
+    Raises OptionError where text has no limit at all, where the prompt fills the limit, and where the text would need
+    more positions than the model has; the last token needs none, as it is never fed.
     """
-    if o.max_new_tokens is not None:
-        limit = prompt + o.max_new_tokens
-    elif o.max_length is not None:
-        limit = o.max_length
+    width = prompts.padded.shape[1]
+    if options.max_new_tokens is not None:
+        limit = width + options.max_new_tokens
+    elif options.max_length is not None:
+        limit = options.max_length - prompts.unseen
     elif prompts.is_text:
         raise OptionError("a text prompt needs a length limit: pass `max_new_tokens=`")
     else:
-        limit = prompt + DEFAULT_LENGTH
-    if limit <= prompt:
-        raise OptionError(f"`max_length`={limit} leaves no room after a prompt of {prompt} tokens: raise it")
-    longest = max(map(len, prompts.rows)) + limit - prompt
-    if target.max_positions is not None and longest > target.max_positions:
+        limit = width + DEFAULT_LENGTH
+    if limit <= width:
+        length = width + prompts.unseen
+        asked = options.max_length
+        raise OptionError(f"`max_length`={asked} leaves no room after a prompt of {length} tokens: raise it")
+    needed = max(row.positions for row in prompts.rows) + limit - width - 1
+    if target.max_positions is not None and needed > target.max_positions:
         raise OptionError(
-            f"the prompt and its continuation may reach {longest} tokens, but the target has {target.max_positions} "
-            "positions: shorten the prompt or lower `max_new_tokens`"
+            f"the prompt and its continuation may need {needed} positions, but the target has {target.max_positions}: "
+            "shorten the prompt or lower `max_new_tokens`"
         )
     return limit
 
 
+def check_vocabulary(options: Options, target: LanguageModel) -> None:
+    """Raises OptionError for ids in options that the target does not know, unless its checkpoint brought them."""
+    bias = options.sequence_bias or ()
+    named = {
+        "bad_words_ids": options.bad_words_ids or (),
+        "sequence_bias": bias if isinstance(bias, Mapping) else [ids for ids, _ in bias],
+        **{name: [_listed(getattr(options, name))] for name in _ID_OPTIONS},
+    }
+    for name, groups in named.items():
+        wrong = next((i for ids in groups for i in ids if not 0 <= i < target.vocab_size), None)
+        if wrong is not None and getattr(options, name) != getattr(target.model.generation_config, name, None):
+            raise OptionError.of(name, f"ids from 0 to {target.vocab_size - 1}, which the target knows", wrong)
+
+
+def _listed(value: int | list[int] | None) -> list[int]:
+    return [] if value is None else [value] if isinstance(value, int) else value
+
+
 def expand(options: Options, prompts: Prompts) -> Prompts:
     """Every prompt `num_return_sequences` times, copies side by side."""
-    n = options.num_return_sequences or 1
-    if n == 1:
-        return prompts
-    repeat = [r for r in range(len(prompts.rows)) for _ in range(n)]
-    return Prompts(
-        [prompts.rows[r] for r in repeat],
-        prompts.padded[repeat],
-        prompts.is_text,
-        None if prompts.encoder is None else {k: v[repeat] for k, v in prompts.encoder.items()},
-        None if prompts.encoder_rows is None else [prompts.encoder_rows[r] for r in repeat],
-        None if prompts.embeds is None else [prompts.embeds[r] for r in repeat],
-    )
-
-
-__all__ = ["Extras", "Mapping", "News", "Plan", "Running", "expand"]
+    copies = range(options.num_return_sequences or 1)
+    return prompts.select([r for r in range(len(prompts.rows)) for _ in copies])

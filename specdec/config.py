@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -47,22 +47,45 @@ REFUSED: dict[str, tuple[object, str]] = {
     "use_mtp": (False, "multi-token prediction heads are not available; name a draft with `draft=`"),
     "watermarking_config": (None, "pass the watermark's processor through `logits_processor=`"),
 }
-_PRIVATE = {"transformers_version", "_from_model_config", "_commit_hash"}
+# Those of them that change the text of a call with one beam.
+_DECIDING = (
+    "constraints",
+    "dola_layers",
+    "force_words_ids",
+    "num_beam_groups",
+    "num_beams",
+    "penalty_alpha",
+    "token_healing",
+    "use_mtp",
+    "watermarking_config",
+)
 
 
-def _as_list(value: object) -> object:
-    """Tensors and arrays as plain lists or numbers."""
-    return value.tolist() if hasattr(value, "tolist") else value
+def _plain(value: object) -> object:
+    """Numbers and arrays of numpy and torch as Python's own; one number in brackets stays a list."""
+    if isinstance(value, bool) or not hasattr(value, "tolist"):
+        return value
+    return value.tolist()
 
 
-Count = Annotated[int, Field(ge=0, strict=True)]
-Positive = Annotated[int, Field(ge=1, strict=True)]
-TokenIds = Annotated[int | list[int] | None, BeforeValidator(_as_list)]
-Share = Annotated[float, Field(ge=0, le=1)]
+def _one(value: object) -> object:
+    """A single id, also from a list or tensor of one."""
+    value = _plain(value)
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+Flag = Annotated[bool, Field(strict=True)]
+Whole = Annotated[int, Field(strict=True), BeforeValidator(_plain)]
+Count = Annotated[Whole, Field(ge=0)]
+Positive = Annotated[Whole, Field(ge=1)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False), BeforeValidator(_plain)]
+Share = Annotated[Number, Field(ge=0, le=1)]
+TokenId = Annotated[int, Field(strict=True, ge=0), BeforeValidator(_one)]
+TokenIds = Annotated[int | list[int] | None, BeforeValidator(_plain)]
 
 
 class Options(BaseModel):
-    """What one call of `generate` does; `SpecGenerator` turns it into processors, a strategy, a schedule and criteria."""
+    """What one call of `generate` does; the call turns it into processors, a strategy, a schedule and criteria."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
@@ -71,15 +94,15 @@ class Options(BaseModel):
     max_new_tokens: Positive | None = None
     min_length: Count | None = None
     min_new_tokens: Count | None = None
-    max_time: Annotated[float, Field(gt=0)] | None = None
+    max_time: Annotated[Number, Field(gt=0)] | None = None
     stop_strings: str | list[str] | None = None
     bos_token_id: TokenIds = None
     eos_token_id: TokenIds = None
-    pad_token_id: Annotated[int | None, BeforeValidator(_as_list)] = None
+    pad_token_id: TokenId | None = None
     decoder_start_token_id: TokenIds = None
     # choice
-    do_sample: bool | None = None
-    temperature: Annotated[float, Field(ge=0)] | None = None
+    do_sample: Flag | None = None
+    temperature: Annotated[Number, Field(ge=0)] | None = None
     top_k: Count | None = None
     top_p: Share | None = None
     min_p: Share | None = None
@@ -87,20 +110,20 @@ class Options(BaseModel):
     typical_p: Share | None = None
     epsilon_cutoff: Share | None = None
     eta_cutoff: Share | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
-    encoder_repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    repetition_penalty: Annotated[Number, Field(gt=0)] | None = None
+    encoder_repetition_penalty: Annotated[Number, Field(gt=0)] | None = None
     no_repeat_ngram_size: Count | None = None
     encoder_no_repeat_ngram_size: Count | None = None
     bad_words_ids: list[list[int]] | None = None
     sequence_bias: Any = None
-    renormalize_logits: bool | None = None
-    remove_invalid_values: bool | None = None
-    forced_bos_token_id: int | None = None
-    forced_eos_token_id: int | list[int] | None = None
+    renormalize_logits: Flag | None = None
+    remove_invalid_values: Flag | None = None
+    forced_bos_token_id: TokenId | None = None
+    forced_eos_token_id: TokenIds = None
     exponential_decay_length_penalty: tuple[int, float] | None = None
     suppress_tokens: list[int] | None = None
     begin_suppress_tokens: list[int] | None = None
-    guidance_scale: float | None = None
+    guidance_scale: Number | None = None
     num_return_sequences: Positive | None = None
     seed: int | list[int] | None = None
     sampling: Literal["coupled", "match", "rejection", "block"] | None = None
@@ -111,11 +134,11 @@ class Options(BaseModel):
     prefill_chunk_size: Positive | None = None
     # outputs
     use_cache: Literal[True] | None = None
-    return_dict_in_generate: bool | None = None
-    output_scores: bool | None = None
-    output_logits: bool | None = None
-    output_attentions: bool | None = None
-    output_hidden_states: bool | None = None
+    return_dict_in_generate: Flag | None = None
+    output_scores: Flag | None = None
+    output_logits: Flag | None = None
+    output_attentions: Flag | None = None
+    output_hidden_states: Flag | None = None
 
     @property
     def samples(self) -> bool:
@@ -137,27 +160,57 @@ def _ids(value: int | list[int] | None) -> list[int]:
     return [] if value is None else [value] if isinstance(value, int) else list(value)
 
 
-DEFAULTS = {"top_k": 50, "temperature": 1.0, "assistant_confidence_threshold": 0.4, "num_return_sequences": 1}
+DEFAULTS = {"top_k": 50, "temperature": 1.0, "num_return_sequences": 1}
+_EITHER = (("max_new_tokens", "max_length"), ("min_new_tokens", "min_length"))
 
 
 def resolve(
-    given: Mapping[str, Any], inherited: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
+    given: Mapping[str, Any],
+    *,
+    config: Mapping[str, Any] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    inherited: Mapping[str, Any] | None = None,
 ) -> Options:
-    """The options of a call: `given` by the caller over `inherited` from the checkpoint over `defaults`.
+    """The options of a call: `given` one by one over a generation `config`, over a generator's `defaults`, over what is
+    `inherited` from the checkpoint.
 
-    Raises OptionError for a given name that is unknown or a value out of range, UnsupportedError for a given field
-    that specdec does not honour (`REFUSED`), and for contradictions.
+    Raises OptionError for a given name that is unknown, a value out of range and contradictions; UnsupportedError for a
+    field that specdec does not honour (`REFUSED`), unless it was inherited.
     """
-    given = _renamed({k: v for k, v in given.items() if v is not None})
-    for name, value in given.items():
-        _check_known(name, value)
-    given = {k: v for k, v in given.items() if k not in REFUSED}
-    _check_contradictions(given)
-    base = {**DEFAULTS, **(defaults or {}), **_honoured(inherited, given)}
+    given = _checked(given)
+    defaults = _checked(defaults or {})
+    layers = [DEFAULTS, _followed(inherited or {}), defaults, _understood(config or {}), given]
     try:
-        return Options(**{**base, **given})
+        options = Options(**_merged(layers))
     except ValidationError as error:
         raise _readable(error) from None
+    return _settled(options, given)
+
+
+def _merged(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The strongest value of each field; of two fields for one thing, the stronger layer's, the first of equals."""
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        fields = dict(layer)
+        for first, second in _EITHER:
+            if first in fields:
+                fields.pop(second, None)
+            if first in fields or second in fields:
+                merged.pop(first, None)
+                merged.pop(second, None)
+        merged |= fields
+    return merged
+
+
+def _settled(options: Options, given: Mapping[str, Any]) -> Options:
+    """The options with what does not apply left out; raises where the caller asked for it in this very call."""
+    if options.samples:
+        return options
+    if given.get("sampling") is not None:
+        raise OptionError("`sampling` chooses how to draw tokens and needs `do_sample=True`: set it, or leave it out")
+    if given.get("num_return_sequences", 1) > 1:
+        raise OptionError("`num_return_sequences` above 1 needs `do_sample=True`: greedy decoding has only one answer")
+    return options.model_copy(update={"sampling": None, "num_return_sequences": 1})
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -173,6 +226,37 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     return loaded
 
 
+def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields that a person wrote: known ones, under one name each, without contradictions among them."""
+    given = _renamed({k: v for k, v in given.items() if v is not None})
+    for name, value in given.items():
+        _check_known(name, value)
+    _check_contradictions(given)
+    return {k: v for k, v in given.items() if k not in REFUSED}
+
+
+def _understood(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A generation config's fields; raises for those that would change the result and cannot be honoured."""
+    fields = _renamed({k: v for k, v in config.items() if v is not None})
+    for name in _DECIDING:
+        if name in fields:
+            _check_known(name, fields[name])
+    return {k: v for k, v in fields.items() if k in Options.model_fields}
+
+
+def _followed(inherited: Mapping[str, Any]) -> dict[str, Any]:
+    """The checkpoint's fields that specdec knows; a warning names those of consequence that it cannot follow."""
+    fields = {k: v for k, v in inherited.items() if v is not None}
+    for name in _DECIDING:
+        if fields.get(name, REFUSED[name][0]) != REFUSED[name][0]:
+            warnings.warn(
+                f"the checkpoint's generation config asks for {name}={fields[name]!r}, which specdec does not follow "
+                f"yet: {REFUSED[name][1]}",
+                stacklevel=2,
+            )
+    return {k: v for k, v in fields.items() if k in Options.model_fields and _is_valid(k, v)}
+
+
 def _renamed(given: dict[str, Any]) -> dict[str, Any]:
     """`num_assistant_tokens_schedule` is transformers' name for `schedule`."""
     alias = given.pop("num_assistant_tokens_schedule", None)
@@ -180,7 +264,7 @@ def _renamed(given: dict[str, Any]) -> dict[str, Any]:
         return given
     if given.get("schedule", alias) != alias:
         raise OptionError(
-            f"`schedule`={given['schedule']!r} and `num_assistant_tokens_schedule`={alias!r} contradict: pass one of them"
+            f"`schedule`={given['schedule']!r} and `num_assistant_tokens_schedule`={alias!r} contradict: pass one"
         )
     return {**given, "schedule": "heuristic" if alias == "heuristic_transient" else alias}
 
@@ -191,56 +275,33 @@ def _check_known(name: str, value: object) -> None:
         if value != neutral:
             raise UnsupportedError(f"`{name}`={value!r} is not supported: {way_out}")
     elif name not in Options.model_fields:
-        close = difflib.get_close_matches(name, [*Options.model_fields, *REFUSED], n=1)
+        close = difflib.get_close_matches(name, [*Options.model_fields, *REFUSED], n=1, cutoff=0.8)
         hint = f"; did you mean `{close[0]}`?" if close else ""
         raise OptionError(f"`{name}` is not an option of generate{hint}")
 
 
 def _check_contradictions(given: Mapping[str, Any]) -> None:
-    samples = given.get("do_sample")
-    if given.get("sampling") is not None and not samples:
-        raise OptionError("`sampling` chooses how to draw tokens and needs `do_sample=True`: set it, or leave it out")
-    if given.get("max_new_tokens") is not None and given.get("max_length") is not None:
+    if "max_new_tokens" in given and "max_length" in given:
         raise OptionError("`max_new_tokens` and `max_length` both limit the text: pass one of them")
     schedule = given.get("schedule")
-    if isinstance(schedule, str) and schedule not in SCHEDULES:
-        raise OptionError.of("schedule", f"one of {', '.join(SCHEDULES)} or a Schedule", schedule)
-    if schedule == "constant" and given.get("num_assistant_tokens") == 0:
-        raise OptionError.of("num_assistant_tokens", "at least 1", 0, "pass `draft=None` for plain decoding")
-    if given.get("num_return_sequences", 1) > 1 and not samples:
-        raise OptionError("`num_return_sequences` above 1 needs `do_sample=True`: greedy decoding has only one answer")
-    low, high = given.get("min_new_tokens"), given.get("max_new_tokens")
-    if low is not None and high is not None and low > high:
-        raise OptionError(f"`min_new_tokens`={low} is more than `max_new_tokens`={high}: lower one of them")
-    low, high = given.get("min_length"), given.get("max_length")
-    if low is not None and high is not None and low > high:
-        raise OptionError(f"`min_length`={low} is more than `max_length`={high}: lower one of them")
+    if isinstance(schedule, str):
+        if schedule not in SCHEDULES:
+            raise OptionError.of("schedule", f"one of {', '.join(SCHEDULES)} or a Schedule", schedule)
+        if schedule == "cost" and "assistant_confidence_threshold" in given:
+            raise OptionError("`assistant_confidence_threshold` and `schedule='cost'` contradict: pass one of them")
+    elif schedule is not None:
+        if not (hasattr(schedule, "plan") and hasattr(schedule, "after")):
+            raise OptionError.of("schedule", f"one of {', '.join(SCHEDULES)} or a Schedule", schedule)
+        for name in ("num_assistant_tokens", "assistant_confidence_threshold"):
+            if name in given:
+                raise OptionError(f"`{name}` and a `schedule` object contradict: set it in the schedule")
+    for low, high in (("min_new_tokens", "max_new_tokens"), ("min_length", "max_length")):
+        least, most = given.get(low), given.get(high)
+        if isinstance(least, int) and isinstance(most, int) and least > most:
+            raise OptionError(f"`{low}`={least} is more than `{high}`={most}: lower one of them")
 
 
-def _honoured(inherited: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The checkpoint's fields that specdec knows; a warning names those that it cannot follow."""
-    kept = {}
-    for name, value in inherited.items():
-        if value is None or name in given or name in _PRIVATE:
-            continue
-        if name in Options.model_fields and _is_valid(name, value):
-            kept[name] = value
-        elif name in REFUSED and value != REFUSED[name][0] and name in ("num_beams", "penalty_alpha"):
-            warnings.warn(
-                f"the checkpoint's generation config asks for {name}={value!r}, which specdec does not follow yet: "
-                f"{REFUSED[name][1]}",
-                stacklevel=4,
-            )
-    if "max_new_tokens" in given or "max_new_tokens" in kept:
-        kept.pop("max_length", None)
-    if "max_length" in given:
-        kept.pop("max_new_tokens", None)
-    if "min_new_tokens" in given:
-        kept.pop("min_length", None)
-    return kept
-
-
-def _is_valid(name: str, value: object) -> bool:
+def _is_valid(name: str, value: Any) -> bool:
     try:
         Options(**{name: value})
     except ValidationError:

@@ -19,7 +19,8 @@ from specdec.models import Encoding, Session
 from specdec.schedule import Schedule
 from specdec.types import DraftSession, Round, Row, RowRound, Scores, Selector, Step, Tree
 
-Stop = Callable[[Row, list[int]], "str | None"]
+Kept = tuple[Tensor, ...] | None
+Stop = Callable[[Row, list[int], Kept], str | None]
 _NOTHING = Tree([], [])
 
 
@@ -31,12 +32,12 @@ class Trace(NamedTuple):
     cross_attentions: tuple[Tensor, ...] | None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class RunningRow:
     """One sequence at work: its text, its strategy, and what was kept of every step.
 
-    `shadow` is the same row without its condition (guidance); it takes the same tokens. `embeds` `[length, width]`
-    stands for the first tokens of the text, whose ids are then placeholders.
+    `shadow` is the same row without its condition (guidance); it takes the same tokens. `embeds` `[length, width]` are
+    read in place of the prompt's tokens, which are as many, or none where nobody knows them.
     """
 
     key: int
@@ -50,11 +51,13 @@ class RunningRow:
     shadow: RunningRow | None = None
     prompt_length: int = field(init=False)
     steps: list[Step] = field(default_factory=list)
+    scores: Kept = None
     traces: list[Trace] = field(default_factory=list)
     finish: str | None = None
 
     def __post_init__(self) -> None:
         self.prompt_length = self._written = len(self.tokens)
+        self._untold = 0 if self.embeds is None else len(self.embeds) - self.prompt_length
         self._ids = torch.tensor(self.tokens, dtype=torch.long, device=self.device)
 
     @property
@@ -76,23 +79,48 @@ class RunningRow:
         return self._ids[:total][None]
 
     def frontier(self, held: int) -> Tree:
-        """The text that the target must still see, given that it holds the first `held` tokens."""
-        return Tree.chain(self.tokens[held:])
+        """What the target must still see after the first `held` positions; embeddings have placeholders for ids."""
+        placeholders = max(self._untold - held, 0)
+        return Tree.chain([0] * placeholders + self.tokens[max(held - self._untold, 0) :])
+
+    def given(self, held: int, count: int) -> Tensor | None:
+        """The embeddings of the first of `count` positions after `held`, where they were given."""
+        return None if self.embeds is None or held >= len(self.embeds) else self.embeds[held : held + count]
 
 
 class Walk(NamedTuple):
-    """How far one row came in a round: its steps, and the proposed nodes whose keys and values stay."""
+    """How far one row came in a round: its steps, the proposed nodes that they took, all scores kept so far."""
 
     steps: list[Step]
     path: list[int]
-    accepted: int
+    scores: Kept
     finish: str | None
+
+
+class Stopwatch:
+    """The seconds of a round, and what they went into."""
+
+    def __init__(self) -> None:
+        self.spent = {"draft": 0.0, "verify": 0.0, "select": 0.0}
+        self._began = self._last = clock()
+
+    def lap(self, phase: str) -> None:
+        """Counts the time since the last lap for `phase`."""
+        now = clock()
+        self.spent[phase] += now - self._last
+        self._last = now
+
+    def round(self, shares: list[RowRound], nodes: int) -> Round:
+        """What the round came to."""
+        total = clock() - self._began
+        return Round(shares, nodes, self.spent["draft"], self.spent["verify"], self.spent["select"], total)
 
 
 class Engine:
     """A running set of rows on one target and one draft: `add` rows, `step` until they finish, `release` them early.
 
-    `draft=None` is plain decoding. `prefill_chunk` bounds the prompt tokens of one pass.
+    `draft=None` is plain decoding. `prefill_chunk` bounds the prompt tokens of one pass, unless hidden states or
+    attentions are kept: those of the prompt come from one pass.
     """
 
     def __init__(
@@ -127,18 +155,17 @@ class Engine:
 
     def step(self) -> Round:
         """One round: draft, verify, select, commit."""
-        began = clock()
+        watch = Stopwatch()
         needs = self._frontiers()
+        watch.lap("verify")
         proposals = self._propose()
-        drafted = clock()
+        watch.lap("draft")
         scores = self._verify(needs, proposals)
-        verified = clock()
-        walks = [self._walk(row, s) for row, s in zip(self.rows, scores, strict=True)]
-        selected = clock()
+        watch.lap("verify")
+        walks = [self._walk(*row) for row in zip(self.rows, proposals, scores, strict=True)]
+        watch.lap("select")
         shares = self._commit(needs, proposals, scores, walks)
-        nodes = sum(map(len, needs)) + sum(map(len, proposals))
-        spent = (drafted - began, verified - drafted, selected - verified, clock() - began)
-        round_ = Round(shares, nodes, *spent)
+        round_ = watch.round(shares, sum(map(len, needs)) + sum(map(len, proposals)))
         self.schedule = self.schedule.after(round_)
         return round_
 
@@ -156,15 +183,15 @@ class Engine:
         """What the target must see of every lane, after long prompts were read in chunks up to their last one."""
         while True:
             needs = [lane.frontier(held) for lane, held in zip(self._lanes, self.target.lengths, strict=True)]
-            if max(map(len, needs)) <= self._prefill_chunk:
+            if max(map(len, needs)) <= self._prefill_chunk or self._hidden_states or self._attentions:
                 return needs
             chunks = [Tree.chain(need.tokens[:-1][: self._prefill_chunk]) for need in needs]
-            self.target.forward(chunks, [0] * len(chunks), embeds=self._embeds())
+            self.target.forward(chunks, [0] * len(chunks), embeds=self._embeds(chunks))
             self.target.commit([list(range(len(chunk))) for chunk in chunks])
 
     def _propose(self) -> list[Tree]:
-        """One tree per row of what the target may use; empty ones without a draft."""
-        if self.draft is None:
+        """One tree per row of what the target may use; empty ones without a draft, or without a text to go by."""
+        if self.draft is None or not all(row.tokens for row in self.rows):
             return [_NOTHING] * len(self.rows)
         proposals = self.draft.propose(self.rows, self.schedule.plan(self.rows))
         for row, tree in zip(self.rows, proposals, strict=True):
@@ -182,7 +209,7 @@ class Engine:
         scores = self.target.forward(
             [need.graft(tree) for need, tree in zip(needs, offered, strict=True)],
             [1 + len(tree) for tree in offered],
-            embeds=self._embeds(),
+            embeds=self._embeds(needs),
             output_hidden_states=self._hidden_states,
             output_attentions=self._attentions,
         )
@@ -192,32 +219,31 @@ class Engine:
             for row, s in zip(self.rows, scores, strict=False)
         ]
 
-    def _embeds(self) -> list[Tensor | None] | None:
-        """The parts of prompts given as embeddings that the target has not seen yet."""
-        if all(lane.embeds is None for lane in self._lanes):
-            return None
-        return [
-            lane.embeds[held:] if lane.embeds is not None and held < len(lane.embeds) else None
-            for lane, held in zip(self._lanes, self.target.lengths, strict=True)
-        ]
+    def _embeds(self, trees: list[Tree]) -> list[Tensor | None] | None:
+        """The embeddings given for nodes of these trees; None where there are none."""
+        lanes = zip(self._lanes, self.target.lengths, trees, strict=True)
+        given = [lane.given(held, len(tree)) for lane, held, tree in lanes]
+        return None if all(part is None for part in given) else given
 
-    def _walk(self, row: RunningRow, scores: Scores) -> Walk:
+    def _walk(self, row: RunningRow, proposal: Tree, scores: Scores) -> Walk:
         """The strategy's ordinary steps, for as long as the target was asked about the text that they produce."""
-        children = scores.tree.children()
-        node, offered_from = scores.first, scores.first + 1
+        children = proposal.children()
+        node: int | None = -1  # of the proposal; before it stands the last token of the text
         steps: list[Step] = []
         new: list[int] = []
         path: list[int] = []
-        while True:
-            step = row.selector.advance(row, new, scores, node)
+        kept, finish = row.scores, None
+        while node is not None and finish is None:
+            step = row.selector.advance(row, new, scores, scores.first + 1 + node)
             steps.append(step)
             new.append(step.token)
-            finish = row.stop(row, new)
-            child = children.get((node, step.token))
-            if child is None or finish is not None:
-                return Walk(steps, path, len(steps) - (child is None), finish)
-            node = child
-            path.append(child - offered_from)
+            if step.scores is not None:
+                kept = (*(kept or ()), step.scores[None])
+            finish = row.stop(row, new, kept)
+            node = children.get((node, step.token))
+            if node is not None:
+                path.append(node)
+        return Walk(steps, path, kept, finish)
 
     def _commit(
         self, needs: list[Tree], proposals: list[Tree], scores: list[Scores], walks: list[Walk]
@@ -232,46 +258,49 @@ class Engine:
         )
         shares = []
         for row, proposal, s, walk in zip(self.rows, proposals, scores, walks, strict=True):
-            prefill = len(row.tokens) == row.prompt_length
+            shares.append(_share(row, proposal, walk))
             for lane in (row, row.shadow):
                 if lane is not None:
                     lane.tokens += [step.token for step in walk.steps]
             row.steps += walk.steps
             row.traces += _traces(s, walk)
-            row.finish = walk.finish
-            shares.append(_share(row.key, proposal, walk, prefill))
+            row.scores, row.finish = walk.scores, walk.finish
         if finished := [row.key for row in self.rows if row.finish is not None]:
             self.release(finished)
         return shares
 
 
-def _share(key: int, proposal: Tree, walk: Walk, prefill: bool) -> RowRound:
+def _share(row: RunningRow, proposal: Tree, walk: Walk) -> RowRound:
     return RowRound(
-        key, len(proposal), walk.accepted, prefill, proposal.source, proposal.confidence, walk.steps, walk.finish
+        key=row.key,
+        drafted=len(proposal),
+        accepted=len(walk.path),
+        prefill=not row.steps,
+        source=proposal.source,
+        confidence=proposal.confidence,
+        steps=walk.steps,
+        finish=walk.finish,
     )
 
 
 def _traces(scores: Scores, walk: Walk) -> list[Trace]:
     """One trace per step: the first covers all text of this round's frontier, the others one node each."""
-    if scores.hidden_states is None and scores.attentions is None:
+    hidden, attentions, cross = scores.hidden_states, scores.attentions, scores.cross_attentions
+    if hidden is None and attentions is None:
         return []
+    own, size = list(range(scores.first + 1)), len(scores.tree)
     traces = []
-    own = list(range(scores.first + 1))
     for i, step in enumerate(walk.steps):
         nodes = own if i == 0 else [step.node]
-        columns = own + [scores.first + 1 + n for n in walk.path[:i]]
+        columns = own + [scores.first + 1 + node for node in walk.path[:i]]
         traces.append(
             Trace(
-                _pick(scores.hidden_states, lambda h, nodes=nodes: h[nodes]),
-                _pick(scores.attentions, lambda a, nodes=nodes, c=columns: _attended(a, nodes, c, len(scores.tree))),
-                _pick(scores.cross_attentions, lambda a, nodes=nodes: a[:, nodes]),
+                None if hidden is None else tuple(h[nodes] for h in hidden),
+                None if attentions is None else tuple(_attended(a, nodes, columns, size) for a in attentions),
+                None if cross is None else tuple(a[:, nodes] for a in cross),
             )
         )
     return traces
-
-
-def _pick(layers: tuple[Tensor, ...] | None, take: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...] | None:
-    return None if layers is None else tuple(take(layer) for layer in layers)
 
 
 def _attended(attention: Tensor, nodes: list[int], columns: list[int], tree: int) -> Tensor:

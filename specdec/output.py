@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
-from specdec.engine import RunningRow, Trace
+from specdec.engine import RunningRow
 from specdec.types import Round, Stats, Step
 
 PerToken = tuple[Tensor, ...]
@@ -18,7 +18,7 @@ PerTokenAndLayer = tuple[tuple[Tensor, ...], ...]
 
 
 @dataclass
-class Generation(ModelOutput):
+class Generation(ModelOutput):  # type: ignore[misc]
     """The result of `generate`; it indexes like a transformers `ModelOutput`.
 
     `sequences` `[rows, length]` hold the prompt for decoder-only targets and are padded on the right. `scores` and
@@ -40,6 +40,14 @@ class Generation(ModelOutput):
     beam_indices: Tensor | None = None
     texts: list[str] | None = None
     stats: Stats | None = None
+
+    def new_tokens(self) -> list[list[int]]:
+        """Each row's new ids, without prompt and padding."""
+        assert self.sequences is not None
+        assert self.stats is not None
+        counts = [row.num_new_tokens for row in self.stats.per_row]
+        start = self.sequences.shape[1] - max(counts)
+        return [row[start : start + n].tolist() for row, n in zip(self.sequences, counts, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +94,7 @@ def per_token(rows: Sequence[RunningRow], name: str, pad: int) -> PerToken:
     """One `[rows, vocab]` per emitted token; a finished row is certain of its padding: 0 there and -inf elsewhere."""
     values = [[getattr(step, name) for step in row.steps] for row in rows]
     filler = torch.full_like(values[0][0], -torch.inf)
-    filler[pad] = 0.0
+    filler[pad : pad + 1] = 0.0  # some checkpoints pad with an id beyond their vocabulary
     return tuple(
         torch.stack([value[t] if t < len(value) else filler for value in values]) for t in range(max(map(len, values)))
     )
@@ -183,6 +191,3 @@ class _Counts:
 
 def _joined(parts: Iterable[Sequence[Any]]) -> tuple[Any, ...]:
     return tuple(item for part in parts for item in part)
-
-
-__all__ = ["Detokenizer", "Event", "Generation", "Recorder", "Trace", "per_token", "sequences", "traces"]

@@ -12,7 +12,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-
 _NO_Q = torch.empty(0)  # known text was not drawn
 
 
@@ -99,8 +98,8 @@ class Tree:
 class Scores:
     """What one target pass said about one row's tree.
 
-    `logits` `[nodes - first, vocab]` are the target's own, for the nodes from `first` on (a prompt's inner positions are
-    not kept). `unconditional` has the same shape when guidance runs a paired row. `hidden_states` and `attentions`
+    `logits` `[nodes - first, vocab]` are the target's own, for the nodes from `first` on (inner positions of a prompt
+    are not kept). `unconditional` has the same shape when guidance runs a paired row. `hidden_states` and `attentions`
     hold, per layer, `[nodes, width]` and `[heads, nodes, known + nodes]` when they were asked for.
     """
 
@@ -178,7 +177,7 @@ class Row(Protocol):
     def encoder_tokens(self) -> list[int] | None: ...
 
     def prefix(self, extra: Sequence[int] = ()) -> Tensor:
-        """The text so far, followed by `extra`, as ids `[1, length]` on the device of the logits; read it, do not keep it."""
+        """The text so far, followed by `extra`, as ids `[1, length]` where the logits are, to be read at once."""
         ...
 
 
@@ -225,7 +224,7 @@ class Plan(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a draft learns when a call begins: how to guess, how wide the target's logits are, and the encoder's reading.
+    """What a draft learns when a call begins: how to guess, how wide the target's logits are, what an encoder read.
 
     `encoding` is the target's encoder output for all rows, in the order of their keys, for a draft with the same
     encoder; `draft_inputs` are the encoder's inputs, for a draft that has its own.

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import tiny
 from transformers import GenerationConfig
 
 from specdec import OptionError, SpecGenerator, UnsupportedError, VocabularyError
 from specdec.config import REFUSED, Options
+from tests.tiny import tiny
 
 IDS = torch.tensor([[5, 6, 7]])
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from specdec.cli import run
+from specdec.cli.commands import run
 from specdec.config import read_yaml, resolve
 
 from .test_cli import saved_model
@@ -34,7 +34,7 @@ def test_a_preset_names_its_source(path: Path) -> None:
 @pytest.mark.parametrize("path", [p for p in PRESETS if p.stem not in LATER], **IDS)
 def test_a_preset_runs(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its keys are options of the library, and a tiny model decodes with it."""
-    resolve(read_yaml(path), {})
+    resolve(read_yaml(path))
     model = saved_model(tmp_path / "model")
     arguments = ["generate", model, "-p", "ab", "--config", str(path), "--max-new-tokens", "4", "--seed", "1"]
     assert run([*arguments, "--quiet"]) == 0

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 import torch
-from oracle import oracle
-from tiny import tiny
 from transformers import LogitsProcessor
 
 from specdec import BusyError, DraftError, LanguageModel, SpecGenerator
@@ -17,6 +16,8 @@ from specdec.logits import Processors
 from specdec.schedule import Heuristic
 from specdec.select import Greedy, PerRow, Stopping
 from specdec.types import Call, Tree
+from tests.oracle import oracle
+from tests.tiny import tiny
 
 COMMON = {"max_new_tokens": 16, "eos_token_id": [], "pad_token_id": 0}
 
@@ -24,7 +25,14 @@ COMMON = {"max_new_tokens": 16, "eos_token_id": [], "pad_token_id": 0}
 def running(model: LanguageModel, prompts: list[list[int]], drafter: Any, limit: int = 40) -> Engine:
     """An engine over greedy rows that end at `limit` tokens."""
     rows = [
-        RunningRow(r, list(p), Greedy(Processors()), Stopping(max_length=limit - 5 * r), limit - 5 * r, model.device)
+        RunningRow(
+            key=r,
+            tokens=list(p),
+            selector=Greedy(Processors()),
+            stop=Stopping(max_length=limit - 5 * r),
+            max_length=limit - 5 * r,
+            device=model.device,
+        )
         for r, p in enumerate(prompts)
     ]
     call = Call(PerRow({row.key: row.selector.rule for row in rows}), model.vocab_size)
@@ -64,6 +72,39 @@ def test_long_prompts_are_read_in_chunks() -> None:
     chunked = SpecGenerator(model, "suffix").generate(prompt, **COMMON, prefill_chunk_size=7)
     assert chunked.sequences.tolist() == whole.sequences.tolist()
     assert chunked.stats.num_target_passes == whole.stats.num_target_passes + 7
+
+
+def test_chunks_of_a_prompt_are_the_target_s_time() -> None:
+    """Reading a long prompt counts as verification. (Its seconds were the draft's.)"""
+    model = tiny("llama")
+    slow, forward = 0.02, model.forward
+
+    def sleepy(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(slow)
+        return forward(*args, **kwargs)
+
+    model.forward = sleepy
+    stats = (
+        SpecGenerator(model, FunctionDrafter(lambda tokens, k: []))
+        .generate([[5] * 9], **COMMON, prefill_chunk_size=2)
+        .stats
+    )
+    assert stats.num_target_passes == 20
+    assert stats.verify_seconds > 20 * slow
+    assert stats.draft_seconds < 4 * slow
+
+
+def test_greedy_leaves_the_global_generator_alone() -> None:
+    """Only a call that samples draws its seed there. (Every call did, and shifted the caller's own numbers.)"""
+    generator = SpecGenerator(tiny("llama"), "suffix")
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    generator.generate([[5, 9]], **COMMON)
+    assert torch.equal(torch.get_rng_state(), before)
+    first = generator.generate([[5, 9]], **COMMON, do_sample=True).sequences.tolist()
+    assert not torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(0)
+    assert generator.generate([[5, 9]], **COMMON, do_sample=True).sequences.tolist() == first
 
 
 def test_released_row_leaves_the_others_alone() -> None:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import KINDS, oracle
-from tiny import DECODERS, ENCODER_DECODERS, NAMES, tiny
 from torch import Tensor
 
-from specdec import SpecGenerator
+from specdec import LanguageModel, SpecGenerator
+from tests.oracle import KINDS, oracle
+from tests.tiny import DECODERS, ENCODER_DECODERS, NAMES, tiny
 
 VOCAB = 64
 LENGTH = 24
@@ -49,7 +49,8 @@ def test_greedy_equals_transformers(name: str) -> None:
         assert out.sequences.tolist() == expected.tolist(), kind
         if kind == "perfect":
             assert out.stats.draft_acceptance_rate == 1.0
-            assert out.stats.num_target_passes < plain.stats.num_target_passes / 3
+            if LanguageModel(model).capability.store == "kv":
+                assert out.stats.num_target_passes < plain.stats.num_target_passes / 3
         if kind == "wrong":
             assert out.stats.num_accepted_draft_tokens == 0
 
@@ -91,12 +92,7 @@ def decoder_start(model: Any) -> list[int]:
 
 def new_tokens(generator: SpecGenerator, prompts: list[list[int]], options: dict[str, Any]) -> list[list[int]]:
     """Each row's new tokens, cut behind its own end of text."""
-    out = generator.generate(prompts, **options)
-    width = out.sequences.shape[1] - max(row.num_new_tokens for row in out.stats.per_row)
-    return [
-        row[width : width + stats.num_new_tokens].tolist()
-        for row, stats in zip(out.sequences, out.stats.per_row, strict=True)
-    ]
+    return generator.generate(prompts, **options).new_tokens()
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import oracle
-from tiny import tiny, tiny_inputs
-from transformers import TextStreamer
+from transformers import GenerationMixin, TextStreamer
 
 from specdec import SpecGenerator
+from tests.oracle import oracle
+from tests.tiny import tiny, tiny_inputs
 
 FIELDS = {
     "return_dict_in_generate": True,
@@ -19,6 +19,7 @@ FIELDS = {
     "output_hidden_states": True,
     "output_attentions": True,
 }
+LAYERED = ("attentions", "hidden_states", "decoder_attentions", "decoder_hidden_states", "cross_attentions")
 COMMON = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
 
 
@@ -41,8 +42,7 @@ def test_fields_equal_transformers(name: str, draft: str | None) -> None:
     for name in ("scores", "logits"):
         assert len(out[name]) == len(expected[name]) == 12
         assert all(close(a, b) for a, b in zip(out[name], expected[name], strict=True))
-    layered = ("attentions", "hidden_states", "decoder_attentions", "decoder_hidden_states", "cross_attentions")
-    for name in layered:
+    for name in LAYERED:
         if expected.get(name) is None:
             assert out.get(name) is None
             continue
@@ -51,6 +51,43 @@ def test_fields_equal_transformers(name: str, draft: str | None) -> None:
     ours = model.compute_transition_scores(out.sequences, out.scores, normalize_logits=True)
     theirs = model.compute_transition_scores(expected.sequences, expected.scores, normalize_logits=True)
     assert close(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
+@pytest.mark.parametrize("copies", [1, 2])
+def test_encoder_fields_equal_transformers(name: str, copies: int) -> None:
+    """What the encoder kept comes along, one entry per prompt. (The fields existed and were never filled.)"""
+    model = tiny(name)
+    model.set_attn_implementation("eager")
+    inputs, options = tiny_inputs(name, rows=2), {**FIELDS, "max_new_tokens": 3, "pad_token_id": 0}
+    sampled = {"do_sample": True, "num_return_sequences": 2} if copies == 2 else {"do_sample": False}
+    with torch.no_grad():
+        expected = GenerationMixin.generate(model, **inputs, **options, **sampled)
+    out = SpecGenerator(model, "suffix").generate(**inputs, **options, **sampled)
+    for field in ("encoder_hidden_states", "encoder_attentions"):
+        assert len(out[field]) == len(expected[field]) > 0
+        assert all(close(a, b) for a, b in zip(out[field], expected[field], strict=True)), field
+    plain = SpecGenerator(model).generate(**inputs, max_new_tokens=3)
+    assert plain.encoder_hidden_states is None
+    assert plain.encoder_attentions is None
+
+
+@pytest.mark.parametrize("name", ["llama", "mamba", "t5"])
+def test_fields_of_a_prompt_longer_than_the_chunk(name: str) -> None:
+    """The prompt's traces are whole. (Only its last chunk's were kept.)"""
+    model = tiny(name)
+    model.set_attn_implementation("eager")
+    wanted = {**FIELDS, "output_attentions": name != "mamba"}
+    prompt: dict[str, Any] = {"input_ids": torch.tensor([[5, 9, 12, 7, 9, 12, 30, 8]])}
+    if name == "t5":
+        prompt["decoder_input_ids"] = torch.tensor([[1, 9, 12, 7, 9, 12, 30, 8]])
+    with torch.no_grad():
+        expected = model.generate(**prompt, **COMMON, **wanted, eos_token_id=None)
+    out = SpecGenerator(model, "suffix").generate(**prompt, **COMMON, **wanted, eos_token_id=[], prefill_chunk_size=3)
+    assert out.sequences.tolist() == expected.sequences.tolist()
+    for field in LAYERED:
+        for ours, theirs in zip(out.get(field) or (), expected.get(field) or (), strict=True):
+            assert all(close(a, b) for a, b in zip(ours, theirs, strict=True)), field
 
 
 def test_fields_of_a_ragged_batch() -> None:
@@ -122,3 +159,11 @@ def test_transformers_streamer(capsys: pytest.CaptureFixture[str]) -> None:
         [[5, 9, 12]], **COMMON, eos_token_id=[], streamer=TextStreamer(Words(), skip_prompt=True)
     )
     assert capsys.readouterr().out.strip() == out.texts[0]
+
+
+def test_a_stream_leaves_gradients_alone() -> None:
+    """Between the events of a stream the caller's own computations keep their gradients."""
+    for _ in SpecGenerator(tiny("llama"), "suffix").stream([[5, 9, 12]], **COMMON):
+        assert torch.is_grad_enabled()
+    out = SpecGenerator(tiny("llama")).generate([[5, 9, 12]], **COMMON, output_logits=True)
+    assert not out.logits[0].requires_grad

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import oracle
 from scipy.stats import chisquare
-from tiny import tiny
 
 from specdec import OptionError, SpecGenerator
+from tests.oracle import oracle
+from tests.tiny import tiny
 
 OPTIONS = {"do_sample": True, "eos_token_id": [], "pad_token_id": 0, "max_new_tokens": 20}
 FALSE_ALARM = 1e-4  # per test, fixed by its seed

@@ -34,7 +34,6 @@ def test_heuristic() -> None:
     for _ in range(20):
         schedule = schedule.after(outcome(5, 0))
     assert [plan.limit for plan in schedule.plan([Key(0), Key(1)])] == [1, 5]
-    assert schedule.fresh().plan([Key(0)])[0].limit == 5
 
 
 def test_nothing_drafted_changes_nothing() -> None:

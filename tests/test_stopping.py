@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import oracle
-from tiny import tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, StoppingCriteria
 
 from specdec import SpecGenerator
+from tests.oracle import oracle
+from tests.tiny import tiny
 
 PROMPT = [[5, 9, 12, 7]]
 LENGTH = 40
@@ -108,6 +108,29 @@ def test_custom_criterion_inside_a_block(model: Any, answer: list[int]) -> None:
         assert out.stats.finish_reasons == ("criteria",)
         lengths.append(criterion.seen)
     assert lengths[0] == lengths[1] == list(range(5, 18))
+
+
+def test_criteria_see_the_scores(model: Any, answer: list[int]) -> None:
+    """A tuple of one [1, vocab] per token where scores are kept, else None, as in transformers. (Always None.)"""
+    seen: list[Any] = []
+
+    def look(ids: torch.Tensor, scores: Any) -> bool:
+        seen.append(scores)
+        return False
+
+    for draft in (None, oracle("perfect", [answer], 64)):
+        for kept in (True, False):
+            seen.clear()
+            out = SpecGenerator(model, draft).generate(
+                PROMPT, max_new_tokens=9, pad_token_id=0, eos_token_id=[], output_scores=kept, stopping_criteria=look
+            )
+            assert len(seen) == 9
+            for count, scores in enumerate(seen, 1):
+                if not kept:
+                    assert scores is None
+                    continue
+                assert len(scores) == count
+                assert all(torch.equal(a, b) for a, b in zip(scores, out.scores[:count], strict=True))
 
 
 def test_stop_strings_inside_a_block(model: Any, answer: list[int]) -> None:

@@ -32,6 +32,13 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: list[int], **options: Any) -> str: ...
 
+    def get_vocab(self) -> dict[str, int]: ...
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]: ...
+
+    @property
+    def all_special_tokens(self) -> list[str]: ...
+
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     """The ids of `text` as the middle of a longer one."""
@@ -118,6 +125,11 @@ class TextBridge:
 
     def __repr__(self) -> str:
         return f"TextBridge({self.drafter!r})"
+
+    @property
+    def parts(self) -> tuple[BatchDrafter, Tokenizer, Tokenizer]:
+        """What it bridges: the drafter, the target's tokenizer and the draft's."""
+        return self.drafter, self.target_tokenizer, self.draft_tokenizer
 
     def start(self, call: Call) -> BridgeSession:
         """A session on the rows of `call`; an encoder-decoder draft reads `call.draft_inputs`."""

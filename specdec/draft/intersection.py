@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,17 +17,6 @@ _FOREIGN = 2**40
 """Added to a target token that the draft lacks: no draft can read such an id, and it can be taken off again."""
 
 
-class VocabularyTokenizer(Tokenizer, Protocol):
-    """What is needed of a transformers tokenizer whose vocabulary is compared."""
-
-    @property
-    def all_special_tokens(self) -> list[str]: ...
-
-    def get_vocab(self) -> dict[str, int]: ...
-
-    def convert_ids_to_tokens(self, ids: Any) -> Any: ...
-
-
 class VocabularyIntersection:
     """Drafts with the tokens that both vocabularies have (token-level intersection, arXiv 2502.05202, algorithm 4).
 
@@ -36,9 +24,7 @@ class VocabularyIntersection:
     in one must be special in the other. Raises VocabularyError if nothing is shared.
     """
 
-    def __init__(
-        self, drafter: BatchDrafter, target_tokenizer: VocabularyTokenizer, draft_tokenizer: VocabularyTokenizer
-    ) -> None:
+    def __init__(self, drafter: BatchDrafter, target_tokenizer: Tokenizer, draft_tokenizer: Tokenizer) -> None:
         self.drafter = drafter
         self.target_tokenizer, self.draft_tokenizer = target_tokenizer, draft_tokenizer
         self.to_draft = shared_tokens(target_tokenizer, draft_tokenizer)
@@ -56,14 +42,14 @@ class VocabularyIntersection:
         return IntersectionSession(self.drafter.start(inner), rule, self.target_tokenizer, self.draft_tokenizer)
 
 
-def shared_tokens(target: VocabularyTokenizer, draft: VocabularyTokenizer) -> dict[int, int]:
+def shared_tokens(target: Tokenizer, draft: Tokenizer) -> dict[int, int]:
     """Target id -> draft id of every token that both have."""
     theirs = _by_meaning(draft)
     ours = _by_meaning(target)
     return {ours[meaning]: theirs[meaning] for meaning in ours if meaning in theirs}
 
 
-def _by_meaning(tokenizer: VocabularyTokenizer) -> dict[tuple[str, bool], int]:
+def _by_meaning(tokenizer: Tokenizer) -> dict[tuple[str, bool], int]:
     """(string with a plain leading space, special or not) -> id."""
     special = set(tokenizer.all_special_tokens)
     sign = _space_sign(tokenizer)
@@ -73,7 +59,7 @@ def _by_meaning(tokenizer: VocabularyTokenizer) -> dict[tuple[str, bool], int]:
     }
 
 
-def _space_sign(tokenizer: VocabularyTokenizer) -> str:
+def _space_sign(tokenizer: Tokenizer) -> str:
     """How the tokenizer writes a space at the beginning of a token: `Ġ`, `▁`, or nothing of the kind."""
     ids = encode(tokenizer, " ")
     token: str = tokenizer.convert_ids_to_tokens(ids[:1])[0] if ids else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -47,6 +48,8 @@ class _Chain:
 
     def draw(self, rule: DraftRule, logits: Tensor) -> bool:
         """Adds one guess from `logits` `[vocab]`; whether the next draft pass pays."""
+        if math.isnan(float(logits.sum())):
+            return False  # a draft that overflowed has nothing to say
         token, confidence, q = rule.pick(self.row, self.tokens, logits)
         self.confidence.append(confidence)
         # A token drawn at random must not be dropped after it was seen: that would bend the output's distribution.

@@ -47,7 +47,7 @@ def _shallow(module: Any, total: int, layers: int) -> Any:
 
 def _cut_config(config: Any, total: int, layers: int) -> Any:
     cut = copy.deepcopy(config)
-    text = cut.get_text_config(decoder=True)
+    text = cut if cut.is_encoder_decoder else cut.get_text_config(decoder=True)
     # Written past the setters: they check that counts and lists agree, which they do only when both are cut.
     fields = vars(text)
     if isinstance(fields.get("layer_types"), list):

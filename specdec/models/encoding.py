@@ -14,10 +14,15 @@ from specdec.errors import UnsupportedError
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """Encoder output `hidden` `[rows, frames, width]` and which count, `mask` `[rows, frames]` (None: all)."""
+    """Encoder output `hidden` `[rows, frames, width]` and which count, `mask` `[rows, frames]` (None: all).
+
+    `hidden_states` and `attentions`, per layer, are there if they were asked for, until rows are selected or joined.
+    """
 
     hidden: Tensor
     mask: Tensor | None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
 
     def __len__(self) -> int:
         return self.hidden.shape[0]

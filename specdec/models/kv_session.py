@@ -71,16 +71,20 @@ class KvSession(Session):
             return [Scores(tree, 0, empty) for tree in trees]
         layout = Layout.of(trees, self.lengths)
         kept = Keep.of(layout, keep)
-        inputs = self._inputs(trees, layout, embeds)
-        if self._can_keep:
-            inputs["logits_to_keep"] = kept.argument(self._language.device)
-        if output_hidden_states:
-            inputs["output_hidden_states"] = True
         if output_attentions:
             self._check_attentions()
-            inputs["output_attentions"] = True
+        wanted = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
+        extras = {name: True for name, want in wanted.items() if want}
+        compiled = self._language.compiled
         self._store.prepare(layout)
-        output = self._run(inputs, layout)
+        if compiled is not None and compiled.takes(layout) and embeds is None and not extras:
+            kept = kept.several(layout)
+            output = compiled(self._ids(trees, layout), layout, kept, self._store)
+        else:
+            inputs = self._inputs(trees, layout, embeds) | extras
+            if self._can_keep:
+                inputs["logits_to_keep"] = kept.argument(self._language.device)
+            output = self._run(inputs, layout)
         self.passes += 1
         return row_scores(output, trees, layout, kept, sliced=self._can_keep)
 
@@ -132,10 +136,13 @@ class KvSession(Session):
             return 0
         return self.lengths[a] if a == b else self._shared[a][b]
 
-    def _inputs(self, trees: Sequence[Tree], layout: Layout, embeds: Sequence[Tensor | None] | None) -> dict[str, Any]:
-        language = self._language
+    def _ids(self, trees: Sequence[Tree], layout: Layout) -> Tensor:
         # Built fresh and contiguous: a view or an odd stride would make a compiled forward recompile.
-        ids = torch.tensor([tree.tokens + [0] * (layout.nodes - len(tree)) for tree in trees], device=language.device)
+        padded = [tree.tokens + [0] * (layout.nodes - len(tree)) for tree in trees]
+        return torch.tensor(padded, device=self._language.device)
+
+    def _inputs(self, trees: Sequence[Tree], layout: Layout, embeds: Sequence[Tensor | None] | None) -> dict[str, Any]:
+        language, ids = self._language, self._ids(trees, layout)
         inputs: dict[str, Any] = {"past_key_values": self._cache, "use_cache": True, "return_dict": True}
         prefix = "" if self._cross is None else "decoder_"
         if embeds is not None and any(e is not None for e in embeds):

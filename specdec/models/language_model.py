@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,18 @@ from specdec.models.early_exit import shallow_exit
 from specdec.models.encoding import Encoding
 from specdec.models.session import Session
 
+if TYPE_CHECKING:
+    from specdec.models.compiled import CompiledForward
+
 
 class LanguageModel:
     """A transformers model together with what it is able to do; its weights, config and caches are never changed.
 
     `config` is the text decoder's, `vocab_size` the width of the logits, `max_positions` None where there is no limit.
+    `compile=True` runs short passes through torch.compile: for models that take position ids and keep plain keys and
+    values; a C++ compiler is needed (on a GPU, Triton). The first pass of one token and the first of several take tens
+    of seconds each, and so do those of the first batch. Afterwards hooks, adapters or other modules put into the model
+    are not noticed. Outputs that only some passes have (hidden states, attentions) come from the ordinary forward.
     Raises OptionError for a model in training mode, UnsupportedError for one without a language-model head.
     """
 
@@ -29,13 +36,17 @@ class LanguageModel:
             raise OptionError("`model` is in training mode, where dropout makes its output random: call `model.eval()`")
         self.model = model
         self.is_encoder_decoder = bool(model.config.is_encoder_decoder)
-        self.config: Any = model.config.get_text_config(decoder=True)
+        self.config: Any = text_config(model.config)
         self.input_names = frozenset(inspect.signature(model.forward).parameters)
         self.vocab_size = _logits_width(model, self.config)
-        self.max_positions = _max_positions(self.config)
-        self.compile = compile
+        self.max_positions = _max_positions(self.decoder, self.config)
+        self.compiled: CompiledForward | None = None
         self.capability = capability or self._find_capability()
         self._prepare()
+        if compile:
+            from specdec.models.compiled import CompiledForward  # loads the compiler
+
+            self.compiled = CompiledForward(self)
 
     @property
     def device(self) -> torch.device:
@@ -66,10 +77,12 @@ class LanguageModel:
         """The same model stopping after its first `layers` decoder layers; weights are shared, nothing is changed."""
         if not 1 <= layers < self.num_layers:
             raise OptionError.of("layers", f"between 1 and {self.num_layers - 1}, fewer than the model has", layers)
-        return LanguageModel(shallow_exit(self.model, self.num_layers, layers), compile=self.compile)
+        return LanguageModel(shallow_exit(self.model, self.num_layers, layers), compile=self.compiled is not None)
 
     @torch.no_grad()
-    def encode(self, inputs: Mapping[str, Tensor]) -> Encoding:
+    def encode(
+        self, inputs: Mapping[str, Tensor], *, output_hidden_states: bool = False, output_attentions: bool = False
+    ) -> Encoding:
         """One pass through the encoder, from `input_ids` with `attention_mask`, or `input_features`."""
         if not self.is_encoder_decoder:
             raise UnsupportedError(f"{type(self.model).__name__} has no encoder to read {sorted(inputs)} with")
@@ -78,11 +91,15 @@ class LanguageModel:
         given = {name: value.to(self.device) for name, value in inputs.items() if name in names}
         if "input_features" in given:
             given["input_features"] = given["input_features"].to(self.dtype)
-        hidden = encoder(**given, return_dict=True).last_hidden_state
+        wanted = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
+        extras = {name: True for name, want in wanted.items() if want}
+        output = encoder(**given, **extras, return_dict=True)
+        hidden = output.last_hidden_state
         mask = inputs.get("attention_mask")
         # Audio encoders shorten their input, so a mask over it does not fit their frames.
         fits = mask is not None and mask.shape == hidden.shape[:2]
-        return Encoding(hidden, mask.to(self.device) if fits and mask is not None else None)
+        kept = mask.to(self.device) if fits and mask is not None else None
+        return Encoding(hidden, kept, output.get("hidden_states"), output.get("attentions"))
 
     def shares_encoder_with(self, other: LanguageModel) -> bool:
         """Whether both have encoders with equal weights, so that one reading serves both."""
@@ -110,6 +127,14 @@ class LanguageModel:
             positions.install(self.decoder, style)
 
 
+def text_config(config: Any) -> Any:
+    """The part of a config that describes the text decoder."""
+    # For one flat config of both sides the library would build a renamed copy with defaults in the gaps.
+    if config.is_encoder_decoder and not hasattr(config, "decoder"):
+        return config
+    return config.get_text_config(decoder=True)
+
+
 def decoder_layers(config: Any) -> int:
     """How many decoder layers a text config describes."""
     for name in ("decoder_layers", "num_decoder_layers", "num_hidden_layers"):
@@ -128,12 +153,14 @@ def _logits_width(model: Any, config: Any) -> int:
     return int(width) if width is not None else int(config.vocab_size)
 
 
-def _max_positions(config: Any) -> int | None:
-    """The length of a position table or the trained context; None where positions have no end."""
-    for name in ("max_target_positions", "max_position_embeddings", "max_seq_len"):
-        if getattr(config, name, None):
-            return int(getattr(config, name))
-    return None
+def _max_positions(decoder: nn.Module, config: Any) -> int | None:
+    """The length of the position table; None where positions are rotated, biased or implied, and have no end."""
+    modules = (*decoder.named_modules(), *decoder.named_buffers())
+    tables = {"wpe", "embed_positions", "position_embeddings"} & {name.rpartition(".")[2] for name, _ in modules}
+    names: tuple[str, ...] = ("max_target_positions", "max_decoder_position_embeddings", "max_position_embeddings")
+    if not tables:
+        names = ("max_seq_len",) if config.model_type == "mpt" else ()  # its bias is a table of this length
+    return next((int(length) for name in names if (length := getattr(config, name, None))), None)
 
 
 def _equal(mine: Tensor, theirs: Tensor) -> bool:

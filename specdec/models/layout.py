@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -69,6 +69,18 @@ class Layout:
         key_positions = index.repeat(len(trees), 1).scatter_(1, slots, positions)
         ragged = None if level else slots
         return cls(lengths, sizes, nodes, start, start + nodes, False, ragged, positions, key_positions, seen)
+
+    def all_slots(self) -> Tensor:
+        """`[rows, nodes]`, also where every row starts at the same slot."""
+        return torch.tensor(self.lengths)[:, None] + torch.arange(self.nodes)
+
+    def explicit(self) -> Layout:
+        """The same pass with a mask, for a forward that derives nothing itself."""
+        if not self.plain:
+            return self
+        key_positions = torch.arange(self.end).expand(len(self.lengths), -1)
+        seen = key_positions[:, None] <= self.positions[:, :, None]
+        return replace(self, plain=False, key_positions=key_positions, seen=seen)
 
     def mask(self, kind: Kind, dtype: torch.dtype) -> Tensor:
         """`[rows, 1, nodes, end]`, added to attention scores: 0 where a node may look, the lowest number elsewhere."""

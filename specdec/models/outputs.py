@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,13 @@ class Keep:
             union.update(range(begin, size))
         nodes = sorted(union) or [layout.nodes - 1]
         return cls(nodes, first, nodes[0] == layout.nodes - len(nodes))
+
+    def several(self, layout: Layout) -> Keep:
+        """At least two nodes of a pass that has several: compiled code would treat a single one as another case."""
+        if len(self.nodes) > 1 or layout.nodes == 1:
+            return self
+        only = self.nodes[0]
+        return replace(self, nodes=[only - 1, only] if only else [0, 1], last=False)
 
     def argument(self, device: torch.device) -> int | Tensor:
         """`logits_to_keep`: a count where the nodes are the last ones, otherwise their indices."""

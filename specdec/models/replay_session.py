@@ -125,7 +125,9 @@ class ReplaySession(Session):
         scores = []
         for number, (row, tree, kept) in enumerate(zip(self._rows, trees, keep, strict=True)):
             given = embeds[number] if embeds is not None else None
-            row.embeds = given if given is not None else row.embeds
+            if given is not None:  # of these nodes; what came before stays, in case the row starts over
+                before = given[:0] if row.embeds is None else row.embeds
+                row.embeds = torch.cat([before[: len(row.tokens)], given])
             row.rewind(len(row.tokens))
             row.tree, row.ran = tree, []
             scores.append(self._run_tree(row, tree, kept, asked))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -82,7 +82,24 @@ class KvStore(Cache):  # type: ignore[misc]
         self.start = self.end = 0
         self.slots: Tensor | None = None
         self._row_index: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._flat: dict[tuple[int, int, int], list[Tensor]] = {}
         super().__init__(layers=[KvLayer(self) for _ in range(layers)])
+
+    @classmethod
+    def around(cls, buffers: Sequence[Tensor], slots: Tensor, end: int) -> KvStore:
+        """A store of borrowed buffers (keys, values, keys, ...) for one pass that writes at `slots` `[rows, nodes]`."""
+        store = cls(len(buffers) // 2)
+        store.start, store.end, store.slots = end - slots.shape[1], end, slots
+        for index, layer in enumerate(store.layers):
+            layer.buffers, layer.is_initialized = (buffers[2 * index], buffers[2 * index + 1]), True
+        return store
+
+    def flat(self, rows: int, prepared: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        """The first `rows` rows of all buffers (keys, values, keys, ...), `prepared` once until the buffers change."""
+        key = (rows, self.row_capacity, self.capacity)
+        if key not in self._flat:
+            self._flat = {key: [prepared(buffer[:rows]) for layer in self.layers for buffer in layer.buffers or ()]}
+        return self._flat[key]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

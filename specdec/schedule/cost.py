@@ -95,29 +95,29 @@ class Line:
 
 @dataclass(frozen=True)
 class CostPlan:
-    """One row's part of the rule; `unit` and `node` are draft and verification cost in tokens at the current rate."""
+    """One row's part of the rule; a node's costs are the tokens that its seconds would bring at the current rate."""
 
     limit: int
     acceptance: Acceptance
-    unit: float
-    node: float
+    draft_cost: float
+    verify_cost: float
 
     def go_on(self, confidence: Sequence[float]) -> bool:
         """Before a draft pass: the next token, of unknown confidence, must pay for drafting and for verifying it."""
         if len(confidence) >= self.limit:
             return False
-        return self.acceptance.path(confidence) * self.acceptance.mean >= self.unit + self.node
+        return self.acceptance.path(confidence) * self.acceptance.mean >= self.draft_cost + self.verify_cost
 
     def keep(self, confidence: Sequence[float]) -> bool:
         """After it: the token is paid for, it must only pay for its verification."""
-        return self.acceptance.path(confidence) >= self.node
+        return self.acceptance.path(confidence) >= self.verify_cost
 
 
 @dataclass(frozen=True)
 class Cost:
     """Tokens per second decide (see the module); may draft nothing, and then tries again, ever more rarely.
 
-    `k` bounds a path. Fitted costs and acceptance carry over to the next call of the same generator.
+    `k` bounds a path. Fitted costs and acceptance carry over to the next call of the same generator (`fresh`).
     """
 
     k: int = 32
@@ -132,40 +132,38 @@ class Cost:
 
     def plan(self, rows: Sequence[Row]) -> list[Plan]:
         """One plan per row; all of limit 0 while plain decoding is predicted to be faster."""
-        if not self.passes.weight or not self.draft_seconds:
+        if not self._measured:
             return [CostPlan(min(self.k, 5), self.acceptance, 0.0, 0.0)] * len(rows)
-        plain = len(rows) / (self.passes.at(len(rows)) + self.other_seconds)
-        rate = max(self.tokens / self.seconds if self.seconds else 0.0, plain)
+        if not self._pays(len(rows)):
+            return [CostPlan(int(self.idle >= self.patience), self.acceptance, 0.0, 0.0)] * len(rows)
+        rate = max(self.tokens / self.seconds if self.seconds else 0.0, self._rate(len(rows), 0))
         # A draft that asks before each pass is the dearest; one that copies has nothing to ask.
-        unit, node = rate * max(self.draft_seconds.values()) / len(rows), rate * self.passes.slope
-        if self._pays(plain, len(rows)):
-            return [CostPlan(self.k, self.acceptance, unit, node)] * len(rows)
-        probing = self.idle >= self.patience
-        return [CostPlan(int(probing), self.acceptance, 0.0, 0.0)] * len(rows)
+        draft = rate * max(self.draft_seconds.values()) / len(rows)
+        return [CostPlan(self.k, self.acceptance, draft, rate * self.passes.slope)] * len(rows)
 
-    def _pays(self, plain: float, rows: int) -> bool:
+    @property
+    def _measured(self) -> bool:
+        return bool(self.passes.weight and self.draft_seconds)
+
+    def _pays(self, rows: int) -> bool:
         """Whether some number of tokens per row is predicted to beat plain decoding."""
-        expected, chance, mean = 1.0, 1.0, self.acceptance.mean
-        cheapest = min(self.draft_seconds.values())
-        for k in range(1, self.k + 1):
-            chance *= mean
-            expected += chance
-            seconds = self.passes.at(rows * (k + 1)) + self.other_seconds + k * cheapest
-            if rows * expected / seconds > plain:
-                return True
-        return False
+        plain = self._rate(rows, 0)
+        return any(self._rate(rows, k) > plain for k in range(1, self.k + 1))
+
+    def _rate(self, rows: int, k: int) -> float:
+        """Predicted tokens per second with `k` drafted tokens per row, from the cheapest source."""
+        expected = sum(self.acceptance.mean**i for i in range(k + 1))
+        drafting = k * min(self.draft_seconds.values()) if k else 0.0
+        return rows * expected / (self.passes.at(rows * (k + 1)) + self.other_seconds + drafting)
 
     def after(self, round: Round) -> Cost:
-        """With this round's outcomes, costs and rate; prefill passes teach only acceptance and draft costs nothing."""
+        """With this round's outcomes, costs and rate; a prompt's round teaches only acceptance."""
         acceptance = self.acceptance
         for row in round.rows:
             acceptance = acceptance.after(row)
-        drafted = max((row.drafted for row in round.rows), default=0)
         if any(row.prefill for row in round.rows):
             return replace(self, acceptance=acceptance)
-        plain = len(round.rows) / (self.passes.at(len(round.rows)) if self.passes.weight else round.verify_seconds)
-        probed = drafted > 0 and not (self.passes.weight and self.draft_seconds and self._pays(plain, len(round.rows)))
-        accepted = any(row.accepted for row in round.rows)
+        drafted = max(row.drafted for row in round.rows)
         return replace(
             self,
             acceptance=acceptance,
@@ -175,7 +173,7 @@ class Cost:
             tokens=0.9 * self.tokens + sum(len(row.steps) for row in round.rows),
             seconds=0.9 * self.seconds + round.seconds,
             idle=0 if drafted else self.idle + 1,
-            patience=min(2 * self.patience, 256) if probed and not accepted else 16 if accepted else self.patience,
+            patience=self._patience(round, drafted),
         )
 
     def _drafting(self, round: Round, drafted: int) -> Mapping[str, float]:
@@ -186,9 +184,16 @@ class Cost:
         old = self.draft_seconds.get(source)
         return {**self.draft_seconds, source: _fading(old, round.draft_seconds / drafted)}
 
-    def fresh(self) -> Cost:
-        """All that was learned, except the rate of the last call's rounds."""
-        return replace(self, tokens=0.0, seconds=0.0, idle=self.patience // 2)
+    def _patience(self, round: Round, drafted: int) -> int:
+        """A try that brought nothing doubles the wait for the next one; anything accepted makes it short again."""
+        if any(row.accepted for row in round.rows):
+            return 16
+        tried = drafted and self._measured and not self._pays(len(round.rows))
+        return min(2 * self.patience, 256) if tried else self.patience
+
+    def fresh(self, k: int) -> Cost:
+        """All that was learned, except the rate of the last call's rounds, for a call with this bound."""
+        return replace(self, k=k, tokens=0.0, seconds=0.0, idle=self.patience // 2)
 
 
 def _bin(confidence: float) -> int:

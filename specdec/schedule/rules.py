@@ -20,10 +20,6 @@ class Schedule(Protocol):
         """The schedule that has learned from this round."""
         ...
 
-    def fresh(self) -> Schedule:
-        """The schedule with which the next call begins."""
-        ...
-
 
 @dataclass(frozen=True, slots=True)
 class Limit:
@@ -43,21 +39,26 @@ class Limit:
 
 @dataclass(frozen=True)
 class Constant:
-    """`k` tokens in every round."""
+    """`k` tokens in every round, fewer where the draft believes in one less than `threshold`."""
 
     k: int = 5
+    threshold: float = 0.0
 
     def plan(self, rows: Sequence[Row]) -> list[Plan]:
         """The same limit for every row."""
-        return [Limit(self.k)] * len(rows)
+        return [Limit(self.k, self.threshold)] * len(rows)
 
     def after(self, round: Round) -> Constant:
         """Nothing to learn."""
         return self
 
-    def fresh(self) -> Constant:
-        """Nothing to forget."""
-        return self
+
+@dataclass(frozen=True)
+class Confidence(Constant):
+    """Up to `k` tokens, until the draft's own probability of one falls below `threshold` (DISCO, arXiv 2405.04304)."""
+
+    k: int = 20
+    threshold: float = 0.4
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,12 @@ class Heuristic:
     """The dynamic rule of the original report, per row: all drafted tokens accepted, +2; otherwise −1, at least 1."""
 
     start: int = 5
+    threshold: float = 0.0
     lengths: Mapping[int, int] = field(default_factory=dict)
 
     def plan(self, rows: Sequence[Row]) -> list[Plan]:
         """Every row's own length."""
-        return [Limit(self.lengths.get(row.key, self.start)) for row in rows]
+        return [Limit(self.lengths.get(row.key, self.start), self.threshold) for row in rows]
 
     def after(self, round: Round) -> Heuristic:
         """Lengths after this round; rows that had nothing drafted keep theirs."""
@@ -79,27 +81,3 @@ class Heuristic:
                 k = lengths.get(row.key, self.start)
                 lengths[row.key] = k + 2 if row.accepted == row.drafted else max(1, k - 1)
         return replace(self, lengths=lengths)
-
-    def fresh(self) -> Heuristic:
-        """The starting length again."""
-        return replace(self, lengths={})
-
-
-@dataclass(frozen=True)
-class Confidence:
-    """Draft until the draft's own probability of a token falls below `threshold`, at most `k` tokens (DISCO, 2405.04304)."""
-
-    k: int = 20
-    threshold: float = 0.4
-
-    def plan(self, rows: Sequence[Row]) -> list[Plan]:
-        """The same limit and threshold for every row."""
-        return [Limit(self.k, self.threshold)] * len(rows)
-
-    def after(self, round: Round) -> Confidence:
-        """Nothing to learn."""
-        return self
-
-    def fresh(self) -> Confidence:
-        """Nothing to forget."""
-        return self

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import OptionError
+from specdec.errors import OptionError, SpecdecError
 
 _ROOT = Path(__file__).parent
 NAMES = ("python-code",)
@@ -24,10 +24,10 @@ class Pair:
 
 
 def pair(name: str = "python-code") -> Pair:
-    """The pair of this name; raises OptionError for an unknown one or where the weights are not installed."""
+    """The pair of this name; raises OptionError for an unknown one, SpecdecError where the weights are missing."""
     if name not in NAMES:
         raise OptionError.of("name", f"one of {', '.join(NAMES)}", name)
     folder = _ROOT / name.replace("-", "_")
     if not (folder / "target" / "model.safetensors").exists():
-        raise OptionError(f"the weights of {name!r} are not in {folder}: install the package with its data files")
+        raise SpecdecError(f"the weights of {name!r} are not in {folder}: install the package with its data files")
     return Pair(name, folder / "target", folder / "draft", json.loads((folder / "card.json").read_text()))

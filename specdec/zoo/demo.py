@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import zip_longest
 from statistics import median
 from time import perf_counter as clock
 from typing import Any
@@ -77,18 +78,7 @@ def duel(
 
 def first_difference(plain: Generation, assisted: Generation) -> tuple[int, int | None, int | None] | None:
     """The first new position at which two results differ, with the token of each, None past its end."""
-    a, b = new_tokens(plain)[0], new_tokens(assisted)[0]
-    for position in range(max(len(a), len(b))):
-        pair = [ids[position] if position < len(ids) else None for ids in (a, b)]
-        if pair[0] != pair[1]:
-            return position, pair[0], pair[1]
+    for position, (a, b) in enumerate(zip_longest(plain.new_tokens()[0], assisted.new_tokens()[0])):
+        if a != b:
+            return position, a, b
     return None
-
-
-def new_tokens(out: Generation) -> list[list[int]]:
-    """Every row's generated ids, without prompt and padding."""
-    if out.sequences is None or out.stats is None:
-        return []
-    lengths = [row.num_new_tokens for row in out.stats.per_row]
-    start = out.sequences.shape[1] - max(lengths)
-    return [ids[start : start + n].tolist() for ids, n in zip(out.sequences, lengths, strict=True)]

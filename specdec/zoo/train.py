@@ -1,8 +1,9 @@
-"""The recipe of the package's Python-code pair: `python -m specdec.zoo.train OUT`, seeded, about an hour and a half on two cores.
+"""The recipe of the package's Python-code pair: `specdec zoo train OUT`, seeded, about 75 minutes on two cores.
 
-A deep, narrow target learns the standard library by next-token prediction (Muon for matrices, AdamW for the rest): first as
-a stack of eight layers, then with the stack repeated three times (Du et al. 2024, "Stacking Your Transformers");
-a two-layer draft is then distilled from the target's distributions, on the same text and on the target's own continuations.
+A deep, narrow target learns the standard library by next-token prediction (Muon for matrices, AdamW for the rest):
+first as a stack of eight layers, then with the stack repeated three times (Du et al. 2024, "Stacking Your
+Transformers"). A two-layer draft, which starts from the target's first and last layer, is then distilled from the
+target's distributions, on the same text and on the target's own continuations.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -97,7 +99,7 @@ def windows(
         yield torch.from_numpy(np.stack([stream[s : s + length + 1] for s in starts])).to(device)
 
 
-def optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
     """Muon for the layers' matrices, AdamW for embeddings and norms."""
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
@@ -131,37 +133,42 @@ def rate(step: int, steps: int, decay_from: float) -> float:
     return min(1.0, (step + 1) / 40, (1 - step / steps) / max(1 - decay_from, 1e-9))
 
 
-def run_steps(
-    model: LlamaForCausalLM,
-    loss_of: Callable[[Tensor], Tensor],
-    batches: Iterator[Tensor],
-    factor: Callable[[int], float],
-    report: Callable[[], str],
-    save: Callable[[], None],
-    log: str,
-) -> None:
-    """The training loop: one optimiser step per batch, a line of progress now and then, a checkpoint every 200 steps."""
-    groups = optimizers(model)
-    initial = [[g["lr"] for g in o.param_groups] for o in groups]
-    loss_of = torch.compile(loss_of, dynamic=False)
-    start = time.perf_counter()
-    for step, batch in enumerate(batches):
-        for optimizer, rates in zip(groups, initial, strict=True):
-            for group, r in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = r * factor(step)
-        with torch.autocast(batch.device.type, torch.bfloat16):
-            loss = loss_of(batch)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in groups:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        if step % 20 == 0:
-            seconds = time.perf_counter() - start
-            print(f"{log} step {step} loss {loss.item():.3f} {seconds:.0f} s", flush=True)
-        if step % 200 == 199:
-            print(f"{log} step {step + 1} {report()}", flush=True)
-            save()
+@dataclass(frozen=True)
+class Course:
+    """One stage of training; the learning rate decays after the share `decay_from` of its steps."""
+
+    name: str
+    batches: Iterator[Tensor]
+    loss_of: Callable[[Tensor], Tensor]
+    steps: int
+    decay_from: float
+    held_out: np.ndarray
+    folder: Path
+
+    def run(self, model: LlamaForCausalLM) -> None:
+        """One optimiser step per batch, progress now and then, a checkpoint every 200 steps and at the end."""
+        optimizers = make_optimizers(model)
+        initial = [[group["lr"] for group in o.param_groups] for o in optimizers]
+        loss_of = torch.compile(self.loss_of, dynamic=False)
+        start = time.perf_counter()
+        for step, batch in enumerate(self.batches):
+            factor = rate(step, self.steps, self.decay_from)
+            for optimizer, rates in zip(optimizers, initial, strict=True):
+                for group, r in zip(optimizer.param_groups, rates, strict=True):
+                    group["lr"] = r * factor
+            with torch.autocast(batch.device.type, torch.bfloat16):
+                loss = loss_of(batch)
+            torch.autograd.backward(loss)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            if step % 20 == 0:
+                seconds = time.perf_counter() - start
+                print(f"{self.name} step {step}/{self.steps} loss {loss.item():.3f} {seconds:.0f} s", flush=True)
+            if step % 200 == 199 or step == self.steps - 1:
+                print(f"{self.name} held-out loss {held_out_loss(model, self.held_out):.3f}", flush=True)
+                save(model, self.folder)
 
 
 @torch.no_grad()
@@ -206,29 +213,28 @@ def train_target(out: Path, seedling_steps: int, target_steps: int, device: torc
     print(f"{len(stream)} training tokens, {len(held)} held out", flush=True)
     torch.manual_seed(0)
     model = SEEDLING.build().to(device)
-    for stage in ("seedling", "target"):
-        if stage == "target":
-            model = grow(model, TARGET)
-        steps = seedling_steps if stage == "seedling" else target_steps
-
-        def loss_of(batch: Tensor, model: LlamaForCausalLM = model) -> Tensor:
-            logits = model(batch[:, :-1], use_cache=False).logits
-            return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
-
-        def factor(step: int, stage: str = stage, steps: int = steps) -> float:
-            return rate(step, steps, 1.0) if stage == "seedling" else rate(step, steps, 0.4)
-
-        run_steps(
-            model,
-            loss_of,
-            windows(stream, steps, steps // 10 if stage == "target" else 0, len(stage), device),
-            factor,
-            lambda model=model: f"held-out loss {held_out_loss(model, held):.3f}",
-            lambda model=model: save(model, out / "target"),
-            stage,
-        )
-        save(model, out / "target")
+    folder = out / "target"
+    batches = windows(stream, seedling_steps, 0, 8, device)
+    Course("seedling", batches, partial(next_token_loss, model), seedling_steps, 1.0, held, folder).run(model)
+    model = grow(model, TARGET)
+    batches = windows(stream, target_steps, target_steps // 10, 6, device)
+    Course("target", batches, partial(next_token_loss, model), target_steps, 0.4, held, folder).run(model)
     return model
+
+
+def next_token_loss(model: LlamaForCausalLM, batch: Tensor) -> Tensor:
+    """Cross-entropy of `batch` `[rows, length + 1]`."""
+    logits = model(batch[:, :-1], use_cache=False).logits
+    return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+
+
+def distillation_loss(target: LlamaForCausalLM, draft: LlamaForCausalLM, batch: Tensor) -> Tensor:
+    """Cross-entropy of the draft's next-token distributions against the target's, over `batch` `[rows, length + 1]`."""
+    ids = batch[:, :-1]
+    with torch.no_grad():
+        p = torch.softmax(target(ids, use_cache=False).logits.float(), -1)
+    log_q = torch.log_softmax(draft(ids, use_cache=False).logits.float(), -1)
+    return -(p * log_q).sum(-1).mean()
 
 
 def train_draft(out: Path, steps: int, device: torch.device) -> LlamaForCausalLM:
@@ -248,23 +254,8 @@ def train_draft(out: Path, steps: int, device: torch.device) -> LlamaForCausalLM
         for step, pair in enumerate(zip(real, own, strict=True)):
             yield pair[step % 2]
 
-    def loss_of(batch: Tensor) -> Tensor:
-        ids = batch[:, :-1]
-        with torch.no_grad():
-            p = torch.softmax(target(ids, use_cache=False).logits.float(), -1)
-        log_q = torch.log_softmax(model(ids, use_cache=False).logits.float(), -1)
-        return -(p * log_q).sum(-1).mean()
-
-    run_steps(
-        model,
-        loss_of,
-        batches(),
-        lambda step: rate(step, steps, 0.4),
-        lambda: f"held-out loss {held_out_loss(model, held):.3f}",
-        lambda: save(model, out / "draft"),
-        "draft",
-    )
-    save(model, out / "draft")
+    loss = partial(distillation_loss, target, model)
+    Course("draft", batches(), loss, steps, 0.4, held, out / "draft").run(model)
     return model
 
 
@@ -310,16 +301,16 @@ def evaluate(out: Path) -> dict[str, float]:
     return card
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the recipe, or one stage of it."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser("specdec zoo train", description=__doc__)
     parser.add_argument("out", type=Path, help="folder that receives target/, draft/ and card.json")
     parser.add_argument("--stage", choices=("target", "draft", "evaluate"), help="run one stage only")
     parser.add_argument("--seedling-steps", type=int, default=1200)
     parser.add_argument("--target-steps", type=int, default=500)
     parser.add_argument("--draft-steps", type=int, default=700)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     device = torch.device(options.device)
     if options.stage in (None, "target"):
         train_target(options.out, options.seedling_steps, options.target_steps, device)

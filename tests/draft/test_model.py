@@ -237,7 +237,7 @@ def test_encoder_decoder_reads_its_own_inputs_once() -> None:
 def test_encoder_decoder_takes_a_shared_encoding_or_says_what_is_missing() -> None:
     """A shared encoding is used as it is; neither encoding nor inputs is an error before any pass."""
     model = FakeModel(is_encoder_decoder=True)
-    session = ModelDrafter(model).start(call(encoding=FakeEncoding([3])))
+    session = ModelDrafter(model, shared_encoder=True).start(call(encoding=FakeEncoding([3])))
     assert one(session, FakeRow([0]), 2) == model.greedy([0], 2, 3)
     assert model.encoded == 0
     with pytest.raises(UnsupportedError, match="encoder"):

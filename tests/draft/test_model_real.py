@@ -49,7 +49,8 @@ def test_encoder_decoder(name: str) -> None:
     language_model = LanguageModel(model)
     shared = language_model.encode(inputs)
     for given in ({"draft_inputs": inputs}, {"encoding": shared}):
-        session = ModelDrafter(language_model).start(call(vocab_size=64, **given))
+        drafter = ModelDrafter(language_model, shared_encoder="encoding" in given)
+        session = drafter.start(call(vocab_size=64, **given))
         rows = [FakeRow([1], 0), FakeRow([1, 5, 6], 1)]
         for _ in range(3):
             trees = session.propose(rows, [FakePlan(3)] * 2)

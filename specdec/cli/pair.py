@@ -1,0 +1,116 @@
+"""The models that come with the package: `specdec demo` shows them at work, `specdec zoo` lists and remakes them."""
+
+from __future__ import annotations
+
+import json
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from specdec.cli.request import DEFAULT_NEW_TOKENS
+from specdec.cli.show import ACCEPTED, PROMPT, TARGET, Printer, has_colours, write
+from specdec.cli.terminal import MISMATCH, OK, Debug, Quiet, fail, loading
+
+if TYPE_CHECKING:
+    from specdec.zoo.demo import Duel
+
+zoo_app = typer.Typer(help="The models that come with the package, and the recipe that made them.")
+
+
+def demo(
+    seed: Annotated[int, typer.Option(help="Chooses the prompt, and the text if sampling.")] = 0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of the continuation.")] = DEFAULT_NEW_TOKENS,
+    sample: Annotated[bool, typer.Option("--sample/--greedy", help="Draw tokens, or take the likeliest.")] = False,
+    temperature: Annotated[float | None, typer.Option(help="Implies --sample.")] = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> int:
+    """Watch the package's own small pair write code, and see what the draft brings."""
+    from specdec import zoo
+
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": sample or temperature is not None}
+    if options["do_sample"]:
+        options |= {"seed": seed, "temperature": temperature}
+    pair = zoo.pair()
+    out = Console()
+    with loading(f"loading zoo:{pair.name}", quiet=quiet):
+        from specdec.zoo.demo import duel, load, prompt
+
+        assisted, plain = load(pair)
+        text = prompt(seed)
+    write(out, text, PROMPT)
+    Printer(out, assisted.tokenizer, show_draft=True, marks=False).follow(assisted.stream(text, **options))
+    if has_colours(out):
+        write(out, "\n")
+        for words, style in (
+            ("■ prompt  ", PROMPT),
+            ("■ accepted from the draft  ", ACCEPTED),
+            ("■ the target's own\n", TARGET),
+        ):
+            write(out, words, style)
+    with Console(stderr=True, quiet=quiet).status("measuring plain and assisted decoding in turn"):
+        result = duel(assisted, plain, text, **options)
+    write(out, f"\n{verdict(result)}\n")
+    return _compared(result, assisted.tokenizer)
+
+
+def verdict(duel: Duel) -> str:
+    """The one line of statistics."""
+    stats = duel.assisted.stats
+    length = stats.mean_acceptance_length if stats is not None else 1.0
+    return " · ".join(
+        (
+            f"plain {median(duel.plain_rates):.0f} tokens/s",
+            f"assisted {median(duel.assisted_rates):.0f} tokens/s",
+            comparison(duel.speedup),
+            f"mean acceptance length {length:.2f}",
+            f"identical: {'no' if duel.difference else 'yes'}",
+        )
+    )
+
+
+def comparison(speedup: float) -> str:
+    """The speedup in words."""
+    if speedup < 0.98:
+        return f"assistance is slower here ({speedup:.2f}×)"
+    return f"{speedup:.2f}× faster" if speedup > 1.02 else f"about as fast ({speedup:.2f}×)"
+
+
+def _compared(duel: Duel, tokenizer: Any) -> int:
+    """The exit code; where the two texts part, says so."""
+    if duel.difference is None:
+        return OK
+    position, *tokens = duel.difference
+    plain, assisted = ("nothing" if t is None else f"{t} {tokenizer.decode([t])!r}" for t in tokens)
+    return fail(f"error: mismatch at new token {position}: plain wrote {plain}, assisted {assisted}", MISMATCH)
+
+
+@zoo_app.callback(invoke_without_command=True)
+def zoo(ctx: typer.Context, debug: Debug = False) -> None:
+    """Print what comes with the package: names, sizes, and how good the models are."""
+    if ctx.invoked_subcommand is not None:
+        return
+    from specdec import zoo as models
+
+    for name in models.NAMES:
+        pair = models.pair(name)
+        print(f"zoo:{name}")
+        for role, folder in (("target", pair.target), ("draft", pair.draft)):
+            size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+            print(f"  {role:<24} {size / 1e6:.1f} MB  {folder}")
+        for key, value in pair.card.items():
+            print(f"  {key.replace('_', ' '):<24} {_plain(value)}")
+
+
+def _plain(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) else value if isinstance(value, str) else json.dumps(value)
+
+
+@zoo_app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
+def train(ctx: typer.Context) -> None:
+    """Run the recipe that made the package's pair: specdec zoo train OUT; --help lists its options."""
+    from specdec.zoo import train as recipe
+
+    recipe.main([a for a in ctx.args if a != "--debug"])

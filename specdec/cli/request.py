@@ -1,0 +1,194 @@
+"""What `specdec generate` is asked to do: flags over a YAML file, checked before anything is loaded."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specdec.errors import OptionError, UnsupportedError
+
+DEFAULT_NEW_TOKENS = 128
+METHODS = "auto, draft, ngram, suffix, early_exit:N, hybrid or none"
+
+# Flag of `generate` -> option of the library.
+FLAGS = {
+    "num_draft_tokens": "num_assistant_tokens",
+    "schedule": "schedule",
+    "max_new_tokens": "max_new_tokens",
+    "sample": "do_sample",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "sampling": "sampling",
+    "seed": "seed",
+    "num_return_sequences": "num_return_sequences",
+    "stop": "stop_strings",
+}
+SAMPLING_FLAGS = ("temperature", "top_k", "top_p", "sampling")
+# Options that name a draft of their own, and so take the place of --method.
+DRAFT_OPTIONS = ("prompt_lookup_num_tokens", "assistant_early_exit")
+CALL_ONLY = (*DRAFT_OPTIONS, "max_matching_ngram_size")
+STRATEGY_OPTIONS = ("strategy", "num_samples", "ranking")
+LOADED = ("target", "draft", "method")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `generate` was asked to do, by flags and file: what to load, and the options of the call."""
+
+    target: str
+    draft: Any
+    method: str
+    options: dict[str, Any]
+    loading: dict[str, Any]
+
+    @property
+    def draft_model(self) -> str | None:
+        """The draft's model, where the method has one."""
+        if self.method not in ("draft", "hybrid"):
+            return None
+        return str(self.draft[1] if isinstance(self.draft, tuple) else self.draft)
+
+
+def read_request(params: Mapping[str, Any]) -> Request:
+    """Flags over the file of --config, checked; raises OptionError before anything is loaded."""
+    file = read_config(params["config"])
+    target = params["target"] or file.get("target")
+    if not target:
+        raise OptionError("no target was named: pass TARGET, or a --config file with a `target`")
+    if params["json_"] and params["show_draft"]:
+        raise OptionError("--show-draft marks text on the screen and --json prints none: leave one of them out")
+    if params["show_draft"] and not params["stream"]:
+        raise OptionError("--show-draft marks text as it comes: leave out --no-stream")
+    options = read_options(params, {n: v for n, v in file.items() if n not in LOADED})
+    if params["show_draft"] and options.get("num_return_sequences", 1) > 1:
+        raise OptionError("--show-draft shows one text: leave out --num-return-sequences")
+    method, draft = choose_draft(params, file, target, options)
+    dtype = params["dtype"] or ("float32" if target.startswith("zoo:") else "auto")
+    loading = {"dtype": dtype, "device_map": params["device_map"], "trust_remote_code": params["trust_remote_code"]}
+    return Request(target, draft, method, options, loading)
+
+
+def read_config(path: Path | None) -> dict[str, Any]:
+    """The keys of a --config file; empty without one."""
+    if path is None:
+        return {}
+    from specdec.config import REFUSED, Options, read_yaml
+
+    file = read_yaml(path)
+    known = {*LOADED, *Options.model_fields, *REFUSED, *CALL_ONLY, *STRATEGY_OPTIONS, "num_assistant_tokens_schedule"}
+    if unknown := [name for name in file if name not in known]:
+        raise OptionError(f"{path} has unknown keys: {', '.join(unknown)}")
+    for name in LOADED:
+        if not isinstance(file.get(name, ""), str):
+            raise OptionError.of(name, f"text in {path}", file[name])
+    return file
+
+
+def read_options(params: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of the call: flags and --set over the file's, with a length limit, and a seed for sampling."""
+    from specdec.config import resolve
+
+    flags = {name: params[flag] for flag, name in FLAGS.items() if params[flag] not in (None, [], ())}
+    drawing = [flag for flag in SAMPLING_FLAGS if params[flag] is not None]
+    if drawing and params["sample"] is False:
+        raise OptionError(f"--{drawing[0].replace('_', '-')} is about sampling and --greedy forbids it: leave one out")
+    if drawing:
+        flags["do_sample"] = True
+    extra = read_settings(params["set_"] or [])
+    if both := sorted(flags.keys() & extra.keys()):
+        raise OptionError(f"`{both[0]}` was set by its flag and by --set: pass one of them")
+    options = _over(file, {**flags, **extra})
+    if options.get("strategy") == "sample_and_rank":  # of a later release; plain sampling would be another method
+        raise UnsupportedError(
+            "sample-and-rank is not available yet: leave out `strategy`, `num_samples` and `ranking`, and draw "
+            "several texts with `num_return_sequences`"
+        )
+    if "max_new_tokens" not in options and "max_length" not in options:
+        options["max_new_tokens"] = DEFAULT_NEW_TOKENS
+    if resolve({n: v for n, v in options.items() if n not in CALL_ONLY}).samples:
+        options.setdefault("seed", secrets.randbits(32))
+    return options
+
+
+def _over(file: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """`given` over `file`; what contradicts a given option by another name gives way, and null unsets."""
+    rivals = [{"max_new_tokens", "max_length"}, {"schedule", "num_assistant_tokens_schedule"}]
+    gone = {name for pair in rivals if pair & given.keys() for name in pair}
+    if given.get("do_sample") is False:
+        gone |= {"temperature", "top_k", "top_p", "sampling", "seed", "num_return_sequences"}
+    merged = {**{n: v for n, v in file.items() if n not in gone}, **given}
+    return {name: value for name, value in merged.items() if value is not None}
+
+
+def read_settings(settings: Sequence[str]) -> dict[str, Any]:
+    """`KEY=VALUE` pairs of --set, their values read as YAML."""
+    import yaml
+
+    found = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not name or not equals:
+            raise OptionError.of("--set", "KEY=VALUE", setting)
+        try:
+            found[name.strip().replace("-", "_")] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise OptionError.of("--set", "KEY=VALUE with a value in YAML", setting) from None
+    return found
+
+
+def choose_draft(
+    params: Mapping[str, Any], file: Mapping[str, Any], target: str, options: Mapping[str, Any]
+) -> tuple[str, Any]:
+    """The method, and the draft as SpecGenerator takes it."""
+    if own := [name for name in DRAFT_OPTIONS if name in options]:
+        if params["method"] or params["draft_model"]:
+            raise OptionError(f"`{own[0]}` names a draft, and so do --method and --draft-model: pass one of them")
+        return own[0], None
+    modelled = ("auto", "draft", "hybrid")
+    from_file = file.get("method", "auto")
+    if params["draft_model"] and from_file not in modelled:
+        from_file = "auto"
+    method: str = params["method"] or from_file
+    model = params["draft_model"] or file.get("draft")
+    if method not in modelled:
+        if params["draft_model"]:
+            raise OptionError(f"--method {method} uses no draft model: leave out --draft-model, or pass --method draft")
+        return method, _draft_without_model(method)
+    if model is None and target.startswith("zoo:"):
+        model = target
+    if model is None and method == "auto":
+        return "suffix", "suffix"
+    if model is None:
+        raise OptionError(f"--method {method} needs a draft model: pass --draft-model")
+    model = locate(model, "draft")
+    return ("hybrid", ("suffix", model)) if method == "hybrid" else ("draft", model)
+
+
+def _draft_without_model(method: str) -> str | None:
+    layers = method.removeprefix("early_exit:")
+    if method in ("ngram", "suffix") or (layers != method and layers.isdecimal()):
+        return method
+    if method == "none":
+        return None
+    raise OptionError.of("--method", METHODS, method)
+
+
+def locate(name: str, role: str) -> str:
+    """A model's folder where it comes with the package (`zoo:NAME`), else its id or folder as given."""
+    if not name.startswith("zoo:"):
+        return name
+    from specdec import zoo
+
+    return str(getattr(zoo.pair(name.removeprefix("zoo:")), role))
+
+
+def read_prompt(prompt: str | None) -> str:
+    """The prompt as given, or all of stdin."""
+    if prompt is None:
+        raise OptionError("no prompt was given: pass -p TEXT, or -p - to read stdin")
+    return sys.stdin.read() if prompt == "-" else prompt

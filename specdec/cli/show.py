@@ -1,0 +1,161 @@
+"""What a reader sees: text as it comes, finished texts, the table of statistics, the JSON report."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Generator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+from rich.segment import Segment, Segments
+from rich.style import Style
+from rich.table import Table
+
+from specdec.cli.request import Request
+from specdec.cli.terminal import BROKEN_PIPE, abandon_stdout
+
+if TYPE_CHECKING:
+    from specdec.output import Event, Generation
+    from specdec.types import Stats
+
+ACCEPTED, TARGET, PROMPT = Style(color="green"), Style(), Style(dim=True)
+MARKS = "⟦{}⟧"
+# A model may write escape sequences; a terminal must not obey them.
+CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+def write(out: Console, text: str, style: Style = TARGET) -> None:
+    """Text as it is: no wrapping, no markup; on a terminal with its style, elsewhere byte for byte."""
+    try:
+        if out.is_terminal:
+            segments = Segments([Segment(text.translate(CONTROLS), style)])
+            out.print(segments, end="", crop=False, no_wrap=True, overflow="ignore")
+        else:
+            out.file.write(text)
+        out.file.flush()
+    except BrokenPipeError:
+        abandon_stdout()
+        raise typer.Exit(BROKEN_PIPE) from None  # the parser would make it an error
+
+
+def has_colours(out: Console) -> bool:
+    """Whether colours reach the reader."""
+    return out.color_system is not None and not out.no_color
+
+
+class Printer:
+    """Writes one row's text as it becomes certain, and can tell the draft's tokens from the target's."""
+
+    def __init__(self, out: Console, tokenizer: Any, *, show_draft: bool, marks: bool = True) -> None:
+        from specdec.output import Detokenizer
+
+        self._out, self._pieces = out, Detokenizer(tokenizer)
+        self._show_draft = show_draft
+        self._marks = marks and not has_colours(out)
+
+    def follow(self, events: Generator[Event, None, Generation]) -> Generation:
+        """Writes a stream to its end, and a line end; returns the stream's result."""
+        accepted = False
+        while True:
+            try:
+                event = next(events)
+            except StopIteration as end:
+                self._write(self._pieces.push([], last=True), accepted=accepted)
+                write(self._out, "\n")
+                result: Generation = end.value
+                return result
+            if self._show_draft:
+                drafted, own = event.token_ids[: event.accepted], event.token_ids[event.accepted :]
+                self._write(self._pieces.push(drafted), accepted=True)
+                self._write(self._pieces.push(own))
+                accepted = not own
+            else:
+                self._write(event.text)
+
+    def _write(self, text: str, *, accepted: bool = False) -> None:
+        if text and accepted and self._marks:
+            text = MARKS.format(text)
+        write(self._out, text, ACCEPTED if accepted else TARGET)
+
+
+def print_texts(texts: Sequence[str]) -> None:
+    """One text as it is; several under numbered headings."""
+    out = Console()
+    for number, text in enumerate(texts, 1):
+        if len(texts) > 1:
+            write(out, f"── {number}/{len(texts)} ──\n", PROMPT)
+        write(out, f"{text}\n")
+
+
+def report(out: Generation, request: Request, *, interrupted: bool) -> dict[str, Any]:
+    """What --json prints."""
+    stats = out.stats
+    assert stats is not None
+    settings = {"target": request.target, "draft": _draft_name(request.draft), "method": request.method}
+    return {
+        "texts": out.texts,
+        "token_ids": out.new_tokens(),
+        "finish_reasons": finish_reasons(stats, interrupted=interrupted),
+        "interrupted": interrupted,
+        "stats": stats_fields(stats),
+        "settings": {**settings, **request.loading, "options": request.options, **stats.settings},
+        "versions": versions(),
+    }
+
+
+def finish_reasons(stats: Stats, *, interrupted: bool) -> list[str]:
+    """Why every row ended; Ctrl-C is the only criterion of this command."""
+    return ["interrupted" if interrupted and reason == "criteria" else reason for reason in stats.finish_reasons]
+
+
+def _draft_name(draft: Any) -> str | None:
+    return " + ".join(draft) if isinstance(draft, tuple) else draft
+
+
+def stats_fields(stats: Stats) -> dict[str, Any]:
+    """Statistics by name: counts, rates, and seconds."""
+    names = (
+        *("num_new_tokens", "num_target_passes", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens"),
+        *("mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "target_passes_per_token"),
+        *("weight_passes_per_token", "tokens_per_second", "seconds", "draft_seconds", "verify_seconds"),
+        *("select_seconds", "other_seconds", "per_step_drafted", "per_step_accepted"),
+    )
+    values = {name: getattr(stats, name) for name in names}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def versions() -> dict[str, str]:
+    """What ran."""
+    import torch
+    import transformers
+
+    from specdec import __version__
+
+    return {
+        "specdec": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def stats_table(stats: Stats, *, interrupted: bool = False) -> Table:
+    """What --stats prints."""
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="dim")
+    table.add_column(justify="right")
+    table.add_column(style="dim")
+    table.add_row("new tokens", str(stats.num_new_tokens), ", ".join(finish_reasons(stats, interrupted=interrupted)))
+    table.add_row("tokens per second", f"{stats.tokens_per_second:.1f}", f"in {stats.seconds:.2f} s")
+    table.add_row("target passes", str(stats.num_target_passes), f"{stats.target_passes_per_token:.2f} per token")
+    if stats.num_spec_steps:
+        rate = f"{stats.draft_acceptance_rate:.0%} of {stats.num_draft_tokens} drafted"
+        table.add_row("accepted", str(stats.num_accepted_draft_tokens), rate)
+        table.add_row("mean acceptance length", f"{stats.mean_acceptance_length:.2f}", f"{stats.num_spec_steps} steps")
+        table.add_row("acceptance histogram", "", " ".join(map(str, stats.acceptance_histogram)))
+    for name in ("draft", "verify", "select", "other"):
+        seconds = getattr(stats, f"{name}_seconds")
+        table.add_row(f"{name} time", f"{seconds:.3f} s", f"{seconds / (stats.seconds or 1):.0%}")
+    table.add_row("settings", "", ", ".join(f"{name} {value}" for name, value in stats.settings.items()))
+    return table

@@ -1,0 +1,88 @@
+"""Token ids as callers give them: tensors, lists, lists of lists, with or without masks; checked rows come out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from numbers import Integral
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from specdec.errors import OptionError
+from specdec.models import LanguageModel
+
+MASKS = {
+    "prompt": "attention_mask",
+    "decoder_input_ids": "decoder_attention_mask",
+    "negative_prompt_ids": "negative_prompt_attention_mask",
+}
+
+
+class Ids(NamedTuple):
+    """Rows of ids as they were given, and without their padding."""
+
+    given: list[list[int]]
+    kept: list[list[int]]
+    is_text: bool = False
+
+
+def read_ids(name: str, value: Any, given: Mapping[str, Any], target: LanguageModel, pad: int | None = None) -> Ids:
+    """Rows of ids, one row, or a tensor `[rows, length]`, without what their mask, or else `pad`, marks as padding."""
+    rows = _lists(value)
+    if rows is None or not all(map(_is_id, itertools.chain(*rows))):
+        got = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise OptionError.of(name, "text, or token ids: integers of shape [rows, length] like `input_ids`", got)
+    if not rows:
+        raise OptionError(f"`{name}` is empty: pass at least one row")
+    rows = [list(map(int, row)) for row in rows]
+    mask = given.get(MASKS[name])
+    keep = [[token != pad for token in row] for row in rows]
+    if mask is not None:
+        keep = read_mask(mask, list(map(len, rows)), MASKS[name])
+    kept = [list(itertools.compress(row, kept)) for row, kept in zip(rows, keep, strict=True)]
+    for r, row in enumerate(kept):
+        _check_ids(row, f"row {r} of `{name}`", target)
+    return Ids(rows, kept)
+
+
+def _lists(value: Any) -> list[Any] | None:
+    """Rows, or one row alone, as lists; None for what is neither."""
+    value = _plain(value)
+    rows = [_plain(row) for row in value] if _is_list(value) else None
+    if rows and not any(map(_is_list, rows)):
+        rows = [rows]
+    return rows if rows is not None and all(map(_is_list, rows)) else None
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _is_id(item: object) -> bool:
+    return isinstance(item, Integral) and not isinstance(item, bool)
+
+
+def read_mask(mask: Any, lengths: list[int], name: str) -> list[list[bool]]:
+    """Which tokens of rows of these lengths count; all of them without a mask."""
+    rows = [[1] * length for length in lengths] if mask is None else _lists(mask)
+    if rows is None or list(map(len, rows)) != lengths or any(map(_is_list, itertools.chain(*rows))):
+        got = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise OptionError.of(name, f"one number per token, for rows of {lengths} tokens", got)
+    return [[bool(number) for number in row] for row in rows]
+
+
+def _check_ids(row: list[int], name: str, target: LanguageModel) -> None:
+    """Raises where a row is empty or holds ids that the target does not know."""
+    if not row:
+        raise OptionError(f"{name} is empty: pass at least one token, for example the bos id")
+    wrong = next((token for token in (min(row), max(row)) if not 0 <= token < target.vocab_size), None)
+    if wrong is not None:
+        raise OptionError(
+            f"{name} holds token {wrong}, but the target knows 0 to {target.vocab_size - 1}: "
+            "was it encoded by another tokenizer?"
+        )

@@ -1,0 +1,288 @@
+"""Prompts of every shape, read into rows of token ids without padding, and what an encoder needs beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.config import Options
+from specdec.errors import OptionError, UnsupportedError
+from specdec.inputs.ids import MASKS, Ids, read_ids, read_mask
+from specdec.models import LanguageModel
+
+FEATURES = {"input_features": 3, "input_values": 2, "pixel_values": 4}  # what encoders read besides ids: dimensions
+NAMES = frozenset({"inputs", "input_ids", "inputs_embeds", "encoder_outputs", *FEATURES, *MASKS, *MASKS.values()}) - {
+    "prompt"
+}
+Prompt = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Mapping[str, Any] | Tensor | None
+
+
+@dataclass(frozen=True)
+class RowPrompt:
+    """What one row begins with.
+
+    `tokens` are its decoder ids without padding, `padding` the columns of the padded prompt that they leave free.
+    `encoder_ids` is what its encoder reads. `embeds` `[length, width]` are read in place of the tokens, of which there
+    are as many, or none where only embeddings were given. `negative` is what guidance steers away from.
+    """
+
+    tokens: list[int]
+    padding: int = 0
+    encoder_ids: list[int] | None = None
+    embeds: Tensor | None = None
+    negative: list[int] | None = None
+
+    @property
+    def positions(self) -> int:
+        """How many the model needs before the first new token, for the longer of the prompt and its negative."""
+        own = self.tokens if self.embeds is None else self.embeds
+        return max(len(own), len(self.negative or ()))
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Rows ready for decoding.
+
+    `padded` `[rows, width]` are their ids with padding, as the result returns them; `encoder` holds the encoder's
+    arguments. Where only embeddings were given, `padded` has no columns and `unseen` counts theirs: processors,
+    criteria and drafts see the new ids alone, as in transformers, and only lengths count the prompt. (A draft that
+    should know the prompt needs its `input_ids` too.)
+    """
+
+    rows: list[RowPrompt]
+    padded: Tensor
+    is_text: bool = False
+    encoder: dict[str, Tensor] | None = None
+    unseen: int = 0
+
+    def select(self, rows: Sequence[int]) -> Prompts:
+        """These rows in this order; a row may be repeated."""
+        index = list(rows)
+        encoder = None if self.encoder is None else {name: tensor[index] for name, tensor in self.encoder.items()}
+        return replace(self, rows=[self.rows[r] for r in index], padded=self.padded[index], encoder=encoder)
+
+
+def read_prompts(
+    prompt: Prompt,
+    messages: Sequence[Any] | None,
+    given: Mapping[str, Any],
+    options: Options,
+    target: LanguageModel,
+    tokenizer: Any,
+) -> Prompts:
+    """Prompts of a call; `given` are the model inputs among its keyword arguments.
+
+    `prompt` may be what a tokenizer returns, a mapping with `input_ids` and `attention_mask`. Raises OptionError for
+    prompts that are empty, of a wrong type or shape, outside the vocabulary, or given twice, and for inputs that the
+    target does not read.
+    """
+    if isinstance(prompt, Mapping):
+        given, prompt = _unpacked(prompt, given), None
+    _check_sources(prompt, messages, given, target)
+    value = prompt if prompt is not None else given.get("inputs", given.get("input_ids"))
+    if messages is not None:
+        value = _chat(messages, tokenizer)
+    read = _encoder_decoder if target.is_encoder_decoder else _embedded if "inputs_embeds" in given else _decoder_only
+    return _with_negatives(read(value, given, options, target, tokenizer), given, options, target)
+
+
+def _unpacked(prompt: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The keyword arguments with those of a mapping, which name the prompt in both places at most once."""
+    if odd := sorted(map(str, set(prompt) - NAMES)):
+        raise OptionError(f"the prompt is a mapping with {odd}, which no model input is called: leave that out")
+    if twice := sorted(set(prompt) & set(given)):
+        raise OptionError(f"`{twice[0]}` was given 2 times, in the prompt and by name: pass one of them")
+    return {**given, **{name: value for name, value in prompt.items() if value is not None}}
+
+
+def _check_sources(prompt: Any, messages: Any, given: Mapping[str, Any], target: LanguageModel) -> None:
+    """Raises unless the prompt was given once at most, with inputs that this kind of target reads."""
+    sources = [name for name, value in (("prompt", prompt), ("messages", messages)) if value is not None]
+    sources += [name for name in ("inputs", "input_ids", *FEATURES) if name in given]
+    if len(sources) > 1:
+        raise OptionError(f"the prompt was given {len(sources)} times ({', '.join(sources)}): pass one of them")
+    if "encoder_outputs" in given:
+        raise UnsupportedError("`encoder_outputs` is not supported: pass the encoder's own inputs")
+    if target.is_encoder_decoder and "inputs_embeds" in given:
+        raise UnsupportedError("`inputs_embeds` is not supported for targets with an encoder: pass ids or features")
+    for name in (*FEATURES, "decoder_input_ids", "decoder_attention_mask"):
+        if name in given and not target.is_encoder_decoder:
+            raise UnsupportedError(f"`{name}` is for models with an encoder; this target continues `input_ids`")
+    named = {*given, "prompt"} if sources or "inputs_embeds" in given else {*given}
+    for name, mask in MASKS.items():
+        if mask in named and name not in named:
+            raise OptionError(f"`{mask}` says which tokens count, but there are none: pass `{name}` with it")
+
+
+def _chat(messages: Sequence[Any], tokenizer: Any) -> list[list[int]]:
+    """Ids of one conversation or of several, through the tokenizer's chat template."""
+    if not hasattr(tokenizer, "apply_chat_template"):
+        raise OptionError("`messages` needs a tokenizer with a chat template: pass `tokenizer=` to SpecGenerator")
+    if not isinstance(messages, Sequence) or not messages:
+        raise OptionError.of("messages", "a list of messages", messages)
+    conversations = [messages] if isinstance(messages[0], Mapping) else messages
+    how = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
+    try:
+        return [tokenizer.apply_chat_template(c, **how)["input_ids"] for c in conversations]
+    except Exception as error:  # whatever a template raises
+        raise OptionError(f"the tokenizer's chat template refused `messages`: {error}") from error
+
+
+def _decoder_only(
+    value: Any, given: Mapping[str, Any], options: Options, target: LanguageModel, tokenizer: Any
+) -> Prompts:
+    return _prompts(_read(value, given, options, target, tokenizer), options)
+
+
+def _embedded(value: Any, given: Mapping[str, Any], options: Options, target: LanguageModel, tokenizer: Any) -> Prompts:
+    """Prompts given as embeddings `[rows, length, width]`, alone or with the ids that they stand for."""
+    embeds, width = given["inputs_embeds"], target.model.get_input_embeddings().weight.shape[1]
+    if "inputs_embeds" not in target.input_names:
+        raise UnsupportedError(f"{type(target.model).__name__} does not read `inputs_embeds`: pass `input_ids`")
+    if not isinstance(embeds, Tensor) or embeds.dim() != 3 or not embeds.numel() or embeds.shape[2] != width:
+        got = list(embeds.shape) if isinstance(embeds, Tensor) else type(embeds).__name__
+        raise OptionError.of("inputs_embeds", f"a tensor of shape [rows, length, {width}] that is not empty", got)
+    count, length = embeds.shape[:2]
+    mask = read_mask(given.get("attention_mask"), [length] * count, "attention_mask")
+    kept = [row[torch.tensor(keep)].to(target.device, target.dtype) for row, keep in zip(embeds, mask, strict=True)]
+    if not all(map(len, kept)):
+        raise OptionError("`attention_mask` leaves a row of `inputs_embeds` empty: keep at least one position")
+    if value is None:
+        rows = [RowPrompt([], embeds=row) for row in kept]
+        return Prompts(rows, torch.empty(count, 0, dtype=torch.long), unseen=length)
+    ids = _read(value, given, options, target, tokenizer)
+    if list(map(len, ids.kept)) != list(map(len, kept)):
+        raise UnsupportedError(
+            "`inputs_embeds` and the ids that they stand for must be equally long: pass the embeddings alone"
+        )
+    prompts = _prompts(ids, options)
+    return replace(prompts, rows=[replace(row, embeds=e) for row, e in zip(prompts.rows, kept, strict=True)])
+
+
+def _encoder_decoder(
+    value: Any, given: Mapping[str, Any], options: Options, target: LanguageModel, tokenizer: Any
+) -> Prompts:
+    """Encoder inputs as given, and decoder prompts that begin with the start id."""
+    main = target.model.main_input_name
+    if main in FEATURES and value is not None:
+        given, value = {**given, main: value}, None  # transformers, too, takes features as the first argument
+    features = next((name for name in FEATURES if name in given), None)
+    ids = None
+    if features is not None:
+        encoder = _features(features, given)
+    elif value is None:
+        raise OptionError("this target has an encoder, which got nothing to read: pass a prompt or its features")
+    else:
+        ids = _read(value, given, options, target, tokenizer)
+        encoder = _right_padded(ids.kept, options)
+    encoder = {name: tensor.to(target.device) for name, tensor in encoder.items()}
+    prompts = _prompts(_decoder_ids(len(next(iter(encoder.values()))), given, options, target), options)
+    if ids is None:
+        return replace(prompts, encoder=encoder)
+    rows = [replace(row, encoder_ids=read) for row, read in zip(prompts.rows, ids.kept, strict=True)]
+    return replace(prompts, rows=rows, is_text=ids.is_text, encoder=encoder)
+
+
+def _with_negatives(prompts: Prompts, given: Mapping[str, Any], options: Options, target: LanguageModel) -> Prompts:
+    """The rows with their negative prompts where guidance is on; without any it is the prompt's last token."""
+    if options.guidance_scale in (None, 1):
+        if "negative_prompt_ids" in given:
+            raise OptionError("`negative_prompt_ids` does nothing without `guidance_scale`: pass both")
+        return prompts
+    if target.is_encoder_decoder:
+        raise UnsupportedError("`guidance_scale` is not supported for a target with an encoder: leave it out")
+    count, negatives = len(prompts.rows), [row.tokens[-1:] for row in prompts.rows]
+    if "negative_prompt_ids" in given:
+        negatives = read_ids("negative_prompt_ids", given["negative_prompt_ids"], given, target).kept
+        negatives = negatives * count if len(negatives) == 1 else negatives
+    if len(negatives) != count:
+        raise OptionError.of("negative_prompt_ids", f"one row, or one for each of {count} prompts", len(negatives))
+    if not all(negatives):
+        raise OptionError("`guidance_scale` with `inputs_embeds` alone needs text to begin from: `negative_prompt_ids`")
+    rows = [replace(row, negative=negative) for row, negative in zip(prompts.rows, negatives, strict=True)]
+    return replace(prompts, rows=rows)
+
+
+def _prompts(ids: Ids, options: Options) -> Prompts:
+    """Rows of ids, padded on the left where they are not equally long already."""
+    width, pad = max(map(len, ids.given)), pad_id(options)
+    padded = torch.tensor([[pad] * (width - len(row)) + row for row in ids.given], dtype=torch.long)
+    return Prompts([RowPrompt(row, width - len(row)) for row in ids.kept], padded, ids.is_text)
+
+
+def pad_id(options: Options) -> int:
+    """The padding id; 0 is one as good as any other."""
+    return options.pad_token_id if options.pad_token_id is not None else (options.eos_ids or [0])[0]
+
+
+def _right_padded(rows: list[list[int]], options: Options) -> dict[str, Tensor]:
+    width, pad = max(map(len, rows)), options.pad_token_id or 0
+    return {
+        "input_ids": torch.tensor([row + [pad] * (width - len(row)) for row in rows]),
+        "attention_mask": torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows]),
+    }
+
+
+def _features(name: str, given: Mapping[str, Any]) -> dict[str, Tensor]:
+    """An encoder's features, one entry per row, and their mask `[rows, length]`."""
+    features = {n: _tensor(n, given[n]) for n in (name, "attention_mask") if n in given}
+    count = len(features[name]) if features[name].dim() == FEATURES[name] else 0
+    if not features[name].numel() or not count:
+        shape = list(features[name].shape)
+        raise OptionError.of(name, f"a tensor of {FEATURES[name]} dimensions, rows first, that is not empty", shape)
+    mask = features.get("attention_mask")
+    if mask is not None and (mask.dim() != 2 or len(mask) != count):
+        raise OptionError.of("attention_mask", f"of shape [{count}, length]", list(mask.shape))
+    return features
+
+
+def _tensor(name: str, value: Any) -> Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise OptionError.of(name, "a tensor, or lists of equal lengths", type(value).__name__, str(error)) from None
+
+
+def _decoder_ids(count: int, given: Mapping[str, Any], options: Options, target: LanguageModel) -> Ids:
+    """Decoder prompts: the start id of each row, before the caller's `decoder_input_ids` where they all lack it."""
+    starts = options.start_ids
+    if len(starts) not in (0, 1, count):
+        raise OptionError.of("decoder_start_token_id", f"one id, or one for each of {count} rows", starts)
+    starts = starts * count if len(starts) == 1 else starts
+    if "decoder_input_ids" not in given:
+        if not starts:
+            raise OptionError("the model has neither `decoder_start_token_id` nor `bos_token_id`: pass one of them")
+        return read_ids("decoder_input_ids", [[start] for start in starts], {}, target)
+    ids = read_ids("decoder_input_ids", given["decoder_input_ids"], given, target)
+    if len(ids.given) != count:
+        raise OptionError.of("decoder_input_ids", f"{count} rows, one per encoder input", len(ids.given))
+    started = target.config.model_type == "whisper" or any(
+        row[0] == start for row, start in zip(ids.given, starts, strict=False)
+    )
+    if started or not starts:
+        return ids
+    given_rows, kept = ([[start, *row] for start, row in zip(starts, rows, strict=True)] for rows in ids[:2])
+    return Ids(given_rows, kept)
+
+
+def _read(value: Any, given: Mapping[str, Any], options: Options, target: LanguageModel, tokenizer: Any) -> Ids:
+    """The prompt's ids: those of text, those given, or the start id where nothing is."""
+    if value is None:
+        if not isinstance(options.bos_token_id, int):
+            raise OptionError("no prompt was given, and the model has no `bos_token_id` to start from: pass a prompt")
+        value = [options.bos_token_id]
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple) or not texts or not all(isinstance(text, str) for text in texts):
+        # As in transformers, only a tensor that came without its mask is searched for padding.
+        pad = options.pad_token_id if isinstance(value, Tensor) else None
+        return read_ids("prompt", value, given, target, None if pad in options.eos_ids else pad)
+    if tokenizer is None:
+        raise OptionError("a text prompt needs a tokenizer: pass `tokenizer=` to SpecGenerator, or token ids")
+    if "attention_mask" in given:
+        raise OptionError("`attention_mask` goes with token ids: text is never padded, leave it out")
+    rows = [tokenizer(text)["input_ids"] for text in texts]
+    return read_ids("prompt", rows, {}, target)._replace(is_text=True)

@@ -1,0 +1,73 @@
+"""The table of architectures is kept true, and unknown ones are found out by trying."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from specdec.errors import OptionError, UnsupportedError
+from specdec.models import LanguageModel, capability, load
+from specdec.models.probe import probe
+from tests.tiny import DECODERS, ENCODER_DECODERS, tiny
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def test_every_listed_architecture_is_tested() -> None:
+    """A model type in the table has a tiny model, so that the exactness tests cover it."""
+    tested = {model_type for model_type, _ in (DECODERS | ENCODER_DECODERS).values()}
+    assert {*capability.KV, *capability.REPLAY, *capability.SLOT_BOUND} <= tested
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral", "llama4_text", "whisper", "bart", "t5", "bloom"])
+def test_probe_finds_what_the_table_says(name: str) -> None:
+    """Trying leads to the same store and positions as knowing."""
+    language = LanguageModel(tiny(name))
+    found = probe(language)
+    assert found.store == "kv"
+    assert found.positions == language.capability.positions
+    assert found.masks == language.capability.masks
+
+
+@pytest.mark.parametrize("name", ["gpt_neo", "mpt", "falcon_alibi", "mamba2"])
+def test_probe_refuses_the_store_where_it_is_wrong(name: str) -> None:
+    """Models that count cache slots or keep a recurrent state get the library's own cache."""
+    assert probe(LanguageModel(tiny(name))).store == "replay"
+
+
+def test_offloaded_models_are_not_probed() -> None:
+    """A probe would read every weight from disk, several times."""
+    model = tiny("xglm").to("meta")
+    assert LanguageModel(model).capability.store == "replay"
+
+
+def test_rope_boundary() -> None:
+    """LongRoPE switches its frequencies at the original context length; ordinary rotary positions never do."""
+    assert LanguageModel(tiny("llama")).capability.boundary is None
+    scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    model = tiny("llama", rope_parameters=scaling, max_position_embeddings=64)
+    assert LanguageModel(model).capability.boundary == 64
+
+
+@pytest.mark.parametrize("name", ["llama", "t5", "whisper"])
+def test_load(name: str, tmp_path: Path) -> None:
+    """A directory with safetensors becomes a model in eval mode, in its own or the wanted type."""
+    tiny(name).save_pretrained(tmp_path)
+    assert load(tmp_path).dtype == torch.float32
+    language = load(str(tmp_path), dtype="bfloat16")
+    assert language.dtype == torch.bfloat16
+    assert load(language) is language
+
+
+def test_load_explains_itself(tmp_path: Path) -> None:
+    """What cannot be loaded, or is loaded already, is told by name."""
+    with pytest.raises(OptionError, match="cannot be loaded"):
+        load(tmp_path)
+    with pytest.raises(OptionError, match="dtype"):
+        load(tiny("llama"), dtype="bfloat16")
+    with pytest.raises(OptionError, match="hub name"):
+        load(3)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match="compile"):
+        LanguageModel(tiny("bloom"), compile=True)
