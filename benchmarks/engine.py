@@ -91,11 +91,11 @@ class Preallocated(DynamicCache):
         keys, values = self._buffers[layer_idx]
         return keys[:, :, :end], values[:, :, :end]
 
-    def get_seq_length(self, *args: Any) -> int:
+    def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
         """Tokens before this pass."""
         return self.past
 
-    def get_mask_sizes(self, query_length: int, *args: Any) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """The whole past."""
         return self.past + query_length, 0
 

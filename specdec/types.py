@@ -201,7 +201,10 @@ class DraftRule(Protocol):
         ...
 
     def pick(self, row: Row, guesses: list[int], logits: Tensor) -> tuple[int, float, Tensor | None]:
-        """From draft `logits` `[vocab]` after `guesses`: a token, its probability, and q `[vocab]` if `needs_q`."""
+        """From draft `logits` `[vocab]` after `guesses`: a token, its probability, and q `[vocab]` if `needs_q`.
+
+        A probability of NaN says that the draft has no guess.
+        """
         ...
 
 

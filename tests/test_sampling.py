@@ -151,3 +151,15 @@ def test_law_with_one_hot_drafts(sampling: str) -> None:
     observed = [counts[s] for s in common] + [2000 - sum(counts[s] for s in common)]
     expected = [law[s] * 2000 for s in common] + [2000 * (1 - sum(law[s] for s in common))]
     assert chisquare(observed, expected).pvalue > FALSE_ALARM
+
+
+@pytest.mark.parametrize("sampling", [None, "coupled", "match", "rejection", "block"])
+def test_a_draft_that_overflows_is_left_out(sampling: str | None) -> None:
+    """A draft whose logits are NaN drafts nothing. (It once ended the whole call with an error.)"""
+    model, broken = tiny("llama"), tiny("llama", seed=1)
+    broken.lm_head.weight.data[5] = float("nan")
+    options = {**OPTIONS, "do_sample": sampling is not None, "sampling": sampling, "seed": 4}
+    plain = SpecGenerator(model).generate([[5, 6, 7]], **options)
+    out = SpecGenerator(model, broken).generate([[5, 6, 7]], **options)
+    assert out.stats.num_draft_tokens == 0
+    assert out.sequences.tolist() == plain.sequences.tolist()

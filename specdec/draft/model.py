@@ -48,9 +48,9 @@ class _Chain:
 
     def draw(self, rule: DraftRule, logits: Tensor) -> bool:
         """Adds one guess from `logits` `[vocab]`; whether the next draft pass pays."""
-        if math.isnan(float(logits.sum())):
-            return False  # a draft that overflowed has nothing to say
         token, confidence, q = rule.pick(self.row, self.tokens, logits)
+        if math.isnan(confidence):
+            return False  # a draft that overflowed has nothing to say
         self.confidence.append(confidence)
         # A token drawn at random must not be dropped after it was seen: that would bend the output's distribution.
         if not rule.needs_q and not self.plan.keep(self.confidence):

@@ -35,6 +35,7 @@ class KvSession(Session):
         self.lengths: list[int] = []
         self.passes = 0
         self._language = language
+        self._device = language.device
         self._store = KvStore(language.num_layers)
         self._shared: list[list[int]] = []
         self._cross = _CrossAttention() if language.is_encoder_decoder else None
@@ -83,10 +84,12 @@ class KvSession(Session):
         else:
             inputs = self._inputs(trees, layout, embeds) | extras
             if self._can_keep:
-                inputs["logits_to_keep"] = kept.argument(self._language.device)
+                inputs["logits_to_keep"] = kept.argument(self._device)
             output = self._run(inputs, layout)
         self.passes += 1
-        return row_scores(output, trees, layout, kept, sliced=self._can_keep)
+        return row_scores(
+            output, trees, layout, kept, sliced=self._can_keep, extras=output_hidden_states or output_attentions
+        )
 
     def commit(self, paths: Sequence[list[int]], *, final: bool = True) -> None:
         """Adds the paths to the text: O(1) where they are the first nodes, otherwise columns are moved."""
@@ -139,7 +142,7 @@ class KvSession(Session):
     def _ids(self, trees: Sequence[Tree], layout: Layout) -> Tensor:
         # Built fresh and contiguous: a view or an odd stride would make a compiled forward recompile.
         padded = [tree.tokens + [0] * (layout.nodes - len(tree)) for tree in trees]
-        return torch.tensor(padded, device=self._language.device)
+        return torch.tensor(padded, device=self._device)
 
     def _inputs(self, trees: Sequence[Tree], layout: Layout, embeds: Sequence[Tensor | None] | None) -> dict[str, Any]:
         language, ids = self._language, self._ids(trees, layout)

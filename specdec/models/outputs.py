@@ -25,6 +25,8 @@ class Keep:
     def of(cls, layout: Layout, keep: Sequence[int]) -> Keep:
         """The union of every row's last `keep` nodes; at least one, as asking for none means all."""
         first = [size - kept for size, kept in zip(layout.sizes, keep, strict=True)]
+        if len(first) == 1 and keep[0]:
+            return cls(list(range(first[0], layout.nodes)), first, True)
         union: set[int] = set()
         for begin, size in set(zip(first, layout.sizes, strict=True)):
             union.update(range(begin, size))
@@ -43,15 +45,21 @@ class Keep:
         return len(self.nodes) if self.last else torch.tensor(self.nodes, device=device)
 
 
-def row_scores(output: Any, trees: Sequence[Tree], layout: Layout, kept: Keep, *, sliced: bool) -> list[Scores]:
-    """Every row's share of the output; `sliced` says that logits were computed for the kept nodes only."""
+def row_scores(
+    output: Any, trees: Sequence[Tree], layout: Layout, kept: Keep, *, sliced: bool, extras: bool = False
+) -> list[Scores]:
+    """Every row's share of the output; `sliced` says that logits were computed for the kept nodes only.
+
+    `extras` are hidden states and attentions.
+    """
     logits: Tensor = output.logits
     place = {node: i for i, node in enumerate(kept.nodes)} if sliced else None
     found = []
     for row, tree in enumerate(trees):
         first, size = kept.first[row], layout.sizes[row]
         begin = first if place is None or first == size else place[first]
-        found.append(Scores(tree, first, logits[row, begin : begin + size - first], **_extras(output, layout, row)))
+        more = _extras(output, layout, row) if extras else {}
+        found.append(Scores(tree, first, logits[row, begin : begin + size - first], **more))
     return found
 
 
