@@ -99,3 +99,15 @@ def test_cost_tries_again() -> None:
         idle += 1
         assert idle < 300
     assert idle > 0
+
+
+def test_cost_gets_over_a_stall() -> None:
+    """One round of thirty seconds, as when passes are compiled, is forgotten at once when the next ones are fast."""
+    schedule: Any = Cost().after(outcome(3, 3, seconds=(30.0, 30.0), confidence=[0.7] * 3))
+    for _ in range(3):
+        schedule = schedule.after(outcome(3, 3, seconds=(0.003, 0.01), confidence=[0.7] * 3))
+    assert schedule.passes.at(4) < 0.02
+    assert max(schedule.draft_seconds.values()) < 0.002
+    schedule = schedule.after(outcome(3, 3, seconds=(30.0, 30.0), confidence=[0.7] * 3))
+    assert schedule.passes.at(4) < 0.03
+    assert max(schedule.draft_seconds.values()) < 0.003

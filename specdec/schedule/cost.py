@@ -69,8 +69,15 @@ class Line:
     products: float = 0.0
 
     def add(self, nodes: float, seconds: float) -> Line:
-        """With one more pass; each older one loses 5% of its weight."""
-        f = 0.95
+        """With one more pass; each older one loses 5% of its weight.
+
+        A stall (a compilation, another program) counts as three usual passes; passes of a third of the usual time say
+        that what was measured before was the stall.
+        """
+        usual = self.seconds / self.weight if self.weight else seconds
+        if seconds < usual / 3:
+            return Line().add(nodes, seconds)
+        f, seconds = 0.95, min(seconds, 3 * usual)
         return Line(
             f * self.weight + 1,
             f * self.nodes + nodes,
@@ -201,4 +208,5 @@ def _bin(confidence: float) -> int:
 
 
 def _fading(old: float | None, new: float) -> float:
-    return new if not old else 0.8 * old + 0.2 * new
+    """A mean that forgets, and that stalls move but little (see `Line.add`)."""
+    return new if not old or new < old / 3 else 0.8 * old + 0.2 * min(new, 3 * old)
