@@ -132,6 +132,7 @@ class Cost:
     passes: Line = Line()
     draft_seconds: Mapping[str, float] = field(default_factory=dict)  # of one draft pass by source, fading means
     other_seconds: float = 0.0  # of a round, outside draft and target
+    plain_seconds: float | None = None  # of a target pass per row when nothing is drafted, fading mean
     tokens: float = 0.0  # fading sums over rounds, for the rate
     seconds: float = 0.0
     idle: int = 0  # rounds since the last draft
@@ -141,6 +142,8 @@ class Cost:
         """One plan per row; all of limit 0 while plain decoding is predicted to be faster."""
         if not self._measured:
             return [CostPlan(min(self.k, 5), self.acceptance, 0.0, 0.0)] * len(rows)
+        if self.plain_seconds is None and self.acceptance.mean < 0.6 and self.passes.weight > 1.5:
+            return [CostPlan(0, self.acceptance, 0.0, 0.0)] * len(rows)  # one look at what not drafting costs
         if not self._pays(len(rows)):
             return [CostPlan(int(self.idle >= self.patience), self.acceptance, 0.0, 0.0)] * len(rows)
         rate = max(self.tokens / self.seconds if self.seconds else 0.0, self._rate(len(rows), 0))
@@ -161,7 +164,9 @@ class Cost:
         """Predicted tokens per second with `k` drafted tokens per row, from the cheapest source."""
         expected = sum(self.acceptance.mean**i for i in range(k + 1))
         drafting = k * min(self.draft_seconds.values()) if k else 0.0
-        return rows * expected / (self.passes.at(rows * (k + 1)) + self.other_seconds + drafting)
+        known = self.plain_seconds is not None and k == 0
+        seconds = rows * self.plain_seconds if known and self.plain_seconds else self.passes.at(rows * (k + 1))
+        return rows * expected / (seconds + self.other_seconds + drafting)
 
     def after(self, round: Round) -> Cost:
         """With this round's outcomes, costs and rate; a prompt's round teaches only acceptance."""
@@ -176,6 +181,9 @@ class Cost:
             acceptance=acceptance,
             passes=self.passes.add(round.nodes, round.verify_seconds),
             draft_seconds=self._drafting(round, drafted),
+            plain_seconds=self.plain_seconds
+            if drafted
+            else _fading(self.plain_seconds, round.verify_seconds / len(round.rows)),
             other_seconds=_fading(self.other_seconds, round.seconds - round.draft_seconds - round.verify_seconds),
             tokens=0.9 * self.tokens + sum(len(row.steps) for row in round.rows),
             seconds=0.9 * self.seconds + round.seconds,
@@ -209,4 +217,5 @@ def _bin(confidence: float) -> int:
 
 def _fading(old: float | None, new: float) -> float:
     """A mean that forgets, and that stalls move but little (see `Line.add`)."""
+    new = max(new, 0.0)  # differences of clocks may round below it
     return new if not old or new < old / 3 else 0.8 * old + 0.2 * min(new, 3 * old)
