@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -73,14 +73,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
 def draft(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The folder of a draft that disagrees with the target."""
     return saved_model(tmp_path_factory.mktemp("models") / "draft", seed=1)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -146,7 +146,7 @@ class Cost:
             return [CostPlan(0, self.acceptance, 0.0, 0.0)] * len(rows)  # one look at what not drafting costs
         if not self._pays(len(rows)):
             return [CostPlan(int(self.idle >= self.patience), self.acceptance, 0.0, 0.0)] * len(rows)
-        rate = max(self.tokens / self.seconds if self.seconds else 0.0, self._rate(len(rows), 0))
+        rate = max(self.tokens / self.seconds if self.seconds else 0.0, self._plain_rate(len(rows)))
         # A draft that asks before each pass is the dearest; one that copies has nothing to ask.
         draft = rate * max(self.draft_seconds.values()) / len(rows)
         return [CostPlan(self.k, self.acceptance, draft, rate * self.passes.slope)] * len(rows)
@@ -157,16 +157,21 @@ class Cost:
 
     def _pays(self, rows: int) -> bool:
         """Whether some number of tokens per row is predicted to beat plain decoding."""
-        plain = self._rate(rows, 0)
-        return any(self._rate(rows, k) > plain for k in range(1, self.k + 1))
+        plain, mean, slope = self._plain_rate(rows), self.acceptance.mean, self.passes.slope
+        seconds = self.passes.at(rows) + self.other_seconds
+        more = rows * slope + min(self.draft_seconds.values())  # of one more token per row, from the cheapest source
+        expected = chance = 1.0
+        for k in range(1, self.k + 1):
+            chance *= mean
+            expected += chance
+            if rows * expected > plain * (seconds + k * more):
+                return True
+        return False
 
-    def _rate(self, rows: int, k: int) -> float:
-        """Predicted tokens per second with `k` drafted tokens per row, from the cheapest source."""
-        expected = sum(self.acceptance.mean**i for i in range(k + 1))
-        drafting = k * min(self.draft_seconds.values()) if k else 0.0
-        known = self.plain_seconds is not None and k == 0
-        seconds = rows * self.plain_seconds if known and self.plain_seconds else self.passes.at(rows * (k + 1))
-        return rows * expected / (seconds + self.other_seconds + drafting)
+    def _plain_rate(self, rows: int) -> float:
+        """Tokens per second without a draft: as measured, or where there was no such pass yet, as predicted."""
+        seconds = self.passes.at(rows) if self.plain_seconds is None else rows * self.plain_seconds
+        return rows / (seconds + self.other_seconds)
 
     def after(self, round: Round) -> Cost:
         """With this round's outcomes, costs and rate; a prompt's round teaches only acceptance."""
