@@ -49,12 +49,12 @@ class CompiledForward:
     def __call__(self, ids: Tensor, layout: Layout, kept: Keep, store: KvStore) -> CausalLMOutput:
         """Logits of the kept nodes `[rows, kept, vocab]`, or of all nodes where the model cannot slice."""
         language, kinds, device = self._language, self._language.capability.kinds, self._language.device
-        slots, layout = layout.all_slots(), layout.explicit()
-        masks = [_fresh(layout.mask(kind, language.dtype), device) for kind in kinds]
+        slots, sight = layout.all_slots(), layout.sight or layout.causal()
+        masks = [_fresh(sight.mask(kind, language.dtype), device) for kind in kinds]
         names = [kind.name for kind in kinds] if language.capability.masks == "dict" else None
         nodes = _dynamic(torch.tensor(kept.nodes, device=device)) if self._can_keep else None
         buffers = store.flat(len(layout.lengths), _borrowed)
-        given = (_dynamic(ids), _fresh(layout.positions, device), _fresh(slots, device), masks, names, nodes, buffers)
+        given = (_dynamic(ids), _fresh(sight.positions, device), _fresh(slots, device), masks, names, nodes, buffers)
         try:
             logits = self._run(language.model, *given)
         except FailOnRecompileLimitHit:

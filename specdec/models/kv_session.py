@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +13,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models import positions
 from specdec.models.encoding import Encoding
-from specdec.models.layout import Layout
+from specdec.models.layout import Layout, Sight
 from specdec.models.outputs import Keep, row_scores
 from specdec.models.session import Session, check_rows, check_trees
 from specdec.models.store import KvStore
@@ -154,22 +153,22 @@ class KvSession(Session):
             inputs[prefix + "input_ids"] = ids
         if self._cross is not None:
             inputs |= self._cross.inputs(language.input_names)
-        if not layout.plain:
-            self._place(inputs, layout, prefix)
+        if layout.sight is not None:
+            self._place(inputs, layout.sight, prefix)
         return inputs
 
-    def _place(self, inputs: dict[str, Any], layout: Layout, prefix: str) -> None:
+    def _place(self, inputs: dict[str, Any], sight: Sight, prefix: str) -> None:
         language, capability = self._language, self._language.capability
         if language.model.config._attn_implementation not in {"sdpa", "eager"}:
             raise UnsupportedError(
                 f"attention {language.model.config._attn_implementation!r} takes no mask of ours, which trees and rows"
                 ' of different lengths need: load the model with attn_implementation="sdpa"'
             )
-        masks = {kind.name: layout.mask(kind, language.dtype).to(language.device) for kind in capability.kinds}
+        masks = {kind.name: sight.mask(kind, language.dtype).to(language.device) for kind in capability.kinds}
         inputs[prefix + "attention_mask"] = masks if capability.masks == "dict" else next(iter(masks.values()))
         name = {"ids": "position_ids", "decoder_ids": "decoder_position_ids"}.get(capability.positions)
         if name is not None:
-            inputs[name] = layout.positions.to(language.device)
+            inputs[name] = sight.positions.to(language.device)
 
     def _embed(self, ids: Tensor, embeds: Sequence[Tensor | None]) -> Tensor:
         if self._cross is not None:
@@ -181,9 +180,10 @@ class KvSession(Session):
         return hidden
 
     def _run(self, inputs: dict[str, Any], layout: Layout) -> Any:
-        looked = not layout.plain and self._language.capability.positions in {"embedding", "bias", "alibi"}
-        key = layout.key_positions
-        with positions.running(layout.positions, key) if looked and key is not None else nullcontext():
+        sight = layout.sight
+        if sight is None or self._language.capability.positions not in {"embedding", "bias", "alibi"}:
+            return self._language.model(**inputs)
+        with positions.running(sight.positions, sight.key_positions):
             return self._language.model(**inputs)
 
     def _check_attentions(self) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from specdec.types import Plan, Round, Row, RowRound
 
 BINS = 8
+_UNMEASURED = (0.3, 0.1)  # tokens that a draft pass and a verified node are taken to cost before they were measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +142,7 @@ class Cost:
     def plan(self, rows: Sequence[Row]) -> list[Plan]:
         """One plan per row; all of limit 0 while plain decoding is predicted to be faster."""
         if not self._measured:
-            return [CostPlan(min(self.k, 5), self.acceptance, 0.0, 0.0)] * len(rows)
+            return [CostPlan(self.k, self.acceptance, *_UNMEASURED)] * len(rows)
         if self.plain_seconds is None and self.acceptance.mean < 0.6 and self.passes.weight > 1.5:
             return [CostPlan(0, self.acceptance, 0.0, 0.0)] * len(rows)  # one look at what not drafting costs
         if not self._pays(len(rows)):
