@@ -60,6 +60,16 @@ class Tree:
             other.source,
         )
 
+    def part(self, nodes: Sequence[int], trunk: int = 0) -> Tree:
+        """Of these `nodes`, parents before children, those after the first `trunk`, as a tree that grows from them."""
+        number = {node: i - trunk for i, node in enumerate(nodes)}
+        kept = nodes[trunk:]
+        return Tree(
+            [self.tokens[node] for node in kept],
+            [max(number.get(self.parents[node], -1), -1) for node in kept],
+            source=self.source,
+        )
+
     def children(self) -> dict[tuple[int, int], int]:
         """`(parent, token) -> node`, the first of equal siblings."""
         found: dict[tuple[int, int], int] = {}
@@ -82,17 +92,6 @@ class Tree:
             node = self.parents[node]
         return nodes[::-1]
 
-    def ancestry(self) -> Tensor:
-        """`[nodes, nodes]` bool: whether the column is the row's node itself or one of its ancestors."""
-        n = len(self.tokens)
-        if self.is_chain:
-            return torch.ones(n, n, dtype=torch.bool).tril_()
-        seen = torch.eye(n, dtype=torch.bool)
-        for node, parent in enumerate(self.parents):
-            if parent >= 0:
-                seen[node] |= seen[parent]
-        return seen
-
 
 @dataclass(frozen=True, slots=True)
 class Scores:
@@ -100,12 +99,14 @@ class Scores:
 
     `logits` `[nodes - first, vocab]` are the target's own, for the nodes from `first` on (inner positions of a prompt
     are not kept). `unconditional` has the same shape when guidance runs a paired row. `hidden_states` and `attentions`
-    hold, per layer, `[nodes, width]` and `[heads, nodes, known + nodes]` when they were asked for.
+    hold, per layer, `[nodes, width]` and `[heads, nodes, known + nodes]` when they were asked for; the first `held`
+    nodes of the tree were computed in an earlier pass and have none.
     """
 
     tree: Tree
     first: int
     logits: Tensor
+    held: int = 0
     unconditional: Tensor | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None

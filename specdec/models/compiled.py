@@ -53,7 +53,7 @@ class CompiledForward:
         masks = [_fresh(sight.mask(kind, language.dtype), device) for kind in kinds]
         names = [kind.name for kind in kinds] if language.capability.masks == "dict" else None
         nodes = _dynamic(torch.tensor(kept.nodes, device=device)) if self._can_keep else None
-        buffers = store.flat(len(layout.lengths), _borrowed)
+        buffers = store.flat(len(layout.places), _borrowed)
         given = (_dynamic(ids), _fresh(sight.positions, device), _fresh(slots, device), masks, names, nodes, buffers)
         try:
             logits = self._run(language.model, *given)

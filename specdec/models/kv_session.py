@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,9 +14,9 @@ from transformers.modeling_outputs import BaseModelOutput
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models import positions
 from specdec.models.encoding import Encoding
-from specdec.models.layout import Layout, Sight
+from specdec.models.layout import Layout, Place, Sight
 from specdec.models.outputs import Keep, row_scores
-from specdec.models.session import Session, check_rows, check_trees
+from specdec.models.session import EMPTY, Session, check_paths, check_rows, check_trees
 from specdec.models.store import KvStore
 from specdec.types import Scores, Tree
 
@@ -23,36 +24,43 @@ if TYPE_CHECKING:
     from specdec.models.language_model import LanguageModel
 
 
-class KvSession(Session):
-    """Rows of one model over one `KvStore`; a row's tokens are slots 0 to `lengths[row]`, whatever lies beyond is void.
+_SLACK = 64  # slots that branches may leave void before what is left of them is moved together
 
-    `_shared[a][b]` counts the columns that rows a and b are known to have in common, so that reordering beams, which
-    mostly parted a few tokens ago, copies only what differs.
+
+class KvSession(Session):
+    """Rows of one model over one `KvStore`: a row's text and branches are slots, beams share what they have in common.
+
+    Branches that die leave void slots behind, which nobody looks at; they are closed up now and then.
     """
 
     def __init__(self, language: LanguageModel) -> None:
-        self.lengths: list[int] = []
         self.passes = 0
+        self._places: list[Place] = []
+        self._trees: list[Tree] = []
         self._language = language
         self._device = language.device
         self._store = KvStore(language.num_layers)
-        self._shared: list[list[int]] = []
         self._cross = _CrossAttention() if language.is_encoder_decoder else None
         self._cache: Any = self._store if self._cross is None else self._cross.cache(self._store)
         self._can_keep = "logits_to_keep" in language.input_names
+
+    @property
+    def lengths(self) -> list[int]:  # type: ignore[override]
+        """Tokens of text held per row."""
+        return [place.length for place in self._places]
 
     def add(self, rows: int, encoding: Encoding | None = None) -> None:
         """Appends `rows` empty rows; an encoder-decoder needs their encoding."""
         if (self._cross is None) != (encoding is None) or (encoding is not None and len(encoding) != rows):
             need = "None, the model has no encoder" if self._cross is None else f"the encoding of {rows} rows"
             raise OptionError.of("encoding", need, None if encoding is None else f"{len(encoding)} rows")
-        held = len(self.lengths)
+        held = len(self._places)
         if self._cross is not None and encoding is not None:
             self._cross.add(encoding)
             self._cache = self._cross.cache(self._store)
         self._store.reserve_rows(held + rows, held)
-        self.lengths += [0] * rows
-        self._shared = [line + [0] * rows for line in self._shared] + [[0] * (held + rows) for _ in range(rows)]
+        self._places += [Place() for _ in range(rows)]
+        self._trees += [EMPTY] * rows
 
     @torch.no_grad()
     def forward(
@@ -65,11 +73,12 @@ class KvSession(Session):
         output_attentions: bool = False,
     ) -> list[Scores]:
         """One padded pass over all rows."""
-        check_trees(trees, keep, len(self.lengths))
-        if not any(trees):
+        check_trees(trees, keep, [place.crown for place in self._places])
+        self._trees = list(trees)
+        if all(len(tree) == place.crown for tree, place in zip(trees, self._places, strict=True)):
             empty = torch.empty(0, self._language.vocab_size, dtype=self._language.dtype, device=self._language.device)
-            return [Scores(tree, 0, empty) for tree in trees]
-        layout = Layout.of(trees, self.lengths)
+            return [Scores(tree, len(tree), empty, held=len(tree)) for tree in trees]
+        layout = Layout.of(trees, self._places)
         kept = Keep.of(layout, keep)
         if output_attentions:
             self._check_attentions()
@@ -90,57 +99,48 @@ class KvSession(Session):
             output, trees, layout, kept, sliced=self._can_keep, extras=output_hidden_states or output_attentions
         )
 
-    def commit(self, paths: Sequence[list[int]], *, final: bool = True) -> None:
-        """Adds the paths to the text: O(1) where they are the first nodes, otherwise columns are moved."""
-        check_rows([], len(paths))
-        rows: list[int] = []
-        sources: list[int] = []
-        targets: list[int] = []
-        for row, path in enumerate(paths):
-            length = self.lengths[row]
-            for offset, node in enumerate(path):
-                if node != offset:
-                    rows.append(row)
-                    sources.append(length + node)
-                    targets.append(length + offset)
-        if rows:
-            self._store.move_columns(rows, sources, targets)
-        self.lengths = [length + len(path) for length, path in zip(self.lengths, paths, strict=True)]
+    def commit(
+        self, paths: Sequence[list[int]], *, trunks: Sequence[int] | None = None, final: bool = True
+    ) -> None:
+        """O(1) where the kept nodes are the first ones of a chain; otherwise columns are moved, at once or later."""
+        check_paths(paths, trunks, len(self._places))
+        moves = []
+        for row, (place, tree, path) in enumerate(zip(self._places, self._trees, paths, strict=True)):
+            place.keep(tree, path, len(path) if trunks is None else trunks[row])
+            moves += [(row, *move) for move in place.settle(_SLACK)]
+        self._trees = [EMPTY] * len(self._places)
+        self._move(moves)
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """Forgets in O(1)."""
-        self.lengths = [min(held, length) for held, length in zip(self.lengths, lengths, strict=True)]
-        for row, line in enumerate(self._shared):
-            self._shared[row] = [min(common, self.lengths[row], self.lengths[i]) for i, common in enumerate(line)]
+        moves = []
+        for row, (place, length) in enumerate(zip(self._places, lengths, strict=True)):
+            moves += [(row, *move) for move in place.cut(length)]
+        self._move(moves)
 
     @torch.no_grad()
     def select(self, rows: Sequence[int]) -> None:
-        """Keeps these rows in this order, copying only columns that differ."""
-        check_rows(rows, len(self.lengths))
+        """Keeps these rows in this order; those that stay where they are cost nothing."""
+        check_rows(rows, len(self._places))
         rows = list(rows)
-        lengths = [self.lengths[row] for row in rows]
         if len(rows) > self._store.row_capacity:
             self._store.reserve_rows(len(rows), self._store.row_capacity)
         moved = [(source, target) for target, source in enumerate(rows) if source != target]
-        moved = [(source, target) for source, target in moved if self._common(source, target) < self.lengths[source]]
         if moved:
-            first = min(self._common(source, target) for source, target in moved)
-            last = max(self.lengths[source] for source, _ in moved)
-            self._store.copy_rows([s for s, _ in moved], [t for _, t in moved], first, last)
-        self._shared = [[self._common(a, b) for b in rows] for a in rows]
-        self.lengths = lengths
+            self._store.copy_rows([s for s, _ in moved], [t for _, t in moved], max(self._places[s].top for s, _ in moved))
+        self._places = [copy(self._places[row]) for row in rows]
+        self._trees = [EMPTY] * len(rows)
         if self._cross is not None:
             self._cross.select(rows)
 
-    def _common(self, a: int, b: int) -> int:
-        held = len(self.lengths)
-        if a >= held or b >= held:
-            return 0
-        return self.lengths[a] if a == b else self._shared[a][b]
+    def _move(self, moves: list[tuple[int, int, int]]) -> None:
+        if moves:
+            self._store.move_columns(*(list(part) for part in zip(*moves, strict=True)))
 
     def _ids(self, trees: Sequence[Tree], layout: Layout) -> Tensor:
         # Built fresh and contiguous: a view or an odd stride would make a compiled forward recompile.
-        padded = [tree.tokens + [0] * (layout.nodes - len(tree)) for tree in trees]
+        new = [tree.tokens[place.crown :] for tree, place in zip(trees, layout.places, strict=True)]
+        padded = [tokens + [0] * (layout.nodes - len(tokens)) for tokens in new]
         return torch.tensor(padded, device=self._device)
 
     def _inputs(self, trees: Sequence[Tree], layout: Layout, embeds: Sequence[Tensor | None] | None) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,32 +42,101 @@ class Sight:
         return mask[:, None]
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """The nodes of one pass, `[rows, nodes]` padded: row r's node i is written to slot `lengths[r] + i`.
+@dataclass(slots=True)
+class Place:
+    """Where one row's nodes sit: the first `base` positions in slots 0 to `base - 1`, all nodes after them in `slots`.
 
-    `slots` is None when every row starts at `start`; `sight` is None when, besides, every tree is a chain of the same
-    length, so that the library's own causal mask and positions are right.
+    `parents` are numbered among those loose nodes (-1: position `base - 1`). The first `trunk` of them are text that
+    everything continues, the others are the crown, text that some branches continue. Slots from `top` on are free.
     """
 
-    lengths: list[int]
+    base: int = 0
+    trunk: int = 0
+    slots: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    top: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens of text."""
+        return self.base + self.trunk
+
+    @property
+    def crown(self) -> int:
+        """How many nodes beyond the text are held."""
+        return len(self.slots) - self.trunk
+
+    def with_new(self, tree: Tree) -> tuple[list[int], list[int]]:
+        """Slots and parents of the loose nodes, then of the nodes of `tree` after its crown."""
+        fresh = range(self.crown, len(tree))
+        parents = [self.trunk + tree.parents[node] for node in fresh]  # a -1 falls on the last of the trunk
+        return self.slots + [self.top + i for i in range(len(fresh))], self.parents + parents
+
+    def keep(self, tree: Tree, path: list[int], trunk: int) -> None:
+        """Holds the nodes `path` of the last pass only, the first `trunk` of them as text."""
+        if not self.slots and trunk == len(path) and path == list(range(trunk)):
+            self.base = self.top = self.base + trunk
+            return
+        slots, parents = self.with_new(tree)
+        kept = [*range(self.trunk), *(self.trunk + node for node in path)]
+        number = {node: i for i, node in enumerate(kept)} | {-1: -1}
+        self.parents = [number[parents[node]] for node in kept]
+        self.slots = [slots[node] for node in kept]
+        self.trunk += trunk
+        self.top = max([self.base, *(slot + 1 for slot in self.slots)])
+
+    def settle(self, slack: int) -> list[tuple[int, int]]:
+        """Moves `(source, target)` of slots that bring loose nodes home; none while that can wait.
+
+        It can wait while there are branches, whose passes have a mask anyway, and at most `slack` slots are void.
+        """
+        if not self.slots or (self.crown and self.top - self.base - len(self.slots) <= slack):
+            return []
+        moves = [(slot, self.base + i) for i, slot in enumerate(self.slots) if slot != self.base + i]
+        home = self.trunk
+        self.base, self.trunk = self.base + home, 0
+        self.slots = [self.base + i for i in range(len(self.slots) - home)]
+        self.parents = [max(parent - home, -1) for parent in self.parents[home:]]
+        self.top = self.base + len(self.slots)
+        return moves
+
+    def cut(self, length: int) -> list[tuple[int, int]]:
+        """Forgets what lies beyond `length` tokens of text, if the row has more of it; moves as in `settle`."""
+        if length >= self.length:
+            return []
+        self.slots, self.parents = self.slots[: self.trunk], self.parents[: self.trunk]
+        moves = self.settle(0)
+        self.base = self.top = length
+        return moves
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The new nodes of one pass, `[rows, nodes]` padded: row r's node i is written to slot `places[r].top + i`.
+
+    `slots` is None when every row starts at `start`; `sight` is None when, besides, no row has loose nodes and every
+    tree is a chain of the same length, so that the library's own causal mask and positions are right.
+    """
+
+    places: list[Place]
     sizes: list[int]
     nodes: int
     start: int
-    slots: Tensor | None = None
-    sight: Sight | None = None
+    slots: Tensor | None
+    sight: Sight | None
 
     @classmethod
-    def of(cls, trees: Sequence[Tree], lengths: list[int]) -> Layout:
-        """The layout of `trees` after rows of `lengths` tokens (on the CPU)."""
-        sizes = [len(tree) for tree in trees]
-        nodes, start = max(sizes), max(lengths)
-        level = min(lengths) == start
-        if level and min(sizes) == nodes and all(tree.is_chain for tree in trees):
-            return cls(lengths, sizes, nodes, start)
-        layout = cls(lengths, sizes, nodes, start)
-        slots = layout.all_slots()
-        return replace(layout, slots=None if level else slots, sight=layout._sight(trees, slots))
+    def of(cls, trees: Sequence[Tree], places: list[Place]) -> Layout:
+        """The layout of `trees`, the first nodes of which are the crowns of `places` (on the CPU)."""
+        sizes = [len(tree) - place.crown for tree, place in zip(trees, places, strict=True)]
+        tops = [place.top for place in places]
+        nodes, start = max(sizes), max(tops)
+        level = min(tops) == start
+        loose = any(place.slots for place in places)
+        if level and not loose and min(sizes) == nodes and all(tree.is_chain for tree in trees):
+            return cls(places, sizes, nodes, start, None, None)
+        slots = None if level else torch.tensor(tops)[:, None] + torch.arange(nodes)
+        return cls(places, sizes, nodes, start, slots, _sight(trees, places, nodes, start + nodes))
 
     @property
     def end(self) -> int:
@@ -75,23 +145,53 @@ class Layout:
 
     def all_slots(self) -> Tensor:
         """`[rows, nodes]`, also where every row starts at the same slot."""
-        return torch.tensor(self.lengths)[:, None] + torch.arange(self.nodes)
+        return torch.tensor([place.top for place in self.places])[:, None] + torch.arange(self.nodes)
 
     def causal(self) -> Sight:
         """What a layout without `sight` means, for a forward that derives nothing itself."""
-        key_positions = torch.arange(self.end).expand(len(self.lengths), -1)
+        key_positions = torch.arange(self.end).expand(len(self.places), -1)
         positions = key_positions[:, self.start :]
         return Sight(positions, key_positions, key_positions[:, None] <= positions[:, :, None])
 
-    def _sight(self, trees: Sequence[Tree], slots: Tensor) -> Sight:
-        rows, nodes = slots.shape
-        positions = torch.zeros(rows, nodes, dtype=torch.long)
-        kin = torch.eye(nodes, dtype=torch.bool).repeat(rows, 1, 1)
-        for row, (tree, size) in enumerate(zip(trees, self.sizes, strict=True)):
-            # Padding keeps position 0 and sees only itself: a softmax over nothing would be NaN.
-            positions[row, :size] = self.lengths[row] + torch.tensor(tree.depths(), dtype=torch.long)
-            kin[row, :size, :size] = tree.ancestry()
-        index = torch.arange(self.end)
-        seen = (index < slots[:, :1])[:, None].repeat(1, nodes, 1)
-        seen.scatter_(2, slots[:, None].expand(-1, nodes, -1), kin)
-        return Sight(positions, index.repeat(rows, 1).scatter_(1, slots, positions), seen)
+    def columns(self, row: int) -> list[int]:
+        """The slots of a row's whole text, its crown and its new nodes, in this order."""
+        place = self.places[row]
+        return [*range(place.base), *place.slots, *range(place.top, place.top + self.sizes[row])]
+
+
+def _sight(trees: Sequence[Tree], places: list[Place], nodes: int, end: int) -> Sight:
+    rows = len(places)
+    positions = np.zeros((rows, nodes), dtype=np.int64)
+    key_positions = np.tile(np.arange(end), (rows, 1))
+    seen = np.zeros((rows, nodes, end), dtype=bool)
+    for row, (tree, place) in enumerate(zip(trees, places, strict=True)):
+        slots, parents = place.with_new(tree)
+        loose, size = len(place.slots), len(tree) - place.crown
+        depths = np.array(_depths(parents), dtype=np.int64) + place.base
+        positions[row, :size] = depths[loose:]
+        key_positions[row, slots] = depths
+        seen[row, :size, : place.base] = True
+        seen[row, :size][:, slots] = _ancestry(parents)[loose:]
+        # Padding keeps position 0 and sees only itself: a softmax over nothing would be NaN.
+        padding = np.arange(size, nodes)
+        seen[row, padding, place.top + padding] = True
+    return Sight(torch.from_numpy(positions), torch.from_numpy(key_positions), torch.from_numpy(seen))
+
+
+def _depths(parents: list[int]) -> list[int]:
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+    return depths
+
+
+def _ancestry(parents: list[int]) -> np.ndarray:
+    """`[nodes, nodes]`: whether the column is the row's node itself or one of its ancestors."""
+    n = len(parents)
+    if parents == list(range(-1, n - 1)):
+        return np.tri(n, dtype=bool)
+    kin = np.eye(n, dtype=bool)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            kin[node] |= kin[parent]
+    return kin

@@ -59,19 +59,20 @@ def row_scores(
         first, size = kept.first[row], layout.sizes[row]
         begin = first if place is None or first == size else place[first]
         more = _extras(output, layout, row) if extras else {}
-        found.append(Scores(tree, first, logits[row, begin : begin + size - first], **more))
+        held = len(tree) - size
+        found.append(Scores(tree, held + first, logits[row, begin : begin + size - first], held=held, **more))
     return found
 
 
 def _extras(output: Any, layout: Layout, row: int) -> dict[str, Any]:
-    size, end = layout.sizes[row], layout.lengths[row] + layout.sizes[row]
+    size, columns = layout.sizes[row], layout.columns(row)
     extras: dict[str, Any] = {}
     hidden = output.get("hidden_states") or output.get("decoder_hidden_states")
     attentions = output.get("attentions") or output.get("decoder_attentions")
     if hidden:
         extras["hidden_states"] = tuple(layer[row, :size] for layer in hidden)
     if attentions:
-        extras["attentions"] = tuple(layer[row, :, :size, :end] for layer in attentions)
+        extras["attentions"] = tuple(layer[row, :, :size, columns] for layer in attentions)
     if output.get("cross_attentions"):
         extras["cross_attentions"] = tuple(layer[row, :, :size] for layer in output["cross_attentions"])
     return extras

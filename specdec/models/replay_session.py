@@ -19,7 +19,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models import native_cache
 from specdec.models.encoding import Encoding
-from specdec.models.session import Session, check_rows, check_trees
+from specdec.models.session import Session, check_paths, check_rows, check_trees
 from specdec.types import Scores, Tree
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class _Row:
     held: int = 0
     snapshot: tuple[int, Any, list[Any] | None] | None = None
     tree: Tree | None = None
+    crown: int = 0
     ran: list[int] = field(default_factory=list)
 
     def forget_cache(self) -> None:
@@ -77,7 +78,7 @@ class _Row:
 
 
 class ReplaySession(Session):
-    """Rows run one after another, trees as root-to-leaf paths.
+    """Rows run one after another, trees as root-to-leaf paths; crowns are computed anew with every path through them.
 
     A snapshot costs a copy of the recurrent state, so it is taken only once something has been taken back or guessed;
     a rollback without one starts the row from its beginning, which is slow but just as exact.
@@ -115,7 +116,7 @@ class ReplaySession(Session):
         output_attentions: bool = False,
     ) -> list[Scores]:
         """Runs every row's paths, after whatever its cache still has to be fed again."""
-        check_trees(trees, keep, len(self._rows))
+        check_trees(trees, keep, [row.crown for row in self._rows])
         extras = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
         asked = {name: True for name, wanted in extras.items() if wanted}
         if output_attentions and not all(tree.is_chain for tree in trees):
@@ -133,9 +134,14 @@ class ReplaySession(Session):
             scores.append(self._run_tree(row, tree, kept, asked))
         return scores
 
-    def commit(self, paths: Sequence[list[int]], *, final: bool = True) -> None:
-        """Adds the paths to the text; a cache that ran further than its path is brought back."""
-        for row, path in zip(self._rows, paths, strict=True):
+    def commit(
+        self, paths: Sequence[list[int]], *, trunks: Sequence[int] | None = None, final: bool = True
+    ) -> None:
+        """Adds the trunks to the text; a cache that ran further than its path is brought back."""
+        check_paths(paths, trunks, len(self._rows))
+        for number, (row, kept) in enumerate(zip(self._rows, paths, strict=True)):
+            path = kept if trunks is None else kept[: trunks[number]]
+            row.crown = len(kept) - len(path)
             if row.tree is None:
                 if path:
                     raise OptionError.of("paths", "empty for rows without a pass to commit", path)
@@ -154,11 +160,13 @@ class ReplaySession(Session):
     def truncate(self, lengths: Sequence[int]) -> None:
         """Forgets text; what a cache lacks afterwards goes in front of its next pass."""
         for row, length in zip(self._rows, lengths, strict=True):
+            if length >= len(row.tokens):
+                continue
             self._cautious |= length < len(row.tokens)
             del row.tokens[length:]
             row.rewind(len(row.tokens))
             row.final = len(row.tokens)
-            row.tree, row.ran = None, []
+            row.tree, row.ran, row.crown = None, [], 0
 
     def select(self, rows: Sequence[int]) -> None:
         """Keeps these rows in this order; only repeated ones are copied."""
@@ -172,8 +180,8 @@ class ReplaySession(Session):
 
     def _run_tree(self, row: _Row, tree: Tree, kept: int, asked: dict[str, bool]) -> Scores:
         first = len(tree) - kept
-        if not len(tree):
-            return Scores(tree, 0, self._no_logits())
+        if len(tree) == row.crown:
+            return Scores(tree, len(tree), self._no_logits(), held=len(tree))
         if not tree.is_chain:
             return self._run_paths(row, tree, first, asked)
         self._get_ready(row, tentative=kept > 1)

@@ -12,10 +12,14 @@ from specdec.models.encoding import Encoding
 from specdec.types import Scores, Tree
 
 
+EMPTY = Tree([], [])
+
+
 class Session(ABC):
     """The keys and values of some rows of one model; the buffers belong to the session, the weights to everyone.
 
-    `lengths` are the tokens held per row, `passes` the forward passes run so far.
+    A row holds a text and, beyond its end, a *crown*: nodes of branches that are not settled yet (beams).
+    `lengths` are the tokens of text per row, `passes` the forward passes run so far.
     """
 
     lengths: list[int]
@@ -37,33 +41,46 @@ class Session(ABC):
     ) -> list[Scores]:
         """One pass over every row's tree; scores hold logits of the last `keep[row]` nodes; nothing is committed.
 
-        A node's position is the row's length plus its depth. An empty tree sits the pass out. `embeds[row]`
-        `[nodes, width]` replace the embeddings of the row's first nodes.
+        A tree's first nodes are the row's crown, as it was committed; they are not computed again. A node's position is
+        the row's length plus its depth. A tree without new nodes sits the pass out. `embeds[row]` `[nodes, width]`
+        replace the embeddings of the row's first new nodes.
         """
 
     @abstractmethod
-    def commit(self, paths: Sequence[list[int]], *, final: bool = True) -> None:
-        """Makes the nodes `paths[row]` of the last pass, root first, the row's text and forgets the others.
+    def commit(
+        self, paths: Sequence[list[int]], *, trunks: Sequence[int] | None = None, final: bool = True
+    ) -> None:
+        """Holds the nodes `paths[row]` of the last tree, parents first, and forgets the others.
 
+        The first `trunks[row]` of them (all, if None) are a chain that extends the row's text, the rest is its crown.
         `final=False` says that they are guesses which `truncate` may take back.
         """
 
     @abstractmethod
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Forgets every row's tokens beyond `lengths[row]`."""
+        """Forgets tokens beyond `lengths[row]`, and the crown with them, of every row that has more text."""
 
     @abstractmethod
     def select(self, rows: Sequence[int]) -> None:
         """Keeps these rows in this order; a row may be repeated."""
 
 
-def check_trees(trees: Sequence[Tree], keep: Sequence[int], rows: int) -> None:
-    """Raises unless there is one tree and one `keep` per row, and no row keeps more nodes than it has."""
+def check_trees(trees: Sequence[Tree], keep: Sequence[int], crowns: Sequence[int]) -> None:
+    """Raises unless there is a tree and a `keep` per row, trees begin with the crowns, and no more is kept than is new."""
+    rows = len(crowns)
     if len(trees) != rows or len(keep) != rows:
         raise OptionError.of("trees", f"one tree and one `keep` for each of {rows} rows", (len(trees), len(keep)))
-    for tree, kept in zip(trees, keep, strict=True):
-        if not 0 <= kept <= len(tree):
-            raise OptionError.of("keep", f"between 0 and the {len(tree)} nodes of the row", kept)
+    for tree, kept, crown in zip(trees, keep, crowns, strict=True):
+        if len(tree) < crown:
+            raise OptionError.of("trees", f"trees that begin with the {crown} nodes of the row's crown", len(tree))
+        if not 0 <= kept <= len(tree) - crown:
+            raise OptionError.of("keep", f"between 0 and the {len(tree) - crown} new nodes of the row", kept)
+
+
+def check_paths(paths: Sequence[list[int]], trunks: Sequence[int] | None, rows: int) -> None:
+    """Raises unless there is one path, and if so one trunk, per row."""
+    if len(paths) != rows or (trunks is not None and len(trunks) != rows):
+        raise OptionError.of("paths", f"one for each of {rows} rows", len(paths))
 
 
 def check_rows(rows: Sequence[int], held: int) -> None:

@@ -139,11 +139,11 @@ class KvStore(Cache):  # type: ignore[misc]
         """Copies column `sources[i]` of `rows[i]` to column `targets[i]`, all reads before all writes."""
         self._each_buffer(_move_columns, rows, sources, targets)
 
-    def copy_rows(self, sources: list[int], targets: list[int], first: int, last: int) -> None:
-        """Copies columns `first` to `last` of `sources[i]` to row `targets[i]`, all reads before all writes."""
+    def copy_rows(self, sources: list[int], targets: list[int], columns: int) -> None:
+        """Copies the first `columns` of row `sources[i]` to row `targets[i]`, all reads before all writes."""
         for layer in self.layers:
             for buffer in layer.buffers or ():
-                buffer[targets, :, first:last] = buffer[sources, :, first:last]
+                buffer[targets, :, :columns] = buffer[sources, :, :columns]
 
     def _each_buffer(self, change: Any, *indices: Sequence[int]) -> None:
         placed: dict[torch.device, list[Tensor]] = {}

@@ -61,6 +61,33 @@ class Twin:
         assert self.run(trees, keep) < TOLERANCE
         self.commit(trees, paths)
 
+    def branch(self, rounds: int) -> None:
+        """Rounds in which every row's branches grow at random, some die, and the text that all share moves up."""
+        crowns = [Tree([], []) for _ in self.texts]
+        for _ in range(rounds):
+            trees = [self._grown(crown) for crown in crowns]
+            assert self.run(trees, [len(t) - len(c) for t, c in zip(trees, crowns, strict=True)]) < TOLERANCE
+            kept = [self._survivors(tree) for tree in trees]
+            self.session.commit([nodes for nodes, _ in kept], trunks=[trunk for _, trunk in kept])
+            for text, tree, (nodes, trunk) in zip(self.texts, trees, kept, strict=True):
+                text += [tree.tokens[node] for node in nodes[:trunk]]
+            crowns = [tree.part(nodes, trunk) for tree, (nodes, trunk) in zip(trees, kept, strict=True)]
+            assert self.session.lengths == [len(text) for text in self.texts]
+
+    def _grown(self, crown: Tree) -> Tree:
+        tokens, parents = crown.tokens + self.ids(4), list(crown.parents)
+        while len(parents) < len(tokens):
+            parents.append(self.random.randrange(-1, len(parents)))
+        return Tree(tokens, parents)
+
+    def _survivors(self, tree: Tree) -> tuple[list[int], int]:
+        """The ancestors of two random nodes, and how many of those are everybody's."""
+        paths = [tree.path(self.random.randrange(len(tree))) for _ in range(2)]
+        shared = next((i for i, pair in enumerate(zip(*paths, strict=False)) if len(set(pair)) > 1), None)
+        trunk = min(map(len, paths)) if shared is None else shared
+        nodes = sorted({node for path in paths for node in path})
+        return paths[0][:trunk] + [node for node in nodes if node not in paths[0][:trunk]], trunk
+
     def prefill(self, *lengths: int) -> None:
         self.step([self.chain(n) for n in lengths], [1] * len(lengths), [list(range(n)) for n in lengths])
 

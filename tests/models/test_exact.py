@@ -89,6 +89,18 @@ def test_tree(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
+def test_branches(name: str) -> None:
+    """Branches are held over many rounds, beside another row's, and the rows are plain again afterwards."""
+    twin = _twin(name, 2)
+    twin.prefill(20, 4)
+    twin.branch(6)
+    twin.session.commit([[], []])
+    twin.step([twin.chain(2), twin.chain(3)], [2, 3], [[0], [0, 1]])
+    twin.select([1, 0])
+    twin.branch(3)
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_ragged_rows(name: str) -> None:
     """Rows of different lengths, sitting out, reordered, repeated, leaving and joining, each as if it were alone."""
     twin = _twin(name, 3)
