@@ -11,12 +11,13 @@ import torch
 from transformers import MaxTimeCriteria, StopStringCriteria
 
 from specdec.config import Options
-from specdec.engine import Engine, RunningRow
+from specdec.engine import Engine
 from specdec.errors import OptionError
 from specdec.inputs import Prompts, RowPrompt, pad_id
 from specdec.logits import build_processors
 from specdec.models import Encoding, LanguageModel
 from specdec.output import Generation, Recorder, per_token, sequences, traces
+from specdec.rows import TextRow
 from specdec.schedule import Schedule
 from specdec.select import Block, Coupled, Greedy, Match, PerRow, Rejection, Stopping, fold
 from specdec.types import BatchDrafter, Call
@@ -130,7 +131,7 @@ class Prepared:
     extras: Extras
     drafter: BatchDrafter | None
     schedule: Schedule
-    rows: list[RunningRow] = field(init=False)
+    rows: list[TextRow] = field(init=False)
 
     def __post_init__(self) -> None:
         limit = length_limit(self.options, self.prompts, self.target)
@@ -154,19 +155,19 @@ class Prepared:
         draft = None
         if self.drafter is not None:
             rule = PerRow({row.key: row.selector.rule for row in rows})  # type: ignore[attr-defined]
-            draft = self.drafter.start(Call(rule, self.target.vocab_size, encoding, inputs))
+            draft = self.drafter.start(Call(rule, self.target.vocab_size, encoding=encoding, draft_inputs=inputs))
         chunk = o.prefill_chunk_size or PREFILL_CHUNK
         engine = Engine(self.target.session(), draft, self.schedule, prefill_chunk=chunk, **traced)
         engine.add(rows, encoding)
         return Running(self, engine, encoding, began)
 
-    def _row(self, key: int, prompt: RowPrompt, seed: int, limit: int) -> RunningRow:
+    def _row(self, key: int, prompt: RowPrompt, seed: int, limit: int) -> TextRow:
         o, device = self.options, self.target.device
         stop = Stopping(frozenset(o.eos_ids), limit, self._criteria)
         selector = self._selector(key, prompt, seed)
         common: dict[str, Any] = {"selector": selector, "stop": stop, "max_length": limit, "device": device}
-        shadow = None if prompt.negative is None else RunningRow(key=key, tokens=list(prompt.negative), **common)
-        return RunningRow(
+        shadow = None if prompt.negative is None else TextRow(key=key, tokens=list(prompt.negative), **common)
+        return TextRow(
             key=key,
             tokens=list(prompt.tokens),
             encoder_tokens=prompt.encoder_ids,

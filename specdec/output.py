@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
-from specdec.engine import RunningRow
+from specdec.rows import TextRow
 from specdec.types import Round, Stats, Step
 
 PerToken = tuple[Tensor, ...]
@@ -83,14 +83,14 @@ class Detokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-def sequences(padded: Tensor, rows: Sequence[RunningRow], pad: int) -> Tensor:
+def sequences(padded: Tensor, rows: Sequence[TextRow], pad: int) -> Tensor:
     """`[rows, width + longest]`: prompts as given, each row's new tokens, padding."""
     new = [row.tokens[row.prompt_length :] for row in rows]
     longest = max(map(len, new))
     return torch.cat([padded, torch.tensor([n + [pad] * (longest - len(n)) for n in new], dtype=torch.long)], 1)
 
 
-def per_token(rows: Sequence[RunningRow], name: str, pad: int) -> PerToken:
+def per_token(rows: Sequence[TextRow], name: str, pad: int) -> PerToken:
     """One `[rows, vocab]` per emitted token; a finished row is certain of its padding: 0 there and -inf elsewhere."""
     values = [[getattr(step, name) for step in row.steps] for row in rows]
     filler = torch.full_like(values[0][0], -torch.inf)
@@ -100,7 +100,7 @@ def per_token(rows: Sequence[RunningRow], name: str, pad: int) -> PerToken:
     )
 
 
-def traces(rows: Sequence[RunningRow], name: str) -> PerTokenAndLayer | None:
+def traces(rows: Sequence[TextRow], name: str) -> PerTokenAndLayer | None:
     """Per emitted token and layer one tensor over all rows, aligned on the right and padded with zeros."""
     values = [[getattr(trace, name) for trace in row.traces] for row in rows]
     if values[0][0] is None:

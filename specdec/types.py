@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ _NO_Q = torch.empty(0)  # known text was not drawn
 @dataclass(frozen=True, slots=True)
 class Tree:
     """Candidate tokens of one row, parents before children; `-1` is the parent of nodes that continue the known text.
+
+    In a draft's proposal for a row with several leaves, the parent `-1 - i` stands for leaf i.
 
     `confidence` is the draft's probability of each node; `q[node]` `[vocab]` its whole distribution (float32, after
     processors) where the node was drawn from one; `q=None` stands for a one-hot draft, which is certain of its guess.
@@ -49,12 +51,13 @@ class Tree:
         """Whether every node continues the one before it."""
         return self.parents == list(range(-1, len(self.parents) - 1))
 
-    def graft(self, other: Tree) -> Tree:
-        """This chain of known text with the proposal `other` growing from its last node."""
+    def graft(self, other: Tree, leaves: Sequence[int] = ()) -> Tree:
+        """This tree with `other` growing from its nodes `leaves`; without any, from the last one."""
         n = len(self.tokens)
+        ends = leaves or (n - 1,)
         return Tree(
             self.tokens + other.tokens,
-            self.parents + [p + n for p in other.parents],
+            self.parents + [p + n if p >= 0 else ends[-1 - p] for p in other.parents],
             None if other.confidence is None else [1.0] * n + other.confidence,
             None if other.q is None else [_NO_Q] * n + list(other.q),
             other.source,
@@ -84,6 +87,20 @@ class Tree:
             depths.append(0 if parent < 0 else depths[parent] + 1)
         return depths
 
+    @property
+    def depth(self) -> int:
+        """How many tokens its longest path has."""
+        return max(self.depths(), default=-1) + 1
+
+    def best_confidence(self) -> list[float] | None:
+        """The draft's belief in the likeliest node of every depth, where it has one."""
+        if self.confidence is None or self.is_chain:
+            return self.confidence
+        best = [0.0] * self.depth
+        for depth, confidence in zip(self.depths(), self.confidence, strict=True):
+            best[depth] = max(best[depth], confidence)
+        return best
+
     def path(self, node: int) -> list[int]:
         """The nodes from the known text to `node`, both ends of the walk included."""
         nodes = []
@@ -91,6 +108,9 @@ class Tree:
             nodes.append(node)
             node = self.parents[node]
         return nodes[::-1]
+
+
+EMPTY = Tree([], [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,18 +126,19 @@ class Scores:
     tree: Tree
     first: int
     logits: Tensor
-    held: int = 0
     unconditional: Tensor | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
     cross_attentions: tuple[Tensor, ...] | None = None
+    held: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """One emitted token, the tree node whose scores decided it, and what was asked to be kept about it.
 
-    `logits` and `scores` `[vocab]` are the target's own and the processed ones, None unless they were asked for.
+    `logits` and `scores` `[vocab]` are the target's own and the processed ones, None unless they were asked for; of a
+    search they are `[leaves, vocab]`, the token is the best live leaf's.
     """
 
     token: int
@@ -130,12 +151,14 @@ class Step:
 class RowRound:
     """One row's share of a round.
 
-    `drafted` counts proposed nodes; the first `accepted` of `steps` took a proposed token; `finish` says why the row
-    ended, if it did. `confidence` is the draft's belief in each node of a chain, where it has one.
+    `drafted` counts proposed nodes and `depth` the longest path of them; the first `accepted` of `steps` were decided
+    by proposed nodes; `finish` says why the row ended, if it did. `confidence` is the draft's belief by depth, where it
+    has one.
     """
 
     key: int
     drafted: int
+    depth: int
     accepted: int
     prefill: bool
     source: str
@@ -157,9 +180,11 @@ class Round:
 
 
 class Row(Protocol):
-    """One sequence as drafts and strategies may see it: its key, its text so far, where the prompt ends.
+    """One sequence or search as drafts and strategies may see it: its key, its text so far, where the prompt ends.
 
-    `remaining` is how many tokens may still come. `encoder_tokens` are the ids an encoder-decoder target read, if any.
+    A search has a text that all its branches share, and a tree of branches that grow from it; `leaves` are the nodes
+    that will be continued, best first, with their `leaf_scores`. One sequence has the leaf -1, the end of its text.
+    `remaining` is how many tokens may still follow a leaf. `encoder_tokens` are the ids an encoder-decoder target read.
     """
 
     @property
@@ -167,6 +192,15 @@ class Row(Protocol):
 
     @property
     def tokens(self) -> list[int]: ...
+
+    @property
+    def tree(self) -> Tree: ...
+
+    @property
+    def leaves(self) -> Sequence[int]: ...
+
+    @property
+    def leaf_scores(self) -> Sequence[float]: ...
 
     @property
     def prompt_length(self) -> int: ...
@@ -190,6 +224,14 @@ class Selector(Protocol):
         ...
 
 
+class Branch(NamedTuple):
+    """A path that a draft considers: its tokens after the row's shared text, its score, its last token's chance."""
+
+    tokens: list[int]
+    score: float
+    confidence: float = 1.0
+
+
 class DraftRule(Protocol):
     """How a draft turns its own logits into a guess, so that it tends to agree with the strategy."""
 
@@ -209,6 +251,17 @@ class DraftRule(Protocol):
         ...
 
 
+class SearchRule(Protocol):
+    """How a draft looks ahead for a search: it runs the search's own steps on its own scores."""
+
+    def spread(self, row: Row, ends: Sequence[Branch], logits: Tensor) -> list[tuple[int, Branch]]:
+        """From draft `logits` `[ends, vocab]`: branches worth a look next, best first, each with the end it continues.
+
+        `row` is a search, `ends` are equally long.
+        """
+        ...
+
+
 class Plan(Protocol):
     """How much one row may draft in this round, as its schedule decided."""
 
@@ -217,8 +270,11 @@ class Plan(Protocol):
         """The most nodes on a path; 0 means no draft."""
         ...
 
-    def go_on(self, confidence: Sequence[float]) -> bool:
-        """Whether the next draft pass pays, given the confidence of the nodes drafted so far on this path."""
+    def go_on(self, confidence: Sequence[float], width: int = 1) -> bool:
+        """Whether the next draft pass pays, given the confidence of the nodes drafted so far on this path.
+
+        `width` is how many nodes the pass brings: those of a search, or one.
+        """
         ...
 
     def keep(self, confidence: Sequence[float]) -> bool:
@@ -231,11 +287,13 @@ class Call:
     """What a draft learns when a call begins: how to guess, how wide the target's logits are, what an encoder read.
 
     `encoding` is the target's encoder output for all rows, in the order of their keys, for a draft with the same
-    encoder; `draft_inputs` are the encoder's inputs, for a draft that has its own.
+    encoder; `draft_inputs` are the encoder's inputs, for a draft that has its own. `search` is set where the rows are
+    searches.
     """
 
     rule: DraftRule
     vocab_size: int
+    search: SearchRule | None = None
     encoding: object | None = None
     draft_inputs: Mapping[str, Tensor] | None = None
 
@@ -244,7 +302,7 @@ class DraftSession(Protocol):
     """A draft at work on the rows of one call; all its buffers belong to the call."""
 
     def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
-        """One tree per row, possibly empty, growing from the end of the row's text; never longer than `plan.limit`."""
+        """One tree per row, possibly empty, growing from the row's leaves; no path is longer than `plan.limit`."""
         ...
 
     def release(self, keys: Sequence[int]) -> None:

@@ -11,8 +11,9 @@ from transformers import LogitsProcessor
 
 from specdec import BusyError, DraftError, LanguageModel, SpecGenerator
 from specdec.draft import FunctionDrafter, ModelDrafter
-from specdec.engine import Engine, RunningRow
+from specdec.engine import Engine
 from specdec.logits import Processors
+from specdec.rows import TextRow
 from specdec.schedule import Heuristic
 from specdec.select import Greedy, PerRow, Stopping
 from specdec.types import Call, Tree
@@ -25,7 +26,7 @@ COMMON = {"max_new_tokens": 16, "eos_token_id": [], "pad_token_id": 0}
 def running(model: LanguageModel, prompts: list[list[int]], drafter: Any, limit: int = 40) -> Engine:
     """An engine over greedy rows that end at `limit` tokens."""
     rows = [
-        RunningRow(
+        TextRow(
             key=r,
             tokens=list(p),
             selector=Greedy(Processors()),

@@ -18,12 +18,13 @@ RANKS = {
     "models": 2,
     "draft": 3,
     "inputs": 3,
-    "engine": 4,
-    "output": 5,
-    "call": 6,
-    "generator": 7,
-    "zoo": 8,
-    "cli": 9,
+    "rows": 4,
+    "engine": 5,
+    "output": 6,
+    "call": 7,
+    "generator": 8,
+    "zoo": 9,
+    "cli": 10,
 }
 # The public front door and its entry point import whatever they show.
 FREE = {"__init__", "__main__"}

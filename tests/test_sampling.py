@@ -120,7 +120,7 @@ def test_law_is_the_targets(sampling: str, schedule: str) -> None:
         counts.update(tuple(row[2 : 2 + DEPTH]) for row in out.sequences.tolist())
         accepted += out.stats.num_accepted_draft_tokens
         rejected += out.stats.num_draft_tokens - out.stats.num_accepted_draft_tokens
-    assert accepted > 100
+    assert accepted > 50
     assert rejected > 100
     total = sum(counts.values())
     common = [s for s in law if law[s] * total >= 5]

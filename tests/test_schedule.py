@@ -19,7 +19,7 @@ class Key:
 
 def outcome(drafted: int, accepted: int, key: int = 0, seconds: tuple[float, float] = (0.1, 1.0), **more: Any) -> Round:
     steps = [Step(0, 0)] * (accepted + 1)
-    row = RowRound(key, drafted, accepted, False, "model", more.get("confidence"), steps)
+    row = RowRound(key, drafted, drafted, accepted, False, "model", more.get("confidence"), steps)
     return Round([row], 1 + drafted, seconds[0], seconds[1], 0.0, sum(seconds))
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specdec.draft.text import below, cut
-from specdec.types import BatchDrafter, Call, DraftSession, Plan, Row, Tree
+from specdec.types import EMPTY, BatchDrafter, Call, DraftSession, Plan, Row, Tree
 
 _WINDOW = 12
 _SLACK = 8
@@ -94,6 +94,9 @@ class DraftRow:
     seen: int = 0
     remaining: int = 2**31
     encoder_tokens: list[int] | None = None
+    tree: Tree = EMPTY
+    leaves: Sequence[int] = (-1,)
+    leaf_scores: Sequence[float] = (0.0,)
 
     def prefix(self, extra: Sequence[int] = ()) -> Tensor:
         return torch.tensor([[*self.tokens, *extra]])
@@ -106,7 +109,7 @@ class _DraftPlan:
     limit: int
     plan: Plan
 
-    def go_on(self, confidence: Sequence[float]) -> bool:
+    def go_on(self, confidence: Sequence[float], width: int = 1) -> bool:
         return self.plan.go_on(confidence)
 
     def keep(self, confidence: Sequence[float]) -> bool:
@@ -148,7 +151,7 @@ class BridgeSession:
     def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
         """One chain per row: the draft's guess, as the target's tokenizer writes it after the row's text."""
         if not any(plan.limit > 0 for plan in plans):
-            return [Tree([], [])] * len(rows)
+            return [EMPTY] * len(rows)
         try:
             read = [self._read(row) for row in rows]
             inner = [

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specdec.draft.bridge import DraftRow, Tokenizer, begin, decode, encode
 from specdec.errors import VocabularyError
-from specdec.types import BatchDrafter, Call, DraftRule, DraftSession, Plan, Row, Tree
+from specdec.types import EMPTY, BatchDrafter, Call, DraftRule, DraftSession, Plan, Row, Tree
 
 _FOREIGN = 2**40
 """Added to a target token that the draft lacks: no draft can read such an id, and it can be taken off again."""
@@ -111,7 +111,7 @@ class IntersectionSession:
     def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
         """One chain per row, in the target's ids."""
         if not any(plan.limit > 0 for plan in plans):
-            return [Tree([], [])] * len(rows)
+            return [EMPTY] * len(rows)
         try:
             trees = self._draft.propose([self._read(row) for row in rows], plans)
         except BaseException:

@@ -12,12 +12,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specdec.errors import UnsupportedError
-from specdec.types import Call, DraftRule, Plan, Row, Tree
+from specdec.types import EMPTY, Call, DraftRule, Plan, Row, Tree
 
 if TYPE_CHECKING:
     from specdec.models import Encoding, LanguageModel, Session
 
-_ABSENT = Tree([], [])
 _PREFILL_CHUNK = 2048
 _LOOKBACK = 32
 
@@ -103,7 +102,7 @@ class ModelSession:
         """One chain per row, from one pass per guess over all rows that still go on."""
         limits = [self._limit(row, plan) for row, plan in zip(rows, plans, strict=True)]
         if not any(limits):
-            return [_ABSENT] * len(limits)
+            return [EMPTY] * len(limits)
         try:
             chains = self._chains(rows, plans, limits)
             self._grow([chain for chain in chains if chain is not None])
@@ -111,7 +110,7 @@ class ModelSession:
             # The cache may hold half a round: forget it, the next call reads the text again.
             self._forget()
             raise
-        return [chain.tree(self._source) if chain is not None and chain.tokens else _ABSENT for chain in chains]
+        return [chain.tree(self._source) if chain is not None and chain.tokens else EMPTY for chain in chains]
 
     def release(self, keys: Sequence[int]) -> None:
         """Frees the cache of finished rows."""
@@ -189,7 +188,7 @@ class ModelSession:
     def _feed(self, pieces: Sequence[tuple[_Chain, list[int]]], *, final: bool) -> list[Tensor]:
         """One pass over `pieces`; the logits `[vocab of the target]` after each, and the cache holds them."""
         assert self._session is not None
-        trees, keep = [_ABSENT] * len(self._held), [0] * len(self._held)
+        trees, keep = [EMPTY] * len(self._held), [0] * len(self._held)
         paths: list[list[int]] = [[] for _ in self._held]
         for chain, tokens in pieces:
             trees[chain.slot], keep[chain.slot] = Tree.chain(tokens), 1

@@ -16,9 +16,9 @@ from specdec.models import positions
 from specdec.models.encoding import Encoding
 from specdec.models.layout import Layout, Place, Sight
 from specdec.models.outputs import Keep, row_scores
-from specdec.models.session import EMPTY, Session, check_paths, check_rows, check_trees
+from specdec.models.session import Session, check_paths, check_rows, check_trees
 from specdec.models.store import KvStore
-from specdec.types import Scores, Tree
+from specdec.types import EMPTY, Scores, Tree
 
 if TYPE_CHECKING:
     from specdec.models.language_model import LanguageModel
@@ -99,9 +99,7 @@ class KvSession(Session):
             output, trees, layout, kept, sliced=self._can_keep, extras=output_hidden_states or output_attentions
         )
 
-    def commit(
-        self, paths: Sequence[list[int]], *, trunks: Sequence[int] | None = None, final: bool = True
-    ) -> None:
+    def commit(self, paths: Sequence[list[int]], *, trunks: Sequence[int] | None = None, final: bool = True) -> None:
         """O(1) where the kept nodes are the first ones of a chain; otherwise columns are moved, at once or later."""
         check_paths(paths, trunks, len(self._places))
         moves = []
@@ -127,7 +125,9 @@ class KvSession(Session):
             self._store.reserve_rows(len(rows), self._store.row_capacity)
         moved = [(source, target) for target, source in enumerate(rows) if source != target]
         if moved:
-            self._store.copy_rows([s for s, _ in moved], [t for _, t in moved], max(self._places[s].top for s, _ in moved))
+            self._store.copy_rows(
+                [s for s, _ in moved], [t for _, t in moved], max(self._places[s].top for s, _ in moved)
+            )
         self._places = [copy(self._places[row]) for row in rows]
         self._trees = [EMPTY] * len(rows)
         if self._cross is not None:

@@ -134,9 +134,7 @@ class ReplaySession(Session):
             scores.append(self._run_tree(row, tree, kept, asked))
         return scores
 
-    def commit(
-        self, paths: Sequence[list[int]], *, trunks: Sequence[int] | None = None, final: bool = True
-    ) -> None:
+    def commit(self, paths: Sequence[list[int]], *, trunks: Sequence[int] | None = None, final: bool = True) -> None:
         """Adds the trunks to the text; a cache that ran further than its path is brought back."""
         check_paths(paths, trunks, len(self._rows))
         for number, (row, kept) in enumerate(zip(self._rows, paths, strict=True)):

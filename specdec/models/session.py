@@ -12,9 +12,6 @@ from specdec.models.encoding import Encoding
 from specdec.types import Scores, Tree
 
 
-EMPTY = Tree([], [])
-
-
 class Session(ABC):
     """The keys and values of some rows of one model; the buffers belong to the session, the weights to everyone.
 
@@ -47,9 +44,7 @@ class Session(ABC):
         """
 
     @abstractmethod
-    def commit(
-        self, paths: Sequence[list[int]], *, trunks: Sequence[int] | None = None, final: bool = True
-    ) -> None:
+    def commit(self, paths: Sequence[list[int]], *, trunks: Sequence[int] | None = None, final: bool = True) -> None:
         """Holds the nodes `paths[row]` of the last tree, parents first, and forgets the others.
 
         The first `trunks[row]` of them (all, if None) are a chain that extends the row's text, the rest is its crown.
@@ -66,7 +61,7 @@ class Session(ABC):
 
 
 def check_trees(trees: Sequence[Tree], keep: Sequence[int], crowns: Sequence[int]) -> None:
-    """Raises unless there is a tree and a `keep` per row, trees begin with the crowns, and no more is kept than is new."""
+    """Raises unless every row has a tree that begins with its crown, and a `keep` of at most the new nodes."""
     rows = len(crowns)
     if len(trees) != rows or len(keep) != rows:
         raise OptionError.of("trees", f"one tree and one `keep` for each of {rows} rows", (len(trees), len(keep)))

@@ -45,8 +45,8 @@ class Acceptance:
 
     def after(self, row: RowRound) -> Acceptance:
         """With one row's outcome added; old outcomes fade with a memory of about 200 tokens."""
-        tested = min(row.accepted + 1, row.drafted) if row.finish is None else row.accepted
-        confidence = row.confidence if row.confidence is not None else [1.0] * row.drafted
+        tested = min(row.accepted + 1 if row.finish is None else row.accepted, row.depth)
+        confidence = row.confidence if row.confidence is not None else [1.0] * row.depth
         new_accepted, new_tested = list(self.accepted), list(self.tested)
         for i in range(tested):
             b = _bin(confidence[i])
@@ -110,11 +110,12 @@ class CostPlan:
     draft_cost: float
     verify_cost: float
 
-    def go_on(self, confidence: Sequence[float]) -> bool:
+    def go_on(self, confidence: Sequence[float], width: int = 1) -> bool:
         """Before a draft pass: the next token, of unknown confidence, must pay for drafting and for verifying it."""
         if len(confidence) >= self.limit:
             return False
-        return self.acceptance.path(confidence) * self.acceptance.mean >= self.draft_cost + self.verify_cost
+        cost = self.draft_cost + width * self.verify_cost
+        return self.acceptance.path(confidence) * self.acceptance.mean >= cost
 
     def keep(self, confidence: Sequence[float]) -> bool:
         """After it: the token is paid for, it must only pay for its verification."""
@@ -181,7 +182,7 @@ class Cost:
             acceptance = acceptance.after(row)
         if any(row.prefill for row in round.rows):
             return replace(self, acceptance=acceptance)
-        drafted = max(row.drafted for row in round.rows)
+        drafted = max(row.depth for row in round.rows)
         return replace(
             self,
             acceptance=acceptance,
@@ -201,7 +202,7 @@ class Cost:
         """Seconds of a draft pass by source; a round with several sources teaches only about the longest draft's."""
         if not drafted:
             return self.draft_seconds
-        source = max(round.rows, key=lambda row: row.drafted).source
+        source = max(round.rows, key=lambda row: row.depth).source
         old = self.draft_seconds.get(source)
         return {**self.draft_seconds, source: _fading(old, round.draft_seconds / drafted)}
 

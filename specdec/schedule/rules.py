@@ -28,7 +28,7 @@ class Limit:
     limit: int
     threshold: float = 0.0
 
-    def go_on(self, confidence: Sequence[float]) -> bool:
+    def go_on(self, confidence: Sequence[float], width: int = 1) -> bool:
         """Whether another node may follow."""
         return len(confidence) < self.limit and (not confidence or confidence[-1] >= self.threshold)
 
@@ -79,5 +79,5 @@ class Heuristic:
         for row in round.rows:
             if row.drafted:
                 k = lengths.get(row.key, self.start)
-                lengths[row.key] = k + 2 if row.accepted == row.drafted else max(1, k - 1)
+                lengths[row.key] = k + 2 if row.accepted >= row.depth else max(1, k - 1)
         return replace(self, lengths=lengths)

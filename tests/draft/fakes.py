@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from specdec.types import Call, Row, Scores, Tree
+from specdec.types import EMPTY, Call, Row, Scores, Tree
 
 
 @dataclass
@@ -18,6 +18,9 @@ class FakeRow:
     remaining: int = 1000
     prompt_length: int = 1
     encoder_tokens: list[int] | None = None
+    tree: Tree = EMPTY
+    leaves: tuple[int, ...] = (-1,)
+    leaf_scores: tuple[float, ...] = (0.0,)
 
     def prefix(self, extra: Sequence[int] = ()) -> Tensor:
         return torch.tensor([[*self.tokens, *extra]])

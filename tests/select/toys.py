@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec.logits import Processors
-from specdec.types import Scores, Tree
+from specdec.types import EMPTY, Scores, Tree
 
 Table = Callable[[list[int]], Tensor]
 """From a prefix to logits `[vocab]`."""
@@ -42,6 +42,9 @@ class ToyRow:
     key: int = 0
     remaining: int = 99
     encoder_tokens: list[int] | None = None
+    tree: Tree = EMPTY
+    leaves: tuple[int, ...] = (-1,)
+    leaf_scores: tuple[float, ...] = (0.0,)
 
     def prefix(self, extra=()) -> Tensor:
         return torch.tensor([self.tokens + list(extra)])

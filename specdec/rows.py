@@ -1,0 +1,339 @@
+"""What runs in the engine: a sequence that grows by one token at a time, or a search with many live branches.
+
+Both say what the target must see of them, walk as far as its scores reach, and then take what the walk brought.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from specdec.types import EMPTY, Row, Scores, Selector, Step, Tree
+
+Kept = tuple[Tensor, ...] | None
+Stop = Callable[[Row, list[int], Kept], str | None]
+
+
+class Trace(NamedTuple):
+    """Per layer, the hidden states `[nodes, width]` and attentions `[heads, nodes, length]` that led to one token.
+
+    Of a search they are `[leaves, nodes, width]` and `[leaves, heads, nodes, length]`.
+    """
+
+    hidden_states: tuple[Tensor, ...] | None
+    attentions: tuple[Tensor, ...] | None
+    cross_attentions: tuple[Tensor, ...] | None
+
+
+class Walk(NamedTuple):
+    """How far one row came in a round.
+
+    `path` are the nodes to hold, of the row's tree followed by the proposal, and the first `trunk` of them have become
+    text; `accepted` steps were decided by the proposal's nodes; `after` is what the row itself remembers of it.
+    """
+
+    steps: list[Step]
+    path: list[int]
+    trunk: int
+    accepted: int
+    finish: str | None
+    after: Any
+
+
+@dataclass(eq=False, kw_only=True)
+class RunningRow:
+    """What sequences and searches share: a text, and a tree of branches beyond it.
+
+    `shadow` is the same row without its condition (guidance); it takes the same tokens. `embeds` `[length, width]` are
+    read in place of the prompt's tokens, which are as many, or none where nobody knows them.
+    """
+
+    key: int
+    tokens: list[int]
+    max_length: int
+    device: torch.device
+    encoder_tokens: list[int] | None = None
+    embeds: Tensor | None = None
+    shadow: RunningRow | None = None
+    prompt_length: int = field(init=False)
+    tree: Tree = EMPTY
+    crown: int = 0  # so many of the tree's nodes were seen by the target
+    leaves: Sequence[int] = (-1,)
+    steps: list[Step] = field(default_factory=list)
+    traces: list[Trace] = field(default_factory=list)
+    finish: str | None = None
+
+    def __post_init__(self) -> None:
+        self.prompt_length = self._written = len(self.tokens)
+        self._untold = 0 if self.embeds is None else len(self.embeds) - self.prompt_length
+        self._ids = torch.tensor(self.tokens, dtype=torch.long, device=self.device)
+
+    @property
+    def remaining(self) -> int:
+        """How many tokens may still come."""
+        return self.max_length - len(self.tokens)
+
+    @property
+    def asked(self) -> int:
+        """How many nodes, at the end of its frontier, the row needs scores of."""
+        return len(self.tree) - self.crown or 1
+
+    @property
+    def leaf_scores(self) -> Sequence[float]:
+        """The score of every leaf."""
+        return (0.0,)
+
+    def prefix(self, extra: Sequence[int] = ()) -> Tensor:
+        """The text so far, followed by `extra`, as ids `[1, length]`."""
+        known, total = len(self.tokens), len(self.tokens) + len(extra)
+        if total > self._ids.shape[0]:
+            grown = self._ids.new_zeros(2 * total)
+            grown[: self._written] = self._ids[: self._written]
+            self._ids = grown
+        if total > self._written:
+            fresh = [*self.tokens[self._written :], *extra]
+            self._ids[self._written : total] = torch.tensor(fresh, device=self.device)
+            self._written = known
+        return self._ids[:total][None]
+
+    def unread(self, held: int) -> list[int]:
+        """The text after the first `held` positions; embeddings have placeholders for ids."""
+        placeholders = max(self._untold - held, 0)
+        return [0] * placeholders + self.tokens[max(held - self._untold, 0) :]
+
+    def frontier(self, held: int) -> Tree:
+        """What the target must have seen after the first `held` positions."""
+        text = Tree.chain(self.unread(held))
+        return text.graft(self.tree) if self.tree.tokens else text
+
+    def given(self, held: int, count: int) -> Tensor | None:
+        """The embeddings of the first of `count` positions after `held`, where they were given."""
+        return None if self.embeds is None or held >= len(self.embeds) else self.embeds[held : held + count]
+
+    def walk(self, proposal: Tree, scores: Scores) -> Walk:
+        """The strategy's ordinary steps, for as long as the target was asked about the text that they produce."""
+        raise NotImplementedError
+
+    def take(self, walk: Walk) -> None:
+        """Makes what a walk brought the row's own."""
+        raise NotImplementedError
+
+
+@dataclass(eq=False, kw_only=True)
+class TextRow(RunningRow):
+    """One sequence; `stop` ends it, `scores` are those kept of all steps."""
+
+    selector: Selector
+    stop: Stop
+    scores: Kept = None
+
+    def walk(self, proposal: Tree, scores: Scores) -> Walk:
+        """Follows the proposal from the last token of the text."""
+        children = proposal.children()
+        node: int | None = -1
+        steps: list[Step] = []
+        new: list[int] = []
+        path: list[int] = []
+        kept, finish = self.scores, None
+        while node is not None and finish is None:
+            step = self.selector.advance(self, new, scores, scores.first + 1 + node)
+            steps.append(step)
+            new.append(step.token)
+            if step.scores is not None:
+                kept = (*(kept or ()), step.scores[None])
+            finish = self.stop(self, new, kept)
+            node = children.get((node, step.token))
+            if node is not None:
+                path.append(node)
+        return Walk(steps, path, len(path), len(path), finish, (kept, _traces(scores, steps, path)))
+
+    def take(self, walk: Walk) -> None:
+        """New tokens, for the shadow too."""
+        new = [step.token for step in walk.steps]
+        self.tokens += new
+        if self.shadow is not None:
+            self.shadow.tokens += new
+        self.steps += walk.steps
+        self.scores, traces = walk.after
+        self.traces += traces
+        self.finish = walk.finish
+
+
+class Seen(NamedTuple):
+    """What the target said at one node: logits `[vocab]`, those of the shadow, and what led to them."""
+
+    logits: Tensor
+    unconditional: Tensor | None
+    trace: Trace
+
+
+class Move(NamedTuple):
+    """One step of a search: its state afterwards, and every new leaf as a token after one of the old leaves."""
+
+    state: Any
+    parents: list[int]
+    tokens: list[int]
+    step: Step
+
+
+class Search(Protocol):
+    """A strategy with several live branches; its states are values, with `finish`, `length` and `leaf_scores`."""
+
+    def advance(self, row: RunningRow, state: Any, seen: Sequence[Seen]) -> Move:
+        """The next state, from what the target said at every leaf."""
+        ...
+
+
+@dataclass(eq=False, kw_only=True)
+class SearchRow(RunningRow):
+    """A search over many branches of one prompt (beams, groups of beams, contrastive candidates).
+
+    The text is what all branches share; `tree` holds the rest, the nodes that the target has seen first.
+    """
+
+    search: Search
+    state: Any
+    known: dict[int, Seen] = field(default_factory=dict)
+
+    @property
+    def remaining(self) -> int:
+        """How many tokens may still follow a leaf."""
+        return self.max_length - self.prompt_length - self.state.length
+
+    @property
+    def leaf_scores(self) -> Sequence[float]:
+        """The score of every leaf."""
+        return self.state.leaf_scores
+
+    def walk(self, proposal: Tree, scores: Scores) -> Walk:
+        """Searches on while the target has seen every leaf."""
+        whole = self.tree.graft(proposal, self.leaves)
+        view = _View(scores, whole, self.known)
+        children, state = whole.children(), self.state
+        nodes: list[int | None] = list(self.leaves)
+        ends: list[tuple[int, int]] = []
+        steps: list[Step] = []
+        traces: list[Trace] = []
+        while state.finish is None and None not in nodes:
+            leaves = [node for node in nodes if node is not None]
+            seen = [view.seen(node) for node in leaves]
+            move = self.search.advance(self, state, seen)
+            state = move.state
+            steps.append(move.step)
+            traces.append(_together([s.trace for s in seen]))
+            ends = [(leaves[parent], token) for parent, token in zip(move.parents, move.tokens, strict=True)]
+            nodes = [children.get(end) for end in ends]
+        path, trunk, after = self._survivors(whole, view, ends, nodes)
+        return Walk(steps, path, trunk, len(steps) - 1, state.finish, (state, traces, *after))
+
+    def take(self, walk: Walk) -> None:
+        """The new state, and the tree that is left."""
+        self.state, traces, shared, self.tree, self.leaves, self.known = walk.after
+        self.crown = len(walk.path) - walk.trunk
+        for row in (self, self.shadow):
+            if row is not None:
+                row.tokens += shared
+                row.tree, row.crown, row.leaves = self.tree, self.crown, self.leaves
+        self.steps += walk.steps
+        self.traces += [trace for trace in traces if trace != (None, None, None)]
+        self.finish = walk.finish
+
+    def _survivors(
+        self, whole: Tree, view: _View, ends: list[tuple[int, int]], nodes: list[int | None]
+    ) -> tuple[list[int], int, tuple[list[int], Tree, list[int], dict[int, Seen]]]:
+        """The nodes to hold, how many of them everyone shares, and the tree of the others with the leaves to come."""
+        paths = [whole.path(parent) for parent, _ in ends]
+        shared = _common(paths)
+        seen = _descendants(whole, {node for node in nodes if node is not None})
+        rest = {node for path in paths for node in path} | seen
+        path = [*shared, *sorted(rest - set(shared))]
+        number = {node: i - len(shared) for i, node in enumerate(path)}
+        place = {node: max(i, -1) for node, i in number.items()} | {-1: -1}
+        fresh = [i for i, node in enumerate(nodes) if node is None]
+        held = whole.part(path, len(shared))
+        tree = Tree(
+            held.tokens + [ends[i][1] for i in fresh],
+            held.parents + [place[ends[i][0]] for i in fresh],
+        )
+        new = iter(range(len(held), len(tree)))
+        leaves = [next(new) if node is None else place[node] for node in nodes]
+        known = {place[node]: view.seen(node) for node in seen}
+        return path, len(shared), ([whole.tokens[node] for node in shared], tree, leaves, known)
+
+
+class _View:
+    """What the target said about the nodes of a row's tree followed by a proposal, in this round or before."""
+
+    def __init__(self, scores: Scores, whole: Tree, known: dict[int, Seen]) -> None:
+        self._scores, self._known, self._whole = scores, known, whole
+        self._text = len(scores.tree) - len(whole)
+
+    def seen(self, node: int) -> Seen:
+        """The target's word at `node`; -1 is the end of the text."""
+        if node in self._known:
+            return self._known[node]
+        s, at = self._scores, self._text + node
+        beside = None if s.unconditional is None else s.unconditional[at - s.first]
+        return Seen(s.logits[at - s.first], beside, self._trace(node, at))
+
+    def _trace(self, node: int, at: int) -> Trace:
+        s = self._scores
+        if s.hidden_states is None and s.attentions is None:
+            return Trace(None, None, None)
+        own = list(range(self._text)) if node < 0 else [at]
+        columns = [*range(self._text), *(self._text + n for n in self._whole.path(node))]
+        return _trace(s, own, columns)
+
+
+def _common(paths: list[list[int]]) -> list[int]:
+    """What all paths begin with."""
+    levels = zip(*paths, strict=False)
+    return [level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels)]
+
+
+def _descendants(tree: Tree, nodes: set[int]) -> set[int]:
+    """`nodes` and everything below them."""
+    found = set(nodes)
+    for node, parent in enumerate(tree.parents):
+        if parent in found:
+            found.add(node)
+    return found
+
+
+def _trace(scores: Scores, nodes: list[int], columns: list[int]) -> Trace:
+    """Of `nodes` of a pass, which look at the known text and at the tree's `columns`."""
+    hidden, attentions, cross = scores.hidden_states, scores.attentions, scores.cross_attentions
+    own, size = [node - scores.held for node in nodes], len(scores.tree)
+    return Trace(
+        None if hidden is None else tuple(h[own] for h in hidden),
+        None if attentions is None else tuple(_attended(a, own, columns, size) for a in attentions),
+        None if cross is None else tuple(a[:, own] for a in cross),
+    )
+
+
+def _traces(scores: Scores, steps: list[Step], path: list[int]) -> list[Trace]:
+    """One trace per step: the first covers all text of this round's frontier, the others one node each."""
+    if scores.hidden_states is None and scores.attentions is None:
+        return []
+    own = list(range(scores.first + 1))
+    return [
+        _trace(scores, own if i == 0 else [step.node], own + [scores.first + 1 + node for node in path[:i]])
+        for i, step in enumerate(steps)
+    ]
+
+
+def _attended(attention: Tensor, nodes: list[int], columns: list[int], tree: int) -> Tensor:
+    """Rows `nodes` of `[heads, nodes, known + tree]`, over the known text and the tree's `columns` only."""
+    known = attention.shape[-1] - tree
+    return attention[:, nodes][:, :, [*range(known), *(known + c for c in columns)]]
+
+
+def _together(traces: list[Trace]) -> Trace:
+    """One trace of all leaves, which are equally deep."""
+    parts = zip(*traces, strict=True)
+    return Trace(*(None if p[0] is None else tuple(map(torch.stack, zip(*p, strict=True))) for p in parts))
