@@ -11,15 +11,16 @@ import torch
 from transformers import MaxTimeCriteria, StopStringCriteria
 
 from specdec.config import Options
+from specdec.draft import Leading
 from specdec.engine import Engine
 from specdec.errors import OptionError
 from specdec.inputs import Prompts, RowPrompt, pad_id
 from specdec.logits import build_processors
 from specdec.models import Encoding, LanguageModel
-from specdec.output import Generation, Recorder, per_token, sequences, traces
-from specdec.rows import TextRow
+from specdec.output import Generation, Recorder, beam_indices, per_token, sequences, traces
+from specdec.rows import RunningRow, SearchRow, TextRow
 from specdec.schedule import Schedule
-from specdec.select import Block, Coupled, Greedy, Match, PerRow, Rejection, Stopping, fold
+from specdec.select import BeamSearch, Block, Coupled, Greedy, Match, PerRow, PerSearch, Rejection, Stopping, fold
 from specdec.types import BatchDrafter, Call
 
 STRATEGIES = {"coupled": Coupled, "match": Match, "rejection": Rejection, "block": Block}
@@ -70,6 +71,7 @@ class Running:
         self._prompts, self._extras = prepared.prompts, prepared.extras
         self._encoding, self._began = encoding, began
         self._recorder = Recorder(len(self.rows))
+        self._strategy = prepared.strategy
 
     def rounds(self) -> Iterator[list[News]]:
         """Every round's news, after the streamer has had them."""
@@ -88,22 +90,36 @@ class Running:
     def result(self) -> Generation:
         """The finished call."""
         o, rows, pad = self.options, self.rows, pad_id(self.options)
-        out = Generation(sequences=sequences(self._prompts.padded, rows, pad).to(rows[0].device))
+        new = [text for row in rows for text in row.texts]
+        padded = self._prompts.padded.repeat_interleave(len(new) // len(rows), 0)
+        out = Generation(sequences=sequences(padded, new, pad).to(rows[0].device))
         if o.output_scores:
             out.scores = per_token(rows, "scores", pad)
         if o.output_logits:
             out.logits = per_token(rows, "logits", pad)
         self._add_traces(out)
+        self._add_beams(out)
         tokenizer = self._extras.tokenizer
         if tokenizer is not None:
-            new = [row.tokens[row.prompt_length :] for row in rows]
             out.texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in new]
         settings = {
-            "strategy": type(rows[0].selector).__name__.lower(),
+            "strategy": self._strategy,
             "schedule": type(self.engine.schedule).__name__.lower() if self.engine.draft is not None else "none",
         }
-        out.stats = self._recorder.stats(self.engine.target.passes, clock() - self._began, settings)
+        seconds = clock() - self._began
+        out.stats = self._recorder.stats(self.engine.target.passes, seconds, list(map(len, new)), settings)
         return out
+
+    def _add_beams(self, out: Generation) -> None:
+        """Scores of hypotheses and the beams that they went through; as in transformers, where scores are asked for."""
+        found = [h for row in self.rows if isinstance(row, SearchRow) for h in row.state.finished[: row.returned]]
+        if not found:
+            return
+        device = self.rows[0].device
+        beams, returned = self.options.beams, self.options.num_return_sequences or 1
+        out.beam_indices = beam_indices([h.origins for h in found], beams, returned).to(device)
+        if self.options.output_scores:
+            out.sequences_scores = torch.tensor([h.score for h in found], device=device)
 
     def _add_traces(self, out: Generation) -> None:
         prefix = "" if self._encoding is None else "decoder_"
@@ -115,7 +131,7 @@ class Running:
                 out.cross_attentions = traces(self.rows, "cross_attentions")
         if self._encoding is not None:
             # As in transformers, copies of one prompt have one entry.
-            copies = self.options.num_return_sequences or 1
+            copies = self.options.copies
             for name in ("hidden_states", "attentions"):
                 if (layers := getattr(self._encoding, name)) is not None:
                     out[f"encoder_{name}"] = tuple(layer[::copies] for layer in layers)
@@ -131,7 +147,8 @@ class Prepared:
     extras: Extras
     drafter: BatchDrafter | None
     schedule: Schedule
-    rows: list[TextRow] = field(init=False)
+    rows: list[RunningRow] = field(init=False)
+    strategies: list[Greedy | Coupled | BeamSearch] = field(init=False)
 
     def __post_init__(self) -> None:
         limit = length_limit(self.options, self.prompts, self.target)
@@ -141,8 +158,17 @@ class Prepared:
         self.options = self.options.model_copy(update=settled)
         self._criteria = self._make_criteria()
         seeds = row_seeds(self.options, len(self.prompts.rows))
-        self.rows = [self._row(r, row, seeds[r], limit - row.padding) for r, row in enumerate(self.prompts.rows)]
+        self.rows, self.strategies = [], []
+        for r, prompt in enumerate(self.prompts.rows):
+            stop = Stopping(frozenset(self.options.eos_ids), limit - prompt.padding, self._criteria)
+            self.strategies.append(self._make_strategy(r, prompt, seeds[r], stop))
+            self.rows.append(self._row(prompt, self.strategies[r], stop, r))
         check_vocabulary(self.options, self.target)
+
+    @property
+    def strategy(self) -> str:
+        """The strategy's name, for the result."""
+        return type(self.strategies[0]).__name__.lower()
 
     def start(self) -> Running:
         """The call, ready to run its rounds."""
@@ -154,29 +180,32 @@ class Prepared:
         encoding = None if inputs is None else self.target.encode(inputs, **traced)
         draft = None
         if self.drafter is not None:
-            rule = PerRow({row.key: row.selector.rule for row in rows})  # type: ignore[attr-defined]
-            draft = self.drafter.start(Call(rule, self.target.vocab_size, encoding=encoding, draft_inputs=inputs))
+            call = Call(
+                PerRow({row.key: s.rule for row, s in zip(rows, self.strategies, strict=True)}),
+                self.target.vocab_size,
+                search=PerSearch(dict(enumerate(self.strategies))) if o.beams > 1 else None,  # type: ignore[arg-type]
+                encoding=encoding,
+                draft_inputs=inputs,
+            )
+            draft = self.drafter.start(call)
+            if o.beams > 1 and not getattr(draft, "branches", False):
+                draft = Leading(draft)
         chunk = o.prefill_chunk_size or PREFILL_CHUNK
         engine = Engine(self.target.session(), draft, self.schedule, prefill_chunk=chunk, **traced)
         engine.add(rows, encoding)
         return Running(self, engine, encoding, began)
 
-    def _row(self, key: int, prompt: RowPrompt, seed: int, limit: int) -> TextRow:
-        o, device = self.options, self.target.device
-        stop = Stopping(frozenset(o.eos_ids), limit, self._criteria)
-        selector = self._selector(key, prompt, seed)
-        common: dict[str, Any] = {"selector": selector, "stop": stop, "max_length": limit, "device": device}
-        shadow = None if prompt.negative is None else TextRow(key=key, tokens=list(prompt.negative), **common)
-        return TextRow(
-            key=key,
-            tokens=list(prompt.tokens),
-            encoder_tokens=prompt.encoder_ids,
-            embeds=prompt.embeds,
-            shadow=shadow,
-            **common,
-        )
+    def _row(self, prompt: RowPrompt, strategy: Any, stop: Stopping, key: int) -> RunningRow:
+        common: dict[str, Any] = {"key": key, "max_length": stop.max_length, "device": self.target.device}
+        shadow = None if prompt.negative is None else RunningRow(tokens=list(prompt.negative), **common)
+        common |= {"encoder_tokens": prompt.encoder_ids, "embeds": prompt.embeds, "shadow": shadow}
+        tokens = list(prompt.tokens)
+        if isinstance(strategy, BeamSearch):
+            returned = self.options.num_return_sequences or 1
+            return SearchRow(tokens=tokens, search=strategy, state=strategy.begin(), returned=returned, **common)
+        return TextRow(tokens=tokens, selector=strategy, stop=stop, **common)
 
-    def _selector(self, key: int, prompt: RowPrompt, seed: int) -> Greedy | Coupled:
+    def _make_strategy(self, key: int, prompt: RowPrompt, seed: int, stop: Stopping) -> Greedy | Coupled | BeamSearch:
         o, device = self.options, self.target.device
         source = prompt.encoder_ids if self.target.is_encoder_decoder else prompt.tokens
         if prompt.embeds is not None:
@@ -186,7 +215,7 @@ class Prepared:
             prompt_length=len(prompt.tokens) + prompt.padding,
             padding=prompt.padding,
             eos_ids=o.eos_ids,
-            encoder_ids=None if source is None else torch.tensor([source], device=device),
+            encoder_ids=None if source is None else torch.tensor([source] * o.beams, device=device),
             extra=self.extras.logits_processor,
             prefix_allowed_tokens_fn=self.extras.prefix_allowed_tokens_fn,
             row=key,
@@ -198,6 +227,17 @@ class Prepared:
             "keep_scores": bool(o.output_scores),
             "keep_logits": bool(o.output_logits),
         }
+        if o.beams > 1:
+            return BeamSearch(
+                processors=processors,
+                stop=stop,
+                num_beams=o.beams,
+                max_new_tokens=(stop.max_length or 0) - len(prompt.tokens),
+                length_penalty=1.0 if o.length_penalty is None else o.length_penalty,
+                early_stopping=o.early_stopping or False,
+                seed=seed if o.samples else None,
+                **common,
+            )
         if not o.samples:
             return Greedy(processors, **common)
         return STRATEGIES[o.sampling or "coupled"](processors, seed, **common)
@@ -272,5 +312,5 @@ def _listed(value: int | list[int] | None) -> list[int]:
 
 def expand(options: Options, prompts: Prompts) -> Prompts:
     """Every prompt `num_return_sequences` times, copies side by side."""
-    copies = range(options.num_return_sequences or 1)
+    copies = range(options.copies)
     return prompts.select([r for r in range(len(prompts.rows)) for _ in copies])

@@ -32,14 +32,11 @@ REFUSED: dict[str, tuple[object, str]] = {
     "disable_compile": (None, "nothing is compiled unless SpecGenerator gets `compile=True`"),
     "diversity_penalty": (0.0, "group beam search is not available yet"),
     "dola_layers": (None, "DoLa is not available"),
-    "early_stopping": (False, "it belongs to beam search, which is not available yet"),
     "force_words_ids": (None, "constrained beam search is not available yet; use `prefix_allowed_tokens_fn`"),
     "is_assistant": (False, "it is transformers' own marker for a draft's inner call"),
-    "length_penalty": (1.0, "it belongs to beam search, which is not available yet"),
     "low_memory": (None, "it belongs to contrastive search, which is not available yet"),
     "max_cache_len": (None, "the store grows by itself"),
     "num_beam_groups": (1, "group beam search is not available yet"),
-    "num_beams": (1, "beam search is not available yet; use num_beams=1, or model.generate for beams"),
     "penalty_alpha": (None, "contrastive search is not available yet"),
     "speculation_type": (None, "name the draft with `draft=` or `assistant_model=`"),
     "target_lookbehind": (None, "the text bridge aligns by text and needs no window; leave it out"),
@@ -47,13 +44,14 @@ REFUSED: dict[str, tuple[object, str]] = {
     "use_mtp": (False, "multi-token prediction heads are not available; name a draft with `draft=`"),
     "watermarking_config": (None, "pass the watermark's processor through `logits_processor=`"),
 }
-# Those of them that change the text of a call with one beam.
+# Field -> the value at which it does nothing; they mean something to a search alone.
+_BEAMS_ONLY: dict[str, object] = {"early_stopping": False, "length_penalty": 1.0}
+# Those refused fields that change the text.
 _DECIDING = (
     "constraints",
     "dola_layers",
     "force_words_ids",
     "num_beam_groups",
-    "num_beams",
     "penalty_alpha",
     "token_healing",
     "use_mtp",
@@ -124,6 +122,9 @@ class Options(BaseModel):
     suppress_tokens: list[int] | None = None
     begin_suppress_tokens: list[int] | None = None
     guidance_scale: Number | None = None
+    num_beams: Positive | None = None
+    length_penalty: Number | None = None
+    early_stopping: Flag | Literal["never", "exhaustive"] | None = None
     num_return_sequences: Positive | None = None
     seed: int | list[int] | None = None
     sampling: Literal["coupled", "match", "rejection", "block"] | None = None
@@ -146,6 +147,16 @@ class Options(BaseModel):
         return bool(self.do_sample) and self.temperature != 0
 
     @property
+    def beams(self) -> int:
+        """How many texts are followed at once."""
+        return self.num_beams or 1
+
+    @property
+    def copies(self) -> int:
+        """How often a prompt is continued on its own; beams of one prompt are one search."""
+        return 1 if self.beams > 1 else self.num_return_sequences or 1
+
+    @property
     def eos_ids(self) -> list[int]:
         """All ids that end a row."""
         return _ids(self.eos_token_id)
@@ -160,7 +171,7 @@ def _ids(value: int | list[int] | None) -> list[int]:
     return [] if value is None else [value] if isinstance(value, int) else list(value)
 
 
-DEFAULTS = {"top_k": 50, "temperature": 1.0, "num_return_sequences": 1}
+DEFAULTS = {"top_k": 50, "temperature": 1.0, "num_return_sequences": 1, "num_beams": 1}
 _EITHER = (("max_new_tokens", "max_length"), ("min_new_tokens", "min_length"))
 
 
@@ -204,13 +215,32 @@ def _merged(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _settled(options: Options, given: Mapping[str, Any]) -> Options:
     """The options with what does not apply left out; raises where the caller asked for it in this very call."""
+    if options.beams > 1:
+        return _settled_beams(options, given)
+    for name, neutral in _BEAMS_ONLY.items():
+        if given.get(name, neutral) != neutral:
+            raise OptionError(f"`{name}`={given[name]!r} belongs to beam search: set `num_beams`, or leave it out")
     if options.samples:
         return options
     if given.get("sampling") is not None:
         raise OptionError("`sampling` chooses how to draw tokens and needs `do_sample=True`: set it, or leave it out")
     if given.get("num_return_sequences", 1) > 1:
-        raise OptionError("`num_return_sequences` above 1 needs `do_sample=True`: greedy decoding has only one answer")
+        raise OptionError(
+            "`num_return_sequences` above 1 needs `do_sample=True` or `num_beams`: greedy decoding has only one answer"
+        )
     return options.model_copy(update={"sampling": None, "num_return_sequences": 1})
+
+
+def _settled_beams(options: Options, given: Mapping[str, Any]) -> Options:
+    returned = options.num_return_sequences or 1
+    if returned > options.beams and ("num_return_sequences" in given or "num_beams" in given):
+        raise OptionError(
+            f"`num_return_sequences`={returned} is more than `num_beams`={options.beams}: a search ends with as many "
+            "texts as it has beams"
+        )
+    if given.get("sampling") not in (None, "coupled"):
+        raise OptionError(f"`sampling`={given['sampling']!r} draws one token at a time: with beams leave it out")
+    return options.model_copy(update={"sampling": None, "num_return_sequences": min(returned, options.beams)})
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:

@@ -128,7 +128,10 @@ class SpecGenerator:
 
         Options are checked at once; the generator is busy from the first event until the stream is read or closed.
         """
-        return self._events(self._prepare(prompt, messages, options))
+        prepared = self._prepare(prompt, messages, options)
+        if prepared.options.beams > 1:
+            raise OptionError("a stream shows text as it becomes final, which beams do at the end: use `generate`")
+        return self._events(prepared)
 
     def _events(self, prepared: Prepared) -> Generator[Event, None, Generation]:
         with self._working():
@@ -166,6 +169,8 @@ class SpecGenerator:
         drafter = self._suited(self._call_drafter(named), options)
         if drafter is None and (idle := [name for name in _DRAFTING if name in given]):
             raise OptionError(f"`{idle[0]}` says how much to draft, but there is no draft: name one, or leave it out")
+        if extras.streamer is not None and options.beams > 1:
+            raise OptionError("`streamer` shows text as it becomes final, which beams do at the end: leave it out")
         if extras.streamer is not None and len(prompts.rows) > 1:
             raise OptionError(f"`streamer` shows one row, and this call has {len(prompts.rows)}: use gen.stream()")
         return Prepared(self.target, options, prompts, extras, drafter, self._schedule(options, named))

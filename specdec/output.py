@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
-from specdec.rows import TextRow
+from specdec.rows import RunningRow
 from specdec.types import Round, Stats, Step
 
 PerToken = tuple[Tensor, ...]
@@ -45,7 +45,7 @@ class Generation(ModelOutput):  # type: ignore[misc]
         """Each row's new ids, without prompt and padding."""
         assert self.sequences is not None
         assert self.stats is not None
-        counts = [row.num_new_tokens for row in self.stats.per_row]
+        counts = self.stats.lengths
         start = self.sequences.shape[1] - max(counts)
         return [row[start : start + n].tolist() for row, n in zip(self.sequences, counts, strict=True)]
 
@@ -83,24 +83,38 @@ class Detokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-def sequences(padded: Tensor, rows: Sequence[TextRow], pad: int) -> Tensor:
+def sequences(padded: Tensor, new: Sequence[list[int]], pad: int) -> Tensor:
     """`[rows, width + longest]`: prompts as given, each row's new tokens, padding."""
-    new = [row.tokens[row.prompt_length :] for row in rows]
     longest = max(map(len, new))
     return torch.cat([padded, torch.tensor([n + [pad] * (longest - len(n)) for n in new], dtype=torch.long)], 1)
 
 
-def per_token(rows: Sequence[TextRow], name: str, pad: int) -> PerToken:
-    """One `[rows, vocab]` per emitted token; a finished row is certain of its padding: 0 there and -inf elsewhere."""
-    values = [[getattr(step, name) for step in row.steps] for row in rows]
+def beam_indices(origins: Sequence[Sequence[int]], beams: int, returned: int) -> Tensor:
+    """`[rows, longest]` int32: the beam of the whole batch that each token continued, -1 after the end."""
+    longest = max(map(len, origins))
+    offsets = [row // returned * beams for row in range(len(origins))]
+    numbered = [[o + offset for o in own] for own, offset in zip(origins, offsets, strict=True)]
+    return torch.tensor([own + [-1] * (longest - len(own)) for own in numbered], dtype=torch.int32)
+
+
+def per_token(rows: Sequence[RunningRow], name: str, pad: int) -> PerToken:
+    """One `[rows, vocab]` per emitted token (a search has as many rows as beams).
+
+    A finished row is certain of its padding: 0 there and -inf elsewhere.
+    """
+    values = [[_rows_of(getattr(step, name)) for step in row.steps] for row in rows]
     filler = torch.full_like(values[0][0], -torch.inf)
-    filler[pad : pad + 1] = 0.0  # some checkpoints pad with an id beyond their vocabulary
+    filler[:, pad : pad + 1] = 0.0  # some checkpoints pad with an id beyond their vocabulary
     return tuple(
-        torch.stack([value[t] if t < len(value) else filler for value in values]) for t in range(max(map(len, values)))
+        torch.cat([value[t] if t < len(value) else filler for value in values]) for t in range(max(map(len, values)))
     )
 
 
-def traces(rows: Sequence[TextRow], name: str) -> PerTokenAndLayer | None:
+def _rows_of(value: Tensor) -> Tensor:
+    return value if value.dim() == 2 else value[None]
+
+
+def traces(rows: Sequence[RunningRow], name: str) -> PerTokenAndLayer | None:
     """Per emitted token and layer one tensor over all rows, aligned on the right and padded with zeros."""
     values = [[getattr(trace, name) for trace in row.traces] for row in rows]
     if values[0][0] is None:
@@ -137,7 +151,7 @@ class Recorder:
         for row in round.rows:
             self._rows[row.key].add(row.drafted, row.accepted, row.steps, row.finish)
 
-    def stats(self, passes: int, seconds: float, settings: dict[str, str]) -> Stats:
+    def stats(self, passes: int, seconds: float, lengths: Sequence[int], settings: dict[str, str]) -> Stats:
         """Statistics of the call and of every row."""
         rounds = self._rounds
         per_row = tuple(row.stats() for row in self._rows)
@@ -154,6 +168,7 @@ class Recorder:
             verify_seconds=sum(r.verify_seconds for r in rounds),
             select_seconds=sum(r.select_seconds for r in rounds),
             finish_reasons=_joined(row.finish_reasons for row in per_row),
+            lengths=lengths,
             per_row=per_row,
             settings=settings,
         )

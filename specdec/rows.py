@@ -8,26 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from specdec.types import EMPTY, Row, Scores, Selector, Step, Tree
+from specdec.types import EMPTY, Row, Scores, Search, Seen, Selector, Step, Trace, Tree
 
 Kept = tuple[Tensor, ...] | None
 Stop = Callable[[Row, list[int], Kept], str | None]
-
-
-class Trace(NamedTuple):
-    """Per layer, the hidden states `[nodes, width]` and attentions `[heads, nodes, length]` that led to one token.
-
-    Of a search they are `[leaves, nodes, width]` and `[leaves, heads, nodes, length]`.
-    """
-
-    hidden_states: tuple[Tensor, ...] | None
-    attentions: tuple[Tensor, ...] | None
-    cross_attentions: tuple[Tensor, ...] | None
 
 
 class Walk(NamedTuple):
@@ -115,6 +104,11 @@ class RunningRow:
         """The embeddings of the first of `count` positions after `held`, where they were given."""
         return None if self.embeds is None or held >= len(self.embeds) else self.embeds[held : held + count]
 
+    @property
+    def texts(self) -> list[list[int]]:
+        """The new tokens of every text that came of it, best first."""
+        return [self.tokens[self.prompt_length :]]
+
     def walk(self, proposal: Tree, scores: Scores) -> Walk:
         """The strategy's ordinary steps, for as long as the target was asked about the text that they produce."""
         raise NotImplementedError
@@ -164,40 +158,17 @@ class TextRow(RunningRow):
         self.finish = walk.finish
 
 
-class Seen(NamedTuple):
-    """What the target said at one node: logits `[vocab]`, those of the shadow, and what led to them."""
-
-    logits: Tensor
-    unconditional: Tensor | None
-    trace: Trace
-
-
-class Move(NamedTuple):
-    """One step of a search: its state afterwards, and every new leaf as a token after one of the old leaves."""
-
-    state: Any
-    parents: list[int]
-    tokens: list[int]
-    step: Step
-
-
-class Search(Protocol):
-    """A strategy with several live branches; its states are values, with `finish`, `length` and `leaf_scores`."""
-
-    def advance(self, row: RunningRow, state: Any, seen: Sequence[Seen]) -> Move:
-        """The next state, from what the target said at every leaf."""
-        ...
-
-
 @dataclass(eq=False, kw_only=True)
 class SearchRow(RunningRow):
     """A search over many branches of one prompt (beams, groups of beams, contrastive candidates).
 
-    The text is what all branches share; `tree` holds the rest, the nodes that the target has seen first.
+    The text is what all branches share; `tree` holds the rest, the nodes that the target has seen first. `returned`
+    texts are wanted of it.
     """
 
     search: Search
     state: Any
+    returned: int = 1
     known: dict[int, Seen] = field(default_factory=dict)
 
     @property
@@ -209,6 +180,11 @@ class SearchRow(RunningRow):
     def leaf_scores(self) -> Sequence[float]:
         """The score of every leaf."""
         return self.state.leaf_scores
+
+    @property
+    def texts(self) -> list[list[int]]:
+        """The new tokens of every hypothesis that is wanted."""
+        return [list(found.tokens) for found in self.state.finished[: self.returned]]
 
     def walk(self, proposal: Tree, scores: Scores) -> Walk:
         """Searches on while the target has seen every leaf."""

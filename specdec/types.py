@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -224,6 +224,42 @@ class Selector(Protocol):
         ...
 
 
+class Trace(NamedTuple):
+    """Per layer, the hidden states `[nodes, width]` and attentions `[heads, nodes, length]` that led to one token.
+
+    Of a search they are `[leaves, nodes, width]` and `[leaves, heads, nodes, length]`.
+    """
+
+    hidden_states: tuple[Tensor, ...] | None
+    attentions: tuple[Tensor, ...] | None
+    cross_attentions: tuple[Tensor, ...] | None
+
+
+class Seen(NamedTuple):
+    """What the target said at one node: logits `[vocab]`, those of the shadow, and what led to them."""
+
+    logits: Tensor
+    unconditional: Tensor | None
+    trace: Trace
+
+
+class Move(NamedTuple):
+    """One step of a search: its state afterwards, and every new leaf as a token after one of the old leaves."""
+
+    state: Any
+    parents: list[int]
+    tokens: list[int]
+    step: Step
+
+
+class Search(Protocol):
+    """A strategy with several live branches; its states are values, with `finish`, `length` and `leaf_scores`."""
+
+    def advance(self, row: Row, state: Any, seen: Sequence[Seen]) -> Move:
+        """The next state, from what the target said at every leaf."""
+        ...
+
+
 class Branch(NamedTuple):
     """A path that a draft considers: its tokens after the row's shared text, its score, its last token's chance."""
 
@@ -327,7 +363,8 @@ class Stats:
     """How a call went; counts are sums over rounds and rows.
 
     *Mean acceptance length* is 1 + accepted / speculative steps (a row's share of a target pass that had something
-    drafted; prefill passes without a draft do not count). *Target passes per token* counts every pass.
+    drafted; prefill passes without a draft do not count). *Target passes per token* counts every pass. A search's
+    tokens are its steps; `lengths` are the new tokens of every text that was returned.
     """
 
     num_new_tokens: int = 0
@@ -342,6 +379,7 @@ class Stats:
     verify_seconds: float = 0.0
     select_seconds: float = 0.0
     finish_reasons: Sequence[str] = ()
+    lengths: Sequence[int] = ()
     per_row: Sequence[Stats] = field(default=(), repr=False)
     settings: dict[str, str] = field(default_factory=dict)
 

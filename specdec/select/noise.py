@@ -23,7 +23,7 @@ from torch import Tensor
 
 from specdec.errors import SpecdecError
 
-COUPLED, ACCEPT, RESIDUAL, DRAW, DRAFT = range(5)
+COUPLED, ACCEPT, RESIDUAL, DRAW, DRAFT, BEAMS = range(6)
 """Streams: draws for different purposes never share an address."""
 
 _MASK64 = (1 << 64) - 1

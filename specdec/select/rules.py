@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specdec.select import noise
 from specdec.select.base import Processing, process
-from specdec.types import DraftRule, Row
+from specdec.types import Branch, DraftRule, Row, SearchRule
 
 
 def generated(row: Row) -> int:
@@ -118,3 +118,14 @@ class PerRow:
     def pick(self, row: Row, guesses: list[int], logits: Tensor) -> tuple[int, float, Tensor | None]:
         """What the rule of `row` picks."""
         return self.rules[row.key].pick(row, guesses, logits)
+
+
+@dataclass(frozen=True)
+class PerSearch:
+    """Every search's own way of looking ahead, found by the row's key."""
+
+    searches: Mapping[int, SearchRule]
+
+    def spread(self, row: Row, ends: Sequence[Branch], logits: Tensor) -> list[tuple[int, Branch]]:
+        """What the search of `row` would look at next."""
+        return self.searches[row.key].spread(row, ends, logits)

@@ -47,6 +47,28 @@ class Stopping:
             return "length" if asked is None else asked
         return asked
 
+    @property
+    def reads_ids(self) -> bool:
+        """Whether anything looks at more than the last token."""
+        return bool(self.criteria)
+
+    def each(self, tokens: Sequence[int], length: int, ids: Tensor | None, scores: Any = None) -> list[str | None]:
+        """Why each of several texts of `length` ends with its last token, the criteria asked about all in one call.
+
+        `ids` `[texts, length]` may be None unless `reads_ids`.
+        """
+        asked: list[str | None] = [None] * len(tokens)
+        for criterion in self.criteria or ():
+            answer = criterion(ids, scores)
+            each = answer.tolist() if isinstance(answer, Tensor) and answer.numel() == len(tokens) else None
+            ends = each if each is not None else [_holds(answer)] * len(tokens)
+            asked = [_reason(criterion) if a is None and end else a for a, end in zip(asked, ends, strict=True)]
+        full = self.max_length is not None and length >= self.max_length
+        return [
+            "eos" if token in self.eos_ids else a or ("length" if full else None)
+            for token, a in zip(tokens, asked, strict=True)
+        ]
+
     def _ask(self, row: Row, new: list[int], scores: tuple[Tensor, ...] | None) -> str | None:
         """The first criterion that holds; all are asked, since they may count their calls as in plain decoding."""
         ids = row.prefix(new)
