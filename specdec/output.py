@@ -102,40 +102,49 @@ def per_token(rows: Sequence[RunningRow], name: str, pad: int) -> PerToken:
 
     A finished row is certain of its padding: 0 there and -inf elsewhere.
     """
-    values = [[_rows_of(getattr(step, name)) for step in row.steps] for row in rows]
-    filler = torch.full_like(values[0][0], -torch.inf)
+    values = [[_rows_of(getattr(step, name), 2, row.width) for step in row.steps] for row in rows]
+    filler = torch.full_like(values[0][0], -torch.inf)  # rows of a call are all equally wide
     filler[:, pad : pad + 1] = 0.0  # some checkpoints pad with an id beyond their vocabulary
     return tuple(
         torch.cat([value[t] if t < len(value) else filler for value in values]) for t in range(max(map(len, values)))
     )
 
 
-def _rows_of(value: Tensor) -> Tensor:
-    return value if value.dim() == 2 else value[None]
+def _rows_of(value: Tensor, dims: int, width: int) -> Tensor:
+    """`value` with rows first: a sequence has one; all beams share theirs before the first token."""
+    value = value if value.dim() == dims else value[None]
+    return value if len(value) == width else value.expand(width, *value.shape[1:])
 
 
 def traces(rows: Sequence[RunningRow], name: str) -> PerTokenAndLayer | None:
     """Per emitted token and layer one tensor over all rows, aligned on the right and padded with zeros."""
-    values = [[getattr(trace, name) for trace in row.traces] for row in rows]
-    if values[0][0] is None:
+    if getattr(rows[0].traces[0], name) is None:
         return None
+    dims = 3 if name == "hidden_states" else 4
+    values = [
+        [[_rows_of(layer, dims, row.width) for layer in getattr(trace, name)] for trace in row.traces] for row in rows
+    ]
     longest = max(values, key=len)
     return tuple(
         tuple(
-            _stacked([v[t][layer] if t < len(v) else torch.zeros_like(longest[t][layer]) for v in values])
+            _joined_rows([v[t][layer] if t < len(v) else torch.zeros_like(longest[t][layer]) for v in values])
             for layer in range(len(longest[t]))
         )
         for t in range(len(longest))
     )
 
 
-def _stacked(tensors: list[Tensor]) -> Tensor:
-    """A stack of tensors of different sizes, each in the far corner of the common size."""
-    size = [max(t.shape[d] for t in tensors) for d in range(tensors[0].dim())]
-    stacked = tensors[0].new_zeros(len(tensors), *size)
-    for into, t in zip(stacked, tensors, strict=True):
-        into[tuple(slice(full - part, None) for full, part in zip(size, t.shape, strict=True))] = t
-    return stacked
+def _joined_rows(tensors: list[Tensor]) -> Tensor:
+    """Tensors of different sizes one after the other, each in the far corner of the common size."""
+    size = [max(t.shape[d] for t in tensors) for d in range(1, tensors[0].dim())]
+    joined = tensors[0].new_zeros(sum(map(len, tensors)), *size)
+    begin = 0
+    for t in tensors:
+        corner = tuple(slice(full - part, None) for full, part in zip(size, t.shape[1:], strict=True))
+        place = (slice(begin, begin + len(t)), *corner)
+        joined[place] = t
+        begin += len(t)
+    return joined
 
 
 class Recorder:

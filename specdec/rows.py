@@ -105,6 +105,11 @@ class RunningRow:
         return None if self.embeds is None or held >= len(self.embeds) else self.embeds[held : held + count]
 
     @property
+    def width(self) -> int:
+        """How many rows it has in outputs that tell what led to a token."""
+        return 1
+
+    @property
     def texts(self) -> list[list[int]]:
         """The new tokens of every text that came of it, best first."""
         return [self.tokens[self.prompt_length :]]
@@ -180,6 +185,11 @@ class SearchRow(RunningRow):
     def leaf_scores(self) -> Sequence[float]:
         """The score of every leaf."""
         return self.state.leaf_scores
+
+    @property
+    def width(self) -> int:
+        """Its beams."""
+        return self.search.num_beams
 
     @property
     def texts(self) -> list[list[int]]:

@@ -255,6 +255,9 @@ class Move(NamedTuple):
 class Search(Protocol):
     """A strategy with several live branches; its states are values, with `finish`, `length` and `leaf_scores`."""
 
+    @property
+    def num_beams(self) -> int: ...
+
     def advance(self, row: Row, state: Any, seen: Sequence[Seen]) -> Move:
         """The next state, from what the target said at every leaf."""
         ...

@@ -50,7 +50,7 @@ WRONG_OPTIONS = [
     ({"max_time": 0.0}, "max_time"),
     ({"max_new_token": 5}, "did you mean `max_new_tokens`"),
     ({"nonsense": 1}, "nonsense"),
-    ({"num_beams": 4}, "beam search"),
+    ({"dola_layers": "low"}, "DoLa"),
     ({"stop_strings": "x"}, "tokenizer"),
     ({"assistant_model": tiny("llama", seed=1), "prompt_lookup_num_tokens": 3}, "each name a draft"),
     ({"max_matching_ngram_size": 3}, "prompt_lookup_num_tokens"),
@@ -177,10 +177,10 @@ def test_readme_lists_the_refused_fields() -> None:
 
 
 def test_inherited_fields_never_raise() -> None:
-    """A checkpoint's own settings are followed where possible; beams, which are not, are told as a warning."""
+    """A checkpoint's own settings are followed where possible; what is not, and matters, is told as a warning."""
     model = tiny("llama")
-    model.generation_config = GenerationConfig(num_beams=4, max_new_tokens=3, length_penalty=2.0, eos_token_id=2)
-    with pytest.warns(UserWarning, match="num_beams=4"):
+    model.generation_config = GenerationConfig(token_healing=True, max_new_tokens=3, length_penalty=2.0, eos_token_id=2)
+    with pytest.warns(UserWarning, match="token_healing=True"):
         assert SpecGenerator(model).generate(IDS, pad_token_id=0).stats.num_new_tokens <= 3
 
 
@@ -191,5 +191,5 @@ def test_generation_config_of_the_call() -> None:
     assert generator.generate(IDS, generation_config=config, eos_token_id=[]).stats.num_new_tokens == 5
     shorter = generator.generate(IDS, generation_config=config, eos_token_id=[], max_new_tokens=2)
     assert shorter.stats.num_new_tokens == 2
-    with pytest.raises(UnsupportedError, match="num_beams"):
-        generator.generate(IDS, generation_config=GenerationConfig(num_beams=2))
+    with pytest.raises(UnsupportedError, match="token_healing"):
+        generator.generate(IDS, generation_config=GenerationConfig(token_healing=True))

@@ -136,7 +136,7 @@ USAGE_ERRORS = [
     (["generate", "t", "-p", "x", "--set", "top_k"], "KEY=VALUE"),
     (["generate", "t", "-p", "x", "--set", "a=[1"], "YAML"),
     (["generate", "t", "-p", "x", "--set", "temprature=1"], "did you mean `temperature`"),
-    (["generate", "t", "-p", "x", "--set", "num_beams=4"], "beam search is not available yet"),
+    (["generate", "t", "-p", "x", "--set", "dola_layers=low"], "DoLa is not available"),
     (["generate", "t", "-p", "x", "--set", "top_k=5", "--top-k", "6"], "by its flag and by --set"),
     (["generate", "t", "-p", "x", "--set", "prompt_lookup_num_tokens=5", "--method", "suffix"], "pass one of them"),
     (["generate", "t", "-p", "x", "--json", "--show-draft"], "leave one of them out"),

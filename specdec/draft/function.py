@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from operator import index
 
-from specdec.draft.text import cut
+from specdec.draft.leading import tail
+from specdec.draft.text import cut, sprouts
 from specdec.errors import DraftError, OptionError
 from specdec.types import Call, Drafter, Plan, Row, Tree
 
@@ -36,22 +37,27 @@ class FunctionDrafter:
 class FunctionSession:
     """The user's function at work on the rows of one call."""
 
+    branches = True
+
     def __init__(self, propose: Propose, name: str, vocab_size: int) -> None:
         self._propose, self._name, self._vocab_size = propose, name, vocab_size
 
     def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
-        """One chain per row; raises DraftError if the function returns anything but tokens."""
-        return [self._chain(row, plan) for row, plan in zip(rows, plans, strict=True)]
+        """One chain per leaf; raises DraftError if the function returns anything but tokens."""
+        return [
+            sprouts([self._chain(row, plan, tail(row, leaf)) for leaf in row.leaves])
+            for row, plan in zip(rows, plans, strict=True)
+        ]
 
     def release(self, keys: Sequence[int]) -> None:
         """Nothing is kept about rows."""
 
-    def _chain(self, row: Row, plan: Plan) -> Tree:
+    def _chain(self, row: Row, plan: Plan, beyond: list[int]) -> Tree:
         limit = min(plan.limit, row.remaining - 1)
         if limit <= 0:
             return Tree([], [], source=self._name)
-        # The function gets its own list: what it does to it must not reach the row.
-        tokens = self._checked(self._propose(list(row.tokens), limit))[:limit]
+        # The function gets a list of its own: what it does to it must not reach the row.
+        tokens = self._checked(self._propose(row.tokens + beyond, limit))[:limit]
         return cut(tokens, [1.0] * len(tokens), row, plan, self._name)
 
     def _checked(self, proposal: object) -> list[int]:

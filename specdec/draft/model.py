@@ -17,7 +17,7 @@ from specdec.types import EMPTY, Call, DraftRule, Plan, Row, Tree
 if TYPE_CHECKING:
     from specdec.models import Encoding, LanguageModel, Session
 
-_PREFILL_CHUNK = 2048
+PREFILL_CHUNK = 2048
 _LOOKBACK = 32
 
 
@@ -84,7 +84,10 @@ class ModelDrafter:
         """A session on the rows of `call`; raises UnsupportedError if the draft's encoder has nothing to read."""
         if self.model.is_encoder_decoder and not self.shared_encoder and call.draft_inputs is None:
             raise UnsupportedError("the draft is an encoder-decoder model, but the call brings it no encoder inputs")
-        return ModelSession(self.model, call, self.source, call.encoding if self.shared_encoder else None)
+        kind = ModelSession
+        if call.search is not None:
+            from specdec.draft.lookahead import LookaheadSession as kind
+        return kind(self.model, call, self.source, call.encoding if self.shared_encoder else None)
 
 
 class ModelSession:
@@ -104,13 +107,12 @@ class ModelSession:
         if not any(limits):
             return [EMPTY] * len(limits)
         try:
-            chains = self._chains(rows, plans, limits)
-            self._grow([chain for chain in chains if chain is not None])
+            self._admit([row.key for row, limit in zip(rows, limits, strict=True) if limit])
+            return self._draft(rows, plans, limits)
         except BaseException:
             # The cache may hold half a round: forget it, the next call reads the text again.
             self._forget()
             raise
-        return [chain.tree(self._source) if chain is not None and chain.tokens else EMPTY for chain in chains]
 
     def release(self, keys: Sequence[int]) -> None:
         """Frees the cache of finished rows."""
@@ -135,23 +137,26 @@ class ModelSession:
             return 0
         limit = min(plan.limit, row.remaining - 1)
         if self._max_positions is not None:
-            limit = min(limit, self._max_positions - len(row.tokens) + 1)
+            beyond = row.tree.depth  # of a search, whose leaves are that far from its text
+            limit = min(limit, self._max_positions - len(row.tokens) - beyond + 1)
         return limit if limit > 0 and plan.go_on([]) else 0
 
-    def _chains(self, rows: Sequence[Row], plans: Sequence[Plan], limits: Sequence[int]) -> list[_Chain | None]:
-        self._admit([row.key for row, limit in zip(rows, limits, strict=True) if limit])
-        return [
+    def _draft(self, rows: Sequence[Row], plans: Sequence[Plan], limits: Sequence[int]) -> list[Tree]:
+        """The chains of rows that have a place in the cache; none where the limit is 0."""
+        chains = [
             _Chain(row, plan, limit, self._slots[row.key]) if limit else None
             for row, plan, limit in zip(rows, plans, limits, strict=True)
         ]
+        self._grow([chain for chain in chains if chain is not None])
+        return [chain.tree(self._source) if chain is not None and chain.tokens else EMPTY for chain in chains]
 
     def _grow(self, chains: list[_Chain]) -> None:
         """Feeds what the rows' texts are ahead by and draws, until no row goes on."""
         rule = self._call.rule
         self._rewind(chains)
         fed = self._missing(chains)
-        while any(len(tokens) > _PREFILL_CHUNK for _, tokens in fed):
-            self._feed([(chain, tokens[:-1][:_PREFILL_CHUNK]) for chain, tokens in fed if len(tokens) > 1], final=True)
+        while any(len(tokens) > PREFILL_CHUNK for _, tokens in fed):
+            self._feed([(chain, tokens[:-1][:PREFILL_CHUNK]) for chain, tokens in fed if len(tokens) > 1], final=True)
             fed = self._missing(chains)
         final = True
         while fed:
@@ -204,7 +209,7 @@ class ModelSession:
         extra = self._call.vocab_size - logits.shape[-1]
         if extra == 0:
             return logits
-        return logits[:extra] if extra < 0 else pad(logits, (0, extra), value=float("-inf"))
+        return logits[..., :extra] if extra < 0 else pad(logits, (0, extra), value=float("-inf"))
 
     def _admit(self, keys: Sequence[int]) -> None:
         """Gives a place in the cache to rows that have none."""
@@ -216,7 +221,10 @@ class ModelSession:
         self._session.add(len(new), self._encoded(new))
         for key in new:
             self._slots[key] = len(self._held)
-            self._held.append(_Held())
+            self._held.append(self._new_held())
+
+    def _new_held(self) -> _Held:
+        return _Held()
 
     def _encoded(self, keys: list[int]) -> Encoding | None:
         """The encoder's reading for rows `keys`."""

@@ -27,11 +27,12 @@ class NgramIndex:
                     after.setdefault(tuple(text[end - n :]), end)
             text.append(token)
 
-    def lookup(self, limit: int) -> tuple[list[int], int]:
+    def lookup(self, limit: int, tail: Sequence[int] = ()) -> tuple[list[int], int]:
         """At most `limit` tokens after the first occurrence, and the length of the n-gram that matched."""
         text = self._text
-        for n in range(min(self._max_ngram, len(text) - 1), 0, -1):
-            start = self._after.get(tuple(text[-n:]))
+        end = [*text[-self._max_ngram :], *tail] if tail else text
+        for n in range(min(self._max_ngram, len(end) - 1), 0, -1):
+            start = self._after.get(tuple(end[-n:]))
             if start is not None:
                 return until_separator(text[start : start + min(limit, self._num_tokens)]), n
         return [], 0

@@ -44,6 +44,17 @@ class SuffixAutomaton:
             state = self.link[state]
         return states
 
+    def after(self, tail: Sequence[int]) -> tuple[int, int]:
+        """The state of the longest suffix of the text and `tail` that occurs in the text, and that suffix's length."""
+        state, length = self.whole, self.length[self.whole]
+        for token in tail:
+            while state > _ROOT and token not in self.next[state]:
+                state = self.link[state]
+                length = self.length[state]
+            if token in self.next[state]:
+                state, length = self.next[state][token], length + 1
+        return state, length
+
     def find(self, tokens: Sequence[int]) -> int | None:
         """The state of the substring `tokens`, None if it does not occur."""
         state: int | None = _ROOT
@@ -112,14 +123,19 @@ class SuffixIndex:
         self._automaton = SuffixAutomaton()
         self.extend = self._automaton.extend
 
-    def lookup(self, limit: int) -> tuple[list[int], int]:
+    def lookup(self, limit: int, tail: Sequence[int] = ()) -> tuple[list[int], int]:
         """At most `limit` tokens after an earlier occurrence of the longest suffix, and that suffix's length."""
         follow = self._most_frequent if self._frequent else self._most_recent
-        state = self._automaton.link[self._automaton.whole]
-        while state > _ROOT and (match := self._automaton.length[state]) >= self._min_match:
+        automaton = self._automaton
+        state, match = automaton.after(tail)
+        if state == automaton.whole:  # nothing follows it
+            state = automaton.link[state]
+            match = automaton.length[state]
+        while state > _ROOT and match >= self._min_match:
             if tokens := follow(state, min(limit, 1 + int(self._growth * match))):
                 return tokens, match
-            state = self._automaton.link[state]
+            state = automaton.link[state]
+            match = automaton.length[state]
         return [], 0
 
     def _most_recent(self, state: int, limit: int) -> list[int]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from specdec.draft.leading import tail
 from specdec.types import Call, Plan, Row, Tree
 
 SEPARATOR = -1
@@ -22,8 +23,8 @@ class Index(Protocol):
         """Appends `tokens`."""
         ...
 
-    def lookup(self, limit: int) -> tuple[list[int], int]:
-        """At most `limit` tokens that may follow, and how many tokens before them matched."""
+    def lookup(self, limit: int, tail: Sequence[int] = ()) -> tuple[list[int], int]:
+        """At most `limit` tokens that may follow the text and `tail`, and how many tokens before them matched."""
         ...
 
 
@@ -74,6 +75,17 @@ def cut(tokens: list[int], confidence: list[float], row: Row, plan: Plan, source
     return Tree.chain(tokens[: len(kept)], kept, source=source)
 
 
+def sprouts(chains: Sequence[Tree]) -> Tree:
+    """One proposal of a chain per leaf."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    for leaf, chain in enumerate(chains):
+        parents += [-1 - leaf if parent < 0 else parent + len(tokens) for parent in chain.parents]
+        tokens += chain.tokens
+    confidence = [c for chain in chains for c in chain.confidence or ()]
+    return Tree(tokens, parents, confidence, None, chains[0].source)
+
+
 @dataclass(slots=True)
 class _Reading:
     """One row's index, how much of its text is in it, and the guess that the next tokens will judge."""
@@ -87,6 +99,8 @@ class _Reading:
 class TextSession:
     """A draft that copies from the text, at work on the rows of one call."""
 
+    branches = True
+
     def __init__(
         self, make_index: Callable[[], Index], calibration: Calibration, call: Call, *, encoder: bool, source: str
     ) -> None:
@@ -95,10 +109,8 @@ class TextSession:
         self._readings: dict[int, _Reading] = {}
 
     def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
-        """One chain per row, copied from after an earlier occurrence of the text's end."""
-        return [
-            cut(*self.guess(row, plan.limit), row, plan, self.source) for row, plan in zip(rows, plans, strict=True)
-        ]
+        """One chain per leaf, copied from after an earlier occurrence of the text's end."""
+        return [self._propose(row, plan) for row, plan in zip(rows, plans, strict=True)]
 
     def guess(self, row: Row, limit: int) -> tuple[list[int], list[float]]:
         """At most `limit` (but one is always looked up, to keep learning) tokens for `row`, and their confidence."""
@@ -109,6 +121,18 @@ class TextSession:
         # Put back only here: a reading that an exception left half way is read anew.
         self._readings[row.key] = reading
         return reading.guess, self._calibration.rates(reading.match, len(reading.guess))
+
+    def _propose(self, row: Row, plan: Plan) -> Tree:
+        first = cut(*self.guess(row, plan.limit), row, plan, self.source)
+        if not row.tree.tokens:
+            return first
+        return sprouts([cut(*self._branch(row, leaf, plan.limit), row, plan, self.source) for leaf in row.leaves])
+
+    def _branch(self, row: Row, leaf: int, limit: int) -> tuple[list[int], list[float]]:
+        """Guesses after one branch of a search, whose shared text was read."""
+        found, match = self._readings[row.key].index.lookup(max(limit, 1), tail(row, leaf))
+        guess = below(found, self._vocab_size)
+        return guess, self._calibration.rates(match, len(guess))
 
     def release(self, keys: Sequence[int]) -> None:
         """Forgets the indices of finished rows."""

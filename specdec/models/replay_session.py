@@ -20,7 +20,7 @@ from specdec.errors import OptionError, UnsupportedError
 from specdec.models import native_cache
 from specdec.models.encoding import Encoding
 from specdec.models.session import Session, check_paths, check_rows, check_trees
-from specdec.types import Scores, Tree
+from specdec.types import EMPTY, Scores, Tree
 
 if TYPE_CHECKING:
     from specdec.models.language_model import LanguageModel
@@ -41,7 +41,7 @@ class _Row:
     modules: list[Any] | None = None
     held: int = 0
     snapshot: tuple[int, Any, list[Any] | None] | None = None
-    tree: Tree | None = None
+    tree: Tree = EMPTY
     crown: int = 0
     ran: list[int] = field(default_factory=list)
 
@@ -139,11 +139,8 @@ class ReplaySession(Session):
         check_paths(paths, trunks, len(self._rows))
         for number, (row, kept) in enumerate(zip(self._rows, paths, strict=True)):
             path = kept if trunks is None else kept[: trunks[number]]
-            row.crown = len(kept) - len(path)
-            if row.tree is None:
-                if path:
-                    raise OptionError.of("paths", "empty for rows without a pass to commit", path)
-                continue
+            if any(node >= len(row.tree) for node in kept):
+                raise OptionError.of("paths", f"nodes of the last pass, which had {len(row.tree)}", kept)
             before, ran = len(row.tokens), row.ran
             row.tokens += [row.tree.tokens[node] for node in path]
             common = next((i for i, pair in enumerate(zip(path, ran, strict=False)) if pair[0] != pair[1]), len(path))
@@ -153,7 +150,7 @@ class ReplaySession(Session):
             self._cautious |= not complete or (bool(path) and not final)
             self._proven |= final and complete and row.snapshot is not None
             row.final = len(row.tokens) if final else row.final
-            row.tree, row.ran = None, []
+            row.tree, row.ran, row.crown = row.tree.part(kept, len(path)), [], len(kept) - len(path)
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """Forgets text; what a cache lacks afterwards goes in front of its next pass."""
@@ -164,7 +161,7 @@ class ReplaySession(Session):
             del row.tokens[length:]
             row.rewind(len(row.tokens))
             row.final = len(row.tokens)
-            row.tree, row.ran, row.crown = None, [], 0
+            row.tree, row.ran, row.crown = EMPTY, [], 0
 
     def select(self, rows: Sequence[int]) -> None:
         """Keeps these rows in this order; only repeated ones are copied."""

@@ -124,8 +124,8 @@ class BeamSearch:
         step = Step(
             found.tokens[chosen[0]],
             -1,
-            self._kept([s.logits for s in seen]) if self.keep_logits else None,
-            self._kept(list(scores)) if self.keep_scores and scores is not None else None,
+            torch.stack([s.logits for s in seen]).to(torch.float32, copy=True) if self.keep_logits else None,
+            scores.clone() if self.keep_scores and scores is not None else None,
         )
         return Move(after, [found.parents[i] for i in chosen], [found.tokens[i] for i in chosen], step)
 
@@ -212,11 +212,6 @@ class BeamSearch:
     def _hypothesis(self, state: Beams, found: Candidates, i: int, reason: str) -> Hypothesis:
         beam = self._extend(state.live, found, i, found.scores[i])
         return Hypothesis(beam.tokens, self._penalised(beam.score, len(beam.tokens)), beam.origins, reason)
-
-    def _kept(self, rows: list[Tensor]) -> Tensor:
-        """`[beams, vocab]` float32; before the first token all beams are alike."""
-        kept = torch.stack(rows).to(torch.float32, copy=True)
-        return kept.expand(self.num_beams, -1) if len(rows) == 1 else kept
 
 
 def best(logits: Tensor, running: Sequence[float], count: int) -> Candidates:

@@ -1,0 +1,188 @@
+"""A draft model that helps searches: it runs each search ahead of the target, all its branches in one tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from specdec.draft.leading import tail
+from specdec.draft.model import PREFILL_CHUNK, ModelSession
+from specdec.types import EMPTY, Branch, Plan, Row, Tree
+
+
+@dataclass(slots=True)
+class _Branches:
+    """What the draft's cache holds of one search: its shared text, and the crown of branches beyond it."""
+
+    tokens: list[int] = field(default_factory=list)
+    crown: Tree = EMPTY
+
+    def keep(self, tree: Tree, path: list[int], trunk: int) -> None:
+        """Holds the nodes `path` of `tree`, the first `trunk` of them as text."""
+        self.tokens += [tree.tokens[node] for node in path[:trunk]]
+        self.crown = tree.part(path, trunk)
+
+
+class _Look:
+    """The levels that grow from one search's leaves in this round.
+
+    Of every end, `held` says where it is in the draft's crown, and `_proposed` where in the proposal.
+    """
+
+    def __init__(self, row: Row, plan: Plan, limit: int, slot: int) -> None:
+        self.row, self.slot = row, slot
+        leaves = zip(row.leaves, row.leaf_scores, strict=True)
+        self.ends = [Branch(tail(row, leaf), score) for leaf, score in leaves]
+        self.held: list[int] = []
+        self._plan, self._limit = plan, limit
+        self._proposed = [-1 - i for i in range(len(self.ends))]
+        self._tokens: list[int] = []
+        self._parents: list[int] = []
+        self._confidence: list[float] = []
+        self._levels: list[float] = []
+
+    def grow(self, spread: list[tuple[int, Branch]], crown: Tree) -> Tree | None:
+        """Adds a level to the proposal; what the `crown` must become for the next, None where that does not pay."""
+        first = len(self._tokens)
+        fresh = [branch.tokens[-1] for _, branch in spread]
+        after = [self.held[end] for end, _ in spread]
+        self._tokens += fresh
+        self._parents += [self._proposed[end] for end, _ in spread]
+        self._confidence += [branch.confidence for _, branch in spread]
+        self._levels.append(max((branch.confidence for _, branch in spread), default=0.0))
+        self.ends = [branch for _, branch in spread]
+        self.held = list(range(len(crown), len(crown) + len(fresh)))
+        self._proposed = list(range(first, len(self._tokens)))
+        if not spread or len(self._levels) >= self._limit or not self._plan.go_on(self._levels, len(spread)):
+            return None
+        return Tree(crown.tokens + fresh, crown.parents + after)
+
+    def tree(self, source: str) -> Tree:
+        """The proposal."""
+        return Tree(self._tokens, self._parents, self._confidence, None, source)
+
+
+class LookaheadSession(ModelSession):
+    """A draft model at work on the searches of one call."""
+
+    branches = True
+
+    def _draft(self, rows: Sequence[Row], plans: Sequence[Plan], limits: Sequence[int]) -> list[Tree]:
+        looks = {
+            row.key: _Look(row, plan, limit, self._slots[row.key])
+            for row, plan, limit in zip(rows, plans, limits, strict=True)
+            if limit and self._is_readable(row)
+        }
+        self._look_ahead(list(looks.values()))
+        return [looks[row.key].tree(self._source) if row.key in looks else EMPTY for row in rows]
+
+    def _is_readable(self, row: Row) -> bool:
+        return max(row.tokens[-1:] + row.tree.tokens) < self._model.vocab_size
+
+    def _look_ahead(self, looks: list[_Look]) -> None:
+        """Feeds what the searches are ahead by, then level after level of the draft's own search."""
+        rule = self._call.search
+        assert rule is not None
+        self._rewind_texts(looks)
+        growing = {look.slot: look for look in looks}
+        trees, trunks = self._aligned(looks)
+        while trees:
+            logits = self._see(trees, trunks, growing)
+            trees, trunks = {}, {}
+            for slot, ends in logits.items():
+                look = growing[slot]
+                tree = look.grow(rule.spread(look.row, look.ends, ends), self._branches[slot].crown)
+                if tree is not None:
+                    trees[slot] = tree
+
+    @property
+    def _branches(self) -> list[_Branches]:
+        return self._held  # type: ignore[return-value]
+
+    def _new_held(self) -> _Branches:  # type: ignore[override]
+        return _Branches()
+
+    def _rewind_texts(self, looks: list[_Look]) -> None:
+        """Takes the cache back where a search's text is not what it was taken for; reads long prompts in chunks."""
+        assert self._session is not None
+        lengths = [len(held.tokens) for held in self._branches]
+        for look in looks:
+            lengths[look.slot] = _agreement(self._branches[look.slot].tokens, look.row.tokens)
+        self._session.truncate(lengths)
+        for held, length in zip(self._branches, self._session.lengths, strict=True):
+            if length < len(held.tokens):
+                del held.tokens[length:]
+                held.crown = EMPTY
+        while trees := {look.slot: chunk for look in looks if (chunk := self._chunk(look))}:
+            self._see(trees, {slot: len(tree) for slot, tree in trees.items()}, {})
+
+    def _chunk(self, look: _Look) -> Tree:
+        """A part of a prompt that is too long for one pass; empty where it is not."""
+        unread = look.row.tokens[len(self._branches[look.slot].tokens) :]
+        return Tree.chain(unread[:PREFILL_CHUNK]) if len(unread) > PREFILL_CHUNK else EMPTY
+
+    def _aligned(self, looks: list[_Look]) -> tuple[dict[int, Tree], dict[int, int]]:
+        """Drops branches that died; what each crown must become, and how much of it is text by now."""
+        assert self._session is not None
+        paths = [list(range(len(held.crown))) for held in self._branches]
+        settled = [0] * len(paths)
+        trees, trunks = {}, {}
+        for look in looks:
+            slot, held = look.slot, self._branches[look.slot]
+            text = Tree.chain(look.row.tokens[len(held.tokens) :])
+            wanted = text.graft(look.row.tree) if look.row.tree.tokens else text
+            leaves = [len(text) + leaf for leaf in look.row.leaves]
+            place = _found(wanted, held.crown, leaves)
+            paths[slot], settled[slot] = list(place.values()), sum(node < len(text) for node in place)
+            held.keep(held.crown, paths[slot], settled[slot])
+            fresh = [node for node in range(len(wanted)) if node not in place]
+            number = {node: i - settled[slot] for i, node in enumerate([*place, *fresh])}
+            parents = [max(number.get(wanted.parents[node], -1), -1) for node in fresh]
+            trees[slot] = Tree(
+                held.crown.tokens + [wanted.tokens[node] for node in fresh], held.crown.parents + parents
+            )
+            trunks[slot] = len(text) - settled[slot]
+            look.held = [number[leaf] for leaf in leaves]
+        self._session.commit(paths, trunks=settled)
+        return trees, trunks
+
+    def _see(self, trees: dict[int, Tree], trunks: dict[int, int], looks: dict[int, _Look]) -> dict[int, Tensor]:
+        """One pass that makes crowns what `trees` say; logits `[ends, vocab of the target]` at every look's ends."""
+        assert self._session is not None
+        all_trees = [trees.get(slot, held.crown) for slot, held in enumerate(self._branches)]
+        ends = {slot: looks[slot].held for slot in trees if slot in looks}
+        keep = [len(tree) - min(ends[slot]) if slot in ends else 0 for slot, tree in enumerate(all_trees)]
+        scores = self._session.forward(all_trees, keep)
+        paths = [list(range(len(tree))) for tree in all_trees]
+        settled = [trunks.get(slot, 0) for slot in range(len(paths))]
+        self._session.commit(paths, trunks=settled, final=False)
+        logits = {}
+        for slot, tree in trees.items():
+            self._branches[slot].keep(tree, paths[slot], settled[slot])
+            if slot in ends:
+                at = torch.tensor([end - scores[slot].first for end in ends[slot]])
+                logits[slot] = self._fit(scores[slot].logits[at.to(scores[slot].logits.device)])
+                looks[slot].held = [max(end - settled[slot], -1) for end in ends[slot]]
+        return logits
+
+
+def _found(wanted: Tree, crown: Tree, leaves: list[int]) -> dict[int, int]:
+    """Nodes of `wanted` that the `crown` has, and where; leaves are always fed anew, for their logits."""
+    children, place = crown.children(), {-1: -1}
+    for node, (parent, token) in enumerate(zip(wanted.parents, wanted.tokens, strict=True)):
+        found = children.get((place[parent], token)) if parent in place and node not in leaves else None
+        if found is not None:
+            place[node] = found
+    del place[-1]
+    return place
+
+
+def _agreement(held: list[int], text: list[int]) -> int:
+    """How many held tokens are the text; the text's last is left out, unless everything held is text."""
+    if text[: len(held)] == held and len(held) < len(text):
+        return len(held)
+    same = next((i for i, pair in enumerate(zip(held, text, strict=False)) if len(set(pair)) > 1), len(text) - 1)
+    return min(same, len(text) - 1)
