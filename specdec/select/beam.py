@@ -22,6 +22,7 @@ from specdec.select.stopping import Stopping
 from specdec.types import Branch, Move, Row, Seen, Step
 
 EarlyStopping = bool | Literal["never", "exhaustive"]
+LOOK = 2
 _FAR = np.float32(-1e9)
 
 
@@ -138,7 +139,7 @@ class BeamSearch:
         scores[:, list(self.stop.eos_ids)] = -torch.inf
         running = [end.score for end in ends]
         if self.seed is None:
-            found = best_of(scores, running, 2 * self.num_beams)
+            found = best_of(scores, running, LOOK * self.num_beams)
         else:
             length = len(row.tokens) + len(ends[0].tokens) - row.prompt_length
             found = drawn(scores, running, self.candidates, noise.key(self.seed, noise.BEAMS, length))
@@ -147,7 +148,7 @@ class BeamSearch:
             for score, parent, token in zip(*found, strict=True)
             if math.isfinite(score)
         ]
-        return sorted(branches, key=lambda branch: -branch[1].score)[: 2 * self.num_beams]
+        return sorted(branches, key=lambda branch: -branch[1].score)[: LOOK * self.num_beams]
 
     def _ids(self, row: Row, state: Beams) -> Tensor | None:
         if not (self.stop.reads_ids or (len(self.processors) and self.processors.reads_ids)):
