@@ -14,6 +14,7 @@ from specdec.models import positions
 from specdec.models.capability import Capability, known
 from specdec.models.early_exit import shallow_exit
 from specdec.models.encoding import Encoding
+from specdec.models.offload import execution_device
 from specdec.models.session import Session
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class LanguageModel:
     @property
     def device(self) -> torch.device:
         """Where the input ids go."""
-        return self.model.get_input_embeddings().weight.device
+        return execution_device(self.model.get_input_embeddings())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -164,4 +165,6 @@ def _max_positions(decoder: nn.Module, config: Any) -> int | None:
 
 
 def _equal(mine: Tensor, theirs: Tensor) -> bool:
-    return mine.shape == theirs.shape and mine.dtype == theirs.dtype and torch.equal(mine, theirs.to(mine.device))
+    if mine.shape != theirs.shape or mine.dtype != theirs.dtype or mine.is_meta or theirs.is_meta:
+        return False  # offloaded weights are not there to be compared
+    return torch.equal(mine, theirs.to(mine.device))
