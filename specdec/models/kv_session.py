@@ -81,7 +81,7 @@ class KvSession(Session):
         layout = Layout.of(trees, self._places)
         kept = Keep.of(layout, keep)
         if output_attentions:
-            self._check_attentions()
+            self._language.check_attentions()
         wanted = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
         extras = {name: True for name, want in wanted.items() if want}
         compiled = self._language.compiled
@@ -185,10 +185,6 @@ class KvSession(Session):
             return self._language.model(**inputs)
         with positions.running(sight.positions, sight.key_positions):
             return self._language.model(**inputs)
-
-    def _check_attentions(self) -> None:
-        if self._language.model.config._attn_implementation != "eager":
-            raise UnsupportedError('attentions need the model to be loaded with attn_implementation="eager"')
 
 
 class _CrossAttention:

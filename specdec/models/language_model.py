@@ -102,6 +102,21 @@ class LanguageModel:
         kept = mask.to(self.device) if fits and mask is not None else None
         return Encoding(hidden, kept, output.get("hidden_states"), output.get("attentions"))
 
+    def check_attentions(self, *, drafted: bool = False, branched: bool = False) -> None:
+        """Raises UnsupportedError where attentions cannot be had; `drafted`, `branched`: from chains, from trees."""
+        name, capability = type(self.model).__name__, self.capability
+        if capability.store != "kv" and getattr(self.config, "num_attention_heads", None) is None:
+            raise UnsupportedError(f"{name} has no attention: leave `output_attentions` out")
+        if self.model.config._attn_implementation != "eager":
+            raise UnsupportedError(
+                f'`output_attentions` needs {name} to be loaded with attn_implementation="eager", '
+                f"it has {self.model.config._attn_implementation!r}"
+            )
+        if drafted and not capability.chunks:
+            raise UnsupportedError(f"{name} takes its tokens one by one: no `output_attentions` with a draft")
+        if branched and capability.store != "kv":
+            raise UnsupportedError(f"{name} runs the paths of a tree one by one: no `output_attentions` with branches")
+
     def shares_encoder_with(self, other: LanguageModel) -> bool:
         """Whether both have encoders with equal weights, so that one reading serves both."""
         if not (self.is_encoder_decoder and other.is_encoder_decoder):

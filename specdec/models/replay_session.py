@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
-from specdec.errors import OptionError, UnsupportedError
+from specdec.errors import OptionError
 from specdec.models import native_cache
 from specdec.models.encoding import Encoding
 from specdec.models.session import Session, check_paths, check_rows, check_trees
@@ -119,10 +119,8 @@ class ReplaySession(Session):
         check_trees(trees, keep, [row.crown for row in self._rows])
         extras = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
         asked = {name: True for name, wanted in extras.items() if wanted}
-        if output_attentions and not all(tree.is_chain for tree in trees):
-            raise UnsupportedError(
-                f"{type(self._language.model).__name__} runs a tree's paths one by one: no attentions"
-            )
+        if output_attentions:
+            self._language.check_attentions(branched=not all(tree.is_chain for tree in trees))
         scores = []
         for number, (row, tree, kept) in enumerate(zip(self._rows, trees, keep, strict=True)):
             given = embeds[number] if embeds is not None else None
@@ -230,7 +228,7 @@ class ReplaySession(Session):
         if not one_by_one:
             return self._pass(row, tokens, kept, asked)
         if "output_attentions" in asked:
-            raise UnsupportedError(f"{type(self._language.model).__name__} takes its tokens one by one: no attentions")
+            self._language.check_attentions(drafted=True)
         steps = [self._pass(row, [token], 1, asked) for token in tokens][-kept:]
         hidden = zip(*(step["hidden_states"] for step in steps), strict=True)
         return {
