@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from specdec.errors import OptionError, UnsupportedError
-from specdec.models import positions
-from specdec.models.capability import Capability, known
+from specdec.models import positions, rotary
+from specdec.models.capability import Capability, known, reread_length, rope_boundary
 from specdec.models.early_exit import shallow_exit
 from specdec.models.encoding import Encoding
 from specdec.models.offload import execution_device
@@ -42,7 +43,11 @@ class LanguageModel:
         self.vocab_size = _logits_width(model, self.config)
         self.max_positions = _max_positions(self.decoder, self.config)
         self.compiled: CompiledForward | None = None
-        self.capability = capability or self._find_capability()
+        self.capability = replace(
+            capability or self._find_capability(),
+            boundary=rope_boundary(self.config),
+            reread=reread_length(self.config),
+        )
         self._prepare()
         if compile:
             from specdec.models.compiled import CompiledForward  # loads the compiler
@@ -141,6 +146,8 @@ class LanguageModel:
         style = self.capability.positions
         if self.capability.store == "kv" and style in {"embedding", "bias", "alibi"}:
             positions.install(self.decoder, style)
+        if self.capability.boundary is not None:
+            rotary.install(self.decoder, self.capability.boundary)
 
 
 def text_config(config: Any) -> Any:
