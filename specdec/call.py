@@ -130,11 +130,9 @@ class Running:
             if prefix:
                 out.cross_attentions = traces(self.rows, "cross_attentions")
         if self._encoding is not None:
-            # As in transformers, copies of one prompt have one entry.
-            copies = self.options.copies
             for name in ("hidden_states", "attentions"):
                 if (layers := getattr(self._encoding, name)) is not None:
-                    out[f"encoder_{name}"] = tuple(layer[::copies] for layer in layers)
+                    out[f"encoder_{name}"] = layers
 
 
 @dataclass
@@ -188,6 +186,7 @@ class Prepared:
                 search=PerSearch(dict(enumerate(self.strategies))) if o.beams > 1 else None,  # type: ignore[arg-type]
                 encoding=encoding,
                 draft_inputs=inputs,
+                sources=[row.source or 0 for row in rows],
             )
             draft = self.drafter.start(call)
             if o.beams > 1 and not getattr(draft, "branches", False):
@@ -198,7 +197,9 @@ class Prepared:
         return Running(self, engine, encoding, began)
 
     def _row(self, prompt: RowPrompt, strategy: Any, stop: Stopping, key: int) -> RunningRow:
+        source = key // self.options.copies
         common: dict[str, Any] = {"key": key, "max_length": stop.max_length, "device": self.target.device}
+        common["source"] = source
         shadow = None if prompt.negative is None else RunningRow(tokens=list(prompt.negative), **common)
         common |= {"encoder_tokens": prompt.encoder_ids, "embeds": prompt.embeds, "shadow": shadow}
         tokens = list(prompt.tokens)
@@ -314,5 +315,4 @@ def _listed(value: int | list[int] | None) -> list[int]:
 
 def expand(options: Options, prompts: Prompts) -> Prompts:
     """Every prompt `num_return_sequences` times, copies side by side."""
-    copies = range(options.copies)
-    return prompts.select([r for r in range(len(prompts.rows)) for _ in copies])
+    return prompts.repeat(options.copies)

@@ -39,7 +39,8 @@ class RunningRow:
     """What sequences and searches share: a text, and a tree of branches beyond it.
 
     `shadow` is the same row without its condition (guidance); it takes the same tokens. `embeds` `[length, width]` are
-    read in place of the prompt's tokens, which are as many, or none where nobody knows them.
+    read in place of the prompt's tokens, which are as many, or none where nobody knows them. `source` is the number of
+    the prompt, which several rows may continue; None stands for one of its own.
     """
 
     key: int
@@ -49,6 +50,7 @@ class RunningRow:
     encoder_tokens: list[int] | None = None
     embeds: Tensor | None = None
     shadow: RunningRow | None = None
+    source: int | None = None
     prompt_length: int = field(init=False)
     tree: Tree = EMPTY
     crown: int = 0  # so many of the tree's nodes were seen by the target

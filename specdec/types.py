@@ -325,9 +325,9 @@ class Plan(Protocol):
 class Call:
     """What a draft learns when a call begins: how to guess, how wide the target's logits are, what an encoder read.
 
-    `encoding` is the target's encoder output for all rows, in the order of their keys, for a draft with the same
-    encoder; `draft_inputs` are the encoder's inputs, for a draft that has its own. `search` is set where the rows are
-    searches.
+    `encoding` is the target's encoder output, one entry per source, for a draft with the same encoder; `draft_inputs`
+    are the encoder's inputs, for a draft that has its own. `sources[key]` is the number of a row's prompt, which
+    several rows may continue (None: each has its own). `search` is set where the rows are searches.
     """
 
     rule: DraftRule
@@ -335,6 +335,7 @@ class Call:
     search: SearchRule | None = None
     encoding: object | None = None
     draft_inputs: Mapping[str, Tensor] | None = None
+    sources: Sequence[int] | None = None
 
 
 class DraftSession(Protocol):
