@@ -14,7 +14,7 @@ from specdec.config import Options
 from specdec.draft import Leading
 from specdec.engine import Engine
 from specdec.errors import OptionError
-from specdec.inputs import Prompts, RowPrompt, pad_id
+from specdec.inputs import Prompts, RowPrompt, check_tokenizer, pad_id
 from specdec.logits import build_processors
 from specdec.models import Encoding, LanguageModel
 from specdec.output import Generation, Recorder, beam_indices, per_token, sequences, traces
@@ -40,6 +40,7 @@ class Extras:
     tokenizer: Any = None
 
     def __post_init__(self) -> None:
+        check_tokenizer("tokenizer", self.tokenizer)
         for name, arguments in (("logits_processor", "(ids, logits)"), ("stopping_criteria", "(ids, scores)")):
             value = getattr(self, name)
             # A LogitsProcessorList can be called, but its items are wanted.

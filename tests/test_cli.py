@@ -17,8 +17,6 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from specdec import zoo
 from specdec.cli import commands
@@ -29,7 +27,7 @@ from specdec.cli.show import Printer, write
 from specdec.cli.terminal import BROKEN_PIPE, Interrupt
 from specdec.errors import OptionError, SpecdecError
 from specdec.output import Event, Generation
-from tests.tiny import tiny
+from tests.folders import saved_model
 
 NEW = ["--max-new-tokens", "12"]
 PARAMETERS = inspect.signature(commands.generate).parameters
@@ -48,19 +46,6 @@ STATS = {
     "per_step_drafted",
     "per_step_accepted",
 }
-
-
-def saved_model(folder: Path, seed: int = 0) -> str:
-    """A tiny Llama with a byte-level tokenizer, saved in `folder`."""
-    specials = ["<pad>", "<s>", "</s>"]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bpe = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate([*specials, *alphabet])}, merges=[]))
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
-    tokenizer.save_pretrained(folder)
-    tiny("llama", vocab=len(specials) + len(alphabet), seed=seed).save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ RANKS = {
     "engine": 5,
     "output": 6,
     "call": 7,
+    "drafts": 7,
     "generator": 8,
     "zoo": 9,
     "cli": 10,
