@@ -20,6 +20,7 @@ from specdec.draft import (
     TextBridge,
     VocabularyIntersection,
 )
+from specdec.draft.function import refuse_class
 from specdec.errors import OptionError, VocabularyError
 from specdec.inputs import check_tokenizer, tokenizer_beside
 from specdec.models import LanguageModel, load
@@ -204,8 +205,7 @@ def _is_whole(value: object) -> bool:
 
 def _own(draft: Any, name: str) -> BatchDrafter:
     """The caller's own drafter or function."""
-    if isinstance(draft, type):
-        raise OptionError.of(name, "an instance", f"the class {draft.__name__}", f"pass {draft.__name__}(...)")
+    refuse_class(name, draft)
     if hasattr(draft, "start"):
         own: BatchDrafter = draft
         return own

@@ -12,7 +12,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from specdec.call import Extras, Prepared, Running, expand
-from specdec.config import Options, resolve
+from specdec.config import Options, check_defaults, resolve
 from specdec.drafts import NAMES as DRAFT_NAMES
 from specdec.drafts import Drafts, is_name, language_model, loaded, models_of
 from specdec.errors import BusyError, OptionError, UnsupportedError
@@ -48,7 +48,7 @@ class SpecGenerator:
         compile: bool = False,
         **options: Any,
     ) -> None:
-        resolve({}, defaults=options)
+        check_defaults(options)
         check_tokenizer("tokenizer", tokenizer)
         self._defaults = options
         self._cost = Cost()

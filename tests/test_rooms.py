@@ -10,6 +10,7 @@ import specdec
 ROOT = Path(specdec.__file__).parent
 RANKS = {
     "errors": 0,
+    "fields": 0,
     "types": 0,
     "config": 1,
     "schedule": 1,
