@@ -141,8 +141,11 @@ class Recent:
 
     def get(self, parts: tuple[Any, ...], make: Callable[[], T]) -> T:
         """What was made of these very objects, or of equal names, or else what `make` makes."""
-        found = next((e for e in self._entries if all(map(_same, e[0], parts))), None) or (parts, make())
-        self._entries = [found, *(entry for entry in self._entries if entry is not found)][: self._count]
+        found = next((e for e in self._entries if all(map(_same, e[0], parts))), None)
+        others = [entry for entry in self._entries if entry is not found][: self._count - 1]
+        self._entries = others  # what must go does so before anything is loaded in its place
+        found = found or (parts, make())
+        self._entries = [found, *others]
         value: T = found[1]
         return value
 
