@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from transformers import MaxTimeCriteria, StopStringCriteria
 
-from specdec.config import Options
+from specdec.config import Options, listed
 from specdec.draft import Leading
 from specdec.engine import Engine
 from specdec.errors import OptionError
-from specdec.inputs import Prompts, RowPrompt, pad_id
+from specdec.inputs import Prompts, RowPrompt, check_tokenizer, pad_id
 from specdec.logits import build_processors
 from specdec.models import Encoding, LanguageModel
 from specdec.output import Generation, Recorder, beam_indices, per_token, sequences, traces
@@ -26,7 +26,7 @@ from specdec.types import BatchDrafter, Call
 STRATEGIES = {"coupled": Coupled, "match": Match, "rejection": Rejection, "block": Block}
 DEFAULT_LENGTH = 20  # tokens; transformers' own, for ids without any limit
 PREFILL_CHUNK = 2048  # prompt tokens of one pass
-_ID_OPTIONS = ("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id")
+_ID_OPTIONS = ("eos_token_id", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id")
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class Extras:
     tokenizer: Any = None
 
     def __post_init__(self) -> None:
+        check_tokenizer("tokenizer", self.tokenizer)
         for name, arguments in (("logits_processor", "(ids, logits)"), ("stopping_criteria", "(ids, scores)")):
             value = getattr(self, name)
             # A LogitsProcessorList can be called, but its items are wanted.
@@ -152,6 +153,7 @@ class Prepared:
         if self.options.output_attentions:
             self.target.check_attentions(drafted=self.drafter is not None, branched=self.options.beams > 1)
         limit = length_limit(self.options, self.prompts, self.target)
+        check_least(self.options, limit, self.prompts, self.target)
         # Embeddings without ids count in these lengths, but processors will not see them.
         least = max((self.options.min_length or 0) - self.prompts.unseen, 0)
         settled = {"max_length": limit, "min_length": least, "do_sample": self.options.samples}
@@ -301,16 +303,29 @@ def check_vocabulary(options: Options, target: LanguageModel) -> None:
     named = {
         "bad_words_ids": options.bad_words_ids or (),
         "sequence_bias": bias if isinstance(bias, Mapping) else [ids for ids, _ in bias],
-        **{name: [_listed(getattr(options, name))] for name in _ID_OPTIONS},
+        **{name: [listed(getattr(options, name))] for name in _ID_OPTIONS},
     }
     for name, groups in named.items():
         wrong = next((i for ids in groups for i in ids if not 0 <= i < target.vocab_size), None)
         if wrong is not None and getattr(options, name) != getattr(target.model.generation_config, name, None):
-            raise OptionError.of(name, f"ids from 0 to {target.vocab_size - 1}, which the target knows", wrong)
+            known = f"ids from 0 to {target.vocab_size - 1}, which the target knows"
+            raise OptionError.of(name, known, wrong, "pass [] for none" if name == "eos_token_id" else "")
 
 
-def _listed(value: int | list[int] | None) -> list[int]:
-    return [] if value is None else [value] if isinstance(value, int) else value
+def check_least(options: Options, limit: int, prompts: Prompts, target: LanguageModel) -> None:
+    """Raises OptionError for a least length beyond the limit, unless the target's checkpoint brought it."""
+    width = prompts.padded.shape[1]
+    leasts = {
+        "min_length": (options.min_length or 0) - prompts.unseen,
+        "min_new_tokens": (options.min_new_tokens or 0) + width,
+    }
+    for name, least in leasts.items():
+        asked = getattr(options, name)
+        if least > limit and asked != getattr(target.model.generation_config, name, None):
+            raise OptionError(
+                f"`{name}`={asked} is out of reach, as the text ends after {limit - width} new tokens: "
+                "lower it, or raise `max_new_tokens`"
+            )
 
 
 def expand(options: Options, prompts: Prompts) -> Prompts:

@@ -9,8 +9,7 @@ import pytest
 
 from specdec.cli.commands import run
 from specdec.config import read_yaml, resolve
-
-from .test_cli import saved_model
+from tests.folders import saved_model
 
 PRESETS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 LATER = {"meena-sample-and-rank", "lamda"}

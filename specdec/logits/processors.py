@@ -41,7 +41,10 @@ class Processors:
         if not self.pure and scores.data_ptr() == logits.data_ptr():
             scores = scores.clone()  # a user's processor may write in place
         for item in self.items:
-            scores = item(ids, scores)
+            made = item(ids, scores)
+            if not isinstance(made, Tensor) or made.shape != scores.shape:
+                raise _not_scores(item, scores, made)
+            scores = made
         return scores
 
     @cached_property
@@ -101,6 +104,16 @@ def build_processors(
     if getattr(options, "do_sample", None):
         items += table.build(table.WARPERS, request)
     return Processors(tuple(items + table.build(table.NORMALIZE, request)), device)
+
+
+def _not_scores(processor: Any, scores: Tensor, made: Any) -> OptionError:
+    """The error for a processor that does not return what it got."""
+    got = f"shape {list(made.shape)}" if isinstance(made, Tensor) else type(made).__name__
+    name = getattr(processor, "__name__", type(processor).__name__)
+    return OptionError(
+        f"`logits_processor` {name} must return scores of shape {list(scores.shape)}, the one that it gets, got {got}: "
+        "mend its return value"
+    )
 
 
 def _merge(made: list[Any], extra: Sequence[Any]) -> list[Any]:
