@@ -99,8 +99,8 @@ class SpecGenerator:
     def generate(self, prompt: Prompt = None, *, messages: Sequence[Any] | None = None, **options: Any) -> Generation:
         """Decodes `prompt`: text, a list of texts, or ids `[rows, length]`; `messages` go through the chat template.
 
-        Takes whatever `model.generate` takes, and the options of specdec (`Options`). The last two assistants that calls
-        named are kept. Raises OptionError before any work is done, also for what would have no effect (a `seed` may
+        Takes whatever `model.generate` takes, and the options of specdec (`Options`). The last two assistants named in
+        calls are kept. Raises OptionError before any work is done, also for what would have no effect (a `seed` may
         always be given), BusyError while this generator decodes elsewhere.
         """
         with self._working():
