@@ -90,16 +90,18 @@ class Running:
 
     def result(self) -> Generation:
         """The finished call."""
-        o, rows, pad = self.options, self.rows, pad_id(self.options)
+        o, rows, pad = self.options, self._best_rows(), pad_id(self.options)
         new = [text for row in rows for text in row.texts]
-        padded = self._prompts.padded.repeat_interleave(len(new) // len(rows), 0)
+        padded = self._prompts.padded[:: self.options.copies].repeat_interleave(self._returned, 0)
         out = Generation(sequences=sequences(padded, new, pad).to(rows[0].device))
         if o.output_scores:
             out.scores = per_token(rows, "scores", pad)
         if o.output_logits:
             out.logits = per_token(rows, "logits", pad)
-        self._add_traces(out)
+        self._add_traces(out, rows)
         self._add_beams(out)
+        if o.num_samples is not None:
+            out.sequences_scores = torch.tensor([self._rank(row) for row in rows], device=rows[0].device)
         tokenizer = self._extras.tokenizer
         if tokenizer is not None:
             out.texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in new]
@@ -111,25 +113,45 @@ class Running:
         out.stats = self._recorder.stats(self.engine.target.passes, seconds, list(map(len, new)), settings)
         return out
 
+    @property
+    def _returned(self) -> int:
+        """How many texts come of every prompt."""
+        o = self.options
+        return (o.num_return_sequences or 1) if o.at_the_end else o.copies
+
+    def _best_rows(self) -> list[RunningRow]:
+        """All rows; of samples that are ranked, the best of every prompt, the earlier of equals first."""
+        if self.options.num_samples is None:
+            return self.rows
+        groups = [self.rows[i : i + self.options.copies] for i in range(0, len(self.rows), self.options.copies)]
+        return [row for group in groups for row in sorted(group, key=self._rank, reverse=True)[: self._returned]]
+
+    def _rank(self, row: RunningRow) -> float:
+        """The log-probability of a sample under the target, per token unless the ranking is "sum"."""
+        total = sum(step.log_prob or 0.0 for step in row.steps)
+        return total if self.options.ranking == "sum" else total / len(row.steps)
+
     def _add_beams(self, out: Generation) -> None:
         """Scores of hypotheses and the beams that they went through; as in transformers, where scores are asked for."""
         found = [h for row in self.rows if isinstance(row, SearchRow) for h in row.state.finished[: row.returned]]
         if not found:
             return
         device = self.rows[0].device
-        beams, returned = self.options.beams, self.options.num_return_sequences or 1
+        beams, returned = self.options.beams, self._returned
         out.beam_indices = beam_indices([h.origins for h in found], beams, returned).to(device)
+        if self.options.output_trace:
+            out.trace = [row.history for row in self.rows if isinstance(row, SearchRow)]
         if self.options.output_scores:
             out.sequences_scores = torch.tensor([h.score for h in found], device=device)
 
-    def _add_traces(self, out: Generation) -> None:
+    def _add_traces(self, out: Generation, rows: list[RunningRow]) -> None:
         prefix = "" if self._encoding is None else "decoder_"
         if self.options.output_hidden_states:
-            out[f"{prefix}hidden_states"] = traces(self.rows, "hidden_states")
+            out[f"{prefix}hidden_states"] = traces(rows, "hidden_states")
         if self.options.output_attentions:
-            out[f"{prefix}attentions"] = traces(self.rows, "attentions")
+            out[f"{prefix}attentions"] = traces(rows, "attentions")
             if prefix:
-                out.cross_attentions = traces(self.rows, "cross_attentions")
+                out.cross_attentions = traces(rows, "cross_attentions")
         if self._encoding is not None:
             for name in ("hidden_states", "attentions"):
                 if (layers := getattr(self._encoding, name)) is not None:
@@ -207,6 +229,7 @@ class Prepared:
         tokens = list(prompt.tokens)
         if isinstance(strategy, BeamSearch):
             returned = self.options.num_return_sequences or 1
+            common["history"] = [] if self.options.output_trace else None
             return SearchRow(tokens=tokens, search=strategy, state=strategy.begin(), returned=returned, **common)
         return TextRow(tokens=tokens, selector=strategy, stop=stop, **common)
 
@@ -245,7 +268,9 @@ class Prepared:
             )
         if not o.samples:
             return Greedy(processors, **common)
-        return STRATEGIES[o.sampling or "coupled"](processors, seed, **common)
+        strategy = STRATEGIES[o.sampling or "coupled"](processors, seed, **common)
+        strategy.ranked = o.num_samples is not None
+        return strategy
 
     def _make_criteria(self) -> list[Any]:
         """transformers' criteria that look at more than the last token, then the caller's own."""

@@ -81,6 +81,8 @@ class Options(BaseModel):
     length_penalty: Number | None = None
     early_stopping: Flag | Literal["never", "exhaustive"] | None = None
     num_return_sequences: Positive | None = None
+    num_samples: Positive | None = None
+    ranking: Literal["mean", "sum"] | None = None
     seed: Whole | IdList | None = None
     sampling: Literal["coupled", "match", "rejection", "block"] | None = None
     # drafting
@@ -95,6 +97,7 @@ class Options(BaseModel):
     output_logits: Flag | None = None
     output_attentions: Flag | None = None
     output_hidden_states: Flag | None = None
+    output_trace: Flag | None = None
 
     @property
     def samples(self) -> bool:
@@ -109,7 +112,12 @@ class Options(BaseModel):
     @property
     def copies(self) -> int:
         """How often a prompt is continued on its own; beams of one prompt are one search."""
-        return 1 if self.beams > 1 else self.num_return_sequences or 1
+        return 1 if self.beams > 1 else self.num_samples or self.num_return_sequences or 1
+
+    @property
+    def at_the_end(self) -> bool:
+        """Whether only the end of the call tells which text was chosen."""
+        return self.beams > 1 or self.num_samples is not None
 
     @property
     def eos_ids(self) -> list[int]:
@@ -183,8 +191,17 @@ def _check_effect(
 
     if not options.do_sample:
         _check_idle(asked("do_sample", "temperature"), DRAWING, "is about drawing tokens, which needs `do_sample=True`")
+    if options.num_samples is not None and options.beams > 1:
+        raise OptionError("`num_samples` ranks samples and `num_beams` searches: pass one of them")
     if options.beams > 1:
         return _check_beams(options, asked("num_beams"))
+    if options.num_samples is None and asked("num_samples").get("ranking") is not None:
+        raise OptionError("`ranking` orders samples, but there are none to order: pass `num_samples`")
+    if options.num_samples is not None and (options.num_return_sequences or 1) > options.num_samples:
+        raise OptionError(
+            f"`num_return_sequences`={options.num_return_sequences} is more than `num_samples`={options.num_samples}: "
+            "lower it, or draw more"
+        )
     _check_idle(asked("num_beams"), BEAMS_ONLY, "belongs to beam search, which needs `num_beams`")
     if not options.samples and asked("do_sample", "temperature", "num_beams").get("num_return_sequences", 1) > 1:
         raise OptionError(
@@ -214,7 +231,9 @@ def _settled(options: Options) -> Options:
     if options.beams > 1:
         returned = min(options.num_return_sequences or 1, options.beams)
         return options.model_copy(update={"sampling": None, "num_return_sequences": returned})
-    return options if options.samples else options.model_copy(update={"sampling": None, "num_return_sequences": 1})
+    if options.samples:
+        return options
+    return options.model_copy(update={"sampling": None, "num_return_sequences": 1, "num_samples": None})
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:

@@ -52,9 +52,15 @@ DRAWING: dict[str, tuple[object, ...]] = {
     "epsilon_cutoff": (0,),
     "eta_cutoff": (0,),
     "sampling": (),
+    "num_samples": (1,),
+    "ranking": (),
 }
 # The same for fields of beam search alone.
-BEAMS_ONLY: dict[str, tuple[object, ...]] = {"early_stopping": (False,), "length_penalty": (1.0,)}
+BEAMS_ONLY: dict[str, tuple[object, ...]] = {
+    "early_stopping": (False,),
+    "length_penalty": (1.0,),
+    "output_trace": (False,),
+}
 # What a value with parts must look like, where pydantic would only tell about one part.
 EXPECTED = {
     **dict.fromkeys(

@@ -115,12 +115,10 @@ class SpecGenerator:
     ) -> Generator[Event, None, Generation]:
         """The same as `generate`, as events of new text, with the `Generation` as the value that the iterator returns.
 
-        Options are checked at once; the generator is busy from the first event until the stream is read or closed.
+        Beams and ranked samples come at the end, each as one event. Options are checked at once; the generator is busy
+        from the first event until the stream is read or closed.
         """
-        prepared = self._prepare(prompt, messages, options)
-        if prepared.options.beams > 1:
-            raise OptionError("a stream shows text as it becomes final, which beams do at the end: use `generate`")
-        return self._events(prepared)
+        return self._events(self._prepare(prompt, messages, options))
 
     def _events(self, prepared: Prepared) -> Generator[Event, None, Generation]:
         with self._working():
@@ -128,10 +126,15 @@ class SpecGenerator:
             tokenizer = prepared.extras.tokenizer
             texts = [Detokenizer(tokenizer) for _ in call.rows] if tokenizer is not None else None
             for news in call.rounds():
-                for row, ids, accepted, last in news:
-                    yield Event(texts[row].push(ids, last=last) if texts else "", ids, accepted, row)
+                if not prepared.options.at_the_end:
+                    for row, ids, accepted, last in news:
+                        yield Event(texts[row].push(ids, last=last) if texts else "", ids, accepted, row)
             self._learn(call)
-            return call.result()
+            out = call.result()
+            if prepared.options.at_the_end:
+                for row, ids in enumerate(out.new_tokens()):
+                    yield Event(out.texts[row] if out.texts else "", ids, 0, row)
+            return out
 
     @contextmanager
     def _working(self) -> Iterator[None]:
@@ -160,8 +163,8 @@ class SpecGenerator:
         prompts = expand(options, read_prompts(prompt, messages, inputs, options, self.target, extras.tokenizer))
         if drafter is None and (idle := [name for name in _DRAFTING if name in given]):
             raise OptionError(f"`{idle[0]}` says how much to draft, but there is no draft: name one, or leave it out")
-        if extras.streamer is not None and options.beams > 1:
-            raise OptionError("`streamer` shows text as it becomes final, which beams do at the end: leave it out")
+        if extras.streamer is not None and options.at_the_end:
+            raise OptionError("`streamer` shows text as it comes, but beams and ranked samples are final at the end")
         if extras.streamer is not None and len(prompts.rows) > 1:
             raise OptionError(f"`streamer` shows one row, and this call has {len(prompts.rows)}: use gen.stream()")
         return Prepared(self.target, options, prompts, extras, drafter, self._schedule(options, named))

@@ -186,6 +186,7 @@ class SearchRow(RunningRow):
     search: Search
     state: Any
     returned: int = 1
+    history: list[Any] | None = None
     known: dict[int, Seen] = field(default_factory=dict)
 
     @property
@@ -217,21 +218,26 @@ class SearchRow(RunningRow):
         ends: list[tuple[int, int]] = []
         steps: list[Step] = []
         traces: list[Trace] = []
+        states: list[Any] = []
         while state.finish is None and None not in nodes:
             leaves = [node for node in nodes if node is not None]
             seen = [view.seen(node) for node in leaves]
             move = self.search.advance(self, state, seen)
             state = move.state
+            states.append(state)
             steps.append(move.step)
             traces.append(_together([s.trace for s in seen]))
             ends = [(leaves[parent], token) for parent, token in zip(move.parents, move.tokens, strict=True)]
             nodes = [children.get(end) for end in ends]
         path, trunk, after = self._survivors(whole, view, ends, nodes)
-        return Walk(steps, path, trunk, len(steps) - 1, state.finish, (state, traces, *after))
+        return Walk(steps, path, trunk, len(steps) - 1, state.finish, (states, traces, *after))
 
     def take(self, walk: Walk) -> None:
         """The new state, and the tree that is left."""
-        self.state, traces, shared, self.tree, self.leaves, self.known = walk.after
+        states, traces, shared, self.tree, self.leaves, self.known = walk.after
+        self.state = states[-1]
+        if self.history is not None:
+            self.history += states
         self.crown = len(walk.path) - walk.trunk
         for row in (self, self.shadow):
             if row is not None:

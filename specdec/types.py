@@ -138,13 +138,14 @@ class Step:
     """One emitted token, the tree node whose scores decided it, and what was asked to be kept about it.
 
     `logits` and `scores` `[vocab]` are the target's own and the processed ones, None unless they were asked for; of a
-    search they are `[leaves, vocab]`, the token is the best live leaf's.
+    search they are `[leaves, vocab]`, the token is the best live leaf's. `log_prob` is the target's own, for ranking.
     """
 
     token: int
     node: int
     logits: Tensor | None = None
     scores: Tensor | None = None
+    log_prob: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import OptionError, UnsupportedError
+from specdec.errors import OptionError
 
 DEFAULT_NEW_TOKENS = 128
 METHODS = "auto, draft, ngram, suffix, early_exit:N, hybrid or none"
@@ -106,11 +106,6 @@ def read_options(params: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str
     if both := sorted(flags.keys() & extra.keys()):
         raise OptionError(f"`{both[0]}` was set by its flag and by --set: pass one of them")
     options = _over(file, {**flags, **extra})
-    if options.get("strategy") == "sample_and_rank":  # of a later release; plain sampling would be another method
-        raise UnsupportedError(
-            "sample-and-rank is not available yet: leave out `strategy`, `num_samples` and `ranking`, and draw "
-            "several texts with `num_return_sequences`"
-        )
     if "max_new_tokens" not in options and "max_length" not in options:
         options["max_new_tokens"] = DEFAULT_NEW_TOKENS
     try:
