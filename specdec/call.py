@@ -215,7 +215,7 @@ class Prepared:
             prompt_length=len(prompt.tokens) + prompt.padding,
             padding=prompt.padding,
             eos_ids=o.eos_ids,
-            encoder_ids=None if source is None else torch.tensor([source] * o.beams, device=device),
+            encoder_ids=None if source is None else torch.tensor([source], device=device),
             extra=self.extras.logits_processor,
             prefix_allowed_tokens_fn=self.extras.prefix_allowed_tokens_fn,
             row=key,

@@ -205,17 +205,20 @@ class SearchRow(RunningRow):
         ends: list[tuple[int, int]] = []
         steps: list[Step] = []
         traces: list[Trace] = []
+        advances = 0
         while state.finish is None and None not in nodes:
             leaves = [node for node in nodes if node is not None]
             seen = [view.seen(node) for node in leaves]
             move = self.search.advance(self, state, seen)
             state = move.state
-            steps.append(move.step)
-            traces.append(_together([s.trace for s in seen]))
+            advances += 1
+            steps += [] if move.step is None else [move.step]
+            shown = range(len(seen)) if move.shown is None else move.shown
+            traces += [_together([seen[leaf].trace for leaf in shown], [leaf < 0 for leaf in shown])] if shown else []
             ends = [(leaves[parent], token) for parent, token in zip(move.parents, move.tokens, strict=True)]
             nodes = [children.get(end) for end in ends]
         path, trunk, after = self._survivors(whole, view, ends, nodes)
-        return Walk(steps, path, trunk, len(steps) - 1, state.finish, (state, traces, *after))
+        return Walk(steps, path, trunk, advances - 1, state.finish, (state, traces, *after))
 
     def take(self, walk: Walk) -> None:
         """The new state, and the tree that is left."""
@@ -319,7 +322,11 @@ def _attended(attention: Tensor, nodes: list[int], columns: list[int], tree: int
     return attention[:, nodes][:, :, [*range(known), *(known + c for c in columns)]]
 
 
-def _together(traces: list[Trace]) -> Trace:
-    """One trace of all leaves, which are equally deep."""
+def _together(traces: list[Trace], void: list[bool]) -> Trace:
+    """One trace of all leaves, which are equally deep, with zeros for those that are `void`."""
+
+    def stacked(layer: tuple[Tensor, ...]) -> Tensor:
+        return torch.stack([torch.zeros_like(t) if gone else t for t, gone in zip(layer, void, strict=True)])
+
     parts = zip(*traces, strict=True)
-    return Trace(*(None if p[0] is None else tuple(map(torch.stack, zip(*p, strict=True))) for p in parts))
+    return Trace(*(None if p[0] is None else tuple(map(stacked, zip(*p, strict=True))) for p in parts))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from specdec.types import Row, Scores, Step
 class Processing(Protocol):
     """Logits processors of one row: `(ids [1, length] or None, logits [1, vocab]) -> [1, vocab]` in float32.
 
-    `drafting` are those that may see draft logits; `ids` may be None unless `reads_ids`; `pure` promises that they can
+    `groups` are told to those that know of groups of beams. `drafting` are those that may see draft logits; `ids` may be None unless `reads_ids`; `pure` promises that they can
     be asked about the same prefix twice.
     """
 
@@ -29,7 +29,7 @@ class Processing(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __call__(self, ids: Tensor | None, logits: Tensor) -> Tensor: ...
+    def __call__(self, ids: Tensor | None, logits: Tensor, **groups: Any) -> Tensor: ...
 
 
 def process(processors: Processing, row: Row, extra: Sequence[int], logits: Tensor) -> Tensor:
