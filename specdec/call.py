@@ -151,6 +151,8 @@ class Prepared:
     strategies: list[Greedy | Coupled | BeamSearch] = field(init=False)
 
     def __post_init__(self) -> None:
+        if self.options.output_attentions:
+            self.target.check_attentions(drafted=self.drafter is not None, branched=self.options.beams > 1)
         limit = length_limit(self.options, self.prompts, self.target)
         # Embeddings without ids count in these lengths, but processors will not see them.
         least = max((self.options.min_length or 0) - self.prompts.unseen, 0)

@@ -68,6 +68,8 @@ class Engine:
         """Rows join the set; `encoding` holds their encoder outputs in order, then those of their shadows."""
         lanes = [*rows, *(row.shadow for row in rows if row.shadow is not None)]
         self.target.add(len(lanes), encoding)
+        for lane in lanes:
+            lane.reread = self.target.reread
         self.rows += rows
         self._lanes += lanes
 
@@ -105,15 +107,20 @@ class Engine:
 
     def _frontiers(self) -> list[Tree]:
         """What the target must have seen of every lane, after long prompts were read in chunks up to their last one."""
+        self.target.refresh()
         while True:
             held = list(zip(self._lanes, self.target.lengths, strict=True))
             unread = [lane.unread(length) for lane, length in held]
             if max(map(len, unread)) <= self._prefill_chunk or self._hidden_states or self._attentions:
                 return [lane.frontier(length) for lane, length in held]
             chunks = [Tree.chain(tokens[:-1][: self._prefill_chunk]) for tokens in unread]
-            crowns = [lane.tree.part(range(lane.crown)) for lane in self._lanes]  # of those that have read everything
+            # Crowns are held by those that have read everything.
+            crowns = [
+                EMPTY if new else lane.tree.part(range(lane.crown)) for new, (lane, _) in zip(unread, held, strict=True)
+            ]
             trees = [chunk.graft(crown) for chunk, crown in zip(chunks, crowns, strict=True)]
-            self.target.forward(trees, [0] * len(trees), embeds=self._embeds(chunks))
+            wholes = [length + len(new) + lane.tree.depth for new, (lane, length) in zip(unread, held, strict=True)]
+            self.target.forward(trees, [0] * len(trees), embeds=self._embeds(chunks), wholes=wholes)
             self.target.commit([list(range(len(tree))) for tree in trees], trunks=list(map(len, chunks)))
 
     def _propose(self) -> list[Tree]:

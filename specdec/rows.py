@@ -56,6 +56,7 @@ class RunningRow:
     steps: list[Step] = field(default_factory=list)
     traces: list[Trace] = field(default_factory=list)
     finish: str | None = None
+    reread: int | None = None  # how long the text may be until the target reads all of it again
 
     def __post_init__(self) -> None:
         self.prompt_length = self._written = len(self.tokens)
@@ -64,8 +65,8 @@ class RunningRow:
 
     @property
     def remaining(self) -> int:
-        """How many tokens may still come."""
-        return self.max_length - len(self.tokens)
+        """How many tokens may still come, at least until the text is read again."""
+        return self._room(len(self.tokens))
 
     @property
     def asked(self) -> int:
@@ -103,6 +104,15 @@ class RunningRow:
     def given(self, held: int, count: int) -> Tensor | None:
         """The embeddings of the first of `count` positions after `held`, where they were given."""
         return None if self.embeds is None or held >= len(self.embeds) else self.embeds[held : held + count]
+
+    def _room(self, length: int) -> int:
+        """How many tokens may follow `length` of them, up to the first that makes the target read all of them again."""
+        room = self.max_length - length
+        for lane in (self, self.shadow):
+            if lane is not None and lane.reread is not None:
+                far = lane.reread - (length + len(lane.tokens) - len(self.tokens) + lane._untold)
+                room = min(room, far + 1) if far >= 0 else room
+        return room
 
     @property
     def width(self) -> int:
@@ -179,7 +189,7 @@ class SearchRow(RunningRow):
     @property
     def remaining(self) -> int:
         """How many tokens may still follow a leaf."""
-        return self.max_length - self.prompt_length - self.state.length
+        return self._room(self.prompt_length + self.state.length)
 
     @property
     def leaf_scores(self) -> Sequence[float]:

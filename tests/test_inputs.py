@@ -11,8 +11,9 @@ from transformers import BatchEncoding, LogitsProcessor
 
 from specdec import LanguageModel, OptionError, SpecGenerator, UnsupportedError
 from specdec.inputs import Prompts, RowPrompt
+from specdec.types import Tree
 from tests.oracle import oracle
-from tests.tiny import tiny, tiny_inputs
+from tests.tiny import ENCODER_DECODERS, tiny, tiny_inputs
 
 COMMON: dict[str, Any] = {"max_new_tokens": 10, "pad_token_id": 0}
 IDS = torch.tensor([[5, 9, 12, 7, 30, 6], [8, 8, 4, 3, 11, 40]])
@@ -67,6 +68,59 @@ def test_decoder_mask() -> None:
     both = ours(model, **inputs, **padded)
     one = {name: value[1:] for name, value in inputs.items()}
     assert both[1][3:] == ours(model, **one, decoder_input_ids=torch.tensor([[1, 8]]))[0][2:]
+
+
+# --- what an encoder reads
+
+PADDED = torch.tensor([[0, 0, 0, 9, 12, 7, 30, 6], [8, 8, 4, 3, 11, 40, 5, 6], [0, 21, 9, 33, 8, 0, 40, 0]])
+MASK = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [1] * 8, [0, 1, 1, 1, 1, 0, 1, 0]])
+
+
+@pytest.mark.parametrize("name", [name for name in ENCODER_DECODERS if name != "whisper"])
+@pytest.mark.parametrize("draft", [None, "suffix", "same", "other"])
+def test_padding_anywhere_in_encoder_ids(name: str, draft: str | None) -> None:
+    """An encoder gets the ids and mask as they are. (Padding was moved to the right, where positions count slots.)"""
+    model = tiny(name)
+    assistant = {"same": tiny(name), "other": tiny(name, seed=1)}.get(draft or "", draft)
+    mask = {"attention_mask": MASK}
+    free = {"encoder_no_repeat_ngram_size": 0}  # Blenderbot's; transformers counts padding, too, as text
+    expected = theirs(model, PADDED, **mask, **free)
+    assert ours(model, PADDED, draft=assistant, **mask, **free) == expected
+    assert ours(model, PADDED.tolist(), draft=assistant, attention_mask=MASK.tolist(), **free) == expected
+
+
+@pytest.mark.parametrize("name", ["bart", "mbart", "t5"])
+def test_padding_that_no_mask_names(name: str) -> None:
+    """An encoder reads all of a tensor that comes without a mask. (It was searched for padding.) Lists are padded."""
+    model = tiny(name)
+    assert ours(model, PADDED) == theirs(model, PADDED)
+    rows = [[9, 12, 7], [8, 8, 4, 3, 11]]
+    right = {"input_ids": torch.tensor([[9, 12, 7, 0, 0], rows[1]]), "attention_mask": [[1, 1, 1, 0, 0], [1] * 5]}
+    assert ours(model, rows) == ours(model, **right) == [ours(model, [row])[0] for row in rows]
+
+
+def test_masked_ids_outside_the_vocabulary() -> None:
+    """What the mask leaves out is never looked up."""
+    inputs = {"input_ids": PADDED.masked_fill(MASK == 0, -100), "attention_mask": MASK}
+    assert ours(tiny("bart"), **inputs) == theirs(tiny("bart"), PADDED, attention_mask=MASK)
+
+
+def test_drafts_read_the_encoder_s_text_without_padding() -> None:
+    """(What a text draft copies from the source must not be padding.)"""
+    seen: list[list[int] | None] = []
+
+    class Copy:
+        def start(self, call: Any) -> Copy:
+            return self
+
+        def propose(self, rows: Any, plans: Any) -> list[Tree]:
+            seen.extend(row.encoder_tokens for row in rows)
+            return [Tree([], []) for _ in rows]
+
+        def release(self, keys: Any) -> None: ...
+
+    ours(tiny("bart"), PADDED, draft=Copy(), attention_mask=MASK, max_new_tokens=3)
+    assert seen[:3] == [row[mask.bool()].tolist() for row, mask in zip(PADDED, MASK, strict=True)]
 
 
 # --- embeddings

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import GenerationMixin, TextStreamer
 
-from specdec import SpecGenerator
+from specdec import SpecGenerator, UnsupportedError
 from tests.oracle import oracle
 from tests.tiny import tiny, tiny_inputs
 
@@ -88,6 +88,50 @@ def test_fields_of_a_prompt_longer_than_the_chunk(name: str) -> None:
     for field in LAYERED:
         for ours, theirs in zip(out.get(field) or (), expected.get(field) or (), strict=True):
             assert all(close(a, b) for a, b in zip(ours, theirs, strict=True)), field
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "jamba", "gpt_neo"])
+@pytest.mark.parametrize("draft", [None, "suffix"])
+def test_attentions_of_mixed_models(name: str, draft: str | None) -> None:
+    """Those of the layers that attend, also of models that keep the library's own cache."""
+    model = tiny(name, attn_implementation="eager")
+    prompt: dict[str, Any] = {"input_ids": torch.tensor([[5, 9, 12, 7, 9, 12]])}
+    if draft and name == "jamba":
+        with pytest.raises(UnsupportedError, match="one by one"):
+            SpecGenerator(model, draft).generate(**prompt, **COMMON, output_attentions=True)
+        return
+    with torch.no_grad():
+        expected = model.generate(**prompt, **COMMON, **FIELDS, eos_token_id=None)
+    out = SpecGenerator(model, draft).generate(**prompt, **COMMON, **FIELDS, eos_token_id=[])
+    for ours, theirs in zip(out.attentions, expected.attentions, strict=True):
+        assert all(close(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "attention", "reason"),
+    [
+        *((name, "sdpa", "eager") for name in ("llama", "t5", "qwen3_next", "lfm2")),
+        *((name, None, "no attention") for name in ("mamba", "mamba2", "rwkv")),
+    ],
+)
+@pytest.mark.parametrize("draft", [None, "model", "suffix"])
+def test_attentions_that_cannot_be_had(name: str, attention: str | None, reason: str, draft: str | None) -> None:
+    """Refused before any pass. (Some came after the draft's passes, some were left out, some ended in IndexError.)"""
+    model = tiny(name, **({} if attention is None else {"attn_implementation": attention}))
+    assistant = tiny(name, seed=1) if draft == "model" else draft
+    generator = SpecGenerator(model, assistant)
+    for part in (model, assistant):
+        if isinstance(part, torch.nn.Module):
+            part.register_forward_pre_hook(_never)
+    for hidden in (False, True):
+        with pytest.raises(UnsupportedError, match=reason):
+            generator.generate([[5, 9, 12]], **COMMON, output_attentions=True, output_hidden_states=hidden)
+
+
+def _never(*args: Any) -> None:
+    raise AssertionError("a forward pass was run")
 
 
 def test_fields_of_a_ragged_batch() -> None:

@@ -20,10 +20,11 @@ MASKS = {
 
 
 class Ids(NamedTuple):
-    """Rows of ids as they were given, and without their padding."""
+    """Rows of ids as they were given, without their padding, and which of those given were kept."""
 
     given: list[list[int]]
     kept: list[list[int]]
+    mask: list[list[bool]]
     is_text: bool = False
 
 
@@ -43,7 +44,7 @@ def read_ids(name: str, value: Any, given: Mapping[str, Any], target: LanguageMo
     kept = [list(itertools.compress(row, kept)) for row, kept in zip(rows, keep, strict=True)]
     for r, row in enumerate(kept):
         _check_ids(row, f"row {r} of `{name}`", target)
-    return Ids(rows, kept)
+    return Ids(rows, kept, keep)
 
 
 def _lists(value: Any) -> list[Any] | None:

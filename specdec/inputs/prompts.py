@@ -166,7 +166,11 @@ def _embedded(value: Any, given: Mapping[str, Any], options: Options, target: La
 def _encoder_decoder(
     value: Any, given: Mapping[str, Any], options: Options, target: LanguageModel, tokenizer: Any
 ) -> Prompts:
-    """Encoder inputs as given, and decoder prompts that begin with the start id."""
+    """Encoder inputs as given, padding included, and decoder prompts that begin with the start id.
+
+    Where an encoder's positions count slots (BART and its kin), padding on the left changes what it reads, as in
+    transformers; drafts and processors see its ids without padding.
+    """
     main = target.model.main_input_name
     if main in FEATURES and value is not None:
         given, value = {**given, main: value}, None  # transformers, too, takes features as the first argument
@@ -178,7 +182,7 @@ def _encoder_decoder(
         raise OptionError("this target has an encoder, which got nothing to read: pass a prompt or its features")
     else:
         ids = _read(value, given, options, target, tokenizer)
-        encoder = _right_padded(ids.kept, options)
+        encoder = _as_given(ids, options, target)
     encoder = {name: tensor.to(target.device) for name, tensor in encoder.items()}
     prompts = _prompts(_decoder_ids(len(next(iter(encoder.values()))), given, options, target), options)
     if ids is None:
@@ -219,11 +223,13 @@ def pad_id(options: Options) -> int:
     return options.pad_token_id if options.pad_token_id is not None else (options.eos_ids or [0])[0]
 
 
-def _right_padded(rows: list[list[int]], options: Options) -> dict[str, Tensor]:
-    width, pad = max(map(len, rows)), options.pad_token_id or 0
+def _as_given(ids: Ids, options: Options, target: LanguageModel) -> dict[str, Tensor]:
+    """An encoder's ids and mask `[rows, length]`; shorter rows are padded on the right."""
+    width, pad = max(map(len, ids.given)), options.pad_token_id or 0
+    known = [[token if 0 <= token < target.vocab_size else pad for token in row] for row in ids.given]
     return {
-        "input_ids": torch.tensor([row + [pad] * (width - len(row)) for row in rows]),
-        "attention_mask": torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows]),
+        "input_ids": torch.tensor([row + [pad] * (width - len(row)) for row in known]),
+        "attention_mask": torch.tensor([[*map(int, row)] + [0] * (width - len(row)) for row in ids.mask]),
     }
 
 
@@ -248,7 +254,11 @@ def _tensor(name: str, value: Any) -> Tensor:
 
 
 def _decoder_ids(count: int, given: Mapping[str, Any], options: Options, target: LanguageModel) -> Ids:
-    """Decoder prompts: the start id of each row, before the caller's `decoder_input_ids` where they all lack it."""
+    """Decoder prompts: the start id of each row, before the caller's `decoder_input_ids` where they all lack it.
+
+    Padding that `decoder_attention_mask` names is left out, so that a row equals the row alone. (transformers counts
+    it: most decoders take its slots for positions, and the start id stands before it.)
+    """
     starts = options.start_ids
     if len(starts) not in (0, 1, count):
         raise OptionError.of("decoder_start_token_id", f"one id, or one for each of {count} rows", starts)
@@ -266,7 +276,7 @@ def _decoder_ids(count: int, given: Mapping[str, Any], options: Options, target:
     if started or not starts:
         return ids
     given_rows, kept = ([[start, *row] for start, row in zip(starts, rows, strict=True)] for rows in ids[:2])
-    return Ids(given_rows, kept)
+    return Ids(given_rows, kept, [[True, *row] for row in ids.mask])
 
 
 def _read(value: Any, given: Mapping[str, Any], options: Options, target: LanguageModel, tokenizer: Any) -> Ids:
@@ -277,8 +287,8 @@ def _read(value: Any, given: Mapping[str, Any], options: Options, target: Langua
         value = [options.bos_token_id]
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list | tuple) or not texts or not all(isinstance(text, str) for text in texts):
-        # As in transformers, only a tensor that came without its mask is searched for padding.
-        pad = options.pad_token_id if isinstance(value, Tensor) else None
+        # As in transformers, only a tensor that came without its mask, and not for an encoder, is searched for padding.
+        pad = options.pad_token_id if isinstance(value, Tensor) and not target.is_encoder_decoder else None
         return read_ids("prompt", value, given, target, None if pad in options.eos_ids else pad)
     if tokenizer is None:
         raise OptionError("a text prompt needs a tokenizer: pass `tokenizer=` to SpecGenerator, or token ids")

@@ -20,7 +20,8 @@ class Capability:
     `masks`: one mask for all layers, or a dict by layer kind (`kinds`).
     `tree`: whether siblings share a pass ("mask") or paths run one after another ("paths").
     `chunks`: whether a cache that holds tokens takes several more in one pass (some recurrent layers do not).
-    `boundary`: the position from which rotary scaling changes; a pass should not cross it.
+    `boundary`: how long a text may be until rotary scaling changes; then each node has its own span (`rotary`).
+    `reread`: how long a text may be until the library drops its cache, once, and reads the text again.
     `reason` says why, in words for an error or a report.
     """
 
@@ -31,6 +32,7 @@ class Capability:
     kinds: tuple[Kind, ...] = (Kind("full_attention"),)
     chunks: bool = True
     boundary: int | None = None
+    reread: int | None = None
     reason: str = ""
 
 
@@ -87,6 +89,9 @@ REPLAY: dict[str, str] = dict.fromkeys(
 )
 SLOT_BOUND: dict[str, str] = dict.fromkeys(["gpt_neo", "mpt"], "its attention counts slots of the cache, not positions")
 
+# Where their scaling switches, these read the whole text again (`prepare_inputs_for_generation`).
+_REREADING = {"phi3", "phimoe", "phi4_multimodal"}
+
 _KNOWN_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
@@ -104,7 +109,7 @@ def attention_kinds(config: Any) -> tuple[Kind, ...] | None:
 
 
 def rope_boundary(config: Any) -> int | None:
-    """The first position at which rotary scaling switches, for the kinds that do."""
+    """How long a text may be until rotary scaling changes, for the kinds that do."""
     given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     by_layer_type = [value for value in given.values() if isinstance(value, dict)]
     found = [_switch(config, scaling) for scaling in by_layer_type or [given]]
@@ -112,10 +117,17 @@ def rope_boundary(config: Any) -> int | None:
 
 
 def _switch(config: Any, scaling: dict[str, Any]) -> int | None:
-    if scaling.get("rope_type", scaling.get("type")) not in {"longrope", "dynamic"}:
-        return None
+    kind, longest = scaling.get("rope_type", scaling.get("type")), getattr(config, "max_position_embeddings", None)
+    if kind == "dynamic":
+        return longest
     name = "original_max_position_embeddings"
-    return scaling.get(name) or getattr(config, name, None) or getattr(config, "max_position_embeddings", None)
+    return scaling.get(name) or getattr(config, name, None) or longest if kind == "longrope" else None
+
+
+def reread_length(config: Any) -> int | None:
+    """How long a text may be until it is read again, which matters only where the scaling changes."""
+    rereads = config.model_type in _REREADING and rope_boundary(config) is not None
+    return getattr(config, "original_max_position_embeddings", None) if rereads else None
 
 
 def known(config: Any) -> Capability | None:
@@ -132,4 +144,4 @@ def known(config: Any) -> Capability | None:
 def kv_capability(config: Any, positions: Positions, kinds: tuple[Kind, ...]) -> Capability:
     """Own store: a dict of masks exactly when layers differ in what they see."""
     masks: Literal["single", "dict"] = "dict" if len(kinds) > 1 else "single"
-    return Capability("kv", positions, masks, "mask", kinds, boundary=rope_boundary(config))
+    return Capability("kv", positions, masks, "mask", kinds)

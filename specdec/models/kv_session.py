@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from specdec.errors import OptionError, UnsupportedError
-from specdec.models import positions
+from specdec.models import positions, rotary
 from specdec.models.encoding import Encoding
 from specdec.models.layout import Layout, Place, Sight
 from specdec.models.outputs import Keep, row_scores
@@ -35,6 +35,7 @@ class KvSession(Session):
 
     def __init__(self, language: LanguageModel) -> None:
         self.passes = 0
+        self.reread = language.capability.reread
         self._places: list[Place] = []
         self._trees: list[Tree] = []
         self._language = language
@@ -69,6 +70,7 @@ class KvSession(Session):
         keep: Sequence[int],
         *,
         embeds: Sequence[Tensor | None] | None = None,
+        wholes: Sequence[int] | None = None,
         output_hidden_states: bool = False,
         output_attentions: bool = False,
     ) -> list[Scores]:
@@ -78,10 +80,12 @@ class KvSession(Session):
         if all(len(tree) == place.crown for tree, place in zip(trees, self._places, strict=True)):
             empty = torch.empty(0, self._language.vocab_size, dtype=self._language.dtype, device=self._language.device)
             return [Scores(tree, len(tree), empty, held=len(tree)) for tree in trees]
+        for row, (place, tree) in enumerate(zip(self._places, trees, strict=True)):
+            place.begin(tree, len(tree) - keep[row], None if wholes is None else wholes[row])
         layout = Layout.of(trees, self._places)
         kept = Keep.of(layout, keep)
         if output_attentions:
-            self._check_attentions()
+            self._language.check_attentions()
         wanted = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
         extras = {name: True for name, want in wanted.items() if want}
         compiled = self._language.compiled
@@ -108,6 +112,12 @@ class KvSession(Session):
             moves += [(row, *move) for move in place.settle(_SLACK)]
         self._trees = [EMPTY] * len(self._places)
         self._move(moves)
+
+    def refresh(self) -> None:
+        """Forgets in O(1)."""
+        if self.reread is not None:
+            grown = [place.whole <= self.reread <= place.extent for place in self._places]
+            self._places = [Place() if new else place for place, new in zip(self._places, grown, strict=True)]
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """Forgets in O(1)."""
@@ -180,15 +190,14 @@ class KvSession(Session):
         return hidden
 
     def _run(self, inputs: dict[str, Any], layout: Layout) -> Any:
-        sight = layout.sight
-        if sight is None or self._language.capability.positions not in {"embedding", "bias", "alibi"}:
+        sight, capability = layout.sight, self._language.capability
+        if capability.boundary is not None:
+            with rotary.running(layout.spans()):
+                return self._language.model(**inputs)
+        if sight is None or capability.positions not in {"embedding", "bias", "alibi"}:
             return self._language.model(**inputs)
         with positions.running(sight.positions, sight.key_positions):
             return self._language.model(**inputs)
-
-    def _check_attentions(self) -> None:
-        if self._language.model.config._attn_implementation != "eager":
-            raise UnsupportedError('attentions need the model to be loaded with attn_implementation="eager"')
 
 
 class _CrossAttention:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from specdec.errors import OptionError, UnsupportedError
-from specdec.models import positions
-from specdec.models.capability import Capability, known
+from specdec.models import positions, rotary
+from specdec.models.capability import Capability, known, reread_length, rope_boundary
 from specdec.models.early_exit import shallow_exit
 from specdec.models.encoding import Encoding
+from specdec.models.offload import execution_device
 from specdec.models.session import Session
 
 if TYPE_CHECKING:
@@ -41,7 +43,11 @@ class LanguageModel:
         self.vocab_size = _logits_width(model, self.config)
         self.max_positions = _max_positions(self.decoder, self.config)
         self.compiled: CompiledForward | None = None
-        self.capability = capability or self._find_capability()
+        self.capability = replace(
+            capability or self._find_capability(),
+            boundary=rope_boundary(self.config),
+            reread=reread_length(self.config),
+        )
         self._prepare()
         if compile:
             from specdec.models.compiled import CompiledForward  # loads the compiler
@@ -51,7 +57,7 @@ class LanguageModel:
     @property
     def device(self) -> torch.device:
         """Where the input ids go."""
-        return self.model.get_input_embeddings().weight.device
+        return execution_device(self.model.get_input_embeddings())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -101,6 +107,21 @@ class LanguageModel:
         kept = mask.to(self.device) if fits and mask is not None else None
         return Encoding(hidden, kept, output.get("hidden_states"), output.get("attentions"))
 
+    def check_attentions(self, *, drafted: bool = False, branched: bool = False) -> None:
+        """Raises UnsupportedError where attentions cannot be had; `drafted`, `branched`: from chains, from trees."""
+        name, capability = type(self.model).__name__, self.capability
+        if capability.store != "kv" and getattr(self.config, "num_attention_heads", None) is None:
+            raise UnsupportedError(f"{name} has no attention: leave `output_attentions` out")
+        if self.model.config._attn_implementation != "eager":
+            raise UnsupportedError(
+                f'`output_attentions` needs {name} to be loaded with attn_implementation="eager", '
+                f"it has {self.model.config._attn_implementation!r}"
+            )
+        if drafted and not capability.chunks:
+            raise UnsupportedError(f"{name} takes its tokens one by one: no `output_attentions` with a draft")
+        if branched and capability.store != "kv":
+            raise UnsupportedError(f"{name} runs the paths of a tree one by one: no `output_attentions` with branches")
+
     def shares_encoder_with(self, other: LanguageModel) -> bool:
         """Whether both have encoders with equal weights, so that one reading serves both."""
         if not (self.is_encoder_decoder and other.is_encoder_decoder):
@@ -125,6 +146,8 @@ class LanguageModel:
         style = self.capability.positions
         if self.capability.store == "kv" and style in {"embedding", "bias", "alibi"}:
             positions.install(self.decoder, style)
+        if self.capability.boundary is not None:
+            rotary.install(self.decoder, self.capability.boundary)
 
 
 def text_config(config: Any) -> Any:
@@ -164,4 +187,6 @@ def _max_positions(decoder: nn.Module, config: Any) -> int | None:
 
 
 def _equal(mine: Tensor, theirs: Tensor) -> bool:
-    return mine.shape == theirs.shape and mine.dtype == theirs.dtype and torch.equal(mine, theirs.to(mine.device))
+    if mine.shape != theirs.shape or mine.dtype != theirs.dtype or mine.is_meta or theirs.is_meta:
+        return False  # offloaded weights are not there to be compared
+    return torch.equal(mine, theirs.to(mine.device))

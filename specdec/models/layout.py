@@ -48,6 +48,7 @@ class Place:
 
     `parents` are numbered among those loose nodes (-1: position `base - 1`). The first `trunk` of them are text that
     everything continues, the others are the crown, text that some branches continue. Slots from `top` on are free.
+    `whole` is how long the text was that the row began with.
     """
 
     base: int = 0
@@ -55,11 +56,17 @@ class Place:
     slots: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     top: int = 0
+    whole: int = 0
 
     @property
     def length(self) -> int:
         """Tokens of text."""
         return self.base + self.trunk
+
+    @property
+    def extent(self) -> int:
+        """Tokens of the longest path, text included."""
+        return self.base + max(_depths(self.parents), default=-1) + 1
 
     @property
     def crown(self) -> int:
@@ -99,6 +106,11 @@ class Place:
         self.parents = [max(parent - home, -1) for parent in self.parents[home:]]
         self.top = self.base + len(self.slots)
         return moves
+
+    def begin(self, tree: Tree, first: int, whole: int | None) -> None:
+        """Notes what the row begins with, if it is empty: the text up to node `first`, or `whole` tokens."""
+        if not self.top and tree.tokens:
+            self.whole = whole or tree.depths()[min(first, len(tree) - 1)] + 1
 
     def cut(self, length: int) -> list[tuple[int, int]]:
         """Forgets what lies beyond `length` tokens of text, if the row has more of it; moves as in `settle`."""
@@ -152,6 +164,11 @@ class Layout:
         key_positions = torch.arange(self.end).expand(len(self.places), -1)
         positions = key_positions[:, self.start :]
         return Sight(positions, key_positions, key_positions[:, None] <= positions[:, :, None])
+
+    def spans(self) -> Tensor:
+        """How long the text was when plain decoding read it, for every node `[rows, nodes]`."""
+        wholes = torch.tensor([place.whole for place in self.places])[:, None]
+        return torch.maximum((self.sight or self.causal()).positions + 1, wholes)
 
     def columns(self, row: int) -> list[int]:
         """The slots of a row's whole text, its crown and its new nodes, in this order."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from specdec.errors import UnsupportedError
+from specdec.models.offload import at_hand, execution_device
 
 _INSTALLING = threading.Lock()
 
@@ -51,20 +52,19 @@ class _Looked:
         return self.special(self.module, _running.query, _running.key)
 
 
-def _embedding(module: nn.Module, query: Tensor, key: Tensor) -> Tensor:
+def _embedding(module: Any, query: Tensor, key: Tensor) -> Tensor:
     """Position embeddings `[rows, nodes, width]` from a learned or sinusoidal table."""
-    weight = getattr(module, "weight", None)
-    if weight is None:  # fairseq's sinusoids start after the padding index
-        table: Any = module.weights
-        return functional.embedding(query.to(table.device) + int(module.padding_idx) + 1, table)  # type: ignore[arg-type]
-    offset: Any = getattr(module, "offset", 0)
-    return functional.embedding(query.to(weight.device) + offset, weight)
+    if getattr(module, "weight", None) is None:  # fairseq's sinusoids start after the padding index
+        table = module.weights
+        return functional.embedding(query.to(table.device) + int(module.padding_idx) + 1, table)
+    with at_hand(module):
+        return functional.embedding(query.to(module.weight.device) + getattr(module, "offset", 0), module.weight)
 
 
 def _relative_bias(module: Any, query: Tensor, key: Tensor) -> Tensor:
     """T5's bias `[rows, heads, nodes, end]` from the distances between keys and queries."""
-    weight = module.relative_attention_bias.weight
-    distance = (key[:, None] - query[:, :, None]).to(weight.device)
+    device = execution_device(module.relative_attention_bias)
+    distance = (key[:, None] - query[:, :, None]).to(device)
     if isinstance(inspect.getattr_static(type(module), "_relative_position_bucket"), staticmethod):
         bucket = module._relative_position_bucket(
             distance, False, module.relative_attention_num_buckets, module.relative_attention_max_distance
@@ -77,7 +77,7 @@ def _relative_bias(module: Any, query: Tensor, key: Tensor) -> Tensor:
 def _alibi(module: Any, query: Tensor, key: Tensor) -> Tensor:
     """Bloom's bias `[rows * heads, 1, end]`: a slope per head times the key's position."""
     heads, dtype = module.num_heads, module.word_embeddings.weight.dtype
-    ones = torch.ones(1, 2, dtype=torch.long, device=module.word_embeddings.weight.device)
+    ones = torch.ones(1, 2, dtype=torch.long, device=execution_device(module.word_embeddings))
     slopes = type(module).build_alibi_tensor(module, ones, heads, torch.float32)[:, 0, 1]
     bias = slopes[None, :, None] * key.to(slopes.device)[:, None]
     return bias.reshape(-1, 1, key.shape[1]).to(dtype)

@@ -13,6 +13,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from specdec.models.capability import REPLAY, Capability, Positions, attention_kinds, kv_capability
 from specdec.models.encoding import Encoding
+from specdec.models.offload import is_offloaded
 from specdec.models.session import Session
 from specdec.types import Tree
 
@@ -35,11 +36,6 @@ def probe(language: LanguageModel) -> Capability:
         if _agrees(type(language)(model, capability=candidate)):
             return candidate
     return Capability("none", reason="no cache of its own reproduces its logits, so every pass reads the whole text")
-
-
-def is_offloaded(model: Any) -> bool:
-    """Whether some weights live on disk or elsewhere, so that every probing pass would read them all."""
-    return any(parameter.is_meta for parameter in model.parameters())
 
 
 def _candidates(language: LanguageModel) -> Iterator[Capability]:

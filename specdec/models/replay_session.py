@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
-from specdec.errors import OptionError, UnsupportedError
-from specdec.models import native_cache
+from specdec.errors import OptionError
+from specdec.models import native_cache, rotary
 from specdec.models.encoding import Encoding
 from specdec.models.session import Session, check_paths, check_rows, check_trees
 from specdec.types import EMPTY, Scores, Tree
@@ -31,7 +31,10 @@ _MODULE_LOCKS: WeakKeyDictionary[Any, threading.RLock] = WeakKeyDictionary()
 
 @dataclass(slots=True)
 class _Row:
-    """One row: its text, how much of it is final, and the cache that has consumed `held` tokens of it."""
+    """One row: its text, how much of it is final, and the cache that has consumed `held` tokens of it.
+
+    `whole` is how long the text was that the row began with.
+    """
 
     encoding: Encoding | None
     tokens: list[int] = field(default_factory=list)
@@ -44,6 +47,19 @@ class _Row:
     tree: Tree = EMPTY
     crown: int = 0
     ran: list[int] = field(default_factory=list)
+    whole: int = 0
+
+    def begin(self, tree: Tree, first: int, whole: int | None, reread: int | None) -> None:
+        """Notes what the row begins with, the text up to node `first` or `whole` tokens; again where it is reread."""
+        if not tree.tokens:
+            return
+        depths = tree.depths()
+        if not self.tokens:
+            self.whole = whole or depths[min(first, len(tree) - 1)] + 1
+        length = len(self.tokens) + max(depths) + 1
+        if reread is not None and self.whole <= reread < length:
+            self.forget_cache()
+            self.whole = length
 
     def forget_cache(self) -> None:
         """Starts over: the whole text will be fed again."""
@@ -86,6 +102,7 @@ class ReplaySession(Session):
 
     def __init__(self, language: LanguageModel) -> None:
         self.passes = 0
+        self.reread = language.capability.reread
         self._language = language
         self._rows: list[_Row] = []
         self._cautious = False
@@ -112,6 +129,7 @@ class ReplaySession(Session):
         keep: Sequence[int],
         *,
         embeds: Sequence[Tensor | None] | None = None,
+        wholes: Sequence[int] | None = None,
         output_hidden_states: bool = False,
         output_attentions: bool = False,
     ) -> list[Scores]:
@@ -119,10 +137,8 @@ class ReplaySession(Session):
         check_trees(trees, keep, [row.crown for row in self._rows])
         extras = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
         asked = {name: True for name, wanted in extras.items() if wanted}
-        if output_attentions and not all(tree.is_chain for tree in trees):
-            raise UnsupportedError(
-                f"{type(self._language.model).__name__} runs a tree's paths one by one: no attentions"
-            )
+        if output_attentions:
+            self._language.check_attentions(branched=not all(tree.is_chain for tree in trees))
         scores = []
         for number, (row, tree, kept) in enumerate(zip(self._rows, trees, keep, strict=True)):
             given = embeds[number] if embeds is not None else None
@@ -130,6 +146,7 @@ class ReplaySession(Session):
                 before = given[:0] if row.embeds is None else row.embeds
                 row.embeds = torch.cat([before[: len(row.tokens)], given])
             row.rewind(len(row.tokens))
+            row.begin(tree, len(tree) - kept, None if wholes is None else wholes[number], self.reread)
             row.tree, row.ran = tree, []
             scores.append(self._run_tree(row, tree, kept, asked))
         return scores
@@ -151,6 +168,9 @@ class ReplaySession(Session):
             self._proven |= final and complete and row.snapshot is not None
             row.final = len(row.tokens) if final else row.final
             row.tree, row.ran, row.crown = row.tree.part(kept, len(path)), [], len(kept) - len(path)
+
+    def refresh(self) -> None:
+        """Nothing is lost here: a row knows its text, and reads it again by itself."""
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """Forgets text; what a cache lacks afterwards goes in front of its next pass."""
@@ -230,7 +250,7 @@ class ReplaySession(Session):
         if not one_by_one:
             return self._pass(row, tokens, kept, asked)
         if "output_attentions" in asked:
-            raise UnsupportedError(f"{type(self._language.model).__name__} takes its tokens one by one: no attentions")
+            self._language.check_attentions(drafted=True)
         steps = [self._pass(row, [token], 1, asked) for token in tokens][-kept:]
         hidden = zip(*(step["hidden_states"] for step in steps), strict=True)
         return {
@@ -243,7 +263,8 @@ class ReplaySession(Session):
         if "logits_to_keep" in self._language.input_names:
             inputs["logits_to_keep"] = kept
         try:
-            output = self._call(row, inputs)
+            with rotary.running(self._spans(row, len(tokens))):
+                output = self._call(row, inputs)
         except BaseException:
             row.forget_cache()  # some layers may have written, others not
             raise
@@ -258,6 +279,12 @@ class ReplaySession(Session):
             "attentions": tuple(layer[0, :, -kept:] for layer in attentions),
             "cross_attentions": tuple(layer[0, :, -kept:] for layer in output.get("cross_attentions") or ()),
         }
+
+    def _spans(self, row: _Row, count: int) -> Tensor | None:
+        """How long the text was when plain decoding read it, for the next `count` tokens `[1, count]`."""
+        if self._language.capability.boundary is None:
+            return None
+        return torch.arange(row.held + 1, row.held + count + 1)[None].clamp(min=row.whole)
 
     def _call(self, row: _Row, inputs: dict[str, Any]) -> Any:
         if not self._state_names:

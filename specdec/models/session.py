@@ -16,9 +16,11 @@ class Session(ABC):
     """The keys and values of some rows of one model; the buffers belong to the session, the weights to everyone.
 
     A row holds a text and, beyond its end, a *crown*: nodes of branches that are not settled yet (beams).
-    `lengths` are the tokens of text per row, `passes` the forward passes run so far.
+    `lengths` are the tokens of text per row, `passes` the forward passes run so far. Where `reread` is set, a text that
+    grows longer must be read again from its beginning: no node of a pass may lie beyond while the text does not.
     """
 
+    reread: int | None
     lengths: list[int]
     passes: int
 
@@ -33,6 +35,7 @@ class Session(ABC):
         keep: Sequence[int],
         *,
         embeds: Sequence[Tensor | None] | None = None,
+        wholes: Sequence[int] | None = None,
         output_hidden_states: bool = False,
         output_attentions: bool = False,
     ) -> list[Scores]:
@@ -40,7 +43,8 @@ class Session(ABC):
 
         A tree's first nodes are the row's crown, as it was committed; they are not computed again. A node's position is
         the row's length plus its depth. A tree without new nodes sits the pass out. `embeds[row]` `[nodes, width]`
-        replace the embeddings of the row's first new nodes.
+        replace the embeddings of the row's first new nodes. `wholes[row]` is the length of the text that these nodes
+        are a chunk of; otherwise it ends with the first of the kept nodes.
         """
 
     @abstractmethod
@@ -50,6 +54,10 @@ class Session(ABC):
         The first `trunks[row]` of them (all, if None) are a chain that extends the row's text, the rest is its crown.
         `final=False` says that they are guesses which `truncate` may take back.
         """
+
+    @abstractmethod
+    def refresh(self) -> None:
+        """Forgets rows, crowns included, whose text has come to `reread`, so that all of it is fed again."""
 
     @abstractmethod
     def truncate(self, lengths: Sequence[int]) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from specdec.select import noise
 from specdec.select.scoring import (
     FAR,
+    LOOK,
     Beam,
     Candidates,
     Hypothesis,
@@ -93,12 +94,12 @@ class BeamSearch(Scoring):
         scores = self.draft_scores(row, ends, logits)
         running = [end.score for end in ends]
         if self.seed is None:
-            found = best_of(scores, running, 2 * self.num_beams)
+            found = best_of(scores, running, LOOK * self.num_beams)
         else:
             length = len(row.tokens) + len(ends[0].tokens) - row.prompt_length
             count = self.candidates(self.num_beams)
             found = drawn(scores, running, count, noise.key(self.seed, noise.BEAMS, length))
-        return branches(found, ends)[: 2 * self.num_beams]
+        return branches(found, ends)[: LOOK * self.num_beams]
 
     def _scores(self, ids: Tensor | None, seen: Sequence[Seen]) -> Tensor | None:
         """Processed log-probabilities `[beams, vocab]`; None where the logits themselves will do."""

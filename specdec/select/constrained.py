@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specdec.select.constraints import Progress
 from specdec.select.pool import Pool, PoolSearch, ranked
-from specdec.select.scoring import Candidates, Hypothesis, best_totals, branches, extended, totals
+from specdec.select.scoring import LOOK, Candidates, Hypothesis, best_totals, branches, extended, totals
 from specdec.types import Branch, Move, Row, Seen, Step
 
 _STEP = 100
@@ -79,9 +79,9 @@ class ConstrainedSearch(PoolSearch):
         total = totals(self.draft_scores(row, ends, logits), [end.score for end in ends])
         generated = row.tokens[row.prompt_length :]
         progress = [self.progress.after([*generated, *end.tokens]) for end in ends]
-        found = best_totals(total, 2 * self.num_beams)
+        found = best_totals(total, LOOK * self.num_beams)
         beams = [tuple(end.tokens) for end in ends]
-        return branches(_pushed(found, beams, progress, total, 2 * self.num_beams), ends)
+        return branches(_pushed(found, beams, progress, total, LOOK * self.num_beams), ends)
 
     def _after(self, state: ConstrainedBeams, ends: list[str | None]) -> ConstrainedBeams:
         """The state, finished if it is; `ends` say why each live beam would end here."""

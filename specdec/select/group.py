@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specdec.select.pool import Pool, PoolSearch, ranked
-from specdec.select.scoring import Hypothesis, best_of, branches, extended
+from specdec.select.scoring import LOOK, Hypothesis, best_of, branches, extended
 from specdec.types import Branch, Move, Row, Seen, Step
 
 
@@ -103,7 +103,7 @@ class GroupSearch(PoolSearch):
             if not mine:
                 continue
             scores = own[mine] - self.diversity_penalty * torch.bincount(torch.tensor(chosen), minlength=own.shape[1])
-            best = best_of(scores, [ends[i].score for i in mine], 2 * self.size)
+            best = best_of(scores, [ends[i].score for i in mine], LOOK * self.size)
             chosen += best.tokens[: self.size]
             for i, branch in branches(best, [ends[i] for i in mine]):
                 place = (mine[i], branch.tokens[-1])

@@ -19,6 +19,9 @@ EarlyStopping = bool | Literal["never", "exhaustive"]
 FAR = -1e9
 """What makes a beam a spare one: before the first token, all but one are, and after an end its continuation."""
 
+LOOK = 2
+"""A draft's level has so many times as many branches as the search has beams."""
+
 
 class Hypothesis(NamedTuple):
     """A text that ended: its new tokens, its score after the length penalty, the beam of every step, and why."""

@@ -1,0 +1,83 @@
+"""Offloaded models: their weights come in for each pass, and the text stays the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import cpu_offload, disk_offload
+from transformers import AutoModelForCausalLM
+
+from specdec import LanguageModel, SpecGenerator, UnsupportedError
+from tests.oracle import oracle
+from tests.test_exact import prompt_for, reference
+from tests.tiny import tiny
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "eos_token_id": [], "pad_token_id": 0}
+CPU = torch.device("cpu")
+
+
+def check(model: Any, inputs: dict[str, torch.Tensor], expected: list[list[int]], *drafts: Any) -> None:
+    assert LanguageModel(model).device == CPU
+    for draft in (None, "suffix", oracle("half", expected, 64), *drafts):
+        assert SpecGenerator(model, draft).generate(**inputs, **OPTIONS).sequences.tolist() == expected, draft
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma2", "gpt2", "opt", "bloom", "falcon_alibi", "mamba2", "t5", "bart", "marian", "whisper"]
+)
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_offloaded_text(name: str, place: str, tmp_path: Path) -> None:
+    """Weights that accelerate keeps elsewhere. (Their device was taken for the place of the ids: `meta`.)"""
+    model, inputs = tiny(name), prompt_for(name, rows=2)
+    expected = reference(model, inputs, max_new_tokens=8).tolist()
+    if place == "cpu":
+        cpu_offload(model, execution_device=CPU)
+    else:
+        disk_offload(model, tmp_path, execution_device=CPU)
+    check(model, inputs, expected, tiny(name, seed=1))
+
+
+def test_offloaded_later() -> None:
+    """A model may be offloaded after its positions are looked up by a wrapper."""
+    for name in ("bart", "t5", "bloom"):
+        model, inputs = tiny(name), prompt_for(name)
+        expected = reference(model, inputs, max_new_tokens=8).tolist()
+        language = LanguageModel(model)
+        cpu_offload(model, execution_device=CPU)
+        assert SpecGenerator(language, "suffix").generate(**inputs, **OPTIONS).sequences.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "device_map",
+    [
+        {"": "disk"},
+        {
+            **dict.fromkeys(["model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"], "cpu"),
+            "model.layers": "disk",
+        },
+    ],
+    ids=["all", "layers"],
+)
+def test_loaded_to_disk(device_map: dict[str, str], tmp_path: Path) -> None:
+    """A device map that leaves weights on disk."""
+    whole, inputs = tiny("llama"), prompt_for("llama")
+    expected = reference(whole, inputs, max_new_tokens=8).tolist()
+    whole.save_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", device_map=device_map, offload_folder=tmp_path / "off"
+    )
+    check(model, inputs, expected, whole)
+
+
+def test_what_offloading_rules_out() -> None:
+    """An early exit says so; encoders whose weights are away are not compared."""
+    model = tiny("bart")
+    cpu_offload(model, execution_device=CPU)
+    language = LanguageModel(model)
+    assert not language.shares_encoder_with(LanguageModel(tiny("bart")))
+    with pytest.raises(UnsupportedError, match="offloading"):
+        language.early_exit(1)
