@@ -27,17 +27,12 @@ REFUSED: dict[str, tuple[object, str]] = {
     "cache_config": (None, "specdec keeps keys and values in its own store; leave it out"),
     "cache_implementation": (None, "specdec keeps keys and values in its own store; leave it out"),
     "compile_config": (None, "pass `compile=True` to SpecGenerator instead"),
-    "constraints": (None, "constrained beam search is not available yet; use `prefix_allowed_tokens_fn`"),
     "continuous_batching_config": (None, "pass a list of prompts for a batch"),
     "disable_compile": (None, "nothing is compiled unless SpecGenerator gets `compile=True`"),
-    "diversity_penalty": (0.0, "group beam search is not available yet"),
     "dola_layers": (None, "DoLa is not available"),
-    "force_words_ids": (None, "constrained beam search is not available yet; use `prefix_allowed_tokens_fn`"),
     "is_assistant": (False, "it is transformers' own marker for a draft's inner call"),
-    "low_memory": (None, "it belongs to contrastive search, which is not available yet"),
+    "low_memory": (None, "the candidates of contrastive search share one cache already; leave it out"),
     "max_cache_len": (None, "the store grows by itself"),
-    "num_beam_groups": (1, "group beam search is not available yet"),
-    "penalty_alpha": (None, "contrastive search is not available yet"),
     "speculation_type": (None, "name the draft with `draft=` or `assistant_model=`"),
     "target_lookbehind": (None, "the text bridge aligns by text and needs no window; leave it out"),
     "token_healing": (False, "heal the prompt before the call"),
@@ -47,16 +42,15 @@ REFUSED: dict[str, tuple[object, str]] = {
 # Field -> the value at which it does nothing; they mean something to a search alone.
 _BEAMS_ONLY: dict[str, object] = {"early_stopping": False, "length_penalty": 1.0}
 # Those refused fields that change the text.
-_DECIDING = (
-    "constraints",
-    "dola_layers",
-    "force_words_ids",
-    "num_beam_groups",
-    "penalty_alpha",
-    "token_healing",
-    "use_mtp",
-    "watermarking_config",
-)
+_DECIDING = ("dola_layers", "token_healing", "use_mtp", "watermarking_config")
+# Field -> the values at which it does nothing: ways of searching that a call must name, a checkpoint does not choose.
+_CALLS_OWN: dict[str, tuple[object, ...]] = {
+    "constraints": (None,),
+    "diversity_penalty": (None, 0),
+    "force_words_ids": (None,),
+    "num_beam_groups": (None, 1),
+    "penalty_alpha": (None, 0),
+}
 
 
 def _plain(value: object) -> object:
@@ -125,6 +119,11 @@ class Options(BaseModel):
     num_beams: Positive | None = None
     length_penalty: Number | None = None
     early_stopping: Flag | Literal["never", "exhaustive"] | None = None
+    num_beam_groups: Positive | None = None
+    diversity_penalty: Annotated[Number, Field(ge=0)] | None = None
+    constraints: Any = None
+    force_words_ids: Any = None
+    penalty_alpha: Share | None = None
     num_return_sequences: Positive | None = None
     seed: int | list[int] | None = None
     sampling: Literal["coupled", "match", "rejection", "block"] | None = None
@@ -150,6 +149,21 @@ class Options(BaseModel):
     def beams(self) -> int:
         """How many texts are followed at once."""
         return self.num_beams or 1
+
+    @property
+    def groups(self) -> int:
+        """Into how many groups the beams are divided."""
+        return self.num_beam_groups or 1
+
+    @property
+    def constrained(self) -> bool:
+        """Whether texts must contain given words."""
+        return self.constraints is not None or self.force_words_ids is not None
+
+    @property
+    def contrastive(self) -> bool:
+        """Whether the next token is chosen by contrastive search."""
+        return bool(self.penalty_alpha)
 
     @property
     def copies(self) -> int:
@@ -215,6 +229,7 @@ def _merged(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _settled(options: Options, given: Mapping[str, Any]) -> Options:
     """The options with what does not apply left out; raises where the caller asked for it in this very call."""
+    _check_kind(options)
     if options.beams > 1:
         return _settled_beams(options, given)
     for name, neutral in _BEAMS_ONLY.items():
@@ -229,6 +244,30 @@ def _settled(options: Options, given: Mapping[str, Any]) -> Options:
             "`num_return_sequences` above 1 needs `do_sample=True` or `num_beams`: greedy decoding has only one answer"
         )
     return options.model_copy(update={"sampling": None, "num_return_sequences": 1})
+
+
+def _check_kind(options: Options) -> None:
+    """Raises where ways of searching contradict one another, or lack what they need."""
+    kinds = {
+        f"`num_beam_groups`={options.groups}": options.groups > 1,
+        f"`{'force_words_ids' if options.constraints is None else 'constraints'}`": options.constrained,
+        f"`penalty_alpha`={options.penalty_alpha}": options.contrastive,
+    }
+    asked = [name for name, wanted in kinds.items() if wanted]
+    if len(asked) > 1:
+        raise OptionError(f"{' and '.join(asked)} are different ways of searching: choose one")
+    if asked and options.samples:
+        raise OptionError(f"{asked[0]} does not go with sampling: leave it out, or set `do_sample=False`")
+    if options.beams % options.groups:
+        raise OptionError.of("num_beam_groups", f"a divisor of `num_beams`={options.beams}", options.groups)
+    if (options.groups > 1) != bool(options.diversity_penalty):
+        raise OptionError("`num_beam_groups` above 1 and `diversity_penalty` above 0 need each other: set both")
+    if options.constrained and options.beams == 1:
+        raise OptionError(f"{asked[0]} belongs to beam search: set `num_beams` to 2 or more")
+    if options.contrastive and options.beams > 1:
+        raise OptionError(f"{asked[0]} selects contrastive search, which has no beams: leave out it or `num_beams`")
+    if options.contrastive and (options.top_k or 0) < 2:
+        raise OptionError(f"{asked[0]} selects contrastive search, which needs `top_k` of 2 or more candidates")
 
 
 def _settled_beams(options: Options, given: Mapping[str, Any]) -> Options:
@@ -282,6 +321,13 @@ def _followed(inherited: Mapping[str, Any]) -> dict[str, Any]:
             warnings.warn(
                 f"the checkpoint's generation config asks for {name}={fields[name]!r}, which specdec does not follow "
                 f"yet: {REFUSED[name][1]}",
+                stacklevel=2,
+            )
+    for name, neutral in _CALLS_OWN.items():
+        if fields.pop(name, None) not in neutral and name != "diversity_penalty":
+            warnings.warn(
+                f"the checkpoint's generation config asks for {name}={inherited[name]!r}, which specdec follows only "
+                "where the call sets it",
                 stacklevel=2,
             )
     return {k: v for k, v in fields.items() if k in Options.model_fields and _is_valid(k, v)}

@@ -14,8 +14,8 @@ from specdec.types import Row, Scores, Step
 class Processing(Protocol):
     """Logits processors of one row: `(ids [1, length] or None, logits [1, vocab]) -> [1, vocab]` in float32.
 
-    `groups` are told to those that know of groups of beams. `drafting` are those that may see draft logits; `ids` may be None unless `reads_ids`; `pure` promises that they can
-    be asked about the same prefix twice.
+    `drafting` are those that may see draft logits; `ids` may be None unless `reads_ids`; `pure` promises that they can
+    be asked about the same prefix twice. `groups` are told to those that know of groups of beams.
     """
 
     @property
@@ -50,8 +50,10 @@ class Strategy:
     """Base of the one-row strategies; `width` is the target's vocabulary, to which draft logits are cropped or padded.
 
     `guidance_scale` combines with `scores.unconditional` before all processors; `keep_scores` and `keep_logits` put
-    copies of the processed and of the target's own logits into every step.
+    copies of the processed and of the target's own logits into every step. `needs_hidden` asks for hidden states.
     """
+
+    needs_hidden = False
 
     def __init__(
         self,

@@ -162,4 +162,3 @@ def drawn(scores: Tensor, running: Sequence[float], count: int, address: int) ->
         noisy[own] += noise.gumbel(noise.fold(address, beam), tokens[own])
     places = noisy.topk(min(count, len(noisy))).indices
     return Candidates(finite[places].tolist(), beams[places].tolist(), tokens[places].tolist())
-

@@ -23,7 +23,10 @@ _STEP = 100
 
 @dataclass(frozen=True)
 class ConstrainedBeams:
-    """Where a search stands: its beams, how far each of them is, at the end `finished`; `ids` if anything reads them."""
+    """Where a search stands: its beams, how far each of them is, and at the end `finished`.
+
+    `ids` `[beams, length]` are kept where processors or criteria read them.
+    """
 
     pool: Pool
     progress: tuple[Progress, ...]
@@ -125,7 +128,9 @@ def _pushed(
 
 def _part(found: Candidates, kept: Sequence[int]) -> Candidates:
     """Some candidates, in this order."""
-    return Candidates(*([column[i] for i in kept] for column in found))
+    return Candidates(
+        [found.scores[i] for i in kept], [found.parents[i] for i in kept], [found.tokens[i] for i in kept]
+    )
 
 
 def _places(banks: Sequence[int]) -> list[int]:

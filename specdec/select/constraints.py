@@ -24,6 +24,7 @@ class Constraint:
                 following.setdefault(phrase[:i], {})[token] = None
         self._following = {begun: tuple(tokens) for begun, tokens in following.items()}
         self._longest = max(map(len, phrases))
+        self.ids = {token for phrase in phrases for token in phrase}
 
     def __len__(self) -> int:
         return self._longest
@@ -164,6 +165,9 @@ def wanted(constraints: Any, force_words_ids: Any) -> list[Constraint]:
     words = [] if force_words_ids is None else force_words_ids
     if not _is_list(words):
         raise OptionError.of("force_words_ids", "a list of phrases, or of lists of phrases", force_words_ids)
+    if any(given is not None and not len(given) for given in (constraints, force_words_ids)):
+        name = "constraints" if constraints is not None and not len(constraints) else "force_words_ids"
+        raise OptionError(f"`{name}` is empty: pass at least one phrase, or leave it out")
     return [*objects, *map(_word, words)]
 
 

@@ -21,7 +21,10 @@ from specdec.types import Branch, Move, Row, Seen, Step
 
 @dataclass(frozen=True)
 class Groups:
-    """Where a search stands: its groups in order, at the end `finished`; `ids` `[open groups' beams, length]` if read."""
+    """Where a search stands: its groups in order, and at the end `finished`.
+
+    `ids` `[beams of open groups, length]` are kept where processors or criteria read them.
+    """
 
     pools: tuple[Pool, ...]
     finished: tuple[Hypothesis, ...] = ()
@@ -102,7 +105,9 @@ class GroupSearch(PoolSearch):
             mine = [i for i, end in enumerate(ends) if group in self._served(end, i, len(ends))]
             if not mine:
                 continue
-            scores = own[mine] - self.diversity_penalty * torch.bincount(torch.tensor(chosen), minlength=own.shape[1])
+            scores = own[mine]
+            for token in chosen:
+                scores[:, token] -= self.diversity_penalty
             best = best_of(scores, [ends[i].score for i in mine], LOOK * self.size)
             chosen += best.tokens[: self.size]
             for i, branch in branches(best, [ends[i] for i in mine]):
@@ -140,10 +145,9 @@ class GroupSearch(PoolSearch):
         """The next state, from the open groups after their step and why each of their beams would end here."""
         reasons = [end for end in ends if end is not None]
         if len(reasons) == len(ends):
-            beams = iter(reasons)
-            closing = [list(zip(pool.live, beams, strict=False)) for pool in stepped]
             stepped = [
-                pool if pool.done else self.closed(pool, beams) for pool, beams in zip(stepped, closing, strict=True)
+                pool if pool.done else self.closed(pool, zip(pool.live, reasons[i * self.size :], strict=False))
+                for i, pool in enumerate(stepped)
             ]
         fresh = iter(stepped)
         pools = tuple(pool if pool.done else next(fresh) for pool in state.pools)
