@@ -253,14 +253,15 @@ class SearchRow(RunningRow):
         path = [*shared, *sorted(rest - set(shared))]
         number = {node: i - len(shared) for i, node in enumerate(path)}
         place = {node: max(i, -1) for node, i in number.items()} | {-1: -1}
-        fresh = [i for i, node in enumerate(nodes) if node is None]
+        # Groups may say the same: one node serves them all.
+        fresh = dict.fromkeys(end for end, node in zip(ends, nodes, strict=True) if node is None)
         held = whole.part(path, len(shared))
         tree = Tree(
-            held.tokens + [ends[i][1] for i in fresh],
-            held.parents + [place[ends[i][0]] for i in fresh],
+            held.tokens + [token for _, token in fresh],
+            held.parents + [place[parent] for parent, _ in fresh],
         )
-        new = iter(range(len(held), len(tree)))
-        leaves = [next(new) if node is None else place[node] for node in nodes]
+        made = dict(zip(fresh, range(len(held), len(tree)), strict=True))
+        leaves = [made[end] if node is None else place[node] for end, node in zip(ends, nodes, strict=True)]
         known = {place[node]: view.seen(node) for node in seen}
         return path, len(shared), ([whole.tokens[node] for node in shared], tree, leaves, known)
 
