@@ -268,9 +268,12 @@ def test_progress() -> None:
 
 
 def test_forced_steps_of_a_disjunction_share_a_list() -> None:
-    """4.49's copies do: the second of two ways on breaks the phrase that the first has completed."""
-    middle = Progress.of([DisjunctiveConstraint([[4, 5, 9], [4, 6, 9]])]).after([4])
-    assert [(token, after.bank) for token, after in middle.forced()] == [(5, 2), (6, 0)]
+    """4.49's copies do: what one tries the next find begun, and what these add counts for the first as well."""
+    breaks = Progress.of([DisjunctiveConstraint([[4, 5, 9], [4, 6, 9]])]).after([4])
+    assert [(token, after.bank) for token, after in breaks.forced()] == [(5, 2), (6, 0)]
+    completes = Progress.of([DisjunctiveConstraint([[3, 3, 16], [3, 16, 3]])]).after([3])
+    assert [(token, after.bank) for token, after in completes.forced()] == [(3, 3), (16, 3)]
+    assert [after.fulfilled for _, after in completes.forced()] == [False, True]
 
 
 @pytest.mark.parametrize(

@@ -129,15 +129,19 @@ class Progress:
         return progress
 
     def forced(self) -> list[tuple[int, Progress]]:
-        """Every step and the progress after it."""
-        found, progress = [], self
+        """Every step and the progress after it.
+
+        In 4.49 copies of a disjunction in the middle share one list of its ids: what one tries the next ones find
+        begun, and all that do not end with their step are in the end as far as the list.
+        """
+        found, shared = [], self
         for token in self.advance():
-            found.append((token, progress._add(token)))
-            # In 4.49 copies of a disjunction in the middle share one list of its ids: what one tries, the next ones
-            # find begun, and break.
-            if progress.now is not None and token in progress.now.advance():
-                progress = replace(progress, now=progress.now.step(token))
-        return found
+            found.append((token, shared._add(token)))
+            if shared.now is not None and token in shared.now.advance():
+                shared = replace(shared, now=shared.now.step(token))
+        if self.now is None:
+            return found
+        return [(token, after if after.now is None else replace(after, now=shared.now)) for token, after in found]
 
     def _add(self, token: int) -> Progress:
         if self.now is not None:

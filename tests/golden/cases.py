@@ -147,6 +147,14 @@ CONSTRAINED = [
     constrained("bart", 0, 4, [[6, 42]], num_return_sequences=2, eos_token_id=43),
     constrained("bart", 7, 4, [[14], [10, 30]], num_return_sequences=2, eos_token_id=[20, 42]),
     constrained("bart", 2, 2, [[[37, 40], [24]], [21]], num_return_sequences=2, no_repeat_ngram_size=2),
+    constrained("t5", 0, 4, [[11, 11], [[17, 11, 17], [17, 17, 11], [17, 24, 24]], [[11, 17, 17], [24, 24, 11],
+                [11, 24, 17]]], eos_token_id=None, max_new_tokens=14,
+                comment="what later copies append to their shared list counts for the earlier ones too"),
+    constrained("bart", 0, 6, [[[4, 17], [44, 36, 36], [17]], [[17, 4, 36], [17, 36], [4, 36, 4]]], eos_token_id=[31],
+                bad_words_ids=[[35], [46, 30]], length_penalty=0.0, early_stopping="never", max_new_tokens=14,
+                comment="the same"),
+    constrained("llama", 8, 2, [[[16], [3, 16, 3], [3, 3, 16]]], eos_token_id=[21, 40, 38, 46, 15, 14],
+                no_repeat_ngram_size=2, length_penalty=2.0, early_stopping=True, max_new_tokens=3, comment="the same"),
 ]  # fmt: skip
 
 CONTRASTIVE = [
