@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from transformers import MaxTimeCriteria, StopStringCriteria
 
-from specdec.config import Options
+from specdec.config import Options, listed
 from specdec.draft import Leading
 from specdec.engine import Engine
 from specdec.errors import OptionError
-from specdec.inputs import Prompts, RowPrompt, pad_id
+from specdec.inputs import Prompts, RowPrompt, check_tokenizer, pad_id
 from specdec.logits import build_processors
 from specdec.models import Encoding, LanguageModel
 from specdec.output import Generation, Recorder, beam_indices, per_token, sequences, traces
@@ -43,7 +43,7 @@ Strategy = Greedy | Coupled | BeamSearch | GroupSearch | ConstrainedSearch | Con
 STRATEGIES = {"coupled": Coupled, "match": Match, "rejection": Rejection, "block": Block}
 DEFAULT_LENGTH = 20  # tokens; transformers' own, for ids without any limit
 PREFILL_CHUNK = 2048  # prompt tokens of one pass
-_ID_OPTIONS = ("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id")
+_ID_OPTIONS = ("eos_token_id", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id")
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ class Extras:
     tokenizer: Any = None
 
     def __post_init__(self) -> None:
+        check_tokenizer("tokenizer", self.tokenizer)
         for name, arguments in (("logits_processor", "(ids, logits)"), ("stopping_criteria", "(ids, scores)")):
             value = getattr(self, name)
             # A LogitsProcessorList can be called, but its items are wanted.
@@ -110,16 +111,18 @@ class Running:
 
     def result(self) -> Generation:
         """The finished call."""
-        o, rows, pad = self.options, self.rows, pad_id(self.options)
+        o, rows, pad = self.options, self._best_rows(), pad_id(self.options)
         new = [text for row in rows for text in row.texts]
-        padded = self._prompts.padded.repeat_interleave(len(new) // len(rows), 0)
+        padded = self._prompts.padded[:: self.options.copies].repeat_interleave(self._returned, 0)
         out = Generation(sequences=sequences(padded, new, pad).to(rows[0].device))
         if o.output_scores:
             out.scores = per_token(rows, "scores", pad)
         if o.output_logits:
             out.logits = per_token(rows, "logits", pad)
-        self._add_traces(out)
+        self._add_traces(out, rows)
         self._add_beams(out)
+        if o.num_samples is not None:
+            out.sequences_scores = torch.tensor([self._rank(row) for row in rows], device=rows[0].device)
         tokenizer = self._extras.tokenizer
         if tokenizer is not None:
             out.texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in new]
@@ -131,31 +134,49 @@ class Running:
         out.stats = self._recorder.stats(self.engine.target.passes, seconds, list(map(len, new)), settings)
         return out
 
+    @property
+    def _returned(self) -> int:
+        """How many texts come of every prompt."""
+        o = self.options
+        return (o.num_return_sequences or 1) if o.at_the_end else o.copies
+
+    def _best_rows(self) -> list[RunningRow]:
+        """All rows; of samples that are ranked, the best of every prompt, the earlier of equals first."""
+        if self.options.num_samples is None:
+            return self.rows
+        groups = [self.rows[i : i + self.options.copies] for i in range(0, len(self.rows), self.options.copies)]
+        return [row for group in groups for row in sorted(group, key=self._rank, reverse=True)[: self._returned]]
+
+    def _rank(self, row: RunningRow) -> float:
+        """The log-probability of a sample under the target, per token unless the ranking is "sum"."""
+        total = sum(step.log_prob or 0.0 for step in row.steps)
+        return total if self.options.ranking == "sum" else total / len(row.steps)
+
     def _add_beams(self, out: Generation) -> None:
         """Scores of hypotheses and the beams that they went through; as in transformers, where scores are asked for."""
         if self.options.beams == 1:
             return
         found = [h for row in self.rows if isinstance(row, SearchRow) for h in row.state.finished[: row.returned]]
         device = self.rows[0].device
-        beams, returned = self.options.beams, self.options.num_return_sequences or 1
+        beams, returned = self.options.beams, self._returned
         out.beam_indices = beam_indices([h.origins for h in found], beams, returned).to(device)
+        if self.options.output_trace:
+            out.trace = [row.history for row in self.rows if isinstance(row, SearchRow)]
         if self.options.output_scores:
             out.sequences_scores = torch.tensor([h.score for h in found], device=device)
 
-    def _add_traces(self, out: Generation) -> None:
+    def _add_traces(self, out: Generation, rows: list[RunningRow]) -> None:
         prefix = "" if self._encoding is None else "decoder_"
         if self.options.output_hidden_states:
-            out[f"{prefix}hidden_states"] = traces(self.rows, "hidden_states")
+            out[f"{prefix}hidden_states"] = traces(rows, "hidden_states")
         if self.options.output_attentions:
-            out[f"{prefix}attentions"] = traces(self.rows, "attentions")
+            out[f"{prefix}attentions"] = traces(rows, "attentions")
             if prefix:
-                out.cross_attentions = traces(self.rows, "cross_attentions")
+                out.cross_attentions = traces(rows, "cross_attentions")
         if self._encoding is not None:
-            # As in transformers, copies of one prompt have one entry.
-            copies = self.options.copies
             for name in ("hidden_states", "attentions"):
                 if (layers := getattr(self._encoding, name)) is not None:
-                    out[f"encoder_{name}"] = tuple(layer[::copies] for layer in layers)
+                    out[f"encoder_{name}"] = layers
 
 
 @dataclass
@@ -181,6 +202,7 @@ class Prepared:
         if self.options.output_attentions:
             self.target.check_attentions(drafted=self.drafter is not None, branched=branched)
         limit = length_limit(self.options, self.prompts, self.target)
+        check_least(self.options, limit, self.prompts, self.target)
         # Embeddings without ids count in these lengths, but processors will not see them.
         least = max((self.options.min_length or 0) - self.prompts.unseen, 0)
         settled = {"max_length": limit, "min_length": least, "do_sample": self.options.samples}
@@ -215,6 +237,7 @@ class Prepared:
                 search=PerSearch(dict(enumerate(self.strategies))) if o.beams > 1 else None,  # type: ignore[arg-type]
                 encoding=encoding,
                 draft_inputs=inputs,
+                sources=[row.source or 0 for row in rows],
             )
             draft = self.drafter.start(call)
             if o.beams > 1 and not getattr(draft, "branches", False):
@@ -232,12 +255,15 @@ class Prepared:
         return Running(self, engine, encoding, began)
 
     def _row(self, prompt: RowPrompt, strategy: Any, stop: Stopping, key: int) -> RunningRow:
+        source = key // self.options.copies
         common: dict[str, Any] = {"key": key, "max_length": stop.max_length, "device": self.target.device}
+        common["source"] = source
         shadow = None if prompt.negative is None else RunningRow(tokens=list(prompt.negative), **common)
         common |= {"encoder_tokens": prompt.encoder_ids, "embeds": prompt.embeds, "shadow": shadow}
         tokens = list(prompt.tokens)
         if isinstance(strategy, BeamSearch | GroupSearch | ConstrainedSearch | Contrastive):
             returned = self.options.num_return_sequences or 1
+            common["history"] = [] if self.options.output_trace else None
             return SearchRow(tokens=tokens, search=strategy, state=strategy.begin(), returned=returned, **common)
         return TextRow(tokens=tokens, selector=strategy, stop=stop, **common)
 
@@ -271,7 +297,9 @@ class Prepared:
             return self._make_search(key, prompt, seed, {"processors": processors, "stop": stop, **common})
         if not o.samples:
             return Greedy(processors, **common)
-        return STRATEGIES[o.sampling or "coupled"](processors, seed, **common)
+        strategy = STRATEGIES[o.sampling or "coupled"](processors, seed, **common)
+        strategy.ranked = o.num_samples is not None
+        return strategy
 
     def _make_search(self, key: int, prompt: RowPrompt, seed: int, parts: dict[str, Any]) -> Strategy:
         """A search over beams."""
@@ -352,19 +380,31 @@ def check_vocabulary(options: Options, target: LanguageModel) -> None:
         "sequence_bias": bias if isinstance(bias, Mapping) else [ids for ids, _ in bias],
         "constraints": [c.ids for c in wanted(options.constraints, None)],
         "force_words_ids": [c.ids for c in wanted(None, options.force_words_ids)],
-        **{name: [_listed(getattr(options, name))] for name in _ID_OPTIONS},
+        **{name: [listed(getattr(options, name))] for name in _ID_OPTIONS},
     }
     for name, groups in named.items():
         wrong = next((i for ids in groups for i in ids if not 0 <= i < target.vocab_size), None)
         if wrong is not None and getattr(options, name) != getattr(target.model.generation_config, name, None):
-            raise OptionError.of(name, f"ids from 0 to {target.vocab_size - 1}, which the target knows", wrong)
+            known = f"ids from 0 to {target.vocab_size - 1}, which the target knows"
+            raise OptionError.of(name, known, wrong, "pass [] for none" if name == "eos_token_id" else "")
 
 
-def _listed(value: int | list[int] | None) -> list[int]:
-    return [] if value is None else [value] if isinstance(value, int) else value
+def check_least(options: Options, limit: int, prompts: Prompts, target: LanguageModel) -> None:
+    """Raises OptionError for a least length beyond the limit, unless the target's checkpoint brought it."""
+    width = prompts.padded.shape[1]
+    leasts = {
+        "min_length": (options.min_length or 0) - prompts.unseen,
+        "min_new_tokens": (options.min_new_tokens or 0) + width,
+    }
+    for name, least in leasts.items():
+        asked = getattr(options, name)
+        if least > limit and asked != getattr(target.model.generation_config, name, None):
+            raise OptionError(
+                f"`{name}`={asked} is out of reach, as the text ends after {limit - width} new tokens: "
+                "lower it, or raise `max_new_tokens`"
+            )
 
 
 def expand(options: Options, prompts: Prompts) -> Prompts:
     """Every prompt `num_return_sequences` times, copies side by side."""
-    copies = range(options.copies)
-    return prompts.select([r for r in range(len(prompts.rows)) for _ in copies])
+    return prompts.repeat(options.copies)

@@ -13,67 +13,29 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from specdec.errors import OptionError, UnsupportedError
+from specdec.fields import (
+    BEAMS_ONLY,
+    DECIDING,
+    DRAWING,
+    EXPECTED,
+    REFUSED,
+    SEARCHES,
+    Count,
+    Flag,
+    IdList,
+    Number,
+    Positive,
+    Share,
+    Text,
+    TokenId,
+    TokenIds,
+    Whole,
+)
 
 SCHEDULES = ("heuristic", "constant", "confidence", "cost")
-SAMPLINGS = ("coupled", "match", "rejection", "block")
-
-# Field -> (the value at which it does nothing, what to do instead). The README lists them; a test compares.
-REFUSED: dict[str, tuple[object, str]] = {
-    "assistant_ensemble_weight": (None, "specdec never mixes the draft into the target's distribution"),
-    "assistant_lookbehind": (None, "the text bridge aligns by text and needs no window; leave it out"),
-    "cache_config": (None, "specdec keeps keys and values in its own store; leave it out"),
-    "cache_implementation": (None, "specdec keeps keys and values in its own store; leave it out"),
-    "compile_config": (None, "pass `compile=True` to SpecGenerator instead"),
-    "continuous_batching_config": (None, "pass a list of prompts for a batch"),
-    "disable_compile": (None, "nothing is compiled unless SpecGenerator gets `compile=True`"),
-    "dola_layers": (None, "DoLa is not available"),
-    "is_assistant": (False, "it is transformers' own marker for a draft's inner call"),
-    "low_memory": (None, "the candidates of contrastive search share one cache already; leave it out"),
-    "max_cache_len": (None, "the store grows by itself"),
-    "speculation_type": (None, "name the draft with `draft=` or `assistant_model=`"),
-    "target_lookbehind": (None, "the text bridge aligns by text and needs no window; leave it out"),
-    "token_healing": (False, "heal the prompt before the call"),
-    "use_mtp": (False, "multi-token prediction heads are not available; name a draft with `draft=`"),
-    "watermarking_config": (None, "pass the watermark's processor through `logits_processor=`"),
-}
-# Field -> the value at which it does nothing; they mean something to a search alone.
-_BEAMS_ONLY: dict[str, object] = {"early_stopping": False, "length_penalty": 1.0}
-# Those refused fields that change the text.
-_DECIDING = ("dola_layers", "token_healing", "use_mtp", "watermarking_config")
-# Field -> the values at which it does nothing: ways of searching that a call must name, a checkpoint does not choose.
-_CALLS_OWN: dict[str, tuple[object, ...]] = {
-    "constraints": (None,),
-    "diversity_penalty": (None, 0),
-    "force_words_ids": (None,),
-    "num_beam_groups": (None, 1),
-    "penalty_alpha": (None, 0),
-}
-
-
-def _plain(value: object) -> object:
-    """Numbers and arrays of numpy and torch as Python's own; one number in brackets stays a list."""
-    if isinstance(value, bool) or not hasattr(value, "tolist"):
-        return value
-    return value.tolist()
-
-
-def _one(value: object) -> object:
-    """A single id, also from a list or tensor of one."""
-    value = _plain(value)
-    return value[0] if isinstance(value, list) and len(value) == 1 else value
-
-
-Flag = Annotated[bool, Field(strict=True)]
-Whole = Annotated[int, Field(strict=True), BeforeValidator(_plain)]
-Count = Annotated[Whole, Field(ge=0)]
-Positive = Annotated[Whole, Field(ge=1)]
-Number = Annotated[float, Field(strict=True, allow_inf_nan=False), BeforeValidator(_plain)]
-Share = Annotated[Number, Field(ge=0, le=1)]
-TokenId = Annotated[int, Field(strict=True, ge=0), BeforeValidator(_one)]
-TokenIds = Annotated[int | list[int] | None, BeforeValidator(_plain)]
 
 
 class Options(BaseModel):
@@ -87,7 +49,7 @@ class Options(BaseModel):
     min_length: Count | None = None
     min_new_tokens: Count | None = None
     max_time: Annotated[Number, Field(gt=0)] | None = None
-    stop_strings: str | list[str] | None = None
+    stop_strings: Text | Annotated[list[Text], Field(min_length=1)] | None = None
     bos_token_id: TokenIds = None
     eos_token_id: TokenIds = None
     pad_token_id: TokenId | None = None
@@ -106,15 +68,15 @@ class Options(BaseModel):
     encoder_repetition_penalty: Annotated[Number, Field(gt=0)] | None = None
     no_repeat_ngram_size: Count | None = None
     encoder_no_repeat_ngram_size: Count | None = None
-    bad_words_ids: list[list[int]] | None = None
+    bad_words_ids: list[Annotated[IdList, Field(min_length=1)]] | None = None
     sequence_bias: Any = None
     renormalize_logits: Flag | None = None
     remove_invalid_values: Flag | None = None
     forced_bos_token_id: TokenId | None = None
     forced_eos_token_id: TokenIds = None
-    exponential_decay_length_penalty: tuple[int, float] | None = None
-    suppress_tokens: list[int] | None = None
-    begin_suppress_tokens: list[int] | None = None
+    exponential_decay_length_penalty: tuple[Whole, Number] | None = None
+    suppress_tokens: IdList | None = None
+    begin_suppress_tokens: IdList | None = None
     guidance_scale: Number | None = None
     num_beams: Positive | None = None
     length_penalty: Number | None = None
@@ -125,7 +87,9 @@ class Options(BaseModel):
     force_words_ids: Any = None
     penalty_alpha: Share | None = None
     num_return_sequences: Positive | None = None
-    seed: int | list[int] | None = None
+    num_samples: Positive | None = None
+    ranking: Literal["mean", "sum"] | None = None
+    seed: Whole | IdList | None = None
     sampling: Literal["coupled", "match", "rejection", "block"] | None = None
     # drafting
     schedule: Any = None
@@ -139,6 +103,7 @@ class Options(BaseModel):
     output_logits: Flag | None = None
     output_attentions: Flag | None = None
     output_hidden_states: Flag | None = None
+    output_trace: Flag | None = None
 
     @property
     def samples(self) -> bool:
@@ -168,20 +133,26 @@ class Options(BaseModel):
     @property
     def copies(self) -> int:
         """How often a prompt is continued on its own; beams of one prompt are one search."""
-        return 1 if self.beams > 1 else self.num_return_sequences or 1
+        return 1 if self.beams > 1 else self.num_samples or self.num_return_sequences or 1
+
+    @property
+    def at_the_end(self) -> bool:
+        """Whether only the end of the call tells which text was chosen."""
+        return self.beams > 1 or self.num_samples is not None
 
     @property
     def eos_ids(self) -> list[int]:
         """All ids that end a row."""
-        return _ids(self.eos_token_id)
+        return listed(self.eos_token_id)
 
     @property
     def start_ids(self) -> list[int]:
         """The first decoder ids of an encoder-decoder model: one for all rows, or one each."""
-        return _ids(self.decoder_start_token_id if self.decoder_start_token_id is not None else self.bos_token_id)
+        return listed(self.decoder_start_token_id if self.decoder_start_token_id is not None else self.bos_token_id)
 
 
-def _ids(value: int | list[int] | None) -> list[int]:
+def listed(value: int | list[int] | None) -> list[int]:
+    """No id, one or several, as a list."""
     return [] if value is None else [value] if isinstance(value, int) else list(value)
 
 
@@ -199,17 +170,33 @@ def resolve(
     """The options of a call: `given` one by one over a generation `config`, over a generator's `defaults`, over what is
     `inherited` from the checkpoint.
 
-    Raises OptionError for a given name that is unknown, a value out of range and contradictions; UnsupportedError for a
-    field that specdec does not honour (`REFUSED`), unless it was inherited.
+    Raises OptionError for a given name that is unknown, a value out of range, contradictions, and what only sampling
+    needs where nothing is sampled; UnsupportedError for a field that specdec does not honour (`REFUSED`), unless it was
+    inherited.
     """
-    given = _checked(given)
-    defaults = _checked(defaults or {})
-    layers = [DEFAULTS, _followed(inherited or {}), defaults, _understood(config or {}), given]
-    try:
-        options = Options(**_merged(layers))
-    except ValidationError as error:
-        raise _readable(error) from None
-    return _settled(options, given)
+    given, defaults, config = _checked(given), _checked(defaults or {}), _understood(config or {})
+    defaults = _waiting(defaults, {**config, **given})
+    options = _valid(_merged([DEFAULTS, _followed(inherited or {}), defaults, config, given]))
+    _check_search(options)
+    _check_effect(options, given, config, defaults)
+    return _settled(options)
+
+
+def _waiting(defaults: Mapping[str, Any], call: Mapping[str, Any]) -> dict[str, Any]:
+    """A generator's defaults without ways of searching that the call rules out: they wait for another one."""
+    idle: set[str] = set()
+    if call.get("do_sample"):
+        idle |= {*SEARCHES}
+    if call.get("num_beams") == 1:
+        idle |= {*SEARCHES} - {"penalty_alpha"}
+    if call.get("num_beams", 1) != 1:
+        idle.add("penalty_alpha")
+    return {name: value for name, value in defaults.items() if name not in idle}
+
+
+def check_defaults(defaults: Mapping[str, Any]) -> None:
+    """Raises OptionError for what no call could use, UnsupportedError for what specdec does not honour."""
+    _valid(_checked(defaults))
 
 
 def _merged(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -227,26 +214,38 @@ def _merged(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def _settled(options: Options, given: Mapping[str, Any]) -> Options:
-    """The options with what does not apply left out; raises where the caller asked for it in this very call."""
-    _check_kind(options)
+def _check_effect(
+    options: Options, given: Mapping[str, Any], config: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> None:
+    """Raises for what a person set and this kind of decoding does not read."""
+
+    def asked(*choices: str) -> Mapping[str, Any]:
+        """`given` over `defaults`, which may wait for another call where this one makes the choice itself."""
+        chosen = any(name in given or name in config for name in choices)
+        return given if chosen else {**defaults, **given}
+
+    if not options.do_sample:
+        drawing = {name: neutral for name, neutral in DRAWING.items() if name != "top_k" or not options.contrastive}
+        _check_idle(asked("do_sample", "temperature"), drawing, "is about drawing tokens, which needs `do_sample=True`")
+    if options.num_samples is not None and options.beams > 1:
+        raise OptionError("`num_samples` ranks samples and `num_beams` searches: pass one of them")
     if options.beams > 1:
-        return _settled_beams(options, given)
-    for name, neutral in _BEAMS_ONLY.items():
-        if given.get(name, neutral) != neutral:
-            raise OptionError(f"`{name}`={given[name]!r} belongs to beam search: set `num_beams`, or leave it out")
-    if options.samples:
-        return options
-    if given.get("sampling") is not None:
-        raise OptionError("`sampling` chooses how to draw tokens and needs `do_sample=True`: set it, or leave it out")
-    if given.get("num_return_sequences", 1) > 1:
+        return _check_beams(options, asked("num_beams"))
+    if options.num_samples is None and asked("num_samples").get("ranking") is not None:
+        raise OptionError("`ranking` orders samples, but there are none to order: pass `num_samples`")
+    if options.num_samples is not None and (options.num_return_sequences or 1) > options.num_samples:
+        raise OptionError(
+            f"`num_return_sequences`={options.num_return_sequences} is more than `num_samples`={options.num_samples}: "
+            "lower it, or draw more"
+        )
+    _check_idle(asked("num_beams"), BEAMS_ONLY, "belongs to beam search, which needs `num_beams`")
+    if not options.samples and asked("do_sample", "temperature", "num_beams").get("num_return_sequences", 1) > 1:
         raise OptionError(
             "`num_return_sequences` above 1 needs `do_sample=True` or `num_beams`: greedy decoding has only one answer"
         )
-    return options.model_copy(update={"sampling": None, "num_return_sequences": 1})
 
 
-def _check_kind(options: Options) -> None:
+def _check_search(options: Options) -> None:
     """Raises where ways of searching contradict one another, or lack what they need."""
     kinds = {
         f"`num_beam_groups`={options.groups}": options.groups > 1,
@@ -270,16 +269,31 @@ def _check_kind(options: Options) -> None:
         raise OptionError(f"{asked[0]} selects contrastive search, which needs `top_k` of 2 or more candidates")
 
 
-def _settled_beams(options: Options, given: Mapping[str, Any]) -> Options:
+def _check_idle(asked: Mapping[str, Any], fields: Mapping[str, tuple[object, ...]], why: str) -> None:
+    for name, neutral in fields.items():
+        if name in asked and asked[name] not in neutral:
+            raise OptionError(f"`{name}`={asked[name]!r} {why}: set it, or leave out `{name}`")
+
+
+def _check_beams(options: Options, asked: Mapping[str, Any]) -> None:
     returned = options.num_return_sequences or 1
-    if returned > options.beams and ("num_return_sequences" in given or "num_beams" in given):
+    if returned > options.beams and ("num_return_sequences" in asked or "num_beams" in asked):
         raise OptionError(
             f"`num_return_sequences`={returned} is more than `num_beams`={options.beams}: a search ends with as many "
             "texts as it has beams"
         )
-    if given.get("sampling") not in (None, "coupled"):
-        raise OptionError(f"`sampling`={given['sampling']!r} draws one token at a time: with beams leave it out")
-    return options.model_copy(update={"sampling": None, "num_return_sequences": min(returned, options.beams)})
+    if asked.get("sampling") not in (None, "coupled"):
+        raise OptionError(f"`sampling`={asked['sampling']!r} draws one token at a time: with beams leave it out")
+
+
+def _settled(options: Options) -> Options:
+    """The options with what does not apply left out."""
+    if options.beams > 1:
+        returned = min(options.num_return_sequences or 1, options.beams)
+        return options.model_copy(update={"sampling": None, "num_return_sequences": returned})
+    if options.samples:
+        return options
+    return options.model_copy(update={"sampling": None, "num_return_sequences": 1, "num_samples": None})
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -288,6 +302,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise OptionError.of("config", "a readable YAML file", str(path), str(error)) from None
+    except UnicodeDecodeError as error:
+        raise OptionError.of("config", "a YAML file in UTF-8", str(path), str(error)) from None
     except yaml.YAMLError as error:
         raise OptionError.of("config", "valid YAML", str(path), str(error)) from None
     if not isinstance(loaded, dict) or not all(isinstance(k, str) for k in loaded):
@@ -307,7 +323,7 @@ def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
 def _understood(config: Mapping[str, Any]) -> dict[str, Any]:
     """A generation config's fields; raises for those that would change the result and cannot be honoured."""
     fields = _renamed({k: v for k, v in config.items() if v is not None})
-    for name in _DECIDING:
+    for name in DECIDING:
         if name in fields:
             _check_known(name, fields[name])
     return {k: v for k, v in fields.items() if k in Options.model_fields}
@@ -316,14 +332,14 @@ def _understood(config: Mapping[str, Any]) -> dict[str, Any]:
 def _followed(inherited: Mapping[str, Any]) -> dict[str, Any]:
     """The checkpoint's fields that specdec knows; a warning names those of consequence that it cannot follow."""
     fields = {k: v for k, v in inherited.items() if v is not None}
-    for name in _DECIDING:
+    for name in DECIDING:
         if fields.get(name, REFUSED[name][0]) != REFUSED[name][0]:
             warnings.warn(
                 f"the checkpoint's generation config asks for {name}={fields[name]!r}, which specdec does not follow "
                 f"yet: {REFUSED[name][1]}",
                 stacklevel=2,
             )
-    for name, neutral in _CALLS_OWN.items():
+    for name, neutral in SEARCHES.items():
         if fields.pop(name, None) not in neutral and name != "diversity_penalty":
             warnings.warn(
                 f"the checkpoint's generation config asks for {name}={inherited[name]!r}, which specdec follows only "
@@ -338,6 +354,8 @@ def _renamed(given: dict[str, Any]) -> dict[str, Any]:
     alias = given.pop("num_assistant_tokens_schedule", None)
     if alias is None:
         return given
+    if alias not in (*SCHEDULES, "heuristic_transient"):
+        raise OptionError.of("num_assistant_tokens_schedule", f"one of {', '.join(SCHEDULES)}", alias)
     if given.get("schedule", alias) != alias:
         raise OptionError(
             f"`schedule`={given['schedule']!r} and `num_assistant_tokens_schedule`={alias!r} contradict: pass one"
@@ -385,9 +403,12 @@ def _is_valid(name: str, value: Any) -> bool:
     return True
 
 
-def _readable(error: ValidationError) -> OptionError:
-    """The first complaint of pydantic, as one of ours."""
-    first = error.errors()[0]
+def _valid(fields: Mapping[str, Any]) -> Options:
+    """The options with these values; the first complaint of pydantic becomes one of ours."""
+    try:
+        return Options(**fields)
+    except ValidationError as error:
+        first = error.errors()[0]
     name = str(first["loc"][0])
-    expected = first["msg"].replace("Input should be ", "").replace("a valid ", "a ")
-    return OptionError.of(name, expected, first["input"])
+    expected = EXPECTED.get(name, first["msg"].removeprefix("Input should be "))
+    raise OptionError.of(name, expected, fields[name])

@@ -13,7 +13,7 @@ from time import perf_counter as clock
 from torch import Tensor
 
 from specdec.errors import DraftError
-from specdec.models import Encoding, Session
+from specdec.models import Encoding, Session, add_rows
 from specdec.rows import RunningRow, Walk
 from specdec.schedule import Schedule
 from specdec.types import EMPTY, DraftSession, Round, RowRound, Scores, Tree
@@ -68,9 +68,13 @@ class Engine:
         self._attentions = output_attentions
 
     def add(self, rows: Sequence[RunningRow], encoding: Encoding | None = None) -> None:
-        """Rows join the set; `encoding` holds their encoder outputs in order, then those of their shadows."""
+        """Rows join the set; a prompt that several continue is read once, `encoding` has an entry per source."""
         lanes = [*rows, *(row.shadow for row in rows if row.shadow is not None)]
-        self.target.add(len(lanes), encoding)
+        sources = [i if lane.source is None else lane.source for i, lane in enumerate(lanes)]
+        # What led to a token must come from the pass that its row asks for.
+        apart = self._hidden_states or self._attentions
+        texts = [[] if apart or lane.embeds is not None else lane.tokens for lane in lanes]
+        add_rows(self.target, texts, sources, encoding, self._prefill_chunk)
         for lane in lanes:
             lane.reread = self.target.reread
         self.rows += rows

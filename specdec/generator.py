@@ -3,39 +3,28 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from os import PathLike
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from specdec.call import Extras, Prepared, Running, expand
-from specdec.config import Options, resolve
-from specdec.draft import (
-    EarlyExitDrafter,
-    FunctionDrafter,
-    HybridDrafter,
-    ModelDrafter,
-    NgramDrafter,
-    SuffixDrafter,
-    TextBridge,
-    VocabularyIntersection,
-)
-from specdec.errors import BusyError, OptionError, UnsupportedError, VocabularyError
+from specdec.config import Options, check_defaults, resolve
+from specdec.drafts import NAMES as DRAFT_NAMES
+from specdec.drafts import Drafts, is_name, language_model, loaded, models_of
+from specdec.errors import BusyError, OptionError, UnsupportedError
 from specdec.inputs import NAMES as MODEL_INPUTS
-from specdec.inputs import Prompt, read_prompts
-from specdec.models import LanguageModel, load
+from specdec.inputs import Prompt, check_tokenizer, read_prompts, tokenizer_beside
+from specdec.models import LanguageModel
 from specdec.output import Detokenizer, Event, Generation
 from specdec.schedule import Confidence, Constant, Cost, Heuristic, Schedule
 from specdec.types import BatchDrafter
 
-DRAFT_ALIASES = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
-_DRAFT_DETAILS = {"assistant_tokenizer": "assistant_model", "max_matching_ngram_size": "prompt_lookup_num_tokens"}
 _EXTRAS = tuple(Extras.__dataclass_fields__)
-_NAMED_DRAFTS = (*DRAFT_ALIASES, *_DRAFT_DETAILS)
-_OBJECTS = (*_EXTRAS, "generation_config", *_NAMED_DRAFTS)
+_OBJECTS = (*_EXTRAS, "generation_config", *DRAFT_NAMES)
 _DRAFTING = ("schedule", "num_assistant_tokens", "assistant_confidence_threshold")
 
 
@@ -51,7 +40,7 @@ class SpecGenerator:
 
     def __init__(
         self,
-        target: PreTrainedModel | LanguageModel | str,
+        target: PreTrainedModel | LanguageModel | str | PathLike[str],
         draft: Any = None,
         *,
         tokenizer: Any = None,
@@ -59,15 +48,15 @@ class SpecGenerator:
         compile: bool = False,
         **options: Any,
     ) -> None:
-        resolve({}, defaults=options)
-        self._compile = compile
+        check_defaults(options)
+        check_tokenizer("tokenizer", tokenizer)
         self._defaults = options
         self._cost = Cost()
         self._lock = threading.Lock()
-        self._made: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-        self.tokenizer = tokenizer if tokenizer is not None else _tokenizer_of(target)
-        self.target = self._language_model(target, "target")
-        self.drafter = self._drafter(draft, assistant_tokenizer)
+        self.tokenizer = tokenizer_beside(str(target)) if tokenizer is None and is_name(target) else tokenizer
+        self.target = language_model(target, "target", compile=compile)
+        self._drafts = Drafts(self.target, compile=compile)
+        self.drafter = self._drafts.make(draft, self.tokenizer, assistant_tokenizer)
 
     @classmethod
     def from_pretrained(
@@ -75,6 +64,9 @@ class SpecGenerator:
         target: str,
         draft: Any = None,
         *,
+        tokenizer: Any = None,
+        assistant_tokenizer: Any = None,
+        compile: bool = False,
         dtype: str | torch.dtype = "auto",
         device_map: Any = None,
         quantization: str | None = None,
@@ -91,19 +83,15 @@ class SpecGenerator:
                 f"`quantization`={quantization!r} is not available yet: load the quantized model with transformers "
                 "and pass the object"
             )
-        how = {"dtype": dtype, "device_map": device_map, "trust_remote_code": trust_remote_code}
-        code = {"trust_remote_code": trust_remote_code}
-        if options.get("tokenizer") is None:
-            options["tokenizer"] = _tokenizer_of(target, revision=revision, **code)
-        parts = list(draft) if isinstance(draft, tuple | list) else [draft]
-        for i, part in enumerate(parts):
-            if isinstance(part, str) and not _is_text_draft(part):
-                if options.get("assistant_tokenizer") is None:
-                    options["assistant_tokenizer"] = _tokenizer_of(part, **code)
-                parts[i] = load(part, **how)
-        draft = tuple(parts) if isinstance(draft, tuple | list) else parts[0]
-        compile = bool(options.get("compile"))
-        return cls(load(target, revision=revision, compile=compile, **how), draft, **options)
+        how = {"dtype": dtype, "device_map": device_map, "trust_remote_code": trust_remote_code, "compile": compile}
+        if tokenizer is None and is_name(target):
+            tokenizer = tokenizer_beside(str(target), revision=revision, trust_remote_code=trust_remote_code)
+        draft, beside = loaded(draft, **how)
+        if assistant_tokenizer is None and tokenizer is not None:
+            assistant_tokenizer = beside
+        tokenizers = {"tokenizer": tokenizer, "assistant_tokenizer": assistant_tokenizer}
+        model = language_model(target, "target", revision=revision, **how)
+        return cls(model, draft, **tokenizers, compile=compile, **options)
 
     def __repr__(self) -> str:
         return f"SpecGenerator({self.target!r}, draft={self.drafter!r})"
@@ -111,8 +99,9 @@ class SpecGenerator:
     def generate(self, prompt: Prompt = None, *, messages: Sequence[Any] | None = None, **options: Any) -> Generation:
         """Decodes `prompt`: text, a list of texts, or ids `[rows, length]`; `messages` go through the chat template.
 
-        Takes whatever `model.generate` takes, and the options of specdec (`Options`). Raises OptionError before any
-        work is done, BusyError while this generator decodes elsewhere.
+        Takes whatever `model.generate` takes, and the options of specdec (`Options`). The last two assistants named in
+        calls are kept. Raises OptionError before any work is done, also for what would have no effect (a `seed` may
+        always be given), BusyError while this generator decodes elsewhere.
         """
         with self._working():
             call = self._prepare(prompt, messages, options).start()
@@ -126,12 +115,10 @@ class SpecGenerator:
     ) -> Generator[Event, None, Generation]:
         """The same as `generate`, as events of new text, with the `Generation` as the value that the iterator returns.
 
-        Options are checked at once; the generator is busy from the first event until the stream is read or closed.
+        Beams and ranked samples come at the end, each as one event. Options are checked at once; the generator is busy
+        from the first event until the stream is read or closed.
         """
-        prepared = self._prepare(prompt, messages, options)
-        if prepared.options.beams > 1:
-            raise OptionError("a stream shows text as it becomes final, which beams do at the end: use `generate`")
-        return self._events(prepared)
+        return self._events(self._prepare(prompt, messages, options))
 
     def _events(self, prepared: Prepared) -> Generator[Event, None, Generation]:
         with self._working():
@@ -139,10 +126,15 @@ class SpecGenerator:
             tokenizer = prepared.extras.tokenizer
             texts = [Detokenizer(tokenizer) for _ in call.rows] if tokenizer is not None else None
             for news in call.rounds():
-                for row, ids, accepted, last in news:
-                    yield Event(texts[row].push(ids, last=last) if texts else "", ids, accepted, row)
+                if not prepared.options.at_the_end:
+                    for row, ids, accepted, last in news:
+                        yield Event(texts[row].push(ids, last=last) if texts else "", ids, accepted, row)
             self._learn(call)
-            return call.result()
+            out = call.result()
+            if prepared.options.at_the_end:
+                for row, ids in enumerate(out.new_tokens()):
+                    yield Event(out.texts[row] if out.texts else "", ids, 0, row)
+            return out
 
     @contextmanager
     def _working(self) -> Iterator[None]:
@@ -164,16 +156,26 @@ class SpecGenerator:
         config = objects.get("generation_config")
         options = self._options(given, config)
         extras = Extras(**{"tokenizer": self.tokenizer, **{n: objects[n] for n in _EXTRAS if n in objects}})
+        named = {n: value for n in DRAFT_NAMES if (value := objects.get(n, getattr(config, n, None))) is not None}
+        drafter = self._drafts.of_call(named, extras.tokenizer) if named else self.drafter
+        drafter = self._drafts.suited(drafter, options.sampling)
+        self._check_modes(drafter)
         prompts = expand(options, read_prompts(prompt, messages, inputs, options, self.target, extras.tokenizer))
-        named = {n: value for n in _NAMED_DRAFTS if (value := objects.get(n, getattr(config, n, None))) is not None}
-        drafter = self._suited(self._call_drafter(named), options)
         if drafter is None and (idle := [name for name in _DRAFTING if name in given]):
             raise OptionError(f"`{idle[0]}` says how much to draft, but there is no draft: name one, or leave it out")
-        if extras.streamer is not None and options.beams > 1:
-            raise OptionError("`streamer` shows text as it becomes final, which beams do at the end: leave it out")
+        if extras.streamer is not None and options.at_the_end:
+            raise OptionError("`streamer` shows text as it comes, but beams and ranked samples are final at the end")
         if extras.streamer is not None and len(prompts.rows) > 1:
             raise OptionError(f"`streamer` shows one row, and this call has {len(prompts.rows)}: use gen.stream()")
         return Prepared(self.target, options, prompts, extras, drafter, self._schedule(options, named))
+
+    def _check_modes(self, drafter: BatchDrafter | None) -> None:
+        """Raises where a model was put into training mode since it was handed over."""
+        for name, model in [("target", self.target), *(("draft", model) for model in models_of(drafter))]:
+            if model.model.training:
+                raise OptionError(
+                    f"the {name} is in training mode, where dropout makes it random: call `.eval()` on it"
+                )
 
     def _options(self, given: Mapping[str, Any], config: Any) -> Options:
         """The caller's fields over a generation config's, over this generator's, over the checkpoint's."""
@@ -208,114 +210,3 @@ class SpecGenerator:
         """What a call found out about costs and acceptance serves the next one."""
         if call.options.schedule == "cost" and isinstance(call.engine.schedule, Cost):
             self._cost = call.engine.schedule
-
-    def _call_drafter(self, given: Mapping[str, Any]) -> BatchDrafter | None:
-        """The draft of this call: this generator's, or the one that the call names in transformers' words."""
-        named = [name for name in DRAFT_ALIASES if name in given]
-        if len(named) > 1:
-            raise OptionError(f"{' and '.join(named)} each name a draft: pass one of them")
-        for detail, alias in _DRAFT_DETAILS.items():
-            if detail in given and named != [alias]:
-                raise OptionError(f"`{detail}` belongs to `{alias}`: pass both")
-        match named:
-            case ["assistant_model"]:
-                return self._drafter(given["assistant_model"], given.get("assistant_tokenizer"))
-            case ["assistant_early_exit"]:
-                return self._early_exit("assistant_early_exit", given["assistant_early_exit"])
-            case ["prompt_lookup_num_tokens"]:
-                ngram = given.get("max_matching_ngram_size", 2)
-                for name, value in (("prompt_lookup_num_tokens", given[named[0]]), ("max_matching_ngram_size", ngram)):
-                    if not isinstance(value, int) or value < 1:
-                        raise OptionError.of(name, "a whole number of at least 1", value)
-                return NgramDrafter(num_tokens=given[named[0]], max_ngram=ngram)
-            case _:
-                return self.drafter
-
-    def _early_exit(self, name: str, layers: Any) -> BatchDrafter:
-        most = self.target.num_layers - 1
-        if not isinstance(layers, int) or not 1 <= layers <= most:
-            raise OptionError.of(name, f"a number of the target's {most + 1} layers, at least 1 and not all", layers)
-        return EarlyExitDrafter(self.target, layers)
-
-    def _suited(self, drafter: BatchDrafter | None, o: Options) -> BatchDrafter | None:
-        """A bridge between vocabularies goes by text for match verification and by shared tokens for rejection."""
-        if isinstance(drafter, TextBridge) and o.sampling in ("rejection", "block"):
-            return self._kept(drafter, lambda: VocabularyIntersection(*drafter.parts))
-        return drafter
-
-    def _kept(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What was made for this object before, or makes it."""
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
-
-    def _drafter(self, draft: Any, tokenizer: Any = None) -> BatchDrafter | None:
-        """Whatever the caller named as a draft, as one that serves batches."""
-        match draft:
-            case None:
-                return None
-            case "ngram":
-                return NgramDrafter()
-            case "suffix":
-                return SuffixDrafter()
-            case str() if draft.startswith("early_exit:"):
-                layers = draft.removeprefix("early_exit:")
-                return self._early_exit("draft", int(layers) if layers.isdecimal() else draft)
-            case str() | PreTrainedModel() | LanguageModel():
-                tokenizer = tokenizer if tokenizer is not None else _tokenizer_of(draft)
-                return self._model_drafter(self._language_model(draft, "draft"), tokenizer)
-            case [text, model]:
-                return self._hybrid(text, model, tokenizer)
-            case _ if hasattr(draft, "start"):
-                return draft
-            case _ if hasattr(draft, "propose") or callable(draft):
-                return FunctionDrafter(draft)
-            case _:
-                expected = "a model, an id or path, 'ngram', 'suffix', 'early_exit:N', a Drafter, a pair, or None"
-                raise OptionError.of("draft", expected, type(draft).__name__)
-
-    def _hybrid(self, text: Any, model: Any, tokenizer: Any) -> BatchDrafter:
-        second = None if isinstance(model, str) and _is_text_draft(model) else self._drafter(model, tokenizer)
-        if second is None or text not in ("ngram", "suffix"):
-            kinds = tuple(part if isinstance(part, str) else type(part).__name__ for part in (text, model))
-            raise OptionError.of("draft", "a pair of 'ngram' or 'suffix' and a model", kinds)
-        return HybridDrafter(SuffixDrafter() if text == "suffix" else NgramDrafter(), second)
-
-    def _model_drafter(self, model: LanguageModel, tokenizer: Any) -> BatchDrafter:
-        """A draft model, behind a bridge where its tokenizer is another one."""
-        shared = model.is_encoder_decoder and self.target.is_encoder_decoder and self.target.shares_encoder_with(model)
-        drafter = ModelDrafter(model, shared_encoder=shared)
-        if self.tokenizer is not None and tokenizer is not None:
-            if self.tokenizer.get_vocab() == tokenizer.get_vocab():
-                return drafter
-            return TextBridge(drafter, self.tokenizer, tokenizer)
-        widths = (model.vocab_size, self.target.vocab_size)
-        known = len(self.tokenizer) if self.tokenizer is not None else None
-        padded = known is not None and known <= min(widths) and max(widths) <= 1.05 * known
-        if widths[0] == widths[1] or padded:
-            return drafter
-        raise VocabularyError(
-            f"draft vocabulary {widths[0]} ≠ target {widths[1]}: pass `assistant_tokenizer=` (with `tokenizer=`), "
-            "or draft='ngram'"
-        )
-
-    def _language_model(self, model: Any, name: str) -> LanguageModel:
-        if isinstance(model, LanguageModel):
-            return model
-        if not isinstance(model, str | PreTrainedModel):
-            raise OptionError.of(name, "a transformers model, or a hub id or path", type(model).__name__)
-        return self._kept(model, lambda: load(model, compile=self._compile))
-
-
-def _is_text_draft(draft: str) -> bool:
-    return draft in ("ngram", "suffix") or draft.startswith("early_exit:")
-
-
-def _tokenizer_of(model: Any, **options: Any) -> Any:
-    """The tokenizer beside a model that is named by id or path; None where there is none."""
-    if not isinstance(model, str) or _is_text_draft(model):
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(model, **options)
-    except (OSError, ValueError, KeyError):
-        return None

@@ -24,6 +24,8 @@ class Generation(ModelOutput):  # type: ignore[misc]
     `sequences` `[rows, length]` hold the prompt for decoder-only targets and are padded on the right. `scores` and
     `logits`, one `[rows, vocab]` per token, are the target's after and before processors. `attentions` and
     `hidden_states` (for encoder-decoder targets `decoder_…` and `cross_attentions`) hold a tuple of layers per token.
+    `sequences_scores` `[rows]` are of hypotheses, or of ranked samples; `beam_indices` `[rows, tokens]` say which beam
+    each token continued, and `trace[prompt][step]` is the search's state after a step: its live beams and hypotheses.
     """
 
     sequences: Tensor | None = None
@@ -38,6 +40,7 @@ class Generation(ModelOutput):  # type: ignore[misc]
     decoder_hidden_states: PerTokenAndLayer | None = None
     sequences_scores: Tensor | None = None
     beam_indices: Tensor | None = None
+    trace: list[Any] | None = None
     texts: list[str] | None = None
     stats: Stats | None = None
 

@@ -39,7 +39,8 @@ class RunningRow:
     """What sequences and searches share: a text, and a tree of branches beyond it.
 
     `shadow` is the same row without its condition (guidance); it takes the same tokens. `embeds` `[length, width]` are
-    read in place of the prompt's tokens, which are as many, or none where nobody knows them.
+    read in place of the prompt's tokens, which are as many, or none where nobody knows them. `source` is the number of
+    the prompt, which several rows may continue; None stands for one of its own.
     """
 
     key: int
@@ -49,6 +50,7 @@ class RunningRow:
     encoder_tokens: list[int] | None = None
     embeds: Tensor | None = None
     shadow: RunningRow | None = None
+    source: int | None = None
     prompt_length: int = field(init=False)
     tree: Tree = EMPTY
     crown: int = 0  # so many of the tree's nodes were seen by the target
@@ -184,6 +186,7 @@ class SearchRow(RunningRow):
     search: Search
     state: Any
     returned: int = 1
+    history: list[Any] | None = None
     known: dict[int, Seen] = field(default_factory=dict)
 
     @property
@@ -215,24 +218,27 @@ class SearchRow(RunningRow):
         ends: list[tuple[int, int]] = []
         steps: list[Step] = []
         traces: list[Trace] = []
-        advances = 0
+        states: list[Any] = []
         while state.finish is None and None not in nodes:
             leaves = [node for node in nodes if node is not None]
             seen = [view.seen(node) for node in leaves]
             move = self.search.advance(self, state, seen)
             state = move.state
-            advances += 1
+            states.append(state)
             steps += [] if move.step is None else [move.step]
             shown = range(len(seen)) if move.shown is None else move.shown
             traces += [_together([seen[leaf].trace for leaf in shown], [leaf < 0 for leaf in shown])] if shown else []
             ends = [(leaves[parent], token) for parent, token in zip(move.parents, move.tokens, strict=True)]
             nodes = [children.get(end) for end in ends]
         path, trunk, after = self._survivors(whole, view, ends, nodes)
-        return Walk(steps, path, trunk, advances - 1, state.finish, (state, traces, *after))
+        return Walk(steps, path, trunk, len(states) - 1, state.finish, (states, traces, *after))
 
     def take(self, walk: Walk) -> None:
         """The new state, and the tree that is left."""
-        self.state, traces, shared, self.tree, self.leaves, self.known = walk.after
+        states, traces, shared, self.tree, self.leaves, self.known = walk.after
+        self.state = states[-1]
+        if self.history is not None:
+            self.history += states
         self.crown = len(walk.path) - walk.trunk
         for row in (self, self.shadow):
             if row is not None:

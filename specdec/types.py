@@ -138,13 +138,14 @@ class Step:
     """One emitted token, the tree node whose scores decided it, and what was asked to be kept about it.
 
     `logits` and `scores` `[vocab]` are the target's own and the processed ones, None unless they were asked for; of a
-    search they are `[leaves, vocab]`, the token is the best live leaf's.
+    search they are `[leaves, vocab]`, the token is the best live leaf's. `log_prob` is the target's own, for ranking.
     """
 
     token: int
     node: int
     logits: Tensor | None = None
     scores: Tensor | None = None
+    log_prob: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,9 +335,9 @@ class Plan(Protocol):
 class Call:
     """What a draft learns when a call begins: how to guess, how wide the target's logits are, what an encoder read.
 
-    `encoding` is the target's encoder output for all rows, in the order of their keys, for a draft with the same
-    encoder; `draft_inputs` are the encoder's inputs, for a draft that has its own. `search` is set where the rows are
-    searches.
+    `encoding` is the target's encoder output, one entry per source, for a draft with the same encoder; `draft_inputs`
+    are the encoder's inputs, for a draft that has its own. `sources[key]` is the number of a row's prompt, which
+    several rows may continue (None: each has its own). `search` is set where the rows are searches.
     """
 
     rule: DraftRule
@@ -344,6 +345,7 @@ class Call:
     search: SearchRule | None = None
     encoding: object | None = None
     draft_inputs: Mapping[str, Tensor] | None = None
+    sources: Sequence[int] | None = None
 
 
 class DraftSession(Protocol):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig
 
 from specdec import OptionError, SpecGenerator, UnsupportedError, VocabularyError
-from specdec.config import REFUSED, Options
+from specdec.config import Options
+from specdec.fields import REFUSED
 from tests.tiny import tiny
 
 IDS = torch.tensor([[5, 6, 7]])
@@ -58,6 +60,44 @@ WRONG_OPTIONS = [
     ({"assistant_early_exit": 0}, "layers"),
     ({"logits_processor": [3]}, "logits_processor"),
     ({"use_cache": False}, "use_cache"),
+    ({"temperature": 0.7}, "`temperature`=0.7 is about drawing tokens, which needs `do_sample=True`"),
+    ({"do_sample": False, "top_p": 0.9}, "`top_p`=0.9 is about drawing tokens"),
+    ({"temperature": 0, "top_k": 7}, "`top_k`=7 is about drawing tokens"),
+    ({"min_p": 0.1}, "`min_p`"),
+    ({"top_h": 0.3}, "`top_h`"),
+    ({"typical_p": 0.3}, "`typical_p`"),
+    ({"epsilon_cutoff": 0.3}, "`epsilon_cutoff`"),
+    ({"eta_cutoff": 0.3}, "`eta_cutoff`"),
+    ({"num_beams": 2, "top_p": 0.9}, "`top_p`=0.9 is about drawing tokens"),
+    ({"length_penalty": 2.0}, "`length_penalty`=2.0 belongs to beam search, which needs `num_beams`"),
+    ({"do_sample": True, "temperature": 0, "num_return_sequences": 2}, "only one answer"),
+    ({"num_assistant_tokens_schedule": "bogus"}, "`num_assistant_tokens_schedule` must be one of"),
+    ({"generation_config": GenerationConfig(num_assistant_tokens_schedule="bogus")}, "`num_assistant_tokens_schedule`"),
+    ({"min_length": 100, "max_new_tokens": 3}, "`min_length`=100 is out of reach"),
+    ({"min_length": 7, "max_new_tokens": 3}, "`min_length`=7 is out of reach, as the text ends after 3 new tokens"),
+    ({"min_new_tokens": 9, "max_length": 6}, "`min_new_tokens`=9 is out of reach"),
+    (
+        {"eos_token_id": 999},
+        "`eos_token_id` must be ids from 0 to 63, which the target knows, got 999: pass [] for none",
+    ),
+    ({"eos_token_id": [2, -1]}, "`eos_token_id` must be ids from 0 to 63, which the target knows, got -1"),
+    ({"eos_token_id": True}, "`eos_token_id` must be a token id, or a list of token ids, got True"),
+    (
+        {"bad_words_ids": [[]]},
+        "`bad_words_ids` must be a list of words, each a list of at least one token id, got [[]]",
+    ),
+    ({"bad_words_ids": []}, "bad_words_ids"),
+    ({"suppress_tokens": ["7"]}, "`suppress_tokens` must be a list of token ids, got ['7']"),
+    ({"stop_strings": []}, "`stop_strings` must be text, or a list of texts, none of them empty, got []"),
+    ({"stop_strings": ""}, "`stop_strings` must be text"),
+    ({"stop_strings": ["x", ""]}, "`stop_strings` must be text"),
+    ({"seed": True}, "`seed` must be a whole number, or a list of one for each row, got True"),
+    ({"seed": "7"}, "`seed` must be a whole number, or a list of one for each row, got '7'"),
+    ({"seed": [True]}, "`seed` must be a whole number, or a list of one for each row, got [True]"),
+    ({"seed": 1.5}, "`seed`"),
+    ({"exponential_decay_length_penalty": (1,)}, "must be a pair of a whole number and a factor, got (1,)"),
+    ({"max_new_tokens": "3"}, "`max_new_tokens` must be a valid integer, got '3'"),
+    ({"tokenizer": 3}, "`tokenizer` must be a transformers tokenizer, got 3"),
 ]
 
 
@@ -66,6 +106,81 @@ def test_wrong_options(generator: SpecGenerator, options: dict[str, Any], messag
     """Each raises OptionError and runs nothing."""
     with pytest.raises(OptionError, match=re.escape(message)):
         generator.generate(IDS, **options)
+
+
+HARMLESS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "min_p": 0.0, "typical_p": 1.0},
+    {"do_sample": True, "temperature": 0.0, "top_p": 0.9, "sampling": "rejection"},
+    {"generation_config": GenerationConfig(temperature=0.7, do_sample=False)},
+    {"seed": 7},
+    {"seed": torch.tensor([7])},
+    {"seed": np.int64(7)},
+    {"num_return_sequences": 1},
+    {"min_length": 6, "max_new_tokens": 3},
+    {"eos_token_id": torch.tensor([2, 3])},
+    {"suppress_tokens": np.array([4, 5])},
+    {"bad_words_ids": [[np.int64(4)], (5, 6)]},
+    {"generation_config": GenerationConfig(num_assistant_tokens_schedule="heuristic_transient")},
+]
+
+
+@pytest.mark.parametrize("options", HARMLESS, ids=lambda v: str(v)[:60])
+def test_what_changes_nothing_is_no_error(options: dict[str, Any]) -> None:
+    """Values that do nothing, and those that hold for greedy decoding too, pass; so does a seed, everywhere."""
+    SpecGenerator(tiny("llama"), "suffix").generate(IDS, **{"max_new_tokens": 3, "pad_token_id": 0, **options})
+
+
+def test_settings_of_sampling_in_a_generator() -> None:
+    """They wait for a call that samples; a call that does not say that it is greedy would ignore them, and raises."""
+    generator = SpecGenerator(tiny("llama"), temperature=0.7, sampling="rejection", max_new_tokens=3)
+    for asked in ({}, {"generation_config": GenerationConfig(max_new_tokens=3)}):
+        with pytest.raises(OptionError, match=r"`temperature`=0\.7 is about drawing tokens"):
+            generator.generate(IDS, **asked)
+    for greedy in ({"do_sample": False}, {"temperature": 0}, {"generation_config": GenerationConfig(do_sample=False)}):
+        assert generator.generate(IDS, **greedy).stats.settings["strategy"] == "greedy"
+    assert generator.generate(IDS, do_sample=True).stats.settings["strategy"] == "rejection"
+
+
+def test_settings_of_beams_in_a_generator() -> None:
+    """Likewise: they wait for a call that searches, and a call that says that it does not may pass them by."""
+    generator = SpecGenerator(tiny("llama"), length_penalty=2.0, max_new_tokens=3)
+    with pytest.raises(OptionError, match=r"`length_penalty`=2\.0 belongs to beam search"):
+        generator.generate(IDS)
+    assert generator.generate(IDS, num_beams=1).stats.settings["strategy"] == "greedy"
+    assert generator.generate(IDS, num_beams=2).stats.settings["strategy"] == "beamsearch"
+    with pytest.raises(OptionError, match="is more than `num_beams`"):
+        SpecGenerator(tiny("llama"), num_beams=2, num_return_sequences=3, max_new_tokens=3).generate(IDS)
+
+
+def test_inherited_settings_are_no_mistake() -> None:
+    """A checkpoint's settings of sampling, lengths and ids pass, and so does what they make meaningful."""
+    model = tiny("llama")
+    theirs = {"temperature": 0.6, "top_p": 0.9, "min_length": 50, "min_new_tokens": 40, "eos_token_id": 999}
+    model.generation_config = GenerationConfig(**theirs)
+    assert SpecGenerator(model).generate(IDS, max_new_tokens=3).stats.num_new_tokens == 3
+    model.generation_config = GenerationConfig(do_sample=True)
+    out = SpecGenerator(model).generate(IDS, max_new_tokens=3, temperature=0.5)
+    assert out.stats.settings["strategy"] == "coupled"
+
+
+@pytest.mark.parametrize(
+    ("processor", "got"),
+    [
+        (lambda ids, logits: None, "NoneType"),
+        (lambda ids, logits: logits[:, :3], "shape [1, 3]"),
+        (lambda ids, logits: logits[0], "shape [64]"),
+        (lambda ids, logits: logits.tolist(), "list"),
+    ],
+)
+def test_processors_that_return_no_scores(processor: Any, got: str) -> None:
+    """It is told what came; the generator can be used again. (They were raw errors, or silently took 3 tokens.)"""
+    generator = SpecGenerator(tiny("llama"), "suffix")
+    with pytest.raises(
+        OptionError, match=re.escape(f"must return scores of shape [1, 64], the one that it gets, got {got}")
+    ):
+        generator.generate(IDS, max_new_tokens=3, logits_processor=processor)
+    assert generator.generate(IDS, max_new_tokens=3, eos_token_id=[]).stats.num_new_tokens == 3
 
 
 WRONG_PROMPTS = [

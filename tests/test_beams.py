@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import TextIteratorStreamer
 
 from specdec import LanguageModel, OptionError, SpecGenerator
 from specdec.select import beam
@@ -157,6 +159,19 @@ def test_transition_scores() -> None:
     assert torch.allclose(scores.sum(1) / lengths, out.sequences_scores, atol=1e-4)
 
 
+def test_trace_tells_every_step() -> None:
+    """Live beams after each step, as the next step continues them, and the hypotheses so far."""
+    model = tiny("llama", vocab=VOCAB)
+    case = {"num_beams": 3, "max_new_tokens": 6, "eos_token_id": [5, 7], "num_return_sequences": 3}
+    out = ours(model, "suffix", prompt_for("llama"), case, output_trace=True)
+    (states,) = out.trace
+    assert [state.length for state in states] == list(range(1, len(states) + 1))
+    for before, after in itertools.pairwise(states):
+        for one in after.live:
+            assert one.tokens[:-1] == before.live[one.origins[-1]].tokens
+    assert [list(found.tokens) for found in states[-1].finished] == out.new_tokens()
+
+
 def test_padding_may_be_zero() -> None:
     """A text that ends early is padded with the padding id, also where that is 0. (transformers pads with EOS.)"""
     model = tiny("llama", vocab=VOCAB)
@@ -218,8 +233,12 @@ def test_bad_input(options: dict[str, Any], named: str) -> None:
         SpecGenerator(tiny("llama", vocab=VOCAB)).generate([[5, 6]], max_new_tokens=3, **options)
 
 
-def test_beams_do_not_stream() -> None:
-    """Text of a search is final only at the end: streaming says so at once."""
+def test_beams_stream_at_the_end() -> None:
+    """Text of a search is final only at the end: a stream brings it then; a transformers streamer is refused."""
     generator = SpecGenerator(tiny("llama", vocab=VOCAB))
-    with pytest.raises(OptionError, match="stream"):
-        generator.stream([[5, 6]], max_new_tokens=3, num_beams=2)
+    options = {"max_new_tokens": 5, "num_beams": 3, "num_return_sequences": 2, "eos_token_id": [], "pad_token_id": 0}
+    events = list(generator.stream([[5, 6]], **options))
+    out = generator.generate([[5, 6]], **options)
+    assert [event.token_ids for event in events] == out.new_tokens()
+    with pytest.raises(OptionError, match="streamer"):
+        generator.generate([[5, 6]], **{**options, "streamer": TextIteratorStreamer(None)})

@@ -17,8 +17,6 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from specdec import zoo
 from specdec.cli import commands
@@ -29,7 +27,7 @@ from specdec.cli.show import Printer, write
 from specdec.cli.terminal import BROKEN_PIPE, Interrupt
 from specdec.errors import OptionError, SpecdecError
 from specdec.output import Event, Generation
-from tests.tiny import tiny
+from tests.folders import saved_model
 
 NEW = ["--max-new-tokens", "12"]
 PARAMETERS = inspect.signature(commands.generate).parameters
@@ -48,19 +46,6 @@ STATS = {
     "per_step_drafted",
     "per_step_accepted",
 }
-
-
-def saved_model(folder: Path, seed: int = 0) -> str:
-    """A tiny Llama with a byte-level tokenizer, saved in `folder`."""
-    specials = ["<pad>", "<s>", "</s>"]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bpe = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate([*specials, *alphabet])}, merges=[]))
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
-    tokenizer.save_pretrained(folder)
-    tiny("llama", vocab=len(specials) + len(alphabet), seed=seed).save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.fixture(scope="module")
@@ -123,16 +108,20 @@ USAGE_ERRORS = [
     (["generate", "t"], "no prompt was given"),
     (["generate", "t", "-p", "x", "--nonsense"], "--nonsense"),
     (["generate", "t", "-p", "x", "--num-draft-tokens", "many"], "--num-draft-tokens"),
-    (["generate", "t", "-p", "x", "--num-draft-tokens", "0"], "`num_assistant_tokens`"),
+    (["generate", "t", "-p", "x", "--num-draft-tokens", "0"], "error: --num-draft-tokens must be"),
+    (["generate", "t", "-p", "x", "--set", "num_assistant_tokens=0"], "error: `num_assistant_tokens` must be"),
     (["generate", "t", "-p", "x", "--method", "magic"], "early_exit:N"),
     (["generate", "t", "-p", "x", "--method", "early_exit:two"], "early_exit:N"),
     (["generate", "t", "-p", "x", "--method", "draft"], "pass --draft-model"),
     (["generate", "t", "-p", "x", "--method", "hybrid"], "pass --draft-model"),
     (["generate", "t", "-p", "x", "--method", "ngram", "--draft-model", "d"], "leave out --draft-model"),
-    (["generate", "t", "-p", "x", "--schedule", "fast"], "`schedule` must be one of"),
-    (["generate", "t", "-p", "x", "--top-p", "1.5"], "`top_p`"),
+    (["generate", "t", "-p", "x", "--schedule", "fast"], "--schedule must be one of"),
+    (["generate", "t", "-p", "x", "--top-p", "1.5"], "--top-p must be"),
     (["generate", "t", "-p", "x", "--greedy", "--top-k", "5"], "--top-k is about sampling"),
-    (["generate", "t", "-p", "x", "--num-return-sequences", "2"], "num_return_sequences"),
+    (["generate", "t", "-p", "x", "--num-return-sequences", "2"], "--num-return-sequences above 1 needs --sample"),
+    (["generate", "t", "-p", "x", "--set", "min_p=0.1"], "`min_p`=0.1 is about drawing tokens, which needs --sample"),
+    (["generate", "t", "-p", "x", "--stop", ""], "--stop must be text, or a list of texts"),
+    (["generate", "t", "-p", "x\udcff"], "the prompt is not text in UTF-8"),
     (["generate", "t", "-p", "x", "--set", "top_k"], "KEY=VALUE"),
     (["generate", "t", "-p", "x", "--set", "a=[1"], "YAML"),
     (["generate", "t", "-p", "x", "--set", "temprature=1"], "did you mean `temperature`"),
@@ -143,7 +132,11 @@ USAGE_ERRORS = [
     (["generate", "t", "-p", "x", "--show-draft", "--no-stream"], "leave out --no-stream"),
     (["generate", "t", "-p", "x", "--show-draft", "--sample", "--num-return-sequences", "2"], "shows one text"),
     (["generate", "t", "-p", "x", "--config", "no-such-file.yaml"], "no-such-file.yaml"),
-    (["generate", "zoo:no-such-pair", "-p", "x"], "python-code"),
+    (
+        ["generate", "zoo:nope", "-p", "x"],
+        "`TARGET` must be a hub id, a folder or one of zoo:python-code, got 'zoo:nope'",
+    ),
+    (["generate", "t", "-p", "x", "--draft-model", "zoo:nope"], "`--draft-model` must be"),
     (["demo", "--max-new-tokens", "0"], "--max-new-tokens"),
     (["nonsense"], "nonsense"),
 ]
@@ -158,6 +151,30 @@ def test_usage_errors(arguments: list[str], words: str, capsys: pytest.CaptureFi
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert words in err
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_a_prompt_that_is_no_text(
+    errors: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Undecodable bytes on stdin are a usage error. (They were an internal one, or reached the tokenizer.)"""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff"), encoding="utf-8", errors=errors))
+    assert run(["generate", "t", "-p", "-"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: standard input is not text in UTF-8")
+    assert err.count("\n") == 1
+
+
+def test_a_config_file_in_latin_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is a usage error that names the file. (It was an internal one.)"""
+    file = tmp_path / "c.yaml"
+    file.write_bytes("# Höhe\ntop_k: 3\n".encode("latin-1"))
+    assert run(["generate", "t", "-p", "x", "--config", str(file)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: `config` must be a YAML file in UTF-8, got ")
+    assert err.count("\n") == 1
 
 
 def test_zoo_train_forwards_to_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
@@ -223,7 +240,7 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
 def test_greedy_drops_what_the_file_says_about_sampling(tmp_path: Path) -> None:
     """--greedy over a sampling preset is greedy, not a contradiction."""
     file = tmp_path / "c.yaml"
-    file.write_text("do_sample: true\nsampling: rejection\ntop_k: 7\n")
+    file.write_text("do_sample: true\nsampling: rejection\ntop_k: 7\nmin_p: 0.1\n")
     assert read_request(params(config=file, sample=False)).options == {"do_sample": False, "max_new_tokens": 128}
 
 

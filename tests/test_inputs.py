@@ -322,16 +322,16 @@ def test_features_in_every_spelling() -> None:
     assert ours(model, input_features=features.tolist()) == ours(model, features) == expected
 
 
-def test_selected_prompts_keep_all_their_parts() -> None:
-    """(Expanding rebuilt prompts field by field, by position, and would have dropped any new one.)"""
-    rows = [RowPrompt([r], r, [r, r], torch.full((1, 2), float(r)), [7, r]) for r in range(3)]
-    prompts = Prompts(rows, torch.arange(3)[:, None], True, {"input_ids": torch.arange(6).view(3, 2)}, 4)
-    chosen = prompts.select([2, 2, 0])
-    assert chosen.rows == [rows[2], rows[2], rows[0]]
-    assert chosen.padded.tolist() == [[2], [2], [0]]
-    assert chosen.encoder is not None
-    assert chosen.encoder["input_ids"].tolist() == [[4, 5], [4, 5], [0, 1]]
-    assert (chosen.is_text, chosen.unseen) == (True, 4)
+def test_repeated_prompts_keep_all_their_parts() -> None:
+    """Copies stand side by side; what the encoder reads is not copied."""
+    rows = [RowPrompt([r], r, [r, r], torch.full((1, 2), float(r)), [7, r]) for r in range(2)]
+    prompts = Prompts(rows, torch.arange(2)[:, None], True, {"input_ids": torch.arange(4).view(2, 2)}, 4)
+    copies = prompts.repeat(2)
+    assert copies.rows == [rows[0], rows[0], rows[1], rows[1]]
+    assert copies.padded.tolist() == [[0], [0], [1], [1]]
+    assert copies.encoder is not None
+    assert copies.encoder["input_ids"].tolist() == [[0, 1], [2, 3]]
+    assert (copies.is_text, copies.unseen) == (True, 4)
 
 
 # --- errors, before any forward

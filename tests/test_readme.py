@@ -1,20 +1,66 @@
-"""The README's own draft works as printed."""
+"""The README's Python blocks run as printed, one after the other, with tiny models in place of its names."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 from specdec import SpecGenerator
+from tests.folders import saved_model
 from tests.tiny import tiny
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+# A block that cannot run offline stands behind `<!-- not run: why -->`.
+BLOCKS = re.findall(r"(<!-- not run: .+? -->\n)?```python\n(.*?)```", README, re.S)
+CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the README takes as given, and whatever its blocks have defined so far."""
+    root = tmp_path_factory.mktemp("readme")
+    paths = {"target-id": saved_model(root / "target"), "draft-id": saved_model(root / "draft", seed=1)}
+    target, draft = (AutoModelForCausalLM.from_pretrained(path).eval() for path in paths.values())
+    tokenizer = AutoTokenizer.from_pretrained(paths["target-id"], chat_template=CHAT)
+    input_ids = torch.tensor([[5, 6, 7], [0, 8, 9]])
+    mask = (input_ids > 0).long()
+    given = {"target": target, "draft": draft, "tokenizer": tokenizer, "input_ids": input_ids, "mask": mask}
+    return {"paths": paths, "SpecGenerator": SpecGenerator, **given}
+
+
+@pytest.mark.parametrize("number", range(len(BLOCKS)))
+def test_a_block_runs(number: int, names: dict[str, Any]) -> None:
+    """As a reader would type it, after the blocks before it; what it decodes is the target's own text."""
+    mark, code = BLOCKS[number]
+    if mark:
+        pytest.skip(mark.strip())
+    for name, path in names["paths"].items():
+        code = code.replace(name, path)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(code, names)
+    assert bool(printed.getvalue()) == ("print(" in code)
+    options = {"max_new_tokens": 8, "eos_token_id": []}
+    plain = SpecGenerator(names["gen"].target, tokenizer=names["gen"].tokenizer)
+    assert names["gen"].generate("abab", **options).texts == plain.generate("abab", **options).texts
+
+
+def test_all_blocks_are_found() -> None:
+    """Loading, loaded models, and a draft of one's own."""
+    words = ("from_pretrained", "input_ids, attention_mask", "class LastTime")
+    assert [[word in code for word in words].index(True) for _, code in BLOCKS] == [0, 1, 2]
+    assert README.count("```python") == len(BLOCKS)
 
 
 def test_the_draft_of_your_own() -> None:
     """The example class drafts, is sometimes right, and leaves the text alone."""
-    block = next(b for b in re.findall(r"```python\n(.*?)```", README, re.S) if "class LastTime" in b)
+    block = next(code for _, code in BLOCKS if "class LastTime" in code)
     names: dict[str, Any] = {}
     exec(block.split("\ngen = ")[0], names)
     model = tiny("llama")

@@ -10,6 +10,7 @@ import specdec
 ROOT = Path(specdec.__file__).parent
 RANKS = {
     "errors": 0,
+    "fields": 0,
     "types": 0,
     "config": 1,
     "schedule": 1,
@@ -22,6 +23,7 @@ RANKS = {
     "engine": 5,
     "output": 6,
     "call": 7,
+    "drafts": 7,
     "generator": 8,
     "zoo": 9,
     "cli": 10,

@@ -11,6 +11,7 @@ from scipy.stats import chisquare
 
 from specdec import OptionError, SpecGenerator
 from tests.oracle import oracle
+from tests.test_exact import prompt_for
 from tests.tiny import tiny
 
 OPTIONS = {"do_sample": True, "eos_token_id": [], "pad_token_id": 0, "max_new_tokens": 20}
@@ -163,3 +164,24 @@ def test_a_draft_that_overflows_is_left_out(sampling: str | None) -> None:
     out = SpecGenerator(model, broken).generate([[5, 6, 7]], **options)
     assert out.stats.num_draft_tokens == 0
     assert out.sequences.tolist() == plain.sequences.tolist()
+
+
+@pytest.mark.parametrize("name", ["llama", "mamba", "t5"])
+def test_a_prompt_of_many_samples_is_read_once(name: str) -> None:
+    """Copies share the reading of their prompt and of the encoder's input, and become what each is alone."""
+    model, draft = tiny(name, vocab=64), tiny(name, vocab=64, seed=1)
+    inputs = prompt_for(name, rows=2)
+    options = {"do_sample": True, "max_new_tokens": 8, "eos_token_id": [], "pad_token_id": 0}
+    seeds = list(range(6))
+    fed: list[int] = []
+    generator = SpecGenerator(model)
+    hook = model.get_input_embeddings().register_forward_hook(lambda _, args, __: fed.append(args[0].numel()))
+    out = generator.generate(**inputs, num_return_sequences=3, seed=seeds, **options)
+    hook.remove()
+    assert sum(fed) <= 2 * 14 + 2 + 6 * 8
+    drafted = SpecGenerator(model, draft).generate(**inputs, num_return_sequences=3, seed=seeds, **options)
+    assert drafted.sequences.tolist() == out.sequences.tolist()
+    for r, seed in enumerate(seeds):
+        one = {key: value[r // 3 : r // 3 + 1] for key, value in inputs.items()}
+        alone = SpecGenerator(model).generate(**one, seed=[seed], **options)
+        assert alone.sequences[0].tolist() == out.sequences[r].tolist()

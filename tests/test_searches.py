@@ -323,6 +323,30 @@ def test_constraints_are_checked_when_made(wrong: Any) -> None:
         DisjunctiveConstraint([[3, 4], [3, 4]])
 
 
+def test_defaults_wait_where_a_call_chooses_otherwise() -> None:
+    """A generator's way of searching steps back for a call that samples or sets its beams."""
+    model = tiny("llama", vocab=VOCAB)
+    once = {"max_new_tokens": 3, "eos_token_id": []}
+    for kind, options in KINDS.items():
+        generator = SpecGenerator(model, **options)
+        name = {"group": "groupsearch", "constrained": "constrainedsearch", "contrastive": "contrastive"}[kind]
+        assert generator.generate([[5, 6]], **once).stats.settings["strategy"] == name
+        sampled = generator.generate([[5, 6]], do_sample=True, num_beams=1, num_return_sequences=1, **once)
+        assert sampled.stats.settings["strategy"] == "coupled"
+    out = SpecGenerator(model, **KINDS["contrastive"]).generate([[5, 6]], num_beams=2, do_sample=True, **once)
+    assert out.stats.settings["strategy"] == "beamsearch"
+
+
+@pytest.mark.parametrize("options", BEAMS, ids=["group", "constrained"])
+def test_trace(options: dict[str, Any]) -> None:
+    """The trace tells every step's live beams and hypotheses."""
+    out = generate(tiny("llama", vocab=VOCAB), "suffix", RAGGED[:1], options, output_trace=True)
+    assert [len(state.live[0].tokens) for state in out.trace[0]] == list(range(1, out.stats.num_new_tokens + 1))
+    assert {len(state.live) for state in out.trace[0]} == {4}
+    best = out.trace[0][-1].finished[: options["num_return_sequences"]]
+    assert [list(found.tokens) for found in best] == out.new_tokens()
+
+
 def test_contrastive_takes_no_draft() -> None:
     """Nor does it ignore one; without it, its own options are as they were."""
     generator = SpecGenerator(tiny("llama", vocab=VOCAB), "suffix")

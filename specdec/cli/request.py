@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import OptionError, UnsupportedError
+from specdec.errors import OptionError
 
 DEFAULT_NEW_TOKENS = 128
 METHODS = "auto, draft, ngram, suffix, early_exit:N, hybrid or none"
@@ -34,6 +34,7 @@ DRAFT_OPTIONS = ("prompt_lookup_num_tokens", "assistant_early_exit")
 CALL_ONLY = (*DRAFT_OPTIONS, "max_matching_ngram_size")
 STRATEGY_OPTIONS = ("strategy", "num_samples", "ranking")
 LOADED = ("target", "draft", "method")
+ROLES = {"target": "TARGET", "draft": "--draft-model"}
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ def read_request(params: Mapping[str, Any]) -> Request:
     options = read_options(params, {n: v for n, v in file.items() if n not in LOADED})
     if params["show_draft"] and options.get("num_return_sequences", 1) > 1:
         raise OptionError("--show-draft shows one text: leave out --num-return-sequences")
+    locate(target, "target")  # the draft may have the same name, and the error would be about that
     method, draft = choose_draft(params, file, target, options)
     dtype = params["dtype"] or ("float32" if target.startswith("zoo:") else "auto")
     loading = {"dtype": dtype, "device_map": params["device_map"], "trust_remote_code": params["trust_remote_code"]}
@@ -77,7 +79,8 @@ def read_config(path: Path | None) -> dict[str, Any]:
     """The keys of a --config file; empty without one."""
     if path is None:
         return {}
-    from specdec.config import REFUSED, Options, read_yaml
+    from specdec.config import Options, read_yaml
+    from specdec.fields import REFUSED
 
     file = read_yaml(path)
     known = {*LOADED, *Options.model_fields, *REFUSED, *CALL_ONLY, *STRATEGY_OPTIONS, "num_assistant_tokens_schedule"}
@@ -96,31 +99,45 @@ def read_options(params: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str
     flags = {name: params[flag] for flag, name in FLAGS.items() if params[flag] not in (None, [], ())}
     drawing = [flag for flag in SAMPLING_FLAGS if params[flag] is not None]
     if drawing and params["sample"] is False:
-        raise OptionError(f"--{drawing[0].replace('_', '-')} is about sampling and --greedy forbids it: leave one out")
+        raise OptionError(f"{_flag(drawing[0])} is about sampling and --greedy forbids it: leave one out")
     if drawing:
         flags["do_sample"] = True
     extra = read_settings(params["set_"] or [])
     if both := sorted(flags.keys() & extra.keys()):
         raise OptionError(f"`{both[0]}` was set by its flag and by --set: pass one of them")
     options = _over(file, {**flags, **extra})
-    if options.get("strategy") == "sample_and_rank":  # of a later release; plain sampling would be another method
-        raise UnsupportedError(
-            "sample-and-rank is not available yet: leave out `strategy`, `num_samples` and `ranking`, and draw "
-            "several texts with `num_return_sequences`"
-        )
     if "max_new_tokens" not in options and "max_length" not in options:
         options["max_new_tokens"] = DEFAULT_NEW_TOKENS
-    if resolve({n: v for n, v in options.items() if n not in CALL_ONLY}).samples:
+    try:
+        resolved = resolve({n: v for n, v in options.items() if n not in CALL_ONLY})
+    except OptionError as error:
+        raise _in_flags(error, flags) from None
+    if resolved.samples:
         options.setdefault("seed", secrets.randbits(32))
     return options
 
 
+def _in_flags(error: OptionError, given: Mapping[str, Any]) -> OptionError:
+    """The same error in the words of the command line, for options that were `given` as flags."""
+    text = str(error).replace("`do_sample=True`", "--sample")
+    for flag, name in FLAGS.items():
+        if name in given:
+            text = text.replace(f"`{name}`", _flag(flag))
+    return type(error)(text)
+
+
+def _flag(parameter: str) -> str:
+    return f"--{parameter.replace('_', '-')}"
+
+
 def _over(file: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """`given` over `file`; what contradicts a given option by another name gives way, and null unsets."""
+    from specdec.fields import DRAWING
+
     rivals = [{"max_new_tokens", "max_length"}, {"schedule", "num_assistant_tokens_schedule"}]
     gone = {name for pair in rivals if pair & given.keys() for name in pair}
     if given.get("do_sample") is False:
-        gone |= {"temperature", "top_k", "top_p", "sampling", "seed", "num_return_sequences"}
+        gone |= {*DRAWING, "seed", "num_return_sequences"}
     merged = {**{n: v for n, v in file.items() if n not in gone}, **given}
     return {name: value for name, value in merged.items() if value is not None}
 
@@ -184,11 +201,23 @@ def locate(name: str, role: str) -> str:
         return name
     from specdec import zoo
 
-    return str(getattr(zoo.pair(name.removeprefix("zoo:")), role))
+    pair = name.removeprefix("zoo:")
+    if pair not in zoo.NAMES:
+        known = ", ".join(f"zoo:{known}" for known in zoo.NAMES)
+        raise OptionError.of(ROLES[role], f"a hub id, a folder or one of {known}", name)
+    return str(getattr(zoo.pair(pair), role))
 
 
 def read_prompt(prompt: str | None) -> str:
     """The prompt as given, or all of stdin."""
     if prompt is None:
         raise OptionError("no prompt was given: pass -p TEXT, or -p - to read stdin")
-    return sys.stdin.read() if prompt == "-" else prompt
+    try:
+        text = sys.stdin.read() if prompt == "-" else prompt
+        text.encode()  # bytes that the locale cannot read arrive as halves of characters
+    except UnicodeError as error:
+        source = "standard input" if prompt == "-" else "the prompt"
+        raise OptionError(
+            f"{source} is not text in UTF-8 ({error}): convert it first, for example with iconv"
+        ) from None
+    return text

@@ -20,6 +20,7 @@ class FunctionDrafter:
     """
 
     def __init__(self, draft: Drafter | Propose) -> None:
+        refuse_class("draft", draft)
         propose = getattr(draft, "propose", draft)
         if not callable(propose):
             raise OptionError.of("draft", "a Drafter or a callable (tokens, k) -> tokens", draft)
@@ -78,3 +79,9 @@ class FunctionSession:
                 f"draft {self._name} must return token ids from 0 to {self._vocab_size - 1}, got {token!r} among them"
             )
         return value
+
+
+def refuse_class(name: str, draft: object) -> None:
+    """Raises OptionError where the caller's argument `name` is a class: it can be called, but makes no tokens."""
+    if isinstance(draft, type):
+        raise OptionError.of(name, "an instance", f"the class {draft.__name__}", f"pass {draft.__name__}(...)")

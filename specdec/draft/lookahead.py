@@ -102,8 +102,8 @@ class LookaheadSession(ModelSession):
     def _branches(self) -> list[_Branches]:
         return self._held  # type: ignore[return-value]
 
-    def _new_held(self) -> _Branches:  # type: ignore[override]
-        return _Branches()
+    def _new_held(self, tokens: list[int]) -> _Branches:  # type: ignore[override]
+        return _Branches(tokens)
 
     def _rewind_texts(self, looks: list[_Look]) -> None:
         """Takes the cache back where a search's text is not what it was taken for; reads long prompts in chunks."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specdec.errors import UnsupportedError
+from specdec.models import add_rows
 from specdec.types import EMPTY, Call, DraftRule, Plan, Row, Tree
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class ModelSession:
         if not any(limits):
             return [EMPTY] * len(limits)
         try:
-            self._admit([row.key for row, limit in zip(rows, limits, strict=True) if limit])
+            self._admit([row for row, limit in zip(rows, limits, strict=True) if limit])
             return self._draft(rows, plans, limits)
         except BaseException:
             # The cache may hold half a round: forget it, the next call reads the text again.
@@ -176,6 +177,10 @@ class ModelSession:
             self._session.truncate(lengths)
             for held, length in zip(self._held, self._session.lengths, strict=True):
                 del held.tokens[length:]
+        self._session.refresh()
+        for held, length in zip(self._held, self._session.lengths, strict=True):
+            if length < len(held.tokens):
+                del held.tokens[length:]
         for chain in chains:
             self._held[chain.slot].known = len(chain.row.tokens)
 
@@ -211,30 +216,32 @@ class ModelSession:
             return logits
         return logits[..., :extra] if extra < 0 else pad(logits, (0, extra), value=float("-inf"))
 
-    def _admit(self, keys: Sequence[int]) -> None:
-        """Gives a place in the cache to rows that have none."""
-        new = [key for key in keys if key not in self._slots]
+    def _admit(self, rows: Sequence[Row]) -> None:
+        """Gives a place in the cache to rows that have none; a text that several begin with is read once."""
+        new = [row for row in rows if row.key not in self._slots]
         if not new:
             return
         if self._session is None:
             self._session = self._model.session()
-        self._session.add(len(new), self._encoded(new))
-        for key in new:
-            self._slots[key] = len(self._held)
-            self._held.append(self._new_held())
+        first = len(self._held)
+        texts = [row.tokens if max(row.tokens) < self._model.vocab_size else [] for row in new]
+        sources = [row.key if self._call.sources is None else self._call.sources[row.key] for row in new]
+        add_rows(self._session, texts, sources, self._encoded(), PREFILL_CHUNK)
+        for row, length in zip(new, self._session.lengths[first:], strict=True):
+            self._slots[row.key] = len(self._held)
+            self._held.append(self._new_held(row.tokens[:length]))
 
-    def _new_held(self) -> _Held:
-        return _Held()
+    def _new_held(self, tokens: list[int]) -> _Held:
+        return _Held(tokens, len(tokens))
 
-    def _encoded(self, keys: list[int]) -> Encoding | None:
-        """The encoder's reading for rows `keys`."""
+    def _encoded(self) -> Encoding | None:
+        """The encoder's reading of all sources."""
         if not self._model.is_encoder_decoder:
             return None
         if self._encoding is None:
             assert self._call.draft_inputs is not None
             self._encoding = self._model.encode(self._call.draft_inputs)
-        encoding: Encoding = self._encoding  # type: ignore[assignment]
-        return encoding.select(keys)
+        return self._encoding  # type: ignore[return-value]
 
     def _forget(self) -> None:
         self._session = None

@@ -1,5 +1,15 @@
-"""What a call reads: prompts of every shape, as rows of token ids without padding."""
+"""What a call reads: prompts of every shape, as rows of token ids without padding, and tokenizers."""
 
 from specdec.inputs.prompts import NAMES, Prompt, Prompts, RowPrompt, pad_id, read_prompts
+from specdec.inputs.tokenizers import check_tokenizer, tokenizer_beside
 
-__all__ = ["NAMES", "Prompt", "Prompts", "RowPrompt", "pad_id", "read_prompts"]
+__all__ = [
+    "NAMES",
+    "Prompt",
+    "Prompts",
+    "RowPrompt",
+    "check_tokenizer",
+    "pad_id",
+    "read_prompts",
+    "tokenizer_beside",
+]

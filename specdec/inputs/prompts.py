@@ -59,11 +59,10 @@ class Prompts:
     encoder: dict[str, Tensor] | None = None
     unseen: int = 0
 
-    def select(self, rows: Sequence[int]) -> Prompts:
-        """These rows in this order; a row may be repeated."""
-        index = list(rows)
-        encoder = None if self.encoder is None else {name: tensor[index] for name, tensor in self.encoder.items()}
-        return replace(self, rows=[self.rows[r] for r in index], padded=self.padded[index], encoder=encoder)
+    def repeat(self, copies: int) -> Prompts:
+        """Every row so many times, copies side by side; the encoder's inputs stay as they are."""
+        rows = [row for row in self.rows for _ in range(copies)]
+        return replace(self, rows=rows, padded=self.padded.repeat_interleave(copies, 0))
 
 
 def read_prompts(

@@ -46,7 +46,10 @@ class Processors:
             scores = scores.clone()  # a user's processor may write in place
         for item in self.items:
             told = groups if isinstance(item, HammingDiversityLogitsProcessor) else {}
-            scores = item(ids, scores, **told)
+            made = item(ids, scores, **told)
+            if not isinstance(made, Tensor) or made.shape != scores.shape:
+                raise _not_scores(item, scores, made)
+            scores = made
         return scores
 
     @cached_property
@@ -106,6 +109,16 @@ def build_processors(
     if getattr(options, "do_sample", None):
         items += table.build(table.WARPERS, request)
     return Processors(tuple(items + table.build(table.NORMALIZE, request)), device)
+
+
+def _not_scores(processor: Any, scores: Tensor, made: Any) -> OptionError:
+    """The error for a processor that does not return what it got."""
+    got = f"shape {list(made.shape)}" if isinstance(made, Tensor) else type(made).__name__
+    name = getattr(processor, "__name__", type(processor).__name__)
+    return OptionError(
+        f"`logits_processor` {name} must return scores of shape {list(scores.shape)}, the one that it gets, got {got}: "
+        "mend its return value"
+    )
 
 
 def _merge(made: list[Any], extra: Sequence[Any]) -> list[Any]:

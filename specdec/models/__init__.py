@@ -4,6 +4,6 @@ from specdec.models.capability import Capability
 from specdec.models.encoding import Encoding
 from specdec.models.language_model import LanguageModel
 from specdec.models.loading import load
-from specdec.models.session import Session
+from specdec.models.session import Session, add_rows
 
-__all__ = ["Capability", "Encoding", "LanguageModel", "Session", "load"]
+__all__ = ["Capability", "Encoding", "LanguageModel", "Session", "add_rows", "load"]

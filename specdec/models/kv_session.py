@@ -50,6 +50,12 @@ class KvSession(Session):
         """Tokens of text held per row."""
         return [place.length for place in self._places]
 
+    @property
+    def crowns(self) -> list[Tree]:
+        """Every row's crown."""
+        trees = zip(self._trees, self._places, strict=True)
+        return [tree.part(range(place.crown)) if place.crown else EMPTY for tree, place in trees]
+
     def add(self, rows: int, encoding: Encoding | None = None) -> None:
         """Appends `rows` empty rows; an encoder-decoder needs their encoding."""
         if (self._cross is None) != (encoding is None) or (encoding is not None and len(encoding) != rows):
@@ -108,9 +114,10 @@ class KvSession(Session):
         check_paths(paths, trunks, len(self._places))
         moves = []
         for row, (place, tree, path) in enumerate(zip(self._places, self._trees, paths, strict=True)):
-            place.keep(tree, path, len(path) if trunks is None else trunks[row])
+            trunk = len(path) if trunks is None else trunks[row]
+            place.keep(tree, path, trunk)
+            self._trees[row] = EMPTY if trunk == len(path) else tree.part(path, trunk)
             moves += [(row, *move) for move in place.settle(_SLACK)]
-        self._trees = [EMPTY] * len(self._places)
         self._move(moves)
 
     def refresh(self) -> None:
@@ -123,6 +130,8 @@ class KvSession(Session):
         """Forgets in O(1)."""
         moves = []
         for row, (place, length) in enumerate(zip(self._places, lengths, strict=True)):
+            if length < place.length:
+                self._trees[row] = EMPTY
             moves += [(row, *move) for move in place.cut(length)]
         self._move(moves)
 
@@ -139,7 +148,7 @@ class KvSession(Session):
                 [s for s, _ in moved], [t for _, t in moved], max(self._places[s].top for s, _ in moved)
             )
         self._places = [copy(self._places[row]) for row in rows]
-        self._trees = [EMPTY] * len(rows)
+        self._trees = [self._trees[row] for row in rows]
         if self._cross is not None:
             self._cross.select(rows)
 

@@ -54,6 +54,11 @@ class LanguageModel:
 
             self.compiled = CompiledForward(self)
 
+    def __repr__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        compiled = ", compiled" if self.compiled is not None else ""
+        return f"LanguageModel({type(self.model).__name__}, {self.num_layers} layers, {dtype}, {self.device}{compiled})"
+
     @property
     def device(self) -> torch.device:
         """Where the input ids go."""

@@ -116,6 +116,11 @@ class ReplaySession(Session):
         """Tokens held per row."""
         return [len(row.tokens) for row in self._rows]
 
+    @property
+    def crowns(self) -> list[Tree]:
+        """Every row's crown."""
+        return [row.tree.part(range(row.crown)) for row in self._rows]
+
     def add(self, rows: int, encoding: Encoding | None = None) -> None:
         """Appends `rows` empty rows; an encoder-decoder needs their encoding."""
         if self._language.is_encoder_decoder != (encoding is not None) or (encoding and len(encoding) != rows):

@@ -24,6 +24,11 @@ class Session(ABC):
     lengths: list[int]
     passes: int
 
+    @property
+    @abstractmethod
+    def crowns(self) -> list[Tree]:
+        """Every row's crown: the tree with which it sits out a pass."""
+
     @abstractmethod
     def add(self, rows: int, encoding: Encoding | None = None) -> None:
         """Appends `rows` empty rows, also while others run; `encoding` is their encoder output, if there is one."""
@@ -66,6 +71,29 @@ class Session(ABC):
     @abstractmethod
     def select(self, rows: Sequence[int]) -> None:
         """Keeps these rows in this order; a row may be repeated."""
+
+
+def add_rows(
+    session: Session, texts: Sequence[Sequence[int]], sources: Sequence[int], encoding: Encoding | None, chunk: int
+) -> None:
+    """Adds a row per text; of several that continue one source alike, all but the last token is read once, for all.
+
+    `sources[row]` is the number of the row's input and of its entry in `encoding`; a pass takes `chunk` tokens per row.
+    """
+    alike = list(zip(sources, map(tuple, texts), strict=True))
+    firsts = list(dict.fromkeys(alike))
+    held = len(session.lengths)
+    session.add(len(firsts), None if encoding is None else encoding.select([source for source, _ in firsts]))
+    if len(firsts) == len(alike):
+        return
+    shared = [list(text[:-1]) if alike.count((source, text)) > 1 else [] for source, text in firsts]
+    for begin in range(0, max(map(len, shared)), chunk):
+        chunks = [Tree.chain(text[begin : begin + chunk]) for text in shared]
+        trees = [*session.crowns[:held], *chunks]
+        session.forward(trees, [0] * len(trees), wholes=[0] * held + [len(text) + 1 for _, text in firsts])
+        session.commit([list(range(len(tree))) for tree in trees], trunks=[0] * held + list(map(len, chunks)))
+    place = {one: held + i for i, one in enumerate(firsts)}
+    session.select([*range(held), *(place[one] for one in alike)])
 
 
 def check_trees(trees: Sequence[Tree], keep: Sequence[int], crowns: Sequence[int]) -> None:

@@ -50,9 +50,11 @@ class Strategy:
     """Base of the one-row strategies; `width` is the target's vocabulary, to which draft logits are cropped or padded.
 
     `guidance_scale` combines with `scores.unconditional` before all processors; `keep_scores` and `keep_logits` put
-    copies of the processed and of the target's own logits into every step. `needs_hidden` asks for hidden states.
+    copies of the processed and of the target's own logits into every step, `ranked` the log-probability of its token
+    under the target, before all processors. `needs_hidden` asks for hidden states.
     """
 
+    ranked = False
     needs_hidden = False
 
     def __init__(
@@ -83,7 +85,9 @@ class Strategy:
 
     def step(self, token: int, scores: Scores, node: int, processed: Tensor) -> Step:
         """The step that emits `token`, with copies of what was asked to be kept."""
-        if not (self.keep_scores or self.keep_logits):
+        if not (self.keep_scores or self.keep_logits or self.ranked):
             return Step(token, node)
-        own = scores.logits[node - scores.first].to(torch.float32, copy=True) if self.keep_logits else None
-        return Step(token, node, own, processed.clone() if self.keep_scores else None)
+        logits = scores.logits[node - scores.first].float()
+        log_prob = float(logits[token] - logits.logsumexp(-1)) if self.ranked else None
+        own = logits.clone() if self.keep_logits else None
+        return Step(token, node, own, processed.clone() if self.keep_scores else None, log_prob)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specdec.select.constraints import Progress
 from specdec.select.pool import Pool, PoolSearch, ranked
-from specdec.select.scoring import LOOK, Candidates, Hypothesis, best_totals, branches, extended, totals
+from specdec.select.scoring import LOOK, Beam, Candidates, Hypothesis, best_totals, branches, extended, totals
 from specdec.types import Branch, Move, Row, Seen, Step
 
 _STEP = 100
@@ -23,16 +23,25 @@ _STEP = 100
 
 @dataclass(frozen=True)
 class ConstrainedBeams:
-    """Where a search stands: its beams, how far each of them is, and at the end `finished`.
+    """Where a search stands: its beams, and how far each of them is.
 
     `ids` `[beams, length]` are kept where processors or criteria read them.
     """
 
     pool: Pool
     progress: tuple[Progress, ...]
-    finished: tuple[Hypothesis, ...] = ()
     finish: str | None = None
     ids: Tensor | None = None
+
+    @property
+    def live(self) -> tuple[Beam, ...]:
+        """The live beams."""
+        return self.pool.live
+
+    @property
+    def finished(self) -> tuple[Hypothesis, ...]:
+        """The hypotheses, best first."""
+        return ranked(self.pool.ended)
 
     @property
     def length(self) -> int:
@@ -96,8 +105,8 @@ class ConstrainedSearch(PoolSearch):
             fulfilled = [(beam, reason) for beam, reason, progress in beams if progress.fulfilled]
             others = [(beam, reason) for beam, reason, progress in beams if not progress.fulfilled]
             pool = self.closed(pool, fulfilled + (others if len(fulfilled) < self.returned else []))
-        finished = ranked(pool.ended)
-        return replace(state, pool=pool, finished=finished, finish=finished[0].reason)
+        after = replace(state, pool=pool)
+        return replace(after, finish=after.finished[0].reason)
 
 
 def _pushed(

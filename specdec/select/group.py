@@ -15,21 +15,30 @@ import torch
 from torch import Tensor
 
 from specdec.select.pool import Pool, PoolSearch, ranked
-from specdec.select.scoring import LOOK, Hypothesis, best_of, branches, extended
+from specdec.select.scoring import LOOK, Beam, Hypothesis, best_of, branches, extended
 from specdec.types import Branch, Move, Row, Seen, Step
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Where a search stands: its groups in order, and at the end `finished`.
+    """Where a search stands: its groups in order.
 
     `ids` `[beams of open groups, length]` are kept where processors or criteria read them.
     """
 
     pools: tuple[Pool, ...]
-    finished: tuple[Hypothesis, ...] = ()
     finish: str | None = None
     ids: Tensor | None = None
+
+    @property
+    def live(self) -> tuple[Beam, ...]:
+        """The live beams of all groups; of one that is done, the last."""
+        return tuple(beam for pool in self.pools for beam in pool.live)
+
+    @property
+    def finished(self) -> tuple[Hypothesis, ...]:
+        """The hypotheses of all groups, best first."""
+        return ranked(found for pool in self.pools for found in pool.ended)
 
     @property
     def length(self) -> int:
@@ -151,10 +160,9 @@ class GroupSearch(PoolSearch):
             ]
         fresh = iter(stepped)
         pools = tuple(pool if pool.done else next(fresh) for pool in state.pools)
-        if not all(ends) and not all(pool.done for pool in pools):
-            return replace(state, pools=pools, ids=ids)
-        finished = ranked(found for pool in pools for found in pool.ended)
-        return Groups(pools, finished, finished[0].reason)
+        after = replace(state, pools=pools, ids=ids)
+        over = len(reasons) == len(ends) or all(pool.done for pool in pools)
+        return replace(after, finish=after.finished[0].reason) if over else after
 
     def _placed(self, open_: Sequence[Pool], values: Tensor) -> Tensor:
         """`values` `[open beams, vocab]` as rows of all beams; a finished group is certain of its padding."""

@@ -155,6 +155,9 @@ class FakeSession:
         for held, tree, path in zip(self.held, self._trees, paths, strict=True):
             held += [tree.tokens[node] for node in path]
 
+    def refresh(self) -> None:
+        pass
+
     def truncate(self, lengths: Sequence[int]) -> None:
         for held, length in zip(self.held, lengths, strict=True):
             if length < len(held):

@@ -72,3 +72,9 @@ def test_refuses_what_cannot_be_called() -> None:
     """Neither a Drafter nor a callable: the error names the argument."""
     with pytest.raises(OptionError, match="draft"):
         FunctionDrafter(3)  # type: ignore[arg-type]
+
+
+def test_refuses_a_class() -> None:
+    """A class can be called, but makes no tokens: the way out is an instance."""
+    with pytest.raises(OptionError, match=r"the class Echo': pass Echo\(\.\.\.\)"):
+        FunctionDrafter(Echo)  # type: ignore[arg-type]

@@ -1,0 +1,270 @@
+"""Whatever a caller names as a draft, in all spellings, as one that serves batches of one target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from os import PathLike
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from specdec.draft import (
+    EarlyExitDrafter,
+    FunctionDrafter,
+    HybridDrafter,
+    ModelDrafter,
+    NgramDrafter,
+    SuffixDrafter,
+    TextBridge,
+    VocabularyIntersection,
+)
+from specdec.draft.function import refuse_class
+from specdec.errors import OptionError, VocabularyError
+from specdec.inputs import check_tokenizer, tokenizer_beside
+from specdec.models import LanguageModel, load
+from specdec.types import BatchDrafter
+
+# transformers' names for the draft of a call -> the arguments that go with each.
+ALIASES: dict[str, tuple[str, ...]] = {
+    "assistant_model": ("assistant_tokenizer",),
+    "prompt_lookup_num_tokens": ("max_matching_ngram_size",),
+    "assistant_early_exit": (),
+}
+NAMES = (*ALIASES, *(detail for details in ALIASES.values() for detail in details))
+_TEXT = {"ngram": NgramDrafter, "suffix": SuffixDrafter}
+_EARLY_EXIT = "early_exit:"
+_KINDS = (
+    "a model, an id or path, 'ngram', 'suffix', 'early_exit:N', a Drafter, a pair of a text draft and a model, or None"
+)
+_KEPT = 2  # drafts named in calls; each may hold a model
+
+T = TypeVar("T")
+
+
+class Drafts:
+    """Makes drafts for one target, and keeps the last two that calls have named, with their models."""
+
+    def __init__(self, target: LanguageModel, *, compile: bool = False) -> None:
+        self._target = target
+        self._compile = compile
+        self._recent = Recent(_KEPT)
+        self._by_tokens: WeakKeyDictionary[Any, BatchDrafter] = WeakKeyDictionary()
+
+    def make(
+        self, draft: Any, tokenizer: Any, assistant_tokenizer: Any = None, *, name: str = "draft"
+    ) -> BatchDrafter | None:
+        """The draft that the caller's argument `name` stands for; `tokenizer` is the target's.
+
+        Raises OptionError for what is none, VocabularyError where target and draft do not share a vocabulary.
+        """
+        check_tokenizer("assistant_tokenizer", assistant_tokenizer)
+        if assistant_tokenizer is not None:
+            _check_bridge(draft, tokenizer, name)
+        match draft:
+            case None:
+                return None
+            case "ngram" | "suffix":
+                return _TEXT[draft]()
+            case str() if is_text(draft):
+                layers = draft.removeprefix(_EARLY_EXIT)
+                return self._early_exit(int(layers) if layers.isdecimal() else draft, name)
+            case str() | PathLike() | PreTrainedModel() | LanguageModel():
+                return self._model(draft, tokenizer, assistant_tokenizer, name)
+            case tuple() | list():
+                return self._hybrid(draft, tokenizer, assistant_tokenizer, name)
+            case _:
+                return _own(draft, name)
+
+    def of_call(self, given: Mapping[str, Any], tokenizer: Any) -> BatchDrafter | None:
+        """The draft that a call names in transformers' words, `given` by these names.
+
+        Raises OptionError where several name one, and for what goes with a name that is not there.
+        """
+        named = [alias for alias in ALIASES if alias in given]
+        if len(named) > 1:
+            raise OptionError(f"{' and '.join(named)} each name a draft: pass one of them")
+        for alias, details in ALIASES.items():
+            if named != [alias] and (orphans := [detail for detail in details if detail in given]):
+                raise OptionError(f"`{orphans[0]}` belongs to `{alias}`: pass both")
+        if named == ["prompt_lookup_num_tokens"]:
+            return _lookup(**given)
+        if named == ["assistant_early_exit"]:
+            return self._early_exit(given["assistant_early_exit"], "assistant_early_exit")
+        model, own = given["assistant_model"], given.get("assistant_tokenizer")
+        return self._recent.get((model, tokenizer, own), lambda: self.make(model, tokenizer, own, name=named[0]))
+
+    def suited(self, drafter: BatchDrafter | None, sampling: str | None) -> BatchDrafter | None:
+        """A bridge between vocabularies goes by text for match verification and by shared tokens for rejection."""
+        if drafter is None or sampling not in ("rejection", "block") or not _goes_by_text(drafter):
+            return drafter
+        if drafter not in self._by_tokens:
+            self._by_tokens[drafter] = _by_tokens(drafter)
+        return self._by_tokens[drafter]
+
+    def _model(self, draft: Any, tokenizer: Any, assistant_tokenizer: Any, name: str) -> BatchDrafter:
+        """A draft model, behind a bridge where its tokenizer is another one."""
+        if tokenizer is not None and assistant_tokenizer is None and is_name(draft):
+            assistant_tokenizer = tokenizer_beside(str(draft))
+        model, target = language_model(draft, name, compile=self._compile), self._target
+        shared = model.is_encoder_decoder and target.is_encoder_decoder and target.shares_encoder_with(model)
+        drafter = ModelDrafter(model, shared_encoder=shared)
+        if assistant_tokenizer is None:
+            _check_widths(model, target, tokenizer)
+            return drafter
+        if _vocabulary(tokenizer, "tokenizer") == _vocabulary(assistant_tokenizer, "assistant_tokenizer"):
+            return drafter
+        return TextBridge(drafter, tokenizer, assistant_tokenizer)
+
+    def _early_exit(self, layers: Any, name: str) -> BatchDrafter:
+        most = self._target.num_layers - 1
+        if not _is_whole(layers) or not 1 <= layers <= most:
+            raise OptionError.of(name, f"a number of the target's {most + 1} layers, at least 1 and not all", layers)
+        return EarlyExitDrafter(self._target, layers)
+
+    def _hybrid(self, pair: Sequence[Any], tokenizer: Any, assistant_tokenizer: Any, name: str) -> BatchDrafter:
+        kinds = tuple(part if isinstance(part, str) else type(part).__name__ for part in pair)
+        if len(pair) != 2 or kinds[0] not in _TEXT or pair[1] is None or is_text(pair[1]):
+            raise OptionError.of(name, "a pair of 'ngram' or 'suffix' and a model", kinds)
+        model = self.make(pair[1], tokenizer, assistant_tokenizer, name=name)
+        assert model is not None
+        return HybridDrafter(_TEXT[pair[0]](), model)
+
+
+class Recent:
+    """The last few things that were made, by what they were made of; both stay alive as long as they are among them."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._entries: list[tuple[tuple[Any, ...], Any]] = []  # the last first
+
+    def get(self, parts: tuple[Any, ...], make: Callable[[], T]) -> T:
+        """What was made of these very objects, or of equal names, or else what `make` makes."""
+        found = next((e for e in self._entries if all(map(_same, e[0], parts))), None)
+        others = [entry for entry in self._entries if entry is not found][: self._count - 1]
+        self._entries = others  # what must go does so before anything is loaded in its place
+        found = found or (parts, make())
+        self._entries = [found, *others]
+        value: T = found[1]
+        return value
+
+
+def is_name(draft: object) -> bool:
+    """Whether this is an id or path of a model."""
+    return isinstance(draft, str | PathLike) and not is_text(draft)
+
+
+def is_text(draft: object) -> bool:
+    """Whether this is the name of a draft that needs no model of its own."""
+    return isinstance(draft, str) and (draft in _TEXT or draft.startswith(_EARLY_EXIT))
+
+
+def language_model(model: Any, name: str, *, compile: bool = False, **how: Any) -> LanguageModel:
+    """The model that the caller's argument `name` is, or that it names by id or path, loaded as `how` says.
+
+    Raises OptionError for what is none, and for one that is wrapped already but not compiled as asked.
+    """
+    if isinstance(model, LanguageModel):
+        if compile and model.compiled is None:
+            raise OptionError(
+                f"`compile=True` does not reach a `{name}` that is a LanguageModel already: "
+                "make it with LanguageModel(model, compile=True), or pass the transformers model"
+            )
+        return model
+    if not isinstance(model, str | PathLike | PreTrainedModel):
+        raise OptionError.of(name, "a transformers model, or a hub id or path", type(model).__name__)
+    return load(model, compile=compile, **how)
+
+
+def loaded(draft: Any, **how: Any) -> tuple[Any, Any]:
+    """`draft` with its model loaded as `how` says, where that is an id or path, and the tokenizer beside the model."""
+    if isinstance(draft, tuple | list):
+        parts = [loaded(part, **how) for part in draft]
+        return tuple(part for part, _ in parts), next((t for _, t in parts if t is not None), None)
+    if not is_name(draft):
+        return draft, None
+    beside = tokenizer_beside(str(draft), trust_remote_code=how.get("trust_remote_code", False))
+    return language_model(draft, "draft", **how), beside
+
+
+def models_of(drafter: BatchDrafter | None) -> Iterator[LanguageModel]:
+    """The models that a draft of the package runs."""
+    if isinstance(drafter, ModelDrafter):
+        yield drafter.model
+    elif isinstance(drafter, HybridDrafter):
+        yield from models_of(drafter.model)
+    elif isinstance(drafter, TextBridge | VocabularyIntersection):
+        yield from models_of(drafter.drafter)
+
+
+def _same(mine: Any, theirs: Any) -> bool:
+    return mine is theirs or (isinstance(mine, str | PathLike) and mine == theirs)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _own(draft: Any, name: str) -> BatchDrafter:
+    """The caller's own drafter or function."""
+    refuse_class(name, draft)
+    if hasattr(draft, "start"):
+        own: BatchDrafter = draft
+        return own
+    if hasattr(draft, "propose") or (callable(draft) and not isinstance(draft, nn.Module)):
+        return FunctionDrafter(draft)
+    raise OptionError.of(name, _KINDS, type(draft).__name__)
+
+
+def _lookup(prompt_lookup_num_tokens: Any, max_matching_ngram_size: Any = 2) -> BatchDrafter:
+    for name, value in {
+        "prompt_lookup_num_tokens": prompt_lookup_num_tokens,
+        "max_matching_ngram_size": max_matching_ngram_size,
+    }.items():
+        if not _is_whole(value) or value < 1:
+            raise OptionError.of(name, "a whole number of at least 1", value)
+    return NgramDrafter(num_tokens=prompt_lookup_num_tokens, max_ngram=max_matching_ngram_size)
+
+
+def _goes_by_text(drafter: BatchDrafter) -> bool:
+    """Whether there is a text bridge in this draft."""
+    return isinstance(drafter.model if isinstance(drafter, HybridDrafter) else drafter, TextBridge)
+
+
+def _by_tokens(drafter: BatchDrafter) -> BatchDrafter:
+    """The same draft with shared tokens in place of its text bridge."""
+    if isinstance(drafter, HybridDrafter):
+        return HybridDrafter(drafter.text, _by_tokens(drafter.model))
+    assert isinstance(drafter, TextBridge)
+    return VocabularyIntersection(*drafter.parts)
+
+
+def _check_bridge(draft: Any, tokenizer: Any, name: str) -> None:
+    """Raises where an `assistant_tokenizer` beside this draft could have no effect."""
+    model = draft[-1] if isinstance(draft, tuple | list) and draft else draft
+    if not is_name(model) and not isinstance(model, PreTrainedModel | LanguageModel):
+        kind = repr(draft) if draft is None or isinstance(draft, str) else type(draft).__name__
+        raise OptionError(f"`assistant_tokenizer` belongs to a draft model, and `{name}` is {kind}: leave it out")
+    if tokenizer is None:
+        raise OptionError("`assistant_tokenizer` works together with the target's own: pass `tokenizer=` too")
+
+
+def _vocabulary(tokenizer: Any, name: str) -> Any:
+    if not hasattr(tokenizer, "get_vocab"):
+        raise OptionError.of(
+            name, "a tokenizer with `get_vocab`, to compare target and draft", type(tokenizer).__name__
+        )
+    return tokenizer.get_vocab()
+
+
+def _check_widths(draft: LanguageModel, target: LanguageModel, tokenizer: Any) -> None:
+    """Raises where the two cannot have one vocabulary, as far as widths of logits tell; paddings may differ."""
+    widths = (draft.vocab_size, target.vocab_size)
+    known = len(tokenizer) if hasattr(tokenizer, "__len__") else None
+    padded = known is not None and known <= min(widths) and max(widths) <= 1.05 * known
+    if widths[0] != widths[1] and not padded:
+        raise VocabularyError(
+            f"draft vocabulary {widths[0]} ≠ target {widths[1]}: pass `assistant_tokenizer=` (with `tokenizer=`), "
+            "or draft='ngram'"
+        )

@@ -1,0 +1,289 @@
+"""What a caller may name as a draft, by object, path or name: it works, is kept for a while, and is let go."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import specdec.drafts
+from specdec import LanguageModel, OptionError, SpecGenerator
+from specdec.draft import HybridDrafter, NgramDrafter, SuffixDrafter, TextBridge, VocabularyIntersection
+from tests.folders import WIDTH, byte_tokenizer, saved_model
+from tests.tiny import tiny
+
+IDS = torch.tensor([[5, 6, 7]])
+RUN: dict[str, Any] = {"max_new_tokens": 8, "eos_token_id": [], "pad_token_id": 0}
+SAMPLED: dict[str, Any] = {**RUN, "do_sample": True, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A target and a draft on disk."""
+    root = tmp_path_factory.mktemp("models")
+    return saved_model(root / "target"), saved_model(root / "draft", seed=1)
+
+
+# --- names
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_models_named_by_path(folders: tuple[str, str], kind: Any) -> None:
+    """A target and a draft may be paths. (Every one crashed: `cannot create weak reference to 'str'`.)"""
+    target, draft = map(kind, folders)
+    generator = SpecGenerator(target, draft)
+    out = generator.generate("ab", **RUN)
+    assert out.stats.num_draft_tokens > 0
+    assert out.texts == SpecGenerator(target).generate("ab", **RUN).texts
+    assert generator.generate("ab", **RUN, assistant_model=draft).texts == out.texts
+
+
+def test_a_named_assistant_is_loaded_once(folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second call with the same path finds model and tokenizer ready."""
+    target, draft = folders
+    generator, sources = SpecGenerator(target), []
+    load = specdec.drafts.load
+    monkeypatch.setattr(specdec.drafts, "load", lambda source, **how: sources.append(source) or load(source, **how))
+    for _ in range(2):
+        assert generator.generate("ab", **RUN, assistant_model=draft).stats.num_draft_tokens > 0
+    assert sources == [draft]
+
+
+def test_assistants_are_let_go() -> None:
+    """Only the last two assistants of calls are kept. (All of them were, as long as the generator lived.)"""
+    generator, seen = SpecGenerator(tiny("llama")), []
+    for seed in range(5):
+        assistant = tiny("llama", seed=seed)
+        seen.append(weakref.ref(assistant))
+        generator.generate(IDS, **RUN, assistant_model=assistant)
+        del assistant
+    gc.collect()
+    assert [reference() is not None for reference in seen] == [False, False, False, True, True]
+
+
+def test_a_draft_is_prepared_once_for_the_same_model() -> None:
+    """What a draft learned carries over to the next call that names the same object, and to no other."""
+    generator = SpecGenerator(tiny("llama"))
+    one, other = tiny("llama", seed=1), tiny("llama", seed=2)
+    first, second, again = (generator._drafts.of_call({"assistant_model": m}, None) for m in (one, other, one))
+    assert first is again
+    assert first is not second
+
+
+@pytest.mark.parametrize(
+    ("argument", "given"),
+    [
+        ("assistant_model", {"assistant_model": 3}),
+        ("assistant_model", {"assistant_model": ("suffix", "ngram")}),
+        ("assistant_model", {"assistant_model": "early_exit:9"}),
+        ("assistant_early_exit", {"assistant_early_exit": True}),
+        ("prompt_lookup_num_tokens", {"prompt_lookup_num_tokens": True}),
+        ("max_matching_ngram_size", {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 0}),
+        ("assistant_model", {"assistant_model": torch.nn.Linear(2, 2)}),
+    ],
+)
+def test_errors_name_the_caller_s_argument(argument: str, given: dict[str, Any]) -> None:
+    """`assistant_model=3` is not about `draft`. (It said so; True passed for a number.)"""
+    with pytest.raises(OptionError, match=f"^`{argument}` must be"):
+        SpecGenerator(tiny("llama")).generate(IDS, **RUN, **given)
+
+
+class Guess:
+    """A draft of one's own."""
+
+    def propose(self, tokens: list[int], k: int) -> list[int]:
+        return tokens[:k]
+
+
+@pytest.mark.parametrize("draft", [Guess, SuffixDrafter, ("suffix", Guess)])
+def test_a_class_is_no_drafter(draft: Any) -> None:
+    """The way out is an instance. (It was a TypeError in the middle of the call.)"""
+    with pytest.raises(OptionError, match=r"`draft` must be an instance, got 'the class \w+': pass \w+\(\.\.\.\)"):
+        SpecGenerator(tiny("llama"), draft)
+
+
+# --- tokenizers
+
+
+def bridged(draft: Any = None) -> SpecGenerator:
+    """A target and a draft with other numbers for the same bytes."""
+    model = tiny("llama", vocab=WIDTH, seed=1)
+    return SpecGenerator(
+        tiny("llama", vocab=WIDTH),
+        (draft, model) if draft else model,
+        tokenizer=byte_tokenizer(),
+        assistant_tokenizer=byte_tokenizer(backwards=True),
+    )
+
+
+@pytest.mark.parametrize("sampling", ["rejection", "block"])
+def test_a_bridge_inside_a_pair_goes_by_shared_tokens(sampling: str) -> None:
+    """Under rejection sampling the draft draws from q. (Inside a hybrid it went on guessing greedily, by text.)"""
+    generator = bridged("suffix")
+    drafter = generator.drafter
+    assert isinstance(drafter, HybridDrafter)
+    assert isinstance(drafter.model, TextBridge)
+    suited = generator._drafts.suited(drafter, sampling)
+    assert isinstance(suited, HybridDrafter)
+    assert isinstance(suited.model, VocabularyIntersection)
+    assert suited.text is drafter.text
+    assert generator._drafts.suited(drafter, sampling) is suited
+    assert generator._drafts.suited(drafter, "coupled") is drafter
+    assert generator.generate("abab", **SAMPLED, sampling=sampling).stats.num_draft_tokens > 0
+
+
+def test_a_pair_without_a_bridge_is_left_alone() -> None:
+    """What it learned about its model draft is not lost between two ways of sampling."""
+    generator = SpecGenerator(tiny("llama"), ("ngram", tiny("llama", seed=1)))
+    assert generator._drafts.suited(generator.drafter, "rejection") is generator.drafter
+
+
+def test_bridges_are_let_go() -> None:
+    """The counterpart of a bridge for rejection does not outlive the bridge."""
+    generator = SpecGenerator(tiny("llama", vocab=WIDTH), tokenizer=byte_tokenizer())
+    seen = []
+    for seed in range(4):
+        model = tiny("llama", vocab=WIDTH, seed=seed)
+        seen.append(weakref.ref(model))
+        assistant = {"assistant_model": model, "assistant_tokenizer": byte_tokenizer(backwards=True)}
+        generator.generate("ab", **SAMPLED, sampling="rejection", **assistant)
+        del model, assistant
+    gc.collect()
+    assert [reference() is not None for reference in seen] == [False, False, True, True]
+
+
+@pytest.mark.parametrize("draft", [None, "suffix", "early_exit:1", Guess(), ("suffix", Guess())], ids=str)
+def test_an_assistant_tokenizer_needs_a_draft_model(draft: Any) -> None:
+    """Beside a draft that has none it did nothing, silently."""
+    with pytest.raises(OptionError, match="`assistant_tokenizer` belongs to a draft model"):
+        SpecGenerator(
+            tiny("llama", vocab=WIDTH), draft, tokenizer=byte_tokenizer(), assistant_tokenizer=byte_tokenizer()
+        )
+
+
+def test_an_assistant_tokenizer_needs_the_target_s() -> None:
+    """Alone it did nothing, silently; the target's may come with the call."""
+    target, draft = tiny("llama", vocab=WIDTH), tiny("llama", vocab=WIDTH, seed=1)
+    theirs = byte_tokenizer(backwards=True)
+    with pytest.raises(OptionError, match="pass `tokenizer=` too"):
+        SpecGenerator(target, draft, assistant_tokenizer=theirs)
+    assistant = {"assistant_model": draft, "assistant_tokenizer": theirs}
+    with pytest.raises(OptionError, match="pass `tokenizer=` too"):
+        SpecGenerator(target).generate(IDS, **RUN, **assistant)
+    out = SpecGenerator(target).generate("ab", **RUN, **assistant, tokenizer=byte_tokenizer())
+    assert out.stats.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "assistant_tokenizer"])
+@pytest.mark.parametrize("value", [3, "gpt2", object()])
+def test_wrong_tokenizers(name: str, value: Any) -> None:
+    """What is no tokenizer is refused at once. (It was a raw TypeError, in a call only after all tokens were made.)"""
+    tokenizers = {"tokenizer": byte_tokenizer(), name: value}
+    target, draft = tiny("llama", vocab=WIDTH), tiny("llama", vocab=WIDTH, seed=1)
+    with pytest.raises(OptionError, match=f"^`{name}` must be a transformers tokenizer"):
+        SpecGenerator(target, draft, **tokenizers)
+    with pytest.raises(OptionError, match=f"^`{name}` must be a transformers tokenizer"):
+        SpecGenerator(target).generate(IDS, **RUN, assistant_model=draft, **tokenizers)
+
+
+def test_a_tokenizer_that_cannot_be_compared() -> None:
+    """Two vocabularies are compared by their tokens. (A tokenizer without them was an AttributeError.)"""
+
+    class Decoder:
+        def decode(self, ids: list[int], **_: Any) -> str:
+            return ""
+
+    model = tiny("llama", vocab=WIDTH)
+    with pytest.raises(OptionError, match=r"`tokenizer` must be a tokenizer with `get_vocab`"):
+        SpecGenerator(model, model, tokenizer=Decoder(), assistant_tokenizer=byte_tokenizer())
+
+
+# --- models that are not ready
+
+
+@pytest.mark.parametrize("draft", ["model", ("ngram", "model"), "early_exit:1", "bridge"])
+@pytest.mark.parametrize("which", ["target", "draft"])
+def test_training_mode_after_construction(draft: Any, which: str) -> None:
+    """Dropout would change the text. (Only the constructor looked.)"""
+    target, small = tiny("llama", vocab=WIDTH), tiny("llama", vocab=WIDTH, seed=1)
+    names = {"model": small, "bridge": small, ("ngram", "model"): ("ngram", small)}
+    tokenizers = {"tokenizer": byte_tokenizer(), "assistant_tokenizer": byte_tokenizer(backwards=True)}
+    generator = SpecGenerator(target, names.get(draft, draft), **(tokenizers if draft == "bridge" else {}))
+    generator.generate(IDS, **RUN)
+    (small if which == "draft" and draft != "early_exit:1" else target).train()
+    with pytest.raises(OptionError, match=r"training mode.*\.eval\(\)"):
+        generator.generate(IDS, **RUN)
+    target.eval()
+    small.eval()
+    generator.generate(IDS, **RUN)
+
+
+def test_an_assistant_in_training_mode() -> None:
+    """Also one that an earlier call has used."""
+    generator, assistant = SpecGenerator(tiny("llama")), tiny("llama", seed=1)
+    generator.generate(IDS, **RUN, assistant_model=assistant)
+    assistant.train()
+    with pytest.raises(OptionError, match="the draft is in training mode"):
+        generator.generate(IDS, **RUN, assistant_model=assistant)
+
+
+# --- compiling
+
+
+class Compiled:
+    """Stands for a compiled forward, which takes a compiler and a minute."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self.model = model
+
+
+@pytest.fixture
+def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specdec.models.compiled.CompiledForward", Compiled)
+
+
+def is_compiled(drafter: Any) -> bool:
+    return [model.compiled is not None for model in specdec.drafts.models_of(drafter)] == [True]
+
+
+@pytest.mark.usefixtures("_no_compiler")
+@pytest.mark.parametrize("pair", [False, True])
+def test_compile_reaches_both_models(folders: tuple[str, str], pair: bool) -> None:
+    """However they are named. (`from_pretrained` compiled the target alone.)"""
+    target, draft = folders
+    objects = tiny("llama"), tiny("llama", seed=1)
+    for make, (one, two) in (
+        (SpecGenerator, objects),
+        (SpecGenerator, folders),
+        (SpecGenerator.from_pretrained, folders),
+    ):
+        generator = make(one, ("suffix", two) if pair else two, compile=True)
+        assert generator.target.compiled is not None
+        assert is_compiled(generator.drafter)
+    plain = SpecGenerator.from_pretrained(target, draft)
+    assert plain.target.compiled is None
+    assert not is_compiled(plain.drafter)
+
+
+@pytest.mark.usefixtures("_no_compiler")
+def test_compile_cannot_reach_a_wrapped_model() -> None:
+    """A LanguageModel says itself whether it is compiled. (The argument was ignored.)"""
+    model = LanguageModel(tiny("llama"))
+    with pytest.raises(OptionError, match=r"`target` that is a LanguageModel.*LanguageModel\(model, compile=True\)"):
+        SpecGenerator(model, compile=True)
+    with pytest.raises(OptionError, match="`draft` that is a LanguageModel"):
+        SpecGenerator(tiny("llama"), model, compile=True)
+    compiled = LanguageModel(tiny("llama"), compile=True)
+    assert SpecGenerator(compiled, compile=True).target is compiled
+
+
+def test_a_generator_describes_itself() -> None:
+    """Target and draft by architecture, size and place. (The target was an address.)"""
+    generator = SpecGenerator(tiny("llama"), tiny("gpt2", seed=1))
+    assert repr(generator).startswith("SpecGenerator(LanguageModel(LlamaForCausalLM, 2 layers, float32, cpu), draft=")
+    assert "0x" not in repr(generator)
+    assert repr(SpecGenerator(tiny("llama"), "ngram").drafter) == repr(NgramDrafter())

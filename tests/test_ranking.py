@@ -1,0 +1,62 @@
+"""Sample-and-rank: many samples of one prompt, the likeliest come back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from specdec import OptionError, SpecGenerator
+from tests.test_exact import prompt_for
+from tests.tiny import tiny
+
+OPTIONS: dict[str, Any] = {"do_sample": True, "max_new_tokens": 10, "eos_token_id": [7, 9, 11], "pad_token_id": 0}
+
+
+def log_prob(model: Any, text: list[int], prompt: int) -> float:
+    """The model's own log-probability of what follows the prompt."""
+    with torch.no_grad():
+        logits = model(torch.tensor([text])).logits[0].log_softmax(-1)
+    return float(sum(logits[i - 1, text[i]] for i in range(prompt, len(text))))
+
+
+@pytest.mark.parametrize("ranking", ["mean", "sum"])
+@pytest.mark.parametrize("draft", [None, "suffix", "model"])
+def test_the_likeliest_samples_come_back(ranking: str, draft: Any) -> None:
+    """Scores are those of the model alone, and the best of all samples are returned, best first."""
+    model = tiny("llama", vocab=64)
+    draft = tiny("llama", vocab=64, seed=1) if draft == "model" else draft
+    inputs = prompt_for("llama", rows=2)
+    seeds = list(range(12))
+    every = SpecGenerator(model).generate(**inputs, **OPTIONS, temperature=0.9, num_return_sequences=6, seed=seeds)
+    scores = []
+    for text in every.new_tokens():
+        row = len(scores) // 6
+        prompt = inputs["input_ids"][row].tolist()
+        total = log_prob(model, prompt + text, len(prompt))
+        scores.append(total if ranking == "sum" else total / len(text))
+    out = SpecGenerator(model, draft).generate(
+        **inputs, **OPTIONS, temperature=0.9, num_samples=6, num_return_sequences=2, ranking=ranking, seed=seeds
+    )
+    best = [sorted(range(6 * r, 6 * r + 6), key=lambda i: -scores[i])[:2] for r in range(2)]
+    chosen = [i for pair in best for i in pair]
+    assert out.new_tokens() == [every.new_tokens()[i] for i in chosen]
+    assert torch.allclose(out.sequences_scores, torch.tensor([scores[i] for i in chosen]), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"num_samples": 4}, "num_samples"),
+        ({"num_samples": 4, "do_sample": True, "num_beams": 2}, "num_samples"),
+        ({"num_samples": 2, "do_sample": True, "num_return_sequences": 3}, "num_return_sequences"),
+        ({"ranking": "sum", "do_sample": True}, "ranking"),
+        ({"num_samples": 2, "ranking": "best", "do_sample": True}, "ranking"),
+        ({"num_samples": 0, "do_sample": True}, "num_samples"),
+    ],
+)
+def test_bad_input(options: dict[str, Any], named: str) -> None:
+    """Each error names the argument."""
+    with pytest.raises(OptionError, match=named):
+        SpecGenerator(tiny("llama", vocab=64)).generate([[5, 6]], max_new_tokens=3, **options)
