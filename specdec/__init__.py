@@ -12,21 +12,27 @@ if TYPE_CHECKING:
     from specdec.config import Options
     from specdec.errors import BusyError, DraftError, OptionError, SpecdecError, UnsupportedError, VocabularyError
     from specdec.generator import SpecGenerator
+    from specdec.logits import HammingDiversityLogitsProcessor
     from specdec.models import LanguageModel
     from specdec.output import Event, Generation
+    from specdec.select import Constraint, DisjunctiveConstraint, PhrasalConstraint
     from specdec.types import Drafter, Stats
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "BusyError": "errors",
+    "Constraint": "select",
+    "DisjunctiveConstraint": "select",
     "DraftError": "errors",
     "Drafter": "types",
     "Event": "output",
     "Generation": "output",
+    "HammingDiversityLogitsProcessor": "logits",
     "LanguageModel": "models",
     "OptionError": "errors",
     "Options": "config",
+    "PhrasalConstraint": "select",
     "SpecGenerator": "generator",
     "SpecdecError": "errors",
     "Stats": "types",
@@ -35,13 +41,17 @@ _HOMES = {
 }
 __all__ = [
     "BusyError",
+    "Constraint",
+    "DisjunctiveConstraint",
     "DraftError",
     "Drafter",
     "Event",
     "Generation",
+    "HammingDiversityLogitsProcessor",
     "LanguageModel",
     "OptionError",
     "Options",
+    "PhrasalConstraint",
     "SpecGenerator",
     "SpecdecError",
     "Stats",

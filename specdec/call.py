@@ -20,9 +20,26 @@ from specdec.models import Encoding, LanguageModel
 from specdec.output import Generation, Recorder, beam_indices, per_token, sequences, traces
 from specdec.rows import RunningRow, SearchRow, TextRow
 from specdec.schedule import Schedule
-from specdec.select import BeamSearch, Block, Coupled, Greedy, Match, PerRow, PerSearch, Rejection, Stopping, fold
+from specdec.select import (
+    BeamSearch,
+    Block,
+    ConstrainedSearch,
+    Contrastive,
+    Coupled,
+    Greedy,
+    GroupSearch,
+    Match,
+    PerRow,
+    PerSearch,
+    Progress,
+    Rejection,
+    Stopping,
+    fold,
+    wanted,
+)
 from specdec.types import BatchDrafter, Call
 
+Strategy = Greedy | Coupled | BeamSearch | GroupSearch | ConstrainedSearch | Contrastive
 STRATEGIES = {"coupled": Coupled, "match": Match, "rejection": Rejection, "block": Block}
 DEFAULT_LENGTH = 20  # tokens; transformers' own, for ids without any limit
 PREFILL_CHUNK = 2048  # prompt tokens of one pass
@@ -81,8 +98,12 @@ class Running:
             streamer.put(self._prompts.padded)
         for round_ in self.engine.run():
             self._recorder.add(round_)
-            news = [News(r.key, [s.token for s in r.steps], r.accepted, r.finish is not None) for r in round_.rows]
-            if streamer is not None:
+            news = [
+                News(r.key, [s.token for s in r.steps], r.accepted, r.finish is not None)
+                for r in round_.rows
+                if r.steps
+            ]
+            if streamer is not None and news:
                 streamer.put(torch.tensor(news[0].token_ids))
             yield news
         if streamer is not None:
@@ -133,9 +154,9 @@ class Running:
 
     def _add_beams(self, out: Generation) -> None:
         """Scores of hypotheses and the beams that they went through; as in transformers, where scores are asked for."""
-        found = [h for row in self.rows if isinstance(row, SearchRow) for h in row.state.finished[: row.returned]]
-        if not found:
+        if self.options.beams == 1:
             return
+        found = [h for row in self.rows if isinstance(row, SearchRow) for h in row.state.finished[: row.returned]]
         device = self.rows[0].device
         beams, returned = self.options.beams, self._returned
         out.beam_indices = beam_indices([h.origins for h in found], beams, returned).to(device)
@@ -169,11 +190,17 @@ class Prepared:
     drafter: BatchDrafter | None
     schedule: Schedule
     rows: list[RunningRow] = field(init=False)
-    strategies: list[Greedy | Coupled | BeamSearch] = field(init=False)
+    strategies: list[Strategy] = field(init=False)
 
     def __post_init__(self) -> None:
+        branched = self.options.beams > 1 or self.options.contrastive
+        if self.drafter is not None and self.options.contrastive:
+            raise OptionError(
+                "`penalty_alpha` selects contrastive search, which looks at the target's own candidates and takes no "
+                "draft: use a SpecGenerator without one, or leave out `penalty_alpha`"
+            )
         if self.options.output_attentions:
-            self.target.check_attentions(drafted=self.drafter is not None, branched=self.options.beams > 1)
+            self.target.check_attentions(drafted=self.drafter is not None, branched=branched)
         limit = length_limit(self.options, self.prompts, self.target)
         check_least(self.options, limit, self.prompts, self.target)
         # Embeddings without ids count in these lengths, but processors will not see them.
@@ -205,7 +232,7 @@ class Prepared:
         draft = None
         if self.drafter is not None:
             call = Call(
-                PerRow({row.key: s.rule for row, s in zip(rows, self.strategies, strict=True)}),
+                PerRow({key: s.rule for key, s in enumerate(self.strategies) if not isinstance(s, Contrastive)}),
                 self.target.vocab_size,
                 search=PerSearch(dict(enumerate(self.strategies))) if o.beams > 1 else None,  # type: ignore[arg-type]
                 encoding=encoding,
@@ -216,7 +243,14 @@ class Prepared:
             if o.beams > 1 and not getattr(draft, "branches", False):
                 draft = Leading(draft)
         chunk = o.prefill_chunk_size or PREFILL_CHUNK
-        engine = Engine(self.target.session(), draft, self.schedule, prefill_chunk=chunk, **traced)
+        engine = Engine(
+            self.target.session(),
+            draft,
+            self.schedule,
+            prefill_chunk=chunk,
+            last_hidden=any(strategy.needs_hidden for strategy in self.strategies),
+            **traced,
+        )
         engine.add(rows, encoding)
         return Running(self, engine, encoding, began)
 
@@ -227,13 +261,13 @@ class Prepared:
         shadow = None if prompt.negative is None else RunningRow(tokens=list(prompt.negative), **common)
         common |= {"encoder_tokens": prompt.encoder_ids, "embeds": prompt.embeds, "shadow": shadow}
         tokens = list(prompt.tokens)
-        if isinstance(strategy, BeamSearch):
+        if isinstance(strategy, BeamSearch | GroupSearch | ConstrainedSearch | Contrastive):
             returned = self.options.num_return_sequences or 1
             common["history"] = [] if self.options.output_trace else None
             return SearchRow(tokens=tokens, search=strategy, state=strategy.begin(), returned=returned, **common)
         return TextRow(tokens=tokens, selector=strategy, stop=stop, **common)
 
-    def _make_strategy(self, key: int, prompt: RowPrompt, seed: int, stop: Stopping) -> Greedy | Coupled | BeamSearch:
+    def _make_strategy(self, key: int, prompt: RowPrompt, seed: int, stop: Stopping) -> Strategy:
         o, device = self.options, self.target.device
         source = prompt.encoder_ids if self.target.is_encoder_decoder else prompt.tokens
         if prompt.embeds is not None:
@@ -243,34 +277,49 @@ class Prepared:
             prompt_length=len(prompt.tokens) + prompt.padding,
             padding=prompt.padding,
             eos_ids=o.eos_ids,
-            encoder_ids=None if source is None else torch.tensor([source] * o.beams, device=device),
+            encoder_ids=None if source is None else torch.tensor([source], device=device),
             extra=self.extras.logits_processor,
             prefix_allowed_tokens_fn=self.extras.prefix_allowed_tokens_fn,
             row=key,
             device=device,
         )
         common: dict[str, Any] = {
-            "width": self.target.vocab_size,
             "guidance_scale": None if prompt.negative is None else o.guidance_scale,
             "keep_scores": bool(o.output_scores),
             "keep_logits": bool(o.output_logits),
         }
+        if o.contrastive:
+            common["keep_traces"] = bool(o.output_hidden_states or o.output_attentions)
+            alpha, top_k = o.penalty_alpha or 0.0, o.top_k or 2
+            return Contrastive(processors=processors, stop=stop, penalty_alpha=alpha, top_k=top_k, **common)
+        common["width"] = self.target.vocab_size
         if o.beams > 1:
-            return BeamSearch(
-                processors=processors,
-                stop=stop,
-                num_beams=o.beams,
-                max_new_tokens=(stop.max_length or 0) - len(prompt.tokens),
-                length_penalty=1.0 if o.length_penalty is None else o.length_penalty,
-                early_stopping=o.early_stopping or False,
-                seed=seed if o.samples else None,
-                **common,
-            )
+            return self._make_search(key, prompt, seed, {"processors": processors, "stop": stop, **common})
         if not o.samples:
             return Greedy(processors, **common)
         strategy = STRATEGIES[o.sampling or "coupled"](processors, seed, **common)
         strategy.ranked = o.num_samples is not None
         return strategy
+
+    def _make_search(self, key: int, prompt: RowPrompt, seed: int, parts: dict[str, Any]) -> Strategy:
+        """A search over beams."""
+        o = self.options
+        parts |= {
+            "num_beams": o.beams,
+            "max_new_tokens": (parts["stop"].max_length or 0) - len(prompt.tokens),
+            "length_penalty": 1.0 if o.length_penalty is None else o.length_penalty,
+            "early_stopping": o.early_stopping or False,
+        }
+        end, returned = (o.eos_ids or [0])[0], o.num_return_sequences or 1
+        if o.groups > 1:
+            penalty = o.diversity_penalty or 0.0
+            return GroupSearch(groups=o.groups, diversity_penalty=penalty, pad_id=pad_id(o), end_id=end, **parts)
+        if o.constrained:
+            # As in transformers, padding counts towards the constraints.
+            padding = self.prompts.padded[key, : prompt.padding].tolist()
+            progress = Progress.of(wanted(o.constraints, o.force_words_ids)).after([*padding, *prompt.tokens])
+            return ConstrainedSearch(progress=progress, returned=returned, end_id=end, **parts)
+        return BeamSearch(seed=seed if o.samples else None, **parts)
 
     def _make_criteria(self) -> list[Any]:
         """transformers' criteria that look at more than the last token, then the caller's own."""
@@ -298,7 +347,7 @@ def length_limit(options: Options, prompts: Prompts, target: LanguageModel) -> i
     """The most ids of a row, padding included, as transformers counts them.
 
     Raises OptionError where text has no limit at all, where the prompt fills the limit, and where the text would need
-    more positions than the model has; the last token needs none, as it is never fed.
+    more positions than the model has.
     """
     width = prompts.padded.shape[1]
     if options.max_new_tokens is not None:
@@ -313,7 +362,8 @@ def length_limit(options: Options, prompts: Prompts, target: LanguageModel) -> i
         length = width + prompts.unseen
         asked = options.max_length
         raise OptionError(f"`max_length`={asked} leaves no room after a prompt of {length} tokens: raise it")
-    needed = max(row.positions for row in prompts.rows) + limit - width - 1
+    # The last token is never fed, except as a candidate.
+    needed = max(row.positions for row in prompts.rows) + limit - width - (not options.contrastive)
     if target.max_positions is not None and needed > target.max_positions:
         raise OptionError(
             f"the prompt and its continuation may need {needed} positions, but the target has {target.max_positions}: "
@@ -328,6 +378,8 @@ def check_vocabulary(options: Options, target: LanguageModel) -> None:
     named = {
         "bad_words_ids": options.bad_words_ids or (),
         "sequence_bias": bias if isinstance(bias, Mapping) else [ids for ids, _ in bias],
+        "constraints": [c.ids for c in wanted(options.constraints, None)],
+        "force_words_ids": [c.ids for c in wanted(None, options.force_words_ids)],
         **{name: [listed(getattr(options, name))] for name in _ID_OPTIONS},
     }
     for name, groups in named.items():

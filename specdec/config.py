@@ -22,6 +22,7 @@ from specdec.fields import (
     DRAWING,
     EXPECTED,
     REFUSED,
+    SEARCHES,
     Count,
     Flag,
     IdList,
@@ -80,6 +81,11 @@ class Options(BaseModel):
     num_beams: Positive | None = None
     length_penalty: Number | None = None
     early_stopping: Flag | Literal["never", "exhaustive"] | None = None
+    num_beam_groups: Positive | None = None
+    diversity_penalty: Annotated[Number, Field(ge=0)] | None = None
+    constraints: Any = None
+    force_words_ids: Any = None
+    penalty_alpha: Share | None = None
     num_return_sequences: Positive | None = None
     num_samples: Positive | None = None
     ranking: Literal["mean", "sum"] | None = None
@@ -108,6 +114,21 @@ class Options(BaseModel):
     def beams(self) -> int:
         """How many texts are followed at once."""
         return self.num_beams or 1
+
+    @property
+    def groups(self) -> int:
+        """Into how many groups the beams are divided."""
+        return self.num_beam_groups or 1
+
+    @property
+    def constrained(self) -> bool:
+        """Whether texts must contain given words."""
+        return self.constraints is not None or self.force_words_ids is not None
+
+    @property
+    def contrastive(self) -> bool:
+        """Whether the next token is chosen by contrastive search."""
+        return bool(self.penalty_alpha)
 
     @property
     def copies(self) -> int:
@@ -154,9 +175,23 @@ def resolve(
     inherited.
     """
     given, defaults, config = _checked(given), _checked(defaults or {}), _understood(config or {})
+    defaults = _waiting(defaults, {**config, **given})
     options = _valid(_merged([DEFAULTS, _followed(inherited or {}), defaults, config, given]))
+    _check_search(options)
     _check_effect(options, given, config, defaults)
     return _settled(options)
+
+
+def _waiting(defaults: Mapping[str, Any], call: Mapping[str, Any]) -> dict[str, Any]:
+    """A generator's defaults without ways of searching that the call rules out: they wait for another one."""
+    idle: set[str] = set()
+    if call.get("do_sample"):
+        idle |= {*SEARCHES}
+    if call.get("num_beams") == 1:
+        idle |= {*SEARCHES} - {"penalty_alpha"}
+    if call.get("num_beams", 1) != 1:
+        idle.add("penalty_alpha")
+    return {name: value for name, value in defaults.items() if name not in idle}
 
 
 def check_defaults(defaults: Mapping[str, Any]) -> None:
@@ -190,7 +225,8 @@ def _check_effect(
         return given if chosen else {**defaults, **given}
 
     if not options.do_sample:
-        _check_idle(asked("do_sample", "temperature"), DRAWING, "is about drawing tokens, which needs `do_sample=True`")
+        drawing = {name: neutral for name, neutral in DRAWING.items() if name != "top_k" or not options.contrastive}
+        _check_idle(asked("do_sample", "temperature"), drawing, "is about drawing tokens, which needs `do_sample=True`")
     if options.num_samples is not None and options.beams > 1:
         raise OptionError("`num_samples` ranks samples and `num_beams` searches: pass one of them")
     if options.beams > 1:
@@ -207,6 +243,30 @@ def _check_effect(
         raise OptionError(
             "`num_return_sequences` above 1 needs `do_sample=True` or `num_beams`: greedy decoding has only one answer"
         )
+
+
+def _check_search(options: Options) -> None:
+    """Raises where ways of searching contradict one another, or lack what they need."""
+    kinds = {
+        f"`num_beam_groups`={options.groups}": options.groups > 1,
+        f"`{'force_words_ids' if options.constraints is None else 'constraints'}`": options.constrained,
+        f"`penalty_alpha`={options.penalty_alpha}": options.contrastive,
+    }
+    asked = [name for name, wanted in kinds.items() if wanted]
+    if len(asked) > 1:
+        raise OptionError(f"{' and '.join(asked)} are different ways of searching: choose one")
+    if asked and options.samples:
+        raise OptionError(f"{asked[0]} does not go with sampling: leave it out, or set `do_sample=False`")
+    if options.beams % options.groups:
+        raise OptionError.of("num_beam_groups", f"a divisor of `num_beams`={options.beams}", options.groups)
+    if (options.groups > 1) != bool(options.diversity_penalty):
+        raise OptionError("`num_beam_groups` above 1 and `diversity_penalty` above 0 need each other: set both")
+    if options.constrained and options.beams == 1:
+        raise OptionError(f"{asked[0]} belongs to beam search: set `num_beams` to 2 or more")
+    if options.contrastive and options.beams > 1:
+        raise OptionError(f"{asked[0]} selects contrastive search, which has no beams: leave out it or `num_beams`")
+    if options.contrastive and (options.top_k or 0) < 2:
+        raise OptionError(f"{asked[0]} selects contrastive search, which needs `top_k` of 2 or more candidates")
 
 
 def _check_idle(asked: Mapping[str, Any], fields: Mapping[str, tuple[object, ...]], why: str) -> None:
@@ -277,6 +337,13 @@ def _followed(inherited: Mapping[str, Any]) -> dict[str, Any]:
             warnings.warn(
                 f"the checkpoint's generation config asks for {name}={fields[name]!r}, which specdec does not follow "
                 f"yet: {REFUSED[name][1]}",
+                stacklevel=2,
+            )
+    for name, neutral in SEARCHES.items():
+        if fields.pop(name, None) not in neutral and name != "diversity_penalty":
+            warnings.warn(
+                f"the checkpoint's generation config asks for {name}={inherited[name]!r}, which specdec follows only "
+                "where the call sets it",
                 stacklevel=2,
             )
     return {k: v for k, v in fields.items() if k in Options.model_fields and _is_valid(k, v)}

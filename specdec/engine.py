@@ -42,7 +42,8 @@ class Engine:
     """A running set of rows on one target and one draft: `add` rows, `step` until they finish, `release` them early.
 
     `draft=None` is plain decoding. `prefill_chunk` bounds the prompt tokens of one pass, unless hidden states or
-    attentions are kept: those of the prompt come from one pass.
+    attentions are kept: those of the prompt come from one pass. `last_hidden` keeps
+    the hidden states of the last layer only.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Engine:
         prefill_chunk: int = 2048,
         output_hidden_states: bool = False,
         output_attentions: bool = False,
+        last_hidden: bool = False,
     ) -> None:
         self.target = target
         self.draft = draft
@@ -61,7 +63,8 @@ class Engine:
         self.rows: list[RunningRow] = []
         self._lanes: list[RunningRow] = []  # the target's rows: all `rows` and their shadows, as they came
         self._prefill_chunk = prefill_chunk
-        self._hidden_states = output_hidden_states
+        self._layers = slice(None) if output_hidden_states else slice(-1, None)
+        self._hidden_states = output_hidden_states or last_hidden
         self._attentions = output_attentions
 
     def add(self, rows: Sequence[RunningRow], encoding: Encoding | None = None) -> None:
@@ -156,11 +159,16 @@ class Engine:
             output_hidden_states=self._hidden_states,
             output_attentions=self._attentions,
         )
-        by_lane = dict(zip(self._lanes, scores, strict=True))
+        by_lane = {lane: self._kept(found) for lane, found in zip(self._lanes, scores, strict=True)}
         return [
             by_lane[row] if row.shadow is None else replace(by_lane[row], unconditional=by_lane[row.shadow].logits)
             for row in self.rows
         ]
+
+    def _kept(self, scores: Scores) -> Scores:
+        """The scores with the layers of hidden states that are wanted."""
+        hidden = scores.hidden_states
+        return scores if hidden is None else replace(scores, hidden_states=hidden[self._layers])
 
     def _embeds(self, trees: list[Tree]) -> list[Tensor | None] | None:
         """The embeddings given for nodes of these trees; None where there are none."""

@@ -13,17 +13,12 @@ REFUSED: dict[str, tuple[object, str]] = {
     "cache_config": (None, "specdec keeps keys and values in its own store; leave it out"),
     "cache_implementation": (None, "specdec keeps keys and values in its own store; leave it out"),
     "compile_config": (None, "pass `compile=True` to SpecGenerator instead"),
-    "constraints": (None, "constrained beam search is not available yet; use `prefix_allowed_tokens_fn`"),
     "continuous_batching_config": (None, "pass a list of prompts for a batch"),
     "disable_compile": (None, "nothing is compiled unless SpecGenerator gets `compile=True`"),
-    "diversity_penalty": (0.0, "group beam search is not available yet"),
     "dola_layers": (None, "DoLa is not available"),
-    "force_words_ids": (None, "constrained beam search is not available yet; use `prefix_allowed_tokens_fn`"),
     "is_assistant": (False, "it is transformers' own marker for a draft's inner call"),
-    "low_memory": (None, "it belongs to contrastive search, which is not available yet"),
+    "low_memory": (None, "the candidates of contrastive search share one cache already; leave it out"),
     "max_cache_len": (None, "the store grows by itself"),
-    "num_beam_groups": (1, "group beam search is not available yet"),
-    "penalty_alpha": (None, "contrastive search is not available yet"),
     "speculation_type": (None, "name the draft with `draft=` or `assistant_model=`"),
     "target_lookbehind": (None, "the text bridge aligns by text and needs no window; leave it out"),
     "token_healing": (False, "heal the prompt before the call"),
@@ -31,16 +26,15 @@ REFUSED: dict[str, tuple[object, str]] = {
     "watermarking_config": (None, "pass the watermark's processor through `logits_processor=`"),
 }
 # Those of them that change the text.
-DECIDING = (
-    "constraints",
-    "dola_layers",
-    "force_words_ids",
-    "num_beam_groups",
-    "penalty_alpha",
-    "token_healing",
-    "use_mtp",
-    "watermarking_config",
-)
+DECIDING = ("dola_layers", "token_healing", "use_mtp", "watermarking_config")
+# Field that names a way of searching -> the values at which it does nothing. A checkpoint does not choose one.
+SEARCHES: dict[str, tuple[object, ...]] = {
+    "constraints": (None,),
+    "diversity_penalty": (None, 0),
+    "force_words_ids": (None,),
+    "num_beam_groups": (None, 1),
+    "penalty_alpha": (None, 0),
+}
 # Field of sampling alone -> the values at which it does nothing there, or nothing that is not done anyway.
 DRAWING: dict[str, tuple[object, ...]] = {
     "temperature": (0, 1),

@@ -225,12 +225,13 @@ class SearchRow(RunningRow):
             move = self.search.advance(self, state, seen)
             state = move.state
             states.append(state)
-            steps.append(move.step)
-            traces.append(_together([s.trace for s in seen]))
+            steps += [] if move.step is None else [move.step]
+            shown = range(len(seen)) if move.shown is None else move.shown
+            traces += [_together([seen[leaf].trace for leaf in shown], [leaf < 0 for leaf in shown])] if shown else []
             ends = [(leaves[parent], token) for parent, token in zip(move.parents, move.tokens, strict=True)]
             nodes = [children.get(end) for end in ends]
         path, trunk, after = self._survivors(whole, view, ends, nodes)
-        return Walk(steps, path, trunk, len(steps) - 1, state.finish, (states, traces, *after))
+        return Walk(steps, path, trunk, len(states) - 1, state.finish, (states, traces, *after))
 
     def take(self, walk: Walk) -> None:
         """The new state, and the tree that is left."""
@@ -258,14 +259,15 @@ class SearchRow(RunningRow):
         path = [*shared, *sorted(rest - set(shared))]
         number = {node: i - len(shared) for i, node in enumerate(path)}
         place = {node: max(i, -1) for node, i in number.items()} | {-1: -1}
-        fresh = [i for i, node in enumerate(nodes) if node is None]
+        # Groups may say the same: one node serves them all.
+        fresh = dict.fromkeys(end for end, node in zip(ends, nodes, strict=True) if node is None)
         held = whole.part(path, len(shared))
         tree = Tree(
-            held.tokens + [ends[i][1] for i in fresh],
-            held.parents + [place[ends[i][0]] for i in fresh],
+            held.tokens + [token for _, token in fresh],
+            held.parents + [place[parent] for parent, _ in fresh],
         )
-        new = iter(range(len(held), len(tree)))
-        leaves = [next(new) if node is None else place[node] for node in nodes]
+        made = dict(zip(fresh, range(len(held), len(tree)), strict=True))
+        leaves = [made[end] if node is None else place[node] for end, node in zip(ends, nodes, strict=True)]
         known = {place[node]: view.seen(node) for node in seen}
         return path, len(shared), ([whole.tokens[node] for node in shared], tree, leaves, known)
 
@@ -337,7 +339,11 @@ def _attended(attention: Tensor, nodes: list[int], columns: list[int], tree: int
     return attention[:, nodes][:, :, [*range(known), *(known + c for c in columns)]]
 
 
-def _together(traces: list[Trace]) -> Trace:
-    """One trace of all leaves, which are equally deep."""
+def _together(traces: list[Trace], void: list[bool]) -> Trace:
+    """One trace of all leaves, which are equally deep, with zeros for those that are `void`."""
+
+    def stacked(layer: tuple[Tensor, ...]) -> Tensor:
+        return torch.stack([torch.zeros_like(t) if gone else t for t, gone in zip(layer, void, strict=True)])
+
     parts = zip(*traces, strict=True)
-    return Trace(*(None if p[0] is None else tuple(map(torch.stack, zip(*p, strict=True))) for p in parts))
+    return Trace(*(None if p[0] is None else tuple(map(stacked, zip(*p, strict=True))) for p in parts))

@@ -245,12 +245,17 @@ class Seen(NamedTuple):
 
 
 class Move(NamedTuple):
-    """One step of a search: its state afterwards, and every new leaf as a token after one of the old leaves."""
+    """One step of a search: its state afterwards, and every new leaf as a token after one of the old leaves.
+
+    `step` is None where a search only asks for more. `shown` are the old leaves, -1 for none, whose traces belong to
+    the step, one for each row of the outputs; all leaves if None.
+    """
 
     state: Any
     parents: list[int]
     tokens: list[int]
-    step: Step
+    step: Step | None
+    shown: Sequence[int] | None = None
 
 
 class Search(Protocol):
@@ -265,11 +270,15 @@ class Search(Protocol):
 
 
 class Branch(NamedTuple):
-    """A path that a draft considers: its tokens after the row's shared text, its score, its last token's chance."""
+    """A path that a draft considers: its tokens after the row's shared text, its score, its last token's chance.
+
+    `mark` is the search's own note.
+    """
 
     tokens: list[int]
     score: float
     confidence: float = 1.0
+    mark: Any = None
 
 
 class DraftRule(Protocol):

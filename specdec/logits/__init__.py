@@ -1,6 +1,7 @@
 """Logits processors and warpers of one row: `(ids, logits) -> logits`."""
 
+from specdec.logits.diversity import HammingDiversityLogitsProcessor
 from specdec.logits.processors import Processors, build_processors
 from specdec.logits.warpers import TopK, TopKTopP, TopP
 
-__all__ = ["Processors", "TopK", "TopKTopP", "TopP", "build_processors"]
+__all__ = ["HammingDiversityLogitsProcessor", "Processors", "TopK", "TopKTopP", "TopP", "build_processors"]

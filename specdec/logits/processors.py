@@ -14,6 +14,7 @@ from transformers.generation.logits_process import UnbatchedClassifierFreeGuidan
 
 from specdec.errors import OptionError
 from specdec.logits import table
+from specdec.logits.diversity import HammingDiversityLogitsProcessor
 from specdec.logits.table import PrefixFn, Request
 
 
@@ -33,15 +34,19 @@ class Processors:
     def __repr__(self) -> str:
         return f"Processors({', '.join(type(item).__name__ for item in self.items)})"
 
-    def __call__(self, ids: Tensor | None, logits: Tensor) -> Tensor:
-        """`logits` `[n, vocab]` after all processors; `ids` `[n, length]` may be None unless `reads_ids`."""
+    def __call__(self, ids: Tensor | None, logits: Tensor, **groups: Any) -> Tensor:
+        """`logits` `[n, vocab]` after all processors; `ids` `[n, length]` may be None unless `reads_ids`.
+
+        `groups` are told to `HammingDiversityLogitsProcessor`.
+        """
         if not self.items:
             return logits.float()
         scores = logits.to(device=self.device, dtype=torch.float32)
         if not self.pure and scores.data_ptr() == logits.data_ptr():
             scores = scores.clone()  # a user's processor may write in place
         for item in self.items:
-            made = item(ids, scores)
+            told = groups if isinstance(item, HammingDiversityLogitsProcessor) else {}
+            made = item(ids, scores, **told)
             if not isinstance(made, Tensor) or made.shape != scores.shape:
                 raise _not_scores(item, scores, made)
             scores = made

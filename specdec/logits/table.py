@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.generation import logits_process as stock
 
 from specdec.errors import OptionError
+from specdec.logits.diversity import HammingDiversityLogitsProcessor
 from specdec.logits.warpers import TopK, TopKTopP, TopP
 
 PrefixFn = Callable[[int, Tensor], list[int]]
@@ -63,6 +64,16 @@ class RowPrefix:
         return constrained(ids, logits)
 
 
+class EncoderPenalty(stock.EncoderRepetitionPenaltyLogitsProcessor):  # type: ignore[misc]
+    """Penalises repeating what the encoder read, for any number of texts of the row; stock wants one copy for each."""
+
+    stands_for = stock.EncoderRepetitionPenaltyLogitsProcessor
+
+    def __call__(self, ids: Tensor | None, logits: Tensor) -> Tensor:
+        """Processed `logits` `[n, vocab]`."""
+        return torch.cat([super(EncoderPenalty, self).__call__(ids, text[None]) for text in logits])
+
+
 def _number(value: Any) -> float:
     """Integers where transformers insists on floats: `temperature=2` is clear enough."""
     return float(value) if isinstance(value, int) else value
@@ -71,13 +82,18 @@ def _number(value: Any) -> float:
 def _encoder_penalty(request: Request, penalty: Any) -> Any:
     if penalty == 1.0 or request.encoder_ids is None:
         return None
-    return stock.EncoderRepetitionPenaltyLogitsProcessor(_number(penalty), request.encoder_ids)
+    return EncoderPenalty(_number(penalty), request.encoder_ids)
 
 
 def _encoder_ngrams(request: Request, size: Any) -> Any:
     if size <= 0 or request.encoder_ids is None:
         return None
     return stock.EncoderNoRepeatNGramLogitsProcessor(size, request.encoder_ids)
+
+
+def _diversity(request: Request, penalty: Any) -> Any:
+    groups = getattr(request.options, "num_beam_groups", None) or 1
+    return HammingDiversityLogitsProcessor(penalty, request.options.num_beams, groups) if groups > 1 else None
 
 
 def _repetition(request: Request, penalty: Any) -> Any:
@@ -154,6 +170,7 @@ def _top_p_alone(request: Request, p: Any) -> Any:
 
 PROCESSORS: tuple[tuple[str, Builder], ...] = (
     ("sequence_bias", lambda r, v: stock.SequenceBiasLogitsProcessor(v)),
+    ("diversity_penalty", _diversity),
     ("encoder_repetition_penalty", _encoder_penalty),
     ("repetition_penalty", _repetition),
     ("no_repeat_ngram_size", lambda r, v: stock.NoRepeatNGramLogitsProcessor(v) if v > 0 else None),
@@ -201,6 +218,7 @@ WITHOUT_IDS: frozenset[Any] = frozenset(
         stock.TopKLogitsWarper,
         stock.TopPLogitsWarper,
         stock.TypicalLogitsWarper,
+        HammingDiversityLogitsProcessor,
         TopK,
         TopKTopP,
         TopP,
@@ -211,6 +229,7 @@ WITHOUT_IDS: frozenset[Any] = frozenset(
 PURE: frozenset[Any] = WITHOUT_IDS | {
     stock.EncoderNoRepeatNGramLogitsProcessor,
     stock.EncoderRepetitionPenaltyLogitsProcessor,
+    EncoderPenalty,
     stock.ExponentialDecayLengthPenalty,
     stock.ForcedBOSTokenLogitsProcessor,
     stock.ForcedEOSTokenLogitsProcessor,

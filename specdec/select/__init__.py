@@ -2,8 +2,12 @@
 
 from specdec.select.beam import Beams, BeamSearch
 from specdec.select.block import Block
+from specdec.select.constrained import ConstrainedSearch
+from specdec.select.constraints import Constraint, DisjunctiveConstraint, PhrasalConstraint, Progress, wanted
+from specdec.select.contrastive import Contrastive
 from specdec.select.coupled import Coupled, Match
 from specdec.select.greedy import Greedy
+from specdec.select.group import GroupSearch
 from specdec.select.noise import fold
 from specdec.select.rejection import Rejection
 from specdec.select.rules import CoupledRule, GreedyRule, PerRow, PerSearch, SampledRule
@@ -13,15 +17,23 @@ __all__ = [
     "BeamSearch",
     "Beams",
     "Block",
+    "ConstrainedSearch",
+    "Constraint",
+    "Contrastive",
     "Coupled",
     "CoupledRule",
+    "DisjunctiveConstraint",
     "Greedy",
     "GreedyRule",
+    "GroupSearch",
     "Match",
     "PerRow",
     "PerSearch",
+    "PhrasalConstraint",
+    "Progress",
     "Rejection",
     "SampledRule",
     "Stopping",
     "fold",
+    "wanted",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ class Processing(Protocol):
     """Logits processors of one row: `(ids [1, length] or None, logits [1, vocab]) -> [1, vocab]` in float32.
 
     `drafting` are those that may see draft logits; `ids` may be None unless `reads_ids`; `pure` promises that they can
-    be asked about the same prefix twice.
+    be asked about the same prefix twice. `groups` are told to those that know of groups of beams.
     """
 
     @property
@@ -29,7 +29,7 @@ class Processing(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __call__(self, ids: Tensor | None, logits: Tensor) -> Tensor: ...
+    def __call__(self, ids: Tensor | None, logits: Tensor, **groups: Any) -> Tensor: ...
 
 
 def process(processors: Processing, row: Row, extra: Sequence[int], logits: Tensor) -> Tensor:
@@ -51,10 +51,11 @@ class Strategy:
 
     `guidance_scale` combines with `scores.unconditional` before all processors; `keep_scores` and `keep_logits` put
     copies of the processed and of the target's own logits into every step, `ranked` the log-probability of its token
-    under the target, before all processors.
+    under the target, before all processors. `needs_hidden` asks for hidden states.
     """
 
     ranked = False
+    needs_hidden = False
 
     def __init__(
         self,

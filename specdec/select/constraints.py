@@ -1,0 +1,198 @@
+"""What a text must contain: phrases, and how far it has come with them. Everything is a value.
+
+Semantics of transformers 4.49. transformers 5 dropped constrained search (Fast Lexically Constrained Decoding,
+arXiv 1804.06609; Guided Generation of Cause and Effect, 2107.09846).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from numbers import Integral
+from typing import Any, NamedTuple
+
+from specdec.errors import OptionError
+
+
+class Constraint:
+    """One of several phrases must occur; a text is as far with it as the ids `begun` of one of them."""
+
+    def __init__(self, phrases: Sequence[tuple[int, ...]]) -> None:
+        following: dict[tuple[int, ...], dict[int, None]] = {}
+        for phrase in phrases:
+            for i, token in enumerate(phrase):
+                following.setdefault(phrase[:i], {})[token] = None
+        self._following = {begun: tuple(tokens) for begun, tokens in following.items()}
+        self._longest = max(map(len, phrases))
+        self.ids = {token for phrase in phrases for token in phrase}
+
+    def __len__(self) -> int:
+        return self._longest
+
+    def advance(self, begun: tuple[int, ...] = ()) -> tuple[int, ...]:
+        """The ids that would be a step; none where it is complete."""
+        return self._following.get(begun, ())
+
+    def remaining(self, begun: tuple[int, ...]) -> int:
+        """How many steps are left, of the longest phrase until one is complete."""
+        return len(self) - len(begun) if self.advance(begun) else 0
+
+
+class PhrasalConstraint(Constraint):
+    """The text must contain the ids `token_ids`, one after the other."""
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self.token_ids = _phrase("token_ids", token_ids)
+        super().__init__([self.token_ids])
+
+    def __repr__(self) -> str:
+        return f"PhrasalConstraint({list(self.token_ids)})"
+
+
+class DisjunctiveConstraint(Constraint):
+    """The text must contain one of several phrases, `nested_token_ids`.
+
+    Raises OptionError where one phrase begins with another: the longer one could never be completed.
+    """
+
+    def __init__(self, nested_token_ids: Sequence[Sequence[int]]) -> None:
+        if not _is_list(nested_token_ids) or not len(nested_token_ids):
+            raise OptionError.of("nested_token_ids", "a list of phrases, each a list of ids", nested_token_ids)
+        self.token_ids = tuple(_phrase("nested_token_ids", phrase) for phrase in nested_token_ids)
+        for i, phrase in enumerate(self.token_ids):
+            if any(other[: len(phrase)] == phrase for j, other in enumerate(self.token_ids) if j != i):
+                raise OptionError(
+                    f"`nested_token_ids` holds {list(phrase)} and another phrase that begins with it: drop one of them"
+                )
+        super().__init__(self.token_ids)
+
+    def __repr__(self) -> str:
+        return f"DisjunctiveConstraint({[list(phrase) for phrase in self.token_ids]})"
+
+
+class Begun(NamedTuple):
+    """A constraint in the middle, and the ids of it that the text ends with."""
+
+    constraint: Constraint
+    tokens: tuple[int, ...]
+
+    def advance(self) -> tuple[int, ...]:
+        """The ids that would be a step."""
+        return self.constraint.advance(self.tokens)
+
+    def step(self, token: int) -> Begun:
+        """After one of `advance()`."""
+        return Begun(self.constraint, (*self.tokens, token))
+
+    @property
+    def remaining(self) -> int:
+        """How many steps are left."""
+        return self.constraint.remaining(self.tokens)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a text is with all constraints: those not begun, the one in the middle, how many are complete."""
+
+    pending: tuple[Constraint, ...]
+    now: Begun | None = None
+    complete: int = 0
+    longest: int = 0
+
+    @classmethod
+    def of(cls, constraints: Sequence[Constraint]) -> Progress:
+        """The progress of an empty text."""
+        return cls(tuple(constraints), longest=max(map(len, constraints)))
+
+    @property
+    def fulfilled(self) -> bool:
+        """Whether nothing is left to do."""
+        return not self.pending and self.now is None
+
+    @property
+    def bank(self) -> int:
+        """Steps made; beams are compared with those that made as many."""
+        begun = self.longest - self.now.remaining if self.now is not None else 0
+        return self.complete * self.longest + begun
+
+    def advance(self) -> list[int]:
+        """The ids that would be a step, in order, with repetitions."""
+        if self.now is not None:
+            return list(self.now.advance())
+        return [token for constraint in self.pending for token in constraint.advance()]
+
+    def after(self, tokens: Iterable[int]) -> Progress:
+        """The progress when `tokens` follow."""
+        progress = self
+        for token in tokens:
+            progress = progress._add(token)
+        return progress
+
+    def forced(self) -> list[tuple[int, Progress]]:
+        """Every step and the progress after it.
+
+        In 4.49 copies of a disjunction in the middle share one list of its ids: what one tries the next ones find
+        begun, and all that do not end with their step are in the end as far as the list.
+        """
+        found, shared = [], self
+        for token in self.advance():
+            found.append((token, shared._add(token)))
+            if shared.now is not None and token in shared.now.advance():
+                shared = replace(shared, now=shared.now.step(token))
+        if self.now is None:
+            return found
+        return [(token, after if after.now is None else replace(after, now=shared.now)) for token, after in found]
+
+    def _add(self, token: int) -> Progress:
+        if self.now is not None:
+            if token in self.now.advance():
+                return self._begun(self.now.step(token), self.pending)
+            # What breaks a phrase is not tried as the beginning of another.
+            return replace(self, pending=(*self.pending, self.now.constraint), now=None)
+        for i, constraint in enumerate(self.pending):
+            if token in constraint.advance():
+                return self._begun(Begun(constraint, (token,)), self.pending[:i] + self.pending[i + 1 :])
+        return self
+
+    def _begun(self, now: Begun, pending: tuple[Constraint, ...]) -> Progress:
+        if now.remaining:
+            return replace(self, pending=pending, now=now)
+        return replace(self, pending=pending, now=None, complete=self.complete + 1)
+
+
+def wanted(constraints: Any, force_words_ids: Any) -> list[Constraint]:
+    """All constraints of a call, objects first; raises OptionError for what is none."""
+    objects = [] if constraints is None else constraints
+    if not _is_list(objects) or not all(isinstance(item, Constraint) for item in objects):
+        expected = "a list of specdec.PhrasalConstraint and specdec.DisjunctiveConstraint"
+        raise OptionError.of("constraints", expected, constraints)
+    words = [] if force_words_ids is None else force_words_ids
+    if not _is_list(words):
+        raise OptionError.of("force_words_ids", "a list of phrases, or of lists of phrases", force_words_ids)
+    if any(given is not None and not len(given) for given in (constraints, force_words_ids)):
+        name = "constraints" if constraints is not None and not len(constraints) else "force_words_ids"
+        raise OptionError(f"`{name}` is empty: pass at least one phrase, or leave it out")
+    return [*objects, *map(_word, words)]
+
+
+def _word(ids: Any) -> Constraint:
+    try:
+        nested = _is_list(ids) and len(ids) > 0 and _is_list(ids[0])
+        return DisjunctiveConstraint(ids) if nested else PhrasalConstraint(ids)
+    except OptionError as error:
+        raise OptionError(f"`force_words_ids` holds {ids!r}: {error}") from None
+
+
+def _phrase(name: str, ids: Any) -> tuple[int, ...]:
+    ids = ids.tolist() if hasattr(ids, "tolist") else ids
+    if not _is_list(ids) or not len(ids) or not all(map(_is_id, ids)):
+        raise OptionError.of(name, "phrases: lists of at least one id", ids)
+    return tuple(map(int, ids))
+
+
+def _is_id(item: object) -> bool:
+    return isinstance(item, Integral) and not isinstance(item, bool) and int(item) >= 0
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)

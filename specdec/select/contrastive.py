@@ -1,0 +1,131 @@
+"""Contrastive search: the likeliest few tokens, less their likeness to what is there (arXiv 2202.06417).
+
+Semantics of transformers 4.49. The candidates of the next token are leaves of one search: the choice between them
+needs the target's last hidden state at each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from specdec.select.base import Processing, guide, process
+from specdec.select.scoring import Hypothesis
+from specdec.select.stopping import Stopping
+from specdec.types import Move, Row, Seen, Step
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """Where a search stands: the text so far, and the candidates for the next token.
+
+    `context` `[length, width]` are the directions of all hidden states, `probs` `[candidates]` float32 the candidates'
+    probabilities. `step` is what will be known of the next token; `scores` are those kept of all steps.
+    """
+
+    tokens: tuple[int, ...] = ()
+    candidates: tuple[int, ...] = ()
+    context: Tensor | None = None
+    probs: Tensor | None = None
+    step: Step | None = None
+    scores: tuple[Tensor, ...] = ()
+    finish: str | None = None
+
+    @property
+    def length(self) -> int:
+        """How many tokens have been chosen."""
+        return len(self.tokens)
+
+    @property
+    def leaf_scores(self) -> list[float]:
+        """No candidate is ahead."""
+        return [0.0] * max(len(self.candidates), 1)
+
+    @property
+    def finished(self) -> tuple[Hypothesis, ...]:
+        """The text, as a search's only one."""
+        return (Hypothesis(self.tokens, 0.0, (), self.finish or ""),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contrastive:
+    """Picks the best of `top_k` by (1 - `penalty_alpha`) * probability - `penalty_alpha` * largest cosine.
+
+    `keep_traces` says that hidden states or attentions are wanted as outputs.
+    """
+
+    processors: Processing
+    stop: Stopping
+    top_k: int
+    penalty_alpha: float
+    guidance_scale: float | None = None
+    keep_scores: bool = False
+    keep_logits: bool = False
+    keep_traces: bool = False
+    num_beams = 1
+    needs_hidden = True
+
+    def begin(self) -> Contrast:
+        """The state before the prompt was read."""
+        return Contrast()
+
+    def advance(self, row: Row, state: Contrast, seen: Sequence[Seen]) -> Move:
+        """Emits one of the candidates that were seen, and asks for those of the next token; at first only asks."""
+        if state.context is None:
+            after = self._ask(row, Contrast(context=_directions(seen[0])), seen[0])
+            return Move(after, [0] * len(after.candidates), list(after.candidates), None, self._shown(0))
+        ahead = torch.cat([_directions(s) for s in seen])
+        pick = self._pick(state, ahead)
+        tokens = (*state.tokens, state.candidates[pick])
+        step, scores = state.step, state.scores
+        assert step is not None
+        step = Step(tokens[-1], -1, step.logits, step.scores)
+        if step.scores is not None:
+            scores = (*scores, step.scores[None])
+        finish = self.stop(row, _new(row, tokens), scores or None)
+        context = torch.cat([state.context, ahead[pick : pick + 1]])
+        after = Contrast(tokens, context=context, scores=scores, finish=finish)
+        if finish is not None:
+            return Move(after, [], [], step, ())
+        after = self._ask(row, after, seen[pick])
+        return Move(after, [pick] * len(after.candidates), list(after.candidates), step, self._shown(pick))
+
+    def _ask(self, row: Row, state: Contrast, seen: Seen) -> Contrast:
+        """The state with the candidates for its next token, by what the target said of its text."""
+        logits = seen.logits
+        if seen.unconditional is not None and self.guidance_scale is not None:
+            logits = guide(logits, seen.unconditional, self.guidance_scale)
+        processed = process(self.processors, row, _new(row, state.tokens), logits)
+        probs, ids = torch.softmax(processed, dim=-1).topk(min(self.top_k, processed.shape[-1]))
+        step = Step(
+            -1,
+            -1,
+            seen.logits.to(torch.float32, copy=True) if self.keep_logits else None,
+            processed.clone() if self.keep_scores else None,
+        )
+        return Contrast(state.tokens, tuple(ids.tolist()), state.context, probs, step, state.scores)
+
+    def _pick(self, state: Contrast, ahead: Tensor) -> int:
+        """Which candidate, of directions `ahead` `[candidates, width]`; of equals the likeliest."""
+        assert state.context is not None
+        assert state.probs is not None
+        likeness = (ahead @ state.context.T).max(dim=-1).values.to(state.probs.device)
+        return int(((1 - self.penalty_alpha) * state.probs - self.penalty_alpha * likeness).argmax())
+
+    def _shown(self, leaf: int) -> tuple[int, ...]:
+        return (leaf,) if self.keep_traces else ()
+
+
+def _directions(seen: Seen) -> Tensor:
+    """The last hidden states `[nodes, width]` that led to what was seen, float32, each of length 1."""
+    assert seen.trace.hidden_states is not None
+    return normalize(seen.trace.hidden_states[-1].float(), dim=-1)
+
+
+def _new(row: Row, tokens: Sequence[int]) -> list[int]:
+    """Those of the generated `tokens` that are not yet the row's text."""
+    return list(tokens[len(row.tokens) - row.prompt_length :])

@@ -1,0 +1,169 @@
+"""What all searches over beams share: candidates and hypotheses, the beams' log-probabilities, a draft's look ahead."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec.select.base import Processing, guide
+from specdec.select.rules import GreedyRule, fit
+from specdec.select.stopping import Stopping
+from specdec.types import Branch, Row, Seen
+
+EarlyStopping = bool | Literal["never", "exhaustive"]
+FAR = -1e9
+"""What makes a beam a spare one: before the first token, all but one are, and after an end its continuation."""
+
+LOOK = 2
+"""A draft's level has so many times as many branches as the search has beams."""
+
+
+class Hypothesis(NamedTuple):
+    """A text that ended: its new tokens, its score after the length penalty, the beam of every step, and why."""
+
+    tokens: tuple[int, ...]
+    score: float
+    origins: tuple[int, ...]
+    reason: str
+
+
+class Beam(NamedTuple):
+    """A live text: its new tokens, the sum of their processed log-probabilities, the beam that each continued."""
+
+    tokens: tuple[int, ...] = ()
+    score: float = 0.0
+    origins: tuple[int, ...] = ()
+
+
+def first_beams(count: int) -> tuple[Beam, ...]:
+    """The beams before the first token: one, and spare ones that count where it has too few continuations."""
+    return (Beam(), *(Beam(score=FAR) for _ in range(count - 1)))
+
+
+class Candidates(NamedTuple):
+    """Continuations of live beams, in the order in which they were chosen: score, beam, token."""
+
+    scores: list[float]
+    parents: list[int]
+    tokens: list[int]
+
+    def extend(self, live: Sequence[Beam], i: int) -> Beam:
+        """Candidate `i` as a beam."""
+        parent = live[self.parents[i]]
+        return Beam((*parent.tokens, self.tokens[i]), self.scores[i], (*parent.origins, self.parents[i]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scoring:
+    """Base of the searches over beams.
+
+    A hypothesis is scored by its sum of log-probabilities over (generated tokens, end included) ** `length_penalty`.
+    """
+
+    processors: Processing
+    stop: Stopping
+    num_beams: int
+    max_new_tokens: int
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
+    width: int | None = None
+    guidance_scale: float | None = None
+    keep_scores: bool = False
+    keep_logits: bool = False
+    needs_hidden = False
+
+    @property
+    def rule(self) -> GreedyRule:
+        """What a draft that only knows sequences guesses after the best beam."""
+        return GreedyRule(self.processors.drafting, self.width)
+
+    def candidates(self, beams: int) -> int:
+        """So many continuations are looked at, that `beams` go on even if the best all end."""
+        return max(2, 1 + len(self.stop.eos_ids)) * beams
+
+    def texts(self, row: Row, ids: Tensor | None) -> Tensor | None:
+        """The beams' ids `[beams, length]`, where anything reads them; before the first token they are the prompt."""
+        if not (self.stop.reads_ids or (len(self.processors) and self.processors.reads_ids)):
+            return None
+        return ids if ids is not None else row.prefix()[:, : row.prompt_length].expand(self.num_beams, -1).clone()
+
+    def logits(self, seen: Sequence[Seen], beams: int) -> Tensor:
+        """The target's own `[beams, vocab]` float32; before the first token all beams have the prompt's."""
+        return torch.stack([s.logits for s in seen]).float().expand(beams, -1)
+
+    def guides(self, seen: Sequence[Seen]) -> bool:
+        """Whether a shadow's logits belong into the scores."""
+        return seen[0].unconditional is not None and self.guidance_scale is not None
+
+    def log_probs(self, seen: Sequence[Seen], beams: int) -> Tensor:
+        """Log-probabilities `[beams, vocab]` before processors, guided."""
+        logits = self.logits(seen, beams)
+        if not self.guides(seen):
+            return torch.log_softmax(logits, dim=-1)
+        unconditional = torch.stack([s.unconditional for s in seen if s.unconditional is not None])
+        return guide(logits, unconditional, self.guidance_scale or 1.0)
+
+    def draft_scores(self, row: Row, ends: Sequence[Branch], logits: Tensor) -> Tensor:
+        """A draft's log-probabilities `[ends, vocab]` of texts that go on, after the processors that may see them."""
+        drafting = self.processors.drafting
+        scores = torch.log_softmax(fit(logits, self.width).float(), dim=-1)
+        if len(drafting):
+            scores = drafting(_texts(row, ends) if drafting.reads_ids else None, scores)
+        scores[:, list(self.stop.eos_ids)] = -torch.inf
+        return scores
+
+
+def branches(found: Candidates, ends: Sequence[Branch]) -> list[tuple[int, Branch]]:
+    """What was found as a draft's next level, best first."""
+    finite = [
+        (parent, Branch([*ends[parent].tokens, token], score, math.exp(score - ends[parent].score)))
+        for score, parent, token in zip(*found, strict=True)
+        if math.isfinite(score)
+    ]
+    return sorted(finite, key=lambda branch: -branch[1].score)
+
+
+def best(logits: Tensor, running: Sequence[float], count: int) -> Candidates:
+    """The `count` best continuations by `log_softmax(logits) + running`, `logits` `[beams, vocab]` float32.
+
+    Only the best of every beam are normalised, from one logsumexp each.
+    """
+    values, ids = logits.topk(min(count, logits.shape[-1]), dim=-1)
+    values = values - logits.logsumexp(-1, keepdim=True) + torch.tensor(running, device=logits.device)[:, None]
+    top, places = values.flatten().topk(min(count, values.numel()))
+    per_beam = values.shape[1]
+    return Candidates(top.tolist(), (places // per_beam).tolist(), ids.flatten()[places].tolist())
+
+
+def best_of(scores: Tensor, running: Sequence[float], count: int) -> Candidates:
+    """The `count` best by `scores + running`, `scores` `[beams, vocab]` float32."""
+    return best_totals(totals(scores, running), count)
+
+
+def totals(scores: Tensor, running: Sequence[float]) -> Tensor:
+    """`scores` `[beams, vocab]` float32 with every beam's sum so far."""
+    return scores + torch.tensor(running, device=scores.device)[:, None]
+
+
+def best_totals(total: Tensor, count: int) -> Candidates:
+    """The `count` best entries of `total` `[beams, vocab]`."""
+    top, places = total.flatten().topk(min(count, total.numel()))
+    vocab = total.shape[1]
+    return Candidates(top.tolist(), (places // vocab).tolist(), (places % vocab).tolist())
+
+
+def extended(ids: Tensor, parents: Sequence[int], tokens: Sequence[int]) -> Tensor:
+    """`ids` `[beams, length]` of `parents`, each with one of `tokens` behind `[candidates, length + 1]`."""
+    return torch.cat((ids[list(parents)], torch.tensor(tokens, device=ids.device)[:, None]), dim=1)
+
+
+def _texts(row: Row, ends: Sequence[Branch]) -> Tensor:
+    """The texts of all `ends` `[ends, length]`."""
+    tails = torch.tensor([end.tokens for end in ends], dtype=torch.long)
+    text = row.prefix().expand(len(ends), -1)
+    return torch.cat((text, tails.to(text.device)), dim=1)
