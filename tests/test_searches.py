@@ -229,6 +229,14 @@ def test_guidance() -> None:
             assert_same(generate(model, model, RAGGED[:1], options, **more), plain)
 
 
+def test_a_large_bias_does_not_break_a_look_ahead() -> None:
+    """A draft's confidence in a biased token is at most 1. (Its exponential overflowed.)"""
+    model = tiny("llama", vocab=VOCAB)
+    for options in ({"num_beams": 2}, *BEAMS):
+        biased = {**options, "sequence_bias": [[[20], 1000.0]]}
+        assert_same(generate(model, model, RAGGED[:1], biased), generate(model, None, RAGGED[:1], biased))
+
+
 def test_processors_of_the_user_run_per_group() -> None:
     """A processor of the caller sees the ids of one group at a time."""
     seen: list[tuple[int, ...]] = []

@@ -121,7 +121,7 @@ class Scoring:
 def branches(found: Candidates, ends: Sequence[Branch]) -> list[tuple[int, Branch]]:
     """What was found as a draft's next level, best first."""
     finite = [
-        (parent, Branch([*ends[parent].tokens, token], score, math.exp(score - ends[parent].score)))
+        (parent, Branch([*ends[parent].tokens, token], score, math.exp(min(score - ends[parent].score, 0.0))))
         for score, parent, token in zip(*found, strict=True)
         if math.isfinite(score)
     ]
