@@ -18,6 +18,7 @@ IDS: dict[str, Any] = {"ids": lambda path: path.stem}
 def test_all_presets_are_there() -> None:
     """The folder holds what the documentation lists."""
     published = {"gpt2", "gpt3", "llama", "lamda", "meena", "beam-search", "beam-summary", "beam-sample"}
+    published |= {"group-beam-search", "constrained-beam-search", "contrastive-search"}
     assert {path.stem for path in PRESETS} >= published
 
 
