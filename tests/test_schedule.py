@@ -111,3 +111,28 @@ def test_cost_gets_over_a_stall() -> None:
     schedule = schedule.after(outcome(3, 3, seconds=(30.0, 30.0), confidence=[0.7] * 3))
     assert schedule.passes.at(4) < 0.03
     assert max(schedule.draft_seconds.values()) < 0.003
+
+
+def test_wide_drafts_pay_for_all_their_nodes() -> None:
+    """A search's draft takes several nodes for each token: what pays for a chain does not pay for eight branches."""
+
+    def settled(width: int) -> int:
+        schedule: Any = Cost()
+        drafted = 0
+        for _ in range(60):
+            plan = schedule.plan([Key(0)])[0]
+            depth = 0
+            while depth < plan.limit and plan.go_on([0.7] * depth, width):
+                depth += 1
+            accepted = min(depth, 1)
+            steps = [Step(0, 0)] * (accepted + 1)
+            row = RowRound(0, width * depth, depth, accepted, False, "model", [0.7] * depth, steps)
+            nodes = 4 + width * depth
+            schedule = schedule.after(
+                Round([row], nodes, 0.1 * depth, 0.6 + 0.1 * nodes, 0.0, 0.6 + 0.1 * (nodes + depth))
+            )
+            drafted += depth
+        return drafted
+
+    assert settled(1) > 60
+    assert settled(10) < 30

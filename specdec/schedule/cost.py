@@ -134,6 +134,8 @@ class Cost:
     passes: Line = Line()
     draft_seconds: Mapping[str, float] = field(default_factory=dict)  # of one draft pass by source, fading means
     other_seconds: float = 0.0  # of a round, outside draft and target
+    roots: float = 1.0  # nodes that a row needs without a draft: its live branches
+    width: float = 1.0  # nodes that a drafted token takes: a search's draft has many branches
     plain_seconds: float | None = None  # of a target pass per row when nothing is drafted, fading mean
     tokens: float = 0.0  # fading sums over rounds, for the rate
     seconds: float = 0.0
@@ -160,8 +162,10 @@ class Cost:
     def _pays(self, rows: int) -> bool:
         """Whether some number of tokens per row is predicted to beat plain decoding."""
         plain, mean, slope = self._plain_rate(rows), self.acceptance.mean, self.passes.slope
-        seconds = self.passes.at(rows) + self.other_seconds
-        more = rows * slope + min(self.draft_seconds.values())  # of one more token per row, from the cheapest source
+        seconds = self.passes.at(rows * self.roots) + self.other_seconds
+        more = rows * self.width * slope + min(
+            self.draft_seconds.values()
+        )  # of one more token per row, from the cheapest source
         expected = chance = 1.0
         for k in range(1, self.k + 1):
             chance *= mean
@@ -172,7 +176,7 @@ class Cost:
 
     def _plain_rate(self, rows: int) -> float:
         """Tokens per second without a draft: as measured, or where there was no such pass yet, as predicted."""
-        seconds = self.passes.at(rows) if self.plain_seconds is None else rows * self.plain_seconds
+        seconds = self.passes.at(rows * self.roots) if self.plain_seconds is None else rows * self.plain_seconds
         return rows / (seconds + self.other_seconds)
 
     def after(self, round: Round) -> Cost:
@@ -183,9 +187,12 @@ class Cost:
         if any(row.prefill for row in round.rows):
             return replace(self, acceptance=acceptance)
         drafted = max(row.depth for row in round.rows)
+        nodes, depths = sum(row.drafted for row in round.rows), sum(row.depth for row in round.rows)
         return replace(
             self,
             acceptance=acceptance,
+            roots=_fading(self.roots, (round.nodes - nodes) / len(round.rows)),
+            width=_fading(self.width, nodes / depths) if depths else self.width,
             passes=self.passes.add(round.nodes, round.verify_seconds),
             draft_seconds=self._drafting(round, drafted),
             plain_seconds=self.plain_seconds
