@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from transformers import TextIteratorStreamer
 
 from specdec import LanguageModel, OptionError, SpecGenerator
 from specdec.select import beam
+from specdec.zoo import pair
 from tests.oracle import oracle
 from tests.test_exact import prompt_for
 from tests.tiny import tiny
@@ -242,3 +245,20 @@ def test_beams_stream_at_the_end() -> None:
     assert [event.token_ids for event in events] == out.new_tokens()
     with pytest.raises(OptionError, match="streamer"):
         generator.generate([[5, 6]], **{**options, "streamer": TextIteratorStreamer(None)})
+
+
+def test_the_documented_example() -> None:
+    """The worked example of docs/beams.md gives what its tables say."""
+    page = (Path(__file__).parent.parent / "docs" / "beams.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {"SpecGenerator": SpecGenerator, "pair": pair}
+    exec(re.findall(r"```python\n(.*?)```", page, re.S)[0], names)
+    out, decode = names["out"], names["gen"].tokenizer.decode
+    told = re.findall(r'^\| (\d) \| (\d) \| `"(.*)"` \| (\d) \| (-[\d.]+) \|$', page, re.M)
+    assert len(told) == 6
+    for step, number, text, origin, score in told:
+        beam = out.trace[0][int(step) - 1].live[int(number)]
+        assert decode(list(beam.tokens)) == text.replace("\\n", "\n")
+        assert (beam.origins[-1], f"{beam.score:.3f}") == (int(origin), score)
+    for row, (text, indices) in enumerate(re.findall(r'^\| \d \| `"(.*)"` \|.*\| `(\[.*\])` \|$', page, re.M)):
+        assert out.texts[row] == text.replace("\\n", "\n")
+        assert str(out.beam_indices[row].tolist()) == indices

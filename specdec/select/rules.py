@@ -79,7 +79,7 @@ class CoupledRule:
     def pick(self, row: Row, guesses: list[int], logits: Tensor) -> tuple[int, float, Tensor | None]:
         """The coupled draw from draft `logits` `[vocab]` after `guesses`, its probability, and no q."""
         scores = process(self.processors, row, guesses, fit(logits, self.width))
-        if math.isnan(float(scores.max())):
+        if not math.isfinite(float(scores.max())):
             return NOTHING
         token = noise.draw(scores, noise.key(self.seed, noise.COUPLED, generated(row) + len(guesses)))
         return token, confidence(scores, token), None
@@ -97,7 +97,7 @@ class SampledRule:
     def pick(self, row: Row, guesses: list[int], logits: Tensor) -> tuple[int, float, Tensor | None]:
         """A draw from draft `logits` `[vocab]` after `guesses`, its probability, and q `[width]` float32."""
         scores = process(self.processors, row, guesses, fit(logits, self.width))
-        if math.isnan(float(scores.max())):
+        if not math.isfinite(float(scores.max())):
             return NOTHING
         token = noise.draw(scores, noise.key(self.seed, noise.DRAFT, generated(row), len(guesses)))
         q = torch.softmax(scores, dim=-1)

@@ -147,3 +147,9 @@ def test_rows_and_samples_get_seeds_of_their_own() -> None:
     """Folding never repeats itself over neighbouring seeds and rows, and takes any integer."""
     assert len({fold(seed, row) for seed in range(-64, 64) for row in range(64)}) == 128 * 64
     assert fold(2**70, 1) == fold(2**70, 1)
+
+
+def test_nothing_left_to_draw_is_an_error() -> None:
+    """Processors that forbid every token are found out. (The first token came, for ever.)"""
+    with pytest.raises(SpecdecError, match="no token is left"):
+        noise.draw(torch.full((9,), -torch.inf), 3)
