@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import TextIteratorStreamer
 
 from specdec import LanguageModel, OptionError, SpecGenerator
+from specdec.errors import SpecdecError
 from specdec.select import beam
 from specdec.zoo import pair
 from tests.oracle import oracle
@@ -262,3 +263,12 @@ def test_the_documented_example() -> None:
     for row, (text, indices) in enumerate(re.findall(r'^\| \d \| `"(.*)"` \|.*\| `(\[.*\])` \|$', page, re.M)):
         assert out.texts[row] == text.replace("\\n", "\n")
         assert str(out.beam_indices[row].tolist()) == indices
+
+
+def test_nothing_left_to_draw_is_an_error() -> None:
+    """Processors that forbid every token are found out."""
+    forbid = [lambda ids, scores: torch.full_like(scores, -torch.inf)]
+    with pytest.raises(SpecdecError, match="no token is left"):
+        SpecGenerator(tiny("llama", vocab=VOCAB)).generate(
+            [[5, 6]], num_beams=2, do_sample=True, max_new_tokens=3, logits_processor=forbid
+        )

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.errors import SpecdecError
 from specdec.select import noise
 from specdec.select.scoring import (
     FAR,
@@ -114,7 +115,10 @@ class BeamSearch(Scoring):
             return best(self.logits(seen, self.num_beams), running, count)
         if self.seed is None:
             return best_of(scores, running, count)
-        return drawn(scores, running, count, noise.key(self.seed, noise.BEAMS, state.length))
+        found = drawn(scores, running, count, noise.key(self.seed, noise.BEAMS, state.length))
+        if not found.tokens:
+            raise SpecdecError(noise.NONE_LEFT)
+        return found
 
     def _after(self, state: Beams, found: Candidates, ends: list[str | None]) -> tuple[Beams, list[int]]:
         """The next state, and which candidates are its live beams."""

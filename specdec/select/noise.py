@@ -32,7 +32,7 @@ _MASK32 = (1 << 32) - 1
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B1 - (1 << 32), 0x21F0AAAD, 0xD35A2D97 - (1 << 32)
 _REACH = 41.0
 """No two values of G differ by more than 36.8 + 3.7: logits further below the largest never win."""
-_NONE_LEFT = "no token is left to draw: the logits processors forbid all of them; leave one out, or loosen it"
+NONE_LEFT = "no token is left to draw: the logits processors forbid all of them; leave one out, or loosen it"
 _HEAD = 4.0
 _FEW = 1024
 
@@ -125,7 +125,7 @@ def _draw_cpu(logits: NDArray[np.float32], address: int) -> int:
     """The draw from `logits` `[vocab]`, with logarithms only for those tokens that can win it."""
     top = logits.max()
     if top == -np.inf:
-        raise SpecdecError(_NONE_LEFT)
+        raise SpecdecError(NONE_LEFT)
     ids = np.flatnonzero(logits >= top - np.float32(_REACH)).astype(np.uint32)
     if not len(ids):
         raise SpecdecError("the scores to sample from contain NaN")
@@ -148,5 +148,5 @@ def draw(logits: Tensor, address: int) -> int:
     noisy = gumbel(address, torch.arange(logits.shape[-1], device=logits.device)) + logits
     best, token = noisy.max(dim=-1)
     if best == -torch.inf:
-        raise SpecdecError(_NONE_LEFT)
+        raise SpecdecError(NONE_LEFT)
     return int(token)
