@@ -255,9 +255,8 @@ class Prepared:
         return Running(self, engine, encoding, began)
 
     def _row(self, prompt: RowPrompt, strategy: Any, stop: Stopping, key: int) -> RunningRow:
-        source = key // self.options.copies
-        common: dict[str, Any] = {"key": key, "max_length": stop.max_length, "device": self.target.device}
-        common["source"] = source
+        common: dict[str, Any] = {"key": key, "source": key // self.options.copies}
+        common |= {"max_length": stop.max_length, "device": self.target.device}
         shadow = None if prompt.negative is None else RunningRow(tokens=list(prompt.negative), **common)
         common |= {"encoder_tokens": prompt.encoder_ids, "embeds": prompt.embeds, "shadow": shadow}
         tokens = list(prompt.tokens)
@@ -297,9 +296,7 @@ class Prepared:
             return self._make_search(key, prompt, seed, {"processors": processors, "stop": stop, **common})
         if not o.samples:
             return Greedy(processors, **common)
-        strategy = STRATEGIES[o.sampling or "coupled"](processors, seed, **common)
-        strategy.ranked = o.num_samples is not None
-        return strategy
+        return STRATEGIES[o.sampling or "coupled"](processors, seed, ranked=o.num_samples is not None, **common)
 
     def _make_search(self, key: int, prompt: RowPrompt, seed: int, parts: dict[str, Any]) -> Strategy:
         """A search over beams."""
@@ -403,8 +400,3 @@ def check_least(options: Options, limit: int, prompts: Prompts, target: Language
                 f"`{name}`={asked} is out of reach, as the text ends after {limit - width} new tokens: "
                 "lower it, or raise `max_new_tokens`"
             )
-
-
-def expand(options: Options, prompts: Prompts) -> Prompts:
-    """Every prompt `num_return_sequences` times, copies side by side."""
-    return prompts.repeat(options.copies)

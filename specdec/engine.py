@@ -42,8 +42,7 @@ class Engine:
     """A running set of rows on one target and one draft: `add` rows, `step` until they finish, `release` them early.
 
     `draft=None` is plain decoding. `prefill_chunk` bounds the prompt tokens of one pass, unless hidden states or
-    attentions are kept: those of the prompt come from one pass. `last_hidden` keeps
-    the hidden states of the last layer only.
+    attentions are kept: those of the prompt come from one pass. `last_hidden` keeps the last layer's hidden states.
     """
 
     def __init__(
@@ -121,11 +120,8 @@ class Engine:
             if max(map(len, unread)) <= self._prefill_chunk or self._hidden_states or self._attentions:
                 return [lane.frontier(length) for lane, length in held]
             chunks = [Tree.chain(tokens[:-1][: self._prefill_chunk]) for tokens in unread]
-            # Crowns are held by those that have read everything.
-            crowns = [
-                EMPTY if new else lane.tree.part(range(lane.crown)) for new, (lane, _) in zip(unread, held, strict=True)
-            ]
-            trees = [chunk.graft(crown) for chunk, crown in zip(chunks, crowns, strict=True)]
+            # Those that have read everything sit out with their crowns.
+            trees = [chunk.graft(crown) for chunk, crown in zip(chunks, self.target.crowns, strict=True)]
             wholes = [length + len(new) + lane.tree.depth for new, (lane, length) in zip(unread, held, strict=True)]
             self.target.forward(trees, [0] * len(trees), embeds=self._embeds(chunks), wholes=wholes)
             self.target.commit([list(range(len(tree))) for tree in trees], trunks=list(map(len, chunks)))

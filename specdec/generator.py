@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from specdec.call import Extras, Prepared, Running, expand
+from specdec.call import Extras, Prepared, Running
 from specdec.config import Options, check_defaults, resolve
 from specdec.drafts import NAMES as DRAFT_NAMES
 from specdec.drafts import Drafts, is_name, language_model, loaded, models_of
@@ -160,7 +160,8 @@ class SpecGenerator:
         drafter = self._drafts.of_call(named, extras.tokenizer) if named else self.drafter
         drafter = self._drafts.suited(drafter, options.sampling)
         self._check_modes(drafter)
-        prompts = expand(options, read_prompts(prompt, messages, inputs, options, self.target, extras.tokenizer))
+        prompts = read_prompts(prompt, messages, inputs, options, self.target, extras.tokenizer)
+        prompts = prompts.repeat(options.copies)
         if drafter is None and (idle := [name for name in _DRAFTING if name in given]):
             raise OptionError(f"`{idle[0]}` says how much to draft, but there is no draft: name one, or leave it out")
         if extras.streamer is not None and options.at_the_end:

@@ -112,6 +112,7 @@ class LookaheadSession(ModelSession):
         for look in looks:
             lengths[look.slot] = _agreement(self._branches[look.slot].tokens, look.row.tokens)
         self._session.truncate(lengths)
+        self._session.refresh()
         for held, length in zip(self._branches, self._session.lengths, strict=True):
             if length < len(held.tokens):
                 del held.tokens[length:]

@@ -175,8 +175,6 @@ class ModelSession:
             lengths[chain.slot] = _agreement(self._held[chain.slot], chain.row.tokens)
         if any(length < len(held.tokens) for length, held in zip(lengths, self._held, strict=True)):
             self._session.truncate(lengths)
-            for held, length in zip(self._held, self._session.lengths, strict=True):
-                del held.tokens[length:]
         self._session.refresh()
         for held, length in zip(self._held, self._session.lengths, strict=True):
             if length < len(held.tokens):

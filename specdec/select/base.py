@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Protocol
 
 import torch
@@ -46,6 +47,7 @@ def guide(logits: Tensor, unconditional: Tensor, scale: float) -> Tensor:
     return scale * (torch.log_softmax(logits.float(), dim=-1) - known) + known
 
 
+@dataclass(eq=False, repr=False)
 class Strategy:
     """Base of the one-row strategies; `width` is the target's vocabulary, to which draft logits are cropped or padded.
 
@@ -54,23 +56,14 @@ class Strategy:
     under the target, before all processors. `needs_hidden` asks for hidden states.
     """
 
-    ranked = False
+    processors: Processing
+    _: KW_ONLY
+    width: int | None = None
+    guidance_scale: float | None = None
+    keep_scores: bool = False
+    keep_logits: bool = False
+    ranked: bool = False
     needs_hidden = False
-
-    def __init__(
-        self,
-        processors: Processing,
-        *,
-        width: int | None = None,
-        guidance_scale: float | None = None,
-        keep_scores: bool = False,
-        keep_logits: bool = False,
-    ) -> None:
-        self.processors = processors
-        self.width = width
-        self.guidance_scale = guidance_scale
-        self.keep_scores = keep_scores
-        self.keep_logits = keep_logits
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.processors!r})"

@@ -27,6 +27,7 @@ from specdec.select.scoring import (
     branches,
     extended,
     first_beams,
+    totals,
 )
 from specdec.types import Branch, Move, Row, Seen, Step
 
@@ -106,8 +107,7 @@ class BeamSearch(Scoring):
         """Processed log-probabilities `[beams, vocab]`; None where the logits themselves will do."""
         if not (len(self.processors) or self.guides(seen) or self.keep_scores or self.seed is not None):
             return None
-        scores = self.log_probs(seen, self.num_beams)
-        return self.processors(ids, scores) if len(self.processors) else scores
+        return self.processors(ids, self.log_probs(seen, self.num_beams))
 
     def _choose(self, state: Beams, scores: Tensor | None, seen: Sequence[Seen]) -> Candidates:
         running, count = [beam.score for beam in state.live], self.candidates(self.num_beams)
@@ -143,9 +143,7 @@ class BeamSearch(Scoring):
     def _may_improve(self, best: float, worst: float, length: int) -> bool:
         if self.early_stopping == "exhaustive":
             return True
-        if self.early_stopping == "never" and self.length_penalty > 0:
-            length = self.max_new_tokens
-        return self._penalised(best, length) > worst
+        return self._penalised(best, self.horizon(length)) > worst
 
     def _penalised(self, score: float, length: int) -> float:
         return float(np.float32(score) / np.float32(length**self.length_penalty))
@@ -157,7 +155,7 @@ class BeamSearch(Scoring):
 
 def drawn(scores: Tensor, running: Sequence[float], count: int, address: int) -> Candidates:
     """`count` draws without replacement from `softmax(scores + running)`, in the order drawn (Gumbel-top-k)."""
-    total = scores + torch.tensor(running, device=scores.device)[:, None]
+    total = totals(scores, running)
     beams, tokens = torch.isfinite(total).nonzero(as_tuple=True)
     finite = total[beams, tokens]
     noisy = finite.double()

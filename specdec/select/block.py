@@ -9,7 +9,6 @@ from torch import Tensor
 
 from specdec.errors import OptionError
 from specdec.select import noise
-from specdec.select.base import Processing
 from specdec.select.rejection import Rejection, draft_distribution, residual
 from specdec.select.rules import generated
 from specdec.types import Row, Scores, Step, Tree
@@ -44,35 +43,19 @@ def accept_chances(p: list[Tensor], q: list[Tensor], tokens: list[int]) -> tuple
     return chances, weights
 
 
+@dataclass(eq=False, repr=False)
 class Block(Rejection):
     """Block verification (arXiv 2403.10444, Algorithm 2) on drawn chains; the token rule on trees and guesses.
 
     The first step of a round looks ahead along the chain, so the processors must be pure, or OptionError is raised.
     """
 
-    def __init__(
-        self,
-        processors: Processing,
-        seed: int,
-        *,
-        width: int | None = None,
-        guidance_scale: float | None = None,
-        keep_scores: bool = False,
-        keep_logits: bool = False,
-    ) -> None:
-        if not processors.pure:
+    def __post_init__(self) -> None:
+        if not self.processors.pure:
             raise OptionError(
-                f'`sampling="block"` asks processors about text that may not come true, which {processors!r} may not '
-                'allow: use `sampling="rejection"`'
+                f'`sampling="block"` asks processors about text that may not come true, which {self.processors!r} may '
+                'not allow: use `sampling="rejection"`'
             )
-        super().__init__(
-            processors,
-            seed,
-            width=width,
-            guidance_scale=guidance_scale,
-            keep_scores=keep_scores,
-            keep_logits=keep_logits,
-        )
         self._verdict: _Verdict | None = None
 
     def advance(self, row: Row, new: list[int], scores: Scores, node: int) -> Step:

@@ -71,8 +71,7 @@ class ConstrainedSearch(PoolSearch):
     def advance(self, row: Row, state: ConstrainedBeams, seen: Sequence[Seen]) -> Move:
         """One step from the target's logits at all live beams."""
         ids, pool = self.texts(row, state.ids), state.pool
-        scores = self.log_probs(seen, self.num_beams)
-        total = totals(self.processors(ids, scores) if len(self.processors) else scores, pool.running)
+        total = totals(self.processors(ids, self.log_probs(seen, self.num_beams)), pool.running)
         found = best_totals(total, self.candidates(self.num_beams))
         going, pool = self.walk(pool, found, lambda beam: state.progress[beam].fulfilled)
         beams = [beam.tokens for beam in pool.live]

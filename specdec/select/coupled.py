@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from specdec.select import noise
-from specdec.select.base import Processing, Strategy
+from specdec.select.base import Strategy
 from specdec.select.rules import CoupledRule, GreedyRule, generated
 from specdec.types import DraftRule, Row, Scores, Step
 
 
+@dataclass(eq=False, repr=False)
 class Coupled(Strategy):
     """Samples `argmax(log p + G)` with Gumbel noise G addressed by (seed, position, token id) (arXiv 2408.07978).
 
@@ -15,24 +18,7 @@ class Coupled(Strategy):
     G, so that it tends to agree: P(match) >= (1 - TV(p, q)) / (1 + TV(p, q)). `seed` belongs to the row.
     """
 
-    def __init__(
-        self,
-        processors: Processing,
-        seed: int,
-        *,
-        width: int | None = None,
-        guidance_scale: float | None = None,
-        keep_scores: bool = False,
-        keep_logits: bool = False,
-    ) -> None:
-        super().__init__(
-            processors,
-            width=width,
-            guidance_scale=guidance_scale,
-            keep_scores=keep_scores,
-            keep_logits=keep_logits,
-        )
-        self.seed = seed
+    seed: int
 
     @property
     def rule(self) -> DraftRule:

@@ -41,9 +41,7 @@ class Pool:
 
     def extend(self, found: Candidates, i: int) -> Beam:
         """Candidate `i` as a beam."""
-        parent = self.live[found.parents[i]]
-        origins = (*parent.origins, self.offset + found.parents[i])
-        return Beam((*parent.tokens, found.tokens[i]), found.scores[i], origins)
+        return found.extend(self.live, i, self.offset)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,9 +95,7 @@ class PoolSearch(Scoring):
             return False
         if self.early_stopping is True:
             return True
-        if self.early_stopping == "never" and self.length_penalty > 0:
-            length = self.max_new_tokens
-        return min(h.score for h in ended) >= best / length**self.length_penalty
+        return min(h.score for h in ended) >= best / self.horizon(length) ** self.length_penalty
 
 
 def ranked(ended: Iterable[Hypothesis]) -> tuple[Hypothesis, ...]:

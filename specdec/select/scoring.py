@@ -52,10 +52,10 @@ class Candidates(NamedTuple):
     parents: list[int]
     tokens: list[int]
 
-    def extend(self, live: Sequence[Beam], i: int) -> Beam:
-        """Candidate `i` as a beam."""
+    def extend(self, live: Sequence[Beam], i: int, offset: int = 0) -> Beam:
+        """Candidate `i` as a beam; `offset` is the number of the first live one."""
         parent = live[self.parents[i]]
-        return Beam((*parent.tokens, self.tokens[i]), self.scores[i], (*parent.origins, self.parents[i]))
+        return Beam((*parent.tokens, self.tokens[i]), self.scores[i], (*parent.origins, offset + self.parents[i]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +85,10 @@ class Scoring:
     def candidates(self, beams: int) -> int:
         """So many continuations are looked at, that `beams` go on even if the best all end."""
         return max(2, 1 + len(self.stop.eos_ids)) * beams
+
+    def horizon(self, length: int) -> int:
+        """The length at which a live beam of `length` tokens is judged."""
+        return self.max_new_tokens if self.early_stopping == "never" and self.length_penalty > 0 else length
 
     def texts(self, row: Row, ids: Tensor | None) -> Tensor | None:
         """The beams' ids `[beams, length]`, where anything reads them; before the first token they are the prompt."""
