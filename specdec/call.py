@@ -234,7 +234,7 @@ class Prepared:
             call = Call(
                 PerRow({key: s.rule for key, s in enumerate(self.strategies) if not isinstance(s, Contrastive)}),
                 self.target.vocab_size,
-                search=PerSearch(dict(enumerate(self.strategies))) if o.beams > 1 else None,  # type: ignore[arg-type]
+                branching=self._branching(),
                 encoding=encoding,
                 draft_inputs=inputs,
                 sources=[row.source or 0 for row in rows],
@@ -253,6 +253,14 @@ class Prepared:
         )
         engine.add(rows, encoding)
         return Running(self, engine, encoding, began)
+
+    def _branching(self) -> PerSearch | None:
+        """How a draft may look ahead with branches, where there are any."""
+        if self.options.beams > 1:
+            return PerSearch(dict(enumerate(self.strategies)))  # type: ignore[arg-type]
+        if (getattr(self.schedule, "branches", None) or 1) == 1:
+            return None
+        return PerSearch({key: s.rule for key, s in enumerate(self.strategies) if not isinstance(s, Contrastive)})  # type: ignore[misc]
 
     def _row(self, prompt: RowPrompt, strategy: Any, stop: Stopping, key: int) -> RunningRow:
         common: dict[str, Any] = {"key": key, "source": key // self.options.copies}

@@ -94,6 +94,7 @@ class Options(BaseModel):
     # drafting
     schedule: Any = None
     num_assistant_tokens: Positive | None = None
+    num_assistant_branches: Positive | None = None
     assistant_confidence_threshold: Share | None = None
     prefill_chunk_size: Positive | None = None
     # outputs
@@ -386,7 +387,7 @@ def _check_contradictions(given: Mapping[str, Any]) -> None:
     elif schedule is not None:
         if not (hasattr(schedule, "plan") and hasattr(schedule, "after")):
             raise OptionError.of("schedule", f"one of {', '.join(SCHEDULES)} or a Schedule", schedule)
-        for name in ("num_assistant_tokens", "assistant_confidence_threshold"):
+        for name in ("num_assistant_tokens", "num_assistant_branches", "assistant_confidence_threshold"):
             if name in given:
                 raise OptionError(f"`{name}` and a `schedule` object contradict: set it in the schedule")
     for low, high in (("min_new_tokens", "max_new_tokens"), ("min_length", "max_length")):

@@ -191,6 +191,7 @@ class Engine:
 
 
 def _share(row: RunningRow, proposal: Tree, walk: Walk) -> RowRound:
+    tested, levels = row.tested(proposal, walk)
     return RowRound(
         key=row.key,
         drafted=len(proposal),
@@ -198,7 +199,8 @@ def _share(row: RunningRow, proposal: Tree, walk: Walk) -> RowRound:
         accepted=walk.accepted,
         prefill=not row.steps,
         source=proposal.source,
-        confidence=proposal.best_confidence(),
+        tested=tested,
+        levels=levels,
         steps=walk.steps,
         finish=walk.finish,
     )

@@ -25,7 +25,8 @@ from specdec.types import BatchDrafter
 
 _EXTRAS = tuple(Extras.__dataclass_fields__)
 _OBJECTS = (*_EXTRAS, "generation_config", *DRAFT_NAMES)
-_DRAFTING = ("schedule", "num_assistant_tokens", "assistant_confidence_threshold")
+WIDEST = 16  # nodes that a draft pass continues at most, where the cost rule decides
+_DRAFTING = ("schedule", "num_assistant_tokens", "num_assistant_branches", "assistant_confidence_threshold")
 
 
 class SpecGenerator:
@@ -193,19 +194,21 @@ class SpecGenerator:
         """The schedule by name, or the caller's own; prompt lookup by transformers' name drafts as much as it says."""
         if not isinstance(o.schedule, str | None):
             return o.schedule
-        k, threshold = o.num_assistant_tokens, o.assistant_confidence_threshold
+        k, threshold, branches = o.num_assistant_tokens, o.assistant_confidence_threshold, o.num_assistant_branches
         lookup = named.get("prompt_lookup_num_tokens")
         match o.schedule:
             case None if lookup is not None and k is None:
-                return Constant(lookup, threshold or 0.0)
+                return Constant(lookup, threshold or 0.0, branches)
             case "constant":
-                return Constant(k or 5, threshold or 0.0)
+                return Constant(k or 5, threshold or 0.0, branches)
             case "confidence":
-                return Confidence(k or 20, 0.4 if threshold is None else threshold)
+                return Confidence(k or 20, 0.4 if threshold is None else threshold, branches)
             case "cost":
-                return self._cost.fresh(k or 32)
+                # Trees that are drawn node by node bring less, and the branches of beams are theirs to choose.
+                chain = o.beams > 1 or o.sampling in ("rejection", "block")
+                return self._cost.fresh(k or 32, branches or (None if chain else WIDEST))
             case _:
-                return Heuristic(k or 5, threshold or 0.0)
+                return Heuristic(k or 5, threshold or 0.0, branches)
 
     def _learn(self, call: Running) -> None:
         """What a call found out about costs and acceptance serves the next one."""

@@ -130,6 +130,10 @@ class RunningRow:
         """The strategy's ordinary steps, for as long as the target was asked about the text that they produce."""
         raise NotImplementedError
 
+    def tested(self, proposal: Tree, walk: Walk) -> tuple[list[tuple[float, bool]], int]:
+        """The draft's beliefs that a walk put to the test, whether they came true, and on how many levels they lay."""
+        raise NotImplementedError
+
     def take(self, walk: Walk) -> None:
         """Makes what a walk brought the row's own."""
         raise NotImplementedError
@@ -162,6 +166,18 @@ class TextRow(RunningRow):
             if node is not None:
                 path.append(node)
         return Walk(steps, path, len(path), len(path), finish, (kept, _traces(scores, steps, path)))
+
+    def tested(self, proposal: Tree, walk: Walk) -> tuple[list[tuple[float, bool]], int]:
+        """Of every node that a step was taken after, all children; the step that ended the text does not count."""
+        taken, steps = set(walk.path), walk.steps[:-1] if walk.finish else walk.steps
+        passed = dict.fromkeys([-1, *walk.path][: len(steps)], False)
+        belief = proposal.confidence or [1.0] * len(proposal)
+        outcomes = []
+        for node, parent in enumerate(proposal.parents):
+            if parent in passed:
+                passed[parent] = True
+                outcomes.append((belief[node], node in taken))
+        return outcomes, sum(passed.values())
 
     def take(self, walk: Walk) -> None:
         """New tokens, for the shadow too."""
@@ -232,6 +248,12 @@ class SearchRow(RunningRow):
             nodes = [children.get(end) for end in ends]
         path, trunk, after = self._survivors(whole, view, ends, nodes)
         return Walk(steps, path, trunk, len(states) - 1, state.finish, (states, traces, *after))
+
+    def tested(self, proposal: Tree, walk: Walk) -> tuple[list[tuple[float, bool]], int]:
+        """Depth by depth the belief in the likeliest node, as far as the search came and one further."""
+        levels = min(walk.accepted + (walk.finish is None), proposal.depth)
+        belief = proposal.best_confidence() or [1.0] * levels
+        return [(belief[i], i < walk.accepted) for i in range(levels)], levels
 
     def take(self, walk: Walk) -> None:
         """The new state, and the tree that is left."""

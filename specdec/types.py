@@ -80,6 +80,16 @@ class Tree:
             found.setdefault(key, node)
         return found
 
+    def follow(self, tokens: Sequence[int]) -> tuple[int, bool]:
+        """How many of `tokens` are on one path from the known text, and whether the tree guessed another one next."""
+        children, node, count = self.children(), -1, 0
+        for token in tokens:
+            after = children.get((node, token))
+            if after is None:
+                return count, node in self.parents
+            node, count = after, count + 1
+        return count, False
+
     def depths(self) -> list[int]:
         """Distance of every node from the known text; its direct continuation has depth 0."""
         depths: list[int] = []
@@ -94,8 +104,8 @@ class Tree:
 
     def best_confidence(self) -> list[float] | None:
         """The draft's belief in the likeliest node of every depth, where it has one."""
-        if self.confidence is None or self.is_chain:
-            return self.confidence
+        if self.confidence is None:
+            return None
         best = [0.0] * self.depth
         for depth, confidence in zip(self.depths(), self.confidence, strict=True):
             best[depth] = max(best[depth], confidence)
@@ -153,8 +163,8 @@ class RowRound:
     """One row's share of a round.
 
     `drafted` counts proposed nodes and `depth` the longest path of them; the first `accepted` of `steps` were decided
-    by proposed nodes; `finish` says why the row ended, if it did. `confidence` is the draft's belief by depth, where it
-    has one.
+    by proposed nodes; `finish` says why the row ended, if it did. `tested` are the draft's beliefs in the nodes that
+    came into question, and whether they came true; they lay on `levels` levels of the proposal.
     """
 
     key: int
@@ -163,7 +173,8 @@ class RowRound:
     accepted: int
     prefill: bool
     source: str
-    confidence: list[float] | None
+    tested: Sequence[tuple[float, bool]]
+    levels: int
     steps: list[Step]
     finish: str | None = None
 
@@ -272,12 +283,15 @@ class Search(Protocol):
 class Branch(NamedTuple):
     """A path that a draft considers: its tokens after the row's shared text, its score, its last token's chance.
 
-    `mark` is the search's own note.
+    `chances` are those of all its tokens, where it is guessed for its own sake and not as one of a search's branches;
+    `q` `[vocab]` is what the last token was drawn from, if it was drawn. `mark` is the search's own note.
     """
 
     tokens: list[int]
     score: float
     confidence: float = 1.0
+    chances: Sequence[float] = ()
+    q: Tensor | None = None
     mark: Any = None
 
 
@@ -300,13 +314,13 @@ class DraftRule(Protocol):
         ...
 
 
-class SearchRule(Protocol):
-    """How a draft looks ahead for a search: it runs the search's own steps on its own scores."""
+class BranchRule(Protocol):
+    """How a draft turns its own logits into several guesses; for a search it runs the search's own steps on them."""
 
-    def spread(self, row: Row, ends: Sequence[Branch], logits: Tensor) -> list[tuple[int, Branch]]:
-        """From draft `logits` `[ends, vocab]`: branches worth a look next, best first, each with the end it continues.
+    def spread(self, row: Row, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
+        """From draft `logits` `[ends, vocab]`: nodes worth a look next, best first, each with the end it continues.
 
-        `row` is a search, `ends` are equally long.
+        `ends` are equally long. Only the first `plan.branches` will be continued, all of them where that is None.
         """
         ...
 
@@ -319,10 +333,15 @@ class Plan(Protocol):
         """The most nodes on a path; 0 means no draft."""
         ...
 
-    def go_on(self, confidence: Sequence[float], width: int = 1) -> bool:
-        """Whether the next draft pass pays, given the confidence of the nodes drafted so far on this path.
+    @property
+    def branches(self) -> int | None:
+        """The most nodes that one draft pass continues; None leaves that to the strategy, one for most."""
+        ...
 
-        `width` is how many nodes the pass brings: those of a search, or one.
+    def go_on(self, paths: Sequence[Sequence[float]], width: int = 1) -> bool:
+        """Whether the next draft pass pays, given the confidence of the nodes on the paths that it would continue.
+
+        `width` is how many nodes the pass brings. The branches of a search count as one path.
         """
         ...
 
@@ -337,12 +356,12 @@ class Call:
 
     `encoding` is the target's encoder output, one entry per source, for a draft with the same encoder; `draft_inputs`
     are the encoder's inputs, for a draft that has its own. `sources[key]` is the number of a row's prompt, which
-    several rows may continue (None: each has its own). `search` is set where the rows are searches.
+    several rows may continue (None: each has its own). `branching` is set where proposals should branch.
     """
 
     rule: DraftRule
     vocab_size: int
-    search: SearchRule | None = None
+    branching: BranchRule | None = None
     encoding: object | None = None
     draft_inputs: Mapping[str, Tensor] | None = None
     sources: Sequence[int] | None = None

@@ -64,8 +64,34 @@ def test_every_draft_kind_keeps_the_text(name: str) -> None:
     expected = SpecGenerator(model).generate(**inputs, **options).sequences.tolist()
     for draft in (model, assistant, "ngram", "suffix", "early_exit:1", ("suffix", assistant)):
         for schedule in ("heuristic", "constant", "confidence", "cost"):
-            out = SpecGenerator(model, draft, schedule=schedule).generate(**inputs, **options)
-            assert out.sequences.tolist() == expected, (draft, schedule)
+            for branches in (1, 3):
+                run = {**options, "schedule": schedule, "num_assistant_branches": branches}
+                out = SpecGenerator(model, draft).generate(**inputs, **run)
+                assert out.sequences.tolist() == expected, (draft, schedule, branches)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_branching_drafts_keep_the_text(name: str) -> None:
+    """Trees of guesses, in a ragged batch and with a processor that reads the text."""
+    model, assistant = tiny(name, vocab=VOCAB), noisy(tiny(name, vocab=VOCAB), 0.02)
+    prompts = prompt_for(name) if name == "whisper" else {"prompt": [[5, 9, 12], [8, 30, 31, 7, 22, 9, 41, 6], [11]]}
+    options = {"max_new_tokens": 16, "eos_token_id": [], "pad_token_id": 0, "no_repeat_ngram_size": 2}
+    expected = SpecGenerator(model).generate(**prompts, **options).sequences.tolist()
+    generator = SpecGenerator(model, assistant, schedule="constant", num_assistant_tokens=4)
+    chains = generator.generate(**prompts, **options)
+    trees = generator.generate(**prompts, **options, num_assistant_branches=4)
+    assert chains.sequences.tolist() == trees.sequences.tolist() == expected
+    assert trees.stats.mean_acceptance_length > 1
+    assert trees.stats.num_draft_tokens > 2 * chains.stats.num_draft_tokens
+
+
+def noisy(model: Any, scale: float) -> Any:
+    """The model with noise on its weights: a draft that is often right."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += scale * torch.randn(parameter.shape, generator=generator)
+    return model
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt2", "bloom", "falcon_alibi", "mamba", "t5", "bart"])

@@ -28,8 +28,10 @@ def test_coupled_text_depends_on_the_seed_alone(name: str) -> None:
     drafts = [model, assistant, "suffix", "ngram", oracle("random", [], 64), ("suffix", assistant)]
     for draft in drafts:
         for schedule, k in (("heuristic", 5), ("constant", 3), ("confidence", 8), ("cost", None)):
-            run = {**options, "schedule": schedule, "num_assistant_tokens": k}
-            assert SpecGenerator(model, draft).generate(prompt, **run).sequences.tolist() == plain, (draft, schedule)
+            for sampling, branches in (("coupled", None), ("coupled", 4), ("match", 4)):
+                run = {**options, "schedule": schedule, "num_assistant_tokens": k, "sampling": sampling}
+                out = SpecGenerator(model, draft).generate(prompt, **run, num_assistant_branches=branches)
+                assert out.sequences.tolist() == plain, (draft, schedule, sampling, branches)
     assert SpecGenerator(model).generate(prompt, **{**options, "seed": 12}).sequences.tolist() != plain
 
 
@@ -93,8 +95,10 @@ def exact_law(model: Any, prompt: list[int], temperature: float) -> dict[tuple[i
 
 
 @pytest.mark.parametrize("sampling", ["coupled", "match", "rejection", "block"])
-@pytest.mark.parametrize("schedule", ["constant", "heuristic", "confidence", "cost"])
-def test_law_is_the_targets(sampling: str, schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "branches"), [("constant", 1), ("constant", 3), ("heuristic", 1), ("confidence", 1), ("cost", None)]
+)
+def test_law_is_the_targets(sampling: str, schedule: str, branches: int | None) -> None:
     """The joint law of three tokens is the target's own, by chi-square against enumeration (false alarm 1e-4).
 
     A draft of another seed proposes up to four tokens, so that rejections happen at every depth.
@@ -103,7 +107,8 @@ def test_law_is_the_targets(sampling: str, schedule: str) -> None:
     for m in (model, assistant):
         m.lm_head.weight.data *= 0.35  # flat enough that every continuation is seen
     law = exact_law(model, [1, 3], 0.9)
-    generator = SpecGenerator(model, assistant, schedule=schedule, num_assistant_tokens=4)
+    how = {"schedule": schedule, "num_assistant_tokens": 4, "num_assistant_branches": branches}
+    generator = SpecGenerator(model, assistant, **how)
     counts: Counter[tuple[int, ...]] = Counter()
     accepted = rejected = 0
     for batch in range(4):

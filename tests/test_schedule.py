@@ -17,10 +17,15 @@ class Key:
     key: int
 
 
+def outcomes(confidence: list[float], accepted: int) -> list[tuple[float, bool]]:
+    return [(c, i < accepted) for i, c in enumerate(confidence[: accepted + 1])]
+
+
 def outcome(drafted: int, accepted: int, key: int = 0, seconds: tuple[float, float] = (0.1, 1.0), **more: Any) -> Round:
     steps = [Step(0, 0)] * (accepted + 1)
-    row = RowRound(key, drafted, drafted, accepted, False, "model", more.get("confidence"), steps)
-    return Round([row], 1 + drafted, seconds[0], seconds[1], 0.0, sum(seconds))
+    tested = outcomes(more.get("confidence", [1.0] * drafted), accepted)
+    row = RowRound(key, drafted, drafted, accepted, False, "model", tested, len(tested), steps)
+    return Round([row], 1 + drafted, seconds[0], seconds[1], 0.0, sum(seconds) + more.get("more", 0.0))
 
 
 def test_heuristic() -> None:
@@ -45,31 +50,41 @@ def test_constant_and_confidence() -> None:
     """A fixed length; and a draft that stops behind the first token it doubts."""
     assert Constant(3).after(outcome(3, 3)).plan([Key(0)])[0].limit == 3
     plan = Confidence(k=4, threshold=0.4).plan([Key(0)])[0]
-    assert plan.go_on([])
-    assert plan.go_on([0.9, 0.4])
-    assert not plan.go_on([0.9, 0.39])
-    assert not plan.go_on([0.9] * 4)
+    assert plan.go_on([[]])
+    assert plan.go_on([[0.9, 0.4]])
+    assert not plan.go_on([[0.9, 0.39]])
+    assert not plan.go_on([[0.9] * 4])
     assert plan.keep([0.9, 0.1])
     assert not plan.keep([0.1, 0.9])
 
 
 def simulate(
-    schedule: Any, acceptance: float, draft_cost: float, node_cost: float, tokens: int, seed: int = 0
+    schedule: Any,
+    acceptance: float,
+    draft_cost: float,
+    node_cost: float,
+    tokens: int,
+    seed: int = 0,
+    hidden: float = 0.0,
 ) -> float:
-    """Seconds per token of decoding with a draft of this acceptance, where a plain pass takes one second."""
+    """Seconds per token of decoding with a draft of this acceptance, where a plain pass takes one second.
+
+    `hidden` seconds of every round with a draft are neither the draft's nor the pass's.
+    """
     rng = random.Random(seed)
     made, spent = 0, 0.0
     while made < tokens:
         plan = schedule.plan([Key(0)])[0]
         confidence: list[float] = []
-        while len(confidence) < plan.limit and plan.go_on(confidence):
+        while len(confidence) < plan.limit and plan.go_on([confidence]):
             confidence.append(0.7)
         k = len(confidence)
         accepted = next((i for i in range(k) if rng.random() >= acceptance), k)
         seconds = (k * draft_cost, 1 + k * node_cost)
-        schedule = schedule.after(outcome(k, accepted, seconds=seconds, confidence=confidence))
+        more = hidden * bool(k)
+        schedule = schedule.after(outcome(k, accepted, seconds=seconds, confidence=confidence, more=more))
         made += accepted + 1
-        spent += sum(seconds)
+        spent += sum(seconds) + more
     return spent / made
 
 
@@ -85,6 +100,13 @@ def test_cost_comes_near_the_best_constant(acceptance: float, draft_cost: float)
     """With a good draft it is within 12% of the best fixed length in hindsight."""
     best = min(simulate(Constant(k), acceptance, draft_cost, 0.02, 2000) for k in range(1, 33))
     assert simulate(Cost(), acceptance, draft_cost, 0.02, 2000) < 1.12 * best
+
+
+@pytest.mark.parametrize(("hidden", "bound"), [(0.3, 1.05), (1.0, 1.08)])
+def test_cost_sees_losses_that_it_did_not_predict(hidden: float, bound: float) -> None:
+    """A round with a draft may cost more than its parts say: what was measured decides."""
+    assert simulate(Cost(), 0.1, 0.01, 0.001, 512, hidden=hidden) < bound
+    assert simulate(Cost(), 0.9, 0.01, 0.001, 512, hidden=hidden) < 0.6
 
 
 def test_cost_tries_again() -> None:
@@ -107,10 +129,10 @@ def test_cost_gets_over_a_stall() -> None:
     for _ in range(3):
         schedule = schedule.after(outcome(3, 3, seconds=(0.003, 0.01), confidence=[0.7] * 3))
     assert schedule.passes.at(4) < 0.02
-    assert max(schedule.draft_seconds.values()) < 0.002
+    assert schedule.drafts["model"].at(1) < 0.002
     schedule = schedule.after(outcome(3, 3, seconds=(30.0, 30.0), confidence=[0.7] * 3))
     assert schedule.passes.at(4) < 0.03
-    assert max(schedule.draft_seconds.values()) < 0.003
+    assert schedule.drafts["model"].at(1) < 0.003
 
 
 def test_wide_drafts_pay_for_all_their_nodes() -> None:
@@ -122,11 +144,12 @@ def test_wide_drafts_pay_for_all_their_nodes() -> None:
         for _ in range(60):
             plan = schedule.plan([Key(0)])[0]
             depth = 0
-            while depth < plan.limit and plan.go_on([0.7] * depth, width):
+            while depth < plan.limit and plan.go_on([[0.7] * depth], width):
                 depth += 1
             accepted = min(depth, 1)
             steps = [Step(0, 0)] * (accepted + 1)
-            row = RowRound(0, width * depth, depth, accepted, False, "model", [0.7] * depth, steps)
+            tested = outcomes([0.7] * depth, accepted)
+            row = RowRound(0, width * depth, depth, accepted, False, "model", tested, len(tested), steps)
             nodes = 4 + width * depth
             schedule = schedule.after(
                 Round([row], nodes, 0.1 * depth, 0.6 + 0.1 * nodes, 0.0, 0.6 + 0.1 * (nodes + depth))

@@ -125,6 +125,9 @@ def generate(
         str | None, typer.Option(help=f"{METHODS}. auto: draft if there is a draft model, else suffix.")
     ] = None,
     num_draft_tokens: Annotated[int | None, typer.Option(help="Most tokens to draft per round.")] = None,
+    num_draft_branches: Annotated[
+        int | None, typer.Option(help="Let a draft model guess trees: so many nodes go on at every depth.")
+    ] = None,
     schedule: Annotated[str | None, typer.Option(help="heuristic, constant, confidence or cost.")] = None,
     max_new_tokens: Annotated[
         int | None, typer.Option(help=f"Length limit, {DEFAULT_NEW_TOKENS} if nothing sets one.")

@@ -17,6 +17,7 @@ METHODS = "auto, draft, ngram, suffix, early_exit:N, hybrid or none"
 # Flag of `generate` -> option of the library.
 FLAGS = {
     "num_draft_tokens": "num_assistant_tokens",
+    "num_draft_branches": "num_assistant_branches",
     "schedule": "schedule",
     "max_new_tokens": "max_new_tokens",
     "sample": "do_sample",

@@ -109,8 +109,12 @@ class _DraftPlan:
     limit: int
     plan: Plan
 
-    def go_on(self, confidence: Sequence[float], width: int = 1) -> bool:
-        return self.plan.go_on(confidence)
+    @property
+    def branches(self) -> int:
+        return 1
+
+    def go_on(self, paths: Sequence[Sequence[float]], width: int = 1) -> bool:
+        return self.plan.go_on(paths)
 
     def keep(self, confidence: Sequence[float]) -> bool:
         return self.plan.keep(confidence)
@@ -137,7 +141,7 @@ class TextBridge:
     def start(self, call: Call) -> BridgeSession:
         """A session on the rows of `call`; an encoder-decoder draft reads `call.draft_inputs`."""
         # Width is the draft's own affair: no logits of it are cut or padded to the target's.
-        inner = replace(call, rule=_Likeliest(), encoding=None, vocab_size=_size(self.draft_tokenizer))
+        inner = replace(call, rule=_Likeliest(), branching=None, encoding=None, vocab_size=_size(self.draft_tokenizer))
         return BridgeSession(self.drafter.start(inner), self.target_tokenizer, self.draft_tokenizer, call.vocab_size)
 
 

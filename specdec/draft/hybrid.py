@@ -9,7 +9,7 @@ from typing import Protocol
 
 from specdec.draft.text import Calibration, TextSession, cut
 from specdec.errors import OptionError
-from specdec.types import BatchDrafter, Call, DraftSession, Plan, Row, Tree
+from specdec.types import EMPTY, BatchDrafter, Call, DraftSession, Plan, Row, Tree
 
 _MEMORY = 0.9
 _TESTED_AT_MOST = 200.0
@@ -48,13 +48,11 @@ class Odds:
         seconds = 0.2 * gap if self.pass_seconds is None else self.pass_seconds
         return _expected([self.accepted / self.tested] * count) / (gap + count * seconds)
 
-    def outcome(self, guess: Sequence[int], emitted: Sequence[int]) -> None:
-        """Learns from a model draft what share of its nodes comes true."""
-        for guessed, came in zip(guess, emitted, strict=False):
-            self.accepted += guessed == came
-            self.tested += 1.0
-            if guessed != came:
-                break
+    def outcome(self, guess: Tree, emitted: Sequence[int]) -> None:
+        """Learns from a model draft at what share of depths it guesses right."""
+        right, missed = guess.follow(emitted)
+        self.accepted += right
+        self.tested += right + missed
         if self.tested > _TESTED_AT_MOST:
             self.accepted, self.tested = self.accepted / 2.0, self.tested / 2.0
 
@@ -93,7 +91,7 @@ class HybridSession:
         self._text, self._model, self._odds = text, model, odds
         self._ended: float | None = None
         self._read: set[int] = set()
-        self._pending: dict[int, tuple[int, list[int]]] = {}
+        self._pending: dict[int, tuple[int, Tree]] = {}
 
     def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
         """One tree per row, from the draft that promises more."""
@@ -134,16 +132,16 @@ class HybridSession:
         keys = {row.key for row in rows}
         # A round in which the model reads a whole prompt says nothing about a pass.
         if keys <= self._read and any(trees):
-            self._odds.drafted(perf_counter() - began, max(map(len, trees)))
+            self._odds.drafted(perf_counter() - began, max(tree.depth for tree in trees))
         self._read |= keys
         for row, tree in zip(rows, trees, strict=True):
-            self._pending[row.key] = (len(row.tokens), tree.tokens)
+            self._pending[row.key] = (len(row.tokens), tree)
         return trees
 
     def _learn(self, row: Row) -> None:
         """Compares the model's last draft for `row` with the text that came."""
-        length, guess = self._pending.pop(row.key, (0, []))
-        if guess:
+        length, guess = self._pending.pop(row.key, (0, EMPTY))
+        if guess.tokens:
             self._odds.outcome(guess, row.tokens[length:])
 
 

@@ -1,4 +1,4 @@
-"""A draft model that helps searches: it runs each search ahead of the target, all its branches in one tree."""
+"""A draft model that looks ahead with branches: it runs a search ahead of the target, or guesses trees for a text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Branches:
 
 
 class _Look:
-    """The levels that grow from one search's leaves in this round.
+    """The levels that grow from one row's leaves in this round.
 
     Of every end, `held` says where it is in the draft's crown, and `_proposed` where in the proposal.
     """
@@ -37,36 +37,61 @@ class _Look:
         leaves = zip(row.leaves, row.leaf_scores, strict=True)
         self.ends = [Branch(tail(row, leaf), score) for leaf, score in leaves]
         self.held: list[int] = []
-        self._plan, self._limit = plan, limit
+        self.plan, self._limit = plan, limit
         self._proposed = [-1 - i for i in range(len(self.ends))]
-        self._tokens: list[int] = []
+        self._nodes: list[Branch] = []
         self._parents: list[int] = []
-        self._confidence: list[float] = []
         self._levels: list[float] = []
 
-    def grow(self, spread: list[tuple[int, Branch]], crown: Tree) -> Tree | None:
-        """Adds a level to the proposal; what the `crown` must become for the next, None where that does not pay."""
-        first = len(self._tokens)
-        fresh = [branch.tokens[-1] for _, branch in spread]
-        after = [self.held[end] for end, _ in spread]
-        self._tokens += fresh
+    def grow(self, spread: list[tuple[int, Branch]], crown: Tree, vocab_size: int) -> Tree | None:
+        """Adds a level to the proposal; what the `crown` must become for the next, None where that does not pay.
+
+        Processors may have forced tokens beyond the draft's `vocab_size`, which it cannot read.
+        """
+        first = len(self._nodes)
+        self._nodes += [branch for _, branch in spread]
         self._parents += [self._proposed[end] for end, _ in spread]
-        self._confidence += [branch.confidence for _, branch in spread]
         self._levels.append(max((branch.confidence for _, branch in spread), default=0.0))
-        self.ends = [branch for _, branch in spread]
-        self.held = list(range(len(crown), len(crown) + len(fresh)))
-        self._proposed = list(range(first, len(self._tokens)))
-        if not spread or len(self._levels) >= self._limit or not self._plan.go_on(self._levels, len(spread)):
+        best = set(self._best())
+        open_ = [i for i, (_, branch) in enumerate(spread) if branch.tokens[-1] < vocab_size and first + i in best]
+        chosen = [(first + i, *spread[i]) for i in open_[: self.plan.branches]]
+        crowned = [self.held[end] for _, end, _ in chosen]
+        self.ends = [branch for _, _, branch in chosen]
+        self.held = list(range(len(crown), len(crown) + len(chosen)))
+        self._proposed = [node for node, _, _ in chosen]
+        if not chosen or len(self._levels) >= self._limit or not self.plan.go_on(self._paths(), len(chosen)):
             return None
-        return Tree(crown.tokens + fresh, crown.parents + after)
+        return Tree(crown.tokens + [end.tokens[-1] for end in self.ends], crown.parents + crowned)
+
+    def _paths(self) -> list[Sequence[float]]:
+        """The draft's belief in what it would continue; the branches of a search are one path."""
+        return [end.chances for end in self.ends if end.chances] or [self._levels]
+
+    def _best(self) -> Sequence[int]:
+        """The nodes worth proposing: the best, as many as chains of the planned length would have; of a search, all."""
+        nodes = range(len(self._nodes))
+        if self.plan.branches is None or not self._nodes or not self._nodes[0].chances:
+            return nodes
+        best = sorted(nodes, key=lambda node: -self._nodes[node].score)  # no node is better than its parent
+        return sorted(best[: self.plan.branches * self.plan.limit])
 
     def tree(self, source: str) -> Tree:
         """The proposal."""
-        return Tree(self._tokens, self._parents, self._confidence, None, source)
+        nodes = self._best()
+        place = {node: i for i, node in enumerate(nodes)}
+        kept = [self._nodes[node] for node in nodes]
+        drawn = [node.q for node in kept if node.q is not None]
+        return Tree(
+            [node.tokens[-1] for node in kept],
+            [place.get(self._parents[node], self._parents[node]) for node in nodes],
+            [node.confidence for node in kept],
+            drawn or None,
+            source,
+        )
 
 
 class LookaheadSession(ModelSession):
-    """A draft model at work on the searches of one call."""
+    """A draft model at work on the rows of one call, with a tree of guesses for each."""
 
     branches = True
 
@@ -84,7 +109,7 @@ class LookaheadSession(ModelSession):
 
     def _look_ahead(self, looks: list[_Look]) -> None:
         """Feeds what the searches are ahead by, then level after level of the draft's own search."""
-        rule = self._call.search
+        rule = self._call.branching
         assert rule is not None
         self._rewind_texts(looks)
         growing = {look.slot: look for look in looks}
@@ -94,7 +119,8 @@ class LookaheadSession(ModelSession):
             trees, trunks = {}, {}
             for slot, ends in logits.items():
                 look = growing[slot]
-                tree = look.grow(rule.spread(look.row, look.ends, ends), self._branches[slot].crown)
+                spread = rule.spread(look.row, look.ends, ends, look.plan)
+                tree = look.grow(spread, self._branches[slot].crown, self._model.vocab_size)
                 if tree is not None:
                     trees[slot] = tree
 

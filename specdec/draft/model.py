@@ -59,7 +59,7 @@ class _Chain:
         self.tokens.append(token)
         if q is not None:
             self.q.append(q)
-        return len(self.tokens) < self.limit and self.plan.go_on(self.confidence)
+        return len(self.tokens) < self.limit and self.plan.go_on([self.confidence])
 
     def tree(self, source: str) -> Tree:
         q = torch.stack(self.q).float() if self.q else None
@@ -86,7 +86,7 @@ class ModelDrafter:
         if self.model.is_encoder_decoder and not self.shared_encoder and call.draft_inputs is None:
             raise UnsupportedError("the draft is an encoder-decoder model, but the call brings it no encoder inputs")
         kind = ModelSession
-        if call.search is not None:
+        if call.branching is not None:
             from specdec.draft.lookahead import LookaheadSession as kind
         return kind(self.model, call, self.source, call.encoding if self.shared_encoder else None)
 
@@ -140,7 +140,7 @@ class ModelSession:
         if self._max_positions is not None:
             beyond = row.tree.depth  # of a search, whose leaves are that far from its text
             limit = min(limit, self._max_positions - len(row.tokens) - beyond + 1)
-        return limit if limit > 0 and plan.go_on([]) else 0
+        return limit if limit > 0 and plan.go_on([[]]) else 0
 
     def _draft(self, rows: Sequence[Row], plans: Sequence[Plan], limits: Sequence[int]) -> list[Tree]:
         """The chains of rows that have a place in the cache; none where the limit is 0."""

@@ -10,95 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from specdec.types import Plan, Round, Row, RowRound
+from specdec.schedule.estimates import Acceptance, Line, Trial
+from specdec.types import Plan, Round, Row
 
-BINS = 8
+_FAIR_TRIAL = 8  # rounds
 _UNMEASURED = (0.3, 0.1)  # tokens that a draft pass and a verified node are taken to cost before they were measured
-
-
-@dataclass(frozen=True, slots=True)
-class Acceptance:
-    """How often drafted tokens were accepted, by the draft's confidence; only tokens that were tested count.
-
-    `pooled` starts as two tokens of 0.8; every bin is shrunk towards it with the weight of two tokens.
-    """
-
-    accepted: tuple[float, ...] = (0.0,) * BINS
-    tested: tuple[float, ...] = (0.0,) * BINS
-
-    @property
-    def mean(self) -> float:
-        """The acceptance of a token about which nothing is known."""
-        return (sum(self.accepted) + 0.8 * 2) / (sum(self.tested) + 2)
-
-    def of(self, confidence: float) -> float:
-        """The acceptance of a token that the draft believes in this much."""
-        b = _bin(confidence)
-        return (self.accepted[b] + self.mean * 2) / (self.tested[b] + 2)
-
-    def path(self, confidence: Sequence[float]) -> float:
-        """The chance that all of these, one after the other, are accepted."""
-        chance = 1.0
-        for c in confidence:
-            chance *= self.of(c)
-        return chance
-
-    def after(self, row: RowRound) -> Acceptance:
-        """With one row's outcome added; old outcomes fade with a memory of about 200 tokens."""
-        tested = min(row.accepted + 1 if row.finish is None else row.accepted, row.depth)
-        confidence = row.confidence if row.confidence is not None else [1.0] * row.depth
-        new_accepted, new_tested = list(self.accepted), list(self.tested)
-        for i in range(tested):
-            b = _bin(confidence[i])
-            new_accepted[b] += i < row.accepted
-            new_tested[b] += 1
-        fade = min(1.0, 200 / max(sum(new_tested), 1.0))
-        return Acceptance(tuple(a * fade for a in new_accepted), tuple(t * fade for t in new_tested))
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """Seconds of a target pass as `fixed + slope * nodes`, fitted with fading weights; the slope is never negative.
-
-    A weak prior says that a node costs a fiftieth of a pass; it only matters while all passes had the same size.
-    """
-
-    weight: float = 0.0
-    nodes: float = 0.0
-    seconds: float = 0.0
-    squares: float = 0.0
-    products: float = 0.0
-
-    def add(self, nodes: float, seconds: float) -> Line:
-        """With one more pass; each older one loses 5% of its weight.
-
-        A stall (a compilation, another program) counts as three usual passes; passes of a third of the usual time say
-        that what was measured before was the stall.
-        """
-        usual = self.seconds / self.weight if self.weight else seconds
-        if seconds < usual / 3:
-            return Line().add(nodes, seconds)
-        f, seconds = 0.95, min(seconds, 3 * usual)
-        return Line(
-            f * self.weight + 1,
-            f * self.nodes + nodes,
-            f * self.seconds + seconds,
-            f * self.squares + nodes * nodes,
-            f * self.products + nodes * seconds,
-        )
-
-    @property
-    def slope(self) -> float:
-        """Seconds of one more node in a pass."""
-        mean_n, mean_s = self.nodes / self.weight, self.seconds / self.weight
-        prior = 0.02 * mean_s
-        variance = max(self.squares / self.weight - mean_n**2, 0.0)
-        covariance = self.products / self.weight - mean_n * mean_s
-        return min(max((covariance + prior) / (variance + 1.0), 0.0), mean_s / max(mean_n, 1.0))
-
-    def at(self, nodes: float) -> float:
-        """Seconds of a pass over this many nodes."""
-        return self.seconds / self.weight + self.slope * (nodes - self.nodes / self.weight)
 
 
 @dataclass(frozen=True)
@@ -109,13 +25,14 @@ class CostPlan:
     acceptance: Acceptance
     draft_cost: float
     verify_cost: float
+    branches: int | None = None
 
-    def go_on(self, confidence: Sequence[float], width: int = 1) -> bool:
-        """Before a draft pass: the next token, of unknown confidence, must pay for drafting and for verifying it."""
-        if len(confidence) >= self.limit:
+    def go_on(self, paths: Sequence[Sequence[float]], width: int = 1) -> bool:
+        """Before a draft pass: the next tokens, of unknown confidence, must pay for drafting and for verifying them."""
+        if max(map(len, paths)) >= self.limit:
             return False
         cost = self.draft_cost + width * self.verify_cost
-        return self.acceptance.path(confidence) * self.acceptance.mean >= cost
+        return sum(map(self.acceptance.path, paths)) * self.acceptance.mean >= cost
 
     def keep(self, confidence: Sequence[float]) -> bool:
         """After it: the token is paid for, it must only pay for its verification."""
@@ -126,46 +43,63 @@ class CostPlan:
 class Cost:
     """Tokens per second decide (see the module); may draft nothing, and then tries again, ever more rarely.
 
-    `k` bounds a path. Fitted costs and acceptance carry over to the next call of the same generator (`fresh`).
+    `k` bounds a path, `branches` what one draft pass continues. Fitted costs and acceptance carry over to the next call
+    of the same generator (`fresh`).
     """
 
     k: int = 32
-    acceptance: Acceptance = Acceptance()
-    passes: Line = Line()
-    draft_seconds: Mapping[str, float] = field(default_factory=dict)  # of one draft pass by source, fading means
+    branches: int | None = None
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    passes: Line = field(default_factory=Line)
+    drafts: Mapping[str, Line] = field(default_factory=dict)  # draft passes by source, over the nodes of one level
     other_seconds: float = 0.0  # of a round, outside draft and target
     roots: float = 1.0  # nodes that a row needs without a draft: its live branches
     width: float = 1.0  # nodes that a drafted token takes: a search's draft has many branches
-    plain_seconds: float | None = None  # of a target pass per row when nothing is drafted, fading mean
+    plain: Line = field(default_factory=Line)  # whole rounds in which nothing was drafted, over their rows
+    trial: Trial = field(default_factory=Trial)  # rounds in which something was
     tokens: float = 0.0  # fading sums over rounds, for the rate
     seconds: float = 0.0
     idle: int = 0  # rounds since the last draft
     patience: int = 16  # rounds without a draft before the next try
+    lost: bool = False  # drafting was seen to be slower, whatever was predicted
+    wait: int = 32  # rounds without a draft before it gets another trial
 
     def plan(self, rows: Sequence[Row]) -> list[Plan]:
         """One plan per row; all of limit 0 while plain decoding is predicted to be faster."""
         if not self._measured:
-            return [CostPlan(self.k, self.acceptance, *_UNMEASURED)] * len(rows)
-        if self.plain_seconds is None and self.acceptance.mean < 0.6 and self.passes.weight > 1.5:
-            return [CostPlan(0, self.acceptance, 0.0, 0.0)] * len(rows)  # one look at what not drafting costs
+            return [self._plan(self.k, *_UNMEASURED)] * len(rows)
+        if self._curious or self.lost:
+            return [self._plan(0, 0.0, 0.0)] * len(rows)
         if not self._pays(len(rows)):
-            return [CostPlan(int(self.idle >= self.patience), self.acceptance, 0.0, 0.0)] * len(rows)
+            return [self._plan(int(self.idle >= self.patience), 0.0, 0.0)] * len(rows)
         rate = max(self.tokens / self.seconds if self.seconds else 0.0, self._plain_rate(len(rows)))
         # A draft that asks before each pass is the dearest; one that copies has nothing to ask.
-        draft = rate * max(self.draft_seconds.values()) / len(rows)
-        return [CostPlan(self.k, self.acceptance, draft, rate * self.passes.slope)] * len(rows)
+        dearest = max(self.drafts.values(), key=lambda line: line.at(1))
+        draft, node = dearest.at(0) / len(rows), self.passes.slope + dearest.slope
+        return [self._plan(self.k, rate * draft, rate * node)] * len(rows)
+
+    def _plan(self, limit: int, draft_cost: float, verify_cost: float) -> CostPlan:
+        # A look at a single token need not be a wide one.
+        branches = self.branches if limit > 1 or self.branches is None else 1
+        return CostPlan(limit, self.acceptance, draft_cost, verify_cost, branches)
 
     @property
     def _measured(self) -> bool:
-        return bool(self.passes.weight and self.draft_seconds)
+        return bool(self.passes.weight and self.drafts)
+
+    @property
+    def _curious(self) -> bool:
+        """Whether to look what a round without a draft costs: at once where the draft is poor, else now and then."""
+        looks = self.plain.weight
+        due = self.trial.rounds >= _FAIR_TRIAL * (looks + 1) or (self.acceptance.mean < 0.6 and not looks)
+        return looks < 2.5 and due and self.passes.weight > 1.5
 
     def _pays(self, rows: int) -> bool:
         """Whether some number of tokens per row is predicted to beat plain decoding."""
         plain, mean, slope = self._plain_rate(rows), self.acceptance.mean, self.passes.slope
         seconds = self.passes.at(rows * self.roots) + self.other_seconds
-        more = rows * self.width * slope + min(
-            self.draft_seconds.values()
-        )  # of one more token per row, from the cheapest source
+        # One more token per row, from the cheapest source.
+        more = rows * self.width * slope + min(line.at(self.width) for line in self.drafts.values())
         expected = chance = 1.0
         for k in range(1, self.k + 1):
             chance *= mean
@@ -176,8 +110,8 @@ class Cost:
 
     def _plain_rate(self, rows: int) -> float:
         """Tokens per second without a draft: as measured, or where there was no such pass yet, as predicted."""
-        seconds = self.passes.at(rows * self.roots) if self.plain_seconds is None else rows * self.plain_seconds
-        return rows / (seconds + self.other_seconds)
+        predicted = self.passes.at(rows * self.roots) + self.other_seconds
+        return rows / (self.plain.at(rows) if self.plain.weight else predicted)
 
     def after(self, round: Round) -> Cost:
         """With this round's outcomes, costs and rate; a prompt's round teaches only acceptance."""
@@ -186,32 +120,45 @@ class Cost:
             acceptance = acceptance.after(row)
         if any(row.prefill for row in round.rows):
             return replace(self, acceptance=acceptance)
+        return replace(self, acceptance=acceptance)._learned(round)._judged(round)
+
+    def _learned(self, round: Round) -> Cost:
+        """With the costs and the rate of a round."""
         drafted = max(row.depth for row in round.rows)
+        tokens = sum(len(row.steps) for row in round.rows)
         nodes, depths = sum(row.drafted for row in round.rows), sum(row.depth for row in round.rows)
         return replace(
             self,
-            acceptance=acceptance,
             roots=_fading(self.roots, (round.nodes - nodes) / len(round.rows)),
             width=_fading(self.width, nodes / depths) if depths else self.width,
             passes=self.passes.add(round.nodes, round.verify_seconds),
-            draft_seconds=self._drafting(round, drafted),
-            plain_seconds=self.plain_seconds
-            if drafted
-            else _fading(self.plain_seconds, round.verify_seconds / len(round.rows)),
+            drafts=self._drafting(round, drafted),
+            plain=self.plain if drafted else self.plain.add(len(round.rows), round.seconds),
+            trial=self.trial.add(tokens, round.seconds) if drafted else self.trial,
             other_seconds=_fading(self.other_seconds, round.seconds - round.draft_seconds - round.verify_seconds),
-            tokens=0.9 * self.tokens + sum(len(row.steps) for row in round.rows),
+            tokens=0.9 * self.tokens + tokens,
             seconds=0.9 * self.seconds + round.seconds,
             idle=0 if drafted else self.idle + 1,
             patience=self._patience(round, drafted),
         )
 
-    def _drafting(self, round: Round, drafted: int) -> Mapping[str, float]:
-        """Seconds of a draft pass by source; a round with several sources teaches only about the longest draft's."""
+    def _judged(self, round: Round) -> Cost:
+        """With the verdict on drafting after a fair trial: by what it was seen to bring, not by what was predicted."""
+        if self.lost:
+            return replace(self, lost=self.idle < self.wait)
+        if not (self.plain.weight and self.trial.rounds >= _FAIR_TRIAL):
+            return self
+        if self.trial.rate < 0.98 * self._plain_rate(len(round.rows)):
+            return replace(self, lost=True, trial=Trial(), wait=min(2 * self.wait, 512))
+        return replace(self, wait=32) if self.trial.rounds >= 8 * _FAIR_TRIAL else self
+
+    def _drafting(self, round: Round, drafted: int) -> Mapping[str, Line]:
+        """Draft passes by source; a round with several sources teaches only about the longest draft's."""
         if not drafted:
-            return self.draft_seconds
-        source = max(round.rows, key=lambda row: row.depth).source
-        old = self.draft_seconds.get(source)
-        return {**self.draft_seconds, source: _fading(old, round.draft_seconds / drafted)}
+            return self.drafts
+        longest = max(round.rows, key=lambda row: row.depth)
+        line = self.drafts.get(longest.source, Line())
+        return {**self.drafts, longest.source: line.add(longest.drafted / drafted, round.draft_seconds / drafted)}
 
     def _patience(self, round: Round, drafted: int) -> int:
         """A try that brought nothing doubles the wait for the next one; anything accepted makes it short again."""
@@ -220,13 +167,9 @@ class Cost:
         tried = drafted and self._measured and not self._pays(len(round.rows))
         return min(2 * self.patience, 256) if tried else self.patience
 
-    def fresh(self, k: int) -> Cost:
-        """All that was learned, except the rate of the last call's rounds, for a call with this bound."""
-        return replace(self, k=k, tokens=0.0, seconds=0.0, idle=self.patience // 2)
-
-
-def _bin(confidence: float) -> int:
-    return min(int(confidence * BINS), BINS - 1)
+    def fresh(self, k: int, branches: int | None = None) -> Cost:
+        """All that was learned, except the rate of the last call's rounds, for a call with these bounds."""
+        return replace(self, k=k, branches=branches, tokens=0.0, seconds=0.0, idle=self.patience // 2)
 
 
 def _fading(old: float | None, new: float) -> float:

@@ -27,10 +27,11 @@ class Limit:
 
     limit: int
     threshold: float = 0.0
+    branches: int | None = None
 
-    def go_on(self, confidence: Sequence[float], width: int = 1) -> bool:
-        """Whether another node may follow."""
-        return len(confidence) < self.limit and (not confidence or confidence[-1] >= self.threshold)
+    def go_on(self, paths: Sequence[Sequence[float]], width: int = 1) -> bool:
+        """Whether another node may follow any of these."""
+        return any(len(path) < self.limit and (not path or path[-1] >= self.threshold) for path in paths)
 
     def keep(self, confidence: Sequence[float]) -> bool:
         """Every drafted node is kept, down to the first one that the draft believes in less than the threshold."""
@@ -39,14 +40,18 @@ class Limit:
 
 @dataclass(frozen=True)
 class Constant:
-    """`k` tokens in every round, fewer where the draft believes in one less than `threshold`."""
+    """`k` tokens in every round, fewer where the draft believes in one less than `threshold`.
+
+    With `branches` a draft model guesses as many nodes as that many chains have, where they are likeliest.
+    """
 
     k: int = 5
     threshold: float = 0.0
+    branches: int | None = None
 
     def plan(self, rows: Sequence[Row]) -> list[Plan]:
         """The same limit for every row."""
-        return [Limit(self.k, self.threshold)] * len(rows)
+        return [Limit(self.k, self.threshold, self.branches)] * len(rows)
 
     def after(self, round: Round) -> Constant:
         """Nothing to learn."""
@@ -67,11 +72,12 @@ class Heuristic:
 
     start: int = 5
     threshold: float = 0.0
+    branches: int | None = None
     lengths: Mapping[int, int] = field(default_factory=dict)
 
     def plan(self, rows: Sequence[Row]) -> list[Plan]:
         """Every row's own length."""
-        return [Limit(self.lengths.get(row.key, self.start), self.threshold) for row in rows]
+        return [Limit(self.lengths.get(row.key, self.start), self.threshold, self.branches) for row in rows]
 
     def after(self, round: Round) -> Heuristic:
         """Lengths after this round; rows that had nothing drafted keep theirs."""

@@ -2,6 +2,7 @@
 
 from specdec.select.beam import Beams, BeamSearch
 from specdec.select.block import Block
+from specdec.select.branching import PerSearch
 from specdec.select.constrained import ConstrainedSearch
 from specdec.select.constraints import Constraint, DisjunctiveConstraint, PhrasalConstraint, Progress, wanted
 from specdec.select.contrastive import Contrastive
@@ -10,7 +11,7 @@ from specdec.select.greedy import Greedy
 from specdec.select.group import GroupSearch
 from specdec.select.noise import fold
 from specdec.select.rejection import Rejection
-from specdec.select.rules import CoupledRule, GreedyRule, PerRow, PerSearch, SampledRule
+from specdec.select.rules import CoupledRule, GreedyRule, PerRow, SampledRule
 from specdec.select.stopping import Stopping
 
 __all__ = [

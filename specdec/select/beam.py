@@ -17,7 +17,6 @@ from specdec.errors import SpecdecError
 from specdec.select import noise
 from specdec.select.scoring import (
     FAR,
-    LOOK,
     Beam,
     Candidates,
     Hypothesis,
@@ -29,7 +28,7 @@ from specdec.select.scoring import (
     first_beams,
     totals,
 )
-from specdec.types import Branch, Move, Row, Seen, Step
+from specdec.types import Branch, Move, Plan, Row, Seen, Step
 
 
 @dataclass(frozen=True)
@@ -91,17 +90,18 @@ class BeamSearch(Scoring):
         leaves = [found.parents[i] if state.length else 0 for i in chosen]
         return Move(after, leaves, [found.tokens[i] for i in chosen], step)
 
-    def spread(self, row: Row, ends: Sequence[Branch], logits: Tensor) -> list[tuple[int, Branch]]:
-        """The draft's own beams: twice as many as the target's, of texts that go on."""
+    def spread(self, row: Row, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
+        """The draft's own beams: by default twice as many as the target's, of texts that go on."""
+        ahead = self.ahead(plan)
         scores = self.draft_scores(row, ends, logits)
         running = [end.score for end in ends]
         if self.seed is None:
-            found = best_of(scores, running, LOOK * self.num_beams)
+            found = best_of(scores, running, ahead)
         else:
             length = len(row.tokens) + len(ends[0].tokens) - row.prompt_length
             count = self.candidates(self.num_beams)
             found = drawn(scores, running, count, noise.key(self.seed, noise.BEAMS, length))
-        return branches(found, ends)[: LOOK * self.num_beams]
+        return branches(found, ends)[:ahead]
 
     def _scores(self, ids: Tensor | None, seen: Sequence[Seen]) -> Tensor | None:
         """Processed log-probabilities `[beams, vocab]`; None where the logits themselves will do."""

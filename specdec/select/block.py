@@ -1,4 +1,9 @@
-"""Block verification: decides about all tokens of a chain together, and accepts never fewer than the token rule."""
+"""Block verification: decides about all tokens of a round together, and accepts never fewer than the token rule.
+
+On a chain this is the rule of arXiv 2403.10444 (Algorithm 2), on a tree traversal verification (arXiv 2505.12398): from
+the deepest first child upwards, every node is either the end of the accepted path or is taken out of the tree, and what
+the target has beyond its distribution goes to its younger siblings and to its parent.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,7 @@ from torch import Tensor
 
 from specdec.errors import OptionError
 from specdec.select import noise
-from specdec.select.rejection import Rejection, draft_distribution, residual
+from specdec.select.rejection import Rejection, draft_distribution, siblings
 from specdec.select.rules import generated
 from specdec.types import Row, Scores, Step, Tree
 
@@ -24,30 +29,25 @@ class _Verdict:
     processed: list[Tensor]
 
 
-def accept_chances(p: list[Tensor], q: list[Tensor], tokens: list[int]) -> tuple[list[float], list[float]]:
-    """The chance that token i ends the accepted block, unless a later one does, and the weights `[k + 1]` of the path.
+def child_weight(weight: float, p: Tensor, q: Tensor, token: int) -> float:
+    """The chance that the path goes on through `token`, which was drawn from `q`, given its parent's weight and p."""
+    ours, theirs = weight * float(p[token]), float(q[token])
+    return min(ours / theirs, 1.0) if theirs > 0 else float(ours > 0)
 
-    `p` has k + 1 distributions `[vocab]`, `q` and `tokens` k; `weights[i]` belongs to i accepted tokens.
-    """
-    weights, chances = [1.0], []
-    for i, token in enumerate(tokens):
-        ours, theirs = float(p[i][token]), float(q[i][token])
-        weight = min(weights[-1] * ours / theirs, 1.0) if theirs > 0 else float(ours > 0)
-        weights.append(weight)
-        if i + 1 == len(tokens):
-            chances.append(weight)
-            break
-        excess = float((weight * p[i + 1] - q[i + 1]).clamp_(min=0.0).sum())
-        rest = excess + 1.0 - weight
-        chances.append(excess / rest if rest > 0 else 1.0)
-    return chances, weights
+
+def without_child(weight: float, p: Tensor, q: Tensor) -> tuple[float, Tensor]:
+    """A node's weight and p once a child that was drawn from `q` is out."""
+    excess = (weight * p - q).clamp_(min=0.0)
+    mass = float(excess.sum())
+    rest = mass + 1.0 - weight
+    return mass / rest if rest > 0 else 1.0, excess / mass if mass > 0 else p
 
 
 @dataclass(eq=False, repr=False)
 class Block(Rejection):
-    """Block verification (arXiv 2403.10444, Algorithm 2) on drawn chains; the token rule on trees and guesses.
+    """Block verification of drawn chains, traversal verification of drawn trees; the token rule on guesses.
 
-    The first step of a round looks ahead along the chain, so the processors must be pure, or OptionError is raised.
+    The first step of a round looks ahead along the tree, so the processors must be pure, or OptionError is raised.
     """
 
     def __post_init__(self) -> None:
@@ -62,41 +62,48 @@ class Block(Rejection):
         """The next token after `node`, where `new` are the tokens already emitted in this round."""
         verdict = self._verdict
         if verdict is None or verdict.scores is not scores:
-            q = _drawn_chain(scores.tree, node)
-            if not q:
+            if not _is_drawn(scores.tree, node):
                 return super().advance(row, new, scores, node)
-            verdict = self._verdict = self._judge(row, new, scores, node, q)
+            self._verdict = verdict = self._judge(row, new, scores, node, 1.0, [], [])
+            assert verdict is not None  # the end of the text is always accepted
         at = len(new) - verdict.base
         if at < len(verdict.tokens):
             return self.step(verdict.tokens[at], scores, node, verdict.processed[at])
         # The last token came from the residual and happened to be the draft's: its target scores are there, but
-        # the rest of the chain has been judged already and may not be looked at again.
+        # the rest of the tree has been judged already and may not be looked at again.
         processed = self.processed(row, new, scores, node)
         token = noise.draw(processed, noise.key(self.seed, noise.DRAW, generated(row), len(new)))
         return self.step(token, scores, node, processed)
 
-    def _judge(self, row: Row, new: list[int], scores: Scores, node: int, q: list[Tensor]) -> _Verdict:
-        """How many of the nodes after `node` are accepted, and the token that follows them."""
-        tokens = scores.tree.tokens[node + 1 :]
-        processed = [self.processed(row, new + tokens[:i], scores, node + i) for i in range(len(tokens) + 1)]
-        p = [torch.softmax(one, dim=-1) for one in processed]
-        q = [one.to(p[0].device) for one in q]
-        chances, weights = accept_chances(p, q, tokens)
-        start = generated(row)
-        accepted = 0
-        for i, chance in enumerate(chances):  # a failure does not end the block: a later success overrides it
-            if noise.uniform(noise.key(self.seed, noise.ACCEPT, start, len(new) + i, 0)) < chance:
-                accepted = i + 1
-        left = processed[accepted]
-        if accepted < len(tokens):
-            left = residual(weights[accepted] * p[accepted], q[accepted]).log()
-        final = noise.draw(left, noise.key(self.seed, noise.DRAW, start, len(new) + accepted))
-        return _Verdict(scores, len(new), [*tokens[:accepted], final], processed)
+    def _judge(
+        self, row: Row, new: list[int], scores: Scores, node: int, weight: float, path: list[int], above: list[Tensor]
+    ) -> _Verdict | None:
+        """What is emitted if the path ends at `node` or below it; None if it does not.
+
+        `path` are the tokens that lead to the node, `above` the processed logits before each of them.
+        """
+        tree, start = scores.tree, generated(row)
+        processed = [*above, self.processed(row, new + path, scores, node)]
+        left = processed[-1]
+        p = torch.softmax(left, dim=-1)
+        for child in siblings(tree, node):
+            token, drawn = tree.tokens[child], draft_distribution(tree, child)
+            assert drawn is not None
+            q = drawn.to(p.device)
+            below = child_weight(weight, p, q, token)
+            verdict = self._judge(row, new, scores, child, below, [*path, token], processed)
+            if verdict is not None:
+                return verdict
+            weight, p = without_child(weight, p, q)
+            left = p.log()
+        address = noise.key(self.seed, noise.ACCEPT, start, len(new) + len(path), node)
+        if path and not noise.uniform(address) < weight:
+            return None
+        final = noise.draw(left, noise.key(self.seed, noise.DRAW, start, len(new) + len(path)))
+        return _Verdict(scores, len(new), [*path, final], processed)
 
 
-def _drawn_chain(tree: Tree, node: int) -> list[Tensor]:
-    """The distributions of the nodes after `node`, empty unless they are a chain drawn from the draft."""
-    if not tree.is_chain:
-        return []
-    found = [draft_distribution(tree, after) for after in range(node + 1, len(tree))]
-    return [q for q in found if q is not None] if all(q is not None for q in found) else []
+def _is_drawn(tree: Tree, node: int) -> bool:
+    """Whether there are nodes after `node`, and all were drawn from the draft."""
+    after = range(node + 1, len(tree))
+    return bool(after) and all(draft_distribution(tree, one) is not None for one in after)

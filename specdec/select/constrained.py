@@ -14,8 +14,8 @@ from torch import Tensor
 
 from specdec.select.constraints import Progress
 from specdec.select.pool import Pool, PoolSearch, ranked
-from specdec.select.scoring import LOOK, Beam, Candidates, Hypothesis, best_totals, branches, extended, totals
-from specdec.types import Branch, Move, Row, Seen, Step
+from specdec.select.scoring import Beam, Candidates, Hypothesis, best_totals, branches, extended, totals
+from specdec.types import Branch, Move, Plan, Row, Seen, Step
 
 _STEP = 100
 """What a step towards the constraints weighs against a beam's log-probability."""
@@ -85,14 +85,15 @@ class ConstrainedSearch(PoolSearch):
         step = Step(chosen.tokens[0], -1, logits, total if self.keep_scores else None)
         return Move(after, chosen.parents if state.length else [0] * self.num_beams, chosen.tokens, step)
 
-    def spread(self, row: Row, ends: Sequence[Branch], logits: Tensor) -> list[tuple[int, Branch]]:
-        """The draft's own beams: twice as many as the target's, of texts that go on, forced ones among them."""
+    def spread(self, row: Row, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
+        """The draft's own beams: by default twice as many as the target's, of texts that go on, forced ones too."""
+        ahead = self.ahead(plan)
         total = totals(self.draft_scores(row, ends, logits), [end.score for end in ends])
         generated = row.tokens[row.prompt_length :]
         progress = [self.progress.after([*generated, *end.tokens]) for end in ends]
-        found = best_totals(total, LOOK * self.num_beams)
+        found = best_totals(total, ahead)
         beams = [tuple(end.tokens) for end in ends]
-        return branches(_pushed(found, beams, progress, total, LOOK * self.num_beams), ends)
+        return branches(_pushed(found, beams, progress, total, ahead), ends)
 
     def _after(self, state: ConstrainedBeams, ends: list[str | None]) -> ConstrainedBeams:
         """The state, finished if it is; `ends` say why each live beam would end here."""

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from specdec.select.pool import Pool, PoolSearch, ranked
-from specdec.select.scoring import LOOK, Beam, Hypothesis, best_of, branches, extended
-from specdec.types import Branch, Move, Row, Seen, Step
+from specdec.select.scoring import Beam, Hypothesis, best_of, branches, extended
+from specdec.types import Branch, Move, Plan, Row, Seen, Step
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ class GroupSearch(PoolSearch):
             return Move(after, [0] * len(kept), [tokens[i] for i in kept], step)
         return Move(after, [parents[i] for i in kept], [tokens[i] for i in kept], step, self._shown(state.pools))
 
-    def spread(self, row: Row, ends: Sequence[Branch], logits: Tensor) -> list[tuple[int, Branch]]:
-        """Every group's own beams by the draft's scores, twice as many as the target's, of texts that go on.
+    def spread(self, row: Row, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
+        """Every group's own beams by the draft's scores, by default twice the target's, of texts that go on.
 
         A branch's `mark` holds the groups that it serves.
         """
@@ -117,7 +117,7 @@ class GroupSearch(PoolSearch):
             scores = own[mine]
             for token in chosen:
                 scores[:, token] -= self.diversity_penalty
-            best = best_of(scores, [ends[i].score for i in mine], LOOK * self.size)
+            best = best_of(scores, [ends[i].score for i in mine], max(self.ahead(plan) // self.groups, 1))
             chosen += best.tokens[: self.size]
             for i, branch in branches(best, [ends[i] for i in mine]):
                 place = (mine[i], branch.tokens[-1])

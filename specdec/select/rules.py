@@ -12,7 +12,8 @@ from torch import Tensor
 
 from specdec.select import noise
 from specdec.select.base import Processing, process
-from specdec.types import Branch, DraftRule, Row, SearchRule
+from specdec.select.branching import drawn_children, likeliest_children, noisy
+from specdec.types import Branch, DraftRule, Plan, Row
 
 
 def generated(row: Row) -> int:
@@ -28,6 +29,14 @@ def fit(logits: Tensor, width: int | None) -> Tensor:
     if have > width:
         return logits[..., :width]
     return torch.nn.functional.pad(logits, (0, width - have), value=float("-inf"))
+
+
+def process_all(processors: Processing, row: Row, ends: Sequence[Branch], logits: Tensor) -> Tensor:
+    """Processed `logits` `[ends, vocab]` after the row's text and each of `ends`, float32."""
+    if not len(processors):
+        return logits.float()
+    each = [process(processors, row, end.tokens, one) for end, one in zip(ends, logits, strict=True)]
+    return torch.stack(each)
 
 
 def confidence(logits: Tensor, token: int) -> float:
@@ -66,6 +75,11 @@ class GreedyRule:
         token, prob = likeliest(scores)
         return token, prob, None
 
+    def spread(self, row: Row, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
+        """The likeliest continuations of `ends`, from draft `logits` `[ends, vocab]`."""
+        scores = torch.log_softmax(process_all(self.processors, row, ends, fit(logits, self.width)), dim=-1)
+        return likeliest_children(scores, ends, plan)
+
 
 @dataclass(frozen=True)
 class CoupledRule:
@@ -83,6 +97,12 @@ class CoupledRule:
             return NOTHING
         token = noise.draw(scores, noise.key(self.seed, noise.COUPLED, generated(row) + len(guesses)))
         return token, confidence(scores, token), None
+
+    def spread(self, row: Row, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
+        """The continuations of `ends` that the target's own noise favours, from draft `logits` `[ends, vocab]`."""
+        scores = process_all(self.processors, row, ends, fit(logits, self.width))
+        place = generated(row) + len(ends[0].tokens)
+        return likeliest_children(noisy(scores, noise.key(self.seed, noise.COUPLED, place)), ends, plan)
 
 
 @dataclass(frozen=True)
@@ -103,6 +123,11 @@ class SampledRule:
         q = torch.softmax(scores, dim=-1)
         return token, float(q[token]), q
 
+    def spread(self, row: Row, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
+        """Draws from q after every one of `ends`, without replacement, from draft `logits` `[ends, vocab]`."""
+        scores = process_all(self.processors, row, ends, fit(logits, self.width))
+        return drawn_children(scores, ends, plan, noise.key(self.seed, noise.DRAFT, generated(row)))
+
 
 @dataclass(frozen=True)
 class PerRow:
@@ -118,14 +143,3 @@ class PerRow:
     def pick(self, row: Row, guesses: list[int], logits: Tensor) -> tuple[int, float, Tensor | None]:
         """What the rule of `row` picks."""
         return self.rules[row.key].pick(row, guesses, logits)
-
-
-@dataclass(frozen=True)
-class PerSearch:
-    """Every search's own way of looking ahead, found by the row's key."""
-
-    searches: Mapping[int, SearchRule]
-
-    def spread(self, row: Row, ends: Sequence[Branch], logits: Tensor) -> list[tuple[int, Branch]]:
-        """What the search of `row` would look at next."""
-        return self.searches[row.key].spread(row, ends, logits)

@@ -13,14 +13,14 @@ from torch import Tensor
 from specdec.select.base import Processing, guide
 from specdec.select.rules import GreedyRule, fit
 from specdec.select.stopping import Stopping
-from specdec.types import Branch, Row, Seen
+from specdec.types import Branch, Plan, Row, Seen
 
 EarlyStopping = bool | Literal["never", "exhaustive"]
 FAR = -1e9
 """What makes a beam a spare one: before the first token, all but one are, and after an end its continuation."""
 
 LOOK = 2
-"""A draft's level has so many times as many branches as the search has beams."""
+"""A draft's level has by default so many times as many branches as the search has beams."""
 
 
 class Hypothesis(NamedTuple):
@@ -85,6 +85,10 @@ class Scoring:
     def candidates(self, beams: int) -> int:
         """So many continuations are looked at, that `beams` go on even if the best all end."""
         return max(2, 1 + len(self.stop.eos_ids)) * beams
+
+    def ahead(self, plan: Plan) -> int:
+        """How many branches a draft looks at."""
+        return plan.branches or LOOK * self.num_beams
 
     def horizon(self, length: int) -> int:
         """The length at which a live beam of `length` tokens is judged."""

@@ -33,11 +33,13 @@ class FakePlan:
     limit: int = 5
     doubt: float = 0.0
     drop: float = 0.0
+    branches: int | None = None
     asked: list[list[float]] = field(default_factory=list)
 
-    def go_on(self, confidence: Sequence[float]) -> bool:
-        self.asked.append(list(confidence))
-        return not confidence or confidence[-1] >= self.doubt
+    def go_on(self, paths: Sequence[Sequence[float]], width: int = 1) -> bool:
+        [path] = paths
+        self.asked.append(list(path))
+        return not path or path[-1] >= self.doubt
 
     def keep(self, confidence: Sequence[float]) -> bool:
         return confidence[-1] >= self.drop

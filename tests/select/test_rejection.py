@@ -12,10 +12,22 @@ from transformers import NoRepeatNGramLogitsProcessor, TemperatureLogitsWarper
 from specdec.errors import OptionError
 from specdec.logits import Processors, TopK
 from specdec.select import Block, Match, Rejection, noise
-from specdec.select.block import accept_chances
+from specdec.select.block import child_weight, without_child
 from specdec.select.rejection import residual
 from specdec.types import Scores, Tree
-from tests.select.toys import NOTHING, Branching, ToyRow, decode, propose, table, target_law, verify, walk, wrong
+from tests.select.toys import (
+    NOTHING,
+    Branching,
+    ToyRow,
+    decode,
+    propose,
+    sprout,
+    table,
+    target_law,
+    verify,
+    walk,
+    wrong,
+)
 
 V = 3
 TARGET = table(1, V)
@@ -91,15 +103,49 @@ def test_law_with_several_drawn_children(monkeypatch, kind, replace) -> None:
     assert_law(law, target_law(TARGET, 2))
 
 
-def accepted(monkeypatch, kind, draft, k: int = 3) -> float:
+@pytest.mark.parametrize("kind", [Rejection, Block])
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("branches", [2, 3])
+def test_law_with_drawn_trees(monkeypatch, kind, draft, branches) -> None:
+    """Trees as a branching draft model draws them, without replacement, every decision enumerated over two rounds."""
+
+    def play():
+        selector = kind(NOTHING, 0, width=V)
+        guesses = lambda row, k: sprout(selector.rule, row, DRAFTS[draft], k, branches)  # noqa: E731
+        return decode(selector, TARGET, None, length=3 if branches == 2 else 2, k=2, guesses=guesses)[0]
+
+    assert_law(law_of(Branching(monkeypatch), play), target_law(TARGET, 3 if branches == 2 else 2))
+
+
+def test_draws_that_do_not_pay_are_not_made() -> None:
+    """A plan may forbid a draw by its odds alone; no drawn node is missing from the tree."""
+    rule, row = Rejection(NOTHING, 0, width=V).rule, ToyRow()
+    assert len(sprout(rule, row, TARGET, 1, 3, least=0.1)) == 2  # a third child is accepted in 6% of cases at best
+    assert len(sprout(rule, row, TARGET, 1, 3, least=0.0)) == 3
+    assert not sprout(rule, row, TARGET, 1, 3, least=0.9).tokens
+
+
+def accepted(monkeypatch, kind, draft, k: int = 3, branches: int = 1) -> float:
     """Expected number of drafted tokens that one round accepts."""
     branching = Branching(monkeypatch)
 
     def play():
         selector, row = kind(NOTHING, 0, width=V), ToyRow()
-        return walk(selector, row, verify(row, propose(selector.rule, row, draft, k), TARGET))[1]
+        rule = selector.rule
+        tree = propose(rule, row, draft, k) if branches == 1 else sprout(rule, row, draft, k, branches)
+        return walk(selector, row, verify(row, tree, TARGET))[1]
 
     return sum(weight * count for weight, count in branching.runs(play))
+
+
+def test_traversal_accepts_no_less_and_here_more(monkeypatch) -> None:
+    """Enumerated over one round of a tree of two levels with two branches; and more than a chain of two."""
+    for draft in DRAFTS.values():
+        ours, theirs = (accepted(monkeypatch, kind, draft, 2, 2) for kind in (Block, Rejection))
+        assert ours >= theirs - 1e-6
+        assert ours >= accepted(monkeypatch, Block, draft, 2) - 1e-6
+    other = DRAFTS["other"]
+    assert accepted(monkeypatch, Block, other, 2, 2) > 1.01 * accepted(monkeypatch, Rejection, other, 2, 2)
 
 
 def test_block_accepts_no_less_and_here_more(monkeypatch) -> None:
@@ -150,8 +196,11 @@ def test_empty_residual_falls_back_to_p() -> None:
 
 def test_chances_of_a_perfect_path_are_one() -> None:
     """0/0 in the block rule means acceptance."""
-    p = [torch.tensor([0.5, 0.5])] * 3
-    assert accept_chances(p, p[:2], [0, 1]) == ([1.0, 1.0], [1.0, 1.0, 1.0])
+    p = torch.tensor([0.5, 0.5])
+    assert child_weight(1.0, p, p, 0) == 1.0
+    weight, rest = without_child(1.0, p, p)
+    assert weight == 1.0
+    assert torch.equal(rest, p)
 
 
 def test_draft_is_warped_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.logits import Processors
-from specdec.types import EMPTY, Scores, Tree
+from specdec.types import EMPTY, Branch, Scores, Tree
 
 Table = Callable[[list[int]], Tensor]
 """From a prefix to logits `[vocab]`."""
@@ -59,6 +60,34 @@ def propose(rule: Any, row: ToyRow, draft: Table, k: int) -> Tree:
         guesses.append(token)
         qs.append(q)
     return Tree.chain(guesses, q=qs if rule.needs_q and qs else None)
+
+
+@dataclass
+class ToyPlan:
+    """`least` is what a path's chances must come to."""
+
+    limit: int
+    branches: int
+    least: float = 0.0
+
+    def keep(self, chances) -> bool:
+        return math.prod(chances) >= self.least
+
+
+def sprout(rule: Any, row: ToyRow, draft: Table, k: int, branches: int, least: float = 0.0) -> Tree:
+    """A tree of k levels as a draft model grows it."""
+    ends, at, nodes, parents = [Branch([], 0.0)], [-1], [], []
+    for _ in range(k):
+        logits = torch.stack([draft(row.tokens + end.tokens) for end in ends])
+        found = rule.spread(row, ends, logits, ToyPlan(k, branches, least))
+        if not found:
+            break
+        parents += [at[end] for end, _ in found]
+        at = list(range(len(nodes), len(nodes) + len(found)))
+        ends = [branch for _, branch in found]
+        nodes += ends
+    drawn = [node.q for node in nodes if node.q is not None]
+    return Tree([node.tokens[-1] for node in nodes], parents, [node.confidence for node in nodes], drawn or None)
 
 
 def verify(row: ToyRow, proposal: Tree, target: Table) -> Scores:

@@ -1,0 +1,125 @@
+"""What the cost rule learns from rounds: how often a draft is right, what passes cost, what drafting really brought."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specdec.types import RowRound
+
+_EDGES = (0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.4, 0.55, 0.7, 0.85, 0.95)
+BINS = len(_EDGES) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """How often drafted tokens were accepted, by the draft's confidence; only tokens that were tested count.
+
+    Of several guesses at one depth at most one is accepted: `levels` of them were tested. The `mean` starts as two
+    levels of 0.8. `believed` is the summed confidence of all tested guesses; every bin is shrunk, with the weight of
+    two tokens, towards what a guess of its confidence brings on the whole.
+    """
+
+    accepted: tuple[float, ...] = (0.0,) * BINS
+    tested: tuple[float, ...] = (0.0,) * BINS
+    believed: float = 0.0
+    levels: float = 0.0
+
+    @property
+    def mean(self) -> float:
+        """The acceptance of the next level, when nothing is known of its tokens."""
+        return (sum(self.accepted) + 0.8 * 2) / (self.levels + 2)
+
+    def of(self, confidence: float) -> float:
+        """The acceptance of a token that the draft believes in this much."""
+        b, borne_out = _bin(confidence), (sum(self.accepted) + 0.8 * 2) / (self.believed + 0.8 * 2)
+        return (self.accepted[b] + min(borne_out * confidence, 1.0) * 2) / (self.tested[b] + 2)
+
+    def path(self, confidence: Sequence[float]) -> float:
+        """The chance that all of these, one after the other, are accepted."""
+        chance = 1.0
+        for c in confidence:
+            chance *= self.of(c)
+        return chance
+
+    def after(self, row: RowRound) -> Acceptance:
+        """With one row's outcome added; old outcomes fade with a memory of about 200 levels."""
+        counts = [list(self.accepted), list(self.tested)]
+        for confidence, came_true in row.tested:
+            b = _bin(confidence)
+            counts[0][b] += came_true
+            counts[1][b] += 1
+        levels, believed = self.levels + row.levels, self.believed + sum(confidence for confidence, _ in row.tested)
+        fade = min(1.0, 200 / max(levels, 1.0))
+        accepted, tested = (tuple(count * fade for count in kind) for kind in counts)
+        return Acceptance(accepted, tested, believed * fade, levels * fade)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Seconds of a target pass as `fixed + slope * nodes`, fitted with fading weights; the slope is never negative.
+
+    A weak prior says that a node costs a fiftieth of a pass; it only matters while all passes had the same size.
+    """
+
+    weight: float = 0.0
+    nodes: float = 0.0
+    seconds: float = 0.0
+    squares: float = 0.0
+    products: float = 0.0
+
+    def add(self, nodes: float, seconds: float) -> Line:
+        """With one more pass; each older one loses 5% of its weight.
+
+        A stall (a compilation, another program) counts as three usual passes; passes of a third of the usual time say
+        that what was measured before was the stall.
+        """
+        usual = self.seconds / self.weight if self.weight else seconds
+        if seconds < usual / 3:
+            return Line().add(nodes, seconds)
+        f, seconds = 0.95, min(seconds, 3 * usual)
+        return Line(
+            f * self.weight + 1,
+            f * self.nodes + nodes,
+            f * self.seconds + seconds,
+            f * self.squares + nodes * nodes,
+            f * self.products + nodes * seconds,
+        )
+
+    @property
+    def slope(self) -> float:
+        """Seconds of one more node in a pass."""
+        mean_n, mean_s = self.nodes / self.weight, self.seconds / self.weight
+        prior = 0.02 * mean_s
+        variance = max(self.squares / self.weight - mean_n**2, 0.0)
+        covariance = self.products / self.weight - mean_n * mean_s
+        return min(max((covariance + prior) / (variance + 1.0), 0.0), mean_s / max(mean_n, 1.0))
+
+    def at(self, nodes: float) -> float:
+        """Seconds of a pass over this many nodes."""
+        return self.seconds / self.weight + self.slope * (nodes - self.nodes / self.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What rounds with a draft have brought of late: fading sums of tokens and seconds, and the number of rounds."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+    rounds: int = 0
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def add(self, tokens: int, seconds: float) -> Trial:
+        """With one more round; each older one loses 5% of its weight, and a stall counts as three usual rounds."""
+        usual = self.seconds / (sum(0.95**i for i in range(self.rounds)) or 1.0)
+        seconds = min(seconds, 3 * usual) if self.rounds else seconds
+        return Trial(0.95 * self.tokens + tokens, 0.95 * self.seconds + seconds, self.rounds + 1)
+
+
+def _bin(confidence: float) -> int:
+    return bisect_right(_EDGES, confidence)

@@ -1,0 +1,95 @@
+"""How a draft model's logits become trees of guesses: the likeliest children by joint probability, or drawn ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdec.select import noise
+from specdec.types import Branch, BranchRule, Plan, Row
+
+WIDER = 2
+"""Of the nodes that are proposed at a depth, every second one is continued (arXiv 2406.16858 reranks likewise)."""
+_CANDIDATES = 512
+_ACCEPTED = 0.7
+
+
+def likeliest_children(scores: Tensor, ends: Sequence[Branch], plan: Plan) -> list[tuple[int, Branch]]:
+    """The children of `ends` with the largest joint probability, from log-probabilities `[ends, vocab]`, as planned."""
+    total = scores + torch.tensor([end.score for end in ends], device=scores.device)[:, None]
+    count = WIDER * (plan.branches or 1)
+    top, places = total.flatten().topk(min(count, total.numel()))
+    vocab = scores.shape[1]
+    found = []
+    for score, place in zip(top.tolist(), places.tolist(), strict=True):
+        if not math.isfinite(score):
+            break
+        i, token = divmod(place, vocab)
+        path = [*ends[i].chances, min(math.exp(score - ends[i].score), 1.0)]
+        if plan.keep(path):
+            found.append((i, Branch([*ends[i].tokens, token], score, path[-1], path)))
+    return found
+
+
+def noisy(scores: Tensor, address: int) -> Tensor:
+    """`scores` `[ends, vocab]` with the noise of the target's draw at `address`, as log-probabilities.
+
+    Only a row's likeliest tokens keep theirs; the draft may guess, the target may not.
+    """
+    kept, ids = scores.topk(min(_CANDIDATES, scores.shape[1]))
+    loud = kept + noise.gumbel(address, ids).to(kept.dtype)
+    return torch.full_like(scores, -torch.inf).scatter_(1, ids, torch.log_softmax(loud, dim=-1))
+
+
+def drawn_children(scores: Tensor, ends: Sequence[Branch], plan: Plan, address: int) -> list[tuple[int, Branch]]:
+    """Children drawn without replacement (arXiv 2402.12374), from log-probabilities `[ends, vocab]`.
+
+    How many each end gets is settled before any is drawn, by the odds of its path and of an n-th child alone: no child
+    may be dropped after it was seen.
+    """
+    shares = _shares(ends, plan)
+    found = []
+    for i, (end, share) in enumerate(zip(ends, shares, strict=True)):
+        left, depth = scores[i].clone(), len(end.tokens)
+        for order in range(share):
+            if not math.isfinite(float(left.max())):
+                break  # nothing is left to draw
+            token = noise.draw(left, noise.key(address, depth, *end.tokens, order))
+            chance = _order_chance(order)
+            path = [*end.chances, chance]
+            branch = Branch([*end.tokens, token], end.score + math.log(chance), chance, path, torch.softmax(left, -1))
+            found.append((i, branch))
+            left[token] = -torch.inf
+    return sorted(found, key=lambda child: -child[1].score)
+
+
+def _order_chance(order: int) -> float:
+    """What is known of the n-th child before it is drawn: it is accepted where the elder ones were not."""
+    return _ACCEPTED * (1.0 - _ACCEPTED) ** order
+
+
+def _shares(ends: Sequence[Branch], plan: Plan) -> list[int]:
+    """How many children every end gets: those with the best odds."""
+    most = plan.branches or 1
+    odds = [
+        (end.score + math.log(_order_chance(order)), i, order) for i, end in enumerate(ends) for order in range(most)
+    ]
+    shares = [0] * len(ends)
+    for _, i, order in sorted(odds, key=lambda odd: -odd[0])[:most]:
+        shares[i] += plan.keep([*ends[i].chances, _order_chance(order)])
+    return shares
+
+
+@dataclass(frozen=True)
+class PerSearch:
+    """Every row's own way of looking ahead, found by the row's key."""
+
+    rules: Mapping[int, BranchRule]
+
+    def spread(self, row: Row, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
+        """What the rule of `row` would look at next."""
+        return self.rules[row.key].spread(row, ends, logits, plan)

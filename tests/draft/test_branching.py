@@ -1,0 +1,103 @@
+"""Branching drafts: trees hold the best nodes by joint probability, recomputed from scratch in every round."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from specdec.draft import ModelDrafter
+from specdec.logits import Processors
+from specdec.models import LanguageModel
+from specdec.schedule.rules import Limit
+from specdec.select import Coupled, Greedy, PerSearch, Rejection
+from specdec.types import Tree
+from tests.tiny import tiny
+
+from .fakes import FakeRow, call
+
+NOTHING = Processors()
+Path = tuple[int, ...]
+
+
+@torch.no_grad()
+def log_probs(model: PreTrainedModel, text: list[int]) -> list[float]:
+    return torch.log_softmax(model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1], -1).tolist()
+
+
+def best_tree(model: PreTrainedModel, text: list[int], plan: Limit) -> dict[Path, float]:
+    """Every path of the tree and its log-probability, by the definition: `branches` ends a level, two children each."""
+    assert plan.branches is not None
+    found: dict[Path, float] = {}
+    ends: list[Path] = [()]
+    for _ in range(plan.limit):
+        children = {
+            (*end, token): found.get(end, 0.0) + score
+            for end in ends
+            for token, score in enumerate(log_probs(model, [*text, *end]))
+        }
+        level = sorted(children, key=lambda path: -children[path])[: 2 * plan.branches]
+        found |= {path: children[path] for path in level}
+        ends = level[: plan.branches]
+    best = sorted(found, key=lambda path: -found[path])[: plan.branches * plan.limit]
+    return {path: found[path] for path in best}
+
+
+def paths(tree: Tree) -> dict[Path, float]:
+    belief = tree.confidence or []
+    ways = [tree.path(node) for node in range(len(tree))]
+    return {tuple(tree.tokens[n] for n in way): sum(math.log(belief[n]) for n in way) for way in ways}
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "qwen3_next", "bloom"])
+def test_trees_are_the_best_nodes(name: str) -> None:
+    """Ragged rows, whatever was accepted before; on attention, windows, positions from slots, and recurrence."""
+    rng = random.Random(name)
+    model = tiny(name)
+    rule = Greedy(NOTHING, width=64).rule
+    rows = [FakeRow([rng.randrange(3, 64) for _ in range(n)], n) for n in (1, 4, 9)]
+    rules = PerSearch({row.key: rule for row in rows})
+    session = ModelDrafter(LanguageModel(model)).start(call(rule, vocab_size=64, branching=rules))
+    for turn in range(3):
+        plans = [Limit(rng.choice([0, 1, 3]), branches=rng.choice([2, 3])) for _ in rows]
+        for row, plan, tree in zip(rows, plans, session.propose(rows, plans), strict=True):
+            expected = best_tree(model, row.tokens, plan)
+            found = paths(tree)
+            assert found.keys() == expected.keys()
+            for path, score in expected.items():
+                assert found[path] == pytest.approx(score, abs=1e-3)
+            accepted = rng.choice([[], *map(list, found)])
+            row.tokens += [*accepted, rng.randrange(3, 64)]
+        if turn == 1:
+            session.release([rows.pop(0).key])
+
+
+def test_one_pass_per_level() -> None:
+    """A tree costs as many draft passes as a chain of its depth, and the last one that finds no better nodes."""
+    model = LanguageModel(tiny("llama"))
+    strategy, row = Greedy(NOTHING, width=64), FakeRow([5, 6, 7])
+    rules = PerSearch({0: strategy.rule})
+    session = ModelDrafter(model).start(call(strategy.rule, vocab_size=64, branching=rules))
+    [tree] = session.propose([row], [Limit(4, branches=3)])
+    assert len(tree) == 12
+    assert tree.depth <= session._session.passes <= tree.depth + 1
+
+
+@pytest.mark.parametrize("kind", [Greedy, Coupled, Rejection])
+def test_one_branch_begins_as_the_chain_does(kind: type) -> None:
+    """The first node is the one that a chain has, for every way to guess that repeats itself."""
+    model = LanguageModel(tiny("llama"))
+    strategy = kind(NOTHING, width=64) if kind is Greedy else kind(NOTHING, 3, width=64)
+    row, chain = FakeRow([5, 6, 7]), ModelDrafter(model).start(call(strategy.rule, vocab_size=64))
+    tree = ModelDrafter(model).start(call(strategy.rule, vocab_size=64, branching=PerSearch({0: strategy.rule})))
+    [ours] = tree.propose([row], [Limit(3, branches=1)])
+    [theirs] = chain.propose([row], [Limit(3, branches=1)])
+    if kind is Rejection:
+        assert ours.is_chain
+        assert ours.q is not None
+        assert float(ours.q[0].sum()) == pytest.approx(1)
+    else:
+        assert ours.tokens[0] == theirs.tokens[0]
