@@ -66,6 +66,10 @@ def build(args: argparse.Namespace, strategy: str) -> dict[str, Callable[[Tensor
     systems["specdec plain"] = ours(None)
     if strategy not in NO_DRAFT:
         systems["specdec model, constant 3"] = ours(draft, schedule="constant", num_assistant_tokens=3)
+        if "num_beams" not in shared:
+            tree = {"num_assistant_tokens": 3, "num_assistant_branches": 3}
+            systems["specdec model, constant 3, trees"] = ours(draft, schedule="constant", **tree)
+            systems["specdec model, cost, chains"] = ours(draft, schedule="cost", num_assistant_branches=1)
         systems["specdec model, cost"] = ours(draft, schedule="cost")
         systems["specdec suffix, cost"] = ours("suffix", schedule="cost")
     return systems
