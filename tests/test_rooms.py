@@ -26,7 +26,8 @@ RANKS = {
     "drafts": 7,
     "generator": 8,
     "zoo": 9,
-    "cli": 10,
+    "bench": 10,
+    "cli": 11,
 }
 # The public front door and its entry point import whatever they show.
 FREE = {"__init__", "__main__"}

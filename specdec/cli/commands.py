@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from specdec.cli.bench import bench, tune
 from specdec.cli.pair import demo, zoo_app
 from specdec.cli.request import DEFAULT_NEW_TOKENS, METHODS, Request, locate, read_prompt, read_request
 from specdec.cli.show import Printer, print_texts, report, stats_table, write
@@ -196,4 +197,6 @@ def load(request: Request, *, quiet: bool) -> SpecGenerator:
 
 
 app.command()(demo)
+app.command()(bench)
+app.command()(tune)
 app.add_typer(zoo_app, name="zoo")

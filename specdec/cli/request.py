@@ -198,15 +198,9 @@ def _draft_without_model(method: str) -> str | None:
 
 def locate(name: str, role: str) -> str:
     """A model's folder where it comes with the package (`zoo:NAME`), else its id or folder as given."""
-    if not name.startswith("zoo:"):
-        return name
     from specdec import zoo
 
-    pair = name.removeprefix("zoo:")
-    if pair not in zoo.NAMES:
-        known = ", ".join(f"zoo:{known}" for known in zoo.NAMES)
-        raise OptionError.of(ROLES[role], f"a hub id, a folder or one of {known}", name)
-    return str(getattr(zoo.pair(pair), role))
+    return zoo.locate(name, role, ROLES[role])
 
 
 def read_prompt(prompt: str | None) -> str:

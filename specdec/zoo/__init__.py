@@ -31,3 +31,17 @@ def pair(name: str = "python-code") -> Pair:
     if not (folder / "target" / "model.safetensors").exists():
         raise SpecdecError(f"the weights of {name!r} are not in {folder}: install the package with its data files")
     return Pair(name, folder / "target", folder / "draft", json.loads((folder / "card.json").read_text()))
+
+
+def locate(name: str, role: str, argument: str | None = None) -> str:
+    """The folder of `zoo:NAME`'s target or draft (`role`); any other id or path as it is.
+
+    Raises OptionError about `argument` (the role, by default) for a pair that does not exist.
+    """
+    if not name.startswith("zoo:"):
+        return name
+    own = name.removeprefix("zoo:")
+    if own not in NAMES:
+        known = ", ".join(f"zoo:{known}" for known in NAMES)
+        raise OptionError.of(argument or role, f"a hub id, a folder or one of {known}", name)
+    return str(getattr(pair(own), role))

@@ -1,0 +1,21 @@
+"""The latency benchmark: pairs, modes and schedules measured beside plain decoding, compared with it, and reported.
+
+| file | what it holds |
+| --- | --- |
+| `suite.py` | the matrix: targets, drafts, modes, strategies, temperatures, schedules, prompts, batches |
+| `prompts.py`, `texts.jsonl` | the package's prompt sets, and files in the formats of Spec-Bench, HumanEval and GSM8K |
+| `runner.py`, `group.py` | measures plain and assisted decoding in turn; goes on where a killed run stopped |
+| `systems.py` | generators by target and draft, and one measured call |
+| `samples.py`, `compare.py` | `samples.jsonl`, and what differs from plain decoding's text |
+| `figures.py`, `results.py` | intervals, percentiles, acceptance; `results.json` and the table |
+| `plots.py`, `report.py`, `report.html.j2` | pictures and the page |
+| `tune.py` | the best schedule of one pair |
+| `machine.py`, `extras.py` | where it ran; the libraries that it needs |
+"""
+
+from specdec.bench.report import write_report
+from specdec.bench.results import exit_state, results
+from specdec.bench.runner import run
+from specdec.bench.suite import Suite, read_suite
+
+__all__ = ["Suite", "exit_state", "read_suite", "results", "run", "write_report"]

@@ -1,0 +1,166 @@
+"""One group at work: plain decoding and every cell take turns, their texts are compared, one is kept round by round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from specdec.bench.compare import differences, explain
+from specdec.bench.figures import per_token
+from specdec.bench.machine import Watch
+from specdec.bench.prompts import PromptText
+from specdec.bench.samples import Failure, Key, Sample, Store, Strip
+from specdec.bench.suite import PLAIN, Cell, Group, Suite
+from specdec.bench.systems import Measured, Systems, ask, measure, strip
+
+WARM_UP = 16  # new tokens of a warm-up call
+STRIP = 64  # new tokens of the text that is shown round by round
+
+
+@dataclass
+class GroupRun:
+    """A group with its prompts in batches, and where its records and failures go."""
+
+    suite: Suite
+    group: Group
+    batches: Sequence[Sequence[PromptText]]
+    store: Store
+    failures: list[Failure]
+    tell: Callable[[str], None]
+
+    @property
+    def size(self) -> int:
+        """How many samples a whole run has."""
+        return len(self._systems) * len(self.batches) * self.suite.repeats
+
+    @property
+    def _systems(self) -> list[Cell | None]:
+        return [None, *self.group.cells]
+
+    def is_finished(self) -> bool:
+        """Whether nothing is left to do: all samples are there, all differences explained, a text is kept."""
+        if len(self.store.samples.keys() & set(self._keys())) < self.size:
+            return False
+        return all(map(self._is_explained, self._keys())) and not self._lacks_strip(self._systems)
+
+    def run(self, systems: Systems, watch: Watch) -> None:
+        """Does what is left."""
+        alive = [cell for cell in self._systems if self._attempt(cell, partial(self._warm_up, systems, cell))]
+        if None not in alive:
+            return
+        for turn in range(len(self.batches) * self.suite.repeats):
+            repeat, batch = divmod(turn, len(self.batches))
+            first = turn % len(alive)
+            for cell in alive[first:] + alive[:first]:
+                self._attempt(cell, partial(self._sample, systems, watch, cell, batch, repeat))
+        self._compare(systems)
+        self._show(systems, alive)
+
+    def _attempt(self, cell: Cell | None, action: Callable[[], None]) -> bool:
+        """Whether it went well; otherwise the system is noted as failed, and left out from there on."""
+        if any((f.group, f.system) == (self.group.label, name_of(cell)) for f in self.failures):
+            return False
+        try:
+            action()
+        except Exception as error:
+            self.failures.append(Failure(self.group.label, name_of(cell), in_words(error)))
+            return False
+        return True
+
+    def _warm_up(self, systems: Systems, cell: Cell | None) -> None:
+        """Short calls, which load a draft at first."""
+        self.tell(f"warming up: {name_of(cell)}")
+        generator = systems.generator(self.group.label, cell)
+        for _ in range(self.suite.warm_up):
+            generator.generate(**self._call(cell, self.batches[0], most=WARM_UP))
+
+    def _sample(self, systems: Systems, watch: Watch, cell: Cell | None, batch: int, repeat: int) -> None:
+        key = Key(self.group.label, name_of(cell), batch, repeat)
+        if key in self.store.samples:
+            return
+        self.tell(f"{self.group.label}: {name_of(cell)}")
+        prompts = self.batches[batch]
+        watch.look()
+        done = measure(systems.generator(self.group.label, cell), self._call(cell, prompts))
+        self.store.add(sample(key, prompts[0].category, done, watch.spins[-1]))
+
+    def _call(self, cell: Cell | None, prompts: Sequence[PromptText], most: int | None = None) -> dict[str, Any]:
+        """The arguments of `generate`, with at most so many new tokens."""
+        options = self.suite.call(self.group.strategy, cell)
+        if most is not None:
+            options["max_new_tokens"] = min(most, options["max_new_tokens"])
+        return {**ask(prompts, chat=self.group.prompts.chat), **options}
+
+    def _compare(self, systems: Systems) -> None:
+        """Looks into every text that is not plain decoding's, where it should be."""
+        for key in self._keys():
+            if not self._is_explained(key):
+                call = self._call(None, self.batches[key.batch])
+                for mismatch in explain(*self._both(key), systems.plain, call):
+                    self.store.add(mismatch)
+
+    def _is_explained(self, key: Key) -> bool:
+        """Whether a text is plain decoding's own, need not be, or has been looked into."""
+        if key.system == PLAIN or not self.group.strategy.comparable or self.store.explained(key):
+            return True
+        plain, other = self._both(key)
+        return plain is None or other is None or not any(differences(plain, other))
+
+    def _both(self, key: Key) -> tuple[Any, Any]:
+        """Plain decoding's sample and the other system's, None where one is missing."""
+        return self.store.samples.get(key._replace(system=PLAIN)), self.store.samples.get(key)
+
+    def _keys(self) -> Iterator[Key]:
+        for cell in self._systems:
+            for batch in range(len(self.batches)):
+                for repeat in range(self.suite.repeats):
+                    yield Key(self.group.label, name_of(cell), batch, repeat)
+
+    def _lacks_strip(self, alive: Sequence[Cell | None]) -> bool:
+        """Whether a text should still be kept; searches have none that grows round by round."""
+        has_one = any(kept.group == self.group.label for kept in self.store.strips)
+        return len(alive) > 1 and self.group.strategy.grows and not has_one
+
+    def _show(self, systems: Systems, alive: Sequence[Cell | None]) -> None:
+        """Keeps the first prompt's text as the fastest cell writes it."""
+        if not self._lacks_strip(alive):
+            return
+        best = min(alive[1:], key=lambda cell: per_token(self.store.of(self.group.label, name_of(cell))))
+        prompts = self.batches[0][:1]
+        rounds = strip(systems.generator(self.group.label, best), self._call(best, prompts, most=STRIP))
+        self.store.add(Strip(self.group.label, name_of(best), prompts[0].text, rounds))
+
+
+def name_of(cell: Cell | None) -> str:
+    """How records name a system."""
+    return cell.label if cell is not None else PLAIN
+
+
+def in_words(error: BaseException) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def sample(key: Key, category: str, done: Measured, spin: float) -> Sample:
+    """What is kept of a finished call."""
+    stats = done.out.stats
+    assert stats is not None
+    return Sample(
+        *key,
+        category=category,
+        tokens=done.out.new_tokens(),
+        seconds=done.seconds,
+        first_token=done.first_token,
+        gaps=[round(gap, 7) for gap in done.gaps],
+        draft_seconds=stats.draft_seconds,
+        verify_seconds=stats.verify_seconds,
+        select_seconds=stats.select_seconds,
+        passes=stats.num_target_passes,
+        weight_passes=stats.weight_passes_per_token * stats.num_new_tokens,
+        drafted=list(stats.per_step_drafted),
+        accepted=list(stats.per_step_accepted),
+        memory=done.memory,
+        spin=spin,
+    )

@@ -1,0 +1,114 @@
+"""Where a benchmark ran: processor, memory, versions, and whether anything else was running."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_PACKAGES = ("torch", "transformers", "accelerate", "bitsandbytes", "numpy")
+# Parts of a processor's flags that decide how fast matrices are multiplied.
+_FLAGS = ("avx", "amx", "vnni", "bf16", "fp16", "fma", "f16c", "neon", "asimd", "sve", "i8mm")
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def provenance() -> dict[str, Any]:
+    """What ran, and on what."""
+    return {
+        "time": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "processor": _processor("model name") or platform.processor() or platform.machine(),
+        "flags": [flag for flag in _processor("flags", "Features").split() if any(part in flag for part in _FLAGS)],
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "system": platform.platform(),
+        "load": round(os.getloadavg()[0], 2),
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """The package, Python, and the libraries that decide about numbers and speed, as far as they are installed."""
+    from specdec import __version__
+
+    found = {"specdec": __version__, "python": platform.python_version()}
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def _processor(*names: str) -> str:
+    """The first line of these names in Linux' description of the processor; empty elsewhere."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() in names:
+                return value.strip()
+    return ""
+
+
+class PeakMemory:
+    """The most memory that was in use while it was open, in bytes: the accelerator's if there is one, else resident.
+
+    None where the system does not tell (only Linux can forget an old peak).
+    """
+
+    bytes: int | None = None
+
+    def __enter__(self) -> PeakMemory:
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            with suppress(OSError):
+                _CLEAR.write_text("5")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bytes = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else _peak_resident()
+
+
+def _peak_resident() -> int | None:
+    with suppress(OSError):
+        for line in _STATUS.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+class Watch:
+    """Notices contention: how much slower a fixed piece of work runs at times than at its best."""
+
+    def __init__(self) -> None:
+        self.spins: list[float] = []
+        self.load = os.getloadavg()[0]
+
+    def look(self) -> None:
+        """A few milliseconds of pure Python on one core, timed."""
+        began = time.perf_counter()
+        total = 0
+        for i in range(40_000):
+            total += i
+        self.spins.append(time.perf_counter() - began)
+
+    def verdict(self) -> str:
+        """One sentence on whether the figures can be trusted."""
+        return verdict(self.spins, self.load)
+
+
+def verdict(spins: list[float], load: float) -> str:
+    """One sentence on whether the figures can be trusted, from the seconds of fixed work and the load at the start."""
+    usual, best = statistics.median(spins), min(spins)
+    late = sum(s > 2 * best for s in spins) / len(spins)
+    facts = f"load {load:.1f} on {os.cpu_count()} cores at the start, fixed work {usual / best:.2f}x its best"
+    if load > 0.5 * (os.cpu_count() or 1) or usual > 1.3 * best or late > 0.1:
+        return f"CONTENTION: {facts}, {late:.0%} of looks stalled; trust the ratios a little, the times not at all."
+    return f"quiet machine: {facts}."

@@ -1,0 +1,258 @@
+"""The pictures of a report, by matplotlib: as PNG files, and as SVG that follows the page's light or dark colours."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+from specdec.bench.figures import Prediction
+from specdec.bench.results import Results
+
+INK, RULE = "#1c2126", "#c8ced5"  # as such in a PNG; in the page they stand for its own colours
+THEMED = {INK: "var(--ink)", RULE: "var(--rule)"}
+STATES = {"faster": "#2f9e77", "slower": "#d6553f", "same": "#8b95a3"}
+SERIES = ("#3d85c8", "#e08a2e", "#2f9e77", "#b164b8", "#c75a5a", "#8d7f5c", "#4aa7b5", "#7a78c9")
+SPLIT = {"draft": SERIES[1], "verify": SERIES[0], "select": SERIES[3], "overhead": "#8b95a3"}
+WIDTH = 8.2  # inches
+_ROW = 0.29  # inches of a bar
+_LONGEST = 46  # characters of a label
+_ENOUGH = 5  # rounds that must have drafted as far as a position that is shown
+
+
+@dataclass(frozen=True)
+class Plot:
+    """One picture: a name for its file, what it shows, and its data in both forms."""
+
+    name: str
+    caption: str
+    png: bytes
+    svg: str
+
+
+def group_plots(group: Results, stem: str) -> list[Plot]:
+    """The pictures of one group; those that its samples say nothing about are left out."""
+    cells = [system for system in group["systems"] if system["speedup"]]
+    best = leaders(cells)
+    found = []
+    if cells:
+        found.append(
+            _plot(f"{stem}-speedup", "Speedup over plain decoding, with 95% intervals", _rows(cells), _speedups, cells)
+        )
+    if any(len(system["categories"]) > 1 for system in best):
+        height = _ROW * (1.2 + len(best)) * len(best[0]["categories"]) / 1.4 + 1.1
+        caption = "Speedup by category of prompts, each draft with its fastest schedule"
+        found.append(_plot(f"{stem}-categories", caption, height, _categories, best))
+    if any(system["acceptance_by_position"] for system in best):
+        caption = "Acceptance by position in the draft, and accepted tokens per round"
+        found.append(_plot(f"{stem}-acceptance", caption, 3.1, _acceptance, best, panels=2))
+    if group["sweeps"]:
+        caption = "Speedup by constant draft length: measured, and predicted from acceptance and cost"
+        found.append(_plot(f"{stem}-sweep", caption, 3.3, _sweep, group["sweeps"]))
+    if group["systems"]:
+        caption = "Where the milliseconds of a token go"
+        found.append(_plot(f"{stem}-split", caption, _rows(group["systems"]) + 0.3, _split, group["systems"]))
+    return found
+
+
+def temperature_plots(groups: Sequence[Results]) -> list[Plot]:
+    """Speedup over temperature, a line per draft, for groups that differ in temperature alone."""
+    families: dict[str, list[Results]] = {}
+    for group in groups:
+        if group["temperature"] is not None:
+            families.setdefault(group["family"], []).append(group)
+    return [
+        _plot(f"temperature-{n}", f"Speedup by temperature: {family}", 3.3, _temperatures, own)
+        for n, (family, own) in enumerate(families.items(), 1)
+        if len(own) > 1
+    ]
+
+
+def leaders(cells: Sequence[Results]) -> list[Results]:
+    """Every draft with its fastest schedule."""
+    best: dict[str, Results] = {}
+    for cell in cells:
+        known = best.get(cell["draft"])
+        if known is None or cell["speedup"]["value"] > known["speedup"]["value"]:
+            best[cell["draft"]] = cell
+    return list(best.values())
+
+
+def _rows(bars: Sequence[Any]) -> float:
+    return _ROW * len(bars) + 0.9
+
+
+def _plot(name: str, caption: str, height: float, draw: Callable[..., None], data: Any, *, panels: int = 1) -> Plot:
+    """A picture of this height in inches, drawn without global state."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    style: Any = {
+        "font.size": 9,
+        "text.parse_math": False,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.linewidth": 0.6,
+        "legend.frameon": False,
+        "svg.hashsalt": name,
+        **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), INK),
+        **dict.fromkeys(("axes.edgecolor", "grid.color", "xtick.color", "ytick.color"), RULE),
+    }
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        draw(*[figure.add_subplot(1, panels, i + 1) for i in range(panels)], data)
+        return Plot(name, caption, _saved(figure, "png"), themed(_saved(figure, "svg").decode()))
+
+
+def _saved(figure: Figure, kind: str) -> bytes:
+    out = io.BytesIO()
+    how: dict[str, Any] = {"facecolor": "white", "dpi": 150} if kind == "png" else {"transparent": True}
+    figure.savefig(out, format=kind, metadata={"Date": None} if kind == "svg" else None, **how)
+    return out.getvalue()
+
+
+def themed(svg: str) -> str:
+    """The drawing as a part of a page: without a prologue, as wide as there is room, in the page's colours."""
+    svg = svg[svg.index("<svg") :]
+    for colour, variable in THEMED.items():
+        svg = svg.replace(colour, variable)
+    return re.sub(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"|(<svg[^>]*?) height="[^"]*"', r"\1\2", svg, count=1)
+
+
+def short(label: str) -> str:
+    """A label that leaves room for the bars: its end, which tells it from others."""
+    return label if len(label) <= _LONGEST else f"…{label[1 - _LONGEST :]}"
+
+
+def _named(axes: Axes, names: Sequence[str]) -> None:
+    """Names beside horizontal bars, the first on top."""
+    axes.set_yticks(range(len(names)), [short(name) for name in names])
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.grid(axis="y", visible=False)
+    axes.tick_params(axis="y", length=0)
+
+
+def _speedups(axes: Axes, cells: list[Results]) -> None:
+    found = [cell["speedup"] for cell in cells]
+    values = [s["value"] for s in found]
+    ends = [s["value"] if s["high"] is None else s["high"] for s in found]
+    axes.barh(range(len(cells)), values, 0.62, color=[STATES[s["state"]] for s in found])
+    axes.errorbar(values, range(len(cells)), xerr=_spread(found), fmt="none", ecolor=INK, elinewidth=1, capsize=2)
+    axes.axvline(1, color=INK, linewidth=1, linestyle=(0, (4, 2)))
+    for place, (end, s) in enumerate(zip(ends, found, strict=True)):
+        slower = " (slower)" if s["state"] == "slower" else ""
+        axes.annotate(
+            f"{s['value']:.2f}×{slower}", (max(end, 1), place), (5, 0), textcoords="offset points", va="center"
+        )
+    _named(axes, [cell["name"] for cell in cells])
+    axes.set_xlim(0, 1.2 * max(1.0, *ends))
+    axes.set_xlabel("times plain decoding's speed")
+
+
+def _categories(axes: Axes, cells: list[Results]) -> None:
+    names = list(cells[0]["categories"])
+    thick = 0.8 / len(cells)
+    for n, cell in enumerate(cells):
+        places = [i + (n - (len(cells) - 1) / 2) * thick for i in range(len(names))]
+        values = [cell["categories"].get(name, 0.0) for name in names]
+        axes.barh(places, values, 0.9 * thick, color=_colour(n), label=short(cell["name"]))
+    axes.axvline(1, color=INK, linewidth=1, linestyle=(0, (4, 2)))
+    _named(axes, names)
+    axes.set_xlabel("times plain decoding's speed")
+    _legend(axes, len(cells))
+
+
+def _acceptance(left: Axes, right: Axes, cells: list[Results]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    thick = 0.8 / len(cells)
+    for n, cell in enumerate(cells):
+        places = [place for place in cell["acceptance_by_position"] if place["drafted"] >= _ENOUGH]
+        shares = [place["accepted"] / place["drafted"] for place in places]
+        at = range(1, len(places) + 1)
+        left.plot(at, shares, marker="o", markersize=3, color=_colour(n), label=short(cell["name"]))
+        counts = cell["acceptance_histogram"]
+        middle = (n - (len(cells) - 1) / 2) * thick
+        bars = [count / sum(counts) for count in counts]
+        right.bar([i + middle for i in range(len(counts))], bars, 0.95 * thick, color=_colour(n))
+    left.set(xlabel="position in the draft", ylabel="accepted share of those drafted there", ylim=(0, 1.04))
+    right.set(xlabel="accepted tokens of a round", ylabel="share of rounds")
+    right.grid(axis="x", visible=False)
+    for axes in (left, right):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _legend(left, len(cells))
+
+
+def _sweep(axes: Axes, sweeps: list[Results]) -> None:
+    for n, sweep in enumerate(sweeps):
+        _line(axes, sweep["k"], sweep["measured"], f"{short(sweep['draft'])}, measured", _colour(n))
+    for n, sweep in enumerate(sweeps):
+        if sweep["theory"]:
+            theory, lengths = Prediction(**sweep["theory"]), range(1, max(sweep["k"]) + 1)
+            label = f"{short(sweep['draft'])}, predicted"
+            axes.plot(lengths, list(map(theory.speedup, lengths)), "--", color=_colour(n), label=label)
+    _flat(axes, "drafted tokens per round", 2)
+
+
+def _temperatures(axes: Axes, groups: list[Results]) -> None:
+    lines: dict[str, list[tuple[float, Results]]] = {}
+    for group in sorted(groups, key=lambda g: float(g["temperature"])):
+        for cell in leaders([system for system in group["systems"] if system["speedup"]]):
+            lines.setdefault(cell["draft"], []).append((group["temperature"], cell["speedup"]))
+    for n, (draft, points) in enumerate(lines.items()):
+        at, found = [t for t, _ in points], [s for _, s in points]
+        _line(axes, at, found, f"{short(draft)}, fastest schedule", _colour(n))
+    _flat(axes, "temperature", len(lines))
+
+
+def _line(axes: Axes, at: Sequence[float], found: Sequence[Results], label: str, colour: str) -> None:
+    """Speedups at these places, with their intervals."""
+    values = [s["value"] for s in found]
+    style: dict[str, Any] = {"color": colour, "marker": "o", "markersize": 4, "capsize": 3, "label": label}
+    axes.errorbar(at, values, yerr=_spread(found), **style)
+
+
+def _spread(found: Sequence[Results]) -> list[list[float]]:
+    """How far the intervals reach below and above the values; nothing where there is none."""
+    return [
+        [0.0 if s["low"] is None else max(s["value"] - s["low"], 0.0) for s in found],
+        [0.0 if s["high"] is None else max(s["high"] - s["value"], 0.0) for s in found],
+    ]
+
+
+def _flat(axes: Axes, label: str, count: int) -> None:
+    """The rest of a picture with the speedup upwards."""
+    axes.axhline(1, color=INK, linewidth=1, linestyle=(0, (4, 2)))
+    axes.set(xlabel=label, ylabel="times plain decoding's speed", ylim=(0, None))
+    _legend(axes, count)
+
+
+def _split(axes: Axes, systems: list[Results]) -> None:
+    left = [0.0] * len(systems)
+    for part, colour in SPLIT.items():
+        values = [max(system["split_ms_per_token"][part], 0.0) for system in systems]
+        axes.barh(range(len(systems)), values, 0.62, left=left, color=colour, label=part)
+        left = [a + b for a, b in zip(left, values, strict=True)]
+    for place, whole in enumerate(left):
+        axes.annotate(f"{whole:.2f}", (whole, place), (4, 0), textcoords="offset points", va="center")
+    _named(axes, [system["name"] for system in systems])
+    axes.set_xlim(0, 1.12 * max(left))
+    axes.set_xlabel("milliseconds per new token")
+    _legend(axes, len(SPLIT))
+
+
+def _legend(axes: Axes, count: int) -> None:
+    """Below the picture, where it hides nothing."""
+    axes.figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=min(count, 4), fontsize=8)
+
+
+def _colour(n: int) -> str:
+    return SERIES[n % len(SERIES)]

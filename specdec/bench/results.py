@@ -1,0 +1,228 @@
+"""From samples to `results.json` and a table: the figures of every system, and what must be said about them."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import asdict
+from statistics import median
+from typing import Any
+
+from specdec.bench.figures import (
+    acceptance_by_position,
+    histogram,
+    per_token,
+    percentiles,
+    predict,
+    requests,
+    speedup,
+)
+from specdec.bench.group import name_of
+from specdec.bench.machine import verdict
+from specdec.bench.runner import Outcome
+from specdec.bench.samples import Mismatch, Sample
+from specdec.bench.suite import PLAIN, Cell, Group
+
+Results = dict[str, Any]
+_MIB = 2**20
+
+
+def results(outcome: Outcome) -> Results:
+    """Everything that a report shows, as plain values."""
+    suite, store = outcome.suite, outcome.store
+    groups = [_group(outcome, group) for group in suite.groups()]
+    spins = [sample.spin for sample in store.samples.values()]
+    load = max((run.provenance["load"] for run in store.runs), default=0.0)
+    found: Results = {
+        "name": suite.name,
+        "fingerprint": outcome.fingerprint,
+        "groups": groups,
+        "mismatches": [{**asdict(m), "forgiven": _forgiven(m, suite.near_tie)} for m in store.mismatches],
+        "failures": [asdict(failure) for failure in outcome.failures],
+        "contention": verdict(spins, load) if spins else "nothing was measured",
+        "runs": [run.provenance for run in store.runs],
+        "suite": suite.model_dump(mode="json", exclude_none=True),
+    }
+    return {**found, "summary": _summary(found)}
+
+
+def exit_state(found: Results) -> str:
+    """`mismatch`, `failed` or `ok`, the worst first."""
+    if any(not m["forgiven"] for m in found["mismatches"]):
+        return "mismatch"
+    return "failed" if found["failures"] else "ok"
+
+
+def _group(outcome: Outcome, group: Group) -> Results:
+    plain = outcome.store.of(group.label, PLAIN)
+    systems = [_system(outcome, group, cell, plain) for cell in (None, *group.cells)]
+    shown = next((asdict(strip) for strip in outcome.store.strips if strip.group == group.label), None)
+    return {
+        "label": group.label,
+        "family": group.family,
+        "target": group.target,
+        "mode": group.mode.label,
+        "strategy": group.strategy.label,
+        "temperature": group.strategy.temperature,
+        "prompts": group.prompts.label,
+        "batch": group.batch,
+        "comparable": group.strategy.comparable,
+        "systems": [system for system in systems if system is not None],
+        "sweeps": _sweeps(outcome, group, plain),
+        "strip": shown,
+    }
+
+
+def _system(outcome: Outcome, group: Group, cell: Cell | None, plain: list[Sample]) -> Results | None:
+    """The figures of one system; None where it was never measured."""
+    samples = outcome.store.of(group.label, name_of(cell))
+    if not samples:
+        return None
+    tokens = sum(s.count for s in samples)
+    drafted = [n for s in samples for n in s.drafted]
+    accepted = [n for s in samples for n in s.accepted]
+    faster = speedup(plain, samples) if cell is not None else None
+    places = [] if group.strategy.searches else acceptance_by_position(drafted, accepted)
+    memory = [s.memory for s in samples if s.memory is not None]
+    return {
+        "name": name_of(cell),
+        "draft": None if cell is None else cell.draft,
+        "schedule": None if cell is None else cell.drafting.options,
+        "requests": len(requests(samples)),
+        "samples": len(samples),
+        "new_tokens": tokens,
+        "ms_per_token": 1e3 * per_token(samples),
+        "tokens_per_second": 1 / per_token(samples),
+        "speedup": None if faster is None else {**faster._asdict(), "state": faster.state, "words": faster.in_words()},
+        "categories": {} if cell is None else _categories(plain, samples),
+        "token_ms": _ms([gap for s in samples for gap in s.gaps]),
+        "request_ms": _ms([s.seconds for s in samples]),
+        "first_token_ms": _ms([s.first_token for s in samples]),
+        "mean_acceptance_length": 1 + sum(accepted) / len(accepted) if accepted else None,
+        "draft_acceptance_rate": sum(accepted) / sum(drafted) if sum(drafted) else None,
+        "acceptance_by_position": [place._asdict() for place in places],
+        "acceptance_histogram": histogram(accepted),
+        "target_passes_per_token": sum(s.passes for s in samples) / tokens,
+        "weight_passes_per_token": sum(s.weight_passes for s in samples) / tokens,
+        "split_ms_per_token": _split(samples, tokens),
+        "memory_mib": round(max(memory) / _MIB, 1) if memory else None,
+        **_sameness(outcome, group, samples),
+    }
+
+
+def _ms(seconds: Sequence[float]) -> dict[str, float] | None:
+    return percentiles([1e3 * s for s in seconds])
+
+
+def _split(samples: Sequence[Sample], tokens: int) -> dict[str, float]:
+    """Milliseconds per new token by what they went into; overhead is what the engine does beside the three."""
+    seconds = {name: sum(getattr(s, f"{name}_seconds") for s in samples) for name in ("draft", "verify", "select")}
+    seconds["overhead"] = sum(s.seconds for s in samples) - sum(seconds.values())
+    return {name: 1e3 * value / tokens for name, value in seconds.items()}
+
+
+def _categories(plain: Sequence[Sample], samples: Sequence[Sample]) -> dict[str, float]:
+    """The speedup within every category of prompts."""
+    found = {}
+    for category in dict.fromkeys(s.category for s in samples):
+        own = [[s for s in side if s.category == category] for side in (plain, samples)]
+        if faster := speedup(*own):
+            found[category] = faster.value
+    return found
+
+
+def _sameness(outcome: Outcome, group: Group, samples: Sequence[Sample]) -> Results:
+    """How many texts are plain decoding's own; nothing where they need not be."""
+    if samples[0].system == PLAIN or not group.strategy.comparable:
+        return {"compared": 0, "identical": 0, "forgiven": 0}
+    near, keys = outcome.suite.near_tie, {s.key for s in samples}
+    parted = [m for m in outcome.store.mismatches if m.key in keys]
+    compared = sum(len(s.tokens) for s in samples)
+    return {
+        "compared": compared,
+        "identical": compared - len(parted),
+        "forgiven": sum(_forgiven(m, near) for m in parted),
+    }
+
+
+def _forgiven(mismatch: Mismatch, near_tie: float) -> bool:
+    return mismatch.gap is not None and mismatch.gap <= near_tie and near_tie > 0
+
+
+def _sweeps(outcome: Outcome, group: Group, plain: list[Sample]) -> list[Results]:
+    """Per draft with several constant lengths: the speedup of each, and what theory predicts from its acceptance."""
+    found = []
+    for draft in dict.fromkeys(cell.draft for cell in group.cells):
+        cells = {
+            cell.drafting.num_assistant_tokens: outcome.store.of(group.label, cell.label)
+            for cell in group.cells
+            if cell.draft == draft and cell.drafting.schedule == "constant" and cell.drafting.num_assistant_tokens
+        }
+        measured = {k: s for k, samples in sorted(cells.items()) if k and (s := speedup(plain, samples))}
+        if len(measured) < 2:
+            continue
+        theory = predict(plain, [s for samples in cells.values() for s in samples])
+        found.append(
+            {
+                "draft": draft,
+                "k": list(measured),
+                "measured": [s._asdict() for s in measured.values()],
+                "theory": None if theory is None else theory._asdict(),
+                "predicted": None if theory is None else [theory.speedup(k) for k in measured],
+            }
+        )
+    return found
+
+
+def _summary(found: Results) -> list[str]:
+    """What a reader must know, in sentences."""
+    cells = [(g, s) for g in found["groups"] for s in g["systems"] if s["speedup"]]
+    said = []
+    if cells:
+        states = [s["speedup"]["state"] for _, s in cells]
+        group, best = max(cells, key=lambda pair: pair[1]["speedup"]["value"])
+        said.append(
+            f"Of {len(cells)} assisted settings, {states.count('faster')} are faster than plain decoding, "
+            f"{states.count('slower')} SLOWER, {states.count('same')} show no clear difference."
+        )
+        said.append(f"Best: {best['name']} ({group['label']}), {best['speedup']['words']}.")
+        said.append(f"Half of the settings reach {median(s['speedup']['value'] for _, s in cells):.2f}× or more.")
+    compared, identical = (sum(s[name] for _, s in cells) for name in ("compared", "identical"))
+    if compared:
+        forgiven = sum(m["forgiven"] for m in found["mismatches"])
+        near = f"; {forgiven} part at near-ties, which the suite forgives" if forgiven else ""
+        wrong = f"; {parted} DIFFER" if (parted := compared - identical - forgiven) else ""
+        said.append(f"{identical} of {compared} assisted texts are identical to plain decoding's{near}{wrong}.")
+    if any(not group["comparable"] for group in found["groups"]):
+        said.append("Rejection and block sampling keep the target's law, not its text: they are not compared.")
+    if found["failures"]:
+        said.append(f"{len(found['failures'])} settings could not be measured.")
+    return said
+
+
+_COLUMNS = (
+    *("ms_per_token", "tokens_per_second", "mean_acceptance_length", "draft_acceptance_rate"),
+    *("target_passes_per_token", "weight_passes_per_token", "memory_mib", "compared", "identical"),
+)
+
+
+def as_csv(found: Results) -> str:
+    """One line per system."""
+    out = io.StringIO()
+    lines = [_line(group, system) for group in found["groups"] for system in group["systems"]]
+    writer = csv.DictWriter(out, list(lines[0]) if lines else ["target"], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return out.getvalue()
+
+
+def _line(group: Results, system: Results) -> Results:
+    line = {name: group[name] for name in ("target", "mode", "strategy", "temperature", "prompts", "batch")}
+    line |= {"system": system["name"], "draft": system["draft"]}
+    faster = system["speedup"] or {}
+    line |= {f"speedup{end}": faster.get(name) for end, name in (("", "value"), ("_low", "low"), ("_high", "high"))}
+    line |= {"state": faster.get("state"), **{column: system[column] for column in _COLUMNS}}
+    for name in ("token_ms", "request_ms", "first_token_ms"):
+        line |= {f"{name}_{p}": value for p, value in (system[name] or {}).items()}
+    return line | {f"{name}_ms_per_token": value for name, value in system["split_ms_per_token"].items()}

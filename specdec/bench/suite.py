@@ -1,0 +1,301 @@
+"""What a benchmark measures: a matrix of targets, drafts, modes, strategies, schedules, prompts and batches.
+
+A *group* is one way of decoding one set of prompts with one target: plain decoding, and beside it every *cell*, which
+is a draft with a schedule. Plain and cells of a group are measured in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from specdec.config import read_yaml, resolve
+from specdec.errors import OptionError
+
+PRESETS: dict[str, dict[str, Any]] = {"greedy": {"do_sample": False}, "sample": {"do_sample": True}}
+# These follow the target's law, but not the text that it would have written for the same seed.
+UNCOMPARED = ("rejection", "block")
+PLAIN = "plain"  # the name of a group's run without a draft
+
+Count = Annotated[int, Field(ge=1)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Mode(_Part):
+    """How target and draft are loaded; the draft shares `dtype`, `device_map` and `compile` with the target.
+
+    `dtype` is the checkpoint's by default, float32 for the package's own pair.
+    """
+
+    name: str = ""
+    dtype: str | None = None
+    quantization: str | None = None
+    offload: str | None = None
+    offload_folder: str | None = None
+    max_memory: dict[str | int, str | int] | None = None
+    device_map: str | dict[str, str | int] | None = None
+    revision: str | None = None
+    compile: bool | None = None
+    trust_remote_code: bool | None = None
+
+    @property
+    def label(self) -> str:
+        """Its name, or what it changes."""
+        parts = [self.dtype, self.quantization, self.offload and f"offload {self.offload}"]
+        return self.name or ", ".join([*filter(None, parts), *(["compiled"] if self.compile else [])]) or "as loaded"
+
+    @property
+    def loading(self) -> dict[str, Any]:
+        """The arguments of `SpecGenerator.from_pretrained`."""
+        return {name: value for name, value in self.model_dump(exclude={"name"}).items() if value is not None}
+
+
+class Prompts(_Part):
+    """Where prompts come from: a set of the package (`code`, `copy`, `text`) or a file.
+
+    `count` of them are taken, spread over their categories. `chat` puts each through the tokenizer's chat template.
+    """
+
+    source: str
+    count: Count = 8
+    chat: bool = False
+
+    @property
+    def label(self) -> str:
+        """The set's name, or the file's."""
+        return Path(self.source).stem
+
+
+class Drafting(_Part):
+    """How much to draft: options of `generate`."""
+
+    schedule: str
+    num_assistant_tokens: Count | None = None
+    assistant_confidence_threshold: float | None = None
+
+    @property
+    def label(self) -> str:
+        """The schedule with its numbers."""
+        numbers = (self.num_assistant_tokens, self.assistant_confidence_threshold)
+        return " ".join([self.schedule, *(f"{n:g}" for n in numbers if n is not None)])
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What `generate` takes."""
+        return self.model_dump(exclude_none=True)
+
+
+class Target(_Part):
+    """A target with drafts of its own."""
+
+    target: str
+    drafts: list[str]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way of decoding: options of `generate`; `drafts` says whether it takes a draft."""
+
+    name: str
+    options: Mapping[str, Any] = field(hash=False)
+    temperature: float | None = None
+    drafts: bool = True
+
+    @property
+    def label(self) -> str:
+        """Its name, and the temperature that the suite set."""
+        return self.name if self.temperature is None else f"{self.name}, temperature {self.temperature:g}"
+
+    @property
+    def comparable(self) -> bool:
+        """Whether a draft must leave every token as it is."""
+        return self.options.get("sampling") not in UNCOMPARED
+
+    @property
+    def searches(self) -> bool:
+        """Whether beams are followed, whose drafts are no chains."""
+        return (self.options.get("num_beams") or 1) > 1
+
+    @property
+    def grows(self) -> bool:
+        """Whether one text comes round by round; searches and ranked samples choose theirs at the end."""
+        several = any((self.options.get(name) or 1) > 1 for name in ("num_samples", "num_return_sequences"))
+        return self.comparable and not self.searches and not several
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A draft with a schedule."""
+
+    draft: str
+    drafting: Drafting
+
+    @property
+    def label(self) -> str:
+        """The draft's name and the schedule's."""
+        return f"{self.draft}, {self.drafting.label}"
+
+
+@dataclass(frozen=True)
+class Group:
+    """One way of decoding one set of prompts with one target, and the cells that are measured beside it."""
+
+    target: str
+    mode: Mode
+    strategy: Strategy
+    prompts: Prompts
+    batch: int
+    cells: tuple[Cell, ...]
+
+    @property
+    def label(self) -> str:
+        """What tells it from the suite's other groups."""
+        return self._label(self.strategy.label)
+
+    @property
+    def family(self) -> str:
+        """The same without the temperature."""
+        return self._label(self.strategy.name)
+
+    def _label(self, strategy: str) -> str:
+        return " · ".join([self.target, self.mode.label, strategy, self.prompts.label, f"batch {self.batch}"])
+
+
+def _listed(value: Any) -> Any:
+    return value if isinstance(value, list) else [value]
+
+
+def _named(key: str) -> BeforeValidator:
+    """Reads a bare string as the part of this name."""
+    return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value)
+
+
+def _spread(schedules: Any) -> Any:
+    """One entry per length where a schedule names several."""
+    found: list[Any] = []
+    for entry in _listed(schedules):
+        lengths = entry.get("num_assistant_tokens") if isinstance(entry, Mapping) else None
+        found += [{**entry, "num_assistant_tokens": k} for k in lengths] if isinstance(lengths, list) else [entry]
+    return found
+
+
+class Suite(_Part):
+    """A whole benchmark, as a YAML file or the command line describes it; every list is one side of the matrix.
+
+    `options` go to every call of `generate`. Texts that differ from plain decoding's only where the target's two best
+    logits are at most `near_tie` apart are reported, and forgiven.
+    """
+
+    name: str = "bench"
+    targets: Annotated[list[Annotated[Target | str, Field()]], BeforeValidator(_listed), Field(min_length=1)]
+    drafts: Annotated[list[str], BeforeValidator(_listed)] = []
+    modes: Annotated[list[Mode], Field(min_length=1)] = [Mode()]
+    strategies: Annotated[list[str | dict[str, Any]], BeforeValidator(_listed), Field(min_length=1)] = ["greedy"]
+    temperatures: Annotated[list[Annotated[float, Field(ge=0)]], BeforeValidator(_listed)] = []
+    schedules: Annotated[
+        list[Annotated[Drafting, _named("schedule")]], BeforeValidator(_spread), Field(min_length=1)
+    ] = [Drafting(schedule="cost")]
+    prompts: Annotated[list[Annotated[Prompts, _named("source")]], BeforeValidator(_listed), Field(min_length=1)] = [
+        Prompts(source="code")
+    ]
+    batches: Annotated[list[Count], BeforeValidator(_listed), Field(min_length=1)] = [1]
+    max_new_tokens: Count = 128
+    options: dict[str, Any] = {}
+    repeats: Count = 3
+    warm_up: Annotated[int, Field(ge=0)] = 1
+    seed: int = 0
+    near_tie: Annotated[float, Field(ge=0)] = 0.0
+
+    def groups(self) -> list[Group]:
+        """The matrix, those of one target and mode side by side."""
+        return [
+            Group(name, mode, strategy, prompts, batch, self._cells(drafts) if strategy.drafts else ())
+            for name, drafts in map(self._pair, self.targets)
+            for mode in self.modes
+            for strategy in self._strategies()
+            for prompts in self.prompts
+            for batch in self.batches
+        ]
+
+    def call(self, strategy: Strategy, cell: Cell | None = None) -> dict[str, Any]:
+        """The options of one call of `generate`."""
+        common = {"max_new_tokens": self.max_new_tokens, "seed": self.seed, **self.options}
+        return {**common, **strategy.options, **(cell.drafting.options if cell else {})}
+
+    def _pair(self, target: Target | str) -> tuple[str, list[str]]:
+        if isinstance(target, Target):
+            return target.target, target.drafts
+        return target, self.drafts or ([target] if target.startswith("zoo:") else ["suffix"])
+
+    def _cells(self, drafts: list[str]) -> tuple[Cell, ...]:
+        return tuple(Cell(draft, drafting) for draft in drafts for drafting in self.schedules)
+
+    def _strategies(self) -> list[Strategy]:
+        found = []
+        for entry in self.strategies:
+            name, options = _strategy(entry)
+            drafts = options.pop("method", "auto") != "none"
+            at: list[float | None] = [*self.temperatures] or [None]
+            found += [Strategy(name, _at(name, options, t), t, drafts) for t in at]
+        return found
+
+
+def _strategy(entry: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The name and the options of a strategy: a preset, a YAML file of options, or a mapping with a `name`."""
+    if isinstance(entry, str):
+        return Path(entry).stem, dict(PRESETS[entry] if entry in PRESETS else read_yaml(entry))
+    options = dict(entry)
+    label = options.pop("name", None) or ", ".join(f"{name} {value}" for name, value in options.items())
+    return str(label), options
+
+
+def _at(name: str, options: Mapping[str, Any], temperature: float | None) -> dict[str, Any]:
+    """The strategy's options at one of the suite's temperatures; 0 is greedy."""
+    if temperature is None:
+        return dict(options)
+    if "temperature" in options:
+        raise OptionError(f"strategy {name!r} sets its own `temperature`, and so do `temperatures`: pass one of them")
+    if temperature == 0:
+        return {**options, "do_sample": False}
+    return {**options, "do_sample": True, "temperature": temperature}
+
+
+def read_suite(given: Mapping[str, Any]) -> Suite:
+    """The suite of these keys; raises OptionError for unknown ones, wrong values, contradictions and repetitions."""
+    try:
+        suite = Suite(**given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"] if not _is_kind(part))
+        if first["type"] == "extra_forbidden":
+            raise OptionError(f"`{where}` is not a key of a benchmark") from None
+        if first["type"] == "missing":
+            raise OptionError(f"a benchmark needs `{where}`: add it") from None
+        expected = first["msg"].removeprefix("Input should be ")
+        raise OptionError.of(where, expected, first["input"]) from None
+    groups = suite.groups()
+    for group in groups:
+        for cell in group.cells or (None,):
+            resolve(suite.call(group.strategy, cell))
+    _check_distinct([group.label for group in groups])
+    for group in groups:
+        _check_distinct([cell.label for cell in group.cells])
+    return suite
+
+
+def _is_kind(part: int | str) -> bool:
+    """Whether pydantic names a kind of value here, and not a place."""
+    return isinstance(part, str) and (part in ("str", "int", "Target", "Mode") or "[" in part)
+
+
+def _check_distinct(labels: list[str]) -> None:
+    for label in labels:
+        if labels.count(label) > 1:
+            raise OptionError(f"{label!r} is in the benchmark twice: leave one out, or give the modes a `name`")

@@ -1,0 +1,162 @@
+"""The generators of a benchmark: one target loaded once, plain, and with every draft; and one measured call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from time import perf_counter as clock
+from typing import Any, NamedTuple
+
+from specdec import zoo
+from specdec.bench.machine import PeakMemory
+from specdec.bench.prompts import PromptText
+from specdec.bench.suite import Cell, Mode
+from specdec.errors import OptionError
+from specdec.generator import SpecGenerator
+from specdec.output import Generation
+from specdec.types import BatchDrafter, Call, DraftSession, Plan, Row, Tree
+
+_SHARED = ("dtype", "device_map", "compile", "trust_remote_code")  # what a draft is loaded with, as its target
+_TEXT_DRAFTS = ("ngram", "suffix")
+_IN_VAIN = 24  # characters shown of what was drafted and not accepted
+
+
+class Systems:
+    """A target, loaded as a mode says, with the drafts that were asked for so far.
+
+    Every cell has a generator of its own: what its schedule learns about costs is not another cell's.
+    """
+
+    def __init__(self, target: str, mode: Mode) -> None:
+        how = mode.loading
+        if target.startswith("zoo:"):
+            how = {"dtype": "float32", **how}
+        self.plain = SpecGenerator.from_pretrained(zoo.locate(target, "target"), **how)
+        self._shared = {name: how[name] for name in _SHARED if name in how}
+        self._models: dict[str, SpecGenerator] = {}
+        self._cells: dict[tuple[str, Cell], SpecGenerator] = {}
+
+    def generator(self, group: str, cell: Cell | None) -> SpecGenerator:
+        """The generator of a cell, or the plain one; raises what loading a draft raises."""
+        if cell is None:
+            return self.plain
+        key = (group, cell)
+        if key not in self._cells:
+            self._cells[key] = self._assisted(cell.draft)
+        return self._cells[key]
+
+    def _assisted(self, draft: str) -> SpecGenerator:
+        text, plus, name = draft.rpartition("+")
+        target, tokenizer = self.plain.target, self.plain.tokenizer
+        if name in _TEXT_DRAFTS or name.startswith("early_exit:"):
+            return SpecGenerator(target, draft, tokenizer=tokenizer)
+        if plus and text != "suffix":
+            raise OptionError.of("drafts", "one draft, or suffix+MODEL", draft)
+        model = self._model(name)
+        both = {"tokenizer": tokenizer}
+        if tokenizer is not None:
+            both["assistant_tokenizer"] = model.tokenizer
+        return SpecGenerator(target, (text, model.target) if plus else model.target, **both)
+
+    def _model(self, name: str) -> SpecGenerator:
+        if name not in self._models:
+            self._models[name] = SpecGenerator.from_pretrained(zoo.locate(name, "draft"), **self._shared)
+        return self._models[name]
+
+
+def ask(prompts: Sequence[PromptText], *, chat: bool) -> dict[str, Any]:
+    """The prompt of a call, as text or through the chat template."""
+    if chat:
+        return {"messages": [[{"role": "user", "content": prompt.text}] for prompt in prompts]}
+    return {"prompt": [prompt.text for prompt in prompts]}
+
+
+class Measured(NamedTuple):
+    """A finished call: its result, its seconds, those to the first token, those between tokens, and the peak memory."""
+
+    out: Generation
+    seconds: float
+    first_token: float
+    gaps: list[float]
+    memory: int | None
+
+
+def measure(generator: SpecGenerator, call: Mapping[str, Any]) -> Measured:
+    """Runs one call as a stream and takes its times."""
+    arrivals: dict[int, list[tuple[float, int]]] = {}
+    with PeakMemory() as memory:
+        began = clock()
+        events = generator.stream(**call)
+        while True:
+            try:
+                event = next(events)
+            except StopIteration as end:
+                out: Generation = end.value
+                break
+            arrivals.setdefault(event.row, []).append((clock() - began, len(event.token_ids)))
+        seconds = clock() - began
+    first = min(times[0][0] for times in arrivals.values())
+    gaps = [gap for times in arrivals.values() for gap in token_gaps(times)]
+    return Measured(out, seconds, first, gaps, memory.bytes)
+
+
+def token_gaps(arrivals: Sequence[tuple[float, int]]) -> list[float]:
+    """Seconds between the tokens of one row that arrived at these times in these numbers.
+
+    Tokens that come together share the time since those before them; the first ones are not counted, unless all come
+    at once, as from a search.
+    """
+    if len(arrivals) == 1:
+        (time, count), *_ = arrivals
+        return [time / count] * count
+    gaps = []
+    for (before, _), (time, count) in pairwise(arrivals):
+        gaps += [(time - before) / count] * count
+    return gaps
+
+
+class _Recording:
+    """A draft, and what it proposed in every round, for one row."""
+
+    def __init__(self, drafter: BatchDrafter) -> None:
+        self._drafter = drafter
+        self.proposed: list[list[int]] = []
+
+    def start(self, call: Call) -> DraftSession:
+        self._session = self._drafter.start(call)
+        return self
+
+    def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
+        trees = self._session.propose(rows, plans)
+        self.proposed.append(list(trees[0].tokens))
+        return trees
+
+    def release(self, keys: Sequence[int]) -> None:
+        self._session.release(keys)
+
+
+def strip(generator: SpecGenerator, call: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One text round by round: `tokens`, how many of them were the draft's, and the text that it drafted in vain."""
+    assert generator.drafter is not None
+    recording = _Recording(generator.drafter)
+    tokenizer = generator.tokenizer
+    shown = SpecGenerator(generator.target, recording, tokenizer=tokenizer)
+    rounds = []
+    for event, proposed in zip(shown.stream(**call), _growing(recording.proposed), strict=False):
+        vain = tokenizer.decode(proposed[event.accepted :]).replace("\n", "↵")
+        rounds.append(
+            {
+                "tokens": [tokenizer.decode([i]) for i in event.token_ids],
+                "accepted": event.accepted,
+                "vain": vain if len(vain) <= _IN_VAIN else f"{vain[:_IN_VAIN]}…",
+            }
+        )
+    return rounds
+
+
+def _growing(items: list[list[int]]) -> Iterator[list[int]]:
+    """The items of a list that another loop is filling."""
+    at = 0
+    while True:
+        yield items[at]
+        at += 1

@@ -1,0 +1,43 @@
+"""The best schedule of one pair, plain decoding included, as a configuration that the command line takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specdec.bench.results import Results
+from specdec.bench.suite import Suite, read_suite
+
+LENGTHS = (1, 2, 3, 5, 8, 12)  # tokens of the constant schedules
+ADAPTIVE = ("heuristic", "confidence", "cost")
+
+
+def candidates(target: str, draft: str, given: Mapping[str, Any], lengths: Sequence[int] = LENGTHS) -> Suite:
+    """The benchmark that tells the schedules of a pair apart; `given` are further keys of a suite."""
+    constant = {"schedule": "constant", "num_assistant_tokens": list(lengths)}
+    common = {"name": "tune", "prompts": [{"source": "code", "count": 6}], "max_new_tokens": 64}
+    return read_suite({**common, **given, "targets": target, "drafts": draft, "schedules": [constant, *ADAPTIVE]})
+
+
+def ranked(found: Results) -> list[Results]:
+    """The systems of the one group, the fastest first; plain decoding is among them."""
+    (group,) = found["groups"]
+    return sorted(group["systems"], key=lambda system: float(system["ms_per_token"]))
+
+
+def best(found: Results) -> Results:
+    """The fastest system; plain decoding unless it is clearly slower than that."""
+    systems = ranked(found)
+    (plain,) = (system for system in systems if system["speedup"] is None)
+    faster = [system for system in systems if system["speedup"] and system["speedup"]["state"] == "faster"]
+    return faster[0] if faster else plain
+
+
+def snippet(target: str, system: Results) -> dict[str, Any]:
+    """The keys of a `--config` file that decode so."""
+    if system["draft"] is None:
+        return {"target": target, "method": "none"}
+    text, _, model = system["draft"].rpartition("+")
+    if model in ("ngram", "suffix") or model.startswith("early_exit:"):
+        return {"target": target, "method": model, **system["schedule"]}
+    return {"target": target, "draft": model, "method": "hybrid" if text else "draft", **system["schedule"]}

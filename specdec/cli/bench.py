@@ -1,0 +1,261 @@
+"""`specdec bench` measures a matrix of settings; `specdec tune` finds the best schedule of one pair."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from specdec.cli.show import write
+from specdec.cli.terminal import FAILED, MISMATCH, OK, Debug, Quiet, fail, loading, say
+from specdec.errors import OptionError
+
+if TYPE_CHECKING:
+    from specdec.bench.runner import Notify
+
+# Flag of `bench` -> key of a suite.
+FLAGS = {
+    "target": "targets",
+    "draft": "drafts",
+    "strategy": "strategies",
+    "temperature": "temperatures",
+    "prompts": "prompts",
+    "batch": "batches",
+    "max_new_tokens": "max_new_tokens",
+    "repeats": "repeats",
+    "seed": "seed",
+    "near_tie": "near_tie",
+}
+MODE_FLAGS = ("dtype", "quantization", "offload", "offload_folder", "compile")
+
+Out = Annotated[Path | None, typer.Option(help="Folder of samples and report; bench-NAME by default.")]
+Draft = Annotated[
+    list[str] | None,
+    typer.Option(help="Hub id, folder, zoo:python-code, ngram, suffix, early_exit:N or suffix+MODEL; repeatable."),
+]
+PromptSource = Annotated[
+    list[str] | None,
+    typer.Option(help="code, copy, text, a text file or JSON lines (Spec-Bench, HumanEval, GSM8K); repeatable."),
+]
+Number = Annotated[int | None, typer.Option(min=1, help="Prompts of every set.")]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 …")]
+Quantization = Annotated[str | None, typer.Option(help="int8, int8-weight, nf4 or fp4.")]
+Offload = Annotated[str | None, typer.Option(help="cpu or disk.")]
+OffloadFolder = Annotated[str | None, typer.Option(help="Where weights go that are offloaded to disk.")]
+Compile = Annotated[bool | None, typer.Option("--compile", help="torch.compile the passes.")]
+Tokens = Annotated[int | None, typer.Option(min=1, help="New tokens of every prompt.")]
+Repeats = Annotated[int | None, typer.Option(min=1, help="How often every request is measured.")]
+
+
+def bench(
+    ctx: typer.Context,
+    target: Annotated[
+        list[str] | None, typer.Argument(help="Hub ids, folders, or zoo:python-code; may come from --config.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML: the matrix, see configs/bench. Flags win.")] = None,
+    draft: Draft = None,
+    schedule: Annotated[
+        list[str] | None, typer.Option(help="heuristic, constant, confidence or cost; repeatable.")
+    ] = None,
+    num_draft_tokens: Annotated[
+        list[int] | None, typer.Option(min=1, help="A constant number of drafted tokens; repeatable.")
+    ] = None,
+    strategy: Annotated[
+        list[str] | None, typer.Option(help="greedy, sample, or a YAML file of options; repeatable.")
+    ] = None,
+    temperature: Annotated[list[float] | None, typer.Option(min=0, help="0 is greedy; repeatable.")] = None,
+    prompts: PromptSource = None,
+    count: Number = None,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Prompts of one call; repeatable.")] = None,
+    dtype: Dtype = None,
+    quantization: Quantization = None,
+    offload: Offload = None,
+    offload_folder: OffloadFolder = None,
+    compile: Compile = None,
+    max_new_tokens: Tokens = None,
+    repeats: Repeats = None,
+    seed: Annotated[int | None, typer.Option(help="Of sampling.")] = None,
+    near_tie: Annotated[
+        float | None, typer.Option(min=0, help="Forgive texts that part where the two best logits are this near.")
+    ] = None,
+    out: Out = None,
+    restart: Annotated[bool, typer.Option("--restart", help="Forget the samples in the folder.")] = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> int:
+    """Measure assisted decoding beside plain decoding, compare their texts, and write a report.
+
+    A run that was killed goes on where it stopped when the same command is given again. Exit code 3: a text differs
+    from plain decoding's.
+    """
+    keys = suite_keys(ctx.params)
+    with loading("reading the suite", quiet=quiet):
+        from specdec.bench import exit_state, read_suite, results, run, write_report
+
+        suite = read_suite(keys)
+    folder = out or Path(f"bench-{suite.name}")
+    if restart:
+        (folder / "samples.jsonl").unlink(missing_ok=True)
+    with progress(quiet=quiet) as notify:
+        found = results(run(suite, folder, notify))
+    write(Console(), "".join(f"{line}\n" for line in lines(found)))
+    say(f"report: {write_report(found, folder)}")
+    return concluded(found, exit_state(found))
+
+
+def lines(found: Mapping[str, Any]) -> Iterator[str]:
+    """The outcome as text: every system of every group, then the summary."""
+    for group in found["groups"]:
+        yield group["label"]
+        width = max((len(system["name"]) for system in group["systems"]), default=0)
+        for system in group["systems"]:
+            speed = system["speedup"]
+            words = f"  {speed['words']}" if speed else ""
+            yield f"  {system['name']:<{width}}  {system['ms_per_token']:8.2f} ms per token{words}"
+    yield from found["summary"]
+    yield found["contention"]
+
+
+def concluded(found: Mapping[str, Any], state: str) -> int:
+    """The exit code, after a line on stderr for everything that went wrong."""
+    for failure in found["failures"]:
+        say(f"error: {failure['group']}, {failure['system']}: {failure['error']}", "red")
+    wrong = [m for m in found["mismatches"] if not m["forgiven"]]
+    if wrong:
+        m = wrong[0]
+        gap = "" if m["gap"] is None else f"; the two best logits are {m['gap']:.4g} apart there"
+        more = f" ({len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        fail(
+            f"error: mismatch in {m['group']}, {m['system']}: new token {m['position']} of request {m['batch']}, "
+            f"row {m['row']}: plain wrote {m['plain']}, assisted {m['other']}{gap}{more}",
+            MISMATCH,
+        )
+    return {"mismatch": MISMATCH, "failed": FAILED}.get(state, OK)
+
+
+def suite_keys(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a suite: flags over the file of --config."""
+    from specdec.config import read_yaml
+
+    file = read_yaml(params["config"]) if params["config"] is not None else {}
+    keys: dict[str, Any] = {key: params[flag] for flag, key in FLAGS.items() if params.get(flag) not in (None, [])}
+    if params["config"] is not None:
+        file.setdefault("name", params["config"].stem)
+    constant = {"schedule": "constant", "num_assistant_tokens": params.get("num_draft_tokens")}
+    if schedules := [*(params.get("schedule") or []), *([constant] if params.get("num_draft_tokens") else [])]:
+        keys["schedules"] = schedules
+    if mode := {name: params[name] for name in MODE_FLAGS if params[name] is not None}:
+        keys["modes"] = [mode]
+    if params["count"] is not None:
+        keys["prompts"] = [
+            counted(source, params["count"]) for source in keys.get("prompts", file.get("prompts", ["code"]))
+        ]
+    merged = {**file, **keys}
+    if not merged.get("targets"):
+        raise OptionError("no target was named: pass TARGET, or a --config file with `targets`")
+    return merged
+
+
+def counted(source: str | Mapping[str, Any], count: int) -> dict[str, Any]:
+    """A prompt set with this many prompts."""
+    return {**({"source": source} if isinstance(source, str) else source), "count": count}
+
+
+@contextmanager
+def progress(*, quiet: bool) -> Iterator[Notify]:
+    """A bar on stderr with the time left; what it returns is told how far the run is."""
+    columns = (
+        *(
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+        ),
+        TextColumn("{task.description}", markup=False),
+    )
+    with Progress(*columns, console=Console(stderr=True, quiet=quiet), transient=True) as bar:
+        task = bar.add_task("", total=None)
+
+        def notify(done: int, total: int, doing: str) -> None:
+            bar.update(task, completed=done, total=total, description=doing)
+
+        yield notify
+
+
+def tune(
+    ctx: typer.Context,
+    target: Annotated[str, typer.Argument(help="Hub id, folder, or zoo:python-code.")],
+    draft: Annotated[str, typer.Argument(help="Hub id, folder, zoo:python-code, suffix, ngram or suffix+MODEL.")],
+    prompts: PromptSource = None,
+    count: Number = None,
+    num_draft_tokens: Annotated[
+        list[int] | None, typer.Option(min=1, help="The constant numbers to try; repeatable.")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Prompts of one call.")] = None,
+    dtype: Dtype = None,
+    quantization: Quantization = None,
+    offload: Offload = None,
+    offload_folder: OffloadFolder = None,
+    compile: Compile = None,
+    max_new_tokens: Tokens = None,
+    repeats: Repeats = None,
+    out: Out = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> int:
+    """Measure the schedules of a pair on your prompts and print the best one, or that plain decoding is.
+
+    The table goes to stderr, and the configuration for `specdec generate --config` to stdout.
+    """
+    given = suite_keys({**ctx.params, "config": None, "num_draft_tokens": None})
+    with loading("reading the prompts", quiet=quiet):
+        import yaml
+
+        from specdec.bench import exit_state, results, run, write_report
+        from specdec.bench.tune import LENGTHS, best, candidates, ranked, snippet
+
+        suite = candidates(target, draft, given, num_draft_tokens or LENGTHS)
+    with tempfile.TemporaryDirectory() as scratch, progress(quiet=quiet) as notify:
+        found = results(run(suite, out or Path(scratch), notify))
+        if out is not None:
+            write_report(found, out)
+    if any(system["speedup"] for system in found["groups"][0]["systems"]):
+        chosen = best(found)
+        Console(stderr=True, quiet=quiet).print(schedules_table(ranked(found), chosen))
+        say(f"{found['contention']}")
+        write(Console(), f"# {verdict(chosen)}\n" + yaml.safe_dump(snippet(target, chosen), sort_keys=False))
+    return concluded(found, exit_state(found))
+
+
+def schedules_table(systems: list[dict[str, Any]], chosen: Mapping[str, Any]) -> Table:
+    """Every schedule, the fastest first."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("schedule", "ms per token", "speedup", "95% interval", "acceptance length", "accepted"):
+        table.add_column(name, justify="left" if name == "schedule" else "right")
+    for system in systems:
+        speed = system["speedup"]
+        name = "off" if speed is None else system["name"].rpartition(", ")[2]
+        cells = [f"{name}{' ←' if system is chosen else ''}", f"{system['ms_per_token']:.2f}"]
+        if speed:
+            interval = "" if speed["low"] is None else f"{speed['low']:.2f} to {speed['high']:.2f}"
+            length, rate = (system[n] for n in ("mean_acceptance_length", "draft_acceptance_rate"))
+            accepted = ("", "") if length is None else (f"{length:.2f}", f"{rate:.0%}")
+            cells += [f"{speed['value']:.2f}×", interval, *accepted]
+        table.add_row(*cells)
+    return table
+
+
+def verdict(chosen: Mapping[str, Any]) -> str:
+    """What was found, in words."""
+    if chosen["speedup"] is None:
+        return "no schedule is clearly faster than plain decoding here: leave the draft off"
+    return str(chosen["speedup"]["words"])
