@@ -29,9 +29,10 @@ class _Part(BaseModel):
 
 
 class Mode(_Part):
-    """How target and draft are loaded; the draft shares `dtype`, `device_map` and `compile` with the target.
+    """How models are loaded: arguments of `SpecGenerator.from_pretrained` for the target, and a name.
 
-    `dtype` is the checkpoint's by default, float32 for the package's own pair.
+    A draft model shares `dtype`, `device_map`, `compile` and `trust_remote_code`; `draft_options` are its own. `dtype`
+    is the checkpoint's by default, float32 for the package's own pair.
     """
 
     name: str = ""
@@ -44,6 +45,7 @@ class Mode(_Part):
     revision: str | None = None
     compile: bool | None = None
     trust_remote_code: bool | None = None
+    draft_options: dict[str, Any] = {}
 
     @property
     def label(self) -> str:
@@ -53,8 +55,8 @@ class Mode(_Part):
 
     @property
     def loading(self) -> dict[str, Any]:
-        """The arguments of `SpecGenerator.from_pretrained`."""
-        return {name: value for name, value in self.model_dump(exclude={"name"}).items() if value is not None}
+        """What the target is loaded with."""
+        return {name: value for name, value in self.model_dump(exclude={"name", "draft_options"}).items() if value is not None}
 
 
 class Prompts(_Part):

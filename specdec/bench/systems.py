@@ -32,7 +32,7 @@ class Systems:
         if target.startswith("zoo:"):
             how = {"dtype": "float32", **how}
         self.plain = SpecGenerator.from_pretrained(zoo.locate(target, "target"), **how)
-        self._shared = {name: how[name] for name in _SHARED if name in how}
+        self._draft_loading = {**{name: how[name] for name in _SHARED if name in how}, **mode.draft_options}
         self._models: dict[str, SpecGenerator] = {}
         self._cells: dict[tuple[str, Cell], SpecGenerator] = {}
 
@@ -60,7 +60,7 @@ class Systems:
 
     def _model(self, name: str) -> SpecGenerator:
         if name not in self._models:
-            self._models[name] = SpecGenerator.from_pretrained(zoo.locate(name, "draft"), **self._shared)
+            self._models[name] = SpecGenerator.from_pretrained(zoo.locate(name, "draft"), **self._draft_loading)
         return self._models[name]
 
 

@@ -1,0 +1,117 @@
+"""Statistics against values worked out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from specdec.bench.figures import (
+    Prediction,
+    Speedup,
+    acceptance_by_position,
+    histogram,
+    per_token,
+    percentiles,
+    predict,
+    requests,
+    speedup,
+)
+from specdec.bench.systems import token_gaps
+from tests.bench.fakes import sample
+
+
+def test_a_request_is_its_median() -> None:
+    """A stall in one of three repetitions does not count."""
+    runs = [sample(repeat=r, seconds=s) for r, s in enumerate([1.0, 9.0, 2.0])]
+    assert requests(runs) == {0: (2.0, 10)}
+    assert per_token(runs) == 0.2
+    assert per_token([]) == float("inf")
+
+
+def test_speedup_is_of_all_seconds() -> None:
+    """4 + 2 seconds against 1 + 2, on the requests that both have."""
+    plain = [sample(batch=0, seconds=4), sample(batch=1, seconds=2), sample(batch=2, seconds=50)]
+    other = [sample("x", batch=0, seconds=1), sample("x", batch=1, seconds=2)]
+    found = speedup(plain, other)
+    assert found is not None
+    assert found.value == pytest.approx(2.0)
+    assert found.low == pytest.approx(1.0)  # the second request alone, drawn twice
+    assert found.high == pytest.approx(4.0)
+    assert found.state == "same"
+
+
+def test_speedup_counts_tokens() -> None:
+    """Twice the tokens in twice the seconds is no slower."""
+    found = speedup([sample(seconds=1)], [sample("x", seconds=2, tokens=[list(range(20))])])
+    assert found == Speedup(1.0)
+    assert speedup([], [sample("x")]) is None
+
+
+def test_the_interval_covers() -> None:
+    """Of 100 seeded experiments, whose speedup is 2, a 95% interval of 12 requests misses in at most 20.
+
+    With a true coverage of 88% (percentile intervals of few requests are short) the chance of more is below 1%.
+    """
+    generator = np.random.default_rng(0)
+    missed = 0
+    for _ in range(100):
+        seconds = 2 * np.exp(generator.normal(0, 0.2, 12))
+        noise = np.exp(generator.normal(0, 0.1, 12) - 0.005)
+        found = speedup(
+            [sample(batch=i, seconds=s) for i, s in enumerate(seconds)],
+            [sample("x", batch=i, seconds=s / 2 * n) for i, (s, n) in enumerate(zip(seconds, noise, strict=True))],
+        )
+        assert found is not None
+        assert found.low is not None
+        assert found.high is not None
+        assert found.low < found.value < found.high
+        missed += not found.low <= 2 <= found.high
+    assert missed <= 20
+
+
+@pytest.mark.parametrize(
+    ("found", "state", "words"),
+    [
+        (Speedup(1.5, 1.2, 1.9), "faster", "1.50× faster than plain decoding (95% interval 1.20 to 1.90)"),
+        (Speedup(0.8, 0.7, 0.9), "slower", "assistance is SLOWER here: 0.80×"),
+        (Speedup(1.1, 0.9, 1.3), "same", "no clear difference"),
+        (Speedup(1.5), "faster", "1.50× faster than plain decoding"),
+        (Speedup(0.9), "slower", "SLOWER"),
+        (Speedup(1.01), "same", "no clear difference"),
+    ],
+)
+def test_in_words(found: Speedup, state: str, words: str) -> None:
+    """The interval decides, and a loss is called one."""
+    assert found.state == state
+    assert words in found.in_words()
+
+
+def test_percentiles() -> None:
+    """Interpolated between neighbours."""
+    assert percentiles(list(range(101))) == {"p50": 50.0, "p90": 90.0, "p99": 99.0}
+    assert percentiles([1.0, 2.0]) == pytest.approx({"p50": 1.5, "p90": 1.9, "p99": 1.99})
+    assert percentiles([]) is None
+
+
+def test_acceptance() -> None:
+    """Three rounds: 3 of 3, 1 of 3 and 0 of 1 accepted."""
+    assert acceptance_by_position([3, 3, 1], [3, 1, 0]) == [(3, 3, 2), (2, 2, 1), (2, 1, 1)]
+    assert acceptance_by_position([], []) == []
+    assert histogram([3, 1, 0, 1]) == [1, 2, 0, 1]
+    assert histogram([]) == []
+
+
+def test_prediction() -> None:
+    """Half of the tested tokens accepted, a drafted token for a tenth of a pass: (1 + 1/2 + 1/4) / 1.2 at two tokens."""
+    assert Prediction(0.5, 0.1).speedup(2) == pytest.approx(1.75 / 1.2)
+    assert Prediction(1.0, 0.0).speedup(4) == 5
+    plain = sample(passes=10, verify_seconds=0.9, select_seconds=0.1)
+    sweep = sample("x", drafted=[2, 2, 2], accepted=[2, 1, 0], draft_seconds=0.06)
+    assert predict([plain], [sweep]) == pytest.approx((3 / 5, 0.1))  # 3 of 2 + 2 + 1 tested; 0.01 s a token, 0.1 a pass
+    assert predict([plain], [sample("x")]) is None
+
+
+def test_token_gaps() -> None:
+    """Tokens of one round share its time; the first round is the wait before; a search gives everything at once."""
+    assert token_gaps([(1.0, 1), (2.0, 1), (5.0, 3)]) == [1.0, 1.0, 1.0, 1.0]
+    assert token_gaps([(6.0, 3)]) == [2.0, 2.0, 2.0]

@@ -1,0 +1,103 @@
+"""What a benchmark's configuration means, and what is wrong with others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec.bench.suite import read_suite
+from specdec.config import read_yaml
+from specdec.errors import OptionError
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "bench").glob("*.yaml"))
+
+
+def test_the_matrix() -> None:
+    """Every side multiplies the groups or their cells; a length list is one cell each; 0 is greedy."""
+    suite = read_suite(
+        {
+            "targets": ["a", {"target": "b", "drafts": ["c", "suffix"]}],
+            "drafts": ["ngram"],
+            "modes": [{"dtype": "float32"}, {"name": "small", "quantization": "int8"}],
+            "temperatures": [0, 0.5],
+            "schedules": ["cost", {"schedule": "constant", "num_assistant_tokens": [2, 4]}],
+            "prompts": ["code", {"source": "x/y.jsonl", "count": 3}],
+            "batches": [1, 4],
+        }
+    )
+    groups = suite.groups()
+    assert len(groups) == 2 * 2 * 2 * 2 * 2
+    assert len({group.label for group in groups}) == len(groups)
+    assert groups[0].label == "a · float32 · greedy, temperature 0 · code · batch 1"
+    assert groups[-1].label == "b · small · greedy, temperature 0.5 · y · batch 4"
+    assert groups[-1].family == "b · small · greedy · y · batch 4"
+    assert [cell.label for cell in groups[0].cells] == ["ngram, cost", "ngram, constant 2", "ngram, constant 4"]
+    assert [cell.draft for cell in groups[-1].cells] == ["c"] * 3 + ["suffix"] * 3
+    assert suite.call(groups[0].strategy)["do_sample"] is False
+    drawn = suite.call(groups[-1].strategy, groups[-1].cells[1])
+    assert (drawn["temperature"], drawn["schedule"], drawn["num_assistant_tokens"]) == (0.5, "constant", 2)
+    assert groups[-1].mode.loading == {"quantization": "int8"}
+
+
+def test_defaults() -> None:
+    """A target alone is enough; the package's pair is its own draft."""
+    (group,) = read_suite({"targets": "zoo:python-code"}).groups()
+    assert [cell.label for cell in group.cells] == ["zoo:python-code, cost"]
+    (group,) = read_suite({"targets": "some/model"}).groups()
+    assert [cell.label for cell in group.cells] == ["suffix, cost"]
+
+
+def test_strategies() -> None:
+    """Presets, files and mappings; what is compared, what has a draft, and whose text grows."""
+    meena = Path(__file__).parents[2] / "configs" / "strategies" / "meena.yaml"
+    contrastive = meena.parent / "contrastive-search.yaml"
+    entries = [
+        "greedy",
+        str(meena),
+        str(contrastive),
+        {"num_beams": 3},
+        {"name": "law", "do_sample": True, "sampling": "block"},
+    ]
+    groups = read_suite({"targets": "t", "strategies": entries, "max_new_tokens": 8}).groups()
+    assert [g.strategy.label for g in groups] == ["greedy", "meena", "contrastive-search", "num_beams 3", "law"]
+    assert [len(g.cells) for g in groups] == [1, 1, 0, 1, 1]
+    assert [g.strategy.comparable for g in groups] == [True, True, True, True, False]
+    assert [g.strategy.grows for g in groups] == [True, False, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({}, "needs `targets`"),
+        ({"targets": []}, "`targets`"),
+        ({"targets": "t", "typo": 1}, "`typo` is not a key"),
+        ({"targets": "t", "modes": [{"dtyp": "float32"}]}, "`modes.0.dtyp` is not a key"),
+        ({"targets": "t", "repeats": 0}, "`repeats` must be"),
+        ({"targets": "t", "prompts": [{"source": "code", "count": 0}]}, "`prompts.0.count`"),
+        ({"targets": "t", "schedules": ["fast"]}, "`schedule`"),
+        ({"targets": "t", "strategies": [{"name": "x", "top_pp": 1}]}, "`top_pp`"),
+        ({"targets": "t", "strategies": [{"temperature": 1, "do_sample": True}], "temperatures": [0]}, "temperatures"),
+        ({"targets": "t", "strategies": ["nowhere.yaml"]}, "nowhere.yaml"),
+        ({"targets": ["t", "t"]}, "twice"),
+        ({"targets": "t", "schedules": ["cost", "cost"]}, "twice"),
+        ({"targets": "t", "options": {"top_p": 0.5}}, "top_p"),
+    ],
+)
+def test_what_is_wrong_is_named(keys: dict[str, Any], words: str) -> None:
+    """Before anything is loaded, in words of the file."""
+    with pytest.raises(OptionError, match=words):
+        read_suite(keys)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_packages_suites(path: Path) -> None:
+    """Each says what it is for, and is understood."""
+    assert path.read_text().startswith("#")
+    assert read_suite(read_yaml(path)).groups()
+
+
+def test_all_suites_are_there() -> None:
+    """Quick, the sweep of the first reports, and the modes."""
+    assert {path.stem for path in CONFIGS} >= {"quick", "temperatures", "drafts", "batches", "strategies", "int8"}
