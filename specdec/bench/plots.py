@@ -124,7 +124,8 @@ def themed(svg: str) -> str:
     svg = svg[svg.index("<svg") :]
     for colour, variable in THEMED.items():
         svg = svg.replace(colour, variable)
-    return re.sub(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"|(<svg[^>]*?) height="[^"]*"', r"\1\2", svg, count=1)
+    tag, bracket, rest = svg.partition(">")
+    return re.sub(r' (width|height)="[^"]*"', "", tag) + bracket + rest
 
 
 def short(label: str) -> str:

@@ -126,10 +126,17 @@ class Store:
         self.strips: list[Strip] = []
         self.runs: list[Run] = []
         folder.mkdir(parents=True, exist_ok=True)
-        if self._file.exists() and self._file.stat().st_size:
-            self._read(fingerprint)
-        else:
+        whole = self._whole_lines()
+        if not whole:
             self._append({"kind": "benchmark", "fingerprint": fingerprint})
+        elif whole[0].get("fingerprint") != fingerprint:
+            raise OptionError(
+                f"{self._file} belongs to another configuration, other models or other versions: choose another --out, "
+                "or pass --restart to begin anew"
+            )
+        for line in whole[1:]:
+            kind = _KINDS[line.pop("kind")]
+            self._keep(kind(**line))
 
     def add(self, record: Record) -> None:
         """Keeps a record, in memory and on disk."""
@@ -160,20 +167,14 @@ class Store:
         with self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
-    def _read(self, fingerprint: str) -> None:
-        """Takes up the lines of earlier runs; a last one that a kill cut short is dropped."""
+    def _whole_lines(self) -> list[dict[str, Any]]:
+        """The lines of earlier runs; a last one that a kill cut short is dropped."""
+        if not self._file.exists():
+            return []
         whole, newline, _ = self._file.read_bytes().rpartition(b"\n")
-        lines = [json.loads(line) for line in whole.decode().splitlines()]
-        if not lines or lines[0].get("fingerprint") != fingerprint:
-            raise OptionError(
-                f"{self._file} belongs to another configuration, other models or other versions: choose another --out, "
-                "or pass --restart to begin anew"
-            )
         with self._file.open("r+b") as file:
             file.truncate(len(whole) + len(newline))
-        for line in lines[1:]:
-            kind = _KINDS[line.pop("kind")]
-            self._keep(kind(**line))
+        return [json.loads(line) for line in whole.splitlines()]
 
 
 def fingerprint(suite: Mapping[str, Any], prompts: Sequence[Any], versions: Mapping[str, str]) -> str:

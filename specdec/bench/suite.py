@@ -56,7 +56,11 @@ class Mode(_Part):
     @property
     def loading(self) -> dict[str, Any]:
         """What the target is loaded with."""
-        return {name: value for name, value in self.model_dump(exclude={"name", "draft_options"}).items() if value is not None}
+        return {
+            name: value
+            for name, value in self.model_dump(exclude={"name", "draft_options"}).items()
+            if value is not None
+        }
 
 
 class Prompts(_Part):

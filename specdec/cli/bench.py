@@ -145,7 +145,7 @@ def suite_keys(params: Mapping[str, Any]) -> dict[str, Any]:
     from specdec.config import read_yaml
 
     file = read_yaml(params["config"]) if params["config"] is not None else {}
-    keys: dict[str, Any] = {key: params[flag] for flag, key in FLAGS.items() if params.get(flag) not in (None, [])}
+    keys: dict[str, Any] = {key: params[flag] for flag, key in FLAGS.items() if params.get(flag) not in (None, [], ())}
     if params["config"] is not None:
         file.setdefault("name", params["config"].stem)
     constant = {"schedule": "constant", "num_assistant_tokens": params.get("num_draft_tokens")}

@@ -102,7 +102,7 @@ def test_acceptance() -> None:
 
 
 def test_prediction() -> None:
-    """Half of the tested tokens accepted, a drafted token for a tenth of a pass: (1 + 1/2 + 1/4) / 1.2 at two tokens."""
+    """Half of the tested tokens accepted, one drafted for a tenth of a pass: (1 + 1/2 + 1/4) / 1.2 for two of them."""
     assert Prediction(0.5, 0.1).speedup(2) == pytest.approx(1.75 / 1.2)
     assert Prediction(1.0, 0.0).speedup(4) == 5
     plain = sample(passes=10, verify_seconds=0.9, select_seconds=0.1)

@@ -1,0 +1,178 @@
+"""`specdec bench` and `specdec tune`: flags, files, exit codes, and where output goes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from specdec.bench import group as group_module
+from specdec.bench.systems import measure
+from specdec.bench.tune import best, candidates, ranked, snippet
+from specdec.cli.bench import suite_keys
+from specdec.cli.commands import run
+from tests.folders import saved_model
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A target's folder."""
+    return saved_model(tmp_path_factory.mktemp("models") / "target")
+
+
+@pytest.fixture
+def arguments(target: str, tmp_path: Path) -> list[str]:
+    """A benchmark of a moment."""
+    (tmp_path / "p.txt").write_text("abab\n\nxyxy")
+    shared = ["--prompts", str(tmp_path / "p.txt"), "--max-new-tokens", "5", "--repeats", "1", "--quiet"]
+    return ["bench", target, "--draft", "suffix", *shared, "--out", str(tmp_path / "out")]
+
+
+def params(**given: Any) -> dict[str, Any]:
+    """Parameters of `bench`, as if nothing but `given` had been passed."""
+    names = ("target", "config", "draft", "schedule", "num_draft_tokens", "strategy", "temperature", "prompts", "count")
+    more = ("batch", "dtype", "quantization", "offload", "offload_folder", "compile", "max_new_tokens", "repeats")
+    return {**dict.fromkeys((*names, *more, "seed", "near_tie")), **given}
+
+
+def test_bench(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The outcome in words on stdout, the report in the folder, and the same again from its samples."""
+    assert run(arguments) == 0
+    out, err = capsys.readouterr()
+    assert "suffix, cost" in out
+    assert "2 of 2 assisted texts are identical" in out
+    assert err == f"report: {tmp_path / 'out' / 'report.html'}\n"
+    assert {path.name for path in (tmp_path / "out").iterdir()} >= {"samples.jsonl", "results.json", "results.csv"}
+    assert run(arguments) == 0
+    assert capsys.readouterr().out == out
+
+
+def test_a_mismatch_is_exit_code_3(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The report is written all the same, and the error says where."""
+
+    def lie(generator: Any, call: Any) -> Any:
+        done = measure(generator, call)
+        if generator.drafter is not None:
+            done.out.sequences[0, -1] += 1
+        return done
+
+    monkeypatch.setattr(group_module, "measure", lie)
+    assert run(arguments) == 3
+    out, err = capsys.readouterr()
+    assert "2 DIFFER" in out
+    assert "error: mismatch in " in err
+    assert "new token 4 of request 0, row 0" in err
+    assert "apart there (1 more)" in err
+
+
+def test_a_failure_is_exit_code_1(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """What could be measured is shown."""
+    assert run([*arguments, "--draft", "early_exit:99"]) == 1
+    out, err = capsys.readouterr()
+    assert "suffix, cost" in out
+    assert "early_exit:99, cost: OptionError: " in err
+
+
+def test_another_configuration_and_restart(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Samples of other settings are only forgotten when told so."""
+    assert run(arguments) == 0
+    assert run([*arguments, "--seed", "5"]) == 2
+    assert "--restart" in capsys.readouterr().err
+    assert run([*arguments, "--seed", "5", "--restart"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        (["--schedule", "fast"], "`schedule`"),
+        (["--prompts", "nowhere.txt"], "nowhere.txt"),
+        (["--repeats", "0"], "--repeats"),
+        (["--config", "nowhere.yaml"], "nowhere.yaml"),
+    ],
+)
+def test_usage_errors(arguments: list[str], extra: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2 before anything is loaded."""
+    assert run([*arguments, *extra]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_no_target(capsys: pytest.CaptureFixture[str]) -> None:
+    """The way out is named."""
+    assert run(["bench"]) == 2
+    assert "pass TARGET" in capsys.readouterr().err
+
+
+def test_flags_over_a_file(tmp_path: Path) -> None:
+    """What a flag says replaces the file's key; a count reaches the file's own prompt sets."""
+    file = tmp_path / "mine.yaml"
+    file.write_text("targets: a\nrepeats: 7\nschedules: [cost]\nprompts: [text, {source: code, chat: true}]\n")
+    assert suite_keys(params(config=file)) == {
+        **{"targets": "a", "repeats": 7, "schedules": ["cost"], "name": "mine"},
+        "prompts": ["text", {"source": "code", "chat": True}],
+    }
+    given = params(config=file, count=3, repeats=2, num_draft_tokens=[1, 2], dtype="bfloat16", schedule=["heuristic"])
+    assert suite_keys(given) == {
+        **{"targets": "a", "repeats": 2, "name": "mine", "modes": [{"dtype": "bfloat16"}]},
+        "schedules": ["heuristic", {"schedule": "constant", "num_assistant_tokens": [1, 2]}],
+        "prompts": [{"source": "text", "count": 3}, {"source": "code", "chat": True, "count": 3}],
+    }
+
+
+def test_tune(target: str, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The table on stderr has every schedule and "off"; stdout is a file that `generate --config` takes."""
+    shared = [argument for argument in arguments[4:-2] if argument != "--quiet"]
+    assert run(["tune", target, "suffix", "--num-draft-tokens", "1", "--num-draft-tokens", "3", *shared]) == 0
+    out, err = capsys.readouterr()
+    assert all(name in err for name in ("constant 1", "constant 3", "heuristic", "confidence", "cost", "off", "←"))
+    (tmp_path / "best.yaml").write_text(out)
+    assert yaml.safe_load(out)["target"] == target
+    assert run(["generate", "--config", str(tmp_path / "best.yaml"), "-p", "ab", "--max-new-tokens", "3"]) == 0
+
+
+def system(name: str, ms: float, state: str | None, draft: str | None = "d", **schedule: Any) -> dict[str, Any]:
+    speedup = None if state is None else {"state": state}
+    return {"name": name, "ms_per_token": ms, "speedup": speedup, "draft": draft, "schedule": schedule}
+
+
+def test_the_best_is_clearly_faster() -> None:
+    """Otherwise plain decoding is, even where another one happened to be quicker."""
+    plain, quick, sure = system("plain", 5.0, None, None), system("a", 1.0, "same"), system("b", 3.0, "faster")
+    assert best({"groups": [{"systems": [plain, quick, sure]}]}) is sure
+    assert best({"groups": [{"systems": [plain, quick]}]}) is plain
+    assert ranked({"groups": [{"systems": [plain, quick, sure]}]}) == [quick, sure, plain]
+
+
+@pytest.mark.parametrize(
+    ("draft", "keys"),
+    [
+        ("m", {"draft": "m", "method": "draft", "schedule": "cost"}),
+        ("suffix+m", {"draft": "m", "method": "hybrid", "schedule": "cost"}),
+        ("suffix", {"method": "suffix", "schedule": "cost"}),
+        ("early_exit:3", {"method": "early_exit:3", "schedule": "cost"}),
+        (None, {"method": "none"}),
+    ],
+)
+def test_snippets(draft: str | None, keys: dict[str, Any]) -> None:
+    """The words of `specdec generate --config`."""
+    assert snippet("t", system("x", 1.0, None, draft, schedule="cost")) == {"target": "t", **keys}
+
+
+def test_candidates() -> None:
+    """Every schedule there is, and several lengths."""
+    (group,) = candidates("t", "d", {"max_new_tokens": 7}, (2, 4)).groups()
+    names = [cell.drafting.label for cell in group.cells]
+    assert names == ["constant 2", "constant 4", "heuristic", "confidence", "cost"]
+
+
+@pytest.mark.slow
+def test_the_quick_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The package's own pair, as the README runs it: all texts are the target's own."""
+    config = Path(__file__).parents[2] / "configs" / "bench" / "quick.yaml"
+    assert run(["bench", "--config", str(config), "--out", str(tmp_path / "out"), "--quiet"]) == 0
+    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert all(s["identical"] == s["compared"] for group in found["groups"] for s in group["systems"])

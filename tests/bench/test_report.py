@@ -1,0 +1,163 @@
+"""The files of a report: every section is there, the page needs nothing else, and its figures are those of the run."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec.bench import read_suite, results, run, write_report
+from specdec.bench.figures import Speedup
+from specdec.bench.plots import leaders, short, themed
+from specdec.bench.report import as_html, number
+from tests.folders import saved_model
+
+SECTIONS = ("summary", "overview", "settings", "provenance", "definitions")
+PLOTS = ("speedup", "categories", "acceptance", "sweep", "split")
+VOID = {"meta", "br", "img", "link", "input", "hr"}
+
+
+class Page(HTMLParser):
+    """Checks that what is opened is closed, and collects ids, outside addresses and text."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.addresses: list[str] = []
+        self.text = ""
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value or "")
+            if name in ("src", "href", "xlink:href", "srcset") and not (value or "").startswith("#"):
+                self.addresses.append(value or "")
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A run with a sweep, two categories and two temperatures."""
+    root = tmp_path_factory.mktemp("run")
+    target, draft = saved_model(root / "target"), saved_model(root / "draft", seed=1)
+    (root / "p.jsonl").write_text("".join(f'{{"category": "{c}", "turns": ["{c}{c}xx"]}}\n' for c in ("aa", "bb")))
+    schedules = [{"schedule": "constant", "num_assistant_tokens": [1, 3]}]
+    shared = {"temperatures": [0, 0.7], "prompts": str(root / "p.jsonl"), "max_new_tokens": 12, "repeats": 1}
+    suite = read_suite({"name": "<tiny>", "targets": target, "drafts": draft, "schedules": schedules, **shared})
+    return results(run(suite, root / "out"))
+
+
+@pytest.fixture(scope="module")
+def folder(found: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its report."""
+    folder = tmp_path_factory.mktemp("report")
+    assert write_report(found, folder) == folder / "report.html"
+    return folder
+
+
+def test_the_page(found: dict[str, Any], folder: Path) -> None:
+    """Sections, pictures and key figures; nothing from outside, nothing undefined, names escaped."""
+    html = (folder / "report.html").read_text(encoding="utf-8")
+    page = Page(html)
+    assert page.open == []
+    assert page.addresses == []
+    assert not re.search(r"url\(\s*['\"]?http|@import|<script", html)
+    assert set(page.ids) >= {*SECTIONS, *(f"group-{n}-{plot}" for n in (1, 2) for plot in PLOTS), "temperature-1"}
+    assert "<tiny>" in page.text
+    assert "<tiny>" not in html
+    assert all(sentence in page.text for sentence in found["summary"])
+    for words in ("weight passes", "peak", "p99", "identical", "Theorem 3.8", "drafted in vain", "flags", "threads"):
+        assert words in page.text
+    assert found["fingerprint"] in page.text
+    assert "nan" not in re.findall(r"[a-z]+", page.text)
+    for group in found["groups"]:
+        for system in group["systems"]:
+            assert f"{system['ms_per_token']:.2f}" in page.text
+            assert number(system["token_ms"]["p99"]) in page.text
+        assert html.count('class="own"') >= sum(len(r["tokens"]) - r["accepted"] for r in group["strip"]["rounds"])
+
+
+def test_every_picture_is_a_file_too(folder: Path) -> None:
+    """PNG, as wide as the page."""
+    names = {path.name for path in folder.glob("*.png")}
+    assert names == {*(f"group-{n}-{plot}.png" for n in (1, 2) for plot in PLOTS), "temperature-1.png"}
+    for path in folder.glob("*.png"):
+        content = path.read_bytes()
+        assert content.startswith(b"\x89PNG")
+        assert int.from_bytes(content[16:20], "big") > 1000
+
+
+def test_the_table(found: dict[str, Any], folder: Path) -> None:
+    """One line per system, with the figures of `results.json`."""
+    rows = list(csv.DictReader(io.StringIO((folder / "results.csv").read_text())))
+    systems = [system for group in found["groups"] for system in group["systems"]]
+    assert [row["system"] for row in rows] == [system["name"] for system in systems]
+    for row, system in zip(rows, systems, strict=True):
+        assert float(row["ms_per_token"]) == system["ms_per_token"]
+        assert row["state"] == (system["speedup"]["state"] if system["speedup"] else "")
+        assert float(row["request_ms_p90"]) == system["request_ms"]["p90"]
+
+
+def test_the_split_adds_up(found: dict[str, Any]) -> None:
+    """Draft, verify, select and overhead are all of a token's milliseconds, where every request ran once."""
+    for group in found["groups"]:
+        for system in group["systems"]:
+            assert sum(system["split_ms_per_token"].values()) == pytest.approx(system["ms_per_token"])
+
+
+def test_a_loss_is_said_in_words(found: dict[str, Any]) -> None:
+    """In a sentence of its own, beside the figures."""
+    slow = Speedup(0.5, 0.4, 0.6)
+    system = found["groups"][0]["systems"][1]
+    loss = {**system, "name": "snail", "speedup": {**slow._asdict(), "state": slow.state, "words": slow.in_words()}}
+    group = {**found["groups"][0], "systems": [found["groups"][0]["systems"][0], loss]}
+    html = as_html({**found, "groups": [group]}, [], [[]])
+    assert "snail: assistance is SLOWER here: 0.50×" in Page(html).text
+    assert 'class="slower"' in html
+
+
+def test_differences_and_failures_have_sections(found: dict[str, Any]) -> None:
+    """With position, tokens and gap; a search's gap is a dash."""
+    where = {"group": "g", "system": "s", "batch": 1, "repeat": 0, "row": 2}
+    mismatches = [
+        {**where, "position": 17, "plain": 5, "other": None, "gap": 0.125, "forgiven": False},
+        {**where, "position": 18, "plain": 5, "other": 6, "gap": None, "forgiven": False},
+    ]
+    failures = [{"group": "g", "system": "s", "error": "OSError: <gone>"}]
+    page = Page(as_html({**found, "mismatches": mismatches, "failures": failures, "groups": []}, [], []))
+    assert {"mismatches", "failures"} <= set(page.ids)
+    for words in ("17", "ended", "0.1250", "DIFFERS", "–", "OSError: <gone>"):
+        assert words in page.text
+
+
+def test_drawings_take_the_pages_colours() -> None:
+    """A drawing is as wide as the page and as dark as its text; its own prologue goes."""
+    svg = '<?xml version="1.0"?>\n<svg height="9pt" viewBox="0 0 1 1" width="9pt"><path style="fill: #1c2126"/></svg>'
+    assert themed(svg) == '<svg viewBox="0 0 1 1"><path style="fill: var(--ink)"/></svg>'
+
+
+def test_leaders() -> None:
+    """Of every draft the fastest schedule."""
+    cells = [{"draft": d, "speedup": {"value": v}} for d, v in (("a", 1.0), ("b", 1.5), ("a", 2.0), ("b", 1.2))]
+    assert [cell["speedup"]["value"] for cell in leaders(cells)] == [2.0, 1.5]
+    assert short("x" * 60) == "…" + "x" * 45

@@ -1,0 +1,216 @@
+"""A run on tiny models: what is measured, kept, compared and resumed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec import SpecGenerator
+from specdec.bench import exit_state, read_suite, results, run
+from specdec.bench import group as group_module
+from specdec.bench.extras import check_extras
+from specdec.bench.samples import Store
+from specdec.bench.systems import Measured, measure
+from specdec.errors import OptionError, SpecdecError
+from tests.folders import saved_model
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Folders of a target and of a draft that disagrees with it."""
+    root = tmp_path_factory.mktemp("models")
+    return saved_model(root / "target"), saved_model(root / "draft", seed=1)
+
+
+@pytest.fixture
+def keys(models: tuple[str, str], tmp_path: Path) -> dict[str, Any]:
+    """A small benchmark: two prompts, two drafts, twice."""
+    (tmp_path / "p.txt").write_text("abab\n\nxyzxyz")
+    constant = {"schedule": "constant", "num_assistant_tokens": 2}
+    shared = {"prompts": str(tmp_path / "p.txt"), "max_new_tokens": 6, "repeats": 2, "schedules": [constant]}
+    return {"targets": models[0], "drafts": [models[1], "suffix"], "options": {"eos_token_id": []}, **shared}
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
+def test_all_systems_in_turn(keys: dict[str, Any], tmp_path: Path) -> None:
+    """Every system runs every prompt every time, another one first each time; all texts are the target's."""
+    heard: list[tuple[int, int, str]] = []
+    outcome = run(read_suite(keys), tmp_path / "out", lambda *news: heard.append(news))
+    samples = [line for line in lines(tmp_path / "out") if line["kind"] == "sample"]
+    systems = ["plain", f"{keys['drafts'][0]}, constant 2", "suffix, constant 2"]
+    assert len(samples) == 3 * 2 * 2
+    for turn in range(4):
+        names = [s["system"] for s in samples[3 * turn : 3 * turn + 3]]
+        assert names == systems[turn % 3 :] + systems[: turn % 3]
+        assert {(s["repeat"], s["batch"]) for s in samples[3 * turn : 3 * turn + 3]} == {divmod(turn, 2)}
+    assert {len(s["tokens"][0]) for s in samples} == {6}
+    assert all(s["first_token"] <= s["seconds"] and len(s["gaps"]) < 6 for s in samples)
+    assert heard[-1][:2] == (11, 12)
+    found = results(outcome)
+    assert [s["identical"] for s in found["groups"][0]["systems"]] == [0, 4, 4]
+    assert exit_state(found) == "ok"
+    assert found["mismatches"] == found["failures"] == []
+    assert found["groups"][0]["systems"][1]["acceptance_by_position"][0]["drafted"] > 0
+
+
+def test_a_killed_run_goes_on(keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was measured before the kill stays, what a kill cut in two is measured again, the rest is added."""
+    calls = 0
+
+    def counting(*arguments: Any) -> Measured:
+        nonlocal calls
+        calls += 1
+        if calls == 6:
+            raise KeyboardInterrupt
+        return measure(*arguments)
+
+    monkeypatch.setattr(group_module, "measure", counting)
+    folder = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        run(read_suite(keys), folder)
+    before = (folder / "samples.jsonl").read_bytes()
+    assert before.count(b'"kind": "sample"') == 5
+    cut = before.rstrip(b"\n").rpartition(b"\n")
+    (folder / "samples.jsonl").write_bytes(cut[0] + b"\n" + cut[2][:40])
+    outcome = run(read_suite(keys), folder)
+    assert calls == 6 + 8  # of 12 samples, four were whole
+    assert (folder / "samples.jsonl").read_bytes().startswith(cut[0] + b"\n")
+    assert [line["kind"] for line in lines(folder)].count("sample") == 12
+    assert len(results(outcome)["runs"]) == 2
+
+
+def test_a_finished_run_loads_nothing(keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same command again only reads."""
+    first = results(run(read_suite(keys), tmp_path / "out"))
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(SpecGenerator, "from_pretrained", refuse)
+    assert results(run(read_suite(keys), tmp_path / "out")) == first
+
+
+def test_another_configuration_is_refused(keys: dict[str, Any], models: tuple[str, str], tmp_path: Path) -> None:
+    """Samples of other settings, prompts or weights are never mixed in."""
+    run(read_suite({**keys, "drafts": "suffix"}), tmp_path / "out")
+    with pytest.raises(OptionError, match="another configuration"):
+        run(read_suite(keys), tmp_path / "out")
+    Path(keys["prompts"]).write_text("other")
+    with pytest.raises(OptionError, match="--restart"):
+        run(read_suite({**keys, "drafts": "suffix"}), tmp_path / "out")
+    Path(keys["prompts"]).write_text("abab\n\nxyzxyz")
+    run(read_suite({**keys, "drafts": "suffix"}), tmp_path / "out")
+    (Path(models[0]) / "config.json").touch()
+    with pytest.raises(OptionError, match="other models"):
+        run(read_suite({**keys, "drafts": "suffix"}), tmp_path / "out")
+
+
+def lie(generator: SpecGenerator, call: dict[str, Any]) -> Measured:
+    """A measured call whose assisted text has a wrong fourth token."""
+    done = measure(generator, call)
+    if generator.drafter is not None:
+        done.out.sequences[0, -3] += 1
+    return done
+
+
+def test_a_liar_is_found(keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The position, both tokens, and how far the target's two best logits are apart there."""
+    monkeypatch.setattr(group_module, "measure", lie)
+    keys = {**keys, "drafts": "suffix"}
+    found = results(run(read_suite(keys), tmp_path / "out"))
+    assert exit_state(found) == "mismatch"
+    assert len(found["mismatches"]) == 4
+    assert found["groups"][0]["systems"][1]["identical"] == 0
+    assert "4 DIFFER" in " ".join(found["summary"])
+    plain = SpecGenerator.from_pretrained(keys["targets"])
+    out = plain.generate("abab", max_new_tokens=6, eos_token_id=[], output_logits=True)
+    best, second = out.logits[3][0].topk(2).values.tolist()
+    mismatch = found["mismatches"][0]
+    token = out.new_tokens()[0][3]
+    assert (mismatch["row"], mismatch["position"], mismatch["plain"], mismatch["other"]) == (0, 3, token, token + 1)
+    assert mismatch["gap"] == pytest.approx(best - second, abs=1e-5)
+
+
+def test_near_ties_are_forgiven_where_asked(
+    keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are counted, and no mismatch."""
+    monkeypatch.setattr(group_module, "measure", lie)
+    found = results(run(read_suite({**keys, "near_tie": 1e6}), tmp_path / "out"))
+    assert exit_state(found) == "ok"
+    assert found["groups"][0]["systems"][1]["forgiven"] == 4
+    assert "near-ties" in " ".join(found["summary"])
+
+
+def test_rejection_is_not_compared(keys: dict[str, Any], tmp_path: Path) -> None:
+    """It follows the target's law, and says so."""
+    law = {"name": "law", "do_sample": True, "sampling": "rejection"}
+    found = results(run(read_suite({**keys, "strategies": [law]}), tmp_path / "out"))
+    assert exit_state(found) == "ok"
+    assert [s["compared"] for s in found["groups"][0]["systems"]] == [0, 0, 0]
+    assert "they are not compared" in " ".join(found["summary"])
+    assert found["groups"][0]["strip"] is None
+
+
+def test_beams_and_batches(keys: dict[str, Any], tmp_path: Path) -> None:
+    """A search is compared too; its tokens come at the end, and its drafts are no chains."""
+    found = results(run(read_suite({**keys, "strategies": {"num_beams": 2}, "batches": [2]}), tmp_path / "out"))
+    (group,) = found["groups"]
+    assert [s["identical"] for s in group["systems"]] == [0, 4, 4]
+    assert [s["requests"] for s in group["systems"]] == [1, 1, 1]
+    assert group["systems"][1]["speedup"]["low"] is None
+    assert group["systems"][1]["acceptance_by_position"] == []
+    assert group["strip"] is None
+
+
+def test_failures_are_listed(keys: dict[str, Any], tmp_path: Path) -> None:
+    """A draft and a mode that do not load leave the others alone, and are tried again."""
+    modes = [{"name": "good"}, {"name": "bad", "dtype": "float3"}]
+    suite = read_suite({**keys, "drafts": ["suffix", str(tmp_path / "nowhere")], "modes": modes})
+    for _ in range(2):
+        found = results(run(suite, tmp_path / "out"))
+        assert exit_state(found) == "failed"
+        systems = [[s["name"] for s in group["systems"]] for group in found["groups"]]
+        assert systems == [["plain", "suffix, constant 2"], []]
+        assert [failure["system"] for failure in found["failures"]] == [f"{tmp_path / 'nowhere'}, constant 2", "plain"]
+        assert "float3" in found["failures"][1]["error"]
+
+
+def test_the_strip_is_the_text(keys: dict[str, Any], models: tuple[str, str], tmp_path: Path) -> None:
+    """Round by round the plain text; with the target as its own draft, what it drafts is kept."""
+    (group,) = results(run(read_suite({**keys, "drafts": models[0]}), tmp_path / "out"))["groups"]
+    rounds = group["strip"]["rounds"]
+    text = SpecGenerator.from_pretrained(models[0]).generate("abab", max_new_tokens=6, eos_token_id=[]).texts[0]
+    assert "".join(token for r in rounds for token in r["tokens"]) == text
+    assert [r["accepted"] for r in rounds][:2] == [2, 2]
+    assert all(r["vain"] == "" for r in rounds)
+
+
+def test_a_draft_with_another_tokenizer(keys: dict[str, Any], tmp_path: Path) -> None:
+    """It goes over the text bridge, as in the library."""
+    other = saved_model(tmp_path / "other", backwards=True)
+    found = results(run(read_suite({**keys, "drafts": other}), tmp_path / "out"))
+    assert exit_state(found) == "ok"
+    assert found["groups"][0]["systems"][1]["identical"] == 4
+
+
+def test_missing_libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, keys: dict[str, Any]) -> None:
+    """Nothing is measured, and the message names the extra."""
+    check_extras()
+    monkeypatch.setattr("specdec.bench.extras.find_spec", lambda name: None if name == "scipy" else object())
+    with pytest.raises(SpecdecError, match=r"needs scipy: pip install -e '.\[bench\]'"):
+        run(read_suite(keys), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_empty_file_is_a_beginning(tmp_path: Path) -> None:
+    """A kill within the first line leaves nothing to go on with."""
+    (tmp_path / "samples.jsonl").write_text('{"kind": "bench')
+    Store(tmp_path, "mark")
+    assert lines(tmp_path) == [{"kind": "benchmark", "fingerprint": "mark"}]
