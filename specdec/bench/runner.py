@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
+import torch
+
 from specdec.bench.extras import check_extras
 from specdec.bench.group import GroupRun, in_words
 from specdec.bench.machine import Watch, provenance, versions
@@ -37,7 +39,7 @@ def run(suite: Suite, folder: Path, notify: Notify = lambda done, total, doing: 
     check_extras()
     prompts = [read_prompts(p.source, p.count) for p in suite.prompts]
     texts = [[prompt.text for prompt in found] for found in prompts]
-    mark = fingerprint(suite.model_dump(mode="json"), texts, versions())
+    mark = fingerprint(suite.model_dump(mode="json"), texts, {**versions(), "threads": torch.get_num_threads()})
     work = _Work(suite, Store(folder, mark), notify)
     for group in suite.groups():
         of_group = batches(prompts[suite.prompts.index(group.prompts)], group.batch)

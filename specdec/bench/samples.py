@@ -177,10 +177,10 @@ class Store:
         return [json.loads(line) for line in whole.splitlines()]
 
 
-def fingerprint(suite: Mapping[str, Any], prompts: Sequence[Any], versions: Mapping[str, str]) -> str:
-    """A hash of all that decides what is measured: the suite, the prompts, the versions, the files of local models."""
+def fingerprint(suite: Mapping[str, Any], prompts: Sequence[Any], place: Mapping[str, Any]) -> str:
+    """A hash of all that decides what is measured: suite, prompts, versions and threads, the files of local models."""
     models = {str(path): _files(Path(path)) for path in _names(suite) if Path(path).is_dir()}
-    whole = json.dumps([suite, prompts, versions, models], sort_keys=True, default=str)
+    whole = json.dumps([suite, prompts, place, models], sort_keys=True, default=str)
     return hashlib.sha256(whole.encode()).hexdigest()[:16]
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from specdec.bench.suite import read_suite
 from specdec.config import read_yaml
@@ -101,3 +103,10 @@ def test_the_packages_suites(path: Path) -> None:
 def test_all_suites_are_there() -> None:
     """Quick, the sweep of the first reports, and the modes."""
     assert {path.stem for path in CONFIGS} >= {"quick", "temperatures", "drafts", "batches", "strategies", "int8"}
+
+
+def test_the_readmes_suite() -> None:
+    """The example in the README is one."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```yaml\n(targets:.*?)```", readme, re.S)
+    assert len(read_suite(yaml.safe_load(example)).groups()) == 2 * 3 * 4 * 2
