@@ -84,13 +84,20 @@ class Drafting(_Part):
 
     schedule: str
     num_assistant_tokens: Count | None = None
+    num_assistant_branches: Count | None = None
     assistant_confidence_threshold: float | None = None
 
     @property
     def label(self) -> str:
         """The schedule with its numbers."""
-        numbers = (self.num_assistant_tokens, self.assistant_confidence_threshold)
-        return " ".join([self.schedule, *(f"{n:g}" for n in numbers if n is not None)])
+        numbers = [n for n in (self.num_assistant_tokens, self.assistant_confidence_threshold) if n is not None]
+        branches = [] if self.num_assistant_branches is None else [f"branches {self.num_assistant_branches}"]
+        return " ".join([self.schedule, *(f"{n:g}" for n in numbers), *branches])
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every drafted token continues the one before it."""
+        return (self.num_assistant_branches or 1) == 1
 
     @property
     def options(self) -> dict[str, Any]:

@@ -120,7 +120,7 @@ class _Recording:
 
     def __init__(self, drafter: BatchDrafter) -> None:
         self._drafter = drafter
-        self.proposed: list[list[int]] = []
+        self.proposed: list[Tree] = []
 
     def start(self, call: Call) -> DraftSession:
         self._session = self._drafter.start(call)
@@ -128,7 +128,7 @@ class _Recording:
 
     def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
         trees = self._session.propose(rows, plans)
-        self.proposed.append(list(trees[0].tokens))
+        self.proposed.append(trees[0])
         return trees
 
     def release(self, keys: Sequence[int]) -> None:
@@ -143,7 +143,8 @@ def strip(generator: SpecGenerator, call: Mapping[str, Any]) -> list[dict[str, A
     shown = SpecGenerator(generator.target, recording, tokenizer=tokenizer)
     rounds = []
     for event, proposed in zip(shown.stream(**call), _growing(recording.proposed), strict=False):
-        vain = tokenizer.decode(proposed[event.accepted :]).replace("\n", "↵")
+        left = proposed.tokens[event.accepted :]
+        vain = tokenizer.decode(left).replace("\n", "↵") if proposed.is_chain else f"({len(left)} nodes)"
         rounds.append(
             {
                 "tokens": [tokenizer.decode([i]) for i in event.token_ids],
@@ -154,7 +155,7 @@ def strip(generator: SpecGenerator, call: Mapping[str, Any]) -> list[dict[str, A
     return rounds
 
 
-def _growing(items: list[list[int]]) -> Iterator[list[int]]:
+def _growing(items: list[Tree]) -> Iterator[Tree]:
     """The items of a list that another loop is filling."""
     at = 0
     while True:

@@ -214,3 +214,14 @@ def test_an_empty_file_is_a_beginning(tmp_path: Path) -> None:
     (tmp_path / "samples.jsonl").write_text('{"kind": "bench')
     Store(tmp_path, "mark")
     assert lines(tmp_path) == [{"kind": "benchmark", "fingerprint": "mark"}]
+
+
+def test_drafts_that_branch(keys: dict[str, Any], tmp_path: Path) -> None:
+    """A tree's nodes have no positions of a chain; its text is compared and shown all the same."""
+    tree = {"schedule": "constant", "num_assistant_tokens": 3, "num_assistant_branches": 2}
+    found = results(run(read_suite({**keys, "drafts": keys["drafts"][:1], "schedules": tree}), tmp_path / "out"))
+    (group,) = found["groups"]
+    system = group["systems"][1]
+    assert system["name"].endswith("constant 3 branches 2")
+    assert (system["identical"], system["acceptance_by_position"]) == (4, [])
+    assert any("nodes)" in r["vain"] for r in group["strip"]["rounds"])
