@@ -83,7 +83,7 @@ def _system(outcome: Outcome, group: Group, cell: Cell | None, plain: list[Sampl
     drafted = [n for s in samples for n in s.drafted]
     accepted = [n for s in samples for n in s.accepted]
     faster = speedup(plain, samples) if cell is not None else None
-    chains = cell is not None and cell.drafting.is_chain and not group.strategy.searches
+    chains = cell is not None and cell.is_chain and not group.strategy.searches
     places = acceptance_by_position(drafted, accepted) if chains else []
     memory = [s.memory for s in samples if s.memory is not None]
     return {
@@ -158,7 +158,7 @@ def _sweeps(outcome: Outcome, group: Group, plain: list[Sample]) -> list[Results
         cells = {
             cell.drafting.num_assistant_tokens: outcome.store.of(group.label, cell.label)
             for cell in group.cells
-            if cell.draft == draft and cell.drafting.schedule == "constant" and cell.drafting.is_chain
+            if cell.draft == draft and cell.drafting.schedule == "constant" and cell.is_chain
         }
         measured = {k: s for k, samples in sorted(cells.items()) if k and (s := speedup(plain, samples))}
         if len(measured) < 2:

@@ -95,11 +95,6 @@ class Drafting(_Part):
         return " ".join([self.schedule, *(f"{n:g}" for n in numbers), *branches])
 
     @property
-    def is_chain(self) -> bool:
-        """Whether every drafted token continues the one before it."""
-        return (self.num_assistant_branches or 1) == 1
-
-    @property
     def options(self) -> dict[str, Any]:
         """What `generate` takes."""
         return self.model_dump(exclude_none=True)
@@ -154,6 +149,13 @@ class Cell:
     def label(self) -> str:
         """The draft's name and the schedule's."""
         return f"{self.draft}, {self.drafting.label}"
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every drafted token continues the one before it; the cost schedule lets models branch."""
+        branches = self.drafting.num_assistant_branches
+        copies = self.draft in ("ngram", "suffix")
+        return copies or branches == 1 or (branches is None and self.drafting.schedule != "cost")
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,7 @@ def strip(generator: SpecGenerator, call: Mapping[str, Any]) -> list[dict[str, A
     rounds = []
     for event, proposed in zip(shown.stream(**call), _growing(recording.proposed), strict=False):
         left = proposed.tokens[event.accepted :]
-        vain = tokenizer.decode(left).replace("\n", "↵") if proposed.is_chain else f"({len(left)} nodes)"
+        vain = tokenizer.decode(left).replace("\n", "↵") if proposed.is_chain else f"({len(left)} more)"
         rounds.append(
             {
                 "tokens": [tokenizer.decode([i]) for i in event.token_ids],

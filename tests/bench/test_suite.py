@@ -43,6 +43,22 @@ def test_the_matrix() -> None:
     assert groups[-1].mode.loading == {"quantization": "int8"}
 
 
+@pytest.mark.parametrize(
+    ("draft", "schedule", "chain"),
+    [
+        ("m", {"schedule": "cost"}, False),
+        ("m", {"schedule": "cost", "num_assistant_branches": 1}, True),
+        ("m", {"schedule": "heuristic"}, True),
+        ("m", {"schedule": "constant", "num_assistant_branches": 2}, False),
+        ("suffix", {"schedule": "cost"}, True),
+    ],
+)
+def test_which_drafts_are_chains(draft: str, schedule: dict[str, Any], chain: bool) -> None:
+    """Positions in a draft mean something for these alone."""
+    (group,) = read_suite({"targets": "t", "drafts": draft, "schedules": schedule}).groups()
+    assert group.cells[0].is_chain == chain
+
+
 def test_defaults() -> None:
     """A target alone is enough; the package's pair is its own draft."""
     (group,) = read_suite({"targets": "zoo:python-code"}).groups()
