@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from specdec.schedule.estimates import Acceptance, Line, Trial
+from specdec.schedule.estimates import Acceptance, Line
 from specdec.types import Plan, Round, Row
 
-_FAIR_TRIAL = 8  # rounds
+_TOO_MUCH = 3  # rounds without a draft that a draft may waste before it is given up for a while
 _UNMEASURED = (0.3, 0.1)  # tokens that a draft pass and a verified node are taken to cost before they were measured
 
 
@@ -56,7 +56,8 @@ class Cost:
     roots: float = 1.0  # nodes that a row needs without a draft: its live branches
     width: float = 1.0  # nodes that a drafted token takes: a search's draft has many branches
     plain: Line = field(default_factory=Line)  # whole rounds in which nothing was drafted, over their rows
-    trial: Trial = field(default_factory=Trial)  # rounds in which something was
+    trial: int = 0  # rounds in which something was, since drafting was last given up
+    waste: float = 0.0  # seconds that they took beyond what their tokens take without a draft; gains make it 0 again
     tokens: float = 0.0  # fading sums over rounds, for the rate
     seconds: float = 0.0
     idle: int = 0  # rounds since the last draft
@@ -91,7 +92,7 @@ class Cost:
     def _curious(self) -> bool:
         """Whether to look what a round without a draft costs: at once where the draft is poor, else now and then."""
         looks = self.plain.weight
-        due = self.trial.rounds >= _FAIR_TRIAL * (looks + 1) or (self.acceptance.mean < 0.6 and not looks)
+        due = self.trial >= 8 * (looks + 1) or (self.acceptance.mean < 0.6 and not looks)
         return looks < 2.5 and due and self.passes.weight > 1.5
 
     def _pays(self, rows: int) -> bool:
@@ -134,7 +135,7 @@ class Cost:
             passes=self.passes.add(round.nodes, round.verify_seconds),
             drafts=self._drafting(round, drafted),
             plain=self.plain if drafted else self.plain.add(len(round.rows), round.seconds),
-            trial=self.trial.add(tokens, round.seconds) if drafted else self.trial,
+            trial=self.trial + bool(drafted),
             other_seconds=_fading(self.other_seconds, round.seconds - round.draft_seconds - round.verify_seconds),
             tokens=0.9 * self.tokens + tokens,
             seconds=0.9 * self.seconds + round.seconds,
@@ -143,14 +144,18 @@ class Cost:
         )
 
     def _judged(self, round: Round) -> Cost:
-        """With the verdict on drafting after a fair trial: by what it was seen to bring, not by what was predicted."""
+        """With the verdict on drafting by what it was seen to bring, not by what was predicted (CUSUM, Page 1954)."""
         if self.lost:
             return replace(self, lost=self.idle < self.wait)
-        if not (self.plain.weight and self.trial.rounds >= _FAIR_TRIAL):
+        if not (self.plain.weight and any(row.depth for row in round.rows)):
             return self
-        if self.trial.rate < 0.98 * self._plain_rate(len(round.rows)):
-            return replace(self, lost=True, trial=Trial(), wait=min(2 * self.wait, 512))
-        return replace(self, wait=32) if self.trial.rounds >= 8 * _FAIR_TRIAL else self
+        once = self.plain.at(len(round.rows))
+        tokens = sum(len(row.steps) for row in round.rows)
+        # A stall counts as one round at most.
+        waste = max(self.waste + min(round.seconds - once * tokens / len(round.rows), once), 0.0)
+        if waste > _TOO_MUCH * once:
+            return replace(self, lost=True, trial=0, waste=0.0, wait=min(2 * self.wait, 512))
+        return replace(self, waste=waste, wait=32 if self.trial >= 64 else self.wait)
 
     def _drafting(self, round: Round, drafted: int) -> Mapping[str, Line]:
         """Draft passes by source; a round with several sources teaches only about the longest draft's."""

@@ -1,4 +1,4 @@
-"""What the cost rule learns from rounds: how often a draft is right, what passes cost, what drafting really brought."""
+"""What the cost rule learns from rounds: how often a draft is right, and what passes cost."""
 
 from __future__ import annotations
 
@@ -99,26 +99,6 @@ class Line:
     def at(self, nodes: float) -> float:
         """Seconds of a pass over this many nodes."""
         return self.seconds / self.weight + self.slope * (nodes - self.nodes / self.weight)
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """What rounds with a draft have brought of late: fading sums of tokens and seconds, and the number of rounds."""
-
-    tokens: float = 0.0
-    seconds: float = 0.0
-    rounds: int = 0
-
-    @property
-    def rate(self) -> float:
-        """Tokens per second."""
-        return self.tokens / self.seconds if self.seconds else 0.0
-
-    def add(self, tokens: int, seconds: float) -> Trial:
-        """With one more round; each older one loses 5% of its weight, and a stall counts as three usual rounds."""
-        usual = self.seconds / (sum(0.95**i for i in range(self.rounds)) or 1.0)
-        seconds = min(seconds, 3 * usual) if self.rounds else seconds
-        return Trial(0.95 * self.tokens + tokens, 0.95 * self.seconds + seconds, self.rounds + 1)
 
 
 def _bin(confidence: float) -> int:
