@@ -15,53 +15,63 @@ from transformers import (
 )
 
 from specdec.errors import OptionError
+from specdec.loading import Loading
+from specdec.models.failures import check_complete, explained
+from specdec.models.int8 import quantize_weights
 from specdec.models.language_model import LanguageModel
+from specdec.models.quantize import bitsandbytes_config
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def load(
-    source: str | PathLike[str] | PreTrainedModel | LanguageModel,
-    *,
-    dtype: str | torch.dtype = "auto",
-    device_map: Any = None,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    compile: bool = False,
+    source: str | PathLike[str] | PreTrainedModel | LanguageModel, how: Loading | None = None, *, compile: bool = False
 ) -> LanguageModel:
-    """The model at a hub name or path, or the given one as it is, in eval mode when it is loaded here.
+    """The model at a hub name or path, loaded as `how` says, or the given one as it is.
 
-    Raises OptionError when loading options are given with a model, when `dtype` is unknown, or nothing can be loaded.
+    Raises OptionError when loading options are given with a model, when `dtype` is unknown, or nothing is found;
+    UnsupportedError where a quantization cannot run here; LoadError for a broken checkpoint, and where memory or disk
+    run out.
     """
-    given = {"dtype": dtype != "auto", "device_map": device_map is not None, "revision": revision is not None}
+    how = how or Loading()
     if isinstance(source, LanguageModel):
-        _check_unused(given | {"compile": compile})
+        _check_unused([*how.given, *(["compile"] if compile else [])])
         return source
     if isinstance(source, PreTrainedModel):
-        _check_unused(given)
+        _check_unused(list(how.given))
         return LanguageModel(source, compile=compile)
     if not isinstance(source, (str, PathLike)):
         raise OptionError.of("model", "a hub name, a path or a transformers model", type(source).__name__)
-    name = str(source)
-    options = {"revision": revision, "trust_remote_code": trust_remote_code}
-    config = _read(AutoConfig, name, options)
-    weights = {"config": config, "dtype": _dtype(dtype), "device_map": device_map, "use_safetensors": True}
-    model = _read(_auto_class(config), name, options | weights)
-    return LanguageModel(model.eval(), compile=compile)
+    _check_dtype(how.dtype)
+    return LanguageModel(_read(str(source), how), compile=compile)
 
 
-def _check_unused(given: dict[str, bool]) -> None:
-    names = [name for name, used in given.items() if used]
+def _check_unused(names: list[str]) -> None:
     if names:
         raise OptionError(f"`{names[0]}` applies to loading, but the model is loaded already: change the model instead")
 
 
-def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
-    if isinstance(dtype, torch.dtype) or dtype == "auto":
-        return dtype
-    if dtype not in _DTYPES:
+def _check_dtype(dtype: Any) -> None:
+    if not isinstance(dtype, torch.dtype) and dtype not in ("auto", *_DTYPES):
         raise OptionError.of("dtype", f'"auto", a torch.dtype or one of {sorted(_DTYPES)}', dtype)
-    return _DTYPES[dtype]
+
+
+def _read(name: str, how: Loading) -> Any:
+    """The model of a checkpoint, in eval mode, quantized and in its place."""
+    with explained(name):
+        hub = {"revision": how.revision, "trust_remote_code": how.trust_remote_code}
+        config = AutoConfig.from_pretrained(name, **hub)
+        dtype = _DTYPES.get(how.dtype, how.dtype)
+        known = dtype if isinstance(dtype, torch.dtype) else config.dtype or torch.float32
+        options: dict[str, Any] = {**hub, "config": config, "dtype": dtype, "use_safetensors": True}
+        options |= {"device_map": how.device_map, "max_memory": how.max_memory, "offload_folder": how.offload_folder}
+        if (quantized := bitsandbytes_config(how.quantization, known)) is not None:
+            options["quantization_config"] = quantized
+        model, info = _auto_class(config).from_pretrained(name, output_loading_info=True, **options)
+        check_complete(name, info)
+        if how.quantization == "int8-weight":
+            quantize_weights(model)
+        return model.eval()
 
 
 def _auto_class(config: Any) -> Any:
@@ -71,11 +81,3 @@ def _auto_class(config: Any) -> Any:
         (c for c in (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq) if type(config) in c._model_mapping),
         AutoModelForSeq2SeqLM,
     )
-
-
-def _read(kind: Any, name: str, options: dict[str, Any]) -> Any:
-    try:
-        return kind.from_pretrained(name, **options)
-    except (OSError, ValueError) as error:
-        hint = "check the name, or convert the checkpoint to safetensors if that is what is missing"
-        raise OptionError(f"`model` {name!r} cannot be loaded ({error}): {hint}") from error

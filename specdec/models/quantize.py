@@ -1,0 +1,35 @@
+"""What a quantization's name means: a bitsandbytes config for loading, or our own layers afterwards."""
+
+from __future__ import annotations
+
+import warnings
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from transformers import BitsAndBytesConfig
+
+from specdec.errors import UnsupportedError
+
+
+def bitsandbytes_config(quantization: str | None, dtype: torch.dtype) -> Any:
+    """What transformers takes for "int8", "nf4" and "fp4"; None for what bitsandbytes does not do.
+
+    Raises UnsupportedError where bitsandbytes is missing, warns where its int8 is slow.
+    """
+    if quantization not in ("int8", "nf4", "fp4"):
+        return None
+    if find_spec("bitsandbytes") is None:
+        raise UnsupportedError(
+            f"`quantization`={quantization!r} needs bitsandbytes: pip install 'specdec-runtime[quant]', "
+            "or use 'int8-weight', which needs nothing else"
+        )
+    if quantization != "int8":
+        return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=quantization, bnb_4bit_compute_dtype=dtype)
+    if not torch.cuda.is_available() and torch.backends.cpu.get_cpu_capability() != "AVX512":
+        warnings.warn(
+            "`quantization`='int8' is slower than float32 on this CPU, which has no AVX-512: 'int8-weight' takes as "
+            "little memory",
+            stacklevel=2,
+        )
+    return BitsAndBytesConfig(load_in_8bit=True)
