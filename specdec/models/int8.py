@@ -14,6 +14,8 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
+from specdec.errors import UnsupportedError
+
 _MOST_ROWS = 32  # torch's kernel runs row by row: beyond this many, turning the weights into floats once is faster
 _LANES = 16  # the kernel reads this many columns at a time, also beyond the end of a row
 
@@ -60,12 +62,17 @@ def quantize_weights(model: Any) -> None:
     """Puts an `Int8Linear` in the place of every linear layer, one after the other.
 
     As bitsandbytes does it, the language head, tied embeddings and layers that a model keeps in float32 stay as they
-    are.
+    are. Raises UnsupportedError for weights that are offloaded already.
     """
     kept = [*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or ())]
     linear = [name for name, module in model.named_modules() if type(module) is nn.Linear or isinstance(module, Conv1D)]
     for name in linear:
         if should_convert_module(name, kept):
             module = model.get_submodule(name)
+            if module.weight.is_meta:
+                raise UnsupportedError(
+                    "`quantization`='int8-weight' reads all weights, and `device_map` left some out of reach: "
+                    "use `offload` instead"
+                )
             weight = module.weight.T if isinstance(module, Conv1D) else module.weight
             model.set_submodule(name, Int8Linear(weight, module.bias))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from os import PathLike
 from typing import Any
 
@@ -19,6 +20,7 @@ from specdec.loading import Loading
 from specdec.models.failures import check_complete, explained
 from specdec.models.int8 import quantize_weights
 from specdec.models.language_model import LanguageModel
+from specdec.models.placement import device_map, dispatch, keep, offload_folder
 from specdec.models.quantize import bitsandbytes_config
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -58,20 +60,32 @@ def _check_dtype(dtype: Any) -> None:
 
 def _read(name: str, how: Loading) -> Any:
     """The model of a checkpoint, in eval mode, quantized and in its place."""
-    with explained(name):
+    with explained(name), offload_folder(how) as folder, warnings.catch_warnings():
+        # accelerate places weights outside of modules well, and warns of them.
+        warnings.filterwarnings("ignore", "The following device_map keys do not match")
         hub = {"revision": how.revision, "trust_remote_code": how.trust_remote_code}
         config = AutoConfig.from_pretrained(name, **hub)
-        dtype = _DTYPES.get(how.dtype, how.dtype)
-        known = dtype if isinstance(dtype, torch.dtype) else config.dtype or torch.float32
-        options: dict[str, Any] = {**hub, "config": config, "dtype": dtype, "use_safetensors": True}
-        options |= {"device_map": how.device_map, "max_memory": how.max_memory, "offload_folder": how.offload_folder}
-        if (quantized := bitsandbytes_config(how.quantization, known)) is not None:
-            options["quantization_config"] = quantized
-        model, info = _auto_class(config).from_pretrained(name, output_loading_info=True, **options)
+        kind, ours = _auto_class(config), how.quantization == "int8-weight"
+        places = device_map(how, kind, config)
+        options: dict[str, Any] = {**hub, **_numbers(how, config), "use_safetensors": True, "offload_folder": folder}
+        options["device_map"] = how.device_map if places is None or ours else places
+        options["max_memory"] = how.max_memory and dict(how.max_memory)  # strings in it are replaced
+        model, info = kind.from_pretrained(name, config=config, output_loading_info=True, **options)
         check_complete(name, info)
-        if how.quantization == "int8-weight":
+        if ours:
             quantize_weights(model)
+        if ours and places is not None:
+            dispatch(model, places, folder)
+        keep(model, how, folder)
         return model.eval()
+
+
+def _numbers(how: Loading, config: Any) -> dict[str, Any]:
+    """In which type weights are loaded, and what bitsandbytes makes of them."""
+    dtype = _DTYPES.get(how.dtype, how.dtype)
+    known = dtype if isinstance(dtype, torch.dtype) else config.dtype or torch.float32
+    quantized = bitsandbytes_config(how.quantization, known)
+    return {"dtype": dtype} if quantized is None else {"dtype": dtype, "quantization_config": quantized}
 
 
 def _auto_class(config: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from importlib.util import find_spec
 from typing import Any
@@ -24,6 +25,7 @@ def bitsandbytes_config(quantization: str | None, dtype: torch.dtype) -> Any:
             f"`quantization`={quantization!r} needs bitsandbytes: pip install 'specdec-runtime[quant]', "
             "or use 'int8-weight', which needs nothing else"
         )
+    logging.getLogger("bitsandbytes.autograd._functions").addFilter(_is_news)
     if quantization != "int8":
         return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=quantization, bnb_4bit_compute_dtype=dtype)
     if not torch.cuda.is_available() and torch.backends.cpu.get_cpu_capability() != "AVX512":
@@ -33,3 +35,8 @@ def bitsandbytes_config(quantization: str | None, dtype: torch.dtype) -> Any:
             stacklevel=2,
         )
     return BitsAndBytesConfig(load_in_8bit=True)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Every int8 layer would say in every pass that it casts its input, which a user cannot do anything about."""
+    return "inputs will be cast" not in record.getMessage()
