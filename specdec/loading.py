@@ -11,6 +11,7 @@ from specdec.errors import OptionError
 
 QUANTIZATIONS = ("int8", "int8-weight", "nf4", "fp4")
 OFFLOADS = ("cpu", "disk")
+DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,8 @@ class Loading:
         for name, known in (("quantization", QUANTIZATIONS), ("offload", OFFLOADS)):
             if getattr(self, name) not in (None, *known):
                 raise OptionError.of(name, f"one of {', '.join(known)}", getattr(self, name))
+        if isinstance(self.dtype, str) and self.dtype not in DTYPES:
+            raise OptionError.of("dtype", f"a torch.dtype or one of {', '.join(DTYPES)}", self.dtype)
         if self.max_memory is not None and not isinstance(self.max_memory, Mapping):
             raise OptionError.of("max_memory", "a mapping such as {'cpu': '2GiB', 0: '10GiB'}", self.max_memory)
         if not isinstance(self.trust_remote_code, bool):

@@ -16,14 +16,12 @@ from transformers import (
 )
 
 from specdec.errors import OptionError
-from specdec.loading import Loading
+from specdec.loading import DTYPES, Loading
 from specdec.models.failures import check_complete, explained
 from specdec.models.int8 import quantize_weights
 from specdec.models.language_model import LanguageModel
 from specdec.models.placement import device_map, dispatch, keep, offload_folder
-from specdec.models.quantize import bitsandbytes_config
-
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+from specdec.models.quantize import bitsandbytes_config, check_shapes
 
 
 def load(
@@ -44,18 +42,14 @@ def load(
         return LanguageModel(source, compile=compile)
     if not isinstance(source, (str, PathLike)):
         raise OptionError.of("model", "a hub name, a path or a transformers model", type(source).__name__)
-    _check_dtype(how.dtype)
+    if not isinstance(how.dtype, str | torch.dtype):
+        raise OptionError.of("dtype", f"a torch.dtype or one of {', '.join(DTYPES)}", how.dtype)
     return LanguageModel(_read(str(source), how), compile=compile)
 
 
 def _check_unused(names: list[str]) -> None:
     if names:
         raise OptionError(f"`{names[0]}` applies to loading, but the model is loaded already: change the model instead")
-
-
-def _check_dtype(dtype: Any) -> None:
-    if not isinstance(dtype, torch.dtype) and dtype not in ("auto", *_DTYPES):
-        raise OptionError.of("dtype", f'"auto", a torch.dtype or one of {sorted(_DTYPES)}', dtype)
 
 
 def _read(name: str, how: Loading) -> Any:
@@ -72,6 +66,7 @@ def _read(name: str, how: Loading) -> Any:
         options["max_memory"] = how.max_memory and dict(how.max_memory)  # strings in it are replaced
         model, info = kind.from_pretrained(name, config=config, output_loading_info=True, **options)
         check_complete(name, info)
+        check_shapes(model)
         if ours:
             quantize_weights(model)
         if ours and places is not None:
@@ -82,9 +77,8 @@ def _read(name: str, how: Loading) -> Any:
 
 def _numbers(how: Loading, config: Any) -> dict[str, Any]:
     """In which type weights are loaded, and what bitsandbytes makes of them."""
-    dtype = _DTYPES.get(how.dtype, how.dtype)
-    known = dtype if isinstance(dtype, torch.dtype) else config.dtype or torch.float32
-    quantized = bitsandbytes_config(how.quantization, known)
+    dtype = how.dtype if how.dtype == "auto" or isinstance(how.dtype, torch.dtype) else getattr(torch, how.dtype)
+    quantized = bitsandbytes_config(how.quantization, (config.dtype or torch.float32) if dtype == "auto" else dtype)
     return {"dtype": dtype} if quantized is None else {"dtype": dtype, "quantization_config": quantized}
 
 

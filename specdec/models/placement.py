@@ -52,7 +52,7 @@ def dispatch(model: Any, places: DeviceMap, folder: Path | None) -> None:
     if folder is None:
         dispatch_model(model, places, skip_keys=model._skip_keys_device_placement)
         return
-    away = tuple(f"{name}." for name, place in places.items() if place == "disk")
+    away = tuple(name and f"{name}." for name, place in places.items() if place == "disk")
     state = {name: tensor for name, tensor in model.state_dict().items() if f"{name}.".startswith(away)}
     file, first = folder / "weights.safetensors", dict[int, str]()  # tied weights are written once
     for name, tensor in state.items():

@@ -37,6 +37,23 @@ def bitsandbytes_config(quantization: str | None, dtype: torch.dtype) -> Any:
     return BitsAndBytesConfig(load_in_8bit=True)
 
 
+@torch.no_grad()
+def check_shapes(model: Any) -> None:
+    """Raises UnsupportedError where the kernels of bitsandbytes for 4 bits cannot take a layer of this model.
+
+    On some CPUs they repack a layer's weights when it is first used, and fail at widths they do not know.
+    """
+    layers = {(m.in_features, m.out_features): m for m in model.modules() if type(m).__name__ == "Linear4bit"}
+    for layer in layers.values():
+        try:
+            layer(torch.zeros(1, layer.in_features, device=layer.weight.device, dtype=model.dtype))
+        except (RuntimeError, AssertionError) as error:
+            raise UnsupportedError(
+                f"bitsandbytes cannot run a 4-bit layer of {layer.in_features} × {layer.out_features} here ({error}): "
+                "use `quantization`='int8-weight'"
+            ) from error
+
+
 def _is_news(record: logging.LogRecord) -> bool:
     """Every int8 layer would say in every pass that it casts its input, which a user cannot do anything about."""
     return "inputs will be cast" not in record.getMessage()
