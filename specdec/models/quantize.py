@@ -38,19 +38,23 @@ def bitsandbytes_config(quantization: str | None, dtype: torch.dtype) -> Any:
 
 
 @torch.no_grad()
-def check_shapes(model: Any) -> None:
-    """Raises UnsupportedError where the kernels of bitsandbytes for 4 bits cannot take a layer of this model.
+def settle_four_bits(model: Any) -> None:
+    """Lets 4-bit layers of a float32 model compute in float32, and tries one of each shape.
 
-    On some CPUs they repack a layer's weights when it is first used, and fail at widths they do not know.
+    On some CPUs bitsandbytes would round their inputs to bfloat16, whatever type was asked for, and there it repacks
+    the weights when they are first used. Raises UnsupportedError where that fails, as it does for widths it does not know.
     """
-    layers = {(m.in_features, m.out_features): m for m in model.modules() if type(m).__name__ == "Linear4bit"}
-    for layer in layers.values():
+    layers = [module for module in model.modules() if type(module).__name__ == "Linear4bit"]
+    for layer in layers:
+        if layer.compute_dtype == torch.float32:
+            layer.support_avx512bf16_for_cpu = False
+    for layer in {(layer.in_features, layer.out_features): layer for layer in layers}.values():
         try:
             layer(torch.zeros(1, layer.in_features, device=layer.weight.device, dtype=model.dtype))
         except (RuntimeError, AssertionError) as error:
             raise UnsupportedError(
                 f"bitsandbytes cannot run a 4-bit layer of {layer.in_features} × {layer.out_features} here ({error}): "
-                "use `quantization`='int8-weight'"
+                "use `dtype`='float32', or `quantization`='int8-weight'"
             ) from error
 
 

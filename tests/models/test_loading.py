@@ -51,6 +51,8 @@ WIDE = {
     "llama": {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 4},
     "t5": {"d_model": 64, "d_kv": 16, "d_ff": 128},
 }
+# In float32 the promise is kept. (bitsandbytes rounded inputs to bfloat16 there: 4 of 12 texts of the package's pair
+# were others with a draft.)
 FOUR_BITS = [(name, way) for name in ("llama", "t5") for way in ("nf4", "fp4")]
 
 
@@ -116,7 +118,7 @@ def test_what_int8_weight_leaves(tmp_path: Path) -> None:
 
 
 def test_llm_int8_looks_at_all_rows(tmp_path: Path) -> None:
-    """bitsandbytes' int8 is told from what keeps the promise: by trying, so also with its outliers switched off."""
+    """bitsandbytes' int8 is told from what keeps the promise by trying, so also with its outliers switched off."""
     pytest.importorskip("bitsandbytes")
     from transformers import BitsAndBytesConfig
 
@@ -127,7 +129,7 @@ def test_llm_int8_looks_at_all_rows(tmp_path: Path) -> None:
     assert out.stats.exactness == "row-dependent"
     strict = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=strict, dtype="float32")
-    assert SpecGenerator(model).target.exactness == "exact"
+    assert SpecGenerator(model).target.exactness == "rounding"  # of its inputs, to float16
 
 
 def test_layers_that_bitsandbytes_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,6 +340,7 @@ def test_the_pair_of_the_package(way: str) -> None:
     generator = SpecGenerator.from_pretrained(str(files.target), str(files.draft), dtype="float32", quantization=way)
     prompt, options = "def read_lines(path):\n", {"max_new_tokens": 12}
     assisted = generator.generate(prompt, **options)
+    assert assisted.stats.exactness == "exact"
     assert assisted.stats.num_accepted_draft_tokens > 0
     assert (
         assisted.texts
