@@ -10,8 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specdec.config import Options
-    from specdec.errors import BusyError, DraftError, OptionError, SpecdecError, UnsupportedError, VocabularyError
+    from specdec.errors import (
+        BusyError,
+        DraftError,
+        LoadError,
+        OptionError,
+        SpecdecError,
+        UnsupportedError,
+        VocabularyError,
+    )
     from specdec.generator import SpecGenerator
+    from specdec.loading import Loading
     from specdec.logits import HammingDiversityLogitsProcessor
     from specdec.models import LanguageModel
     from specdec.output import Event, Generation
@@ -30,6 +39,8 @@ _HOMES = {
     "Generation": "output",
     "HammingDiversityLogitsProcessor": "logits",
     "LanguageModel": "models",
+    "LoadError": "errors",
+    "Loading": "loading",
     "OptionError": "errors",
     "Options": "config",
     "PhrasalConstraint": "select",
@@ -49,6 +60,8 @@ __all__ = [
     "Generation",
     "HammingDiversityLogitsProcessor",
     "LanguageModel",
+    "LoadError",
+    "Loading",
     "OptionError",
     "Options",
     "PhrasalConstraint",

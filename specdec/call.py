@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter as clock
 from typing import Any, NamedTuple
 
@@ -89,7 +89,7 @@ class Running:
         self._prompts, self._extras = prepared.prompts, prepared.extras
         self._encoding, self._began = encoding, began
         self._recorder = Recorder(len(self.rows))
-        self._strategy = prepared.strategy
+        self._strategy, self._exactness = prepared.strategy, prepared.target.exactness
 
     def rounds(self) -> Iterator[list[News]]:
         """Every round's news, after the streamer has had them."""
@@ -131,7 +131,8 @@ class Running:
             "schedule": type(self.engine.schedule).__name__.lower() if self.engine.draft is not None else "none",
         }
         seconds = clock() - self._began
-        out.stats = self._recorder.stats(self.engine.target.passes, seconds, list(map(len, new)), settings)
+        stats = self._recorder.stats(self.engine.target.passes, seconds, list(map(len, new)), settings)
+        out.stats = replace(stats, exactness=self._exactness)
         return out
 
     @property

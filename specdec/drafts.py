@@ -23,6 +23,7 @@ from specdec.draft import (
 from specdec.draft.function import refuse_class
 from specdec.errors import OptionError, VocabularyError
 from specdec.inputs import check_tokenizer, tokenizer_beside
+from specdec.loading import Loading
 from specdec.models import LanguageModel, load
 from specdec.types import BatchDrafter
 
@@ -160,32 +161,37 @@ def is_text(draft: object) -> bool:
     return isinstance(draft, str) and (draft in _TEXT or draft.startswith(_EARLY_EXIT))
 
 
-def language_model(model: Any, name: str, *, compile: bool = False, **how: Any) -> LanguageModel:
+def language_model(model: Any, name: str, how: Loading | None = None, *, compile: bool = False) -> LanguageModel:
     """The model that the caller's argument `name` is, or that it names by id or path, loaded as `how` says.
 
     Raises OptionError for what is none, and for one that is wrapped already but not compiled as asked.
     """
-    if isinstance(model, LanguageModel):
+    if isinstance(model, LanguageModel) and (how is None or not how.given):
         if compile and model.compiled is None:
             raise OptionError(
                 f"`compile=True` does not reach a `{name}` that is a LanguageModel already: "
                 "make it with LanguageModel(model, compile=True), or pass the transformers model"
             )
         return model
-    if not isinstance(model, str | PathLike | PreTrainedModel):
+    if not isinstance(model, str | PathLike | PreTrainedModel | LanguageModel):
         raise OptionError.of(name, "a transformers model, or a hub id or path", type(model).__name__)
-    return load(model, compile=compile, **how)
+    return load(model, how, compile=compile)
 
 
-def loaded(draft: Any, **how: Any) -> tuple[Any, Any]:
+def loaded(draft: Any, how: Loading, *, compile: bool = False) -> tuple[Any, Any]:
     """`draft` with its model loaded as `how` says, where that is an id or path, and the tokenizer beside the model."""
     if isinstance(draft, tuple | list):
-        parts = [loaded(part, **how) for part in draft]
+        parts = [loaded(part, how, compile=compile) for part in draft]
         return tuple(part for part, _ in parts), next((t for _, t in parts if t is not None), None)
     if not is_name(draft):
         return draft, None
-    beside = tokenizer_beside(str(draft), trust_remote_code=how.get("trust_remote_code", False))
-    return language_model(draft, "draft", **how), beside
+    beside = tokenizer_beside(str(draft), revision=how.revision, trust_remote_code=how.trust_remote_code)
+    return language_model(draft, "draft", how, compile=compile), beside
+
+
+def names_model(draft: Any) -> bool:
+    """Whether an id or path of a model is, or is part of, this draft."""
+    return any(map(names_model, draft)) if isinstance(draft, tuple | list) else is_name(draft)
 
 
 def models_of(drafter: BatchDrafter | None) -> Iterator[LanguageModel]:

@@ -4,6 +4,7 @@ SpecdecError
 ├── OptionError (ValueError)          an argument is wrong, unknown or contradicts another
 ├── UnsupportedError (OptionError)    the request is sound, but this model or strategy cannot serve it
 ├── VocabularyError (OptionError)     target and draft do not share a vocabulary
+├── LoadError (RuntimeError)          a checkpoint is broken, or memory or disk ran out while it was loaded
 ├── BusyError (RuntimeError)          the generator is already decoding
 └── DraftError (RuntimeError)         a draft returned something that is not a proposal
 """
@@ -31,6 +32,10 @@ class UnsupportedError(OptionError):
 
 class VocabularyError(OptionError):
     """Target and draft do not share a vocabulary."""
+
+
+class LoadError(SpecdecError, RuntimeError):
+    """A model could not be brought in: its checkpoint is broken, or memory or disk ran out; nothing of it is left."""
 
 
 class BusyError(SpecdecError, RuntimeError):

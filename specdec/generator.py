@@ -8,16 +8,17 @@ from contextlib import contextmanager
 from os import PathLike
 from typing import Any
 
-import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from specdec.call import Extras, Prepared, Running
 from specdec.config import Options, check_defaults, resolve
 from specdec.drafts import NAMES as DRAFT_NAMES
-from specdec.drafts import Drafts, is_name, language_model, loaded, models_of
-from specdec.errors import BusyError, OptionError, UnsupportedError
+from specdec.drafts import Drafts, is_name, language_model, loaded, models_of, names_model
+from specdec.errors import BusyError, OptionError
 from specdec.inputs import NAMES as MODEL_INPUTS
 from specdec.inputs import Prompt, check_tokenizer, read_prompts, tokenizer_beside
+from specdec.loading import NAMES as LOADING
+from specdec.loading import Loading
 from specdec.models import LanguageModel
 from specdec.output import Detokenizer, Event, Generation
 from specdec.schedule import Confidence, Constant, Cost, Heuristic, Schedule
@@ -49,6 +50,8 @@ class SpecGenerator:
         compile: bool = False,
         **options: Any,
     ) -> None:
+        if early := [name for name in options if name in LOADING]:
+            raise OptionError(f"`{early[0]}` says how to load a model: pass it to SpecGenerator.from_pretrained")
         check_defaults(options)
         check_tokenizer("tokenizer", tokenizer)
         self._defaults = options
@@ -68,30 +71,27 @@ class SpecGenerator:
         tokenizer: Any = None,
         assistant_tokenizer: Any = None,
         compile: bool = False,
-        dtype: str | torch.dtype = "auto",
-        device_map: Any = None,
-        quantization: str | None = None,
-        revision: str | None = None,
-        trust_remote_code: bool = False,
+        draft_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> SpecGenerator:
         """A generator whose target, and draft if it is an id or path, are loaded from the hub or a folder.
 
-        Raises OptionError where something cannot be loaded, UnsupportedError for `quantization`.
+        `options` are those of `Loading`, for the target, and the defaults of `generate`. The draft stays in memory and
+        takes over `dtype`, `device_map` and `trust_remote_code`; `draft_options` are its own (`Loading` again).
+        Raises OptionError, UnsupportedError and LoadError where something cannot be loaded as asked.
         """
-        if quantization is not None:
-            raise UnsupportedError(
-                f"`quantization`={quantization!r} is not available yet: load the quantized model with transformers "
-                "and pass the object"
-            )
-        how = {"dtype": dtype, "device_map": device_map, "trust_remote_code": trust_remote_code, "compile": compile}
+        how, options = Loading.split(options)
+        check_defaults(options)
+        draft_how = how.of_draft(draft_options)
+        if draft_options and not names_model(draft):
+            raise OptionError("`draft_options` load a draft model, and `draft` is no id or path: leave them out")
         if tokenizer is None and is_name(target):
-            tokenizer = tokenizer_beside(str(target), revision=revision, trust_remote_code=trust_remote_code)
-        draft, beside = loaded(draft, **how)
+            tokenizer = tokenizer_beside(str(target), revision=how.revision, trust_remote_code=how.trust_remote_code)
+        draft, beside = loaded(draft, draft_how, compile=compile)
         if assistant_tokenizer is None and tokenizer is not None:
             assistant_tokenizer = beside
         tokenizers = {"tokenizer": tokenizer, "assistant_tokenizer": assistant_tokenizer}
-        model = language_model(target, "target", revision=revision, **how)
+        model = language_model(target, "target", how, compile=compile)
         return cls(model, draft, **tokenizers, compile=compile, **options)
 
     def __repr__(self) -> str:

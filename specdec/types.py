@@ -397,7 +397,9 @@ class Stats:
 
     *Mean acceptance length* is 1 + accepted / speculative steps (a row's share of a target pass that had something
     drafted; prefill passes without a draft do not count). *Target passes per token* counts every pass. A search's
-    tokens are its steps; `lengths` are the new tokens of every text that was returned.
+    tokens are its steps; `lengths` are the new tokens of every text that was returned. `exactness` says what holds of
+    the text beside that of the same call without a draft: "exact", it is the same; "rounding", the same but for
+    near-ties in half precision; "row-dependent", it may differ, as layers of the target look at all tokens of a pass.
     """
 
     num_new_tokens: int = 0
@@ -415,6 +417,7 @@ class Stats:
     lengths: Sequence[int] = ()
     per_row: Sequence[Stats] = field(default=(), repr=False)
     settings: dict[str, str] = field(default_factory=dict)
+    exactness: str = "exact"
 
     @property
     def mean_acceptance_length(self) -> float:

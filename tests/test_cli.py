@@ -565,3 +565,54 @@ def test_the_packages_own_demo(capsys: pytest.CaptureFixture[str]) -> None:
     """The shipped pair loads, and assisted and plain text are identical."""
     assert run(["demo", "--max-new-tokens", "32"]) == 0
     assert "identical: yes" in capsys.readouterr().out
+
+
+def test_loading_by_flags_and_file(target: str, draft: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Flags win over the file, the draft has its own options, and the report tells what was loaded and what holds."""
+    file = tmp_path / "run.yaml"
+    file.write_text("quantization: int8\noffload: disk\nmax_memory: {cpu: 40KB}\ndraft_options: {dtype: bfloat16}\n")
+    arguments = [
+        "generate",
+        target,
+        "-p",
+        "ab",
+        "--draft-model",
+        draft,
+        "--config",
+        str(file),
+        *NEW,
+        "--json",
+        "--quiet",
+    ]
+    flags = ["--quantization", "int8-weight", "--draft-quantization", "int8-weight", "--max-memory", "cpu=60KB"]
+    assert run([*arguments, *flags]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["settings"]["quantization"] == "int8-weight"
+    assert found["settings"]["offload"] == "disk"
+    assert found["settings"]["max_memory"] == {"cpu": "60KB"}
+    assert found["settings"]["draft_options"] == {"dtype": "bfloat16", "quantization": "int8-weight"}
+    assert found["stats"]["exactness"] == "exact"
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--quantization", "int4"], "nf4"),
+        (["--max-memory", "cpu", "--offload", "disk"], "DEVICE=SIZE"),
+        (["--max-memory", "cpu=1GB"], "max_memory"),
+        (["--draft-dtype", "float32", "--method", "suffix"], "no draft model"),
+    ],
+)
+def test_wrong_loading_flags(target: str, flags: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are told before anything is loaded."""
+    assert run(["generate", target, "-p", "ab", *flags]) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_a_broken_checkpoint_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not a wrong use of the command."""
+    model = saved_model(tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:500])
+    assert run(["generate", model, "-p", "ab", "--quiet"]) == 1
+    assert "broken or incomplete" in capsys.readouterr().err

@@ -47,7 +47,9 @@ def test_a_named_assistant_is_loaded_once(folders: tuple[str, str], monkeypatch:
     target, draft = folders
     generator, sources = SpecGenerator(target), []
     load = specdec.drafts.load
-    monkeypatch.setattr(specdec.drafts, "load", lambda source, **how: sources.append(source) or load(source, **how))
+    monkeypatch.setattr(
+        specdec.drafts, "load", lambda source, *a, **how: sources.append(source) or load(source, *a, **how)
+    )
     for _ in range(2):
         assert generator.generate("ab", **RUN, assistant_model=draft).stats.num_draft_tokens > 0
     assert sources == [draft]

@@ -146,7 +146,17 @@ def generate(
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 …; auto, the default, is the checkpoint's.")
     ] = None,
+    quantization: Annotated[str | None, typer.Option(help="int8, int8-weight, nf4 or fp4.")] = None,
     device_map: Annotated[str | None, typer.Option(help="cpu, cuda, auto …")] = None,
+    max_memory: Annotated[
+        list[str] | None, typer.Option(metavar="DEVICE=SIZE", help="Most memory, as in cpu=2GiB; repeatable.")
+    ] = None,
+    offload: Annotated[str | None, typer.Option(help="cpu or disk: read weights from there in every pass.")] = None,
+    offload_folder: Annotated[str | None, typer.Option(help="For weights that must be written again.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the target on the hub.")] = None,
+    draft_dtype: Annotated[str | None, typer.Option(help="The same for the draft; by default the target's.")] = None,
+    draft_quantization: Annotated[str | None, typer.Option(help="The same for the draft.")] = None,
+    draft_revision: Annotated[str | None, typer.Option(help="The same for the draft.")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML: target, draft, method and options. Flags win.")] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any other option of generate; repeatable.")

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import OptionError
+from specdec.loading import NAMES as LOADING
+from specdec.loading import Loading
 
 DEFAULT_NEW_TOKENS = 128
 METHODS = "auto, draft, ngram, suffix, early_exit:N, hybrid or none"
@@ -34,7 +36,8 @@ SAMPLING_FLAGS = ("temperature", "top_k", "top_p", "sampling")
 DRAFT_OPTIONS = ("prompt_lookup_num_tokens", "assistant_early_exit")
 CALL_ONLY = (*DRAFT_OPTIONS, "max_matching_ngram_size")
 STRATEGY_OPTIONS = ("strategy", "num_samples", "ranking")
-LOADED = ("target", "draft", "method")
+NAMED = ("target", "draft", "method")
+DRAFT_FLAGS = {"draft_dtype": "dtype", "draft_quantization": "quantization", "draft_revision": "revision"}
 ROLES = {"target": "TARGET", "draft": "--draft-model"}
 
 
@@ -66,13 +69,18 @@ def read_request(params: Mapping[str, Any]) -> Request:
         raise OptionError("--show-draft marks text on the screen and --json prints none: leave one of them out")
     if params["show_draft"] and not params["stream"]:
         raise OptionError("--show-draft marks text as it comes: leave out --no-stream")
-    options = read_options(params, {n: v for n, v in file.items() if n not in LOADED})
+    loading, rest = read_loading(params, {n: v for n, v in file.items() if n not in NAMED})
+    options = read_options(params, rest)
     if params["show_draft"] and options.get("num_return_sequences", 1) > 1:
         raise OptionError("--show-draft shows one text: leave out --num-return-sequences")
     locate(target, "target")  # the draft may have the same name, and the error would be about that
     method, draft = choose_draft(params, file, target, options)
-    dtype = params["dtype"] or ("float32" if target.startswith("zoo:") else "auto")
-    loading = {"dtype": dtype, "device_map": params["device_map"], "trust_remote_code": params["trust_remote_code"]}
+    if "draft_options" in loading and method not in ("draft", "hybrid"):
+        raise OptionError(
+            f"options to load a draft were given, and method {method} uses no draft model: leave them out"
+        )
+    if target.startswith("zoo:"):
+        loading.setdefault("dtype", "float32")
     return Request(target, draft, method, options, loading)
 
 
@@ -84,13 +92,44 @@ def read_config(path: Path | None) -> dict[str, Any]:
     from specdec.fields import REFUSED
 
     file = read_yaml(path)
-    known = {*LOADED, *Options.model_fields, *REFUSED, *CALL_ONLY, *STRATEGY_OPTIONS, "num_assistant_tokens_schedule"}
+    known = {
+        *NAMED,
+        *LOADING,
+        "draft_options",
+        *Options.model_fields,
+        *REFUSED,
+        *CALL_ONLY,
+        *STRATEGY_OPTIONS,
+        "num_assistant_tokens_schedule",
+    }
     if unknown := [name for name in file if name not in known]:
         raise OptionError(f"{path} has unknown keys: {', '.join(unknown)}")
-    for name in LOADED:
+    for name in NAMED:
         if not isinstance(file.get(name, ""), str):
             raise OptionError.of(name, f"text in {path}", file[name])
     return file
+
+
+def read_loading(params: Mapping[str, Any], file: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """How models are loaded, flags over the file's, as `from_pretrained` takes it; and the file's other keys."""
+    own = {name: value for name, value in file.items() if name in (*LOADING, "draft_options")}
+    given = {name: params[name] for name in LOADING if params[name] not in (None, [], (), False)}
+    if "max_memory" in given:
+        given["max_memory"] = dict(map(_device_and_size, given["max_memory"]))
+    loading = {name: value for name, value in {**own, **given}.items() if value is not None}
+    draft = {name: params[flag] for flag, name in DRAFT_FLAGS.items() if params[flag] is not None}
+    if draft:
+        loading["draft_options"] = {**(own.get("draft_options") or {}), **draft}
+    how, _ = Loading.split({name: value for name, value in loading.items() if name != "draft_options"})
+    how.of_draft(loading.get("draft_options"))
+    return loading, {name: value for name, value in file.items() if name not in own}
+
+
+def _device_and_size(text: str) -> tuple[str | int, str]:
+    device, equals, size = text.partition("=")
+    if not device or not equals or not size:
+        raise OptionError.of("--max-memory", "DEVICE=SIZE such as cpu=2GiB", text)
+    return int(device) if device.isdecimal() else device, size
 
 
 def read_options(params: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from specdec.types import Stats
 
 ACCEPTED, TARGET, PROMPT = Style(color="green"), Style(), Style(dim=True)
+EXACTNESS = {
+    "exact": "the same",
+    "rounding": "the same up to near-ties",
+    "row-dependent": "may differ: layers see all tokens of a pass",
+}
 MARKS = "⟦{}⟧"
 # A model may write escape sequences; a terminal must not obey them.
 CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
@@ -119,7 +124,7 @@ def stats_fields(stats: Stats) -> dict[str, Any]:
         *("num_new_tokens", "num_target_passes", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens"),
         *("mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "target_passes_per_token"),
         *("weight_passes_per_token", "tokens_per_second", "seconds", "draft_seconds", "verify_seconds"),
-        *("select_seconds", "other_seconds", "per_step_drafted", "per_step_accepted"),
+        *("select_seconds", "other_seconds", "per_step_drafted", "per_step_accepted", "exactness"),
     )
     values = {name: getattr(stats, name) for name in names}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
@@ -157,5 +162,6 @@ def stats_table(stats: Stats, *, interrupted: bool = False) -> Table:
     for name in ("draft", "verify", "select", "other"):
         seconds = getattr(stats, f"{name}_seconds")
         table.add_row(f"{name} time", f"{seconds:.3f} s", f"{seconds / (stats.seconds or 1):.0%}")
+    table.add_row("text beside plain decoding", "", EXACTNESS[stats.exactness])
     table.add_row("settings", "", ", ".join(f"{name} {value}" for name, value in stats.settings.items()))
     return table

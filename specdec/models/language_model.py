@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from specdec.models import positions, rotary
 from specdec.models.capability import Capability, known, reread_length, rope_boundary
 from specdec.models.early_exit import shallow_exit
 from specdec.models.encoding import Encoding
+from specdec.models.exactness import Exactness, exactness
 from specdec.models.offload import execution_device
 from specdec.models.session import Session
 
@@ -73,6 +75,11 @@ class LanguageModel:
     def num_layers(self) -> int:
         """Decoder layers."""
         return decoder_layers(self.config)
+
+    @cached_property
+    def exactness(self) -> Exactness:
+        """What a draft can change of the text: nothing ("exact"), near-ties ("rounding"), or more ("row-dependent")."""
+        return exactness(self.model, self.dtype)
 
     def session(self) -> Session:
         """A new session without rows."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from os import PathLike
 from typing import Any
 
@@ -15,53 +16,70 @@ from transformers import (
 )
 
 from specdec.errors import OptionError
+from specdec.loading import DTYPES, Loading
+from specdec.models.failures import check_complete, explained
+from specdec.models.int8 import quantize_weights
 from specdec.models.language_model import LanguageModel
-
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+from specdec.models.placement import device_map, dispatch, keep, offload_folder
+from specdec.models.quantize import bitsandbytes_config, settle_four_bits
 
 
 def load(
-    source: str | PathLike[str] | PreTrainedModel | LanguageModel,
-    *,
-    dtype: str | torch.dtype = "auto",
-    device_map: Any = None,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    compile: bool = False,
+    source: str | PathLike[str] | PreTrainedModel | LanguageModel, how: Loading | None = None, *, compile: bool = False
 ) -> LanguageModel:
-    """The model at a hub name or path, or the given one as it is, in eval mode when it is loaded here.
+    """The model at a hub name or path, loaded as `how` says, or the given one as it is.
 
-    Raises OptionError when loading options are given with a model, when `dtype` is unknown, or nothing can be loaded.
+    Raises OptionError when loading options are given with a model, when `dtype` is unknown, or nothing is found;
+    UnsupportedError where a quantization cannot run here; LoadError for a broken checkpoint, and where memory or disk
+    run out.
     """
-    given = {"dtype": dtype != "auto", "device_map": device_map is not None, "revision": revision is not None}
+    how = how or Loading()
     if isinstance(source, LanguageModel):
-        _check_unused(given | {"compile": compile})
+        _check_unused([*how.given, *(["compile"] if compile else [])])
         return source
     if isinstance(source, PreTrainedModel):
-        _check_unused(given)
+        _check_unused(list(how.given))
         return LanguageModel(source, compile=compile)
     if not isinstance(source, (str, PathLike)):
         raise OptionError.of("model", "a hub name, a path or a transformers model", type(source).__name__)
-    name = str(source)
-    options = {"revision": revision, "trust_remote_code": trust_remote_code}
-    config = _read(AutoConfig, name, options)
-    weights = {"config": config, "dtype": _dtype(dtype), "device_map": device_map, "use_safetensors": True}
-    model = _read(_auto_class(config), name, options | weights)
-    return LanguageModel(model.eval(), compile=compile)
+    if not isinstance(how.dtype, str | torch.dtype):
+        raise OptionError.of("dtype", f"a torch.dtype or one of {', '.join(DTYPES)}", how.dtype)
+    return LanguageModel(_read(str(source), how), compile=compile)
 
 
-def _check_unused(given: dict[str, bool]) -> None:
-    names = [name for name, used in given.items() if used]
+def _check_unused(names: list[str]) -> None:
     if names:
         raise OptionError(f"`{names[0]}` applies to loading, but the model is loaded already: change the model instead")
 
 
-def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
-    if isinstance(dtype, torch.dtype) or dtype == "auto":
-        return dtype
-    if dtype not in _DTYPES:
-        raise OptionError.of("dtype", f'"auto", a torch.dtype or one of {sorted(_DTYPES)}', dtype)
-    return _DTYPES[dtype]
+def _read(name: str, how: Loading) -> Any:
+    """The model of a checkpoint, in eval mode, quantized and in its place."""
+    with explained(name), offload_folder(how) as folder, warnings.catch_warnings():
+        # accelerate places weights outside of modules well, and warns of them.
+        warnings.filterwarnings("ignore", "The following device_map keys do not match")
+        hub = {"revision": how.revision, "trust_remote_code": how.trust_remote_code}
+        config = AutoConfig.from_pretrained(name, **hub)
+        kind, ours = _auto_class(config), how.quantization == "int8-weight"
+        places = device_map(how, kind, config)
+        options: dict[str, Any] = {**hub, **_numbers(how, config), "use_safetensors": True, "offload_folder": folder}
+        options["device_map"] = how.device_map if places is None or ours else places
+        options["max_memory"] = how.max_memory and dict(how.max_memory)  # strings in it are replaced
+        model, info = kind.from_pretrained(name, config=config, output_loading_info=True, **options)
+        check_complete(name, info)
+        settle_four_bits(model)
+        if ours:
+            quantize_weights(model)
+        if ours and places is not None:
+            dispatch(model, places, folder)
+        keep(model, how, folder)
+        return model.eval()
+
+
+def _numbers(how: Loading, config: Any) -> dict[str, Any]:
+    """In which type weights are loaded, and what bitsandbytes makes of them."""
+    dtype = how.dtype if how.dtype == "auto" or isinstance(how.dtype, torch.dtype) else getattr(torch, how.dtype)
+    quantized = bitsandbytes_config(how.quantization, (config.dtype or torch.float32) if dtype == "auto" else dtype)
+    return {"dtype": dtype} if quantized is None else {"dtype": dtype, "quantization_config": quantized}
 
 
 def _auto_class(config: Any) -> Any:
@@ -71,11 +89,3 @@ def _auto_class(config: Any) -> Any:
         (c for c in (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq) if type(config) in c._model_mapping),
         AutoModelForSeq2SeqLM,
     )
-
-
-def _read(kind: Any, name: str, options: dict[str, Any]) -> Any:
-    try:
-        return kind.from_pretrained(name, **options)
-    except (OSError, ValueError) as error:
-        hint = "check the name, or convert the checkpoint to safetensors if that is what is missing"
-        raise OptionError(f"`model` {name!r} cannot be loaded ({error}): {hint}") from error

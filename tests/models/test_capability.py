@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from specdec.errors import OptionError, UnsupportedError
+from specdec.loading import Loading
 from specdec.models import LanguageModel, capability, load
 from specdec.models.probe import probe
 from tests.tiny import DECODERS, ENCODER_DECODERS, tiny
@@ -56,7 +57,7 @@ def test_load(name: str, tmp_path: Path) -> None:
     """A directory with safetensors becomes a model in eval mode, in its own or the wanted type."""
     tiny(name).save_pretrained(tmp_path)
     assert load(tmp_path).dtype == torch.float32
-    language = load(str(tmp_path), dtype="bfloat16")
+    language = load(str(tmp_path), Loading(dtype="bfloat16"))
     assert language.dtype == torch.bfloat16
     assert load(language) is language
 
@@ -66,7 +67,7 @@ def test_load_explains_itself(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="cannot be loaded"):
         load(tmp_path)
     with pytest.raises(OptionError, match="dtype"):
-        load(tiny("llama"), dtype="bfloat16")
+        load(tiny("llama"), Loading(dtype="bfloat16"))
     with pytest.raises(OptionError, match="hub name"):
         load(3)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match="compile"):

@@ -1,0 +1,94 @@
+"""How a model's weights are brought in: one frozen value that keyword arguments, flags and YAML files fill in alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from os import PathLike
+from typing import Any
+
+from specdec.errors import OptionError
+
+QUANTIZATIONS = ("int8", "int8-weight", "nf4", "fp4")
+OFFLOADS = ("cpu", "disk")
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loading:
+    """What to do with a checkpoint on its way into memory; the defaults leave it as it is.
+
+    `dtype`: "auto", a name or a torch.dtype. `quantization`: "int8" (LLM.int8() of bitsandbytes), "int8-weight" (ours,
+    rows independent), "nf4" or "fp4" (bitsandbytes). `device_map`, `max_memory` (most memory per device, a number of
+    bytes or text like "2GiB"), `revision` and `trust_remote_code` mean what they mean in transformers. `offload` keeps
+    weights in host memory ("cpu") or on disk ("disk") and reads them in every pass: all layers, or with `max_memory`
+    those that do not fit; `offload_folder` is for weights that must be written again, a temporary one by default.
+
+    Raises OptionError for unknown values and for fields that contradict, or do nothing without, one another.
+    """
+
+    dtype: Any = "auto"
+    quantization: str | None = None
+    device_map: Any = None
+    max_memory: Mapping[str | int, str | int] | None = None
+    offload: str | None = None
+    offload_folder: str | PathLike[str] | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        for name, known in (("quantization", QUANTIZATIONS), ("offload", OFFLOADS)):
+            if getattr(self, name) not in (None, *known):
+                raise OptionError.of(name, f"one of {', '.join(known)}", getattr(self, name))
+        if isinstance(self.dtype, str) and self.dtype not in DTYPES:
+            raise OptionError.of("dtype", f"a torch.dtype or one of {', '.join(DTYPES)}", self.dtype)
+        if self.max_memory is not None and not isinstance(self.max_memory, Mapping):
+            raise OptionError.of("max_memory", "a mapping such as {'cpu': '2GiB', 0: '10GiB'}", self.max_memory)
+        if not isinstance(self.trust_remote_code, bool):
+            raise OptionError.of("trust_remote_code", "true or false", self.trust_remote_code)
+        if self.offload is not None and self.device_map is not None:
+            raise OptionError("`device_map` and `offload` both say where weights live: pass one of them")
+        placed = self.offload is not None or self.device_map is not None
+        if self.max_memory is not None and not placed:
+            raise OptionError("`max_memory` needs something that it limits: pass `offload` or `device_map` too")
+        if self.offload_folder is not None and (self.offload == "cpu" or not placed):
+            raise OptionError("`offload_folder` needs weights that go to disk: pass `offload='disk'` too")
+        if self.offload is not None and self.quantization in ("int8", "nf4", "fp4"):
+            raise OptionError(
+                f"`quantization`={self.quantization!r} and `offload` do not go together, as bitsandbytes keeps its "
+                "weights in memory: use 'int8-weight', or leave out one of them"
+            )
+
+    @classmethod
+    def split(cls, options: Mapping[str, Any]) -> tuple[Loading, dict[str, Any]]:
+        """The fields of this value among `options`, and the other options; None stands for a field's default."""
+        own = {name: value for name, value in options.items() if name in NAMES}
+        given = {name: value for name, value in own.items() if value is not None}
+        return cls(**given), {name: value for name, value in options.items() if name not in own}
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The fields that are not at their defaults."""
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
+
+    def of_draft(self, options: Mapping[str, Any] | None) -> Loading:
+        """How the draft of a target that is loaded like this comes in: all of it stays in memory.
+
+        It takes over the target's `dtype`, `trust_remote_code` and, unless the target is offloaded, `device_map`;
+        `options` are its own fields. Raises OptionError for unknown ones and for `offload`.
+        """
+        if options is not None and not isinstance(options, Mapping):
+            raise OptionError.of("draft_options", "a mapping of loading options", options)
+        options = {name: value for name, value in (options or {}).items() if value is not None}
+        if unknown := [name for name in options if name not in NAMES]:
+            raise OptionError.of("draft_options", f"fields among {', '.join(NAMES)}", unknown[0])
+        if "offload" in options:
+            raise OptionError("`draft_options` cannot offload: a draft is read for every token and stays in memory")
+        # A draft is loaded first, when its device is still free.
+        whole = not isinstance(self.device_map, Mapping) or self.device_map.keys() == {""}
+        place = self.device_map if self.offload is None and whole else "auto"
+        taken = {"dtype": self.dtype, "trust_remote_code": self.trust_remote_code, "device_map": place}
+        return Loading(**{**taken, **options})
+
+
+NAMES = tuple(field.name for field in fields(Loading))

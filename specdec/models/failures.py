@@ -1,0 +1,62 @@
+"""What becomes of the errors that a load meets: one sentence about the cause and the way out, and nothing left over."""
+
+from __future__ import annotations
+
+import errno
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from json import JSONDecodeError
+
+import torch
+from safetensors import SafetensorError
+
+from specdec.errors import LoadError, OptionError, SpecdecError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_BROKEN = "its files are broken or incomplete; delete them and download or save them again"
+_MEMORY = "there is not enough memory; try a smaller `dtype`, a `quantization`, or `offload='disk'`"
+_DISK = "the disk is full; free some space, or name another `offload_folder`"
+_NAME = "check the name, or convert the checkpoint to safetensors if that is what is missing"
+
+
+@contextmanager
+def explained(name: str) -> Iterator[None]:
+    """Errors of loading `name` as OptionError where another argument would help, else as LoadError.
+
+    What the failed frames held, half a model perhaps, is let go.
+    """
+    try:
+        yield
+    except SpecdecError:
+        raise
+    except Exception as error:
+        cause = _cause(error)
+        if cause is None:
+            raise
+        traceback.clear_frames(error.__traceback__)
+        kind = OptionError if cause is _NAME else LoadError
+        raise kind(f"`model` {name!r} cannot be loaded ({_first_line(error)}): {cause}") from error
+
+
+def check_complete(name: str, info: dict[str, set[str]]) -> None:
+    """Raises LoadError where weights were not in the checkpoint, and so were made up."""
+    if missing := sorted(info["missing_keys"]):
+        raise LoadError(
+            f"`model` {name!r} cannot be loaded ({len(missing)} weights are missing, {missing[0]}…): {_BROKEN}"
+        )
+
+
+def _cause(error: Exception) -> str | None:
+    text = str(error).lower()
+    if getattr(error, "errno", None) in _FULL or "no space left" in text:
+        return _DISK
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text:
+        return _MEMORY
+    if isinstance(error, SafetensorError | JSONDecodeError | EOFError | UnicodeDecodeError | RuntimeError):
+        return _BROKEN
+    return _NAME if isinstance(error, OSError | ValueError) else None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,125 @@
+"""Where weights go that do not stay in memory: which modules are offloaded, and the folder for what must be written."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import dispatch_model, infer_auto_device_map, init_empty_weights
+from safetensors.torch import save_file
+from torch import nn
+
+from specdec.errors import OptionError
+from specdec.loading import Loading
+
+DeviceMap = dict[str, str | int]
+_UNLIMITED = 1 << 60  # bytes
+
+
+def device_map(how: Loading, kind: Any, config: Any) -> DeviceMap | None:
+    """Where the modules of an offloaded model go; None where all stay in memory.
+
+    Without `max_memory` that is every layer, with it the last modules, those that find no room.
+    """
+    if how.offload is None:
+        return None
+    main: str | int = torch.accelerator.current_device_index() if torch.accelerator.is_available() else "cpu"
+    if how.offload == "cpu" and main == "cpu":
+        warnings.warn("`offload`='cpu' changes nothing: without an accelerator, weights are there anyway", stacklevel=2)
+        return None
+    with init_empty_weights():
+        model = kind.from_config(config, trust_remote_code=how.trust_remote_code)
+    if how.max_memory is None:
+        return dict(_places(model, how.offload, main))
+    model.tie_weights()
+    memory = dict(how.max_memory)
+    if how.offload == "cpu":
+        memory["cpu"] = _UNLIMITED
+    layers = {type(layer).__name__ for part in model.modules() if isinstance(part, nn.ModuleList) for layer in part}
+    found: DeviceMap = infer_auto_device_map(model, max_memory=memory, no_split_module_classes=list(layers))
+    return found
+
+
+def dispatch(model: Any, places: DeviceMap, folder: Path | None) -> None:
+    """Offloads a model that was changed after it was loaded: what goes to disk is written to `folder`, in one file."""
+    if folder is None:
+        dispatch_model(model, places, skip_keys=model._skip_keys_device_placement)
+        return
+    away = tuple(name and f"{name}." for name, place in places.items() if place == "disk")
+    state = {name: tensor for name, tensor in model.state_dict().items() if f"{name}.".startswith(away)}
+    file, first = folder / "weights.safetensors", dict[int, str]()  # tied weights are written once
+    for name, tensor in state.items():
+        first.setdefault(tensor.data_ptr(), name)
+    save_file({name: state[name].contiguous() for name in first.values()}, file)
+    index = {
+        name: {
+            "safetensors_file": str(file),
+            "weight_name": first[tensor.data_ptr()],
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+        }
+        for name, tensor in state.items()
+    }
+    skip = model._skip_keys_device_placement
+    dispatch_model(model, places, offload_dir=folder, offload_index=index, skip_keys=skip)
+
+
+@contextmanager
+def offload_folder(how: Loading) -> Iterator[Path | None]:
+    """The folder for weights that must be written again; None where none goes to disk. `keep` makes it stay.
+
+    Raises OptionError where it cannot be written to. After an error nothing is left of what was written there.
+    """
+    if how.offload != "disk" and how.offload_folder is None:
+        yield None
+        return
+    own = how.offload_folder is None
+    folder = Path(tempfile.mkdtemp(prefix="specdec-") if how.offload_folder is None else how.offload_folder)
+    existed = folder.exists()
+    before = _writable(folder)
+    try:
+        yield folder
+    except BaseException:
+        if own or not existed:
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            for path in set(folder.iterdir()) - before:
+                path.unlink()
+        raise
+
+
+def keep(model: Any, how: Loading, folder: Path | None) -> None:
+    """Lets a temporary folder live as long as the model that reads from it."""
+    if folder is not None and how.offload_folder is None:
+        weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
+
+
+def _writable(folder: Path) -> set[Path]:
+    """What is in the folder, which is made where it is missing."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return set(folder.iterdir())
+    except OSError as error:
+        raise OptionError.of("offload_folder", "a folder that can be written to", str(folder), str(error)) from error
+
+
+def _places(module: nn.Module, away: str, main: str | int, name: str = "") -> Iterator[tuple[str, str | int]]:
+    """Every weight once: those of layers `away`, what lies outside them on `main`; layers come in module lists."""
+    if not any(isinstance(part, nn.ModuleList) for part in module.modules()):
+        yield name, main
+        return
+    prefix = f"{name}." if name else ""
+    for part, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+        yield prefix + part, main
+    for part, child in module.named_children():
+        if isinstance(module, nn.ModuleList):
+            yield prefix + part, away
+        else:
+            yield from _places(child, away, main, prefix + part)
