@@ -123,6 +123,21 @@ def test_cost_tries_again() -> None:
     assert idle > 0
 
 
+@pytest.mark.parametrize("hidden", [0.0, 1.0])
+def test_cost_tries_again_in_short_calls(hidden: float) -> None:
+    """A draft that turns good is found again over calls of 24 tokens. (Every call began its waiting anew.)"""
+    schedule: Any = Cost()
+    drafted = 0
+    for turn in range(40):
+        good, schedule = turn >= 10, schedule.fresh(32)
+        for _ in range(24):
+            k = min(schedule.plan([Key(0)])[0].limit, 3)
+            seconds, more = (0.1 * k, 1.0), 0.0 if good else hidden * bool(k)
+            schedule = schedule.after(outcome(k, k if good else 0, seconds=seconds, confidence=[0.5] * k, more=more))
+            drafted += good and k > 0
+    assert drafted > 300
+
+
 def test_cost_gets_over_a_stall() -> None:
     """One round of thirty seconds, as when passes are compiled, is forgotten at once when the next ones are fast."""
     schedule: Any = Cost().after(outcome(3, 3, seconds=(30.0, 30.0), confidence=[0.7] * 3))

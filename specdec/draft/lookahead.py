@@ -105,7 +105,9 @@ class LookaheadSession(ModelSession):
         return [looks[row.key].tree(self._source) if row.key in looks else EMPTY for row in rows]
 
     def _is_readable(self, row: Row) -> bool:
-        return max(row.tokens[-1:] + row.tree.tokens) < self._model.vocab_size
+        """Whether the draft has embeddings for all that its cache lacks of `row`."""
+        held = self._branches[self._slots[row.key]].tokens
+        return max(row.tokens[len(held) :] + row.tree.tokens, default=0) < self._model.vocab_size
 
     def _look_ahead(self, looks: list[_Look]) -> None:
         """Feeds what the searches are ahead by, then level after level of the draft's own search."""

@@ -173,8 +173,12 @@ class Cost:
         return min(2 * self.patience, 256) if tried else self.patience
 
     def fresh(self, k: int, branches: int | None = None) -> Cost:
-        """All that was learned, except the rate of the last call's rounds, for a call with these bounds."""
-        return replace(self, k=k, branches=branches, tokens=0.0, seconds=0.0, idle=self.patience // 2)
+        """All that was learned, except the rate of the last call's rounds, for a call with these bounds.
+
+        Rounds without a draft add up over calls: however short they are, the next try comes.
+        """
+        idle = max(self.idle, self.patience // 2)
+        return replace(self, k=k, branches=branches, tokens=0.0, seconds=0.0, idle=idle)
 
 
 def _fading(old: float | None, new: float) -> float:

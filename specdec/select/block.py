@@ -7,6 +7,7 @@ the target has beyond its distribution goes to its younger siblings and to its p
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,37 @@ class _Verdict:
     base: int
     tokens: list[int]
     processed: list[Tensor]
+
+
+@dataclass
+class _Stop:
+    """A node on the way: its weight, its `children` to come, and p `[vocab]` of what may still follow it.
+
+    `left` is p as log-probabilities, up to a constant.
+    """
+
+    node: int
+    weight: float
+    processed: Tensor
+    children: Iterator[int]
+    left: Tensor
+    p: Tensor
+
+    @classmethod
+    def at(cls, tree: Tree, node: int, weight: float, processed: Tensor) -> _Stop:
+        """`node` when the way first comes there."""
+        return cls(node, weight, processed, iter(siblings(tree, node)), processed, torch.softmax(processed, dim=-1))
+
+    def q(self, tree: Tree, child: int) -> Tensor:
+        """What `child` was drawn from."""
+        drawn = draft_distribution(tree, child)
+        assert drawn is not None
+        return drawn.to(self.p.device)
+
+    def leave_out(self, tree: Tree, child: int) -> None:
+        """Takes `child`, at or below which the path does not end, out of the tree."""
+        self.weight, self.p = without_child(self.weight, self.p, self.q(tree, child))
+        self.left = self.p.log()
 
 
 def child_weight(weight: float, p: Tensor, q: Tensor, token: int) -> float:
@@ -64,8 +96,7 @@ class Block(Rejection):
         if verdict is None or verdict.scores is not scores:
             if not _is_drawn(scores.tree, node):
                 return super().advance(row, new, scores, node)
-            self._verdict = verdict = self._judge(row, new, scores, node, 1.0, [], [])
-            assert verdict is not None  # the end of the text is always accepted
+            self._verdict = verdict = self._judge(row, new, scores, node)
         at = len(new) - verdict.base
         if at < len(verdict.tokens):
             return self.step(verdict.tokens[at], scores, node, verdict.processed[at])
@@ -75,32 +106,28 @@ class Block(Rejection):
         token = noise.draw(processed, noise.key(self.seed, noise.DRAW, generated(row), len(new)))
         return self.step(token, scores, node, processed)
 
-    def _judge(
-        self, row: Row, new: list[int], scores: Scores, node: int, weight: float, path: list[int], above: list[Tensor]
-    ) -> _Verdict | None:
-        """What is emitted if the path ends at `node` or below it; None if it does not.
+    def _judge(self, row: Row, new: list[int], scores: Scores, root: int) -> _Verdict:
+        """What is emitted after `root`, before which `new` are emitted already.
 
-        `path` are the tokens that lead to the node, `above` the processed logits before each of them.
+        The way leads down to the eldest children, and back up from where the path does not end.
         """
         tree, start = scores.tree, generated(row)
-        processed = [*above, self.processed(row, new + path, scores, node)]
-        left = processed[-1]
-        p = torch.softmax(left, dim=-1)
-        for child in siblings(tree, node):
-            token, drawn = tree.tokens[child], draft_distribution(tree, child)
-            assert drawn is not None
-            q = drawn.to(p.device)
-            below = child_weight(weight, p, q, token)
-            verdict = self._judge(row, new, scores, child, below, [*path, token], processed)
-            if verdict is not None:
-                return verdict
-            weight, p = without_child(weight, p, q)
-            left = p.log()
-        address = noise.key(self.seed, noise.ACCEPT, start, len(new) + len(path), node)
-        if path and not noise.uniform(address) < weight:
-            return None
-        final = noise.draw(left, noise.key(self.seed, noise.DRAW, start, len(new) + len(path)))
-        return _Verdict(scores, len(new), [*path, final], processed)
+        way = [_Stop.at(tree, root, 1.0, self.processed(row, new, scores, root))]
+        path: list[int] = []
+        while True:
+            here, place = way[-1], len(new) + len(path)
+            child = next(here.children, None)
+            if child is not None:
+                path.append(tree.tokens[child])
+                weight = child_weight(here.weight, here.p, here.q(tree, child), path[-1])
+                way.append(_Stop.at(tree, child, weight, self.processed(row, new + path, scores, child)))
+            elif not path or noise.uniform(noise.key(self.seed, noise.ACCEPT, start, place, here.node)) < here.weight:
+                final = noise.draw(here.left, noise.key(self.seed, noise.DRAW, start, place))
+                return _Verdict(scores, len(new), [*path, final], [stop.processed for stop in way])
+            else:
+                path.pop()
+                way.pop()
+                way[-1].leave_out(tree, here.node)
 
 
 def _is_drawn(tree: Tree, node: int) -> bool:

@@ -101,3 +101,18 @@ def test_one_branch_begins_as_the_chain_does(kind: type) -> None:
         assert float(ours.q[0].sum()) == pytest.approx(1)
     else:
         assert ours.tokens[0] == theirs.tokens[0]
+
+
+def test_a_token_the_draft_does_not_know_silences_that_row_only() -> None:
+    """It may stand anywhere in the text or in a search's branches. (Only the last one was looked at: IndexError.)"""
+    rule = Greedy(NOTHING, width=64).rule
+    rows = [FakeRow([1, 5], 0), FakeRow([3, 4], 1), FakeRow([3, 55, 4], 2)]
+    rules = PerSearch({row.key: rule for row in rows})
+    session = ModelDrafter(LanguageModel(tiny("llama", vocab=50))).start(call(rule, vocab_size=64, branching=rules))
+    plans = [Limit(2, branches=2)] * 3
+    assert list(map(len, session.propose(rows, plans))) == [4, 4, 0]
+    rows[0].tokens += [55, 6]
+    rows[1].tree, rows[1].leaves = Tree.chain([55, 6]), (1,)
+    assert list(map(len, session.propose(rows, plans))) == [0, 0, 0]
+    rows[1].tree, rows[1].leaves = Tree.chain([6]), (0,)
+    assert list(map(len, session.propose(rows, plans))) == [0, 4, 0]

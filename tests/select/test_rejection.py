@@ -242,6 +242,15 @@ def test_block_goes_on_when_its_last_token_is_the_drafts(monkeypatch) -> None:
     assert (new, count) == ([1, 1, 1], 2)
 
 
+@pytest.mark.parametrize("kind", [Rejection, Block])
+def test_long_chains_are_accepted_whole(kind) -> None:
+    """1,200 tokens of a perfect draft. (Block verification went down one call per token: RecursionError.)"""
+    selector, row = kind(NOTHING, 0, width=V), ToyRow()
+    flat = lambda prefix: torch.zeros(V)  # noqa: E731
+    scores = verify(row, propose(selector.rule, row, flat, 1200), flat)
+    assert walk(selector, row, scores)[1] == 1200
+
+
 def test_same_seed_same_text_and_kept_scores() -> None:
     """Randomness is a function of the seed; steps carry copies of what was asked for."""
     for kind in (Rejection, Block):
