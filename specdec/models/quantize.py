@@ -42,7 +42,7 @@ def settle_four_bits(model: Any) -> None:
     """Lets 4-bit layers of a float32 model compute in float32, and tries one of each shape.
 
     On some CPUs bitsandbytes would round their inputs to bfloat16, whatever type was asked for, and there it repacks
-    the weights when they are first used. Raises UnsupportedError where that fails, as for widths it does not know.
+    the weights when they are first used. Raises UnsupportedError where that fails, as it does for some widths.
     """
     layers = [module for module in model.modules() if type(module).__name__ == "Linear4bit"]
     for layer in layers:
