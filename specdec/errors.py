@@ -6,8 +6,7 @@ SpecdecError
 ├── VocabularyError (OptionError)     target and draft do not share a vocabulary
 ├── LoadError (RuntimeError)          a checkpoint is broken, or memory or disk ran out while it was loaded
 ├── BusyError (RuntimeError)          the generator is already decoding
-├── DraftError (RuntimeError)         a draft returned something that is not a proposal
-└── WeightsError (RuntimeError)       a model's files are missing, broken, or cannot be read any more
+└── DraftError (RuntimeError)         a draft returned something that is not a proposal
 """
 
 from __future__ import annotations
@@ -45,7 +44,3 @@ class BusyError(SpecdecError, RuntimeError):
 
 class DraftError(SpecdecError, RuntimeError):
     """A draft returned something that is not a proposal."""
-
-
-class WeightsError(SpecdecError, RuntimeError):
-    """A model's files are missing, broken, or cannot be read any more."""

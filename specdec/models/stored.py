@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor, nn
 
-from specdec.errors import UnsupportedError, WeightsError
+from specdec.errors import LoadError, UnsupportedError
 from specdec.models.offload import hooks
 
 _DTYPES = {
@@ -61,7 +61,7 @@ class Files:
         weakref.finalize(self, _close, self._open)
 
     def read(self, path: str, offset: int, into: memoryview) -> None:
-        """Fills `into` from `offset` on; raises WeightsError where that is not possible."""
+        """Fills `into` from `offset` on; raises LoadError where that is not possible."""
         try:
             file = self._open.get(path) or self._open.setdefault(path, open(path, "rb", buffering=0))  # noqa: SIM115
             file.seek(offset)
@@ -69,10 +69,10 @@ class Files:
             while done < len(into):
                 count = file.readinto(into[done:])  # type: ignore[attr-defined]
                 if not count:
-                    raise WeightsError(_too_short(path, offset + len(into), offset + done))
+                    raise LoadError(_too_short(path, offset + len(into), offset + done))
                 done += count
         except OSError as error:
-            raise WeightsError(f"weights cannot be read from {path} ({error}): is the disk still there?") from error
+            raise LoadError(f"weights cannot be read from {path} ({error}): is the disk still there?") from error
 
 
 def _close(files: dict[str, BinaryIO]) -> None:
@@ -89,7 +89,7 @@ def away(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def find(model: nn.Module) -> dict[str, Stored]:
     """Where each weight that is `away` lies, by name.
 
-    Raises UnsupportedError for weights that accelerate keeps in memory, or that are not its own; WeightsError where a
+    Raises UnsupportedError for weights that accelerate keeps in memory, or that are not its own; LoadError where a
     file is missing, broken or too short.
     """
     header = cache(_header)
@@ -126,7 +126,7 @@ def _header(path: str) -> Mapping[str, Stored]:
             start = 8 + int.from_bytes(file.read(8), "little")
             entries: dict[str, Any] = json.loads(file.read(start - 8))
     except (OSError, ValueError, MemoryError, OverflowError) as error:
-        raise WeightsError(f"{path} is no readable safetensors file ({error}): download or save it again") from error
+        raise LoadError(f"{path} is no readable safetensors file ({error}): download or save it again") from error
     entries.pop("__metadata__", None)
     found = {
         name: Stored(path, start + entry["data_offsets"][0], _DTYPES[entry["dtype"]], tuple(entry["shape"]))
@@ -141,9 +141,9 @@ def _check_length(path: str, needed: int) -> None:
     try:
         length = os.path.getsize(path)
     except OSError as error:
-        raise WeightsError(f"weights are missing: {error}") from error
+        raise LoadError(f"weights are missing: {error}") from error
     if length < needed:
-        raise WeightsError(_too_short(path, needed, length))
+        raise LoadError(_too_short(path, needed, length))
 
 
 def _too_short(path: str, needed: int, length: int) -> str:

@@ -41,7 +41,7 @@ def stream(model: nn.Module, *, memory: int | None = None, buffers: int = 2) -> 
     `memory` are the bytes that weights and buffers may take: what is outside the layers stays in memory, then as many
     layers as fit; None keeps no layer. With `buffers=1` nothing is read ahead. To be called before the model becomes a
     `LanguageModel`. Raises OptionError where `memory` is too small, UnsupportedError where weights are not in files or
-    several devices compute, WeightsError for files that are missing, broken or too short; the model is as before then.
+    several devices compute, LoadError for files that are missing, broken or too short; the model is as before then.
     """
     if buffers < 1:
         raise OptionError.of("buffers", "at least 1", buffers)

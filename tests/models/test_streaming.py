@@ -13,7 +13,7 @@ from accelerate import cpu_offload, disk_offload
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
 from specdec import LanguageModel, OptionError, SpecGenerator, UnsupportedError
-from specdec.errors import WeightsError
+from specdec.errors import LoadError
 from specdec.models.offload import execution_device, is_offloaded
 from specdec.models.streaming import stream
 from tests.oracle import oracle
@@ -165,7 +165,7 @@ def test_a_file_that_is_cut_short(tmp_path: Path) -> None:
     path = tmp_path / "model" / "model.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[:-100])
-    with pytest.raises(WeightsError, match="ends after"):
+    with pytest.raises(LoadError, match="ends after"):
         stream(model)
     path.write_bytes(data)
     expected = logits(whole, "llama")
@@ -174,7 +174,7 @@ def test_a_file_that_is_cut_short(tmp_path: Path) -> None:
     assert torch.equal(logits(model, "llama"), expected)
     path.write_bytes(data[:-5000])
     for _ in range(2):
-        with pytest.raises(WeightsError, match="ends after"):
+        with pytest.raises(LoadError, match="ends after"):
             logits(model, "llama")
     path.write_bytes(data)
     assert torch.equal(logits(model, "llama"), expected)
@@ -187,7 +187,7 @@ def test_a_file_that_is_none(content: bytes, tmp_path: Path) -> None:
     """A header that cannot be read is a clear error."""
     _, model = pair("llama", tmp_path)
     (tmp_path / "model" / "model.safetensors").write_bytes(content)
-    with pytest.raises(WeightsError, match="safetensors"):
+    with pytest.raises(LoadError, match="safetensors"):
         stream(model)
 
 
@@ -196,7 +196,7 @@ def test_a_file_that_vanishes(tmp_path: Path) -> None:
     whole, model = pair("llama", tmp_path)
     path = tmp_path / "model" / "model.safetensors"
     aside = path.rename(tmp_path / "aside")
-    with pytest.raises(WeightsError, match="No such file"):
+    with pytest.raises(LoadError, match="No such file"):
         stream(model)
     aside.rename(path)
     stream(model)
