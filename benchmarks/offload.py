@@ -2,7 +2,7 @@
 
     python benchmarks/offload.py                       # 316 M random weights, bfloat16, SYNTHETIC draft
     python benchmarks/offload.py --passes              # seconds of single passes over 1, 16, 64, 256 tokens instead
-    python benchmarks/offload.py --memory 400 --trees 64 256
+    python benchmarks/offload.py --memory 400 --branches 8
 
 The weights are random, but the head is a permutation of the embedding, so that texts have wide margins and bfloat16
 rounding cannot part them. Cold: the files' pages are dropped from the page cache (`posix_fadvise`) before every target
@@ -34,6 +34,7 @@ from specdec.zoo import pair
 PLAIN = "accelerate plain"
 MAPPED = "accelerate plain, from the checkpoint"
 ASSISTED = "transformers assisted [synthetic]"
+ASSISTED_MAPPED = "transformers assisted, from the checkpoint [synthetic]"
 
 
 class Cold:
@@ -118,21 +119,22 @@ def systems(found: dict[str, Any], prompts: list[Tensor], oracle: Oracle, args: 
         generator = SpecGenerator(model, draft)
         return lambda case: generator.generate(prompts[case], eos_token_id=[], **common, **options)
 
-    deep = {"schedule": "constant", "num_assistant_tokens": 32}
+    synthetic, streamed = SyntheticDrafter(oracle, work), found["streamed"]
+    cost = {"schedule": "cost", "num_assistant_tokens": 32}
     return {
         PLAIN: reference(found["own"]),
         MAPPED: reference(found["mapped"]),
         ASSISTED: reference(found["own"], assistant_model=helper),
+        ASSISTED_MAPPED: reference(found["mapped"], assistant_model=helper),
         "specdec plain, accelerate's hooks": ours(found["own"]),
-        "specdec plain, streamed": ours(found["streamed"]),
-        "specdec chain by cost [synthetic]": ours(
-            found["streamed"], SyntheticDrafter(oracle, work, 32, branching=False), schedule="cost"
-        ),
+        "specdec plain, streamed": ours(streamed),
+        "specdec chain, cost [synthetic]": ours(streamed, synthetic, **cost, num_assistant_branches=1),
+        "specdec tree, cost [synthetic]": ours(streamed, synthetic, **cost, num_assistant_branches=16),
         **{
-            f"specdec tree of {nodes} [synthetic]": ours(
-                found["streamed"], SyntheticDrafter(oracle, work, nodes), **deep
+            f"specdec tree of {16 * branches} [synthetic]": ours(
+                streamed, synthetic, schedule="constant", num_assistant_tokens=16, num_assistant_branches=branches
             )
-            for nodes in args.trees
+            for branches in args.branches
         },
     }
 
@@ -172,9 +174,9 @@ def compare(args: argparse.Namespace, folder: Path, cold: Cold) -> None:
 
 
 HEADER = (
-    "system", "ms per token", "vs accelerate", "vs accelerate, checkpoint", "vs assisted", "weight passes per token",
-    "same text",
-)  # fmt: skip
+    *("system", "ms per token", "vs accelerate", "vs accelerate, checkpoint", "vs assisted"),
+    *("vs assisted, checkpoint", "weight passes per token", "same text"),
+)
 
 
 def _row(name: str, seconds: dict[str, list[float]], stats: list[Any], same: int) -> list[str]:
@@ -184,7 +186,8 @@ def _row(name: str, seconds: dict[str, list[float]], stats: list[Any], same: int
     passes = [s.weight_passes_per_token for s in stats if s is not None]
     shown = f"{statistics.mean(passes):.3f}" if passes else ""
     milliseconds = f"{1e3 * statistics.median(seconds[name]):.0f}"
-    return [name, milliseconds, ratio(PLAIN), ratio(MAPPED), ratio(ASSISTED), shown, f"{same}/{len(seconds[name])}"]
+    ratios = [ratio(other) for other in (PLAIN, MAPPED, ASSISTED, ASSISTED_MAPPED)]
+    return [name, milliseconds, *ratios, shown, f"{same}/{len(seconds[name])}"]
 
 
 @torch.no_grad()
@@ -226,7 +229,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=2, help="prompts")
     parser.add_argument("--tokens", type=int, default=48, help="new tokens per prompt")
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--trees", type=int, nargs="*", default=[64, 256], help="nodes of the synthetic draft's trees")
+    parser.add_argument("--branches", type=int, nargs="*", default=[4, 16], help="of trees that are 16 deep")
     parser.add_argument("--memory", type=int, help="MiB that the streamed target may take (default: no layer stays)")
     parser.add_argument("--buffers", type=int, default=2, help="1: nothing is read ahead")
     parser.add_argument("--passes", action="store_true", help="single passes instead of texts")

@@ -8,6 +8,7 @@ target's token is the draft's first guess, its second, … or none of its guesse
 from __future__ import annotations
 
 import heapq
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -71,14 +72,13 @@ class Oracle:
 
 
 class SyntheticDrafter:
-    """SYNTHETIC: proposes the `budget` nodes that are likeliest to become text, at most `plan.limit` deep.
+    """SYNTHETIC: proposes the nodes that are likeliest to become text, as many as `branches` chains of the plan have.
 
-    With `branching=False` they are a chain. One draft pass is paid for every depth, over the nodes that have children.
+    What the plan would not keep is left out. One draft pass is paid for every depth, over the nodes that have children.
     """
 
-    def __init__(self, oracle: Oracle, work: Work, budget: int, *, branching: bool = True) -> None:
-        self._oracle, self._work, self._budget = oracle, work, budget
-        self._ranks = len(oracle.rates) if branching else 1
+    def __init__(self, oracle: Oracle, work: Work) -> None:
+        self._oracle, self._work = oracle, work
 
     def start(self, call: Call) -> SyntheticDrafter:
         """Nothing is kept about rows."""
@@ -86,35 +86,41 @@ class SyntheticDrafter:
 
     def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
         """One tree per row."""
-        return [self._tree(row, min(plan.limit, row.remaining - 1)) for row, plan in zip(rows, plans, strict=True)]
+        return [self._tree(row, plan) for row, plan in zip(rows, plans, strict=True)]
 
     def release(self, keys: Sequence[int]) -> None:
         """Nothing is kept about rows."""
 
-    def _tree(self, row: Row, limit: int) -> Tree:
-        oracle, known = self._oracle, len(row.tokens)
-        text = oracle.number(row.tokens)
+    def _tree(self, row: Row, plan: Plan) -> Tree:
+        oracle, known, limit = self._oracle, len(row.tokens), min(plan.limit, row.remaining - 1)
+        text, branches = oracle.number(row.tokens), plan.branches or 1
         tokens: list[int] = []
         parents: list[int] = []
-        confidence: list[float] = []
-        # Candidates by the chance of their whole path: (-chance, parent, rank, depth, chance and truth of the parent).
-        heap = [(-oracle.rates[0], -1, 0, 0, 1.0, True)] if limit > 0 else []
-        while heap and len(tokens) < self._budget:
-            chance, parent, rank, depth, above, true = heapq.heappop(heap)
-            token, right = oracle.guess(text if true else None, known + depth, rank)
+        paths: list[list[float]] = []
+        count = itertools.count()  # of equals, the older one
+        # Best first, by the chance of the whole path: (-chance, count, rank, parent, whether the parent is right).
+        heap = [(-oracle.rates[0], next(count), 0, -1, True)] if limit > 0 else []
+        while heap and len(tokens) < branches * limit:
+            chance, _, rank, parent, right = heapq.heappop(heap)
+            above = paths[parent] if parent >= 0 else []
+            if branches > 1 and rank + 1 < len(oracle.rates):
+                sibling = chance / oracle.rates[rank] * oracle.rates[rank + 1]
+                heapq.heappush(heap, (sibling, next(count), rank + 1, parent, right))
+            path = [*above, oracle.rates[rank]]
+            if not plan.keep(path):
+                continue
+            token, correct = oracle.guess(text if right else None, known + len(above), rank)
             node = len(tokens)
             tokens.append(token)
             parents.append(parent)
-            confidence.append(oracle.rates[rank])
-            if rank + 1 < self._ranks:
-                heapq.heappush(heap, (-above * oracle.rates[rank + 1], parent, rank + 1, depth, above, true))
-            if depth + 1 < limit:
-                heapq.heappush(heap, (chance * oracle.rates[0], node, 0, depth + 1, -chance, true and right))
-        tree = Tree(tokens, parents, confidence, source="synthetic")
-        depths = [-1, *tree.depths()]
-        for width in Counter(depths[parent + 1] for parent in set(parents)).values():
+            paths.append(path)
+            if len(path) < limit:
+                child = (chance * oracle.rates[0], next(count), 0, node, right and correct)
+                heapq.heappush(heap, child)
+        depths = [len(path) for path in paths] + [0]  # the last stands for the text, the parent -1
+        for width in Counter(depths[parent] for parent in set(parents)).values():
             self._work(width)
-        return tree
+        return Tree(tokens, parents, [path[-1] for path in paths], source="synthetic")
 
 
 class SyntheticAssistant(LlamaForCausalLM):
