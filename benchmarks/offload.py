@@ -91,7 +91,7 @@ def models(folder: Path, memory: int | None, buffers: int, cold: Cold) -> dict[s
     mapped, streamed = (
         out_of_file(AutoModelForCausalLM.from_pretrained(folder, dtype="auto", device_map=places)) for _ in range(2)
     )
-    print(stream(streamed, memory=memory, buffers=buffers))
+    print(stream(streamed, max_memory=memory, buffers=buffers))
     os.sync()  # pages that wait to be written cannot be dropped
     return {
         "own": cold.watch(own, folder / "own"),

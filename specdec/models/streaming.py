@@ -35,13 +35,14 @@ class Residency:
 
 
 @torch.no_grad()
-def stream(model: nn.Module, *, memory: int | None = None, buffers: int = 2) -> Residency:
+def stream(model: nn.Module, *, max_memory: int | None = None, buffers: int = 2) -> Residency:
     """Makes a model that accelerate has offloaded to disk read its layers by itself; changes `model`.
 
-    `memory` are the bytes that weights and buffers may take: what is outside the layers stays in memory, then as many
-    layers as fit; None keeps no layer. With `buffers=1` nothing is read ahead. To be called before the model becomes a
-    `LanguageModel`. Raises OptionError where `memory` is too small, UnsupportedError where weights are not in files or
-    several devices compute, LoadError for files that are missing, broken or too short; the model is as before then.
+    `max_memory` are the bytes that weights and buffers may take: what is outside the layers stays in memory, with at
+    most so many `buffers`, then as many layers as fit; None keeps no layer. With one buffer nothing is read ahead. To
+    be called before the model becomes a `LanguageModel`. Raises OptionError where `max_memory` is too small,
+    UnsupportedError where weights are not in files or several devices compute, LoadError for files that are missing,
+    broken or too short; the model is as before then.
     """
     if buffers < 1:
         raise OptionError.of("buffers", "at least 1", buffers)
@@ -49,7 +50,7 @@ def stream(model: nn.Module, *, memory: int | None = None, buffers: int = 2) -> 
     device, files = _device(model), Files()
     lists, rest = _layers_and_rest(model)
     fixed = _bytes_in_memory(model) + sum({weight.stored: weight.nbytes for weight in rest}.values())
-    streamed = _streamed(lists, fixed, memory, buffers, device)
+    streamed, buffers = _streamed(lists, fixed, max_memory, buffers, device)
     reader = _reader(streamed, device, buffers, files)
     numbers = {layer: number for number, layer in enumerate(reader.layers)}
     kept = [layer for layers in lists for _, layer in layers if layer not in numbers]
@@ -130,23 +131,25 @@ def _bytes_in_memory(model: nn.Module) -> int:
 
 
 def _streamed(
-    lists: Sequence[Layers], fixed: int, memory: int | None, buffers: int, device: torch.device
-) -> list[Layers]:
-    """The layers that do not stay, where `fixed` bytes are in memory anyway."""
+    lists: Sequence[Layers], fixed: int, max_memory: int | None, buffers: int, device: torch.device
+) -> tuple[list[Layers], int]:
+    """The layers that do not stay, where `fixed` bytes are in memory anyway, and how many buffers there is room for."""
     layers = [layer for found in lists for _, layer in found]
-    if memory is None or not layers:
-        return list(lists)
-    if fixed + sum(layer.nbytes for layer in layers) <= memory:
-        return []
-    needed = fixed + buffers * sum(Buffer.sizes(layers, device))
-    if memory < needed:
-        raise OptionError.of("memory", f"at least {needed} bytes for this model", memory)
-    spare, streamed = memory - needed, []
+    if max_memory is None or not layers:
+        return list(lists), buffers
+    spare = max_memory - fixed
+    if sum(layer.nbytes for layer in layers) <= spare:
+        return [], 0
+    size = sum(Buffer.sizes(layers, device))
+    if spare < size:
+        raise OptionError.of("max_memory", f"at least {fixed + size} bytes for this model", max_memory)
+    buffers, streamed = min(buffers, spare // size), []
+    spare -= buffers * size
     for found in reversed(lists):  # decoders come last, and their layers are read in every pass
         kept = _spread(found, spare)
         spare -= sum(layer.nbytes for layer in kept)
         streamed.append([(module, layer) for module, layer in found if layer not in kept])
-    return streamed
+    return streamed, buffers
 
 
 def _spread(found: Layers, spare: int) -> set[Layer]:

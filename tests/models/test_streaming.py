@@ -119,11 +119,11 @@ def test_memory_is_respected(name: str, tmp_path: Path) -> None:
     total, kept = in_memory(whole), []
     load = auto_class(name).from_pretrained
     with pytest.raises(OptionError, match="at least") as error:
-        stream(load(tmp_path / "model", device_map={"": "disk"}), memory=1)
+        stream(load(tmp_path / "model", device_map={"": "disk"}), max_memory=1)
     least = int(str(error.value).split("at least ")[1].split()[0])
     for memory in (least, (least + total) // 2, total - 1, total):
         model = load(tmp_path / "model", device_map={"": "disk"})
-        found = stream(model, memory=memory)
+        found = stream(model, max_memory=memory)
         assert found.resident == in_memory(model)
         assert found.resident + found.buffers <= memory
         assert found.resident + found.streamed == total
