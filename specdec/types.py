@@ -444,7 +444,7 @@ class Stats:
 
     @property
     def weight_passes_per_token(self) -> float:
-        """How often the target's weights were read per new token; here one pass reads them once."""
+        """How often the target's weights were read per new token, prompts included; one pass reads them once."""
         return self.target_passes_per_token
 
     @property

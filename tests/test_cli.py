@@ -584,12 +584,12 @@ def test_loading_by_flags_and_file(target: str, draft: str, tmp_path: Path, caps
         "--json",
         "--quiet",
     ]
-    flags = ["--quantization", "int8-weight", "--draft-quantization", "int8-weight", "--max-memory", "cpu=60KB"]
+    flags = ["--quantization", "int8-weight", "--draft-quantization", "int8-weight", "--max-memory", "cpu=90KB"]
     assert run([*arguments, *flags]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["settings"]["quantization"] == "int8-weight"
     assert found["settings"]["offload"] == "disk"
-    assert found["settings"]["max_memory"] == {"cpu": "60KB"}
+    assert found["settings"]["max_memory"] == {"cpu": "90KB"}
     assert found["settings"]["draft_options"] == {"dtype": "bfloat16", "quantization": "int8-weight"}
     assert found["stats"]["exactness"] == "exact"
 

@@ -22,6 +22,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from specdec.errors import UnsupportedError
 from specdec.models.layout import Layout
+from specdec.models.offload import is_offloaded
 from specdec.models.outputs import Keep
 from specdec.models.store import KvStore
 
@@ -125,7 +126,9 @@ def _borrowed(buffer: Tensor) -> Tensor:
 def _check(language: LanguageModel) -> None:
     capability, attention = language.capability, language.model.config._attn_implementation
     reason = None
-    if language.is_encoder_decoder:
+    if is_offloaded(language.model):
+        reason = "has weights that are read for each pass"
+    elif language.is_encoder_decoder:
         reason = "has an encoder"
     elif capability.store != "kv":
         reason = f"does not run on the store of keys and values ({capability.reason})"

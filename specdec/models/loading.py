@@ -20,7 +20,7 @@ from specdec.loading import DTYPES, Loading
 from specdec.models.failures import check_complete, explained
 from specdec.models.int8 import quantize_weights
 from specdec.models.language_model import LanguageModel
-from specdec.models.placement import device_map, dispatch, keep, offload_folder
+from specdec.models.placement import device_map, dispatch, keep, offload_folder, read_ahead
 from specdec.models.quantize import bitsandbytes_config, settle_four_bits
 
 
@@ -71,6 +71,7 @@ def _read(name: str, how: Loading) -> Any:
             quantize_weights(model)
         if ours and places is not None:
             dispatch(model, places, folder)
+        read_ahead(model, how)
         keep(model, how, folder)
         return model.eval()
 

@@ -15,11 +15,16 @@ def is_offloaded(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
 
 
+def hooks(module: nn.Module) -> tuple[Any, ...]:
+    """accelerate's hooks on this very module."""
+    hook: Any = getattr(module, "_hf_hook", None)
+    return tuple(getattr(hook, "hooks", () if hook is None else (hook,)))
+
+
 def execution_device(module: nn.Module) -> torch.device:
     """Where `module` computes: on its hook's device if it has one, otherwise where its weights are."""
-    hook: Any = getattr(module, "_hf_hook", None)
-    for part in getattr(hook, "hooks", (hook,)):
-        device = getattr(part, "execution_device", None)
+    for hook in hooks(module):
+        device = getattr(hook, "execution_device", None)
         if device is not None:
             return torch.device(device)
     return next(module.parameters()).device

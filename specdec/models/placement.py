@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 from accelerate import dispatch_model, infer_auto_device_map, init_empty_weights
+from accelerate.utils import convert_file_size_to_int
 from safetensors.torch import save_file
 from torch import nn
 
 from specdec.errors import OptionError
 from specdec.loading import Loading
+from specdec.models.streaming import stream
 
 DeviceMap = dict[str, str | int]
 _UNLIMITED = 1 << 60  # bytes
@@ -26,7 +28,7 @@ _UNLIMITED = 1 << 60  # bytes
 def device_map(how: Loading, kind: Any, config: Any) -> DeviceMap | None:
     """Where the modules of an offloaded model go; None where all stay in memory.
 
-    Without `max_memory` that is every layer, with it the last modules, those that find no room.
+    That is every layer; where an accelerator computes and there is `max_memory`, the last modules, which find no room.
     """
     if how.offload is None:
         return None
@@ -36,7 +38,7 @@ def device_map(how: Loading, kind: Any, config: Any) -> DeviceMap | None:
         return None
     with init_empty_weights():
         model = kind.from_config(config, trust_remote_code=how.trust_remote_code)
-    if how.max_memory is None:
+    if how.max_memory is None or main == "cpu":
         return dict(_places(model, how.offload, main))
     model.tie_weights()
     memory = dict(how.max_memory)
@@ -45,6 +47,18 @@ def device_map(how: Loading, kind: Any, config: Any) -> DeviceMap | None:
     layers = {type(layer).__name__ for part in model.modules() if isinstance(part, nn.ModuleList) for layer in part}
     found: DeviceMap = infer_auto_device_map(model, max_memory=memory, no_split_module_classes=list(layers))
     return found
+
+
+def read_ahead(model: Any, how: Loading) -> None:
+    """Layers on disk are read ahead, or stay as far as `max_memory` allows; one processor has to compute everything.
+
+    Raises OptionError where not even what lies outside the layers fits.
+    """
+    if how.offload == "disk" and not torch.accelerator.is_available():
+        most = (how.max_memory or {}).get("cpu")
+        stream(model, max_memory=None if most is None else convert_file_size_to_int(most))
+    elif how.offload == "disk" and how.max_memory is None:
+        stream(model)
 
 
 def dispatch(model: Any, places: DeviceMap, folder: Path | None) -> None:

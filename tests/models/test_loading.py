@@ -43,7 +43,7 @@ WAYS = {
     "disk": Loading(offload="disk"),
     "budget": Loading(offload="disk", max_memory={"cpu": 60_000}),
     "int8-weight on disk": Loading(quantization="int8-weight", offload="disk"),
-    "all on disk": Loading(quantization="int8-weight", offload="disk", max_memory={"cpu": 1}),
+    "hardly any memory": Loading(quantization="int8-weight", offload="disk", max_memory={"cpu": 32_000}),
 }
 PLACES = [*(("llama", way) for way in WAYS), ("gpt2", "int8-weight"), ("t5", "int8-weight on disk"), ("bart", "disk")]
 # Widths that the 4-bit kernels of bitsandbytes take on every CPU.
@@ -81,6 +81,13 @@ def test_offloading_keeps_the_text(name: str, tmp_path: Path) -> None:
     assert SpecGenerator(target, "suffix").generate(**inputs, **OPTIONS).sequences.tolist() == expected
     assert not target.model.get_input_embeddings().weight.is_meta
     assert all(p.is_meta for p in next(m for n, m in target.model.named_modules() if n.endswith(".0")).parameters())
+
+
+def test_offloading_needs_some_memory(tmp_path: Path, temporary: Path) -> None:
+    """What lies outside the layers, and one layer at a time, must fit; nothing is left behind."""
+    with pytest.raises(OptionError, match="`max_memory` must be at least"):
+        load(saved("llama", tmp_path / "model"), Loading(offload="disk", max_memory={"cpu": "1KB"}))
+    assert not list(temporary.iterdir())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

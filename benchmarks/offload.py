@@ -1,0 +1,245 @@
+"""A target on disk: accelerate's own offloading beside ours, plain and assisted, cold and warm, interleaved.
+
+    python benchmarks/offload.py                       # 316 M random weights, bfloat16, SYNTHETIC draft
+    python benchmarks/offload.py --passes              # seconds of single passes over 1, 16, 64, 256 tokens instead
+    python benchmarks/offload.py --memory 400 --branches 8
+
+The weights are random, but the head is a permutation of the embedding, so that texts have wide margins and bfloat16
+rounding cannot part them. Cold: the files' pages are dropped from the page cache (`posix_fadvise`) before every target
+pass, and the dropping is not counted. Outputs are compared with the text of the same model in memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import dispatch_model
+from measure import Watch, read_prompts, table
+from synthetic import Oracle, SyntheticAssistant, SyntheticDrafter, chances, passes_of
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from specdec import SpecGenerator
+from specdec.models.streaming import stream
+from specdec.zoo import pair
+
+PLAIN = "accelerate plain"
+MAPPED = "accelerate plain, from the checkpoint"
+ASSISTED = "transformers assisted [synthetic]"
+ASSISTED_MAPPED = "transformers assisted, from the checkpoint [synthetic]"
+
+
+class Cold:
+    """Drops a model's files from the page cache before each of its passes, while `on`; counts the seconds it takes."""
+
+    on = False
+    seconds = 0.0
+
+    def watch(self, model: Any, folder: Path) -> Any:
+        """The model, which will find its files cold."""
+        files = [*folder.glob("*.dat"), *folder.glob("*.safetensors")]
+        model.register_forward_pre_hook(lambda *_: self._drop(files))
+        return model
+
+    def _drop(self, files: list[Path]) -> None:
+        if not self.on:
+            return
+        began = time.perf_counter()
+        for path in files:
+            descriptor = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+        self.seconds += time.perf_counter() - began
+
+
+def make_target(folder: Path, layers: int, dtype: torch.dtype) -> None:
+    """Saves random weights of width 1,024 with the vocabulary of the package's pair."""
+    torch.manual_seed(0)
+    width = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_hidden_layers": layers}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=4096, **width, bos_token_id=None, eos_token_id=None))
+    embedding = model.get_input_embeddings().weight
+    torch.nn.init.normal_(embedding, std=1.0)
+    model.get_output_embeddings().weight.data = embedding.data[torch.randperm(len(embedding))] / 32
+    model.to(dtype).save_pretrained(folder)
+
+
+def out_of_file(model: Any) -> Any:
+    """The model with what is in memory copied: transformers maps the file, and mapped pages are not dropped."""
+    for parameter in model.parameters():
+        if not parameter.is_meta:
+            parameter.data = parameter.data.clone()
+    return model.eval()
+
+
+def models(folder: Path, memory: int | None, buffers: int, cold: Cold) -> dict[str, Any]:
+    """The target with its layers on disk in three ways: accelerate's own files, accelerate on the checkpoint, streamed.
+
+    What is not a layer stays in memory: transformers' assisted generation fails where the embedding is away.
+    """
+    places = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+    places["model.layers"] = "disk"
+    own = out_of_file(AutoModelForCausalLM.from_pretrained(folder, dtype="auto"))
+    dispatch_model(own, places, offload_dir=folder / "own")
+    mapped, streamed = (
+        out_of_file(AutoModelForCausalLM.from_pretrained(folder, dtype="auto", device_map=places)) for _ in range(2)
+    )
+    print(stream(streamed, max_memory=memory, buffers=buffers))
+    os.sync()  # pages that wait to be written cannot be dropped
+    return {
+        "own": cold.watch(own, folder / "own"),
+        "mapped": cold.watch(mapped, folder),
+        "streamed": cold.watch(streamed, folder),
+    }
+
+
+def systems(found: dict[str, Any], prompts: list[Tensor], oracle: Oracle, args: argparse.Namespace) -> dict[str, Any]:
+    """From the number of a prompt to its text, by name."""
+    draft = AutoModelForCausalLM.from_pretrained(pair().draft, dtype=torch.float32).eval()
+    work = passes_of(draft)
+    helper = SyntheticAssistant(oracle, work).eval()
+    common = {"max_new_tokens": args.tokens, "do_sample": False, "pad_token_id": 0}
+
+    def reference(model: Any, **options: Any) -> Callable[[int], Any]:
+        def run(case: int) -> Any:
+            helper.text = case
+            ids = prompts[case]
+            return model.generate(ids, attention_mask=torch.ones_like(ids), eos_token_id=None, **common, **options)
+
+        return run
+
+    def ours(model: Any, draft: Any = None, **options: Any) -> Callable[[int], Any]:
+        generator = SpecGenerator(model, draft)
+        return lambda case: generator.generate(prompts[case], eos_token_id=[], **common, **options)
+
+    synthetic, streamed = SyntheticDrafter(oracle, work), found["streamed"]
+    cost = {"schedule": "cost", "num_assistant_tokens": 32}
+    return {
+        PLAIN: reference(found["own"]),
+        MAPPED: reference(found["mapped"]),
+        ASSISTED: reference(found["own"], assistant_model=helper),
+        ASSISTED_MAPPED: reference(found["mapped"], assistant_model=helper),
+        "specdec plain, accelerate's hooks": ours(found["own"]),
+        "specdec plain, streamed": ours(streamed),
+        "specdec chain, cost [synthetic]": ours(streamed, synthetic, **cost, num_assistant_branches=1),
+        "specdec tree, cost [synthetic]": ours(streamed, synthetic, **cost, num_assistant_branches=16),
+        **{
+            f"specdec tree of {16 * branches} [synthetic]": ours(
+                streamed, synthetic, schedule="constant", num_assistant_tokens=16, num_assistant_branches=branches
+            )
+            for branches in args.branches
+        },
+    }
+
+
+def compare(args: argparse.Namespace, folder: Path, cold: Cold) -> None:
+    """Runs everything in turn and prints a table for warm and one for cold files."""
+    tokenizer = AutoTokenizer.from_pretrained(pair().target)
+    prompts = [tokenizer(p, return_tensors="pt").input_ids for p in read_prompts(None, args.count)]
+    whole = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    truth = SpecGenerator(whole)
+    texts = [
+        truth.generate(ids, max_new_tokens=args.tokens, eos_token_id=[], pad_token_id=0).sequences[0].tolist()
+        for ids in prompts
+    ]
+    del whole, truth
+    oracle = Oracle(texts, chances(), 4096)
+    found = models(folder, args.memory and args.memory * 2**20, args.buffers, cold)
+    runs = systems(found, prompts, oracle, args)
+    for cold.on in (False, True):
+        watch = Watch()
+        seconds: dict[str, list[float]] = {name: [] for name in runs}
+        stats: dict[str, list[Any]] = {name: [] for name in runs}
+        same = dict.fromkeys(runs, 0)
+        for turn in range(args.repeats * len(prompts)):
+            case, names = turn % len(prompts), list(runs)
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                watch.look()
+                cold.seconds, began = 0.0, time.perf_counter()
+                out = runs[name](case)
+                seconds[name].append((time.perf_counter() - began - cold.seconds) / args.tokens)
+                ids = out.sequences if hasattr(out, "sequences") else out
+                same[name] += ids[0].tolist() == texts[case]
+                stats[name].append(getattr(out, "stats", None))
+        print(f"\n{'cold' if cold.on else 'warm'}, {args.tokens} new tokens\n")
+        print(table(HEADER, [_row(name, seconds, stats[name], same[name]) for name in runs]))
+        print(f"\n{watch.verdict()}", flush=True)
+
+
+HEADER = (
+    *("system", "ms per token", "vs accelerate", "vs accelerate, checkpoint", "vs assisted"),
+    *("vs assisted, checkpoint", "weight passes per token", "same text"),
+)
+
+
+def _row(name: str, seconds: dict[str, list[float]], stats: list[Any], same: int) -> list[str]:
+    def ratio(other: str) -> str:
+        return f"{statistics.median(a / b for a, b in zip(seconds[other], seconds[name], strict=True)):.2f}x"
+
+    passes = [s.weight_passes_per_token for s in stats if s is not None]
+    shown = f"{statistics.mean(passes):.3f}" if passes else ""
+    milliseconds = f"{1e3 * statistics.median(seconds[name]):.0f}"
+    ratios = [ratio(other) for other in (PLAIN, MAPPED, ASSISTED, ASSISTED_MAPPED)]
+    return [name, milliseconds, *ratios, shown, f"{same}/{len(seconds[name])}"]
+
+
+@torch.no_grad()
+def passes(args: argparse.Namespace, folder: Path, cold: Cold) -> None:
+    """Seconds of a pass without a cache, by number of tokens, of every way of offloading, and in memory."""
+    found = models(folder, args.memory and args.memory * 2**20, args.buffers, cold)
+    found["in memory"] = out_of_file(AutoModelForCausalLM.from_pretrained(folder, dtype="auto"))
+    widths, watch = (1, 16, 64, 256), Watch()
+    seconds: dict[tuple[str, bool, int], list[float]] = {}
+    for _ in range(args.repeats):
+        for width in widths:
+            ids = torch.randint(0, 4096, (1, width))
+            for cold.on in (False, True):
+                for name, model in found.items():
+                    watch.look()
+                    cold.seconds, began = 0.0, time.perf_counter()
+                    model(input_ids=ids, use_cache=False)
+                    taken = time.perf_counter() - began - cold.seconds
+                    seconds.setdefault((name, cold.on, width), []).append(taken)
+    rows = [
+        [
+            f"{name}, {'cold' if on else 'warm'}",
+            *(f"{min(seconds[name, on, w]):.3f} / {statistics.median(seconds[name, on, w]):.3f}" for w in widths),
+        ]
+        for name in found
+        for on in (False, True)
+        if (name, on) != ("in memory", True)
+    ]
+    print("\nseconds of a pass: least / median\n")
+    print(table(["", *(f"{w} tokens" for w in widths)], rows))
+    print(f"\n{watch.verdict()}")
+
+
+def main() -> None:
+    """Makes the target in a temporary folder and measures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=24, help="of 12.9 M weights each")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--count", type=int, default=2, help="prompts")
+    parser.add_argument("--tokens", type=int, default=48, help="new tokens per prompt")
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--branches", type=int, nargs="*", default=[4, 16], help="of trees that are 16 deep")
+    parser.add_argument("--memory", type=int, help="MiB that the streamed target may take (default: no layer stays)")
+    parser.add_argument("--buffers", type=int, default=2, help="1: nothing is read ahead")
+    parser.add_argument("--passes", action="store_true", help="single passes instead of texts")
+    args = parser.parse_args()
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {args.dtype}")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_target(folder, args.layers, getattr(torch, args.dtype))
+        (passes if args.passes else compare)(args, folder, Cold())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Where on disk the weights of a model that accelerate has offloaded lie, and reading them from there."""
+
+from __future__ import annotations
+
+import json
+import os
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain
+from math import prod
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor, nn
+
+from specdec.errors import LoadError, UnsupportedError
+from specdec.models.offload import hooks
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}  # names of the safetensors format
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor in a file: its first byte, and what the bytes are."""
+
+    path: str
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def of(self, data: Tensor) -> Tensor:
+        """The tensor over its bytes `[nbytes]`, without a copy."""
+        return data.view(self.dtype).view(self.shape)
+
+
+class Files:
+    """Open files that are read by position, by one thread at a time; closed when nobody holds them any more."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, BinaryIO] = {}
+        weakref.finalize(self, _close, self._open)
+
+    def read(self, path: str, offset: int, into: memoryview) -> None:
+        """Fills `into` from `offset` on; raises LoadError where that is not possible."""
+        try:
+            file = self._open.get(path) or self._open.setdefault(path, open(path, "rb", buffering=0))  # noqa: SIM115
+            file.seek(offset)
+            done = 0
+            while done < len(into):
+                count = file.readinto(into[done:])  # type: ignore[attr-defined]
+                if not count:
+                    raise LoadError(_too_short(path, offset + len(into), offset + done))
+                done += count
+        except OSError as error:
+            raise LoadError(f"weights cannot be read from {path} ({error}): is the disk still there?") from error
+
+
+def _close(files: dict[str, BinaryIO]) -> None:
+    for file in files.values():
+        file.close()
+
+
+def away(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every name under which a parameter or buffer of the model is not in memory."""
+    tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    return ((name, tensor) for name, tensor in tensors if tensor.is_meta)
+
+
+def find(model: nn.Module) -> dict[str, Stored]:
+    """Where each weight that is `away` lies, by name.
+
+    Raises UnsupportedError for weights that accelerate keeps in memory, or that are not its own; LoadError where a
+    file is missing, broken or too short.
+    """
+    header = cache(_header)
+    return {name: _find(model, name, header) for name, _ in away(model)}
+
+
+def _find(model: nn.Module, name: str, header: Any) -> Stored:
+    parts = name.split(".")
+    for depth in reversed(range(len(parts))):
+        for hook in hooks(model.get_submodule(".".join(parts[:depth]))):
+            weights = getattr(hook, "weights_map", None)
+            if weights is not None:
+                return _entry(weights.dataset, weights.prefix + ".".join(parts[depth:]), header)
+    raise UnsupportedError(f"weight {name!r} is nowhere: load the model with accelerate's disk offloading")
+
+
+def _entry(loader: Any, key: str, header: Any) -> Stored:
+    entry = getattr(loader, "index", {}).get(key)
+    if entry is None:
+        raise UnsupportedError(f"weight {key!r} is in no file: only models that are offloaded to disk can be streamed")
+    if "safetensors_file" in entry:
+        found: Stored = header(entry["safetensors_file"])[entry.get("weight_name", key)]
+        return found
+    dtype, shape = getattr(torch, entry["dtype"]), tuple(entry["shape"])
+    stored = Stored(os.path.join(loader.save_folder, f"{key}.dat"), 0, dtype, shape)
+    _check_length(stored.path, stored.nbytes)
+    return stored
+
+
+def _header(path: str) -> Mapping[str, Stored]:
+    """The tensors of a safetensors file; https://huggingface.co/docs/safetensors describes the format."""
+    try:
+        with open(path, "rb") as file:
+            start = 8 + int.from_bytes(file.read(8), "little")
+            entries: dict[str, Any] = json.loads(file.read(start - 8))
+    except (OSError, ValueError, MemoryError, OverflowError) as error:
+        raise LoadError(f"{path} is no readable safetensors file ({error}): download or save it again") from error
+    entries.pop("__metadata__", None)
+    found = {
+        name: Stored(path, start + entry["data_offsets"][0], _DTYPES[entry["dtype"]], tuple(entry["shape"]))
+        for name, entry in entries.items()
+        if entry["dtype"] in _DTYPES
+    }
+    _check_length(path, max((stored.offset + stored.nbytes for stored in found.values()), default=start))
+    return found
+
+
+def _check_length(path: str, needed: int) -> None:
+    try:
+        length = os.path.getsize(path)
+    except OSError as error:
+        raise LoadError(f"weights are missing: {error}") from error
+    if length < needed:
+        raise LoadError(_too_short(path, needed, length))
+
+
+def _too_short(path: str, needed: int, length: int) -> str:
+    return f"{path} ends after {length} bytes, its weights need {needed}: download or save it again"

@@ -1,0 +1,193 @@
+"""Offloaded targets that pay: layers pass through a few buffers, the next is read while one computes.
+
+accelerate's hooks bring in every weight when its module runs, and the disk waits meanwhile. Here a layer is the unit:
+its bytes mostly lie side by side in the checkpoint, one thread reads them in one go into a buffer that is used again
+and again, and the layers that fit into memory stay there.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate.hooks import remove_hook_from_module
+from torch import Tensor, nn
+
+from specdec.errors import OptionError, UnsupportedError
+from specdec.models.offload import hooks
+from specdec.models.reader import Buffer, Layer, Reader, StreamedForward, Weight
+from specdec.models.stored import Files, Stored, find
+
+Layers = list[tuple[nn.Module, Layer]]
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """Bytes of weights that stay in memory, of the buffers for the others, and of those others."""
+
+    resident: int
+    buffers: int
+    streamed: int
+
+
+@torch.no_grad()
+def stream(model: nn.Module, *, max_memory: int | None = None, buffers: int = 2) -> Residency:
+    """Makes a model that accelerate has offloaded to disk read its layers by itself; changes `model`.
+
+    `max_memory` are the bytes that weights and buffers may take: what is outside the layers stays in memory, with at
+    most so many `buffers`, then as many layers as fit; None keeps no layer. With one buffer nothing is read ahead. To
+    be called before the model becomes a `LanguageModel`. Raises OptionError where `max_memory` is too small,
+    UnsupportedError where weights are not in files or several devices compute, LoadError for files that are missing,
+    broken or too short; the model is as before then.
+    """
+    if buffers < 1:
+        raise OptionError.of("buffers", "at least 1", buffers)
+    _check_unwrapped(model)
+    device, files = _device(model), Files()
+    lists, rest = _layers_and_rest(model)
+    fixed = _bytes_in_memory(model) + sum({weight.stored: weight.nbytes for weight in rest}.values())
+    streamed, buffers = _streamed(lists, fixed, max_memory, buffers, device)
+    reader = _reader(streamed, device, buffers, files)
+    numbers = {layer: number for number, layer in enumerate(reader.layers)}
+    kept = [layer for layers in lists for _, layer in layers if layer not in numbers]
+    weights = [*rest, *(weight for layer in kept for weight in layer.weights)]
+    loaded = _load(weights, device, files)
+    _detach(model)
+    for weight, tensor in loaded:
+        weight.put(tensor)
+    for module, layer in (pair for layers in streamed for pair in layers):
+        for weight in layer.weights:
+            weight.take()
+        module.forward = StreamedForward(module, reader, numbers[layer])
+    return Residency(fixed + sum(layer.nbytes for layer in kept), reader.nbytes, sum(layer.nbytes for layer in numbers))
+
+
+def _check_unwrapped(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if hooks(module) and not isinstance(module.forward, partial):  # what accelerate puts there
+            raise UnsupportedError(f"{name!r} was wrapped after it was offloaded: stream the model before that")
+
+
+def _device(model: nn.Module) -> torch.device:
+    """Where all of the model computes."""
+    places = [getattr(hook, "execution_device", None) for module in model.modules() for hook in hooks(module)]
+    devices = {torch.device(place) for place in places if place is not None}
+    if len(devices) > 1:
+        raise UnsupportedError(f"layers are read for one device, the model computes on {sorted(map(str, devices))}")
+    return devices.pop() if devices else torch.device("cpu")
+
+
+def _layers_and_rest(model: nn.Module) -> tuple[list[Layers], list[Weight]]:
+    """The layers that have weights on disk, list by list, and the weights that belong to none or to several."""
+    lists = list(_module_lists(model))
+    owners = {f"{name}.{i}": module for name, found in lists for i, module in enumerate(found)}
+    by_owner: dict[str, list[Weight]] = {owner: [] for owner in ("", *owners)}
+    users: dict[Stored, set[str]] = defaultdict(set)
+    for name, weight in _weights(model):
+        owner = next((owner for owner in owners if name.startswith(f"{owner}.")), "")
+        by_owner[owner].append(weight)
+        users[weight.stored].add(owner)
+    shared = {stored for stored, found in users.items() if len(found) > 1}
+    rest = by_owner.pop("")
+    rest += [weight for weights in by_owner.values() for weight in weights if weight.stored in shared]
+    layers = {owner: [w for w in weights if w.stored not in shared] for owner, weights in by_owner.items()}
+    pairs = [
+        [(module, Layer(layers[f"{name}.{i}"])) for i, module in enumerate(found) if layers[f"{name}.{i}"]]
+        for name, found in lists
+    ]
+    return [found for found in pairs if found], rest
+
+
+def _module_lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
+    """The model's lists of layers: those that are in no other list."""
+    outer: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{o}.") for o in outer):
+            outer.append(name)
+            yield name, module
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[str, Weight]]:
+    """Every weight on disk, with its name."""
+    stored = find(model)
+    for prefix, module in model.named_modules():
+        for home in (module._parameters, module._buffers):
+            for leaf, tensor in home.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if type(tensor) not in (nn.Parameter, Tensor):
+                    raise UnsupportedError(f"weights of type {type(tensor).__name__} cannot be read layer by layer")
+                name = f"{prefix}.{leaf}" if prefix else leaf
+                yield name, Weight(home, leaf, tensor, stored[name])
+
+
+def _bytes_in_memory(model: nn.Module) -> int:
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if not t.is_meta]
+    return sum({t.untyped_storage().data_ptr(): t.nbytes for t in tensors}.values())
+
+
+def _streamed(
+    lists: Sequence[Layers], fixed: int, max_memory: int | None, buffers: int, device: torch.device
+) -> tuple[list[Layers], int]:
+    """The layers that do not stay, where `fixed` bytes are in memory anyway, and how many buffers there is room for."""
+    layers = [layer for found in lists for _, layer in found]
+    if max_memory is None or not layers:
+        return list(lists), buffers
+    spare = max_memory - fixed
+    if sum(layer.nbytes for layer in layers) <= spare:
+        return [], 0
+    size = sum(Buffer.sizes(layers, device))
+    if spare < size:
+        raise OptionError.of("max_memory", f"at least {fixed + size} bytes for this model", max_memory)
+    buffers, streamed = min(buffers, spare // size), []
+    spare -= buffers * size
+    for found in reversed(lists):  # decoders come last, and their layers are read in every pass
+        kept = _spread(found, spare)
+        spare -= sum(layer.nbytes for layer in kept)
+        streamed.append([(module, layer) for module, layer in found if layer not in kept])
+    return streamed, buffers
+
+
+def _spread(found: Layers, spare: int) -> set[Layer]:
+    """As many layers as fit into `spare` bytes, evenly spread, so that there is time to read those between them."""
+    n = len(found)
+    for count in range(n, 0, -1):
+        kept = {layer for i, (_, layer) in enumerate(found) if (i + 1) * count // n > i * count // n}
+        if sum(layer.nbytes for layer in kept) <= spare:
+            return kept
+    return set()
+
+
+def _reader(streamed: Sequence[Layers], device: torch.device, buffers: int, files: Files) -> Reader:
+    """A reader of these layers; after the last one of a list comes its first again, in the next pass."""
+    layers = [layer for found in streamed for _, layer in found]
+    after: list[int] = []
+    for found in streamed:
+        start, n = len(after), len(found)
+        after += [start + (i + 1) % n for i in range(n)]
+    return Reader(layers, after, device, buffers if layers else 0, files)
+
+
+def _load(weights: Sequence[Weight], device: torch.device, files: Files) -> list[tuple[Weight, Tensor]]:
+    """The weights with their values in memory; what lies at one place in a file is one tensor."""
+    tensors: dict[Stored, Tensor] = {}
+    for weight in weights:
+        stored = weight.stored
+        if stored not in tensors:
+            data = torch.empty(stored.nbytes, dtype=torch.uint8)
+            files.read(stored.path, stored.offset, data.numpy().data)
+            tensors[stored] = stored.of(data).to(device, weight.placeholder.dtype)
+    return [(weight, tensors[weight.stored]) for weight in weights]
+
+
+def _detach(model: nn.Module) -> None:
+    """Takes accelerate's hooks off, and what they leave behind."""
+    for module in model.modules():
+        remove_hook_from_module(module)
+        forward: Any = vars(module).get("forward")
+        if getattr(forward, "__func__", None) is type(module).forward:
+            del module.forward

@@ -1,0 +1,297 @@
+"""Streamed models: layers come from their files one after the other, and everything else is as in memory."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import cpu_offload, disk_offload
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
+
+from specdec import LanguageModel, OptionError, SpecGenerator, UnsupportedError
+from specdec.errors import LoadError
+from specdec.models.offload import execution_device, is_offloaded
+from specdec.models.streaming import stream
+from tests.oracle import oracle
+from tests.test_exact import prompt_for, reference
+from tests.tiny import DECODERS, tiny
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "eos_token_id": [], "pad_token_id": 0}
+CPU = torch.device("cpu")
+
+
+def auto_class(name: str) -> Any:
+    if name == "whisper":
+        return AutoModelForSpeechSeq2Seq
+    return AutoModelForCausalLM if name in DECODERS else AutoModelForSeq2SeqLM
+
+
+def pair(name: str, folder: Path, dtype: Any = torch.float32, **options: Any) -> tuple[Any, Any]:
+    """The tiny model saved in `folder`, loaded into memory as `dtype`, and the same offloaded to disk."""
+    tiny(name, **options).save_pretrained(folder / "model")
+    load = auto_class(name).from_pretrained
+    whole = load(folder / "model", dtype=dtype).eval()
+    for parameter in whole.parameters():
+        parameter.data = parameter.data.clone()  # out of the file, where it may begin at any byte
+    return whole, load(folder / "model", dtype=dtype, device_map={"": "disk"}, offload_folder=folder / "off").eval()
+
+
+def logits(model: Any, name: str) -> torch.Tensor:
+    inputs = prompt_for(name)
+    if name not in DECODERS:
+        inputs["decoder_input_ids"] = torch.arange(3, 10)[None]
+    if "input_features" in inputs:
+        inputs["input_features"] = inputs["input_features"].to(model.dtype)
+    with torch.no_grad():
+        return model(**inputs).logits
+
+
+def in_memory(model: Any) -> int:
+    """Bytes of the model's weights that are in memory, tied ones once."""
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if not t.is_meta]
+    return sum({t.untyped_storage().data_ptr(): t.nbytes for t in tensors}.values())
+
+
+def readers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("specdec-weights")]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama", "gpt2", "gemma2", "opt", "bloom", "falcon_alibi", "gpt_neox", "mixtral", "deepseek_v3", "mpt",
+        "mamba2", "qwen3_next", "jamba", "gpt_oss", "t5", "bart", "pegasus", "whisper",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["as stored", "converted"])
+def test_logits_are_those_of_the_model_in_memory(name: str, dtype: Any, tmp_path: Path) -> None:
+    """Bit by bit, in the first pass and in the next, read ahead or not; weights are away between passes."""
+    whole, model = pair(name, tmp_path, dtype)
+    stream(model)
+    expected = logits(whole, name)
+    for _ in range(2):
+        assert torch.equal(logits(model, name), expected)
+        assert is_offloaded(model)
+    assert execution_device(model.get_input_embeddings()) == CPU
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "marian"])
+@pytest.mark.parametrize("buffers", [1, 2, 3])
+def test_models_offloaded_by_hand(name: str, buffers: int, tmp_path: Path) -> None:
+    """`accelerate.disk_offload` writes files of its own; one buffer reads nothing ahead, three read far."""
+    whole, model = tiny(name), tiny(name)
+    disk_offload(model, tmp_path, execution_device=CPU)
+    stream(model, buffers=buffers)
+    assert torch.equal(logits(model, name), logits(whole, name))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "bloom", "mamba2", "t5", "bart", "whisper"])
+def test_text_is_that_of_the_model_in_memory(name: str, tmp_path: Path) -> None:
+    """Plain and assisted, two rows."""
+    whole, model = pair(name, tmp_path)
+    stream(model)
+    inputs = prompt_for(name, rows=2)
+    expected = reference(whole, inputs, max_new_tokens=8).tolist()
+    for draft in (None, "suffix", oracle("half", expected, 64), tiny(name, seed=1)):
+        out = SpecGenerator(model, draft).generate(**inputs, **OPTIONS)
+        assert out.sequences.tolist() == expected, draft
+        assert out.stats.weight_passes_per_token == out.stats.num_target_passes / out.stats.num_new_tokens
+
+
+def test_tied_weights_are_read_once(tmp_path: Path) -> None:
+    """Embedding and head that are one weight stay one, and stay in memory."""
+    whole, model = pair("llama", tmp_path, tie_word_embeddings=True)
+    stream(model)
+    head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    assert head.data_ptr() == embedding.data_ptr()
+    assert torch.equal(logits(model, "llama"), logits(whole, "llama"))
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_memory_is_respected(name: str, tmp_path: Path) -> None:
+    """Weights and buffers take at most what is given; more memory keeps more layers; too little is an error."""
+    whole, _ = pair(name, tmp_path, num_hidden_layers=8) if name == "llama" else pair(name, tmp_path, num_layers=4)
+    total, kept = in_memory(whole), []
+    load = auto_class(name).from_pretrained
+    with pytest.raises(OptionError, match="at least") as error:
+        stream(load(tmp_path / "model", device_map={"": "disk"}), max_memory=1)
+    least = int(str(error.value).split("at least ")[1].split()[0])
+    for memory in (least, (least + total) // 2, total - 1, total):
+        model = load(tmp_path / "model", device_map={"": "disk"})
+        found = stream(model, max_memory=memory)
+        assert found.resident == in_memory(model)
+        assert found.resident + found.buffers <= memory
+        assert found.resident + found.streamed == total
+        assert torch.equal(logits(model, name), logits(whole, name))
+        kept.append(found.resident)
+    assert kept == sorted(kept)
+    assert kept[0] < kept[1] < kept[2] < kept[3] == total
+    assert not is_offloaded(model)
+
+
+def test_what_accelerate_keeps_in_memory_stays(tmp_path: Path) -> None:
+    """A device map of its own: only what it sends to disk is streamed."""
+    whole, _ = pair("llama", tmp_path)
+    places = {
+        "model.layers.1": "disk",
+        **dict.fromkeys(["model.embed_tokens", "model.norm", "model.rotary_emb"], "cpu"),
+    }
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", device_map={**places, "lm_head": "cpu", "model.layers.0": "cpu"}
+    )
+    found = stream(model)
+    assert found.streamed == in_memory(whole.model.layers[1])
+    assert torch.equal(logits(model, "llama"), logits(whole, "llama"))
+
+
+def test_several_shards(tmp_path: Path) -> None:
+    """A layer whose weights lie in several files."""
+    whole, _ = pair("llama", tmp_path)
+    whole.save_pretrained(tmp_path / "shards", max_shard_size="8KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 3
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "shards", device_map={"": "disk"})
+    stream(model)
+    assert torch.equal(logits(model, "llama"), logits(whole, "llama"))
+
+
+def test_a_file_that_is_cut_short(tmp_path: Path) -> None:
+    """Before streaming, the model is left as it was; while it runs, the caller learns of it and may try again."""
+    whole, model = pair("llama", tmp_path, num_hidden_layers=5)
+    path = tmp_path / "model" / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[:-100])
+    with pytest.raises(LoadError, match="ends after"):
+        stream(model)
+    path.write_bytes(data)
+    expected = logits(whole, "llama")
+    assert torch.equal(logits(model, "llama"), expected)
+    stream(model)
+    assert torch.equal(logits(model, "llama"), expected)
+    path.write_bytes(data[:-5000])
+    for _ in range(2):
+        with pytest.raises(LoadError, match="ends after"):
+            logits(model, "llama")
+    path.write_bytes(data)
+    assert torch.equal(logits(model, "llama"), expected)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff" * 64, b"\x08" + b"\0" * 7 + b"not json"], ids=["empty", "huge", "broken"]
+)
+def test_a_file_that_is_none(content: bytes, tmp_path: Path) -> None:
+    """A header that cannot be read is a clear error."""
+    _, model = pair("llama", tmp_path)
+    (tmp_path / "model" / "model.safetensors").write_bytes(content)
+    with pytest.raises(LoadError, match="safetensors"):
+        stream(model)
+
+
+def test_a_file_that_vanishes(tmp_path: Path) -> None:
+    """Before streaming it is a clear error; later on the open file is still there to be read."""
+    whole, model = pair("llama", tmp_path)
+    path = tmp_path / "model" / "model.safetensors"
+    aside = path.rename(tmp_path / "aside")
+    with pytest.raises(LoadError, match="No such file"):
+        stream(model)
+    aside.rename(path)
+    stream(model)
+    path.unlink()
+    for _ in range(2):
+        assert torch.equal(logits(model, "llama"), logits(whole, "llama"))
+
+
+def test_an_exception_in_a_layer(tmp_path: Path) -> None:
+    """The pass after it works, and weights are away in between."""
+    whole, model = pair("llama", tmp_path)
+    stream(model)
+
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[1].mlp.register_forward_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        logits(model, "llama")
+    hook.remove()
+    assert all(parameter.is_meta for parameter in model.model.layers.parameters())
+    assert torch.equal(logits(model, "llama"), logits(whole, "llama"))
+
+
+def test_several_threads(tmp_path: Path) -> None:
+    """Callers in several threads take turns layer by layer."""
+    whole, model = pair("llama", tmp_path, num_hidden_layers=5)
+    stream(model)
+    expected, found = logits(whole, "llama"), []
+    threads = [threading.Thread(target=lambda: found.append(logits(model, "llama"))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert all(torch.equal(one, expected) for one in found)
+
+
+def test_memory_and_threads_over_many_passes(tmp_path: Path) -> None:
+    """Passes leave nothing behind, and the thread and the files go with the model."""
+    model = pair("llama", tmp_path, num_hidden_layers=5)[1]
+    stream(model)
+    logits(model, "llama")
+    before, mine = live_bytes(), len(readers())
+    for _ in range(20):
+        logits(model, "llama")
+    assert live_bytes() == before
+    assert len(readers()) == mine
+    files = len(list(Path("/proc/self/fd").iterdir()))
+    del model
+    gc.collect()
+    for thread in readers()[mine - 1 :]:
+        thread.join(5)
+    assert len(readers()) == mine - 1
+    assert len(list(Path("/proc/self/fd").iterdir())) == files - 1
+
+
+def live_bytes() -> int:
+    """Bytes of all tensors that the interpreter knows of."""
+    gc.collect()
+    found = [o for o in gc.get_objects() if isinstance(o, torch.Tensor) and not o.is_meta]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}.values())
+
+
+def test_an_early_exit_of_a_streamed_model(tmp_path: Path) -> None:
+    """Layers keep their reading when a model stops early."""
+    whole, model = pair("llama", tmp_path)
+    stream(model)
+    inputs = prompt_for("llama")
+    expected = reference(whole, inputs, max_new_tokens=8).tolist()
+    assert SpecGenerator(model, "early_exit:1").generate(**inputs, **OPTIONS).sequences.tolist() == expected
+
+
+def test_a_streamed_model_is_not_compiled(tmp_path: Path) -> None:
+    """The compiler would take the weights of one moment for those of all."""
+    model = pair("llama", tmp_path)[1]
+    stream(model)
+    with pytest.raises(UnsupportedError, match="compile=True"):
+        LanguageModel(model, compile=True)
+
+
+def test_what_cannot_be_streamed() -> None:
+    """Weights that are kept in memory, models that were wrapped before, and no buffers at all."""
+    model = tiny("llama")
+    cpu_offload(model, execution_device=CPU)
+    with pytest.raises(UnsupportedError, match="offloaded to disk"):
+        stream(model)
+    with pytest.raises(OptionError, match="buffers"):
+        stream(model, buffers=0)
+
+
+def test_a_wrapped_model_is_refused(tmp_path: Path) -> None:
+    """Positions that a LanguageModel looks up would get lost with accelerate's hooks."""
+    model = tiny("bart")
+    disk_offload(model, tmp_path, execution_device=CPU)
+    LanguageModel(model)
+    with pytest.raises(UnsupportedError, match="before"):
+        stream(model)
