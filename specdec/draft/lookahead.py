@@ -145,8 +145,19 @@ class LookaheadSession(ModelSession):
             if length < len(held.tokens):
                 del held.tokens[length:]
                 held.crown = EMPTY
+        self._drop_crowns({look.slot for look in looks if self._chunk(look)})
         while trees := {look.slot: chunk for look in looks if (chunk := self._chunk(look))}:
             self._see(trees, {slot: len(tree) for slot, tree in trees.items()}, {})
+
+    def _drop_crowns(self, slots: set[int]) -> None:
+        """Forgets the branches of rows whose text went on for so long without this draft."""
+        assert self._session is not None
+        crowns = [list(range(len(held.crown))) for held in self._branches]
+        if any(crowns[slot] for slot in slots):
+            paths = [[] if slot in slots else crown for slot, crown in enumerate(crowns)]
+            self._session.commit(paths, trunks=[0] * len(paths))
+            for slot in slots:
+                self._branches[slot].crown = EMPTY
 
     def _chunk(self, look: _Look) -> Tree:
         """A part of a prompt that is too long for one pass; empty where it is not."""
