@@ -138,7 +138,7 @@ class LookaheadSession(ModelSession):
         assert self._session is not None
         lengths = [len(held.tokens) for held in self._branches]
         for look in looks:
-            lengths[look.slot] = _agreement(self._branches[look.slot].tokens, look.row.tokens)
+            lengths[look.slot] = _agreement(self._branches[look.slot].tokens, look.row)
         self._session.truncate(lengths)
         self._session.refresh()
         for held, length in zip(self._branches, self._session.lengths, strict=True):
@@ -220,9 +220,9 @@ def _found(wanted: Tree, crown: Tree, leaves: list[int]) -> dict[int, int]:
     return place
 
 
-def _agreement(held: list[int], text: list[int]) -> int:
-    """How many held tokens are the text; the text's last is left out, unless everything held is text."""
-    if text[: len(held)] == held and len(held) < len(text):
-        return len(held)
-    same = next((i for i, pair in enumerate(zip(held, text, strict=False)) if len(set(pair)) > 1), len(text) - 1)
-    return min(same, len(text) - 1)
+def _agreement(held: list[int], row: Row) -> int:
+    """How many held tokens are the row's text; its last is fed anew where branches begin there, for its logits."""
+    end = min(len(held), len(row.tokens) - (not row.tree.tokens))
+    if held[:end] == row.tokens[:end]:
+        return end
+    return next(i for i in range(end) if held[i] != row.tokens[i])

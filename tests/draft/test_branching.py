@@ -90,6 +90,26 @@ def test_text_that_grew_long_without_the_draft(name: str, monkeypatch: pytest.Mo
         rows[1].tokens += [3]
 
 
+def test_branches_are_kept_while_a_search_settles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next leaf alone is fed. (The text's last token and all branches were, where the text had not grown.)"""
+    strategy, row = Greedy(NOTHING, width=64), FakeRow([5, 6, 7], tree=Tree.chain([8, 9]), leaves=(1,))
+    rules = PerSearch({0: strategy.rule})
+    session = ModelDrafter(LanguageModel(tiny("llama"))).start(call(strategy.rule, vocab_size=64, branching=rules))
+    session.propose([row], [Limit(1, branches=2)])
+    fed, inner = [], session._session
+    forward = inner.forward
+
+    def counting(trees, *rest):  # type: ignore[no-untyped-def]
+        fed.append(len(trees[0]) - len(inner.crowns[0]))
+        return forward(trees, *rest)
+
+    monkeypatch.setattr(inner, "forward", counting)
+    row.tree, row.leaves = Tree.chain([8, 9, 10]), (2,)
+    [tree] = session.propose([row], [Limit(1, branches=2)])
+    assert fed == [1]
+    assert paths(tree).keys() == best_tree(tiny("llama"), [*row.tokens, 8, 9, 10], Limit(1, branches=2)).keys()
+
+
 def test_one_pass_per_level() -> None:
     """A tree costs as many draft passes as a chain of its depth, and the last one that finds no better nodes."""
     model = LanguageModel(tiny("llama"))
