@@ -138,15 +138,26 @@ class LookaheadSession(ModelSession):
         assert self._session is not None
         lengths = [len(held.tokens) for held in self._branches]
         for look in looks:
-            lengths[look.slot] = _agreement(self._branches[look.slot].tokens, look.row.tokens)
+            lengths[look.slot] = _agreement(self._branches[look.slot].tokens, look.row)
         self._session.truncate(lengths)
         self._session.refresh()
         for held, length in zip(self._branches, self._session.lengths, strict=True):
             if length < len(held.tokens):
                 del held.tokens[length:]
                 held.crown = EMPTY
+        self._drop_crowns({look.slot for look in looks if self._chunk(look)})
         while trees := {look.slot: chunk for look in looks if (chunk := self._chunk(look))}:
             self._see(trees, {slot: len(tree) for slot, tree in trees.items()}, {})
+
+    def _drop_crowns(self, slots: set[int]) -> None:
+        """Forgets the branches of rows whose text went on for so long without this draft."""
+        assert self._session is not None
+        crowns = [list(range(len(held.crown))) for held in self._branches]
+        if any(crowns[slot] for slot in slots):
+            paths = [[] if slot in slots else crown for slot, crown in enumerate(crowns)]
+            self._session.commit(paths, trunks=[0] * len(paths))
+            for slot in slots:
+                self._branches[slot].crown = EMPTY
 
     def _chunk(self, look: _Look) -> Tree:
         """A part of a prompt that is too long for one pass; empty where it is not."""
@@ -209,9 +220,9 @@ def _found(wanted: Tree, crown: Tree, leaves: list[int]) -> dict[int, int]:
     return place
 
 
-def _agreement(held: list[int], text: list[int]) -> int:
-    """How many held tokens are the text; the text's last is left out, unless everything held is text."""
-    if text[: len(held)] == held and len(held) < len(text):
-        return len(held)
-    same = next((i for i, pair in enumerate(zip(held, text, strict=False)) if len(set(pair)) > 1), len(text) - 1)
-    return min(same, len(text) - 1)
+def _agreement(held: list[int], row: Row) -> int:
+    """How many held tokens are the row's text; its last is fed anew where branches begin there, for its logits."""
+    end = min(len(held), len(row.tokens) - (not row.tree.tokens))
+    if held[:end] == row.tokens[:end]:
+        return end
+    return next(i for i in range(end) if held[i] != row.tokens[i])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from specdec.draft import ModelDrafter
+from specdec.draft import ModelDrafter, lookahead
 from specdec.logits import Processors
 from specdec.models import LanguageModel
 from specdec.schedule.rules import Limit
@@ -73,6 +73,41 @@ def test_trees_are_the_best_nodes(name: str) -> None:
             row.tokens += [*accepted, rng.randrange(3, 64)]
         if turn == 1:
             session.release([rows.pop(0).key])
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_text_that_grew_long_without_the_draft(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read in chunks like a prompt. (Old branches were taken for its beginning.)"""
+    monkeypatch.setattr(lookahead, "PREFILL_CHUNK", 4)
+    model, plan = tiny(name), Limit(3, branches=2)
+    rule, rows = Greedy(NOTHING, width=64).rule, [FakeRow([5, 6, 7], 0), FakeRow([8, 9], 1)]
+    rules = PerSearch({row.key: rule for row in rows})
+    session = ModelDrafter(LanguageModel(model)).start(call(rule, vocab_size=64, branching=rules))
+    for more in ([1], [9] * 6, [11, 12, 13], [4] * 9, [3]):
+        for row, tree in zip(rows, session.propose(rows, [plan] * 2), strict=True):
+            assert paths(tree).keys() == best_tree(model, row.tokens, plan).keys()
+        rows[0].tokens += more
+        rows[1].tokens += [3]
+
+
+def test_branches_are_kept_while_a_search_settles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next leaf alone is fed. (The text's last token and all branches were, where the text had not grown.)"""
+    strategy, row = Greedy(NOTHING, width=64), FakeRow([5, 6, 7], tree=Tree.chain([8, 9]), leaves=(1,))
+    rules = PerSearch({0: strategy.rule})
+    session = ModelDrafter(LanguageModel(tiny("llama"))).start(call(strategy.rule, vocab_size=64, branching=rules))
+    session.propose([row], [Limit(1, branches=2)])
+    fed, inner = [], session._session
+    forward = inner.forward
+
+    def counting(trees, *rest):  # type: ignore[no-untyped-def]
+        fed.append(len(trees[0]) - len(inner.crowns[0]))
+        return forward(trees, *rest)
+
+    monkeypatch.setattr(inner, "forward", counting)
+    row.tree, row.leaves = Tree.chain([8, 9, 10]), (2,)
+    [tree] = session.propose([row], [Limit(1, branches=2)])
+    assert fed == [1]
+    assert paths(tree).keys() == best_tree(tiny("llama"), [*row.tokens, 8, 9, 10], Limit(1, branches=2)).keys()
 
 
 def test_one_pass_per_level() -> None:
