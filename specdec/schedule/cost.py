@@ -108,7 +108,7 @@ class Cost:
                 return True
         return False
 
-    def _plain_rate(self, rows: int) -> float:
+    def _plain_rate(self, rows: float) -> float:
         """Tokens per second without a draft: as measured, or where there was no such pass yet, as predicted."""
         predicted = self.passes.at(rows * self.roots) + self.other_seconds
         return rows / (self.plain.at(rows) if self.plain.weight else predicted)
@@ -120,7 +120,7 @@ class Cost:
             acceptance = acceptance.after(row)
         if any(row.prefill for row in round.rows):
             return replace(self, acceptance=acceptance)
-        return replace(self, acceptance=acceptance)._learned(round)._judged(round)
+        return replace(self, acceptance=acceptance)._learned(round)._judged()
 
     def _learned(self, round: Round) -> Cost:
         """With the costs and the rate of a round."""
@@ -134,7 +134,7 @@ class Cost:
             passes=self.passes.add(round.nodes, round.verify_seconds),
             drafts=self._drafting(round, drafted),
             plain=self.plain if drafted else self.plain.add(len(round.rows), round.seconds),
-            trial=self.trial.add(tokens, round.seconds) if drafted else self.trial,
+            trial=self.trial.add(tokens, round.seconds, len(round.rows)) if drafted else self.trial,
             other_seconds=_fading(self.other_seconds, round.seconds - round.draft_seconds - round.verify_seconds),
             tokens=0.9 * self.tokens + tokens,
             seconds=0.9 * self.seconds + round.seconds,
@@ -142,13 +142,13 @@ class Cost:
             patience=self._patience(round, drafted),
         )
 
-    def _judged(self, round: Round) -> Cost:
+    def _judged(self) -> Cost:
         """With the verdict on drafting after a fair trial: by what it was seen to bring, not by what was predicted."""
         if self.lost:
             return replace(self, lost=self.idle < self.wait)
         if not (self.plain.weight and self.trial.rounds >= _FAIR_TRIAL):
             return self
-        if self.trial.rate < 0.98 * self._plain_rate(len(round.rows)):
+        if self.trial.rate < 0.98 * self._plain_rate(self.trial.mean_rows):
             return replace(self, lost=True, trial=Trial(), wait=min(2 * self.wait, 512))
         return replace(self, wait=32) if self.trial.rounds >= 8 * _FAIR_TRIAL else self
 

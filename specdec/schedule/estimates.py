@@ -103,10 +103,11 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What rounds with a draft have brought of late: fading sums of tokens and seconds, and the number of rounds."""
+    """What rounds with a draft have brought of late: fading sums of tokens, seconds and rows, and how many they were."""
 
     tokens: float = 0.0
     seconds: float = 0.0
+    rows: float = 0.0
     rounds: int = 0
 
     @property
@@ -114,11 +115,21 @@ class Trial:
         """Tokens per second."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
-    def add(self, tokens: int, seconds: float) -> Trial:
+    @property
+    def mean_rows(self) -> float:
+        """Rows of a round."""
+        return self.rows / self._weight if self.rounds else 0.0
+
+    @property
+    def _weight(self) -> float:
+        return (1 - 0.95**self.rounds) / (1 - 0.95)
+
+    def add(self, tokens: int, seconds: float, rows: int) -> Trial:
         """With one more round; each older one loses 5% of its weight, and a stall counts as three usual rounds."""
-        usual = self.seconds / (sum(0.95**i for i in range(self.rounds)) or 1.0)
-        seconds = min(seconds, 3 * usual) if self.rounds else seconds
-        return Trial(0.95 * self.tokens + tokens, 0.95 * self.seconds + seconds, self.rounds + 1)
+        seconds = min(seconds, 3 * self.seconds / self._weight) if self.rounds else seconds
+        return Trial(
+            0.95 * self.tokens + tokens, 0.95 * self.seconds + seconds, 0.95 * self.rows + rows, self.rounds + 1
+        )
 
 
 def _bin(confidence: float) -> int:
