@@ -103,7 +103,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What rounds with a draft have brought of late: fading sums of tokens, seconds and rows, and how many they were."""
+    """What rounds with a draft have brought of late: fading sums of tokens, seconds and rows, and their number."""
 
     tokens: float = 0.0
     seconds: float = 0.0
