@@ -285,13 +285,20 @@ def _check_beams(options: Options, asked: Mapping[str, Any]) -> None:
         )
     if asked.get("sampling") not in (None, "coupled"):
         raise OptionError(f"`sampling`={asked['sampling']!r} draws one token at a time: with beams leave it out")
+    if (branches := asked.get("num_assistant_branches")) is not None and branches < options.beams:
+        raise OptionError.of(
+            "num_assistant_branches", f"at least `num_beams`={options.beams}, as every beam must be drafted", branches
+        )
 
 
 def _settled(options: Options) -> Options:
     """The options with what does not apply left out."""
     if options.beams > 1:
         returned = min(options.num_return_sequences or 1, options.beams)
-        return options.model_copy(update={"sampling": None, "num_return_sequences": returned})
+        branches = options.num_assistant_branches
+        enough = branches if (branches or 0) >= options.beams else None
+        settled = {"sampling": None, "num_return_sequences": returned, "num_assistant_branches": enough}
+        return options.model_copy(update=settled)
     if options.samples:
         return options
     return options.model_copy(update={"sampling": None, "num_return_sequences": 1, "num_samples": None})

@@ -142,6 +142,18 @@ def test_settings_of_sampling_in_a_generator() -> None:
     assert generator.generate(IDS, do_sample=True).stats.settings["strategy"] == "rejection"
 
 
+def test_fewer_branches_than_beams() -> None:
+    """A search could not be drafted whole: it raises, or waits as a generator's default. (It drafted in vain.)"""
+    model = tiny("llama")
+    options = {"max_new_tokens": 8, "eos_token_id": [], "pad_token_id": 0, "num_beams": 4}
+    with pytest.raises(OptionError, match="`num_assistant_branches` must be at least `num_beams`=4"):
+        SpecGenerator(model, model).generate(IDS, **options, num_assistant_branches=3)
+    with pytest.raises(OptionError, match="`num_assistant_branches`"):
+        SpecGenerator(model, model, num_beams=4, num_assistant_branches=3).generate(IDS, max_new_tokens=8)
+    out = SpecGenerator(model, model, num_assistant_branches=3).generate(IDS, **options)
+    assert out.stats.num_accepted_draft_tokens > 0
+
+
 def test_settings_of_beams_in_a_generator() -> None:
     """Likewise: they wait for a call that searches, and a call that says that it does not may pass them by."""
     generator = SpecGenerator(tiny("llama"), length_penalty=2.0, max_new_tokens=3)

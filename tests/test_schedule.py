@@ -138,6 +138,29 @@ def test_cost_tries_again_in_short_calls(hidden: float) -> None:
     assert drafted > 300
 
 
+def test_cost_judges_a_batch_as_a_batch() -> None:
+    """Eight rows after calls of one: a draft that pays for each goes on. (One round of eight rows was held against the
+    tokens per second of single ones, and the draft was lost.)"""
+    rng = random.Random(0)
+    schedule: Any = Cost()
+    for rows in (1, 1, 8):
+        schedule, drafted = schedule.fresh(32), 0
+        for _ in range(20):
+            plan = schedule.plan([Key(row) for row in range(rows)])[0]
+            confidence: list[float] = []
+            while len(confidence) < plan.limit and plan.go_on([confidence]):
+                confidence.append(0.7)
+            k, shares = len(confidence), []
+            for row in range(rows):
+                accepted = next((i for i in range(k) if rng.random() >= 0.8), k)
+                shares += outcome(k, accepted, row, confidence=confidence).rows
+            nodes, drafting = rows * (k + 1), 0.1 * k
+            seconds = 1 + 0.05 * nodes
+            schedule = schedule.after(Round(shares, nodes, drafting, seconds, 0.0, drafting + seconds))
+            drafted += k > 0
+        assert drafted >= 17
+
+
 def test_cost_gets_over_a_stall() -> None:
     """One round of thirty seconds, as when passes are compiled, is forgotten at once when the next ones are fast."""
     schedule: Any = Cost().after(outcome(3, 3, seconds=(30.0, 30.0), confidence=[0.7] * 3))
