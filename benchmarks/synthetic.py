@@ -135,12 +135,11 @@ class SyntheticAssistant(LlamaForCausalLM):
         self.generation_config.num_assistant_tokens_schedule = "heuristic"
         self.generation_config.assistant_confidence_threshold = 0.0
 
-    def forward(self, input_ids: Any = None, past_key_values: Any = None, **kwargs: Any) -> Any:
+    def forward(self, input_ids: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
         """The tiny model keeps the books of the cache; its logits make way for the first guess."""
-        held = 0 if past_key_values is None else past_key_values.get_seq_length()
-        output = super().forward(input_ids=input_ids, past_key_values=past_key_values, **kwargs)
+        output = super().forward(input_ids=input_ids, position_ids=position_ids, **kwargs)
         self._work(input_ids.shape[1])
-        token, _ = self._oracle.guess(self.text, held + input_ids.shape[1], 0)
+        token, _ = self._oracle.guess(self.text, int(position_ids[0, -1]) + 1, 0)
         output.logits = torch.zeros_like(output.logits)
         output.logits[:, -1, token] = 20.0
         return output
