@@ -152,9 +152,8 @@ def compare(args: argparse.Namespace, folder: Path, cold: Cold) -> None:
     del whole, truth
     oracle = Oracle(texts, chances(), 4096)
     found = models(folder, args.memory and args.memory * 2**20, args.buffers, cold)
-    runs = systems(found, prompts, oracle, args)
     for cold.on in (False, True):
-        watch = Watch()
+        runs, watch = systems(found, prompts, oracle, args), Watch()  # new ones: the cost rule has not seen the others
         seconds: dict[str, list[float]] = {name: [] for name in runs}
         stats: dict[str, list[Any]] = {name: [] for name in runs}
         same = dict.fromkeys(runs, 0)
