@@ -60,7 +60,7 @@ def test_sentences_stay_whole() -> None:
 
 def test_the_last_piece_is_no_scrap() -> None:
     """Seven sentences where six fit are three and four, unless the first piece is to be filled."""
-    text = " ".join(["abcdefgh."] * 7)
+    text = " ".join(["Abcdefgh."] * 7)
     assert [piece.count(".") for piece in chunked(text, 62, letters)] == [3, 4]
     assert [piece.count(".") for piece in chunked(text, 62, letters, even=False)] == [6, 1]
 

@@ -21,8 +21,8 @@ TEXTS = [
     "A much longer text about nothing in particular, which goes on. And on. And on. And on. And on. And on.",
     "x",
 ]
-LONG = " ".join(f"Sentence number {i} says that {'abcdefghij'[i % 10] * 9} is {i * i}." for i in range(30))
-CLEAN = {"suppress_tokens": UNPRINTABLE, "eos_token_id": []}  # text that reads back as the same ids
+LONG = " ".join(f"Sentence number {i} says that {'abcdefghij'[i % 10] * 9} is {i * i}." for i in range(16))
+CLEAN = {"suppress_tokens": UNPRINTABLE}  # text that reads back as the same ids
 DRAFTS = ["none", "itself", "wrong", "suffix", "ngram", "hybrid", "early_exit:1"]
 T5 = {"prefix": "summarize: ", "max_length": NEW + 1}
 
@@ -94,7 +94,7 @@ def test_decoder_only_targets(template: str | None, draft: str) -> None:
     for text, found in zip(TEXTS, summarize(TEXTS, max_length=NEW), strict=True):
         prompt = {
             None: f"Summarize the following text.\n\n{text}\n\nSummary:",
-            "chat": f"<user>Summarize the following text.\n\n{text}\n<assistant>",
+            "chat": f"<user>Summarize the following text.\n\n{text}|<assistant>",
         }.get(template, f"T: {text} {{in one line}}:")
         new = written(target, words(prompt)["input_ids"], max_new_tokens=NEW)
         assert found == {"summary_text": words.decode(new, skip_special_tokens=True)}
@@ -188,15 +188,17 @@ def test_clean_up_of_spaces() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_long_texts(family: str, draft: str) -> None:
     """Pieces of whole sentences within the tokenizer's limit, then their summaries; as by hand, with every draft."""
-    target, words = model(family, prefix="s: "), tokenizer(ends=True, most=300)
+    target, words = model(family, prefix="s: "), tokenizer(ends=True, most=150)
+    lengths = []
 
     def read(text: str) -> str:
         ids = words(f"s: {text}")["input_ids"]
-        assert len(ids) <= 300
-        new = written(target, ids, max_new_tokens=NEW, eos_token_id=None, suppress_tokens=UNPRINTABLE)
+        assert len(ids) <= 150
+        new = written(target, ids, max_new_tokens=NEW, **CLEAN)
+        lengths.append(len(new))
         return words.decode(new, skip_special_tokens=True)
 
-    pieces = chunked(LONG, 300, lambda texts: [len(words(f"s: {t}")["input_ids"]) for t in texts])
+    pieces = chunked(LONG, 150, lambda texts: [len(words(f"s: {t}")["input_ids"]) for t in texts])
     assert len(pieces) > 3
     assert all(piece.endswith(".") for piece in pieces)
     last = read(" ".join(read(piece).strip() for piece in pieces))
@@ -204,26 +206,28 @@ def test_long_texts(family: str, draft: str) -> None:
     found = summarize.summarize([TEXTS[0], LONG], max_new_tokens=NEW, **CLEAN)
     assert [summary.parts for summary in found.documents] == [[1], [len(pieces), 1]]
     assert [summary.texts for summary in found.documents] == [[read(TEXTS[0])], [last]]
-    assert found.stats.num_new_tokens == NEW * (len(pieces) + 2)
-    assert (found.stats.num_accepted_draft_tokens > 0) == (draft in ("itself", "suffix", "ngram", "hybrid"))
+    assert found.stats.num_new_tokens == sum(lengths)
+    assert (found.stats.num_draft_tokens > 0) == (draft != "none")
+    assert found.stats.num_accepted_draft_tokens > 50 or draft != "itself"
 
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_long_texts_of_decoder_only_targets(chat: bool) -> None:
     """Prompt, template and summary fit the model's positions, and every pass gets fewer pieces."""
-    target, words = model("gpt2"), tokenizer()
+    target, words = model("gpt2"), tokenizer(most=200)
     words.chat_template = CHAT if chat else None
-    long = " ".join([LONG] * 8)
-    prompts = []
+    prompts: list[list[int]] = []
     summarize = Summarizer(target, "suffix", tokenizer=words)
     generate = summarize.generator.generate
     summarize.generator.generate = lambda rows, **options: prompts.extend(rows) or generate(rows, **options)
-    found = summarize.summarize([long], max_new_tokens=100, **CLEAN).documents[0]
-    assert found.parts[0] > found.parts[1] > found.parts[2] == 1
-    assert max(map(len, prompts)) <= 512 - 100
+    found = summarize.summarize([LONG], max_new_tokens=45, **CLEAN).documents[0]
+    assert len(found.parts) > 2
+    assert found.parts == sorted(set(found.parts), reverse=True)
+    assert found.parts[-1] == 1
+    assert max(map(len, prompts)) <= 200 - 45
     sent = [words.decode(row) for row in prompts]
-    assert all(text.endswith("\n<assistant>" if chat else "\n\nSummary:") for text in sent)
-    plain = Summarizer(target, tokenizer=words).summarize([long], max_new_tokens=100, **CLEAN).documents[0]
+    assert all(text.endswith("|<assistant>" if chat else "\n\nSummary:") for text in sent)
+    plain = Summarizer(target, tokenizer=words).summarize([LONG], max_new_tokens=45, **CLEAN).documents[0]
     assert plain.texts == found.texts
 
 
@@ -238,7 +242,7 @@ def test_one_very_long_sentence() -> None:
 
 def test_the_models_own_positions() -> None:
     """Without a tokenizer's limit the encoder's table of positions is the limit; relative positions have none."""
-    long = " ".join([LONG] * 2)
+    long = " ".join([LONG] * 3)
     assert len(tokenizer(ends=True)(long)["input_ids"]) > 512
     options = {"max_new_tokens": NEW, **CLEAN}
     assert summarizer("bart").summarize([long], **options).documents[0].parts[0] > 1
@@ -259,7 +263,7 @@ def test_truncation(truncation: bool | str) -> None:
     assert found == [{"summary_text": words.decode(new, skip_special_tokens=True)}]
     target, words = model("gpt2"), tokenizer()
     summarize = Summarizer(target, tokenizer=words)
-    text = " ".join([LONG] * 2)
+    text = " ".join([LONG] * 3)
     found = summarize.summarize([text], truncation=truncation, max_new_tokens=NEW).documents[0]
     first = chunked(text, 512 - NEW, lambda ts: [len(summarize.template) - 6 + len(t) for t in ts], even=False)[0]
     new = written(target, words(summarize.template.replace("{text}", first))["input_ids"], max_new_tokens=NEW)
