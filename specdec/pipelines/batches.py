@@ -1,14 +1,15 @@
-"""What pipelines over text share: prompts decoded in batches, and the statistics of several calls as one."""
+"""What pipelines over text share: a generator, and prompts decoded in batches."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from specdec.config import Options
 from specdec.errors import OptionError
 from specdec.generator import SpecGenerator
+from specdec.pipelines.stats import total
 from specdec.select import fold
 from specdec.types import Stats
 
@@ -82,17 +83,3 @@ def decode(
         found.starts.extend(out.sequences[::copies, :start].tolist())
         stats.append(out.stats)
     return Decoded(found.new, found.starts, total(stats))
-
-
-def total(parts: Sequence[Stats]) -> Stats:
-    """The statistics of several calls in a row: counts and seconds in sum, rows one after the other."""
-    joined: dict[str, Any] = {}
-    for field in fields(Stats):
-        values = [getattr(part, field.name) for part in parts]
-        if field.name == "settings":
-            joined[field.name] = values[-1] if values else {}
-        elif isinstance(field.default, tuple):
-            joined[field.name] = tuple(item for value in values for item in value)
-        else:
-            joined[field.name] = sum(values)
-    return Stats(**joined)

@@ -12,8 +12,9 @@ from torch import Tensor
 from specdec.config import Options
 from specdec.errors import OptionError, SpecdecError
 from specdec.generator import SpecGenerator
-from specdec.pipelines.batches import BATCH, Decoded, check_call, decode, make_generator, row_seeds, total
+from specdec.pipelines.batches import BATCH, Decoded, check_call, decode, make_generator, row_seeds
 from specdec.pipelines.chunks import chunked
+from specdec.pipelines.stats import total
 from specdec.select import fold
 from specdec.types import Stats
 
