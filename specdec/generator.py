@@ -35,8 +35,8 @@ class SpecGenerator:
 
     `target`: a transformers model, or a hub id or path to load. `draft`: a smaller model (object, id or path),
     `"ngram"`, `"suffix"`, `"early_exit:N"`, a `Drafter` or a function `(tokens, k) -> tokens`, a pair of a text draft
-    and a model (hybrid), or None for plain decoding. `options` become the defaults of every `generate` call. `task` names
-    settings among the checkpoint's `task_specific_params`, which then stand over its generation config.
+    and a model (hybrid), or None for plain decoding. `options` become the defaults of every `generate` call. `task`
+    names settings among the checkpoint's `task_specific_params`, which then stand over its generation config.
 
     Raises OptionError for what cannot be a target or draft, VocabularyError where the two do not share a vocabulary.
     """
@@ -73,6 +73,7 @@ class SpecGenerator:
         tokenizer: Any = None,
         assistant_tokenizer: Any = None,
         compile: bool = False,
+        task: str | None = None,
         draft_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> SpecGenerator:
@@ -94,7 +95,7 @@ class SpecGenerator:
             assistant_tokenizer = beside
         tokenizers = {"tokenizer": tokenizer, "assistant_tokenizer": assistant_tokenizer}
         model = language_model(target, "target", how, compile=compile)
-        return cls(model, draft, **tokenizers, compile=compile, **options)
+        return cls(model, draft, **tokenizers, compile=compile, task=task, **options)
 
     def __repr__(self) -> str:
         return f"SpecGenerator({self.target!r}, draft={self.drafter!r})"

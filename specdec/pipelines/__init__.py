@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specdec.pipelines.rouge import rouge
+    from specdec.pipelines.scoring import rouge
     from specdec.pipelines.summarize import Summaries, Summarizer, Summary
     from specdec.pipelines.text import Text
 
@@ -18,7 +18,7 @@ _HOMES = {
     "Summarizer": "summarize",
     "Summary": "summarize",
     "Text": "text",
-    "rouge": "rouge",
+    "rouge": "scoring",
 }
 __all__ = ["Summaries", "Summarizer", "Summary", "Text", "rouge"]
 

@@ -76,6 +76,8 @@ def decode(
         rows = len(seeds) // len(prompts) if seeds else 0
         own = {"seed": list(seeds[first * rows : (first + len(batch)) * rows])} if seeds else {}
         out = generator.generate(batch, **{**given, **own})
+        assert out.sequences is not None
+        assert out.stats is not None
         new = out.new_tokens()
         copies = len(new) // len(batch)
         found.new.extend(new[i : i + copies] for i in range(0, len(new), copies))

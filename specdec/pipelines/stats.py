@@ -10,14 +10,14 @@ from specdec.types import Stats
 
 
 def total(parts: Sequence[Stats]) -> Stats:
-    """The statistics of several calls in a row: counts and seconds in sum, rows one after the other."""
+    """The statistics of several calls of one generator: counts and seconds in sum, rows one after the other."""
     joined: dict[str, Any] = {}
-    for field in fields(Stats):
+    for field in fields(Stats) if parts else ():
         values = [getattr(part, field.name) for part in parts]
-        if field.name == "settings":
-            joined[field.name] = values[-1] if values else {}
-        elif isinstance(field.default, tuple):
+        if isinstance(field.default, tuple):
             joined[field.name] = tuple(item for value in values for item in value)
-        else:
+        elif isinstance(field.default, int | float):
             joined[field.name] = sum(values)
+        else:
+            joined[field.name] = values[-1]
     return Stats(**joined)

@@ -1,4 +1,4 @@
-"""`Summarizer`: texts of any length in, summaries out; in the shapes of the pipeline that transformers 5 has dropped."""
+"""`Summarizer`: texts of any length in, summaries out; in the shapes of the pipeline that transformers 5 dropped."""
 
 from __future__ import annotations
 
@@ -203,7 +203,9 @@ class Summarizer:
         """What the target reads of each text; with `most`, an encoder reads so many tokens of it."""
         filled = [self.template.replace(PLACE, text) for text in texts]
         if not self._chat:
-            cut = {} if most is None or not self._target.is_encoder_decoder else {"truncation": True, "max_length": most}
+            cut = (
+                {} if most is None or not self._target.is_encoder_decoder else {"truncation": True, "max_length": most}
+            )
             return [self._tokenizer(text, verbose=False, **cut)["input_ids"] for text in filled]
         chats = [[{"role": "user", "content": text}] for text in filled]
         how = {"add_generation_prompt": True, "return_dict": True, "tokenizer_kwargs": {"verbose": False}}
@@ -293,9 +295,7 @@ def _context(target: Any, tokenizer: Any) -> int | None:
     return min((int(n) for n in told if n is not None and n < _UNKNOWN), default=None)
 
 
-def _piece_seeds(
-    seeds: Sequence[int] | None, options: Options, pieces: Sequence[tuple[int, int]]
-) -> list[int] | None:
+def _piece_seeds(seeds: Sequence[int] | None, options: Options, pieces: Sequence[tuple[int, int]]) -> list[int] | None:
     """Seeds for every piece, given as its text and its number, that depend on nothing else."""
     if seeds is None:
         return None

@@ -33,9 +33,9 @@ def draft_of(name: str, family: str, target: PreTrainedModel) -> Any:
     return {"none": None, "itself": target, "wrong": wrong, "hybrid": ("suffix", wrong)}.get(name, name)
 
 
-def summarizer(family: str, draft: Any = None, *, most: int | None = None, seed: int = 0, **settings: Any) -> Summarizer:
+def summarizer(family: str, draft: Any = None, *, most: int | None = None, **settings: Any) -> Summarizer:
     """A summarizer of a tiny encoder-decoder."""
-    return Summarizer(model(family, seed, **settings), draft, tokenizer=tokenizer(ends=True, most=most))
+    return Summarizer(model(family, **settings), draft, tokenizer=tokenizer(ends=True, most=most))
 
 
 def never(target: PreTrainedModel) -> PreTrainedModel:
@@ -67,7 +67,7 @@ def test_encoder_decoders_write_what_transformers_writes(family: str, draft: str
 @pytest.mark.parametrize("draft", ["none", "wrong", "hybrid"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_checkpoints_beams(family: str, draft: str) -> None:
-    """Settings like those of BART for news: beams, least length, no repeated n-grams; the call's own stand over them."""
+    """Settings like those of BART for news: beams, least length, no repeated n-grams; a call's own come first."""
     beams = {"num_beams": 3, "min_length": 6, "no_repeat_ngram_size": 2, "length_penalty": 2.0, "early_stopping": True}
     target = model(family, max_length=NEW + 1, **beams)
     words = tokenizer(ends=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import mean
+from typing import Any
 
 from specdec.errors import OptionError, SpecdecError
 from specdec.pipelines.chunks import sentences
@@ -19,13 +20,18 @@ def rouge(summaries: Sequence[str], references: Sequence[str]) -> dict[str, floa
     """
     if len(summaries) != len(references) or not references:
         raise OptionError.of("references", f"one text for each of {len(summaries)} summaries", len(references))
+    score = scorer().score
+    scores = [score(_lines(r), _lines(s)) for s, r in zip(summaries, references, strict=True)]
+    return {kind: mean(found[kind].fmeasure for found in scores) for kind in KINDS}
+
+
+def scorer() -> Any:
+    """What measures; raises SpecdecError where rouge-score is not installed."""
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError:
         raise SpecdecError("ROUGE needs rouge-score: pip install 'specdec-runtime[summaries]'") from None
-    scorer = RougeScorer(KINDS, use_stemmer=True)
-    scores = [scorer.score(_lines(r), _lines(s)) for s, r in zip(summaries, references, strict=True)]
-    return {kind: mean(score[kind].fmeasure for score in scores) for kind in KINDS}
+    return RougeScorer(KINDS, use_stemmer=True)
 
 
 def _lines(text: str) -> str:
