@@ -35,7 +35,8 @@ class SpecGenerator:
 
     `target`: a transformers model, or a hub id or path to load. `draft`: a smaller model (object, id or path),
     `"ngram"`, `"suffix"`, `"early_exit:N"`, a `Drafter` or a function `(tokens, k) -> tokens`, a pair of a text draft
-    and a model (hybrid), or None for plain decoding. `options` become the defaults of every `generate` call.
+    and a model (hybrid), or None for plain decoding. `options` become the defaults of every `generate` call. `task`
+    names settings among the checkpoint's `task_specific_params`, which then stand over its generation config.
 
     Raises OptionError for what cannot be a target or draft, VocabularyError where the two do not share a vocabulary.
     """
@@ -48,13 +49,14 @@ class SpecGenerator:
         tokenizer: Any = None,
         assistant_tokenizer: Any = None,
         compile: bool = False,
+        task: str | None = None,
         **options: Any,
     ) -> None:
         if early := [name for name in options if name in LOADING]:
             raise OptionError(f"`{early[0]}` says how to load a model: pass it to SpecGenerator.from_pretrained")
         check_defaults(options)
         check_tokenizer("tokenizer", tokenizer)
-        self._defaults = options
+        self._defaults, self._task = options, task
         self._cost = Cost()
         self._lock = threading.Lock()
         self.tokenizer = tokenizer_beside(str(target)) if tokenizer is None and is_name(target) else tokenizer
@@ -71,6 +73,7 @@ class SpecGenerator:
         tokenizer: Any = None,
         assistant_tokenizer: Any = None,
         compile: bool = False,
+        task: str | None = None,
         draft_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> SpecGenerator:
@@ -92,10 +95,16 @@ class SpecGenerator:
             assistant_tokenizer = beside
         tokenizers = {"tokenizer": tokenizer, "assistant_tokenizer": assistant_tokenizer}
         model = language_model(target, "target", how, compile=compile)
-        return cls(model, draft, **tokenizers, compile=compile, **options)
+        return cls(model, draft, **tokenizers, compile=compile, task=task, **options)
 
     def __repr__(self) -> str:
         return f"SpecGenerator({self.target!r}, draft={self.drafter!r})"
+
+    def options(self, **given: Any) -> Options:
+        """What a call of `generate` with these arguments would go by; raises as the call itself does."""
+        given = {name: value for name, value in given.items() if value is not None}
+        fields = {name: value for name, value in given.items() if name not in (*_OBJECTS, *MODEL_INPUTS)}
+        return self._options(fields, given.get("generation_config"))
 
     def generate(self, prompt: Prompt = None, *, messages: Sequence[Any] | None = None, **options: Any) -> Generation:
         """Decodes `prompt`: text, a list of texts, or ids `[rows, length]`; `messages` go through the chat template.
@@ -187,7 +196,7 @@ class SpecGenerator:
             given,
             config=None if config is None else config.to_dict(),
             defaults=self._defaults,
-            inherited=self.target.model.generation_config.to_dict(),
+            inherited=inherited(self.target.model, self._task),
         )
 
     def _schedule(self, o: Options, named: Mapping[str, Any]) -> Schedule:
@@ -214,3 +223,10 @@ class SpecGenerator:
         """What a call found out about costs and acceptance serves the next one."""
         if call.options.schedule == "cost" and isinstance(call.engine.schedule, Cost):
             self._cost = call.engine.schedule
+
+
+def inherited(model: PreTrainedModel, task: str | None) -> dict[str, Any]:
+    """The generation settings that come with a checkpoint: its own, and over them those of a task, where it has any."""
+    settings: dict[str, Any] = model.generation_config.to_dict()
+    tasks = getattr(model.config, "task_specific_params", None) or {}
+    return settings | tasks.get(task, {})

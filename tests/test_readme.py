@@ -52,9 +52,9 @@ def test_a_block_runs(number: int, names: dict[str, Any]) -> None:
 
 
 def test_all_blocks_are_found() -> None:
-    """Loading, loaded models, a draft of one's own, and searches."""
-    words = ("from_pretrained", "input_ids, attention_mask", "class LastTime", "num_beams")
-    assert [[word in code for word in words].index(True) for _, code in BLOCKS] == [0, 1, 2, 3]
+    """Loading, loaded models, a draft of one's own, searches, and summaries."""
+    words = ("SpecGenerator.from_pretrained", "input_ids, attention_mask", "class LastTime", "num_beams", "Summarizer")
+    assert [[word in code for word in words].index(True) for _, code in BLOCKS] == [0, 1, 2, 3, 4]
     assert README.count("```python") == len(BLOCKS)
 
 

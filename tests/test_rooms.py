@@ -26,6 +26,7 @@ RANKS = {
     "call": 7,
     "drafts": 7,
     "generator": 8,
+    "pipelines": 9,
     "zoo": 9,
     "bench": 10,
     "cli": 11,

@@ -1,11 +1,13 @@
-"""The command line: `specdec generate`, `demo`, `bench`, `tune`, `zoo`. Stdout is data, stderr is everything else.
+"""The command line: `specdec generate` and its kin. Stdout is data, stderr is everything else.
 
 | file | what it holds |
 | --- | --- |
 | `commands.py` | the entry point, `generate`, and what becomes of an error |
+| `summarize.py` | `summarize`: files in, summaries out |
 | `bench.py` | `bench` and `tune`: what they measure, the bar, the outcome in words |
 | `pair.py` | `demo` and `zoo`: the models that come with the package |
 | `request.py` | flags and a YAML file, checked and turned into what to load and how to decode |
+| `load.py` | models brought in, with a sign of life |
 | `show.py` | text on the screen, the table of statistics, the JSON report |
 | `terminal.py` | exit codes, lines on stderr, spinners, Ctrl-C |
 """

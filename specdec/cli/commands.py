@@ -8,15 +8,17 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from specdec.cli.bench import bench, tune
+from specdec.cli.load import load
 from specdec.cli.pair import demo, zoo_app
-from specdec.cli.request import DEFAULT_NEW_TOKENS, METHODS, Request, locate, read_prompt, read_request
+from specdec.cli.request import DEFAULT_NEW_TOKENS, METHODS, read_prompt, read_request
 from specdec.cli.show import Printer, print_texts, report, stats_table, write
+from specdec.cli.summarize import summarize
 from specdec.cli.terminal import (
     BROKEN_PIPE,
     FAILED,
@@ -27,14 +29,10 @@ from specdec.cli.terminal import (
     Quiet,
     abandon_stdout,
     fail,
-    loading,
     say,
     stop_on_interrupt,
 )
 from specdec.errors import OptionError, SpecdecError
-
-if TYPE_CHECKING:
-    from specdec.generator import SpecGenerator
 
 app = typer.Typer(
     add_completion=False, pretty_exceptions_enable=False, help="Speculative decoding: the same text, in fewer passes."
@@ -195,18 +193,8 @@ def generate(
     return INTERRUPTED if interrupt.asked else OK
 
 
-def load(request: Request, *, quiet: bool) -> SpecGenerator:
-    """The generator, with a sign of life on stderr while its models are loaded."""
-    target = locate(request.target, "target")
-    models = [target, *([request.draft_model] if request.draft_model else [])]
-    downloads = not all(Path(model).exists() for model in models)
-    with loading(f"loading {request.target}", quiet=quiet, downloads=downloads):
-        from specdec.generator import SpecGenerator
-
-        return SpecGenerator.from_pretrained(target, request.draft, **request.loading)
-
-
 app.command()(demo)
 app.command()(bench)
 app.command()(tune)
+app.command()(summarize)
 app.add_typer(zoo_app, name="zoo")

@@ -38,7 +38,6 @@ CALL_ONLY = (*DRAFT_OPTIONS, "max_matching_ngram_size")
 STRATEGY_OPTIONS = ("strategy", "num_samples", "ranking")
 NAMED = ("target", "draft", "method")
 DRAFT_FLAGS = {"draft_dtype": "dtype", "draft_quantization": "quantization", "draft_revision": "revision"}
-ROLES = {"target": "TARGET", "draft": "--draft-model"}
 
 
 @dataclass(frozen=True)
@@ -59,21 +58,26 @@ class Request:
         return str(self.draft[1] if isinstance(self.draft, tuple) else self.draft)
 
 
-def read_request(params: Mapping[str, Any]) -> Request:
-    """Flags over the file of --config, checked; raises OptionError before anything is loaded."""
+def read_request(
+    params: Mapping[str, Any], *, named: str = "TARGET", new_tokens: int | None = DEFAULT_NEW_TOKENS
+) -> Request:
+    """Flags over the file of --config, checked; raises OptionError before anything is loaded.
+
+    `named` is what the command calls its target, `new_tokens` the length limit where nothing sets one.
+    """
     file = read_config(params["config"])
     target = params["target"] or file.get("target")
     if not target:
-        raise OptionError("no target was named: pass TARGET, or a --config file with a `target`")
+        raise OptionError(f"no target was named: pass {named}, or a --config file with a `target`")
     if params["json_"] and params["show_draft"]:
         raise OptionError("--show-draft marks text on the screen and --json prints none: leave one of them out")
     if params["show_draft"] and not params["stream"]:
         raise OptionError("--show-draft marks text as it comes: leave out --no-stream")
     loading, rest = read_loading(params, {n: v for n, v in file.items() if n not in NAMED})
-    options = read_options(params, rest)
+    options = read_options(params, rest, new_tokens)
     if params["show_draft"] and options.get("num_return_sequences", 1) > 1:
         raise OptionError("--show-draft shows one text: leave out --num-return-sequences")
-    locate(target, "target")  # the draft may have the same name, and the error would be about that
+    locate(target, "target", named)  # the draft may have the same name, and the error would be about that
     method, draft = choose_draft(params, file, target, options)
     if "draft_options" in loading and method not in ("draft", "hybrid"):
         raise OptionError(
@@ -132,7 +136,7 @@ def _device_and_size(text: str) -> tuple[str | int, str]:
     return int(device) if device.isdecimal() else device, size
 
 
-def read_options(params: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
+def read_options(params: Mapping[str, Any], file: Mapping[str, Any], new_tokens: int | None) -> dict[str, Any]:
     """The options of the call: flags and --set over the file's, with a length limit, and a seed for sampling."""
     from specdec.config import resolve
 
@@ -146,8 +150,8 @@ def read_options(params: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str
     if both := sorted(flags.keys() & extra.keys()):
         raise OptionError(f"`{both[0]}` was set by its flag and by --set: pass one of them")
     options = _over(file, {**flags, **extra})
-    if "max_new_tokens" not in options and "max_length" not in options:
-        options["max_new_tokens"] = DEFAULT_NEW_TOKENS
+    if new_tokens is not None and "max_new_tokens" not in options and "max_length" not in options:
+        options["max_new_tokens"] = new_tokens
     try:
         resolved = resolve({n: v for n, v in options.items() if n not in CALL_ONLY})
     except OptionError as error:
@@ -222,7 +226,7 @@ def choose_draft(
         return "suffix", "suffix"
     if model is None:
         raise OptionError(f"--method {method} needs a draft model: pass --draft-model")
-    model = locate(model, "draft")
+    model = locate(model, "draft", "--draft-model")
     return ("hybrid", ("suffix", model)) if method == "hybrid" else ("draft", model)
 
 
@@ -235,23 +239,40 @@ def _draft_without_model(method: str) -> str | None:
     raise OptionError.of("--method", METHODS, method)
 
 
-def locate(name: str, role: str) -> str:
+def locate(name: str, role: str, argument: str) -> str:
     """A model's folder where it comes with the package (`zoo:NAME`), else its id or folder as given."""
     from specdec import zoo
 
-    return zoo.locate(name, role, ROLES[role])
+    return zoo.locate(name, role, argument)
 
 
 def read_prompt(prompt: str | None) -> str:
     """The prompt as given, or all of stdin."""
     if prompt is None:
         raise OptionError("no prompt was given: pass -p TEXT, or -p - to read stdin")
+    if prompt == "-":
+        return read_text("-")
     try:
-        text = sys.stdin.read() if prompt == "-" else prompt
-        text.encode()  # bytes that the locale cannot read arrive as halves of characters
+        prompt.encode()  # bytes that the locale cannot read arrive as halves of characters
     except UnicodeError as error:
-        source = "standard input" if prompt == "-" else "the prompt"
-        raise OptionError(
-            f"{source} is not text in UTF-8 ({error}): convert it first, for example with iconv"
-        ) from None
+        raise _not_utf8("the prompt", error) from None
+    return prompt
+
+
+def read_text(file: str) -> str:
+    """The text of a file, or all of stdin (`-`); raises OptionError for what cannot be read or is not UTF-8."""
+    source = "standard input" if file == "-" else file
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_bytes().decode("utf-8-sig")
+        text.encode()
+    except UnicodeError as error:
+        raise _not_utf8(source, error) from None
+    except (OSError, ValueError) as error:  # a name with a zero byte in it is a ValueError
+        raise OptionError(f"{source} cannot be read ({error}): check the name") from None
+    if "\0" in text:
+        raise OptionError(f"{source} has zero bytes in it, and so is no text: extract its text first")
     return text
+
+
+def _not_utf8(source: str, error: UnicodeError) -> OptionError:
+    return OptionError(f"{source} is not text in UTF-8 ({error}): convert it first, for example with iconv")

@@ -86,27 +86,37 @@ class Printer:
 
 def print_texts(texts: Sequence[str]) -> None:
     """One text as it is; several under numbered headings."""
-    out = Console()
     for number, text in enumerate(texts, 1):
-        if len(texts) > 1:
-            write(out, f"── {number}/{len(texts)} ──\n", PROMPT)
-        write(out, f"{text}\n")
+        print_text(text, f"{number}/{len(texts)}" if len(texts) > 1 else None)
+
+
+def print_text(text: str, heading: str | None) -> None:
+    """A text and a line end, under a heading if there is one."""
+    out = Console()
+    if heading is not None:
+        write(out, f"── {heading} ──\n", PROMPT)
+    write(out, f"{text}\n")
 
 
 def report(out: Generation, request: Request, *, interrupted: bool) -> dict[str, Any]:
     """What --json prints."""
     stats = out.stats
     assert stats is not None
-    settings = {"target": request.target, "draft": _draft_name(request.draft), "method": request.method}
     return {
         "texts": out.texts,
         "token_ids": out.new_tokens(),
         "finish_reasons": finish_reasons(stats, interrupted=interrupted),
         "interrupted": interrupted,
         "stats": stats_fields(stats),
-        "settings": {**settings, **request.loading, "options": request.options, **stats.settings},
+        "settings": settings(request, stats),
         "versions": versions(),
     }
+
+
+def settings(request: Request, stats: Stats) -> dict[str, Any]:
+    """What was loaded, how, and how it decoded."""
+    names = {"target": request.target, "draft": _draft_name(request.draft), "method": request.method}
+    return {**names, **request.loading, "options": request.options, **stats.settings}
 
 
 def finish_reasons(stats: Stats, *, interrupted: bool) -> list[str]:

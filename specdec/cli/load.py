@@ -1,0 +1,23 @@
+"""Models brought in for a command, with a sign of life while that takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specdec.cli.request import Request, locate
+from specdec.cli.terminal import loading
+
+if TYPE_CHECKING:
+    from specdec.generator import SpecGenerator
+
+
+def load(request: Request, *, quiet: bool, **more: Any) -> SpecGenerator:
+    """The generator that a request names; `more` goes to `from_pretrained` too."""
+    target = locate(request.target, "target", "TARGET")
+    models = [target, *([request.draft_model] if request.draft_model else [])]
+    downloads = not all(Path(model).exists() for model in models)
+    with loading(f"loading {request.target}", quiet=quiet, downloads=downloads):
+        from specdec.generator import SpecGenerator
+
+        return SpecGenerator.from_pretrained(target, request.draft, **request.loading, **more)

@@ -1,0 +1,87 @@
+"""What pipelines over text share: a generator, and prompts decoded in batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specdec.config import Options
+from specdec.errors import OptionError
+from specdec.generator import SpecGenerator
+from specdec.pipelines.stats import total
+from specdec.select import fold
+from specdec.types import Stats
+
+BATCH = 8  # prompts decoded together
+_NO_PLACE = ("streamer", "return_dict_in_generate")
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """`new[prompt][copy]` are new ids, `starts[prompt]` the decoder's ids before them (encoder-decoder targets)."""
+
+    new: list[list[list[int]]]
+    starts: list[list[int]]
+    stats: Stats
+
+
+def make_generator(target: Any, draft: Any, task: str, options: Mapping[str, Any]) -> SpecGenerator:
+    """The generator that was given as `target`, or one of these parts; raises OptionError for one without tokenizer."""
+    if isinstance(target, SpecGenerator):
+        if idle := [name for name, given in {"draft": draft is not None, **options}.items() if given]:
+            raise OptionError(f"`{idle[0]}` is the SpecGenerator's own matter: set it there, or pass the model")
+        generator = target
+    else:
+        generator = SpecGenerator(target, draft, task=task, **options)
+    if generator.tokenizer is None:
+        raise OptionError("a pipeline reads and writes text: pass `tokenizer=`")
+    return generator
+
+
+def check_call(batch_size: int, options: Mapping[str, Any]) -> None:
+    """Raises OptionError for what a pipeline's result has no place for, and for a batch size that is none."""
+    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
+        raise OptionError.of("batch_size", "a whole number of at least 1", batch_size)
+    for name, value in options.items():
+        if value and (name in _NO_PLACE or name.startswith("output_")):
+            raise OptionError(f"`{name}` has no place in a pipeline's result: call SpecGenerator for it")
+
+
+def row_seeds(options: Options, prompts: int) -> list[int] | None:
+    """One seed per row of all batches, so that a text does not depend on its batch; None where none was given."""
+    if options.seed is None:
+        return None
+    rows = prompts * options.copies
+    if isinstance(options.seed, int):
+        return [fold(options.seed, row) for row in range(rows)]
+    if len(options.seed) != rows:
+        raise OptionError.of("seed", f"one number, or one for each of {rows} rows", options.seed)
+    return options.seed
+
+
+def decode(
+    generator: SpecGenerator,
+    prompts: Sequence[list[int]],
+    given: Mapping[str, Any],
+    *,
+    batch_size: int,
+    seeds: Sequence[int] | None,
+) -> Decoded:
+    """Continues prompts of ids, so many at a time; `seeds` are those of all rows, `given` the call's other options."""
+    found = Decoded([], [], Stats())
+    stats = []
+    for first in range(0, len(prompts), batch_size):
+        batch = list(prompts[first : first + batch_size])
+        rows = len(seeds) // len(prompts) if seeds else 0
+        own = {"seed": list(seeds[first * rows : (first + len(batch)) * rows])} if seeds else {}
+        out = generator.generate(batch, **{**given, **own})
+        assert out.sequences is not None
+        assert out.stats is not None
+        new = out.new_tokens()
+        copies = len(new) // len(batch)
+        found.new.extend(new[i : i + copies] for i in range(0, len(new), copies))
+        start = out.sequences.shape[1] - max(map(len, new))
+        found.starts.extend(out.sequences[::copies, :start].tolist())
+        stats.append(out.stats)
+    return Decoded(found.new, found.starts, total(stats))

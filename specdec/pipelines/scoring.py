@@ -1,0 +1,39 @@
+"""How much of a reference's wording a summary has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import mean
+from typing import Any
+
+from specdec.errors import OptionError, SpecdecError
+from specdec.pipelines.chunks import sentences
+
+KINDS = ("rouge1", "rouge2", "rougeL", "rougeLsum")
+
+
+def rouge(summaries: Sequence[str], references: Sequence[str]) -> dict[str, float]:
+    """Mean ROUGE F1 of summaries against one reference each, stemmed, by the package rouge-score (Lin 2004).
+
+    It knows the letters a to z and digits alone: other scripts score 0. Raises OptionError for unequal numbers,
+    SpecdecError where rouge-score is not installed.
+    """
+    if len(summaries) != len(references) or not references:
+        raise OptionError.of("references", f"one text for each of {len(summaries)} summaries", len(references))
+    score = scorer().score
+    scores = [score(_lines(r), _lines(s)) for s, r in zip(summaries, references, strict=True)]
+    return {kind: mean(found[kind].fmeasure for found in scores) for kind in KINDS}
+
+
+def scorer() -> Any:
+    """What measures; raises SpecdecError where rouge-score is not installed."""
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError:
+        raise SpecdecError("ROUGE needs rouge-score: pip install 'specdec-runtime[summaries]'") from None
+    return RougeScorer(KINDS, use_stemmer=True)
+
+
+def _lines(text: str) -> str:
+    """A sentence per line, as rougeLsum wants them."""
+    return "\n".join(" ".join(sentence.split()) for sentence in sentences(text))

@@ -1,0 +1,303 @@
+"""`Summarizer`: texts of any length in, summaries out; in the shapes of the pipeline that transformers 5 dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.config import Options
+from specdec.errors import OptionError, SpecdecError
+from specdec.generator import SpecGenerator
+from specdec.pipelines.batches import BATCH, Decoded, check_call, decode, make_generator, row_seeds
+from specdec.pipelines.chunks import chunked
+from specdec.pipelines.stats import total
+from specdec.select import fold
+from specdec.types import Stats
+
+TASK = "summarization"
+PLACE = "{text}"
+INSTRUCTION = f"Summarize the following text.\n\n{PLACE}"
+_POSITIONS = ("max_encoder_position_embeddings", "max_position_embeddings", "n_positions", "max_seq_len")
+_UNKNOWN = 10**9  # tokenizers without a limit of their own give one beyond all models
+_LENGTHS = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}
+_CUT = (True, "longest_first", "only_first")
+_WHOLE = (False, None, "do_not_truncate")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One text's summaries, as many as were asked for; `parts` tells in how many pieces each pass read the text."""
+
+    texts: list[str]
+    token_ids: list[Tensor]
+    parts: list[int]
+
+
+@dataclass(frozen=True)
+class Summaries:
+    """The summaries of several texts, and the statistics of everything that was decoded for them."""
+
+    documents: list[Summary]
+    stats: Stats
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How a call reads and decodes: `budget` tokens of input, None for any number, and at most `limit` new ones."""
+
+    options: Options
+    given: dict[str, Any]
+    budget: int | None
+    limit: int
+    truncate: bool
+    batch_size: int
+    clean_up: bool
+
+
+class Summarizer:
+    """Summarises texts with a target and a draft; the summaries are what the target alone would have written.
+
+    `target`, `draft` and `options` are those of `SpecGenerator`, which may also be given itself, as `target`.
+    Checkpoints' own settings for the task are followed (`task_specific_params["summarization"]`: lengths, beams, the
+    prefix of T5). `template` is what the target reads, with `{text}` in it: by default the prefix and the text, or an
+    instruction where the target has no encoder, as a user's message where its tokenizer has a chat template.
+
+    A text that is longer than the target reads at once, or than `chunk_tokens` with all that is put around it, is
+    summarised in pieces of whole sentences, and then the summaries of the pieces are, until one is left.
+    """
+
+    def __init__(
+        self,
+        target: Any,
+        draft: Any = None,
+        *,
+        template: str | None = None,
+        chunk_tokens: int | None = None,
+        **options: Any,
+    ) -> None:
+        if template is not None and (not isinstance(template, str) or PLACE not in template):
+            raise OptionError.of("template", f"text with {PLACE} in it", template)
+        if chunk_tokens is not None and (type(chunk_tokens) is not int or chunk_tokens < 1):
+            raise OptionError.of("chunk_tokens", "a whole number of at least 1", chunk_tokens)
+        self.generator = make_generator(target, draft, TASK, options)
+        self._target, self._tokenizer = self.generator.target, self.generator.tokenizer
+        self._chat = not self._target.is_encoder_decoder and bool(getattr(self._tokenizer, "chat_template", None))
+        self.template = template or self._default_template()
+        self._chunk_tokens = chunk_tokens
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        target: str,
+        draft: Any = None,
+        *,
+        template: str | None = None,
+        chunk_tokens: int | None = None,
+        **options: Any,
+    ) -> Summarizer:
+        """A summarizer of models loaded by id or path; `options` are those of `SpecGenerator.from_pretrained`."""
+        generator = SpecGenerator.from_pretrained(target, draft, task=TASK, **options)
+        return cls(generator, template=template, chunk_tokens=chunk_tokens)
+
+    def __call__(
+        self,
+        documents: str | Iterable[str],
+        *,
+        return_text: bool = True,
+        return_tensors: bool = False,
+        **options: Any,
+    ) -> list[Any]:
+        """One dict per text, `[{"summary_text": …}]`, also for a single text; `options` are those of `summarize`.
+
+        With `return_tensors` the dicts hold `summary_token_ids` `[length]`, and no text unless `return_text` is given
+        too. With `num_return_sequences` above 1, several texts give a list of lists. Raises OptionError.
+        """
+        if not (return_text or return_tensors):
+            raise OptionError("`return_text` and `return_tensors` are both off, which leaves nothing: turn one on")
+        texts = [documents] if isinstance(documents, str) else documents
+        found = self.summarize(texts, **options).documents
+        records = [
+            [
+                ({"summary_text": text} if return_text else {}) | ({"summary_token_ids": ids} if return_tensors else {})
+                for text, ids in zip(summary.texts, summary.token_ids, strict=True)
+            ]
+            for summary in found
+        ]
+        if isinstance(documents, str):
+            return records[0]
+        return [row[0] for row in records] if all(len(row) == 1 for row in records) else records
+
+    def summarize(
+        self,
+        documents: Iterable[str],
+        *,
+        batch_size: int = BATCH,
+        truncation: bool | str | None = False,
+        clean_up_tokenization_spaces: bool = False,
+        **options: Any,
+    ) -> Summaries:
+        """The summaries of several texts, with their ids, parts and statistics.
+
+        `options` are those of `SpecGenerator.generate`; for a target without an encoder, too, `max_length` and
+        `min_length` count the summary alone. `truncation` reads the beginning of a long text instead of all its pieces.
+        Raises OptionError before any work, for texts that are empty and settings that make no sense; SpecdecError where
+        the summaries of a text's pieces are no shorter than the text.
+        """
+        texts = _checked(documents)
+        if truncation not in (*_CUT, *_WHOLE):
+            raise OptionError.of("truncation", f"one of {', '.join(map(repr, (*_CUT, *_WHOLE)))}", truncation)
+        check_call(batch_size, options)
+        plan = self._plan(options, truncation in _CUT, batch_size, clean_up_tokenization_spaces)
+        self._check_least(texts, options)
+        parts = [self._parts(text, plan) for text in texts]
+        self._check_shrinks(max(map(len, parts), default=1), plan)
+        return self._reduced(parts, plan)
+
+    def _reduced(self, parts: list[list[str]], plan: _Plan) -> Summaries:
+        """Summaries of parts, of what these say together, and so on, until every text has one part."""
+        counts, stats = [[len(pieces)] for pieces in parts], []
+        seeds = row_seeds(plan.options, len(parts))
+        while long := [d for d, pieces in enumerate(parts) if len(pieces) > 1]:
+            pieces = [piece for d in long for piece in parts[d]]
+            own = _piece_seeds(seeds, plan.options, [(d, i) for d in long for i in range(len(parts[d]))])
+            out = self._decode(pieces, {**plan.given, "num_return_sequences": 1}, plan, own)
+            stats.append(out.stats)
+            texts = iter(self._text(new[0], plan).strip() for new in out.new)
+            for d in long:
+                joined = self._parts(" ".join(next(texts) for _ in parts[d]), plan)
+                if len(joined) >= len(parts[d]):
+                    raise SpecdecError(
+                        f"the summaries of the {len(parts[d])} parts of text {d} fill {len(joined)} parts again: "
+                        "lower `max_new_tokens`, or pass `truncation=True` to read the first part alone"
+                    )
+                parts[d] = joined
+                counts[d].append(len(joined))
+        out = self._decode([pieces[0] for pieces in parts], plan.given, plan, seeds)
+        documents = [
+            Summary(
+                [self._text(new, plan) for new in copies],
+                [torch.tensor([*start, *new] if self._target.is_encoder_decoder else new) for new in copies],
+                count,
+            )
+            for copies, start, count in zip(out.new, out.starts, counts, strict=True)
+        ]
+        return Summaries(documents, total([*stats, out.stats]))
+
+    def _decode(self, texts: list[str], given: Mapping[str, Any], plan: _Plan, seeds: list[int] | None) -> Decoded:
+        prompts = self._ids(texts, plan.budget if plan.truncate else None)
+        return decode(self.generator, prompts, given, batch_size=plan.batch_size, seeds=seeds)
+
+    def _default_template(self) -> str:
+        if not self._target.is_encoder_decoder:
+            return INSTRUCTION if self._chat else f"{INSTRUCTION}\n\nSummary:"
+        config = self._target.model.config
+        tasks = getattr(config, "task_specific_params", None) or {}
+        prefix = tasks.get(TASK, {}).get("prefix", getattr(config, "prefix", None))
+        return f"{prefix or ''}{PLACE}"
+
+    def _ids(self, texts: Sequence[str], most: int | None = None) -> list[list[int]]:
+        """What the target reads of each text; with `most`, an encoder reads so many tokens of it."""
+        filled = [self.template.replace(PLACE, text) for text in texts]
+        if not self._chat:
+            cut = (
+                {} if most is None or not self._target.is_encoder_decoder else {"truncation": True, "max_length": most}
+            )
+            return [self._tokenizer(text, verbose=False, **cut)["input_ids"] for text in filled]
+        chats = [[{"role": "user", "content": text}] for text in filled]
+        how = {"add_generation_prompt": True, "return_dict": True, "tokenizer_kwargs": {"verbose": False}}
+        return [self._tokenizer.apply_chat_template(chat, **how)["input_ids"] for chat in chats]
+
+    def _text(self, ids: list[int], plan: _Plan) -> str:
+        how = {"skip_special_tokens": True, "clean_up_tokenization_spaces": plan.clean_up}
+        text: str = self._tokenizer.decode(ids, **how)
+        return text
+
+    def _plan(self, given: dict[str, Any], truncate: bool, batch_size: int, clean_up: bool) -> _Plan:
+        """The call's settings, with the lengths of a target without an encoder counted from the summary's beginning."""
+        options = self.generator.options(**given)
+        limit = options.max_new_tokens or options.max_length
+        if limit is None:
+            raise OptionError("a summary needs a length limit: pass `max_new_tokens=`")
+        room = _context(self._target, self._tokenizer)
+        if self._target.is_encoder_decoder:
+            limit -= options.max_new_tokens is None  # `max_length` counts the decoder's start id
+        else:
+            given = {name: value for name, value in given.items() if name not in _LENGTHS} | {"max_new_tokens": limit}
+            if least := options.min_new_tokens or options.min_length:
+                given["min_new_tokens"] = least
+            room = None if room is None else room - limit
+        budget = min((n for n in (room, self._chunk_tokens) if n is not None), default=None)
+        if budget is not None and budget < 1:
+            raise OptionError(
+                f"{limit} new tokens leave no room for a text before them, since the target reads {budget + limit} at "
+                "most: lower `max_new_tokens`"
+            )
+        given = {name: value for name, value in given.items() if name != "seed"}
+        return _Plan(options, given, budget, limit, truncate, batch_size, clean_up)
+
+    def _count(self, texts: Sequence[str]) -> list[int]:
+        return list(map(len, self._ids(texts)))
+
+    def _parts(self, text: str, plan: _Plan) -> list[str]:
+        """The pieces in which a text is read; where it is truncated, the one, which an encoder's tokenizer cuts."""
+        if plan.budget is None or (plan.truncate and self._target.is_encoder_decoder):
+            return [text]
+        if self._count([text])[0] <= plan.budget:
+            return [text]
+        parts = chunked(text, plan.budget, self._count, even=not plan.truncate)
+        return parts[:1] if plan.truncate else parts
+
+    def _check_shrinks(self, parts: int, plan: _Plan) -> None:
+        """Raises where the summaries of two pieces would not fit into one."""
+        if parts > 1 and plan.budget is not None and self._count([""])[0] + 2 * plan.limit > plan.budget:
+            raise OptionError(
+                f"a text is read in {parts} pieces, but of their summaries, {plan.limit} tokens each, two do not fit "
+                f"into the {plan.budget} tokens of one piece: lower `max_new_tokens`, or pass `truncation=True`"
+            )
+
+    def _check_least(self, texts: Sequence[str], given: Mapping[str, Any]) -> None:
+        """Raises where the call wants a summary longer than the text."""
+        name = next((name for name in ("min_length", "min_new_tokens") if given.get(name)), None)
+        if name is None:
+            return
+        for number, length in enumerate(self._count(texts)):
+            if given[name] > length:
+                raise OptionError(
+                    f"`{name}`={given[name]} asks for more tokens than text {number} has ({length}): lower it"
+                )
+
+
+def _checked(documents: Any) -> list[str]:
+    """The texts as a list; raises OptionError for what is no text, and for texts without a word."""
+    if isinstance(documents, str | bytes | Mapping) or not isinstance(documents, Iterable):
+        raise OptionError.of("documents", "text, or texts one after the other", type(documents).__name__)
+    texts = list(documents)
+    for number, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise OptionError.of(f"documents[{number}]", "text", type(text).__name__)
+        if not text.strip():
+            raise OptionError(f"text {number} is empty: there is nothing to summarize")
+    return texts
+
+
+def _context(target: Any, tokenizer: Any) -> int | None:
+    """How many tokens the target can read, by its config and its tokenizer; None where neither tells."""
+    config = target.config
+    if target.is_encoder_decoder:
+        config = getattr(target.model.config, "encoder", config)
+    known = [getattr(config, name, None) for name in _POSITIONS]
+    length = getattr(tokenizer, "model_max_length", None)
+    told = [next((n for n in known if n is not None), None), length]
+    return min((int(n) for n in told if n is not None and n < _UNKNOWN), default=None)
+
+
+def _piece_seeds(seeds: Sequence[int] | None, options: Options, pieces: Sequence[tuple[int, int]]) -> list[int] | None:
+    """Seeds for every piece, given as its text and its number, that depend on nothing else."""
+    if seeds is None:
+        return None
+    own = [fold(seeds[d * options.copies], i + 1) for d, i in pieces]
+    return [fold(seed, sample) for seed in own for sample in range(options.num_samples or 1)]

@@ -1,0 +1,141 @@
+"""`Text`: prompts and conversations in, their continuations out; in the shapes of transformers' text generation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from specdec.config import listed
+from specdec.errors import OptionError, UnsupportedError
+from specdec.generator import SpecGenerator
+from specdec.pipelines.batches import BATCH, check_call, decode, make_generator, row_seeds
+
+TASK = "text-generation"
+Message = Mapping[str, Any]
+
+
+class Text:
+    """Continues texts and conversations with a target and a draft, as `transformers.pipeline("text-generation")` does.
+
+    `target`, `draft` and `options` are those of `SpecGenerator`, which may also be given itself, as `target`. Unlike in
+    transformers nothing is sampled and no length assumed unless the checkpoint or the caller says so.
+    """
+
+    def __init__(self, target: Any, draft: Any = None, **options: Any) -> None:
+        self.generator = make_generator(target, draft, TASK, options)
+        self._tokenizer = self.generator.tokenizer
+        if self.generator.target.is_encoder_decoder:
+            raise UnsupportedError("the target has an encoder, and `Text` continues prompts: use Summarizer")
+
+    @classmethod
+    def from_pretrained(cls, target: str, draft: Any = None, **options: Any) -> Text:
+        """A pipeline of models loaded by id or path; `options` are those of `SpecGenerator.from_pretrained`."""
+        return cls(SpecGenerator.from_pretrained(target, draft, task=TASK, **options))
+
+    def __call__(
+        self,
+        inputs: str | Iterable[Any],
+        *,
+        batch_size: int = BATCH,
+        return_full_text: bool | None = None,
+        return_text: bool | None = None,
+        return_tensors: bool | None = None,
+        clean_up_tokenization_spaces: bool | None = None,
+        skip_special_tokens: bool = True,
+        continue_final_message: bool | None = None,
+        stop_sequence: str | Sequence[str] | None = None,
+        tools: Sequence[Any] | None = None,
+        **options: Any,
+    ) -> list[Any]:
+        """`[{"generated_text": …}]` for a text or a list of messages, and a list of such lists for several.
+
+        The text holds the prompt, and messages the conversation with its answer, unless `return_full_text` is False;
+        `return_tensors` gives `generated_token_ids` instead, prompt included. A conversation that ends with the
+        assistant is continued there, unless `continue_final_message` says otherwise. `options` are those of
+        `SpecGenerator.generate`. Raises OptionError.
+        """
+        check_call(batch_size, options)
+        _check_form(return_full_text, return_text, return_tensors)
+        if stop_sequence is not None:
+            options["stop_strings"] = stop_sequence if isinstance(stop_sequence, str) else list(stop_sequence)
+        items, alone = _items(inputs)
+        resolved = self.generator.options(**options)
+        if resolved.max_new_tokens is None and resolved.max_length is None:
+            raise OptionError("a text prompt needs a length limit: pass `max_new_tokens=`")
+        if resolved.max_new_tokens is None or resolved.min_length:
+            batch_size = 1  # these lengths count the prompt, and in a batch its padding
+        prompts = [self._ids(item, continue_final_message, tools) or listed(resolved.bos_token_id) for item in items]
+        given = {name: value for name, value in options.items() if name != "seed"}
+        out = decode(self.generator, prompts, given, batch_size=batch_size, seeds=row_seeds(resolved, len(prompts)))
+        how = {
+            "skip_special_tokens": skip_special_tokens,
+            "clean_up_tokenization_spaces": clean_up_tokenization_spaces,
+        }
+        records = []
+        for item, prompt, copies in zip(items, prompts, out.new, strict=True):
+            if return_tensors:
+                records.append([{"generated_token_ids": [*prompt, *new]} for new in copies])
+                continue
+            texts = [self._tokenizer.decode(new, **how) for new in copies]
+            full = return_full_text is not False
+            records.append([{"generated_text": _whole(item, t, continue_final_message) if full else t} for t in texts])
+        return records[0] if alone else records
+
+    def _ids(self, item: Any, go_on: bool | None, tools: Sequence[Any] | None) -> list[int]:
+        """A prompt's ids; messages go through the chat template."""
+        if isinstance(item, str):
+            ids: list[int] = self._tokenizer(item, verbose=False)["input_ids"]
+            return ids
+        go_on = _goes_on(item, go_on)
+        how = {"add_generation_prompt": not go_on, "continue_final_message": go_on, "return_dict": True}
+        try:
+            found: list[int] = self._tokenizer.apply_chat_template(list(item), tools=tools, **how)["input_ids"]
+        except Exception as error:  # whatever a template raises
+            raise OptionError(f"the tokenizer's chat template refused the messages: {error}") from error
+        return found
+
+
+def _check_form(full: bool | None, text: bool | None, tensors: bool | None) -> None:
+    """Raises where what is to come back contradicts itself, as in transformers."""
+    given = {"return_full_text": full, "return_text": text, "return_tensors": tensors}
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) > 1:
+        raise OptionError(f"`{named[0]}` and `{named[1]}` each say what comes back: pass one of them")
+    if text is False:
+        raise OptionError("`return_text`=False leaves nothing to return: pass `return_tensors=True`")
+
+
+def _items(inputs: Any) -> tuple[list[Any], bool]:
+    """Texts and conversations, one by one, and whether there is one alone, not in a list."""
+    if isinstance(inputs, str):
+        return [inputs], True
+    items = list(inputs) if isinstance(inputs, Iterable) and not isinstance(inputs, bytes | Mapping) else None
+    if items and all(isinstance(item, Mapping) for item in items):
+        _check_messages(items)
+        return [items], True
+    if items is None or not all(isinstance(item, str | list | tuple) for item in items):
+        raise OptionError.of("inputs", "text, messages, or a list of either", type(inputs).__name__)
+    for item in items:
+        if not isinstance(item, str):
+            _check_messages(item)
+    return items, False
+
+
+def _check_messages(messages: Sequence[Any]) -> None:
+    named = all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in messages)
+    if not messages or not named:
+        raise OptionError.of("inputs", 'messages like {"role": "user", "content": "…"}', messages)
+
+
+def _goes_on(messages: Sequence[Message], asked: bool | None) -> bool:
+    """Whether the last message is continued instead of answered."""
+    return messages[-1]["role"] == "assistant" if asked is None else asked
+
+
+def _whole(item: Any, text: str, go_on: bool | None) -> Any:
+    """The prompt or the conversation together with what came."""
+    if isinstance(item, str):
+        return item + text
+    if not _goes_on(item, go_on):
+        return [*item, {"role": "assistant", "content": text}]
+    return [*item[:-1], {**item[-1], "content": item[-1]["content"] + text}]

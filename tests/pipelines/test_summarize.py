@@ -1,0 +1,372 @@
+"""Summaries: transformers' own text for every family, whatever drafts; long texts piece by piece; clear errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from specdec import SpecGenerator
+from specdec.errors import OptionError, SpecdecError
+from specdec.pipelines import Summarizer
+from specdec.pipelines.chunks import chunked
+from specdec.select import fold
+from tests.pipelines.models import CHAT, FAMILIES, NEW, UNPRINTABLE, model, tokenizer, written
+
+TEXTS = [
+    "The cat sat on the mat. It was warm there.",
+    "Ünïcödé, 版本一。 \U0001f600 and more!",
+    "A much longer text about nothing in particular, which goes on. And on. And on. And on. And on. And on.",
+    "x",
+]
+LONG = " ".join(f"Sentence number {i} says that {'abcdefghij'[i % 10] * 9} is {i * i}." for i in range(16))
+CLEAN = {"suppress_tokens": UNPRINTABLE}  # text that reads back as the same ids
+DRAFTS = ["none", "itself", "wrong", "suffix", "ngram", "hybrid", "early_exit:1"]
+T5 = {"prefix": "summarize: ", "max_length": NEW + 1}
+
+
+def draft_of(name: str, family: str, target: PreTrainedModel) -> Any:
+    """A draft by name; "wrong" is another model."""
+    wrong = model(family, seed=1)
+    return {"none": None, "itself": target, "wrong": wrong, "hybrid": ("suffix", wrong)}.get(name, name)
+
+
+def summarizer(family: str, draft: Any = None, *, most: int | None = None, **settings: Any) -> Summarizer:
+    """A summarizer of a tiny encoder-decoder."""
+    return Summarizer(model(family, **settings), draft, tokenizer=tokenizer(ends=True, most=most))
+
+
+def never(target: PreTrainedModel) -> PreTrainedModel:
+    """The model, for calls that must end before it runs."""
+
+    def forward(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a forward pass was run")
+
+    target.forward = forward
+    target.get_encoder().forward = forward
+    return target
+
+
+# ------------------------------------------------------------------------------------------------------- short texts
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_encoder_decoders_write_what_transformers_writes(family: str, draft: str) -> None:
+    """Prefix and lengths from the checkpoint's settings; a ragged batch is each text alone, with every draft."""
+    target = model(family, **T5)
+    words = tokenizer(ends=True)
+    ids = [words("summarize: " + text)["input_ids"] for text in TEXTS]
+    expected = [written(target, row, max_length=NEW + 1) for row in ids]
+    found = Summarizer(target, draft_of(draft, family, target), tokenizer=words)(TEXTS, batch_size=3)
+    assert found == [{"summary_text": words.decode(new, skip_special_tokens=True)} for new in expected]
+
+
+@pytest.mark.parametrize("draft", ["none", "wrong", "hybrid"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_checkpoints_beams(family: str, draft: str) -> None:
+    """Settings like those of BART for news: beams, least length, no repeated n-grams; a call's own come first."""
+    beams = {"num_beams": 3, "min_length": 6, "no_repeat_ngram_size": 2, "length_penalty": 2.0, "early_stopping": True}
+    target = model(family, max_length=NEW + 1, **beams)
+    words = tokenizer(ends=True)
+    summarize = Summarizer(target, draft_of(draft, family, target), tokenizer=words)
+    for own in ({}, {"num_beams": 1}, {"max_new_tokens": 8, "min_length": 3}):
+        options = {"max_length": NEW + 1, **beams, **own}
+        if "max_new_tokens" in own:
+            del options["max_length"]
+        if own.get("num_beams") == 1:
+            del options["length_penalty"], options["early_stopping"]
+        new = written(target, words(TEXTS[0])["input_ids"], **options)
+        assert summarize(TEXTS[0], **own) == [{"summary_text": words.decode(new, skip_special_tokens=True)}]
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("template", [None, "T: {text} {in one line}:", "chat"])
+def test_decoder_only_targets(template: str | None, draft: str) -> None:
+    """They read an instruction, the caller's own, or a user's message where there is a chat template."""
+    target, words = model("llama"), tokenizer()
+    own = template if template != "chat" else None
+    if template == "chat":
+        words.chat_template = CHAT
+    summarize = Summarizer(target, draft_of(draft, "llama", target), tokenizer=words, template=own)
+    for text, found in zip(TEXTS, summarize(TEXTS, max_length=NEW), strict=True):
+        prompt = {
+            None: f"Summarize the following text.\n\n{text}\n\nSummary:",
+            "chat": f"<user>Summarize the following text.\n\n{text}|<assistant>",
+        }.get(template, f"T: {text} {{in one line}}:")
+        new = written(target, words(prompt)["input_ids"], max_new_tokens=NEW)
+        assert found == {"summary_text": words.decode(new, skip_special_tokens=True)}
+
+
+def test_a_config_s_own_prefix() -> None:
+    """Checkpoints name it in their config too; the task's stands over it, a template over both."""
+    target, words = model("bart"), tokenizer(ends=True)
+    target.config.prefix = "TL;DR "
+    assert Summarizer(target, tokenizer=words).template == "TL;DR {text}"
+    target.config.task_specific_params = {"summarization": {"prefix": ""}}
+    assert Summarizer(target, tokenizer=words).template == "{text}"
+    assert Summarizer(target, tokenizer=words, template="A {text}").template == "A {text}"
+
+
+def test_loading_by_name(tmp_path: Any) -> None:
+    """Folders load with their tokenizers and settings."""
+    target, words = model("t5", **T5), tokenizer(ends=True)
+    for folder, saved in (("target", target), ("draft", model("t5", seed=1))):
+        saved.save_pretrained(tmp_path / folder)
+        words.save_pretrained(tmp_path / folder)
+    expected = Summarizer(target, tokenizer=words)(TEXTS)
+    folders = str(tmp_path / "target"), str(tmp_path / "draft")
+    assert Summarizer.from_pretrained(*folders, dtype="float32")(TEXTS) == expected
+    assert Summarizer(*folders)(TEXTS) == expected
+
+
+# -------------------------------------------------------------------------------------------------------------- shapes
+
+
+def test_shapes() -> None:
+    """One text gives a list of one dict, several a list of dicts, several samples of several a list of lists."""
+    summarize = summarizer("t5", **T5)
+    one = summarize(TEXTS[0])
+    assert [set(row) for row in one] == [{"summary_text"}]
+    assert summarize([TEXTS[0]]) == summarize((TEXTS[0],)) == summarize(iter(TEXTS[:1])) == one
+    assert summarize([]) == []
+    drawn = summarize(TEXTS, do_sample=True, num_return_sequences=2, seed=1)
+    assert [len(rows) for rows in drawn] == [2] * 4
+    assert summarize(TEXTS[0], do_sample=True, num_return_sequences=2, seed=1) == drawn[0]
+
+
+@pytest.mark.parametrize("family", ["t5", "llama"])
+def test_return_tensors(family: str) -> None:
+    """Ids as transformers' generate returns them, beside the text or without it; none of a prompt."""
+    words = tokenizer(ends=family == "t5")
+    summarize = Summarizer(model(family), tokenizer=words)
+    found = summarize(TEXTS, max_length=NEW, return_tensors=True)
+    for text, row in zip(TEXTS, found, strict=True):
+        ids = row["summary_token_ids"]
+        prompt = words(summarize.template.replace("{text}", text))["input_ids"]
+        limit = {"max_length": NEW} if family == "t5" else {"max_new_tokens": NEW}
+        start = [1] if family == "t5" else []
+        assert ids.tolist() == start + written(summarize.generator.target.model, prompt, **limit)
+        assert row["summary_text"] == words.decode(ids, skip_special_tokens=True)
+    alone = summarize(TEXTS[0], max_length=NEW, return_tensors=True, return_text=False)
+    assert [set(row) for row in alone] == [{"summary_token_ids"}]
+    assert torch.equal(alone[0]["summary_token_ids"], found[0]["summary_token_ids"])
+
+
+@pytest.mark.parametrize("strategy", [{"num_return_sequences": 2}, {"num_samples": 3}, {"num_beams": 2}])
+def test_samples_do_not_depend_on_batches_or_drafts(strategy: dict[str, int]) -> None:
+    """One seed, any batch size, any draft: the same summaries, long texts and short ones."""
+    texts = [TEXTS[0], LONG, TEXTS[2]]
+    options = {"do_sample": True, "temperature": 1.5, "seed": 3, "max_new_tokens": NEW, **CLEAN, **strategy}
+    plain = summarizer("bart", most=200)
+    found = plain(texts, **options)
+    assert found == plain(texts, batch_size=1, **options)
+    assert found == summarizer("bart", model("bart", seed=1), most=200)(texts, batch_size=2, **options)
+    assert found != plain(texts, **{**options, "seed": 4})
+    assert found[0] == (plain(texts[:1], **options))[0]
+
+
+def test_clean_up_of_spaces() -> None:
+    """Off unless asked for, as it was."""
+    words = tokenizer(ends=True)
+    summarize = Summarizer(model("t5", **T5), tokenizer=words)
+    asked = []
+    decode = words.decode
+    words.decode = lambda ids, **how: asked.append(how) or decode(ids, **how)
+    summarize.summarize(TEXTS[:1])
+    summarize.summarize(TEXTS[:1], clean_up_tokenization_spaces=True)
+    own = [how["clean_up_tokenization_spaces"] for how in asked if "clean_up_tokenization_spaces" in how]
+    assert own == [False, True]
+
+
+# ---------------------------------------------------------------------------------------------------------- long texts
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_long_texts(family: str, draft: str) -> None:
+    """Pieces of whole sentences within the tokenizer's limit, then their summaries; as by hand, with every draft."""
+    target, words = model(family, prefix="s: "), tokenizer(ends=True, most=150)
+    lengths = []
+
+    def read(text: str) -> str:
+        ids = words(f"s: {text}")["input_ids"]
+        assert len(ids) <= 150
+        new = written(target, ids, max_new_tokens=NEW, **CLEAN)
+        lengths.append(len(new))
+        return words.decode(new, skip_special_tokens=True)
+
+    pieces = chunked(LONG, 150, lambda texts: [len(words(f"s: {t}")["input_ids"]) for t in texts])
+    assert len(pieces) > 3
+    assert all(piece.endswith(".") for piece in pieces)
+    last = read(" ".join(read(piece).strip() for piece in pieces))
+    summarize = Summarizer(target, draft_of(draft, family, target), tokenizer=words)
+    found = summarize.summarize([TEXTS[0], LONG], max_new_tokens=NEW, **CLEAN)
+    assert [summary.parts for summary in found.documents] == [[1], [len(pieces), 1]]
+    assert [summary.texts for summary in found.documents] == [[read(TEXTS[0])], [last]]
+    assert found.stats.num_new_tokens == sum(lengths)
+    assert (found.stats.num_draft_tokens > 0) == (draft != "none")
+    assert found.stats.num_accepted_draft_tokens > 50 or draft != "itself"
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_long_texts_of_decoder_only_targets(chat: bool) -> None:
+    """Prompt, template and summary fit the model's positions, and every pass gets fewer pieces."""
+    target, words = model("gpt2"), tokenizer(most=200)
+    words.chat_template = CHAT if chat else None
+    prompts: list[list[int]] = []
+    summarize = Summarizer(target, "suffix", tokenizer=words)
+    generate = summarize.generator.generate
+    summarize.generator.generate = lambda rows, **options: prompts.extend(rows) or generate(rows, **options)
+    found = summarize.summarize([LONG], max_new_tokens=45, **CLEAN).documents[0]
+    assert len(found.parts) > 2
+    assert found.parts == sorted(set(found.parts), reverse=True)
+    assert found.parts[-1] == 1
+    assert max(map(len, prompts)) <= 200 - 45
+    sent = [words.decode(row) for row in prompts]
+    assert all(text.endswith("|<assistant>" if chat else "\n\nSummary:") for text in sent)
+    plain = Summarizer(target, tokenizer=words).summarize([LONG], max_new_tokens=45, **CLEAN).documents[0]
+    assert plain.texts == found.texts
+
+
+def test_one_very_long_sentence() -> None:
+    """It is read in pieces between words, or inside one that never ends."""
+    summarize = summarizer("bart", "suffix", most=200)
+    for text in ("word " * 300, "x" * 1500, "\U0001f600" * 300):
+        found = summarize.summarize([text], max_new_tokens=NEW, **CLEAN).documents[0]
+        assert found.parts[0] > 5
+        assert found.parts[-1] == 1
+
+
+def test_the_models_own_positions() -> None:
+    """Without a tokenizer's limit the encoder's table of positions is the limit; relative positions have none."""
+    long = " ".join([LONG] * 3)
+    assert len(tokenizer(ends=True)(long)["input_ids"]) > 512
+    options = {"max_new_tokens": NEW, **CLEAN}
+    assert summarizer("bart").summarize([long], **options).documents[0].parts[0] > 1
+    assert summarizer("t5").summarize([long], **options).documents[0].parts == [1]
+    small = Summarizer(model("t5"), tokenizer=tokenizer(ends=True), chunk_tokens=200)
+    assert small.summarize([long], **options).documents[0].parts[0] > 2
+
+
+@pytest.mark.parametrize("truncation", [True, "longest_first", "only_first"])
+def test_truncation(truncation: bool | str) -> None:
+    """An encoder reads what its tokenizer leaves; other targets the first sentences that fit, template included."""
+    words = tokenizer(ends=True, most=100)
+    target = model("t5", prefix="s: ")
+    cut = words(f"s: {LONG}", truncation=True)["input_ids"]
+    assert len(cut) == 100
+    new = written(target, cut, max_new_tokens=NEW)
+    found = Summarizer(target, tokenizer=words)(LONG, truncation=truncation, max_new_tokens=NEW)
+    assert found == [{"summary_text": words.decode(new, skip_special_tokens=True)}]
+    target, words = model("gpt2"), tokenizer()
+    summarize = Summarizer(target, tokenizer=words)
+    text = " ".join([LONG] * 3)
+    found = summarize.summarize([text], truncation=truncation, max_new_tokens=NEW).documents[0]
+    first = chunked(text, 512 - NEW, lambda ts: [len(summarize.template) - 6 + len(t) for t in ts], even=False)[0]
+    new = written(target, words(summarize.template.replace("{text}", first))["input_ids"], max_new_tokens=NEW)
+    assert (found.parts, found.texts) == ([1], [words.decode(new, skip_special_tokens=True)])
+
+
+def test_summaries_that_grow() -> None:
+    """A random model's broken characters read back as three bytes each: an error instead of passes without end."""
+    summarize = summarizer("bart", most=100)
+    with pytest.raises(SpecdecError, match=r"parts of text 1 fill \d+ parts again: lower `max_new_tokens`"):
+        summarize(["A.", LONG], max_new_tokens=48, eos_token_id=[], suppress_tokens=list(range(190)))
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+
+CALLS = [
+    ("", {}, "text 0 is empty"),
+    (["a", " \n"], {}, "text 1 is empty"),
+    (["a", 3], {}, r"`documents\[1\]` must be text, got 'int'"),
+    (3, {}, "`documents` must be text, or texts one after the other, got 'int'"),
+    (b"bytes", {}, "`documents` must be text"),
+    ({"text": "a"}, {}, "`documents` must be text"),
+    ("a", {"max_new_tokens": None}, "a summary needs a length limit: pass `max_new_tokens=`"),
+    ("a", {"max_new_tokens": 5, "max_length": 6}, "both limit the text"),
+    ("ab", {"min_length": 9, "max_new_tokens": 3}, "`min_length`=9 asks for more tokens than text 0 has"),
+    ("a" * 50, {"min_length": 9, "max_new_tokens": 3}, "`min_length`=9 is out of reach"),
+    ("a", {"min_new_tokens": 9, "max_new_tokens": 3}, "min_new_tokens"),
+    ("a", {"truncation": "some"}, "`truncation` must be one of True, 'longest_first'"),
+    ("a", {"batch_size": 0}, "`batch_size` must be a whole number of at least 1, got 0"),
+    ("a", {"batch_size": True}, "`batch_size`"),
+    ("a", {"return_text": False}, "leaves nothing: turn one on"),
+    ("a", {"output_scores": True}, "`output_scores` has no place in a pipeline's result"),
+    ("a", {"return_dict_in_generate": True}, "`return_dict_in_generate` has no place"),
+    ("a", {"max_token": 3}, "`max_token` is not an option of generate"),
+    ("a", {"num_beams": 2, "num_return_sequences": 3}, "`num_return_sequences`=3 is more than"),
+    ("a", {"seed": [1, 2], "do_sample": True}, "`seed` must be one number, or one for each of 1 rows"),
+    (LONG, {"max_new_tokens": 60}, "of their summaries, 60 tokens each, two do not fit into the 100 tokens"),
+]
+
+
+@pytest.mark.parametrize(("documents", "options", "words"), CALLS)
+def test_calls_that_make_no_sense(documents: Any, options: dict[str, Any], words: str) -> None:
+    """The error names the argument and the way out, and comes before any pass."""
+    summarize = Summarizer(never(model("bart")), tokenizer=tokenizer(ends=True, most=100))
+    with pytest.raises(OptionError, match=words):
+        summarize(documents, **{"max_new_tokens": NEW, **options})
+
+
+def test_lengths_that_leave_no_room() -> None:
+    """A target without an encoder shares its positions between text and summary."""
+    summarize = Summarizer(never(model("gpt2")), tokenizer=tokenizer())
+    with pytest.raises(OptionError, match="512 new tokens leave no room for a text before them"):
+        summarize("a", max_new_tokens=512)
+    with pytest.raises(OptionError, match="12 tokens leave no room for text, since what is put around it takes 41"):
+        summarize("a", max_new_tokens=500)
+
+
+MAKING = [
+    ({"template": "Summarize!"}, r"`template` must be text with \{text\} in it"),
+    ({"chunk_tokens": 0}, "`chunk_tokens` must be a whole number of at least 1"),
+    ({"chunk_tokens": True}, "`chunk_tokens` must be"),
+    ({"tokenizer": None}, "a pipeline reads and writes text: pass `tokenizer=`"),
+    ({"max_token": 3}, "`max_token` is not an option"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), MAKING)
+def test_summarizers_that_make_no_sense(options: dict[str, Any], words: str) -> None:
+    """Checked when the summarizer is made."""
+    with pytest.raises(OptionError, match=words):
+        Summarizer(model("t5"), **{"tokenizer": tokenizer(), **options})
+
+
+def test_a_generator_brings_its_own_settings() -> None:
+    """It may stand for target and draft; what belongs to it cannot be given beside it."""
+    generator = SpecGenerator(model("t5", **T5), tokenizer=tokenizer(ends=True), max_new_tokens=5)
+    assert Summarizer(generator).summarize(TEXTS[:1], eos_token_id=[]).stats.num_new_tokens == 5
+    for options in ({"draft": "suffix"}, {"tokenizer": tokenizer()}, {"num_beams": 2}):
+        with pytest.raises(OptionError, match=f"`{next(iter(options))}` is the SpecGenerator's own matter"):
+            Summarizer(generator, **options)
+
+
+def test_settings_stand_in_order() -> None:
+    """The call's over the summarizer's, over the checkpoint's for the task, over its others."""
+    target = model("t5", max_length=20)
+    target.generation_config.max_length = 30
+    words = tokenizer(ends=True)
+    ids, options = tokenizer(ends=True), {"eos_token_id": []}
+
+    def length(made: Summarizer, **own: Any) -> int:
+        return made.summarize(TEXTS[:1], **options, **own).stats.num_new_tokens
+
+    assert length(Summarizer(target, tokenizer=words)) == 19
+    assert length(Summarizer(target, tokenizer=words, max_new_tokens=7)) == 7
+    assert length(Summarizer(target, tokenizer=words, max_new_tokens=7), max_length=6) == 5
+    assert length(Summarizer(SpecGenerator(target, tokenizer=ids))) == 29
+
+
+def test_one_text_is_the_generators() -> None:
+    """A sampled summary is what `generate` draws for the same prompt with the row's seed."""
+    summarize = summarizer("bart")
+    options = {"do_sample": True, "max_new_tokens": NEW}
+    found = summarize(TEXTS, seed=5, **options)
+    for row, text in enumerate(TEXTS):
+        out = summarize.generator.generate(text, seed=[fold(5, row)], **options)
+        assert out.texts == [found[row]["summary_text"]]

@@ -1,0 +1,195 @@
+"""`specdec summarize`: files and stdin in, summaries on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec import zoo
+from specdec.cli.commands import run
+from specdec.pipelines import Summarizer
+from tests.pipelines.models import NEW, UNPRINTABLE, model, tokenizer
+
+TEXT = "The cat sat on the mat. It was warm there. Ünïcödé 版。"
+LONG = " ".join(f"Sentence number {i} says nothing much." for i in range(40))
+CLEAN = f"suppress_tokens={UNPRINTABLE}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target, a draft that disagrees with it, and texts."""
+    root = tmp_path_factory.mktemp("summaries")
+    for name, seed in (("target", 0), ("draft", 1)):
+        model("t5", seed, prefix="s: ").save_pretrained(root / name)
+        tokenizer(ends=True, most=300).save_pretrained(root / name)
+    (root / "text.txt").write_text(TEXT, encoding="utf-8")
+    (root / "long.txt").write_text(LONG, encoding="utf-8")
+    (root / "bom.txt").write_text(TEXT, encoding="utf-8-sig")
+    (root / "empty.txt").write_text(" \n")
+    (root / "latin.txt").write_bytes("Höhe".encode("latin-1"))
+    (root / "binary").write_bytes(b"ELF\0\0text")
+    return root
+
+
+@pytest.fixture
+def summarize(folder: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs `specdec summarize` on files of the folder: exit code, stdout, stderr."""
+
+    def call(*arguments: str, model: str | None = "target") -> tuple[int, str, str]:
+        named = [str(folder / a) if (folder / a).is_file() else a for a in arguments]
+        own = ["--model", str(folder / model)] if model else []
+        code = run(["summarize", *named, *own, "--max-new-tokens", str(NEW), "--set", CLEAN])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> dict[str, str]:
+    """The target's own summaries."""
+    own = Summarizer(str(folder / "target"), max_new_tokens=NEW, suppress_tokens=UNPRINTABLE)
+    return {text: own(text)[0]["summary_text"] for text in (TEXT, LONG)}
+
+
+@pytest.mark.parametrize("method", ["none", "suffix", "draft", "hybrid", "early_exit:1"])
+def test_one_file(method: str, summarize: Any, expected: dict[str, str], folder: Path) -> None:
+    """Stdout is the summary alone, long text or short, with every draft."""
+    extra = ["--draft-model", str(folder / "draft")] if method in ("draft", "hybrid") else []
+    assert summarize("text.txt", "--method", method, *extra) == (0, expected[TEXT] + "\n", "")
+    assert summarize("long.txt", "--method", method, *extra) == (0, expected[LONG] + "\n", "")
+
+
+def test_several_files(summarize: Any, expected: dict[str, str], folder: Path) -> None:
+    """Each under its name, in any batch; a byte order mark is no text."""
+    names = [str(folder / name) for name in ("text.txt", "long.txt", "bom.txt")]
+    texts = [expected[TEXT], expected[LONG], expected[TEXT]]
+    out = "".join(f"── {name} ──\n{text}\n" for name, text in zip(names, texts, strict=True))
+    assert summarize(*names) == (0, out, "")
+    assert summarize(*names, "--batch-size", "1") == (0, out, "")
+
+
+def test_stdin(summarize: Any, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`-` reads it, alone or among files."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO(TEXT))
+    assert summarize("-") == (0, expected[TEXT] + "\n", "")
+    monkeypatch.setattr(sys, "stdin", io.StringIO(TEXT))
+    assert f"── - ──\n{expected[TEXT]}\n" in summarize("long.txt", "-")[1]
+
+
+def test_json(summarize: Any, expected: dict[str, str], folder: Path) -> None:
+    """One object: every file's summary and parts, ROUGE, statistics, settings and versions."""
+    reference = folder / "reference.txt"
+    reference.write_text(expected[TEXT])
+    files = ("text.txt", "long.txt", "--reference", "reference.txt", "--reference", "text.txt")
+    code, out, err = summarize(*files, "--format", "json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert set(found) == {"documents", "rouge", "stats", "settings", "versions"}
+    assert [d["summary_text"] for d in found["documents"]] == [expected[TEXT], expected[LONG]]
+    assert [d["file"] for d in found["documents"]] == [str(folder / "text.txt"), str(folder / "long.txt")]
+    first, second = (d["parts"] for d in found["documents"])
+    assert first == [1]
+    assert second[0] > second[-1] == 1
+    assert set(found["rouge"]) == {"rouge1", "rouge2", "rougeL", "rougeLsum"}
+    assert found["stats"]["num_new_tokens"] == NEW * (sum(second) + 1)
+    assert found["settings"]["method"] == "suffix"
+
+
+def test_rouge_and_statistics_go_to_stderr(summarize: Any, expected: dict[str, str], folder: Path) -> None:
+    """Stdout stays the summary alone."""
+    (folder / "reference.txt").write_text("a b c")
+    code, out, err = summarize("text.txt", "--reference", "reference.txt", "--stats")
+    assert (code, out) == (0, expected[TEXT] + "\n")
+    assert "rougeL 0." in err
+    assert "target passes" in err
+
+
+def test_pieces_and_truncation(summarize: Any) -> None:
+    """Smaller pieces are more of them, and a truncated text is one."""
+    parts = {
+        flag: json.loads(summarize("long.txt", *flag, "--format", "json")[1])["documents"][0]["parts"]
+        for flag in ((), ("--chunk-tokens", "150"), ("--truncate",), ("--template", "Sum up: {text}"))
+    }
+    assert parts[("--chunk-tokens", "150")][0] > parts[()][0] > 1
+    assert parts[("--template", "Sum up: {text}")][0] > 1
+    assert parts[("--truncate",)] == [1]
+
+
+def test_the_checkpoints_length(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is the limit where no flag sets one, and 128 where it has none either."""
+    target = folder / "limited"
+    model("t5", max_length=21).save_pretrained(target)
+    tokenizer(ends=True).save_pretrained(target)
+    for name, length in ((target, 20), (folder / "target", 128)):
+        flags = ["--model", str(name), "--format", "json", "--set", "eos_token_id=[]"]
+        assert run(["summarize", str(folder / "text.txt"), *flags]) == 0
+        assert json.loads(capsys.readouterr().out)["stats"]["num_new_tokens"] == length
+
+
+def test_a_model_of_the_zoo(
+    folder: Path, summarize: Any, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`zoo:NAME` is found, with its draft, as in `specdec generate`."""
+    monkeypatch.setattr(zoo, "pair", lambda name: zoo.Pair(name, folder / "target", folder / "draft", {}))
+    code, out, err = summarize("text.txt", "--model", "zoo:python-code", "--format", "json", model=None)
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert found["documents"][0]["summary_text"] == expected[TEXT]
+    assert (found["settings"]["method"], found["settings"]["draft"]) == ("draft", str(folder / "draft"))
+
+
+ERRORS = [
+    ([], "no file was named: pass FILE, or - to read stdin"),
+    (["no-such-file.txt"], "no-such-file.txt cannot be read"),
+    (["."], "cannot be read"),
+    (["empty.txt"], "empty.txt is empty: there is nothing to summarize"),
+    (["latin.txt"], "latin.txt is not text in UTF-8"),
+    (["binary"], "binary has zero bytes in it, and so is no text"),
+    (["text.txt", "text.txt"], "text.txt was named twice"),
+    (["text.txt", "--reference", "no-such-file.txt"], "no-such-file.txt cannot be read"),
+    (["text.txt", "long.txt", "--reference", "text.txt"], "`--reference` must be given once for each of 2 files"),
+    (["text.txt", "--format", "xml"], "xml"),
+    (["text.txt", "--batch-size", "0"], "--batch-size"),
+    (["text.txt", "--chunk-tokens", "0"], "--chunk-tokens"),
+    (["text.txt", "--template", "Summarize!"], "`template` must be text with {text} in it"),
+    (["text.txt", "--method", "draft"], "pass --draft-model"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), ERRORS, ids=lambda v: " ".join(v) if isinstance(v, list) else "")
+def test_usage_errors(arguments: list[str], words: str, summarize: Any) -> None:
+    """Exit code 2, nothing on stdout, one line on stderr."""
+    code, out, err = summarize(*arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert words in err
+
+
+def test_no_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The error names the flag."""
+    assert run(["summarize", str(folder / "text.txt")]) == 2
+    assert "no target was named: pass --model" in capsys.readouterr().err
+    assert run(["summarize", str(folder / "text.txt"), "--model", "zoo:nope"]) == 2
+    assert "`--model` must be a hub id, a folder or one of zoo:" in capsys.readouterr().err
+
+
+def test_empty_stdin(summarize: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is named as such."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    code, out, err = summarize("-")
+    assert (code, out) == (2, "")
+    assert err == "error: standard input is empty: there is nothing to summarize\n"
+
+
+def test_rouge_that_is_not_installed(summarize: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is missed before any work."""
+    monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
+    code, out, err = summarize("text.txt", "--reference", "text.txt")
+    assert (code, out) == (1, "")
+    assert "specdec-runtime[summaries]" in err
