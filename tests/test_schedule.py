@@ -161,6 +161,20 @@ def test_cost_judges_a_batch_as_a_batch() -> None:
         assert drafted >= 17
 
 
+def test_cost_tries_again_when_passes_get_dearer() -> None:
+    """Drafting that lost beside fast passes is tried again soon after they become slow, as when files turn cold."""
+    schedule: Any = Cost()
+    for _ in range(200):
+        k = min(schedule.plan([Key(0)])[0].limit, 3)
+        schedule = schedule.after(outcome(k, 1 if k else 0, seconds=(0.5 * k, 1.0), confidence=[0.7] * k, more=0.5 * k))
+    assert schedule.lost
+    idle = 0
+    while schedule.lost:
+        schedule = schedule.after(outcome(0, 0, seconds=(0.0, 5.0)))
+        idle += 1
+    assert idle < 12
+
+
 def test_cost_gets_over_a_stall() -> None:
     """One round of thirty seconds, as when passes are compiled, is forgotten at once when the next ones are fast."""
     schedule: Any = Cost().after(outcome(3, 3, seconds=(30.0, 30.0), confidence=[0.7] * 3))
