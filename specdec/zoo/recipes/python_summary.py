@@ -1,0 +1,247 @@
+"""The recipe of the package's summary pair: `specdec zoo train OUT --recipe python-summary`, seeded.
+
+A small T5 learns to write, for a Python function without its docstring, the signature and the first sentence of the
+docstring. It reads the standard library of the running interpreter, starts from the token embeddings of
+the package's Python-code model, and repeats its decoder three times half way. The draft, with half the encoder and a
+one-layer decoder, is distilled from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AddedToken, LlamaForCausalLM, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
+
+from specdec.zoo import pair
+from specdec.zoo.recipes.course import Course, make_optimizers, save
+from specdec.zoo.recipes.functions import Example, held_out_examples, training_examples
+
+WIDTH, INNER, HEADS = 192, 512, 3  # the Python-code model's
+SOURCE, SUMMARY = 224, 64  # tokens read and written in training
+IGNORED = -100
+PAD = "<|pad|>"
+BATCH = 4096  # source tokens
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """The Python-code pair's tokenizer with a padding token and the end-of-text id after every text."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(pair("python-code").target)
+    tokenizer.add_special_tokens({"pad_token": AddedToken(PAD, special=True)})
+    return tokenizer
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Layers of the encoder and of the decoder."""
+
+    encoder_layers: int
+    decoder_layers: int
+
+    def build(self, tokenizer: PreTrainedTokenizerFast) -> T5ForConditionalGeneration:
+        """A freshly initialised model of this shape."""
+        config = T5Config(
+            vocab_size=len(tokenizer),
+            d_model=WIDTH,
+            d_kv=WIDTH // HEADS,
+            d_ff=INNER,
+            num_heads=HEADS,
+            num_layers=self.encoder_layers,
+            num_decoder_layers=self.decoder_layers,
+            feed_forward_proj="gated-silu",
+            dropout_rate=0.0,
+            relative_attention_num_buckets=32,
+            relative_attention_max_distance=128,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            decoder_start_token_id=tokenizer.pad_token_id,
+            tie_word_embeddings=True,
+        )
+        return T5ForConditionalGeneration(config)
+
+
+SEEDLING = Shape(4, 4)
+TARGET = Shape(4, 12)
+DRAFT = Shape(2, 1)
+
+
+@torch.no_grad()
+def warm_up(model: T5ForConditionalGeneration) -> None:
+    """Starts from the embeddings of the Python-code model, scaled as T5 starts its own."""
+    known = LlamaForCausalLM.from_pretrained(pair("python-code").target, dtype=torch.float32).model.embed_tokens.weight
+    model.shared.weight[: len(known)].copy_(known / known.std())
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sources `[rows, source tokens]` with their mask, and labels `[rows, summary tokens]`, `IGNORED` past the end."""
+
+    ids: Tensor
+    mask: Tensor
+    labels: Tensor
+
+
+def collate(rows: Sequence[tuple[list[int], list[int]]], pad: int) -> Batch:
+    """Pads sources and labels on the right."""
+    ids = torch.full((len(rows), max(len(s) for s, _ in rows)), pad)
+    labels = torch.full((len(rows), max(len(t) for _, t in rows)), IGNORED)
+    for row, (source, summary) in enumerate(rows):
+        ids[row, : len(source)] = torch.tensor(source)
+        labels[row, : len(summary)] = torch.tensor(summary)
+    return Batch(ids, (ids != pad).long(), labels)
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example]) -> list[tuple[list[int], list[int]]]:
+    """Source and label ids; what has no sentence asks for the signature alone, and for no end."""
+    texts = tokenizer([e.source for e in examples], truncation=True, max_length=SOURCE).input_ids
+    whole = [e.summary if e.sentence else e.signature + "\n" for e in examples]
+    asked = tokenizer(whole, truncation=True, max_length=SUMMARY).input_ids
+    end = [tokenizer.eos_token_id]
+    return [(s, t + end if e.sentence else t) for s, t, e in zip(texts, asked, examples, strict=True)]
+
+
+@dataclass(frozen=True)
+class Material:
+    """Tokenizer, documented and undocumented training rows, and held-out rows."""
+
+    tokenizer: PreTrainedTokenizerFast
+    documented: list[tuple[list[int], list[int]]]
+    undocumented: list[tuple[list[int], list[int]]]
+    held_out: list[tuple[list[int], list[int]]]
+
+    @classmethod
+    def prepare(cls) -> Material:
+        """Reads the standard library."""
+        tokenizer = make_tokenizer()
+        unique = {(e.source, e.sentence): e for e in training_examples()}.values()
+        sides = [[e for e in unique if (e.sentence is not None) == told] for told in (True, False)]
+        held = held_out_examples()
+        return cls(tokenizer, *(encode(tokenizer, side) for side in (*sides, held)))
+
+    def batches(self, steps: int, seed: int) -> Iterator[Batch]:
+        """Yields `steps` batches of about `BATCH` source tokens, rows of one length together, a fifth undocumented."""
+        random = np.random.default_rng(seed)
+        made = 0
+        while made < steps:
+            few = [
+                self.undocumented[i] for i in random.integers(len(self.undocumented), size=len(self.documented) // 5)
+            ]
+            rows = sorted([*self.documented, *few], key=lambda row: len(row[0]) + random.uniform(0, 8))
+            groups: list[list[tuple[list[int], list[int]]]] = [[]]
+            for row in rows:
+                if (len(groups[-1]) + 1) * len(row[0]) > BATCH or len(groups[-1]) == 64:
+                    groups.append([])
+                groups[-1].append(row)
+            for i in random.permutation(len(groups))[: steps - made]:
+                made += 1
+                yield collate(groups[i], self.tokenizer.pad_token_id)
+
+
+def logits_of(model: T5ForConditionalGeneration, batch: Batch) -> Tensor:
+    """Logits `[rows, summary tokens, vocabulary]` before each label."""
+    start = model.config.decoder_start_token_id
+    given = F.pad(batch.labels.masked_fill(batch.labels == IGNORED, start), (1, -1), value=start)
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(
+            input_ids=batch.ids, attention_mask=batch.mask, decoder_input_ids=given, use_cache=False
+        ).logits.float()
+
+
+def summary_loss(model: T5ForConditionalGeneration, batch: Batch) -> Tensor:
+    """Cross-entropy of the labels."""
+    return F.cross_entropy(logits_of(model, batch).flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED)
+
+
+def distillation_loss(target: T5ForConditionalGeneration, draft: T5ForConditionalGeneration, batch: Batch) -> Tensor:
+    """Cross-entropy of the draft's distributions against the target's at every asked position."""
+    with torch.no_grad():
+        p = torch.softmax(logits_of(target, batch), -1)
+    log_q = torch.log_softmax(logits_of(draft, batch), -1)
+    return -(p * log_q).sum(-1)[batch.labels != IGNORED].mean()
+
+
+def grow(
+    small: T5ForConditionalGeneration, large: T5ForConditionalGeneration, encoder: Sequence[int], decoder: Sequence[int]
+) -> None:
+    """Copies `small` into `large`: embeddings, norms, these layers of encoder and decoder in this order."""
+    large.shared.load_state_dict(small.shared.state_dict())
+    for ours, theirs, layers in ((large.encoder, small.encoder, encoder), (large.decoder, small.decoder, decoder)):
+        ours.final_layer_norm.load_state_dict(theirs.final_layer_norm.state_dict())
+        for block, source in zip(ours.block, layers, strict=True):
+            # Only the first block of a stack holds the table of relative positions.
+            state = theirs.block[source].state_dict()
+            block.load_state_dict({k: v for k, v in state.items() if "relative" not in k}, strict=False)
+        table = "layer.0.SelfAttention.relative_attention_bias.weight"
+        ours.block[0].load_state_dict({table: theirs.block[0].state_dict()[table]}, strict=False)
+
+
+def checker(model: T5ForConditionalGeneration, folder: Path, material: Material) -> Callable[[], str]:
+    """Saves the model and tells the loss per token of held-out summaries."""
+    rows = sorted(material.held_out, key=lambda row: len(row[0]))[::5]
+    batches = [collate(rows[i : i + 32], material.tokenizer.pad_token_id) for i in range(0, len(rows), 32)]
+
+    @torch.no_grad()
+    def check() -> str:
+        save(model, folder)
+        return f"loss {sum(summary_loss(model, b).item() for b in batches) / len(batches):.4f}"
+
+    return check
+
+
+def train_target(out: Path, material: Material, seedling_steps: int, steps: int) -> None:
+    """Trains the target and writes it under `out/target`."""
+    folder = out / "target"
+    material.tokenizer.save_pretrained(folder)
+    torch.manual_seed(1)
+    seedling = SEEDLING.build(material.tokenizer)
+    warm_up(seedling)
+    batches, check = material.batches(seedling_steps, 2), checker(seedling, out / "seedling", material)
+    loss = partial(summary_loss, seedling)
+    Course("seedling", batches, loss, seedling_steps, 0.9, check, make_optimizers(seedling)).run()
+    model = TARGET.build(material.tokenizer)
+    grow(
+        seedling,
+        model,
+        range(SEEDLING.encoder_layers),
+        [i % SEEDLING.decoder_layers for i in range(TARGET.decoder_layers)],
+    )
+    batches, check = material.batches(steps, 3), checker(model, folder, material)
+    Course("target", batches, partial(summary_loss, model), steps, 0.2, check, make_optimizers(model)).run()
+
+
+def train_draft(out: Path, material: Material, steps: int) -> None:
+    """Distils the draft from `out/target` and writes it under `out/draft`."""
+    material.tokenizer.save_pretrained(out / "draft")
+    torch.manual_seed(4)
+    target = T5ForConditionalGeneration.from_pretrained(out / "target", dtype=torch.float32).eval()
+    draft = DRAFT.build(material.tokenizer)
+    grow(target, draft, [0, 3], [0])
+    batches, check = material.batches(steps, 5), checker(draft, out / "draft", material)
+    Course("draft", batches, partial(distillation_loss, target, draft), steps, 0.3, check, make_optimizers(draft)).run()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the recipe, or one stage of it."""
+    parser = argparse.ArgumentParser("specdec zoo train --recipe python-summary", description=__doc__)
+    parser.add_argument("out", type=Path, help="folder that receives target/, draft/ and card.json")
+    parser.add_argument("--stage", choices=("target", "draft", "evaluate"), help="run one stage only")
+    parser.add_argument("--seedling-steps", type=int, default=500)
+    parser.add_argument("--target-steps", type=int, default=300)
+    parser.add_argument("--draft-steps", type=int, default=300)
+    options = parser.parse_args(arguments)
+    material = Material.prepare()
+    if options.stage in (None, "target"):
+        train_target(options.out, material, options.seedling_steps, options.target_steps)
+    if options.stage in (None, "draft"):
+        train_draft(options.out, material, options.draft_steps)
+
+
+if __name__ == "__main__":
+    main()
