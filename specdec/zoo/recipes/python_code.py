@@ -266,7 +266,7 @@ def evaluate(out: Path) -> dict[str, float]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the recipe, or one stage of it."""
-    parser = argparse.ArgumentParser("specdec zoo train", description=__doc__)
+    parser = argparse.ArgumentParser("specdec zoo train --recipe python-code", description=__doc__)
     parser.add_argument("out", type=Path, help="folder that receives target/, draft/ and card.json")
     parser.add_argument("--stage", choices=("target", "draft", "evaluate"), help="run one stage only")
     parser.add_argument("--seedling-steps", type=int, default=1200)

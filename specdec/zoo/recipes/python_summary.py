@@ -9,10 +9,12 @@ one-layer decoder, is distilled from it.
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -227,6 +229,73 @@ def train_draft(out: Path, material: Material, steps: int) -> None:
     Course("draft", batches, partial(distillation_loss, target, draft), steps, 0.3, check, make_optimizers(draft)).run()
 
 
+@torch.no_grad()
+def write(
+    model: T5ForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example]
+) -> list[list[int]]:
+    """The ids of the model's greedy summary of each example, without the start."""
+    written: list[list[int]] = []
+    for first in range(0, len(examples), 32):
+        sources = [e.source for e in examples[first : first + 32]]
+        heard = tokenizer(sources, truncation=True, max_length=SOURCE, padding=True, return_tensors="pt")
+        out = model.generate(input_ids=heard.input_ids, attention_mask=heard.attention_mask, max_new_tokens=SUMMARY)
+        written += [[i for i in row[1:].tolist() if i != tokenizer.pad_token_id] for row in out]
+    return written
+
+
+@torch.no_grad()
+def agreement(
+    draft: T5ForConditionalGeneration,
+    tokenizer: PreTrainedTokenizerFast,
+    examples: Sequence[Example],
+    written: Sequence[list[int]],
+) -> float:
+    """Share of the target's greedy tokens that the draft would have guessed after the same prefix."""
+    hits = total = 0
+    for example, ids in zip(examples, written, strict=True):
+        source = tokenizer(example.source, truncation=True, max_length=SOURCE).input_ids
+        guesses = logits_of(draft, collate([(source, ids)], tokenizer.pad_token_id)).argmax(-1)[0]
+        hits += int((guesses == torch.tensor(ids)).sum())
+        total += len(ids)
+    return hits / total
+
+
+def rouge_l(texts: Sequence[str], references: Sequence[str]) -> float:
+    """Mean ROUGE-L F-measure."""
+    from rouge_score.rouge_scorer import RougeScorer
+
+    scorer = RougeScorer(["rougeL"])
+    scores = [scorer.score(r, t)["rougeL"].fmeasure for t, r in zip(texts, references, strict=True)]
+    return float(np.mean(scores))
+
+
+def evaluate(out: Path) -> dict[str, Any]:
+    """Measures the pair in `out` on all held-out functions; printed and written to `out/card.json`."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(out / "target")
+    target, draft = (
+        T5ForConditionalGeneration.from_pretrained(out / role, dtype=torch.float32).eval()
+        for role in ("target", "draft")
+    )
+    examples = held_out_examples()
+    written = write(target, tokenizer, examples)
+    texts = tokenizer.batch_decode(written, skip_special_tokens=True)
+    references = [e.summary for e in examples]
+    sentences = [" ".join(text.split("\n")[1:]) for text in texts]
+    card = {
+        "target_parameters": target.num_parameters(),
+        "draft_parameters": draft.num_parameters(),
+        "held_out_functions": len(examples),
+        "rouge_l": round(rouge_l(texts, references), 4),
+        "rouge_l_of_the_signature_alone": round(rouge_l([e.signature for e in examples], references), 4),
+        "rouge_l_of_the_sentence": round(rouge_l(sentences, [e.sentence or "" for e in examples]), 4),
+        "greedy_agreement": round(agreement(draft, tokenizer, examples[:100], written[:100]), 4),
+        "tokens_per_summary": round(sum(map(len, written)) / len(written), 1),
+    }
+    (out / "card.json").write_text(json.dumps(card, indent=2) + "\n")
+    print(json.dumps(card, indent=2), flush=True)
+    return card
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the recipe, or one stage of it."""
     parser = argparse.ArgumentParser("specdec zoo train --recipe python-summary", description=__doc__)
@@ -241,6 +310,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         train_target(options.out, material, options.seedling_steps, options.target_steps)
     if options.stage in (None, "draft"):
         train_draft(options.out, material, options.draft_steps)
+    if options.stage in (None, "evaluate"):
+        evaluate(options.out)
 
 
 if __name__ == "__main__":
