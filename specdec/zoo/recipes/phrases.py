@@ -128,16 +128,25 @@ def is_held_out(sentence: str) -> bool:
     return zlib.crc32(sentence.encode()) % 100 < _HELD_OUT_PERCENT
 
 
-def sentences(count: int, *, held_out: bool, seed: int = 0) -> Iterator[str]:
-    """Yields `count` different sentences of one side of the split, as they are written."""
+def drawn(*, held_out: bool, seed: int = 0) -> Iterator[str]:
+    """Yields sentences of one side of the split, as they are written, without end; short lines come again and again."""
     choose = random.Random(f"{seed} {held_out}")
-    seen: set[str] = set()
-    while len(seen) < count:
+    while True:
         line = expand(choose.choice(RULES["sentence"]), choose)
         sentence = line[0].upper() + line[1:] + ("?" if line.startswith(_QUESTIONS) else ".")
-        if is_held_out(sentence) == held_out and sentence not in seen:
+        if is_held_out(sentence) == held_out:
+            yield sentence
+
+
+def sentences(count: int, *, held_out: bool, seed: int = 0) -> Iterator[str]:
+    """Yields `count` different sentences of one side of the split."""
+    seen: set[str] = set()
+    for sentence in drawn(held_out=held_out, seed=seed):
+        if sentence not in seen:
             seen.add(sentence)
             yield sentence
+        if len(seen) == count:
+            return
 
 
 def vocabulary() -> set[str]:

@@ -2,8 +2,9 @@
 
 A small Whisper learns to write down what espeak-ng reads from a small grammar: first with four decoder layers on short
 windows, where a second loss (CTC on the encoder's output) teaches the encoder to spell; then with its decoder repeated
-three times, on full windows with timestamps. The draft is a one-layer decoder on the same encoder, distilled from the
-target's distributions.
+three times, on full windows with timestamps; and then on as many clips again, in which every kind of sentence is as
+frequent as any other (among different sentences, kinds with few variants are rare). The draft is a one-layer decoder on
+the same encoder, distilled from the target's distributions.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -143,13 +145,15 @@ class Speller(nn.Module):
         return F.ctc_loss(log_p, torch.cat(batch.spelled), read, lengths, zero_infinity=True)
 
 
-def transcript_loss(model: WhisperForConditionalGeneration, speller: Speller, weight: float, batch: Batch) -> Tensor:
-    """Cross-entropy of the labels, and `weight` times the speller's loss."""
+def transcript_loss(
+    model: WhisperForConditionalGeneration, batch: Batch, speller: Speller | None = None, weight: float = 0.0
+) -> Tensor:
+    """Cross-entropy of the labels and, with a speller, `weight` times its loss."""
     with torch.autocast("cpu", torch.bfloat16):
         states = model.model.encoder(batch.features).last_hidden_state
         logits = decode(model, states, batch.ids)
     loss = F.cross_entropy(logits.float().flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED)
-    return loss + weight * speller.loss(states, batch)
+    return loss if speller is None else loss + weight * speller.loss(states, batch)
 
 
 def decode(model: WhisperForConditionalGeneration, states: Tensor, ids: Tensor) -> Tensor:
@@ -182,10 +186,14 @@ def grow(small: WhisperForConditionalGeneration, large: WhisperForConditionalGen
 
 @dataclass(frozen=True)
 class Material:
-    """What the stages of training share: the processor, training and held-out clips, and noise."""
+    """What the stages of training share: the processor, noise, and clips.
+
+    `clips` are different sentences, `more` are drawn as often as they are said, `held_out` are never trained on.
+    """
 
     processor: WhisperProcessor
     clips: Clips
+    more: Clips
     held_out: Clips
     noise: np.ndarray
 
@@ -195,19 +203,19 @@ class Material:
         processor = make_processor()
         extractor = processor.feature_extractor
         training = synthesis.read_by_many(list(phrases.sentences(CLIPS, held_out=False)), seed=0)
+        more = synthesis.read_by_many(list(islice(phrases.drawn(held_out=False, seed=1), CLIPS)), seed=2)
         checked = synthesis.read_by_many(list(phrases.sentences(CHECKED, held_out=True)), seed=1)
         return cls(
             processor,
             synthesis.record(training, folder / "clips", extractor),
+            synthesis.record(more, folder / "more-clips", extractor),
             synthesis.record(checked, folder / "held-out", extractor),
             synthesis.noise_power(extractor),
         )
 
-    def windows(self, seconds: int, seed: int, *, plain: bool = False, held_out: bool = False) -> Composer:
+    def windows(self, clips: Clips, seconds: int, seed: int, *, plain: bool = False) -> Composer:
         """A composer of windows of these clips."""
-        clips = self.held_out if held_out else self.clips
-        tokenizer = self.processor.tokenizer
-        return Composer(clips, self.noise, tokenizer, frames=seconds * 100, seed=seed, plain=plain)
+        return Composer(clips, self.noise, self.processor.tokenizer, frames=seconds * 100, seed=seed, plain=plain)
 
 
 def checker(model: WhisperForConditionalGeneration, folder: Path, batch: Batch) -> Callable[[], str]:
@@ -231,19 +239,31 @@ def train_target(out: Path, material: Material, seedling_steps: int, steps: int)
     torch.manual_seed(1)
     seedling, speller = SEEDLING.build(tokenizer), Speller()
     together = nn.ModuleDict({"model": seedling, "speller": speller})
-    held = material.windows(SHORT, 2, plain=True, held_out=True).batch(48)
-    batches = material.windows(SHORT, 3, plain=True).batches(32, seedling_steps)
-    loss = partial(transcript_loss, seedling, speller, 0.3)
+    held = material.windows(material.held_out, SHORT, 2, plain=True).batch(48)
+    batches = material.windows(material.clips, SHORT, 3, plain=True).batches(32, seedling_steps)
+    loss = partial(transcript_loss, seedling, speller=speller, weight=0.3)
     check = checker(seedling, out / "seedling", held)
     Course("seedling", batches, loss, seedling_steps, 0.9, check, make_optimizers(together)).run()
     model = TARGET.build(tokenizer)
     grow(seedling, model, [i % SEEDLING.decoder_layers for i in range(TARGET.decoder_layers)])
     together = nn.ModuleDict({"model": model, "speller": speller})
-    held = material.windows(WINDOW, 4, held_out=True).batch(24)
-    batches = material.windows(WINDOW, 5).batches(10, steps)
-    loss = partial(transcript_loss, model, speller, 0.1)
+    held = material.windows(material.held_out, WINDOW, 4).batch(24)
+    batches = material.windows(material.clips, WINDOW, 5).batches(10, steps)
+    loss = partial(transcript_loss, model, speller=speller, weight=0.1)
     check = checker(model, folder, held)
     Course("target", batches, loss, steps, 0.3, check, make_optimizers(together, 0.003, 0.0015)).run()
+
+
+def polish_target(out: Path, material: Material, steps: int) -> None:
+    """Trains the target in `out/target` further, on all clips."""
+    torch.manual_seed(8)
+    model = TARGET.build(material.processor.tokenizer)
+    model.load_state_dict(WhisperForConditionalGeneration.from_pretrained(out / "target").state_dict())
+    held = material.windows(material.held_out, WINDOW, 4).batch(24)
+    batches = material.windows(material.clips + material.more, WINDOW, 9).batches(10, steps)
+    check = checker(model, out / "target", held)
+    optimizers = make_optimizers(model, 0.003, 0.0015)
+    Course("polish", batches, partial(transcript_loss, model), steps, 0.3, check, optimizers).run()
 
 
 def train_draft(out: Path, material: Material, steps: int) -> None:
@@ -254,8 +274,8 @@ def train_draft(out: Path, material: Material, steps: int) -> None:
     draft = DRAFT.build(material.processor.tokenizer)
     grow(target, draft, [0])
     draft.model.encoder.requires_grad_(False)
-    held = material.windows(WINDOW, 4, held_out=True).batch(24)
-    batches = material.windows(WINDOW, 7).batches(10, steps)
+    held = material.windows(material.held_out, WINDOW, 4).batch(24)
+    batches = material.windows(material.clips + material.more, WINDOW, 7).batches(10, steps)
     loss = partial(distillation_loss, target, draft)
     check = checker(draft, out / "draft", held)
     Course("draft", batches, loss, steps, 0.3, check, make_optimizers(draft)).run()
@@ -265,14 +285,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the recipe, or one stage of it."""
     parser = argparse.ArgumentParser("specdec zoo train --recipe speech", description=__doc__)
     parser.add_argument("out", type=Path, help="folder that receives target/, draft/, card.json and the recordings")
-    parser.add_argument("--stage", choices=("target", "draft", "evaluate"), help="run one stage only")
+    parser.add_argument("--stage", choices=("target", "polish", "draft", "evaluate"), help="run one stage only")
     parser.add_argument("--seedling-steps", type=int, default=1600)
     parser.add_argument("--target-steps", type=int, default=700)
-    parser.add_argument("--draft-steps", type=int, default=500)
+    parser.add_argument("--polish-steps", type=int, default=800)
+    parser.add_argument("--draft-steps", type=int, default=300)
     options = parser.parse_args(arguments)
     material = Material.prepare(options.out)
     if options.stage in (None, "target"):
         train_target(options.out, material, options.seedling_steps, options.target_steps)
+    if options.stage in (None, "polish"):
+        polish_target(options.out, material, options.polish_steps)
     if options.stage in (None, "draft"):
         train_draft(options.out, material, options.draft_steps)
     if options.stage in (None, "evaluate"):

@@ -104,6 +104,11 @@ class Clips:
         mels = np.load(folder / "mels.npy", mmap_mode="r")
         return cls(mels, [tuple(b) for b in index["bounds"]], index["texts"])
 
+    def __add__(self, others: Clips) -> Clips:
+        mels, own = np.concatenate([self.mels, others.mels]), len(self.mels)
+        bounds = [*self.bounds, *((begin + own, end + own) for begin, end in others.bounds)]
+        return Clips(mels, bounds, self.texts + others.texts)
+
     def __getitem__(self, clip: int) -> np.ndarray:
         begin, end = self.bounds[clip]
         return np.asarray(self.mels[begin:end], dtype=np.float32)
