@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
     AutoProcessor,
     AutoTokenizer,
@@ -18,12 +17,11 @@ from transformers import (
 )
 
 from specdec import zoo
-from specdec.zoo.recipes import python_summary, speech, speech_scores
+from specdec.zoo.recipes import speech, speech_scores
 
 AUTO = {
     "python-code": AutoModelForCausalLM,
     "speech": AutoModelForSpeechSeq2Seq,
-    "python-summary": AutoModelForSeq2SeqLM,
 }
 MEGABYTES = 40  # of the speech and the summary pair together
 
@@ -57,7 +55,7 @@ def test_auto_classes_load_both_models(name: str) -> None:
 
 def test_the_newer_pairs_are_small() -> None:
     """Speech and summaries take 40 MB at most."""
-    folders = [zoo.pair(name).target.parent for name in ("speech", "python-summary")]
+    folders = [zoo.pair(name).target.parent for name in zoo.NAMES[1:]]
     assert sum(f.stat().st_size for folder in folders for f in folder.rglob("*") if f.is_file()) < MEGABYTES * 1e6
 
 
@@ -134,24 +132,6 @@ def test_the_speech_card(whisper: WhisperForConditionalGeneration, processor: Wh
         texts = speech_scores.transcribe(whisper, processor, [speech_scores.speak(line) for line in lines])
         rate = speech_scores.word_error_rate(texts, [line.text for line in lines])
         assert rate == pytest.approx(card[f"held_out_{kind}_word_error_rate"], abs=0.06)
-
-
-# ---------------------------------------------------------------------------------------------------------- summaries
-
-
-def test_summaries_beat_the_signature() -> None:
-    """On held-out functions of the running interpreter ROUGE-L is above that of copying the signature."""
-    pytest.importorskip("rouge_score")
-    pair = zoo.pair("python-summary")
-    model = AutoModelForSeq2SeqLM.from_pretrained(pair.target, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(pair.target)
-    examples = python_summary.held_out_examples()[:64]
-    if len(examples) < 64:
-        pytest.skip("the standard library's sources are not installed")
-    texts = tokenizer.batch_decode(python_summary.write(model, tokenizer, examples), skip_special_tokens=True)
-    references = [e.summary for e in examples]
-    copied = python_summary.rouge_l([e.signature for e in examples], references)
-    assert python_summary.rouge_l(texts, references) > copied + 0.02
 
 
 def test_missing_recordings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

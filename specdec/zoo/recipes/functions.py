@@ -32,14 +32,14 @@ class Example:
 
 
 def training_examples() -> Iterator[Example]:
-    """Yields the functions and classes of all training modules and of the standard library's own tests."""
-    for _, text in source_files(held_out=False):
-        yield from examples(text, _DEFINITIONS)
+    """Yields the documented functions and classes of all training modules and of the standard library's own tests."""
     root = Path(sysconfig.get_paths()["stdlib"])
+    texts = [text for _, text in source_files(held_out=False)]
     for folder in ("test", "idlelib/idle_test", "lib2to3"):
         for path in sorted((root / folder).rglob("*.py")):
             if not is_held_out(path.relative_to(root).as_posix()):
-                yield from examples(path.read_text(encoding="utf-8", errors="replace"), _DEFINITIONS)
+                texts.append(path.read_text(encoding="utf-8", errors="replace"))
+    yield from (e for text in texts for e in examples(text, _DEFINITIONS) if e.sentence is not None)
 
 
 def held_out_examples() -> list[Example]:

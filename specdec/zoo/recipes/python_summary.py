@@ -1,8 +1,8 @@
 """The recipe of the package's summary pair: `specdec zoo train OUT --recipe python-summary`, seeded.
 
-A small T5 learns to write, for a Python function without its docstring, the signature and the first sentence of the
-docstring. It reads the standard library of the running interpreter, starts from the token embeddings of
-the package's Python-code model, and repeats its decoder three times half way. The draft, with half the encoder and a
+A small Pegasus learns to write, for a Python function without its docstring, the signature and the first sentence of
+the docstring. It reads the standard library of the running interpreter, starts from the token embeddings of the
+package's Python-code model, and repeats its decoder three times half way. The draft, with half the encoder and a
 one-layer decoder, is distilled from it.
 """
 
@@ -18,19 +18,26 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AddedToken, LlamaForCausalLM, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
+from transformers import (
+    AddedToken,
+    LlamaForCausalLM,
+    PegasusConfig,
+    PegasusForConditionalGeneration,
+    PreTrainedTokenizerFast,
+)
 
 from specdec.zoo import pair
 from specdec.zoo.recipes.course import Course, make_optimizers, save
 from specdec.zoo.recipes.functions import Example, held_out_examples, training_examples
 
-WIDTH, INNER, HEADS = 192, 512, 3  # the Python-code model's
+WIDTH, INNER, HEADS = 192, 512, 3  # the width is the Python-code model's
+POSITIONS = 1024
 SOURCE, SUMMARY = 224, 64  # tokens read and written in training
 IGNORED = -100
 PAD = "<|pad|>"
-BATCH = 4096  # source tokens
+BATCH = 2048  # source tokens
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -47,26 +54,28 @@ class Shape:
     encoder_layers: int
     decoder_layers: int
 
-    def build(self, tokenizer: PreTrainedTokenizerFast) -> T5ForConditionalGeneration:
+    def build(self, tokenizer: PreTrainedTokenizerFast) -> PegasusForConditionalGeneration:
         """A freshly initialised model of this shape."""
-        config = T5Config(
+        config = PegasusConfig(
             vocab_size=len(tokenizer),
             d_model=WIDTH,
-            d_kv=WIDTH // HEADS,
-            d_ff=INNER,
-            num_heads=HEADS,
-            num_layers=self.encoder_layers,
-            num_decoder_layers=self.decoder_layers,
-            feed_forward_proj="gated-silu",
-            dropout_rate=0.0,
-            relative_attention_num_buckets=32,
-            relative_attention_max_distance=128,
+            encoder_layers=self.encoder_layers,
+            decoder_layers=self.decoder_layers,
+            encoder_attention_heads=HEADS,
+            decoder_attention_heads=HEADS,
+            encoder_ffn_dim=INNER,
+            decoder_ffn_dim=INNER,
+            max_position_embeddings=POSITIONS,
+            dropout=0.0,
+            attention_dropout=0.0,
+            activation_dropout=0.0,
+            scale_embedding=True,
             pad_token_id=tokenizer.pad_token_id,
             eos_token_id=tokenizer.eos_token_id,
+            forced_eos_token_id=None,
             decoder_start_token_id=tokenizer.pad_token_id,
-            tie_word_embeddings=True,
         )
-        return T5ForConditionalGeneration(config)
+        return PegasusForConditionalGeneration._from_config(config, attn_implementation="eager")
 
 
 SEEDLING = Shape(4, 4)
@@ -75,10 +84,20 @@ DRAFT = Shape(2, 1)
 
 
 @torch.no_grad()
-def warm_up(model: T5ForConditionalGeneration) -> None:
-    """Starts from the embeddings of the Python-code model, scaled as T5 starts its own."""
+def warm_up(model: PegasusForConditionalGeneration) -> None:
+    """Starts from the embeddings of the Python-code model, and with a decoder that copies.
+
+    The embeddings are small enough to leave room for positions. Where the decoder looks at the encoder, queries and
+    keys begin alike, so it looks at its own position, and the output undoes the values, so it sees the token there.
+    """
     known = LlamaForCausalLM.from_pretrained(pair("python-code").target, dtype=torch.float32).model.embed_tokens.weight
-    model.shared.weight[: len(known)].copy_(known / known.std())
+    model.model.shared.weight[: len(known)].copy_(known * (0.03 / known.std()))
+    for layer in model.model.decoder.layers:
+        look = layer.encoder_attn
+        nn.init.normal_(look.k_proj.weight, std=0.05)
+        nn.init.normal_(look.v_proj.weight, std=0.05)
+        look.q_proj.weight.copy_(look.k_proj.weight)
+        look.out_proj.weight.copy_(look.v_proj.weight.T)
 
 
 @dataclass(frozen=True)
@@ -101,44 +120,36 @@ def collate(rows: Sequence[tuple[list[int], list[int]]], pad: int) -> Batch:
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example]) -> list[tuple[list[int], list[int]]]:
-    """Source and label ids; what has no sentence asks for the signature alone, and for no end."""
-    texts = tokenizer([e.source for e in examples], truncation=True, max_length=SOURCE).input_ids
-    whole = [e.summary if e.sentence else e.signature + "\n" for e in examples]
-    asked = tokenizer(whole, truncation=True, max_length=SUMMARY).input_ids
-    end = [tokenizer.eos_token_id]
-    return [(s, t + end if e.sentence else t) for s, t, e in zip(texts, asked, examples, strict=True)]
+    """Source and label ids."""
+    sources = tokenizer([e.source for e in examples], truncation=True, max_length=SOURCE).input_ids
+    summaries = tokenizer([e.summary for e in examples], truncation=True, max_length=SUMMARY).input_ids
+    return [(s, [*t, tokenizer.eos_token_id]) for s, t in zip(sources, summaries, strict=True)]
 
 
 @dataclass(frozen=True)
 class Material:
-    """Tokenizer, documented and undocumented training rows, and held-out rows."""
+    """Tokenizer, training rows and held-out rows."""
 
     tokenizer: PreTrainedTokenizerFast
-    documented: list[tuple[list[int], list[int]]]
-    undocumented: list[tuple[list[int], list[int]]]
+    training: list[tuple[list[int], list[int]]]
     held_out: list[tuple[list[int], list[int]]]
 
     @classmethod
     def prepare(cls) -> Material:
         """Reads the standard library."""
         tokenizer = make_tokenizer()
-        unique = {(e.source, e.sentence): e for e in training_examples()}.values()
-        sides = [[e for e in unique if (e.sentence is not None) == told] for told in (True, False)]
-        held = held_out_examples()
-        return cls(tokenizer, *(encode(tokenizer, side) for side in (*sides, held)))
+        unique = list({(e.source, e.sentence): e for e in training_examples()}.values())
+        return cls(tokenizer, encode(tokenizer, unique), encode(tokenizer, held_out_examples()))
 
     def batches(self, steps: int, seed: int) -> Iterator[Batch]:
-        """Yields `steps` batches of about `BATCH` source tokens, rows of one length together, a fifth undocumented."""
+        """Yields `steps` batches of about `BATCH` source tokens, rows of one length together."""
         random = np.random.default_rng(seed)
         made = 0
         while made < steps:
-            few = [
-                self.undocumented[i] for i in random.integers(len(self.undocumented), size=len(self.documented) // 5)
-            ]
-            rows = sorted([*self.documented, *few], key=lambda row: len(row[0]) + random.uniform(0, 8))
+            rows = sorted(self.training, key=lambda row: len(row[0]) + random.uniform(0, 8))
             groups: list[list[tuple[list[int], list[int]]]] = [[]]
             for row in rows:
-                if (len(groups[-1]) + 1) * len(row[0]) > BATCH or len(groups[-1]) == 64:
+                if (len(groups[-1]) + 1) * len(row[0]) > BATCH or len(groups[-1]) == 32:
                     groups.append([])
                 groups[-1].append(row)
             for i in random.permutation(len(groups))[: steps - made]:
@@ -146,7 +157,7 @@ class Material:
                 yield collate(groups[i], self.tokenizer.pad_token_id)
 
 
-def logits_of(model: T5ForConditionalGeneration, batch: Batch) -> Tensor:
+def logits_of(model: PegasusForConditionalGeneration, batch: Batch) -> Tensor:
     """Logits `[rows, summary tokens, vocabulary]` before each label."""
     start = model.config.decoder_start_token_id
     given = F.pad(batch.labels.masked_fill(batch.labels == IGNORED, start), (1, -1), value=start)
@@ -156,12 +167,14 @@ def logits_of(model: T5ForConditionalGeneration, batch: Batch) -> Tensor:
         ).logits.float()
 
 
-def summary_loss(model: T5ForConditionalGeneration, batch: Batch) -> Tensor:
+def summary_loss(model: PegasusForConditionalGeneration, batch: Batch) -> Tensor:
     """Cross-entropy of the labels."""
     return F.cross_entropy(logits_of(model, batch).flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED)
 
 
-def distillation_loss(target: T5ForConditionalGeneration, draft: T5ForConditionalGeneration, batch: Batch) -> Tensor:
+def distillation_loss(
+    target: PegasusForConditionalGeneration, draft: PegasusForConditionalGeneration, batch: Batch
+) -> Tensor:
     """Cross-entropy of the draft's distributions against the target's at every asked position."""
     with torch.no_grad():
         p = torch.softmax(logits_of(target, batch), -1)
@@ -170,21 +183,23 @@ def distillation_loss(target: T5ForConditionalGeneration, draft: T5ForConditiona
 
 
 def grow(
-    small: T5ForConditionalGeneration, large: T5ForConditionalGeneration, encoder: Sequence[int], decoder: Sequence[int]
+    small: PegasusForConditionalGeneration,
+    large: PegasusForConditionalGeneration,
+    encoder: Sequence[int],
+    decoder: Sequence[int],
 ) -> None:
     """Copies `small` into `large`: embeddings, norms, these layers of encoder and decoder in this order."""
-    large.shared.load_state_dict(small.shared.state_dict())
-    for ours, theirs, layers in ((large.encoder, small.encoder, encoder), (large.decoder, small.decoder, decoder)):
-        ours.final_layer_norm.load_state_dict(theirs.final_layer_norm.state_dict())
-        for block, source in zip(ours.block, layers, strict=True):
-            # Only the first block of a stack holds the table of relative positions.
-            state = theirs.block[source].state_dict()
-            block.load_state_dict({k: v for k, v in state.items() if "relative" not in k}, strict=False)
-        table = "layer.0.SelfAttention.relative_attention_bias.weight"
-        ours.block[0].load_state_dict({table: theirs.block[0].state_dict()[table]}, strict=False)
+    large.model.shared.load_state_dict(small.model.shared.state_dict())
+    for ours, theirs, layers in (
+        (large.model.encoder, small.model.encoder, encoder),
+        (large.model.decoder, small.model.decoder, decoder),
+    ):
+        ours.layer_norm.load_state_dict(theirs.layer_norm.state_dict())
+        for layer, source in zip(ours.layers, layers, strict=True):
+            layer.load_state_dict(theirs.layers[source].state_dict())
 
 
-def checker(model: T5ForConditionalGeneration, folder: Path, material: Material) -> Callable[[], str]:
+def checker(model: PegasusForConditionalGeneration, folder: Path, material: Material) -> Callable[[], str]:
     """Saves the model and tells the loss per token of held-out summaries."""
     rows = sorted(material.held_out, key=lambda row: len(row[0]))[::5]
     batches = [collate(rows[i : i + 32], material.tokenizer.pad_token_id) for i in range(0, len(rows), 32)]
@@ -222,7 +237,7 @@ def train_draft(out: Path, material: Material, steps: int) -> None:
     """Distils the draft from `out/target` and writes it under `out/draft`."""
     material.tokenizer.save_pretrained(out / "draft")
     torch.manual_seed(4)
-    target = T5ForConditionalGeneration.from_pretrained(out / "target", dtype=torch.float32).eval()
+    target = PegasusForConditionalGeneration.from_pretrained(out / "target", dtype=torch.float32).eval()
     draft = DRAFT.build(material.tokenizer)
     grow(target, draft, [0, 3], [0])
     batches, check = material.batches(steps, 5), checker(draft, out / "draft", material)
@@ -231,7 +246,7 @@ def train_draft(out: Path, material: Material, steps: int) -> None:
 
 @torch.no_grad()
 def write(
-    model: T5ForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example]
+    model: PegasusForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example]
 ) -> list[list[int]]:
     """The ids of the model's greedy summary of each example, without the start."""
     written: list[list[int]] = []
@@ -245,7 +260,7 @@ def write(
 
 @torch.no_grad()
 def agreement(
-    draft: T5ForConditionalGeneration,
+    draft: PegasusForConditionalGeneration,
     tokenizer: PreTrainedTokenizerFast,
     examples: Sequence[Example],
     written: Sequence[list[int]],
@@ -273,7 +288,7 @@ def evaluate(out: Path) -> dict[str, Any]:
     """Measures the pair in `out` on all held-out functions; printed and written to `out/card.json`."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(out / "target")
     target, draft = (
-        T5ForConditionalGeneration.from_pretrained(out / role, dtype=torch.float32).eval()
+        PegasusForConditionalGeneration.from_pretrained(out / role, dtype=torch.float32).eval()
         for role in ("target", "draft")
     )
     examples = held_out_examples()

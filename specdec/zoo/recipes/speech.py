@@ -289,7 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seedling-steps", type=int, default=1600)
     parser.add_argument("--target-steps", type=int, default=700)
     parser.add_argument("--polish-steps", type=int, default=800)
-    parser.add_argument("--draft-steps", type=int, default=300)
+    parser.add_argument("--draft-steps", type=int, default=700)
     options = parser.parse_args(arguments)
     material = Material.prepare(options.out)
     if options.stage in (None, "target"):

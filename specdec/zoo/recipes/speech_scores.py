@@ -19,8 +19,8 @@ from specdec.zoo.recipes.synthesis import HELD_OUT_VOICE, RATE, Line, read_by_he
 LICENCE = (
     "Apache-2.0, as the package. The sentences are the recipe's own; espeak-ng, which spoke them, is not part of it."
 )
-# Of the demonstration's files: name, kind of line, the first line and how many.
-DEMO = (("commands.wav", "sentences", 0, 3), ("voice.wav", "voice", 3, 3), ("numbers.wav", "sentences", 6, 2))
+# The files of the demonstration, sentences that the target gets right: name, kind of line, the first, how many.
+DEMO = (("commands.wav", "sentences", 0, 3), ("voice.wav", "voice", 27, 3), ("window.wav", "sentences", 6, 4))
 _normalise = EnglishTextNormalizer({})
 
 
