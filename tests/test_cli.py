@@ -27,6 +27,7 @@ from specdec.cli.show import Printer, write
 from specdec.cli.terminal import BROKEN_PIPE, Interrupt
 from specdec.errors import OptionError, SpecdecError
 from specdec.output import Event, Generation
+from specdec.zoo.train import RECIPES
 from tests.folders import saved_model
 
 NEW = ["--max-new-tokens", "12"]
@@ -134,7 +135,7 @@ USAGE_ERRORS = [
     (["generate", "t", "-p", "x", "--config", "no-such-file.yaml"], "no-such-file.yaml"),
     (
         ["generate", "zoo:nope", "-p", "x"],
-        "`TARGET` must be a hub id, a folder or one of zoo:python-code, got 'zoo:nope'",
+        "`TARGET` must be a hub id, a folder or one of zoo:python-code, zoo:speech, got 'zoo:nope'",
     ),
     (["generate", "t", "-p", "x", "--draft-model", "zoo:nope"], "`--draft-model` must be"),
     (["demo", "--max-new-tokens", "0"], "--max-new-tokens"),
@@ -183,6 +184,15 @@ def test_zoo_train_forwards_to_the_recipe(capsys: pytest.CaptureFixture[str]) ->
     assert "--draft-steps" in capsys.readouterr().out
     assert run(["zoo", "train"]) == 2
     assert "specdec zoo train" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_pair_has_a_recipe(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--recipe NAME` chooses it, and `--help` is its own."""
+    assert run(["zoo", "train", "--recipe", name, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert name in " ".join(out.split())
+    assert "--stage" in out
 
 
 def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:

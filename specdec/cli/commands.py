@@ -114,12 +114,10 @@ def root(
 def generate(
     ctx: typer.Context,
     target: Annotated[
-        str | None, typer.Argument(help="Hub id, folder, or zoo:python-code; may come from --config.")
+        str | None, typer.Argument(help="Hub id, folder, or zoo:NAME (specdec zoo lists them); may come from --config.")
     ] = None,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The text to continue; - reads stdin.")] = None,
-    draft_model: Annotated[
-        str | None, typer.Option(help="A smaller model: hub id, folder, or zoo:python-code.")
-    ] = None,
+    draft_model: Annotated[str | None, typer.Option(help="A smaller model: hub id, folder, or zoo:NAME.")] = None,
     method: Annotated[
         str | None, typer.Option(help=f"{METHODS}. auto: draft if there is a draft model, else suffix.")
     ] = None,

@@ -16,7 +16,7 @@ from specdec.cli.terminal import MISMATCH, OK, Debug, Quiet, fail, loading
 if TYPE_CHECKING:
     from specdec.zoo.demo import Duel
 
-zoo_app = typer.Typer(help="The models that come with the package, and the recipe that made them.")
+zoo_app = typer.Typer(help="The models that come with the package, and the recipes that made them.")
 
 
 def demo(
@@ -110,7 +110,7 @@ def _plain(value: object) -> str:
 
 @zoo_app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
 def train(ctx: typer.Context) -> None:
-    """Run the recipe that made the package's pair: specdec zoo train OUT; --help lists its options."""
+    """Make a pair again: specdec zoo train OUT --recipe NAME; --help lists the options of that recipe."""
     from specdec.zoo import train as recipe
 
     recipe.main([a for a in ctx.args if a != "--debug"])

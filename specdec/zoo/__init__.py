@@ -10,7 +10,7 @@ from typing import Any
 from specdec.errors import OptionError, SpecdecError
 
 _ROOT = Path(__file__).parent
-NAMES = ("python-code",)
+NAMES = ("python-code", "speech")
 
 
 @dataclass(frozen=True)
@@ -45,3 +45,11 @@ def locate(name: str, role: str, argument: str | None = None) -> str:
         known = ", ".join(f"zoo:{known}" for known in NAMES)
         raise OptionError.of(argument or role, f"a hub id, a folder or one of {known}", name)
     return str(getattr(pair(own), role))
+
+
+def recordings() -> list[tuple[Path, str]]:
+    """Speech that comes with the package: wav files (16 kHz, mono, a few seconds each) and what they say."""
+    folder = _ROOT / "speech" / "demo"
+    if not (folder / "transcripts.json").exists():
+        raise SpecdecError(f"the recordings are not in {folder}: install the package with its data files")
+    return [(folder / name, text) for name, text in json.loads((folder / "transcripts.json").read_text()).items()]

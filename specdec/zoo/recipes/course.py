@@ -1,0 +1,80 @@
+"""What the recipes share: optimisers, the course of one stage of training, and how weights are written."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+CHECK_EVERY = 200  # steps
+_NO_LAYER = re.compile("embed|shared|bias|letters")  # names of matrices that are no layer's
+
+
+def make_optimizers(
+    model: nn.Module, muon_rate: float = 0.004, adam_rate: float = 0.002
+) -> list[torch.optim.Optimizer]:
+    """Muon for the layers' matrices, AdamW for embeddings, convolutions, biases, norms and heads."""
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    matrices = [p for n, p in named if p.ndim == 2 and not _NO_LAYER.search(n)]
+    others = [p for n, p in named if p.ndim != 2 or _NO_LAYER.search(n)]
+    muon = torch.optim.Muon(matrices, lr=muon_rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+    return [muon, torch.optim.AdamW(others, lr=adam_rate, betas=(0.9, 0.95), weight_decay=0.0)]
+
+
+def rate(step: int, steps: int, decay_from: float) -> float:
+    """Learning-rate factor: a short warm-up, a plateau, and a linear decay to zero after the share `decay_from`."""
+    return min(1.0, (step + 1) / 40, (1 - step / steps) / max(1 - decay_from, 1e-9))
+
+
+@dataclass(frozen=True)
+class Course:
+    """One stage of training; the learning rate decays after the share `decay_from` of its steps.
+
+    `check` is called every 200 steps and at the end: it saves, and tells how good the model is.
+    """
+
+    name: str
+    batches: Iterator[Any]
+    loss_of: Callable[[Any], Tensor]
+    steps: int
+    decay_from: float
+    check: Callable[[], str]
+    optimizers: Sequence[torch.optim.Optimizer]
+
+    def run(self) -> None:
+        """One optimiser step per batch, and progress now and then."""
+        initial = [[group["lr"] for group in o.param_groups] for o in self.optimizers]
+        start = time.perf_counter()
+        for step, batch in enumerate(self.batches):
+            factor = rate(step, self.steps, self.decay_from)
+            for optimizer, rates in zip(self.optimizers, initial, strict=True):
+                for group, r in zip(optimizer.param_groups, rates, strict=True):
+                    group["lr"] = r * factor
+            loss = self.loss_of(batch)
+            torch.autograd.backward(loss)
+            for optimizer in self.optimizers:
+                torch.nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], 1.0)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            seconds = time.perf_counter() - start
+            if step % 20 == 0:
+                print(f"{self.name} step {step}/{self.steps} loss {loss.item():.3f} {seconds:.0f} s", flush=True)
+            if step % CHECK_EVERY == CHECK_EVERY - 1 or step == self.steps - 1:
+                print(f"{self.name} step {step}/{self.steps} held-out {self.check()} {seconds:.0f} s", flush=True)
+
+
+def save(model: PreTrainedModel, folder: Path, *, tied: str = "lm_head.weight") -> None:
+    """Writes the weights as bf16 safetensors; the training copy stays in float32."""
+    state = {k: v.to(torch.bfloat16) for k, v in model.state_dict().items() if k != tied}
+    model.save_pretrained(folder, state_dict=state)
+    config = json.loads((folder / "config.json").read_text())
+    config["dtype"] = "bfloat16"
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -1,0 +1,287 @@
+"""The recipe of the package's Python-code pair: `specdec zoo train OUT`, seeded, about 75 minutes on two cores.
+
+A deep, narrow target learns the standard library by next-token prediction (Muon for matrices, AdamW for the rest):
+first as a stack of eight layers, then with the stack repeated three times (Du et al. 2024, "Stacking Your
+Transformers"). A two-layer draft, which starts from the target's first and last layer, is then distilled from the
+target's distributions, on the same text and on the target's own continuations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import ByteLevelBPETokenizer
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from specdec.zoo.corpus import END_OF_TEXT, held_out_prompts, source_files
+from specdec.zoo.recipes.course import Course, make_optimizers, save
+
+VOCABULARY = 4096
+POSITIONS = 2048
+SHORT, LONG = 256, POSITIONS  # training windows, tokens; the long ones come last
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Layers, width and heads of one Llama-shaped model."""
+
+    layers: int
+    width: int
+    inner: int
+    heads: int
+
+    def build(self) -> LlamaForCausalLM:
+        """A freshly initialised model of this shape."""
+        return LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=VOCABULARY,
+                hidden_size=self.width,
+                intermediate_size=self.inner,
+                num_hidden_layers=self.layers,
+                num_attention_heads=self.heads,
+                num_key_value_heads=self.heads,
+                max_position_embeddings=POSITIONS,
+                tie_word_embeddings=True,
+                bos_token_id=0,
+                eos_token_id=0,
+                pad_token_id=0,
+            )
+        )
+
+
+SEEDLING = Shape(layers=8, width=192, inner=512, heads=3)
+TARGET = Shape(layers=24, width=192, inner=512, heads=3)
+DRAFT_LAYERS = (0, 23)  # of the target, where the draft's two layers start from
+
+
+def train_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE of `VOCABULARY` entries, learned on the training files; id 0 ends a text."""
+    bpe = ByteLevelBPETokenizer()
+    texts = (text for _, text in source_files(held_out=False))
+    bpe.train_from_iterator(texts, vocab_size=VOCABULARY, special_tokens=[END_OF_TEXT], show_progress=False)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe._tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        model_max_length=POSITIONS,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def tokenize(tokenizer: PreTrainedTokenizerFast, *, held_out: bool) -> np.ndarray:
+    """All files of one side of the split as one stream of ids, each file followed by the end-of-text id."""
+    texts = [text for _, text in source_files(held_out=held_out)]
+    random.Random(0).shuffle(texts)
+    encoded = tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
+    return np.array([i for e in encoded for i in (*e.ids, tokenizer.eos_token_id)], dtype=np.int64)
+
+
+def windows(
+    stream: np.ndarray, steps: int, long_steps: int, seed: int, device: torch.device, tokens: int = 8192
+) -> Iterator[Tensor]:
+    """Batches of random windows, `[rows, length + 1]`: short ones, and for the last `long_steps` long ones."""
+    generator = np.random.default_rng(seed)
+    for step in range(steps):
+        length = LONG if step >= steps - long_steps else SHORT
+        starts = generator.integers(0, len(stream) - length - 1, tokens // length)
+        yield torch.from_numpy(np.stack([stream[s : s + length + 1] for s in starts])).to(device)
+
+
+def shrink(large: LlamaForCausalLM, layers: Sequence[int]) -> LlamaForCausalLM:
+    """A model of a few of the layers of `large`, with its embeddings."""
+    small = replace(TARGET, layers=len(layers)).build().to(large.device)
+    for layer, source in zip(small.model.layers, layers, strict=True):
+        layer.load_state_dict(large.model.layers[source].state_dict())
+    small.model.embed_tokens.load_state_dict(large.model.embed_tokens.state_dict())
+    small.model.norm.load_state_dict(large.model.norm.state_dict())
+    return small
+
+
+def grow(small: LlamaForCausalLM, shape: Shape) -> LlamaForCausalLM:
+    """A deeper model whose layers repeat those of `small` in order."""
+    large = shape.build().to(small.device)
+    for copy in range(0, shape.layers, len(small.model.layers)):
+        for i, layer in enumerate(small.model.layers):
+            large.model.layers[copy + i].load_state_dict(layer.state_dict())
+    large.model.embed_tokens.load_state_dict(small.model.embed_tokens.state_dict())
+    large.model.norm.load_state_dict(small.model.norm.state_dict())
+    return large
+
+
+def in_bfloat16(loss_of: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The loss compiled, its matrix products in bf16."""
+    fast = torch.compile(loss_of, dynamic=False)
+
+    def loss(batch: Tensor) -> Tensor:
+        with torch.autocast(batch.device.type, torch.bfloat16):
+            return fast(batch)
+
+    return loss
+
+
+def checker(model: LlamaForCausalLM, held_out: np.ndarray, folder: Path) -> Callable[[], str]:
+    """Saves the model and tells its loss on held-out text."""
+
+    def check() -> str:
+        save(model, folder)
+        return f"loss {held_out_loss(model, held_out):.3f}"
+
+    return check
+
+
+@torch.no_grad()
+def held_out_loss(model: LlamaForCausalLM, stream: np.ndarray, count: int = 32) -> float:
+    """Mean next-token loss in nats over `count` evenly spaced held-out windows of 256 tokens."""
+    device = model.device
+    starts = np.linspace(0, len(stream) - SHORT - 1, count).astype(int)
+    losses = []
+    for s in starts:
+        ids = torch.from_numpy(stream[s : s + SHORT + 1]).to(device)[None]
+        losses.append(F.cross_entropy(model(ids[:, :-1]).logits[0].float(), ids[0, 1:]).item())
+    return sum(losses) / len(losses)
+
+
+def continuations(target: LlamaForCausalLM, stream: np.ndarray, rounds: int, seed: int) -> np.ndarray:
+    """Training text continued by the target, half of the rounds greedily and half by sampling, as one stream."""
+    generator = np.random.default_rng(seed)
+    pieces = []
+    for r in range(rounds):
+        starts = generator.integers(0, len(stream) - 128, 64)
+        prompts = torch.from_numpy(np.stack([stream[s : s + 128] for s in starts])).to(target.device)
+        out = target.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_new_tokens=256,
+            do_sample=r % 2 == 1,
+            top_k=0,
+            temperature=0.8 if r % 2 else 1.0,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        pieces.append(out.cpu().numpy().reshape(-1))
+        print(f"continuations {r + 1}/{rounds}", flush=True)
+    return np.concatenate(pieces)
+
+
+def train_target(out: Path, seedling_steps: int, target_steps: int, device: torch.device) -> LlamaForCausalLM:
+    """Trains the target and saves it with its tokenizer under `out/target`."""
+    tokenizer = train_tokenizer()
+    tokenizer.save_pretrained(out / "target")
+    stream, held = tokenize(tokenizer, held_out=False), tokenize(tokenizer, held_out=True)
+    print(f"{len(stream)} training tokens, {len(held)} held out", flush=True)
+    torch.manual_seed(0)
+    model = SEEDLING.build().to(device)
+    folder = out / "target"
+    batches = windows(stream, seedling_steps, 0, 8, device)
+    loss, check = in_bfloat16(partial(next_token_loss, model)), checker(model, held, folder)
+    Course("seedling", batches, loss, seedling_steps, 1.0, check, make_optimizers(model)).run()
+    model = grow(model, TARGET)
+    batches = windows(stream, target_steps, target_steps // 10, 6, device)
+    loss, check = in_bfloat16(partial(next_token_loss, model)), checker(model, held, folder)
+    Course("target", batches, loss, target_steps, 0.4, check, make_optimizers(model)).run()
+    return model
+
+
+def next_token_loss(model: LlamaForCausalLM, batch: Tensor) -> Tensor:
+    """Cross-entropy of `batch` `[rows, length + 1]`."""
+    logits = model(batch[:, :-1], use_cache=False).logits
+    return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+
+
+def distillation_loss(target: LlamaForCausalLM, draft: LlamaForCausalLM, batch: Tensor) -> Tensor:
+    """Cross-entropy of the draft's next-token distributions against the target's, over `batch` `[rows, length + 1]`."""
+    ids = batch[:, :-1]
+    with torch.no_grad():
+        p = torch.softmax(target(ids, use_cache=False).logits.float(), -1)
+    log_q = torch.log_softmax(draft(ids, use_cache=False).logits.float(), -1)
+    return -(p * log_q).sum(-1).mean()
+
+
+def train_draft(out: Path, steps: int, device: torch.device) -> LlamaForCausalLM:
+    """Distils the draft from the target in `out/target` and saves it under `out/draft`."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(out / "target")
+    tokenizer.save_pretrained(out / "draft")
+    stream, held = tokenize(tokenizer, held_out=False), tokenize(tokenizer, held_out=True)
+    target = LlamaForCausalLM.from_pretrained(out / "target", dtype=torch.bfloat16).to(device).eval()
+    own_text = continuations(target, stream, rounds=8, seed=2)
+    torch.manual_seed(3)
+    model = shrink(target.float(), DRAFT_LAYERS)
+    target = target.to(torch.bfloat16)
+
+    def batches() -> Iterator[Tensor]:
+        real = windows(stream, steps, 0, 4, device, tokens=4096)
+        own = windows(own_text, steps, steps // 10, 5, device, tokens=4096)
+        for step, pair in enumerate(zip(real, own, strict=True)):
+            yield pair[step % 2]
+
+    loss, check = in_bfloat16(partial(distillation_loss, target, model)), checker(model, held, out / "draft")
+    Course("draft", batches(), loss, steps, 0.4, check, make_optimizers(model)).run()
+    return model
+
+
+@torch.no_grad()
+def agreement(target: LlamaForCausalLM, draft: LlamaForCausalLM, prompts: list[Tensor], tokens: int = 96) -> float:
+    """Share of the target's greedy tokens that the draft, given the same prefix, would have guessed."""
+    hits = total = 0
+    for ids in prompts:
+        out = target.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False, pad_token_id=0
+        )
+        guesses = draft(out[:, :-1]).logits.argmax(-1)[:, ids.shape[1] - 1 :]
+        hits += int((guesses == out[:, ids.shape[1] :]).sum())
+        total += guesses.shape[1]
+    return hits / total
+
+
+def evaluate(out: Path) -> dict[str, float]:
+    """Held-out losses and greedy agreement of the saved pair, printed and written to `out/card.json`."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(out / "target")
+    held = tokenize(tokenizer, held_out=True)
+    target, draft = (LlamaForCausalLM.from_pretrained(out / n, dtype=torch.float32).eval() for n in ("target", "draft"))
+    prompts = [tokenizer(p, return_tensors="pt").input_ids for p in held_out_prompts(16)]
+    card = {
+        "target_parameters": sum(p.numel() for p in target.parameters()),
+        "draft_parameters": sum(p.numel() for p in draft.parameters()),
+        "target_held_out_loss": round(held_out_loss(target, held), 4),
+        "draft_held_out_loss": round(held_out_loss(draft, held), 4),
+        "uniform_loss": round(math.log(VOCABULARY), 4),
+        "greedy_agreement": round(agreement(target, draft, prompts), 4),
+    }
+    (out / "card.json").write_text(json.dumps(card, indent=2) + "\n")
+    print(json.dumps(card, indent=2), flush=True)
+    return card
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the recipe, or one stage of it."""
+    parser = argparse.ArgumentParser("specdec zoo train --recipe python-code", description=__doc__)
+    parser.add_argument("out", type=Path, help="folder that receives target/, draft/ and card.json")
+    parser.add_argument("--stage", choices=("target", "draft", "evaluate"), help="run one stage only")
+    parser.add_argument("--seedling-steps", type=int, default=1200)
+    parser.add_argument("--target-steps", type=int, default=500)
+    parser.add_argument("--draft-steps", type=int, default=700)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args(arguments)
+    device = torch.device(options.device)
+    if options.stage in (None, "target"):
+        train_target(options.out, options.seedling_steps, options.target_steps, device)
+    if options.stage in (None, "draft"):
+        train_draft(options.out, options.draft_steps, device)
+    if options.stage in (None, "evaluate"):
+        evaluate(options.out)
+
+
+if __name__ == "__main__":
+    main()

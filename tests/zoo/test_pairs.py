@@ -1,0 +1,149 @@
+"""The models that come with the package: they load, they do what their cards say, and they are small."""
+
+import shutil
+import wave
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSpeechSeq2Seq,
+    AutoProcessor,
+    AutoTokenizer,
+    WhisperForConditionalGeneration,
+    WhisperProcessor,
+)
+
+from specdec import zoo
+from specdec.zoo.recipes import speech, speech_scores
+
+AUTO = {
+    "python-code": AutoModelForCausalLM,
+    "speech": AutoModelForSpeechSeq2Seq,
+}
+MEGABYTES = 40  # of the speech and the summary pair together
+
+
+@pytest.fixture(scope="module")
+def whisper() -> WhisperForConditionalGeneration:
+    return AutoModelForSpeechSeq2Seq.from_pretrained(zoo.pair("speech").target, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def processor() -> WhisperProcessor:
+    return AutoProcessor.from_pretrained(zoo.pair("speech").target)
+
+
+def samples_of(file: Path) -> np.ndarray:
+    with wave.open(str(file)) as sound:
+        assert (sound.getframerate(), sound.getnchannels(), sound.getsampwidth()) == (16_000, 1, 2)
+        return np.frombuffer(sound.readframes(sound.getnframes()), "<i2").astype(np.float32) / 32768
+
+
+@pytest.mark.parametrize("name", zoo.NAMES)
+def test_auto_classes_load_both_models(name: str) -> None:
+    """Target and draft load with transformers alone, and are as large as the card says."""
+    pair = zoo.pair(name)
+    for role in ("target", "draft"):
+        folder = getattr(pair, role)
+        model = AUTO[name].from_pretrained(folder, dtype=torch.float32)
+        assert model.num_parameters() == pair.card[f"{role}_parameters"]
+        assert len(AutoTokenizer.from_pretrained(folder)) == model.config.vocab_size
+
+
+def test_the_newer_pairs_are_small() -> None:
+    """Speech and summaries take 40 MB at most."""
+    folders = [zoo.pair(name).target.parent for name in zoo.NAMES[1:]]
+    assert sum(f.stat().st_size for folder in folders for f in folder.rglob("*") if f.is_file()) < MEGABYTES * 1e6
+
+
+# ------------------------------------------------------------------------------------------------------------- speech
+
+
+def test_the_drafts_encoder_is_the_targets(whisper: WhisperForConditionalGeneration) -> None:
+    """So that the encoder's output can be computed once for both."""
+    draft = AutoModelForSpeechSeq2Seq.from_pretrained(zoo.pair("speech").draft, dtype=torch.float32)
+    theirs = whisper.model.encoder.state_dict()
+    assert all(torch.equal(weight, theirs[name]) for name, weight in draft.model.encoder.state_dict().items())
+    assert draft.config.decoder_layers == 1
+
+
+def test_whispers_tokens(processor: WhisperProcessor, whisper: WhisperForConditionalGeneration) -> None:
+    """Prompts, languages and timestamps are where Whisper's generation looks for them."""
+    tokenizer, settings = processor.tokenizer, whisper.generation_config
+    prefix = ["<|startoftranscript|>", "<|en|>", "<|transcribe|>", "<|notimestamps|>"]
+    assert tokenizer.convert_ids_to_tokens(tokenizer.prefix_tokens) == prefix
+    first, last = tokenizer.convert_tokens_to_ids(["<|0.00|>", "<|30.00|>"])
+    assert (first, last - first) == (settings.no_timestamps_token_id + 1, 1500)
+    assert settings.lang_to_id == {"<|en|>": tokenizer.prefix_tokens[1]}
+    assert settings.task_to_id["transcribe"] == tokenizer.prefix_tokens[2]
+    assert tokenizer.decode(tokenizer("Zoë paid 7 €").input_ids, skip_special_tokens=True) == "Zoë paid 7 €"
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_the_recordings_say_what_is_written(
+    number: int, whisper: WhisperForConditionalGeneration, processor: WhisperProcessor
+) -> None:
+    """Transformers' own generation writes the transcript of each recording that comes with the package."""
+    file, transcript = zoo.recordings()[number]
+    assert speech_scores.transcribe(whisper, processor, [samples_of(file)])[0].strip() == transcript
+
+
+def test_timestamps_follow_the_sentences(whisper: WhisperForConditionalGeneration, processor: WhisperProcessor) -> None:
+    """A recording longer than a window is read window after window; segments are in order and within it."""
+    recordings = zoo.recordings()
+    samples = np.concatenate([samples_of(file) for file, _ in recordings])
+    heard = processor(
+        samples,
+        sampling_rate=16_000,
+        return_tensors="pt",
+        truncation=False,
+        padding="longest",
+        return_attention_mask=True,
+    )
+    out = whisper.generate(
+        heard.input_features, attention_mask=heard.attention_mask, return_timestamps=True, return_segments=True
+    )
+    times = [float(t) for segment in out["segments"][0] for t in (segment["start"], segment["end"])]
+    assert len(times) > 8
+    assert times == sorted(times)
+    assert times[-1] <= len(samples) / 16_000 + 0.1
+    text = processor.decode(out["sequences"][0], skip_special_tokens=True)
+    said = " ".join(transcript for _, transcript in recordings).split()
+    assert len(set(said) & set(text.split())) > 0.8 * len(set(said))
+
+
+def test_silence_says_nothing(whisper: WhisperForConditionalGeneration, processor: WhisperProcessor) -> None:
+    """Windows without speech are in the training data."""
+    assert speech_scores.transcribe(whisper, processor, [np.zeros(16_000, dtype=np.float32)]) == [""]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("espeak-ng") is None, reason="speaks with espeak-ng")
+def test_the_speech_card(whisper: WhisperForConditionalGeneration, processor: WhisperProcessor) -> None:
+    """Word error rates of the first 60 held-out sentences are about those of the card's 200."""
+    for module in ("jiwer", "soxr"):
+        pytest.importorskip(module)
+    card = zoo.pair("speech").card
+    for kind in ("sentences", "voice"):
+        lines = speech_scores.lines(kind, 60)
+        texts = speech_scores.transcribe(whisper, processor, [speech_scores.speak(line) for line in lines])
+        rate = speech_scores.word_error_rate(texts, [line.text for line in lines])
+        assert rate == pytest.approx(card[f"held_out_{kind}_word_error_rate"], abs=0.06)
+
+
+def test_missing_recordings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installation without its data files says so."""
+    monkeypatch.setattr(zoo, "_ROOT", tmp_path)
+    with pytest.raises(zoo.SpecdecError, match="the recordings are not in"):
+        zoo.recordings()
+
+
+def test_the_window_of_the_extractor_is_the_models(
+    whisper: WhisperForConditionalGeneration, processor: WhisperProcessor
+) -> None:
+    """The extractor fills exactly the positions that the encoder has."""
+    assert processor.feature_extractor.chunk_length == speech.WINDOW
+    assert whisper.config.max_source_positions == speech.WINDOW * 50

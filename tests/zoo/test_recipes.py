@@ -1,0 +1,173 @@
+"""The recipes: what they train on is what they say, and a step of each runs."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from specdec.zoo.recipes import functions, phrases, python_summary, speech, synthesis, windows
+from specdec.zoo.recipes.course import Course, make_optimizers
+
+SOURCE = '''
+# Not about anything.
+VALUE = 1
+
+
+def add(a,
+        b=(1, 2)):  # a comment: with a colon
+    """Return the sum
+    of both.  Never fails.
+
+    More.
+    """
+    return a + b
+
+
+class Shape:
+    """A shape, e.g. a circle."""
+
+    # Tell how large the shape is.
+    def area(self) -> float:
+        return 1.0
+
+    def nothing(self): return None
+
+    def only_a_docstring(self):
+        """Do nothing at all."""
+'''
+
+
+def test_examples_of_a_module() -> None:
+    """The docstring leaves the source; the signature is one line; a comment above may tell what a function does."""
+    found = {e.signature: e for e in functions.examples(SOURCE, functions._DEFINITIONS)}
+    add = found["def add(a, b=(1, 2)):"]
+    assert add.sentence == "Return the sum of both."
+    assert add.source == "def add(a,\n        b=(1, 2)):  # a comment: with a colon\n    return a + b\n"
+    assert add.summary == "def add(a, b=(1, 2)):\nReturn the sum of both."
+    assert found["class Shape:"].sentence == "A shape, e.g. a circle."
+    assert found["def area(self) -> float:"].sentence == "Tell how large the shape is."
+    assert found["def area(self) -> float:"].source == "def area(self) -> float:\n    return 1.0\n"
+    assert found["def nothing(self):"].sentence is None
+    assert len(found) == 4
+    assert list(functions.examples("def broken(:", functions._DEFINITIONS)) == []
+
+
+def test_sentences_are_split_by_their_text() -> None:
+    """No held-out sentence is trained on, all are different, and they use the grammar's words alone."""
+    training = list(phrases.sentences(500, held_out=False))
+    held_out = list(phrases.sentences(100, held_out=True))
+    assert len({*training, *held_out}) == 600
+    assert not any(phrases.is_held_out(s) for s in training)
+    words = {w for s in training + held_out for w in s.lower().translate(str.maketrans("", "", ".,?")).split()}
+    assert words <= phrases.vocabulary()
+    assert training == list(phrases.sentences(500, held_out=False))
+
+
+def test_the_held_out_voice_is_not_heard_in_training() -> None:
+    """Neither its accent nor its variant."""
+    accent, variant = synthesis.HELD_OUT_VOICE.split("+")
+    voices = {line.voice for line in synthesis.read_by_many(["Hello."] * 300, seed=0)}
+    assert len(voices) > 50
+    assert not any(accent in voice or voice.endswith(f"+{variant}") for voice in voices)
+
+
+@pytest.fixture(scope="module")
+def material() -> speech.Material:
+    """Clips of 1.2 seconds each that hold noise for speech."""
+    processor = speech.make_processor()
+    random = np.random.default_rng(0)
+    texts = list(phrases.sentences(20, held_out=False))
+    bounds = [(120 * i, 120 * (i + 1)) for i in range(20)]
+    clips = synthesis.Clips(random.uniform(-5, 0, (2400, 80)).astype(np.float16), bounds, texts)
+    return speech.Material(processor, clips, clips, synthesis.noise_power(processor.feature_extractor, seconds=12))
+
+
+def test_labels_of_windows(material: speech.Material) -> None:
+    """Labels follow their inputs; timestamps never go back; only a sentence that is cut ends without its words."""
+    tokenizer = material.processor.tokenizer
+    zero = tokenizer.convert_tokens_to_ids("<|0.00|>")
+    composer = material.windows(speech.SHORT, seed=1)
+    timed = cut = 0
+    for _ in range(60):
+        features, segments = composer.window()
+        assert features.shape == (80, 300)
+        ids, labels = composer.transcript(segments)
+        assert len(ids) == len(labels)
+        begin = ids.index(tokenizer.convert_tokens_to_ids("<|startoftranscript|>"))
+        assert all(
+            asked in (windows.IGNORED, given)
+            for asked, given in zip(labels[begin + 1 : -1], ids[begin + 2 :], strict=True)
+        )
+        assert set(labels[:begin]) <= {windows.IGNORED}
+        times = [i for i in ids if i >= zero]
+        assert times == sorted(times)
+        assert times == [
+            zero + edge // 2 for s in segments for edge in ((s.begin, s.end) if s.whole else (s.begin,)) if times
+        ]
+        timed += bool(times)
+        cut += any(not s.whole for s in segments)
+        text = tokenizer.decode([i for i in ids if i < tokenizer.eos_token_id])
+        assert text.endswith("".join(f" {s.text}" for s in segments if s.whole))
+    assert timed > 10
+    assert cut > 5
+
+
+def test_a_plain_batch_spells_every_row_that_speaks(material: speech.Material) -> None:
+    """The auxiliary loss leaves out windows without speech, whose target would be empty."""
+    batch = material.windows(speech.SHORT, seed=3, plain=True).batch(24)
+    assert batch.features.dtype == torch.float32
+    nospeech = material.processor.tokenizer.convert_tokens_to_ids("<|nospeech|>")
+    speaking = [row for row in range(24) if nospeech not in batch.labels[row]]
+    assert batch.spelled_rows == speaking
+    assert all(len(letters) > 5 for letters in batch.spelled)
+
+
+def test_a_course_lowers_the_loss() -> None:
+    """Muon and AdamW each get their parameters, and the rate falls to zero at the end."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"layer": nn.Linear(8, 8), "embed": nn.Embedding(4, 8)})
+    optimizers = make_optimizers(model)
+    assert [len(group["params"]) for o in optimizers for group in o.param_groups] == [1, 2]
+    losses: list[float] = []
+
+    def loss_of(ids: torch.Tensor) -> torch.Tensor:
+        loss = (model["layer"](model["embed"](ids)) - 1).square().mean()
+        losses.append(loss.item())
+        return loss
+
+    checks: list[int] = []
+    batches = iter([torch.arange(4)] * 60)
+    Course("tiny", batches, loss_of, 60, 0.5, lambda: str(checks.append(len(losses))), optimizers).run()
+    assert losses[-1] < 0.9 * losses[0]
+    assert 0 < optimizers[0].param_groups[0]["lr"] < 0.1 * 0.004
+    assert checks == [60]
+
+
+@pytest.mark.slow
+def test_a_step_of_the_speech_recipe(material: speech.Material, tmp_path: Path) -> None:
+    """Seedling, target and draft are trained and saved; the draft keeps the target's encoder."""
+    speech.train_target(tmp_path, material, seedling_steps=1, steps=1)
+    speech.train_draft(tmp_path, material, steps=1)
+    target, draft = (
+        speech.WhisperForConditionalGeneration.from_pretrained(tmp_path / role, dtype=torch.float32)
+        for role in ("target", "draft")
+    )
+    theirs = target.model.encoder.state_dict()
+    assert all(torch.equal(w, theirs[name]) for name, w in draft.model.encoder.state_dict().items())
+
+
+@pytest.mark.slow
+def test_a_step_of_the_summary_recipe(tmp_path: Path) -> None:
+    """Seedling, target and draft are trained and saved, and a summary can be written."""
+    tokenizer = python_summary.make_tokenizer()
+    found = list(functions.examples(SOURCE, functions._DEFINITIONS))
+    rows = python_summary.encode(tokenizer, found)
+    told = [row for row, e in zip(rows, found, strict=True) if e.sentence]
+    assert all((row[1][-1] == tokenizer.eos_token_id) == (row in told) for row in rows)
+    material = python_summary.Material(tokenizer, told * 5, [row for row in rows if row not in told], told)
+    python_summary.train_target(tmp_path, material, seedling_steps=1, steps=1)
+    python_summary.train_draft(tmp_path, material, steps=1)
+    model = python_summary.T5ForConditionalGeneration.from_pretrained(tmp_path / "draft", dtype=torch.float32)
+    assert len(python_summary.write(model, tokenizer, found)) == len(found)
