@@ -81,7 +81,9 @@ def material() -> speech.Material:
     texts = list(phrases.sentences(20, held_out=False))
     bounds = [(120 * i, 120 * (i + 1)) for i in range(20)]
     clips = synthesis.Clips(random.uniform(-5, 0, (2400, 80)).astype(np.float16), bounds, texts)
-    return speech.Material(processor, clips, clips, synthesis.noise_power(processor.feature_extractor, seconds=12))
+    return speech.Material(
+        processor, clips, clips, clips, synthesis.noise_power(processor.feature_extractor, seconds=12)
+    )
 
 
 def test_labels_of_windows(material: speech.Material) -> None:
