@@ -81,16 +81,15 @@ def material() -> speech.Material:
     texts = list(phrases.sentences(20, held_out=False))
     bounds = [(120 * i, 120 * (i + 1)) for i in range(20)]
     clips = synthesis.Clips(random.uniform(-5, 0, (2400, 80)).astype(np.float16), bounds, texts)
-    return speech.Material(
-        processor, clips, clips, clips, synthesis.noise_power(processor.feature_extractor, seconds=12)
-    )
+    noise = synthesis.noise_power(processor.feature_extractor, seconds=12)
+    return speech.Material(processor, clips, clips, clips, noise)
 
 
 def test_labels_of_windows(material: speech.Material) -> None:
     """Labels follow their inputs; timestamps never go back; only a sentence that is cut ends without its words."""
     tokenizer = material.processor.tokenizer
     zero = tokenizer.convert_tokens_to_ids("<|0.00|>")
-    composer = material.windows(speech.SHORT, seed=1)
+    composer = material.windows(material.clips, speech.SHORT, seed=1)
     timed = cut = 0
     for _ in range(60):
         features, segments = composer.window()
@@ -118,7 +117,7 @@ def test_labels_of_windows(material: speech.Material) -> None:
 
 def test_a_plain_batch_spells_every_row_that_speaks(material: speech.Material) -> None:
     """The auxiliary loss leaves out windows without speech, whose target would be empty."""
-    batch = material.windows(speech.SHORT, seed=3, plain=True).batch(24)
+    batch = material.windows(material.clips + material.more, speech.SHORT, seed=3, plain=True).batch(24)
     assert batch.features.dtype == torch.float32
     nospeech = material.processor.tokenizer.convert_tokens_to_ids("<|nospeech|>")
     speaking = [row for row in range(24) if nospeech not in batch.labels[row]]
@@ -151,6 +150,7 @@ def test_a_course_lowers_the_loss() -> None:
 def test_a_step_of_the_speech_recipe(material: speech.Material, tmp_path: Path) -> None:
     """Seedling, target and draft are trained and saved; the draft keeps the target's encoder."""
     speech.train_target(tmp_path, material, seedling_steps=1, steps=1)
+    speech.polish_target(tmp_path, material, steps=1)
     speech.train_draft(tmp_path, material, steps=1)
     target, draft = (
         speech.WhisperForConditionalGeneration.from_pretrained(tmp_path / role, dtype=torch.float32)
@@ -165,11 +165,11 @@ def test_a_step_of_the_summary_recipe(tmp_path: Path) -> None:
     """Seedling, target and draft are trained and saved, and a summary can be written."""
     tokenizer = python_summary.make_tokenizer()
     found = list(functions.examples(SOURCE, functions._DEFINITIONS))
-    rows = python_summary.encode(tokenizer, found)
-    told = [row for row, e in zip(rows, found, strict=True) if e.sentence]
-    assert all((row[1][-1] == tokenizer.eos_token_id) == (row in told) for row in rows)
-    material = python_summary.Material(tokenizer, told * 5, [row for row in rows if row not in told], told)
+    told = [e for e in found if e.sentence is not None]
+    rows = python_summary.encode(tokenizer, told)
+    assert all(summary[-1] == tokenizer.eos_token_id for _, summary in rows)
+    material = python_summary.Material(tokenizer, rows * 5, rows)
     python_summary.train_target(tmp_path, material, seedling_steps=1, steps=1)
     python_summary.train_draft(tmp_path, material, steps=1)
-    model = python_summary.T5ForConditionalGeneration.from_pretrained(tmp_path / "draft", dtype=torch.float32)
-    assert len(python_summary.write(model, tokenizer, found)) == len(found)
+    model = python_summary.PegasusForConditionalGeneration.from_pretrained(tmp_path / "draft", dtype=torch.float32)
+    assert len(python_summary.write(model, tokenizer, told)) == len(told)
