@@ -107,6 +107,17 @@ def test_no_draft_changes_a_search(name: str) -> None:
                 assert out.stats.num_target_passes < plain.stats.num_target_passes
 
 
+def test_a_pair_of_drafts_helps_a_search_as_its_model_does() -> None:
+    """The model of a hybrid guesses after every beam. (It guessed after the best one alone, and nearly in vain.)"""
+    model, prompts = tiny("llama", vocab=VOCAB), [[5, 6, 7], [9, 8, 7, 6, 9, 8]]
+    options = {"num_beams": 4, "max_new_tokens": 16, "eos_token_id": [], "pad_token_id": 0, "output_scores": True}
+    plain = SpecGenerator(model).generate(prompts, **options)
+    alone, paired = (SpecGenerator(model, draft).generate(prompts, **options) for draft in (model, ("suffix", model)))
+    assert_same(paired, plain, None)
+    assert alone.stats.num_target_passes < 0.6 * plain.stats.num_target_passes
+    assert paired.stats.num_target_passes <= alone.stats.num_target_passes + 1  # the first round may copy
+
+
 def test_batch_equals_each_row_alone() -> None:
     """Ragged prompts in one batch, with a draft that runs all their branches in one tree each."""
     model, draft = tiny("llama", vocab=VOCAB), tiny("llama", vocab=VOCAB, seed=1)

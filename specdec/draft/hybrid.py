@@ -93,8 +93,13 @@ class HybridSession:
         self._read: set[int] = set()
         self._pending: dict[int, tuple[int, Tree]] = {}
 
+    @property
+    def branches(self) -> bool:
+        """Whether the model draft looks after all branches of a search."""
+        return getattr(self._model, "branches", False)
+
     def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
-        """One tree per row, from the draft that promises more."""
+        """One tree per row, from the draft that promises more; for the branches of a search, from the model."""
         if self._ended is not None:
             self._odds.gap = _fading(self._odds.gap, perf_counter() - self._ended)
         self._ended = None
@@ -124,7 +129,10 @@ class HybridSession:
         limit = min(plan.limit, row.remaining - 1)
         if limit <= 0:
             return False
-        return not tree.tokens or self._odds.model_rate(limit) > self._odds.text_rate(tree.confidence or [])
+        # A search goes on only where all its branches were guessed, which copying hardly ever does.
+        if row.tree.tokens or not tree.tokens:
+            return True
+        return self._odds.model_rate(limit) > self._odds.text_rate(tree.confidence or [])
 
     def _drafted(self, rows: list[Row], plans: list[Plan]) -> list[Tree]:
         began = perf_counter()
