@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from specdec.logits import HammingDiversityLogitsProcessor
     from specdec.models import LanguageModel
     from specdec.output import Event, Generation
+    from specdec.pipelines import Transcriber
     from specdec.select import Constraint, DisjunctiveConstraint, PhrasalConstraint
     from specdec.types import Drafter, Stats
 
@@ -47,6 +48,7 @@ _HOMES = {
     "SpecGenerator": "generator",
     "SpecdecError": "errors",
     "Stats": "types",
+    "Transcriber": "pipelines",
     "UnsupportedError": "errors",
     "VocabularyError": "errors",
 }
@@ -68,6 +70,7 @@ __all__ = [
     "SpecGenerator",
     "SpecdecError",
     "Stats",
+    "Transcriber",
     "UnsupportedError",
     "VocabularyError",
 ]

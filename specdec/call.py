@@ -229,7 +229,9 @@ class Prepared:
         if o.max_time is not None:
             self._criteria.insert(0, MaxTimeCriteria(o.max_time))  # its time begins now
         traced = {"output_hidden_states": bool(o.output_hidden_states), "output_attentions": bool(o.output_attentions)}
-        encoding = None if inputs is None else self.target.encode(inputs, **traced)
+        encoding = self.prompts.encoding
+        if encoding is None and inputs is not None:
+            encoding = self.target.encode(inputs, **traced)
         draft = None
         if self.drafter is not None:
             call = Call(

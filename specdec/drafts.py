@@ -25,6 +25,7 @@ from specdec.errors import OptionError, VocabularyError
 from specdec.inputs import check_tokenizer, tokenizer_beside
 from specdec.loading import Loading
 from specdec.models import LanguageModel, load
+from specdec.models.bare_decoder import on_encoder_of
 from specdec.types import BatchDrafter
 
 # transformers' names for the draft of a call -> the arguments that go with each.
@@ -108,7 +109,8 @@ class Drafts:
         """A draft model, behind a bridge where its tokenizer is another one."""
         if tokenizer is not None and assistant_tokenizer is None and is_name(draft):
             assistant_tokenizer = tokenizer_beside(str(draft))
-        model, target = language_model(draft, name, compile=self._compile), self._target
+        target = self._target
+        model = language_model(on_encoder_of(target.model, draft), name, compile=self._compile)
         shared = model.is_encoder_decoder and target.is_encoder_decoder and target.shares_encoder_with(model)
         drafter = ModelDrafter(model, shared_encoder=shared)
         if assistant_tokenizer is None:

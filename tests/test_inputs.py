@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import BatchEncoding, LogitsProcessor
+from transformers.modeling_outputs import BaseModelOutput
 
 from specdec import LanguageModel, OptionError, SpecGenerator, UnsupportedError
 from specdec.inputs import Prompts, RowPrompt
@@ -103,6 +104,22 @@ def test_masked_ids_outside_the_vocabulary() -> None:
     """What the mask leaves out is never looked up."""
     inputs = {"input_ids": PADDED.masked_fill(MASK == 0, -100), "attention_mask": MASK}
     assert ours(tiny("bart"), **inputs) == theirs(tiny("bart"), PADDED, attention_mask=MASK)
+
+
+@pytest.mark.parametrize("draft", [None, "own", "shared"])
+@pytest.mark.parametrize("name", ["t5", "whisper"])
+def test_what_the_encoder_made_is_not_made_again(name: str, draft: str | None) -> None:
+    """`encoder_outputs` in either spelling stand for the encoder's pass; a draft's own encoder reads the inputs."""
+    model = tiny(name)
+    inputs = tiny_inputs(name, rows=2)
+    expected = ours(model, draft=None, **inputs)
+    encoding = LanguageModel(model).encode(inputs)
+    helper = {"own": tiny(name, seed=1), "shared": tiny(name)}.get(draft or "")
+    model.get_encoder().forward = None
+    beside = inputs if name == "t5" or draft == "own" else {}
+    hidden = BaseModelOutput(last_hidden_state=encoding.hidden)
+    for outputs in (encoding, hidden, (encoding.hidden,), encoding.hidden):
+        assert ours(model, draft=helper, encoder_outputs=outputs, **beside) == expected
 
 
 def test_drafts_read_the_encoder_s_text_without_padding() -> None:
@@ -375,6 +392,9 @@ WRONG: list[tuple[str, Any, dict[str, Any], str]] = [
     ("llama", IDS, {"decoder_input_ids": IDS}, "decoder_input_ids"),
     ("llama", IDS, {"decoder_attention_mask": IDS}, "decoder_attention_mask"),
     ("llama", None, {"encoder_outputs": 3}, "encoder_outputs"),
+    ("t5", None, {"encoder_outputs": 3}, "encoder_outputs"),
+    ("t5", None, {"encoder_outputs": (torch.zeros(3, 32),)}, "[rows, frames, width]"),
+    ("t5", IDS, {"encoder_outputs": torch.zeros(1, 6, 32)}, "2 rows"),
     ("llama", None, {"inputs_embeds": torch.zeros(1, 3, 31)}, "[rows, length, 32]"),
     ("llama", None, {"inputs_embeds": torch.zeros(3, 32)}, "[rows, length, 32]"),
     ("llama", None, {"inputs_embeds": torch.zeros(0, 3, 32)}, "[rows, length, 32]"),

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import soundfile
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specdec import SpecGenerator
 from tests.folders import saved_model
+from tests.speech import RATE, processor, speech, whisper
 from tests.tiny import tiny
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
@@ -26,13 +28,18 @@ CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}
 def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the README takes as given, and whatever its blocks have defined so far."""
     root = tmp_path_factory.mktemp("readme")
+    for name, seed in (("whisper-id", 0), ("distilled-id", 1)):
+        whisper(seed).save_pretrained(root / name)
+        processor().save_pretrained(root / name)
+    soundfile.write(root / "talk.mp3", speech(1.5), RATE)
     paths = {"target-id": saved_model(root / "target"), "draft-id": saved_model(root / "draft", seed=1)}
+    heard = {name: str(root / name) for name in ("whisper-id", "distilled-id", "talk.mp3")}
     target, draft = (AutoModelForCausalLM.from_pretrained(path).eval() for path in paths.values())
     tokenizer = AutoTokenizer.from_pretrained(paths["target-id"], chat_template=CHAT)
     input_ids = torch.tensor([[5, 6, 7], [0, 8, 9]])
     mask = (input_ids > 0).long()
     given = {"target": target, "draft": draft, "tokenizer": tokenizer, "input_ids": input_ids, "mask": mask}
-    return {"paths": paths, "SpecGenerator": SpecGenerator, **given}
+    return {"paths": {**paths, **heard}, "SpecGenerator": SpecGenerator, **given}
 
 
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
@@ -52,9 +59,12 @@ def test_a_block_runs(number: int, names: dict[str, Any]) -> None:
 
 
 def test_all_blocks_are_found() -> None:
-    """Loading, loaded models, a draft of one's own, searches, and summaries."""
-    words = ("SpecGenerator.from_pretrained", "input_ids, attention_mask", "class LastTime", "num_beams", "Summarizer")
-    assert [[word in code for word in words].index(True) for _, code in BLOCKS] == [0, 1, 2, 3, 4]
+    """Loading, loaded models, a draft of one's own, searches, summaries and speech."""
+    words = (
+        *("SpecGenerator.from_pretrained", "input_ids, attention_mask", "class LastTime", "num_beams", "Summarizer"),
+        "Transcriber",
+    )
+    assert [[word in code for word in words].index(True) for _, code in BLOCKS] == [0, 1, 2, 3, 4, 5]
     assert README.count("```python") == len(BLOCKS)
 
 

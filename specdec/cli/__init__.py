@@ -9,6 +9,7 @@
 | `request.py` | flags and a YAML file, checked and turned into what to load and how to decode |
 | `load.py` | models brought in, with a sign of life |
 | `show.py` | text on the screen, the table of statistics, the JSON report |
+| `transcribe.py` | `transcribe`: recordings to text, JSON lines or subtitles |
 | `terminal.py` | exit codes, lines on stderr, spinners, Ctrl-C |
 """
 

@@ -32,6 +32,7 @@ from specdec.cli.terminal import (
     say,
     stop_on_interrupt,
 )
+from specdec.cli.transcribe import transcribe
 from specdec.errors import OptionError, SpecdecError
 
 app = typer.Typer(
@@ -195,4 +196,5 @@ app.command()(demo)
 app.command()(bench)
 app.command()(tune)
 app.command()(summarize)
+app.command()(transcribe)
 app.add_typer(zoo_app, name="zoo")

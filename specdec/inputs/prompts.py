@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.utils import ModelOutput
 
 from specdec.config import Options
 from specdec.errors import OptionError, UnsupportedError
 from specdec.inputs.ids import MASKS, Ids, read_ids, read_mask
-from specdec.models import LanguageModel
+from specdec.models import Encoding, LanguageModel
 
 FEATURES = {"input_features": 3, "input_values": 2, "pixel_values": 4}  # what encoders read besides ids: dimensions
 NAMES = frozenset({"inputs", "input_ids", "inputs_embeds", "encoder_outputs", *FEATURES, *MASKS, *MASKS.values()}) - {
@@ -48,9 +49,9 @@ class Prompts:
     """Rows ready for decoding.
 
     `padded` `[rows, width]` are their ids with padding, as the result returns them; `encoder` holds the encoder's
-    arguments. Where only embeddings were given, `padded` has no columns and `unseen` counts theirs: processors,
-    criteria and drafts see the new ids alone, as in transformers, and only lengths count the prompt. (A draft that
-    should know the prompt needs its `input_ids` too.)
+    arguments, `encoding` what it made of them where the caller has that already. Where only embeddings were given,
+    `padded` has no columns and `unseen` counts theirs: processors, criteria and drafts see the new ids alone, as in
+    transformers, and only lengths count the prompt. (A draft that should know the prompt needs its `input_ids` too.)
     """
 
     rows: list[RowPrompt]
@@ -58,6 +59,7 @@ class Prompts:
     is_text: bool = False
     encoder: dict[str, Tensor] | None = None
     unseen: int = 0
+    encoding: Encoding | None = None
 
     def repeat(self, copies: int) -> Prompts:
         """Every row so many times, copies side by side; the encoder's inputs stay as they are."""
@@ -104,14 +106,13 @@ def _check_sources(prompt: Any, messages: Any, given: Mapping[str, Any], target:
     sources += [name for name in ("inputs", "input_ids", *FEATURES) if name in given]
     if len(sources) > 1:
         raise OptionError(f"the prompt was given {len(sources)} times ({', '.join(sources)}): pass one of them")
-    if "encoder_outputs" in given:
-        raise UnsupportedError("`encoder_outputs` is not supported: pass the encoder's own inputs")
     if target.is_encoder_decoder and "inputs_embeds" in given:
         raise UnsupportedError("`inputs_embeds` is not supported for targets with an encoder: pass ids or features")
-    for name in (*FEATURES, "decoder_input_ids", "decoder_attention_mask"):
+    for name in (*FEATURES, "encoder_outputs", "decoder_input_ids", "decoder_attention_mask"):
         if name in given and not target.is_encoder_decoder:
             raise UnsupportedError(f"`{name}` is for models with an encoder; this target continues `input_ids`")
-    named = {*given, "prompt"} if sources or "inputs_embeds" in given else {*given}
+    known = sources or "inputs_embeds" in given or "encoder_outputs" in given
+    named = {*given, "prompt"} if known else {*given}
     for name, mask in MASKS.items():
         if mask in named and name not in named:
             raise OptionError(f"`{mask}` says which tokens count, but there are none: pass `{name}` with it")
@@ -174,20 +175,45 @@ def _encoder_decoder(
     if main in FEATURES and value is not None:
         given, value = {**given, main: value}, None  # transformers, too, takes features as the first argument
     features = next((name for name in FEATURES if name in given), None)
-    ids = None
+    ids, encoder = None, {}
     if features is not None:
         encoder = _features(features, given)
-    elif value is None:
-        raise OptionError("this target has an encoder, which got nothing to read: pass a prompt or its features")
-    else:
+    elif value is not None:
         ids = _read(value, given, options, target, tokenizer)
         encoder = _as_given(ids, options, target)
+    elif "encoder_outputs" not in given:
+        raise OptionError("this target has an encoder, which got nothing to read: pass a prompt or its features")
     encoder = {name: tensor.to(target.device) for name, tensor in encoder.items()}
-    prompts = _prompts(_decoder_ids(len(next(iter(encoder.values()))), given, options, target), options)
+    encoding = _encoding(given, encoder, target)
+    count = len(next(iter(encoder.values()))) if encoding is None else len(encoding)
+    prompts = _prompts(_decoder_ids(count, given, options, target), options)
+    prompts = replace(prompts, encoder=encoder or None, encoding=encoding)
     if ids is None:
-        return replace(prompts, encoder=encoder)
+        return prompts
     rows = [replace(row, encoder_ids=read) for row, read in zip(prompts.rows, ids.kept, strict=True)]
-    return replace(prompts, rows=rows, is_text=ids.is_text, encoder=encoder)
+    return replace(prompts, rows=rows, is_text=ids.is_text)
+
+
+def _encoding(given: Mapping[str, Any], inputs: Mapping[str, Tensor], target: LanguageModel) -> Encoding | None:
+    """The caller's own `encoder_outputs`, an `Encoding` or as transformers returns them, with the mask beside them."""
+    outputs = given.get("encoder_outputs")
+    if outputs is None:
+        return None
+    if not isinstance(outputs, Encoding):
+        hidden = outputs[0] if isinstance(outputs, tuple | list | ModelOutput) and len(outputs) else outputs
+        if not isinstance(hidden, Tensor) or hidden.dim() != 3:
+            way_out = "pass what the encoder returned"
+            raise OptionError.of(
+                "encoder_outputs", "hidden states [rows, frames, width]", type(hidden).__name__, way_out
+            )
+        mask = inputs.get("attention_mask", given.get("attention_mask"))
+        fits = isinstance(mask, Tensor) and mask.shape == hidden.shape[:2]
+        kept = mask.to(target.device) if fits and mask is not None else None
+        named = outputs if isinstance(outputs, ModelOutput) else {}
+        outputs = Encoding(hidden.to(target.device), kept, named.get("hidden_states"), named.get("attentions"))
+    if inputs and len(outputs) != (count := len(next(iter(inputs.values())))):
+        raise OptionError.of("encoder_outputs", f"{count} rows, one per encoder input", len(outputs))
+    return outputs
 
 
 def _with_negatives(prompts: Prompts, given: Mapping[str, Any], options: Options, target: LanguageModel) -> Prompts:

@@ -12,15 +12,18 @@ if TYPE_CHECKING:
     from specdec.pipelines.scoring import rouge
     from specdec.pipelines.summarize import Summaries, Summarizer, Summary
     from specdec.pipelines.text import Text
+    from specdec.pipelines.transcribe import Transcriber, Transcription
 
 _HOMES = {
     "Summaries": "summarize",
     "Summarizer": "summarize",
     "Summary": "summarize",
     "Text": "text",
+    "Transcriber": "transcribe",
+    "Transcription": "transcribe",
     "rouge": "scoring",
 }
-__all__ = ["Summaries", "Summarizer", "Summary", "Text", "rouge"]
+__all__ = ["Summaries", "Summarizer", "Summary", "Text", "Transcriber", "Transcription", "rouge"]
 
 
 def __getattr__(name: str) -> Any:

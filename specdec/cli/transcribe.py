@@ -1,0 +1,221 @@
+"""`specdec transcribe`: recordings to text, JSON lines or subtitles."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from specdec.cli.request import FLAGS, locate, read_settings
+from specdec.cli.show import PROMPT, stats_table, write
+from specdec.cli.terminal import OK, Debug, Quiet, loading, say
+from specdec.errors import OptionError
+
+if TYPE_CHECKING:
+    from specdec.pipelines import Transcriber, Transcription
+
+STDIN = "-"
+
+
+class Format(str, Enum):
+    """What comes out."""
+
+    text = "text"
+    json = "json"
+    srt = "srt"
+    vtt = "vtt"
+
+
+def transcribe(
+    ctx: typer.Context,
+    files: Annotated[list[str], typer.Argument(metavar="FILE…", help="wav, flac, mp3 or ogg; - reads stdin.")],
+    model: Annotated[str, typer.Option(help="A Whisper model: hub id or folder.")],
+    draft_model: Annotated[
+        str | None, typer.Option(help="A smaller Whisper or a distilled one, hub id or folder; or suffix, ngram.")
+    ] = None,
+    language: Annotated[str | None, typer.Option(help="Name or code; by ear if nothing says it.")] = None,
+    task: Annotated[str | None, typer.Option(help="transcribe, or translate into English.")] = None,
+    format: Annotated[Format, typer.Option(help="JSON is one object per file and line.")] = Format.text,
+    words: Annotated[bool, typer.Option("--words", help="Timestamps of words instead of segments.")] = False,
+    reference: Annotated[
+        Path | None,
+        typer.Option(help="What was said, to count word errors: a line per file, or lines of NAME|text."),
+    ] = None,
+    chunk_length: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Read overlapping chunks instead of window after window.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Windows or chunks that are decoded together.")] = 1,
+    fallback: Annotated[
+        bool, typer.Option("--fallback", help="Try misheard windows again, warmer, and skip silent ones.")
+    ] = False,
+    context: Annotated[bool, typer.Option("--context", help="Let a window know the text before it.")] = False,
+    num_draft_tokens: Annotated[int | None, typer.Option(help="Most tokens to draft per round.")] = None,
+    schedule: Annotated[str | None, typer.Option(help="heuristic, constant, confidence or cost.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Most tokens of a window.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of what --fallback draws.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 …; auto, the default, is the checkpoint's.")
+    ] = None,
+    device_map: Annotated[str | None, typer.Option(help="cpu, cuda, auto …")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any other option of a call; repeatable.")
+    ] = None,
+    output_dir: Annotated[Path | None, typer.Option(help="Write NAME.txt, .json, .srt or .vtt there.")] = None,
+    stats: Annotated[bool, typer.Option("--stats", help="A table of statistics on stderr.")] = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> int:
+    """Write down what is said in recordings; the text is the model's own, the draft makes it faster."""
+    if len(files) > 1 and output_dir is None and format in (Format.srt, Format.vtt):
+        raise OptionError(f"--format {format.value} makes one file per recording: pass --output-dir")
+    stems = [Path(name).stem for name in files]
+    if output_dir is not None and (twice := [stem for stem in stems if stems.count(stem) > 1]):
+        raise OptionError(f"--output-dir would get {twice[0]} twice: rename one of these files")
+    references = None if reference is None else read_references(reference, files)
+    options = read_options(ctx.params)
+    if output_dir is not None:
+        output_dir.mkdir(parents=True, exist_ok=True)
+    transcriber = load(ctx.params, quiet=quiet)
+    texts = []
+    for first in range(0, len(files), batch_size):
+        names = files[first : first + batch_size]
+        with progress(f"{first + len(names)}/{len(files)}", quiet=quiet) as notify:
+            inputs = [sys.stdin.buffer if name == STDIN else name for name in names]
+            found = transcriber(inputs, batch_size=batch_size, progress=notify, **options)
+        for i, (name, out) in enumerate(zip(names, found, strict=True), first):
+            texts.append(out["text"])
+            wer = None if references is None else error_rate(transcriber, out, references[i])
+            show(name, out, wer, format, output_dir, headed=len(files) > 1)
+        if stats:
+            Console(stderr=True).print(stats_table(found[0].stats))
+        if not quiet:
+            say(pace(found))
+    if references is not None:
+        rate = transcriber.error_rate(texts, references, language=language)
+        say(f"word error rate {rate:.2%}, {len(files)} recording{'s' * (len(files) > 1)}")
+    return OK
+
+
+def read_options(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of the call."""
+    from specdec.pipelines.settings import FALLBACK
+
+    flags = {FLAGS[name]: params[name] for name in ("num_draft_tokens", "schedule", "max_new_tokens", "seed")}
+    flags |= {"language": params["language"], "task": params["task"], "chunk_length_s": params["chunk_length"]}
+    if params["words"]:
+        flags["return_timestamps"] = "word"
+    elif params["format"] is not Format.text:
+        flags["return_timestamps"] = True
+    if params["fallback"]:
+        flags |= FALLBACK
+    if params["context"]:
+        flags["condition_on_prev_tokens"] = True
+    given = {name: value for name, value in flags.items() if value is not None}
+    extra = read_settings(params["set_"] or [])
+    if both := sorted(given.keys() & extra.keys()):
+        raise OptionError(f"`{both[0]}` was set by its flag and by --set: pass one of them")
+    return {"seed": 0, **given, **extra}
+
+
+def load(params: Mapping[str, Any], *, quiet: bool) -> Transcriber:
+    """The transcriber, with a sign of life on stderr while its models are loaded."""
+    target, draft = locate(params["model"], "target"), params["draft_model"]
+    draft = draft if draft is None else locate(draft, "draft")
+    names = [target, *([draft] if draft not in (None, "suffix", "ngram") else [])]
+    how = {name: params[name] for name in ("dtype", "device_map") if params[name] is not None}
+    with loading(f"loading {params['model']}", quiet=quiet, downloads=not all(Path(name).exists() for name in names)):
+        from specdec.pipelines import Transcriber
+
+        return Transcriber.from_pretrained(target, draft, **how)
+
+
+@contextmanager
+def progress(label: str, *, quiet: bool) -> Iterator[Callable[[float, float], None]]:
+    """A bar on stderr, in seconds of sound."""
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=24),
+        TextColumn("{task.completed:.0f}/{task.total:.0f} s of sound"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True, quiet=quiet), transient=True) as bar:
+        task = bar.add_task(label, total=0)
+        yield lambda done, known: bar.update(task, completed=done, total=known)
+
+
+def show(
+    name: str, out: Transcription, wer: float | None, format: Format, folder: Path | None, *, headed: bool
+) -> None:
+    """One recording's text, where it was asked for."""
+    content = rendered(name, out, wer, format)
+    if folder is not None:
+        ending = "txt" if format is Format.text else format.value
+        (folder / f"{Path(name).stem if name != STDIN else 'stdin'}.{ending}").write_text(content, encoding="utf-8")
+        return
+    console = Console()
+    if headed and format is Format.text:
+        write(console, f"── {name} ──\n", PROMPT)
+    write(console, content)
+
+
+def rendered(name: str, out: Transcription, wer: float | None, format: Format) -> str:
+    """A transcription in one of the formats."""
+    from specdec.pipelines.subtitles import srt, vtt
+
+    if format is Format.text:
+        return out["text"].strip() + "\n"
+    if format is not Format.json:
+        return (srt if format is Format.srt else vtt)(out["chunks"])
+    facts = {
+        "file": name,
+        "text": out["text"],
+        "chunks": out["chunks"],
+        "language": out.language,
+        "duration": round(out.duration, 3),
+        "seconds": round(out.seconds, 3),
+        "real_time_factor": round(out.real_time_factor, 4),
+        **({} if wer is None else {"word_error_rate": round(wer, 4)}),
+    }
+    return json.dumps(facts, ensure_ascii=False) + "\n"
+
+
+def error_rate(transcriber: Transcriber, out: Transcription, reference: str) -> float:
+    """The word error rate of one recording."""
+    return transcriber.error_rate([out["text"]], [reference], language=out.language)
+
+
+def pace(found: Sequence[Transcription]) -> str:
+    """How fast it went."""
+    duration, seconds = sum(out.duration for out in found), sum(out.seconds for out in found)
+    length = found[0].stats.mean_acceptance_length
+    rate = f"{seconds / duration:.3f} s per second" if duration else "no sound"
+    return f"{duration:.1f} s of sound in {seconds:.1f} s ({rate}), mean acceptance length {length:.2f}"
+
+
+def read_references(path: Path, files: Sequence[str]) -> list[str]:
+    """What was said in each file: by its name, with or without ending, or line by line.
+
+    Raises OptionError for a file that cannot be read, and where recordings lack their reference.
+    """
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError.of("--reference", "a readable text file in UTF-8", str(path), str(error)) from None
+    for mark in ("|", "\t"):
+        if lines and all(mark in line for line in lines):
+            parts = [line.split(mark) for line in lines]
+            named = {Path(part[0].strip()).stem: part[-1].strip() for part in parts}
+            if missing := [file for file in files if Path(file).stem not in named]:
+                raise OptionError(f"--reference {path} has no line for {missing[0]}: add it, or leave that file out")
+            return [named[Path(file).stem] for file in files]
+    if len(lines) != len(files):
+        raise OptionError.of("--reference", f"one line for each of {len(files)} files", f"{len(lines)} lines in {path}")
+    return lines

@@ -1,0 +1,35 @@
+"""A draft that came without an encoder, put on the target's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from specdec.errors import OptionError
+
+
+def on_encoder_of(target: Any, draft: Any) -> Any:
+    """A Whisper decoder alone (`WhisperForCausalLM`) on the encoder of the target model; any other draft as it is.
+
+    All weights are shared. Raises OptionError where the decoder does not fit the encoder.
+    """
+    if type(draft).__name__ != "WhisperForCausalLM" or target.config.model_type != "whisper":
+        return draft
+    from transformers import WhisperForConditionalGeneration
+
+    width = target.config.d_model
+    if draft.config.d_model != width:
+        raise OptionError.of("draft", f"a decoder of the target's width, {width}", draft.config.d_model)
+    own = draft.config.to_dict()
+    parts = {name: own[name] for name in own if name.startswith("decoder_") or name in _DECODER}
+    config = type(target.config)(**{**target.config.to_dict(), **parts})
+    config._attn_implementation = draft.config._attn_implementation
+    with torch.device("meta"):
+        model = WhisperForConditionalGeneration(config)
+    model.model.encoder, model.model.decoder = target.get_encoder(), draft.get_decoder()
+    model.proj_out, model.generation_config = draft.proj_out, draft.generation_config
+    return model.train(draft.training)
+
+
+_DECODER = ("activation_function", "max_target_positions", "scale_embedding", "vocab_size")

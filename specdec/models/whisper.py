@@ -1,0 +1,204 @@
+"""What only Whisper models have: windows, prompts of language and task, a token for silence, heads that align."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LogitsProcessor
+from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.models.whisper.english_normalizer import BasicTextNormalizer, EnglishTextNormalizer
+from transformers.models.whisper.tokenization_whisper import LANGUAGES, TASK_IDS, TO_LANGUAGE_CODE
+
+from specdec.errors import OptionError, UnsupportedError
+from specdec.models.alignment import attention_maps, token_times
+from specdec.models.encoding import Encoding
+from specdec.models.language_model import LanguageModel
+
+TOKEN_SECONDS = 0.02  # of audio, between two timestamp tokens
+FRAME_SECONDS = 0.01
+
+
+class Whisper:
+    """A Whisper-family model with its tokenizer; what it knows of speech comes from its generation config.
+
+    Windows are `frames` of features long; `stride` frames make one position of the encoder, and one timestamp token.
+    Raises UnsupportedError for another kind of model.
+    """
+
+    def __init__(self, model: LanguageModel, tokenizer: Any) -> None:
+        if model.config.model_type != "whisper" or not model.is_encoder_decoder:
+            raise UnsupportedError(f"`target` must be a Whisper model, got {type(model.model).__name__}")
+        self.model, self.tokenizer = model, tokenizer
+        self.settings = model.model.generation_config
+        encoder = model.model.get_encoder()
+        self.stride = int(encoder.conv1.stride[0] * encoder.conv2.stride[0])
+        self.positions = int(model.config.max_source_positions)
+        self.frames = self.stride * self.positions
+        self.mels = int(model.config.num_mel_bins)
+        self.end = int(self.settings.eos_token_id)
+
+    def setting(self, name: str) -> Any:
+        """A value of the checkpoint's generation config, None where it has none."""
+        return getattr(self.settings, name, None)
+
+    @property
+    def timestamp_begin(self) -> int:
+        """The token of 0.00 seconds; beyond the vocabulary where the checkpoint does not tell."""
+        without = self.setting("no_timestamps_token_id")
+        return self.model.vocab_size + 1 if without is None else int(without) + 1
+
+    @property
+    def start_of_previous(self) -> int | None:
+        """The token before text of an earlier window."""
+        suppressed = self.setting("suppress_tokens") or []
+        named: int | None = self.setting("prev_sot_token_id")
+        return suppressed[-2] if named is None and len(suppressed) >= 2 else named
+
+    def check(self, language: str | None, task: str | None, timestamps: Any, multilingual: bool | None) -> None:
+        """Raises OptionError for what this checkpoint cannot be asked."""
+        multilingual = self.setting("is_multilingual") if multilingual is None else multilingual
+        if multilingual is False and (language or task):
+            raise OptionError("`language` and `task` do not apply to an English-only model: leave them out")
+        if task is not None and task not in TASK_IDS:
+            raise OptionError.of("task", " or ".join(sorted(TASK_IDS)), task)
+        for name, table in (("language", "lang_to_id"), ("task", "task_to_id")):
+            asked = language if name == "language" else task
+            if asked is not None and self.setting(table) is None:
+                raise UnsupportedError(
+                    f"`{name}` needs a checkpoint whose generation config has `{table}`: leave it out"
+                )
+        if language is not None:
+            self.language_id(language)
+        if timestamps == "word" and self.setting("alignment_heads") is None:
+            raise UnsupportedError(
+                "`return_timestamps='word'` needs a checkpoint whose generation config has `alignment_heads`: "
+                "pass True for whole segments"
+            )
+
+    def language_id(self, language: str) -> int:
+        """The token of a language by name, code or token."""
+        known: dict[str, int] = self.setting("lang_to_id")
+        word = language.lower()
+        token = word if word in known else f"<|{TO_LANGUAGE_CODE.get(word, word)}|>"
+        if token not in known:
+            choices = ", ".join(LANGUAGES.get(name[2:-2], name) for name in known)
+            raise OptionError.of("language", f"one that the model knows ({choices})", language)
+        return known[token]
+
+    def language_token(self, prompt: Sequence[int]) -> list[int]:
+        """The token in a prompt that names a language, if there is one."""
+        known = set((self.setting("lang_to_id") or {}).values())
+        return [token for token in prompt if token in known][:1]
+
+    def language(self, prompt: Sequence[int]) -> str | None:
+        """The language that a prompt names, in English."""
+        names = {token: name[2:-2] for name, token in (self.setting("lang_to_id") or {}).items()}
+        code = next((names[token] for token in self.language_token(prompt)), None)
+        return None if code is None else LANGUAGES.get(code, code)
+
+    def prompts(
+        self, encoding: Encoding, *, language: str | None, task: str | None, timestamps: Sequence[bool]
+    ) -> list[list[int]]:
+        """What the decoder begins with in each row: start, language, task, and whether `timestamps[row]` follow.
+
+        Where neither call nor checkpoint names the language, it is the one likeliest by the sound. As in transformers.
+        """
+        language, task = language or self.setting("language"), task or self.setting("task")
+        begin: list[int | None] = [self.settings.decoder_start_token_id]
+        if language is None and task is None:
+            begin += self._forced()
+        rows = [list(begin) for _ in range(len(encoding))]
+        if language is not None:
+            found: Sequence[int | None] = [self.language_id(language)] * len(rows)
+        elif self.setting("lang_to_id") is not None and (len(begin) == 1 or begin[1] is None):
+            found = self.detect(encoding)
+        else:
+            found = [row[1] if len(row) > 1 else None for row in rows]
+        return [
+            self._prompt([*row[:1], heard, *row[2:]], language, task, stamped)
+            for row, heard, stamped in zip(rows, found, timestamps, strict=True)
+        ]
+
+    def _prompt(self, row: list[int | None], language: str | None, task: str | None, timestamps: bool) -> list[int]:
+        tasks = self.setting("task_to_id") or {}
+        if task is not None:
+            row.append(tasks[task])
+        elif language is not None and tasks and not set(row) & set(tasks.values()):
+            row.append(tasks["transcribe"])
+        without = self.setting("no_timestamps_token_id")
+        if timestamps and row[-1] == without:
+            row.pop()
+        elif not timestamps and without is not None and row[-1] != without:
+            row.append(without)
+        return [token for token in row if token is not None]
+
+    def _forced(self) -> list[int | None]:
+        """What older checkpoints put between the start and the text."""
+        forced = self.setting("forced_decoder_ids") or getattr(self.model.config, "forced_decoder_ids", None) or []
+        return [token for _, token in sorted(forced, key=lambda pair: pair[0])]
+
+    def detect(self, encoding: Encoding) -> list[int]:
+        """The likeliest language's token of each row."""
+        heard = BaseModelOutput(last_hidden_state=encoding.hidden)
+        found: list[int] = self.model.model.detect_language(
+            encoder_outputs=heard, generation_config=self.settings
+        ).tolist()
+        return found
+
+    @torch.no_grad()
+    def silence(self, encoding: Encoding, prompts: Sequence[Sequence[int]], start: int) -> list[float]:
+        """How likely each row holds no speech, by what follows the start token, `start` tokens before the end."""
+        ids = torch.tensor([list(prompt[: len(prompt) - start + 1]) for prompt in prompts], device=self.model.device)
+        heard = BaseModelOutput(last_hidden_state=encoding.hidden)
+        logits = self.model.model(encoder_outputs=heard, decoder_input_ids=ids).logits[:, -1]
+        found: list[float] = logits.float().softmax(-1)[:, self.timestamp_begin - 2].tolist()
+        return found
+
+    def timestamp_rules(self, begin: int) -> LogitsProcessor:
+        """The rules by which timestamps come in pairs and never go back, for text that begins after `begin` tokens.
+
+        Raises UnsupportedError where the checkpoint does not tell timestamps from other tokens.
+        """
+        if self.setting("no_timestamps_token_id") is None:
+            raise UnsupportedError(
+                "timestamps, and so sound longer than a window, need a checkpoint whose generation config has "
+                "`no_timestamps_token_id`: pass `chunk_length_s` and no `return_timestamps`"
+            )
+        return WhisperTimeStampLogitsProcessor(self.settings, begin_index=begin)
+
+    def times(self, encoding: Encoding, prompt: Sequence[int], tokens: Sequence[int], frames: int) -> list[float]:
+        """When each of `tokens` of one row ends, in seconds, by the heads that align text with `frames` of sound."""
+        heads = self.setting("alignment_heads")
+        ids = torch.tensor([[*prompt, *tokens[:-1]]], device=self.model.device)
+        maps = attention_maps(self.model.model, encoding.hidden, ids, heads)[:, len(prompt) :, : max(frames // 2, 1)]
+        times = token_times(maps, self.model.config.median_filter_width) * TOKEN_SECONDS
+        return [*times.tolist(), *([times[-1]] if len(times) else [0.0])] if len(tokens) else []
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, without timestamps and everything special."""
+        special = {*self.tokenizer.all_special_ids}
+        text: str = self.tokenizer.decode([t for t in tokens if t < self.timestamp_begin and t not in special])
+        return text
+
+    def merged(
+        self, pieces: Sequence[Mapping[str, Any]], *, timestamps: bool | str | None, language: bool, seconds: float
+    ) -> tuple[str, dict[str, Any]]:
+        """The text and chunks of overlapping pieces; `seconds` lie between two timestamp tokens. transformers' own."""
+        outputs = [
+            {name: np.array([value]) if name in ("tokens", "token_timestamps") else value for name, value in p.items()}
+            for p in pieces
+        ]
+        text, rest = self.tokenizer._decode_asr(
+            outputs, return_timestamps=timestamps, return_language=language, time_precision=seconds
+        )
+        return text, rest
+
+    def normalizer(self, language: str | None) -> Any:
+        """What makes texts comparable before words are counted: Whisper's English rules, or those for any language."""
+        if language not in (None, "english"):
+            return BasicTextNormalizer()
+        return EnglishTextNormalizer(getattr(self.tokenizer, "english_spelling_normalizer", None) or {})

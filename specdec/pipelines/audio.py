@@ -1,0 +1,129 @@
+"""Sound from wherever it comes, as one channel at the rate that a model hears."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.errors import OptionError, SpecdecError
+
+Samples = NDArray[np.float32]
+_BLOCK = 1 << 20  # samples of every channel that are in memory at once
+_INSTALL = "pip install 'specdec-runtime[audio]'"
+_KINDS = "a file name, bytes, a binary file, an array, or a mapping of `array` and `sampling_rate`"
+_FORMATS = "wav, flac, mp3 and ogg can be read: convert others first, for example with ffmpeg"
+
+
+@dataclass(frozen=True)
+class Audio:
+    """Mono `samples` `[n]`, about -1 to 1, of which `rate` are a second; `extra` is what came beside them."""
+
+    samples: Samples
+    rate: int
+    name: str = "the input"
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """How long it lasts."""
+        return len(self.samples) / self.rate
+
+
+def read_audio(source: Any, rate: int) -> Audio:
+    """Sound at `rate` from a file name, bytes, a binary file, an array at that rate, or `{"array", "sampling_rate"}`.
+
+    Arrays are `[samples]` or `[channels, samples]` with at most two channels; whole numbers are scaled to -1 to 1.
+    Raises OptionError, naming the file, for what is not sound; SpecdecError where soundfile or soxr is not installed.
+    """
+    if isinstance(source, Mapping):
+        return _from_mapping(source, rate)
+    if isinstance(source, str | PathLike):
+        name = fspath(source)
+        if name.startswith(("http://", "https://")):
+            raise OptionError(f"`inputs` names {name}, which must be downloaded first: pass a file")
+        if not Path(name).is_file():
+            raise OptionError.of("inputs", "the name of a sound file", name, "there is no such file")
+        return Audio(_decoded(name, name, rate), rate, name)
+    if isinstance(source, bytes | bytearray | memoryview):
+        return Audio(_decoded(io.BytesIO(source), "the input", rate), rate)
+    if hasattr(source, "read"):
+        name, content = str(getattr(source, "name", "the input")), source.read()
+        if not isinstance(content, bytes):
+            raise OptionError(f"{name} was opened as text: open it with 'rb'")
+        return Audio(_decoded(io.BytesIO(content), name, rate), rate, name)
+    return Audio(_mono(source), rate)
+
+
+def _from_mapping(source: Mapping[str, Any], rate: int) -> Audio:
+    """As datasets and transformers write it; `path` is not looked at, and everything else is kept."""
+    samples = source.get("raw", source.get("array"))
+    if samples is None or "sampling_rate" not in source:
+        raise OptionError.of("inputs", "a mapping with `array` (or `raw`) and `sampling_rate`", sorted(source))
+    given = source["sampling_rate"]
+    if not isinstance(given, int | float) or given <= 0:
+        raise OptionError.of("sampling_rate", "a positive number", given)
+    taken = {"raw", "array", "sampling_rate", "path"}
+    extra = {name: value for name, value in source.items() if name not in taken}
+    return Audio(_resampled([_mono(samples)], given, rate), rate, extra=extra)
+
+
+def _mono(source: Any) -> Samples:
+    """One channel of an array or tensor, in floats."""
+    if hasattr(source, "detach"):
+        source = source.detach().cpu().float().numpy()
+    if not isinstance(source, np.ndarray) or source.dtype.kind not in "iuf":
+        raise OptionError.of("inputs", _KINDS, type(source).__name__)
+    if source.ndim not in (1, 2) or (source.ndim == 2 and source.shape[0] > 2):
+        way_out = "transpose it, or mix its channels down"
+        raise OptionError.of("inputs", "of shape [samples] or [1 or 2 channels, samples]", list(source.shape), way_out)
+    scale = 1.0 if source.dtype.kind == "f" else 1 / float(np.iinfo(source.dtype).max + 1)
+    offset = 1.0 if source.dtype.kind == "u" else 0.0
+    scaled = source.astype(np.float32) * np.float32(2 * scale if offset else scale) - np.float32(offset)
+    return _checked(scaled if scaled.ndim == 1 else scaled.mean(0), "the input")
+
+
+def _checked(samples: Samples, name: str) -> Samples:
+    if not np.isfinite(samples).all():
+        raise OptionError(f"{name} holds samples that are not finite numbers: repair it first")
+    return samples
+
+
+def _decoded(source: Any, name: str, rate: int) -> Samples:
+    """A sound file's samples at `rate`, read and resampled block by block."""
+    try:
+        import soundfile
+    except ImportError:
+        raise SpecdecError(f"reading sound files needs soundfile: {_INSTALL}") from None
+    try:
+        with soundfile.SoundFile(source) as file:
+            return _resampled(_blocks(file, name), file.samplerate, rate)
+    except (soundfile.SoundFileError, TypeError, RuntimeError) as error:
+        reason = str(error).rpartition(": ")[2].strip().rstrip(".") or type(error).__name__
+        raise OptionError(f"{name} cannot be read as sound ({reason}): {_FORMATS}") from None
+
+
+def _blocks(file: Any, name: str) -> Iterator[Samples]:
+    while len(block := file.read(_BLOCK, dtype="float32", always_2d=True)):
+        yield _checked(block.mean(1, dtype=np.float32), name)
+
+
+def _resampled(blocks: Any, given: float, rate: int) -> Samples:
+    """Blocks of samples one after the other, at `rate`."""
+    if given == rate:
+        parts = list(blocks)
+    else:
+        try:
+            import soxr
+        except ImportError:
+            raise SpecdecError(f"sound at {given:g} Hz must be brought to {rate} Hz, with soxr: {_INSTALL}") from None
+        stream = soxr.ResampleStream(given, rate, 1, dtype="float32")
+        parts = [stream.resample_chunk(np.ascontiguousarray(block)) for block in blocks]
+        parts.append(stream.resample_chunk(np.empty(0, np.float32), last=True))
+    return np.concatenate(parts) if parts else np.empty(0, np.float32)

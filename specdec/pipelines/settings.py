@@ -1,0 +1,102 @@
+"""How a recording is to be heard: Whisper's own settings of a call, apart from those of the decoding."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from math import log2
+from typing import Any
+
+from specdec.errors import OptionError
+from specdec.models.whisper import Whisper
+
+FALLBACK: dict[str, Any] = {
+    "temperature": (0.0, 0.2, 0.4, 0.6, 0.8, 1.0),
+    "compression_ratio_threshold": 1.35,
+    "logprob_threshold": -1.0,
+    "no_speech_threshold": 0.6,
+}
+"""The reference's rules for windows that were misheard; the ratio is transformers', which compresses ids, not text."""
+_FROM_CHECKPOINT = (
+    *("return_timestamps", "compression_ratio_threshold", "logprob_threshold", "no_speech_threshold"),
+    "condition_on_prev_tokens",
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Names and meanings are those of transformers' `WhisperForConditionalGeneration.generate`.
+
+    `temperature` may be several, tried in this order until the text passes: its ids must not compress better than
+    `compression_ratio_threshold`, its mean log-probability must reach `logprob_threshold`. Below the latter a window is
+    skipped where silence is likelier than `no_speech_threshold`. Above temperature 0, tokens are drawn by seed.
+    """
+
+    return_timestamps: bool | str | None = None
+    language: str | None = None
+    task: str | None = None
+    is_multilingual: bool | None = None
+    prompt_ids: Sequence[int] | None = None
+    prompt_condition_type: str = "first-segment"
+    condition_on_prev_tokens: bool | None = None
+    temperature: float | Sequence[float] | None = None
+    compression_ratio_threshold: float | None = None
+    logprob_threshold: float | None = None
+    no_speech_threshold: float | None = None
+
+    @property
+    def temperatures(self) -> tuple[float, ...]:
+        """All temperatures, in the order in which they are tried."""
+        if self.temperature is None or isinstance(self.temperature, int | float):
+            return (float(self.temperature or 0),)
+        return tuple(self.temperature)
+
+    def distrusts(self, tokens: Sequence[int], log_prob: float | None, vocab_size: int) -> bool:
+        """Whether a text must be tried again: too repetitive, or too unlikely in the mean."""
+        limit = self.compression_ratio_threshold
+        return self._unlikely(log_prob) or (limit is not None and compression_ratio(tokens, vocab_size) > limit)
+
+    def skips(self, silence: float | None, log_prob: float | None) -> bool:
+        """Whether a window is taken to be silent."""
+        limit = self.no_speech_threshold
+        return silence is not None and limit is not None and self._unlikely(log_prob) and silence > limit
+
+    def _unlikely(self, log_prob: float | None) -> bool:
+        return log_prob is not None and self.logprob_threshold is not None and log_prob < self.logprob_threshold
+
+
+NAMES = tuple(field.name for field in fields(Settings))
+
+
+def read_settings(given: Mapping[str, Any], whisper: Whisper) -> Settings:
+    """The settings of a call over the checkpoint's; raises OptionError for what does not go together."""
+    found = {name: value for name in _FROM_CHECKPOINT if (value := whisper.setting(name)) is not None}
+    found |= {name: value for name, value in given.items() if value is not None}
+    if "prompt_ids" in found:
+        found["prompt_ids"] = [int(token) for token in found["prompt_ids"]]
+    settings = Settings(**found)
+    if settings.return_timestamps not in (None, False, True, "word"):
+        raise OptionError.of(
+            "return_timestamps", "True for segments, 'word' for words, or False", settings.return_timestamps
+        )
+    if not isinstance(settings.language, str | None):
+        raise OptionError.of("language", "one language for all inputs", settings.language)
+    if not settings.temperatures or not all(isinstance(t, int | float) and t >= 0 for t in settings.temperatures):
+        raise OptionError.of("temperature", "a number of at least 0, or several", settings.temperature)
+    if settings.no_speech_threshold is not None and settings.logprob_threshold is None:
+        raise OptionError("`no_speech_threshold` is asked where the text is unlikely: pass `logprob_threshold` with it")
+    if settings.prompt_condition_type not in ("first-segment", "all-segments"):
+        kinds = "'first-segment' or 'all-segments'"
+        raise OptionError.of("prompt_condition_type", kinds, settings.prompt_condition_type)
+    if settings.prompt_condition_type == "all-segments" and not settings.condition_on_prev_tokens:
+        raise OptionError("`prompt_condition_type='all-segments'` needs `condition_on_prev_tokens=True`: set both")
+    whisper.check(settings.language, settings.task, settings.return_timestamps, settings.is_multilingual)
+    return settings
+
+
+def compression_ratio(tokens: Sequence[int], vocab_size: int) -> float:
+    """How many times shorter the ids get when zlib packs them: repetitive text packs well."""
+    width = int(log2(vocab_size) / 8) + 1
+    ids = b"".join(token.to_bytes(width, "little") for token in tokens)
+    return len(ids) / len(zlib.compress(ids))

@@ -1,0 +1,241 @@
+"""`Transcriber`: sound in, text out, called like transformers' pipeline for speech recognition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from os import PathLike
+from time import perf_counter as clock
+from typing import Any
+
+import torch
+from transformers import AutoProcessor
+
+from specdec.drafts import is_name, models_of
+from specdec.errors import OptionError
+from specdec.generator import SpecGenerator
+from specdec.models import LanguageModel
+from specdec.models.whisper import Whisper
+from specdec.pipelines.recordings import Chunking, Recording, read_chunking
+from specdec.pipelines.settings import NAMES, Settings, read_settings
+from specdec.pipelines.stats import total
+from specdec.pipelines.timestamps import Segment
+from specdec.pipelines.windows import Listener, Track
+from specdec.types import Stats
+
+Progress = Callable[[float, float], None]
+_CALL = ("chunk_length_s", "stride_length_s", "batch_size", "return_language", "generate_kwargs")
+_IGNORED = ("ignore_warning", "decoder_kwargs")  # of transformers' pipeline, about models of another kind
+
+
+class Transcription(dict[str, Any]):
+    """`text` and, where asked for, `chunks` of `text` and `timestamp`, as transformers' pipeline returns them.
+
+    Beside them, as attributes: the `segments` of every stretch that was read by itself (the recording, or each of its
+    chunks), with their tokens; the `language`, where the prompt names one; the recording's `duration` in seconds.
+    `stats` and `seconds` are of the whole call, the latter shared among its recordings by duration.
+    """
+
+    segments: list[list[Segment]]
+    language: str | None
+    duration: float
+    seconds: float
+    stats: Stats
+
+    @property
+    def tokens(self) -> list[int]:
+        """All tokens, with timestamps, one stretch after the other."""
+        return [token for stretch in self.segments for segment in stretch for token in segment.tokens]
+
+    @property
+    def real_time_factor(self) -> float:
+        """Seconds of work per second of sound."""
+        return self.seconds / self.duration if self.duration else 0.0
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What a call asks for beside the decoding."""
+
+    settings: Settings
+    chunking: Chunking | None
+    batch_size: int
+    return_language: bool
+    options: dict[str, Any]
+
+
+class Transcriber:
+    """Writes down speech with a Whisper-family target and a draft; the text is what the target alone would write.
+
+    `target`: a model, id or folder, or a `SpecGenerator`, which has its draft. `draft`: a smaller Whisper; a distilled
+    decoder that reads the target's encoder (a whole model with equal encoder weights, or a `WhisperForCausalLM`); a
+    draft by text; or None. `processor` may be left out where the target is named. `options` are those of a call, as its
+    defaults, or of `SpecGenerator`.
+
+    Raises OptionError for parts that do not fit together, UnsupportedError for a target that is no Whisper model.
+    """
+
+    def __init__(
+        self,
+        target: Any,
+        draft: Any = None,
+        *,
+        processor: Any = None,
+        tokenizer: Any = None,
+        feature_extractor: Any = None,
+        **options: Any,
+    ) -> None:
+        if processor is None and is_name(target):
+            processor = _processor_beside(target)
+        tokenizer = tokenizer or getattr(processor, "tokenizer", None) or getattr(target, "tokenizer", None)
+        self._extractor: Any = feature_extractor or getattr(processor, "feature_extractor", None)
+        if tokenizer is None or self._extractor is None:
+            raise OptionError("a Transcriber needs `processor=`, or `tokenizer=` and `feature_extractor=`: pass them")
+        self._defaults = {name: options.pop(name) for name in (*_CALL, *NAMES) if name in options}
+        if isinstance(target, SpecGenerator):
+            if draft is not None or options:
+                own = "draft" if draft is not None else next(iter(options))
+                raise OptionError(f"`{own}` is the SpecGenerator's own matter: set it there, or pass the model")
+            self.generator = target
+        else:
+            self.generator = SpecGenerator(target, draft, tokenizer=tokenizer, **options)
+        self._whisper = Whisper(self.generator.target, tokenizer)
+        self._check_parts()
+
+    @classmethod
+    def from_pretrained(cls, target: str | PathLike[str], draft: Any = None, **options: Any) -> Transcriber:
+        """A transcriber whose target, and draft if it is an id or folder, are loaded as `SpecGenerator` loads them."""
+        own = {
+            name: options.pop(name) for name in (*_CALL, *NAMES, "processor", "feature_extractor") if name in options
+        }
+        if "processor" not in own:
+            own["processor"] = _processor_beside(target, options.get("revision"))
+        return cls(SpecGenerator.from_pretrained(str(target), draft, **options), **own)
+
+    def __repr__(self) -> str:
+        return f"Transcriber({self.generator.target!r}, draft={self.generator.drafter!r})"
+
+    def __call__(self, inputs: Any, *, progress: Progress | None = None, **options: Any) -> Any:
+        """What was said: a `Transcription` for one recording, a list for a list, an iterator for an iterator.
+
+        `inputs`: a file name, bytes, a binary file, an array at the model's rate (`[samples]` or
+        `[channels, samples]`), or `{"array", "sampling_rate"}`. What is longer than the model's window is read window
+        by window, or with `chunk_length_s` (and `stride_length_s`, a sixth of it, on both sides) in overlapping chunks;
+        `batch_size` windows or chunks at a time. `return_timestamps`: True for segments, "word" for words;
+        `return_language` adds that to chunks. `generate_kwargs`, which may also be written out: `language`, `task` and
+        the other `Settings`, and what `SpecGenerator.generate` takes. `progress(done, known)` hears of seconds.
+
+        Raises OptionError before anything is decoded for wrong options, and for a recording when its turn comes.
+        """
+        request = self._request(options)
+        if isinstance(inputs, list | tuple):
+            return self._transcribe(inputs, request, progress)
+        if isinstance(inputs, Iterator) and not hasattr(inputs, "read"):
+            return self._stream(inputs, request, progress)
+        return self._transcribe([inputs], request, progress)[0]
+
+    def error_rate(self, texts: Iterable[str], references: Iterable[str], *, language: str | None = None) -> float:
+        """Word errors per word of the references, after Whisper's normalisation, for English unless told otherwise."""
+        from specdec.pipelines.wer import error_rate
+
+        return error_rate(list(texts), list(references), self._whisper.normalizer(language))
+
+    def _check_parts(self) -> None:
+        """Raises where extractor, target and draft do not hear the same features."""
+        whisper, extractor = self._whisper, self._extractor
+        heard = (extractor.feature_size, extractor.nb_max_frames)
+        if heard != (whisper.mels, whisper.frames):
+            expected = f"one of {whisper.mels} mels and {whisper.frames} frames, as the target reads"
+            raise OptionError.of("feature_extractor", expected, heard)
+        for model in models_of(self.generator.drafter):
+            _check_draft(model, whisper)
+
+    def _request(self, given: Mapping[str, Any]) -> _Request:
+        """A call's options over the defaults, sorted and checked."""
+        options = {**self._defaults, **given}
+        options = {**(options.pop("generate_kwargs", None) or {}), **options}
+        options = {name: value for name, value in options.items() if value is not None and name not in _IGNORED}
+        own = {name: options.pop(name) for name in _CALL if name in options}
+        said = {name: options.pop(name) for name in NAMES if name in options}
+        if options.pop("do_sample", False):
+            said.setdefault("temperature", 1.0)  # as where only the decoding is told to draw
+        if "seed" not in options:
+            options["seed"] = int(torch.randint(2**62, ()))
+        if not isinstance(options["seed"], int):
+            raise OptionError.of("seed", "one number for all inputs", options["seed"])
+        if options.get("num_return_sequences", 1) != 1:
+            raise OptionError(
+                "`num_return_sequences` above 1 has no place in a transcription: call SpecGenerator for it"
+            )
+        batch_size = own.get("batch_size", 1)
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise OptionError.of("batch_size", "a whole number of at least 1", batch_size)
+        chunking = read_chunking(own.get("chunk_length_s"), own.get("stride_length_s"), self._extractor)
+        settings = read_settings(said, self._whisper)
+        return _Request(settings, chunking, batch_size, bool(own.get("return_language")), options)
+
+    def _stream(self, inputs: Iterator[Any], request: _Request, progress: Progress | None) -> Iterator[Transcription]:
+        while batch := list(islice(inputs, request.batch_size)):
+            yield from self._transcribe(batch, request, progress)
+
+    def _transcribe(self, inputs: Iterable[Any], request: _Request, progress: Progress | None) -> list[Transcription]:
+        began, done = clock(), 0.0
+        recordings: list[Recording] = []
+
+        def report(seconds: float) -> None:
+            nonlocal done
+            done += seconds
+            if progress is not None:
+                progress(done, sum(recording.duration for recording in recordings))
+
+        def tracks() -> Iterator[Track]:
+            number, stamped = 0, bool(request.settings.return_timestamps)
+            for source in inputs:
+                recordings.append(Recording())
+                for track in recordings[-1].read(source, self._extractor, request.chunking, number, stamped):
+                    number += 1
+                    yield track
+
+        listener = Listener(self.generator, self._whisper, request.settings, request.options, report)
+        for _ in listener.listen(tracks(), request.batch_size):
+            pass
+        seconds, stats = clock() - began, total(listener.stats)
+        whole = sum(recording.duration for recording in recordings) or 1.0
+        found = [self._finished(recording, request) for recording in recordings]
+        for transcription in found:
+            transcription.seconds, transcription.stats = seconds * transcription.duration / whole, stats
+        return found
+
+    def _finished(self, recording: Recording, request: _Request) -> Transcription:
+        """What was said in a recording, once all of it was read."""
+        found = Transcription(
+            recording.text(
+                self._whisper,
+                timestamps=request.settings.return_timestamps,
+                language=request.return_language,
+                seconds=self._extractor.chunk_length / self._whisper.positions,
+            )
+        )
+        found.segments = [track.segments for track in recording.tracks]
+        found.language = next((self._whisper.language(track.opening) for track in recording.tracks), None)
+        found.duration = recording.duration
+        return found
+
+
+def _processor_beside(target: Any, revision: str | None = None) -> Any:
+    """The processor in the folder or hub repository of a model."""
+    try:
+        return AutoProcessor.from_pretrained(str(target), revision=revision)
+    except (OSError, ValueError, KeyError) as error:
+        raise OptionError(f"no processor lies beside {str(target)!r} ({error}): pass `processor=`") from None
+
+
+def _check_draft(model: LanguageModel, whisper: Whisper) -> None:
+    """Raises where a draft's own encoder would hear something else."""
+    if not model.is_encoder_decoder or model.config.model_type != "whisper":
+        return
+    heard = (model.config.num_mel_bins, model.config.max_source_positions)
+    if heard != (whisper.mels, whisper.positions):
+        expected = f"a model that reads {whisper.mels} mels and {whisper.positions} positions, as the target does"
+        raise OptionError.of("draft", expected, heard)

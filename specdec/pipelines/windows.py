@@ -1,0 +1,264 @@
+"""Long recordings, window after window: each begins where the timestamps of the one before it end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from specdec.errors import OptionError
+from specdec.fields import BEAMS_ONLY, DRAWING
+from specdec.generator import SpecGenerator
+from specdec.models import Encoding
+from specdec.models.whisper import FRAME_SECONDS, TOKEN_SECONDS, Whisper
+from specdec.output import Generation
+from specdec.pipelines.settings import Settings
+from specdec.pipelines.timestamps import Segment, split
+from specdec.select import fold
+from specdec.types import Stats
+
+_WARM = 0.5  # text that was drawn at this temperature or above is no context for the next window
+
+
+@dataclass
+class Track:
+    """A recording on its way: `features` `[mels, frames]`, of which `heard` are sound, and what was understood.
+
+    A short one was filled up to a window. `timestamps` are predicted with the text, or not. `pace` is the seconds of
+    new sound in a frame, less than its length where tracks overlap. `seek` is the frame at which the next window
+    begins, `opening` the tokens that tell language and task; a `trusted` text is context for the next window.
+    """
+
+    number: int
+    features: Tensor
+    heard: int
+    timestamps: bool
+    pace: float = FRAME_SECONDS
+    seek: int = 0
+    opening: list[int] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    trusted: bool = True
+
+    def __post_init__(self) -> None:
+        self.frames = int(self.features.shape[1])
+
+    @property
+    def done(self) -> bool:
+        """Whether it was read to its end."""
+        return self.seek >= self.frames
+
+    @property
+    def tokens(self) -> list[int]:
+        """All text, with its timestamps."""
+        return [token for segment in self.segments for token in segment.tokens]
+
+    def window(self, frames: int) -> Tensor:
+        """The next window `[mels, frames]`, filled up at the recording's end."""
+        piece = self.features[:, self.seek : self.seek + frames]
+        return functional.pad(piece, (0, frames - piece.shape[1]))
+
+
+@dataclass
+class _Heard:
+    """What was decoded in one window: its tokens up to the end token, and at which temperature."""
+
+    tokens: list[int]
+    temperature: float
+    skip: bool = False
+
+
+class Listener:
+    """Reads tracks to their ends, several windows at a time; every track is read as if it were alone.
+
+    `options` are those of `SpecGenerator.generate`, `progress` is told the seconds of sound that each round brought.
+    """
+
+    def __init__(
+        self,
+        generator: SpecGenerator,
+        whisper: Whisper,
+        settings: Settings,
+        options: Mapping[str, Any],
+        progress: Callable[[float], None] | None = None,
+    ) -> None:
+        self._generator, self._whisper, self._settings = generator, whisper, settings
+        self._options, self._progress = dict(options), progress
+        self._seed: int = self._options.pop("seed", 0)
+        self._positions = int(whisper.model.config.max_target_positions)
+        self.stats: list[Stats] = []
+
+    def listen(self, tracks: Iterable[Track], batch_size: int) -> Iterator[Track]:
+        """Every track, once it is read; a finished one makes room for the next."""
+        waiting = iter(tracks)
+        active = list(islice(waiting, batch_size))
+        while active:
+            self._round(active)
+            for track in active:
+                if track.done:
+                    track.features = track.features.new_empty(0)
+                    yield track
+            active = [track for track in active if not track.done]
+            active += islice(waiting, batch_size - len(active))
+
+    def _round(self, tracks: Sequence[Track]) -> None:
+        """One window of every track."""
+        before = [min(track.seek, track.heard) for track in tracks]
+        features = torch.stack([track.window(self._whisper.frames) for track in tracks])
+        encoding = self._whisper.model.encode({"input_features": features})
+        self._open(tracks, encoding)
+        prompts = [self._prompt(track) for track in tracks]
+        kinds = [(len(prompt), track.timestamps) for prompt, track in zip(prompts, tracks, strict=True)]
+        for _, group in groupby(sorted(range(len(tracks)), key=kinds.__getitem__), key=kinds.__getitem__):
+            rows = list(group)
+            batch = _Batch([tracks[i] for i in rows], features[rows], encoding.select(rows), [prompts[i] for i in rows])
+            for i, heard in enumerate(self._heard(batch)):
+                self._advance(batch, i, heard)
+        if self._progress is not None:
+            self._progress(sum((min(t.seek, t.heard) - old) * t.pace for t, old in zip(tracks, before, strict=True)))
+
+    def _open(self, tracks: Sequence[Track], encoding: Encoding) -> None:
+        """Language and task, by a track's first window."""
+        new = [i for i, track in enumerate(tracks) if not track.opening]
+        if new:
+            s = self._settings
+            stamped = [tracks[i].timestamps for i in new]
+            found = self._whisper.prompts(encoding.select(new), language=s.language, task=s.task, timestamps=stamped)
+            for i, opening in zip(new, found, strict=True):
+                tracks[i].opening = opening
+
+    def _prompt(self, track: Track) -> list[int]:
+        """The decoder's prompt: what went before, as far as it is wanted, and the opening."""
+        s, whisper = self._settings, self._whisper
+        given = list(s.prompt_ids or ())
+        first = s.prompt_condition_type == "first-segment"
+        before = whisper.start_of_previous
+        if not (s.condition_on_prev_tokens and track.trusted and (track.segments or (given and first))):
+            return [*given, *track.opening]
+        said = [token for segment in track.segments for token in _once(segment.tokens, whisper.timestamp_begin)]
+        if first:
+            said = given[given[:1] == [before] :] + said
+        start = given if given and not first else [] if before is None else [before]
+        return [*start, *said[1 - self._positions // 2 :], *track.opening]
+
+    def _heard(self, batch: _Batch) -> list[_Heard]:
+        """What was decoded in each row: colder temperatures first, warmer ones where the text is not to be trusted."""
+        s = self._settings
+        silence: list[float] | list[None] = [None] * len(batch.tracks)
+        if s.no_speech_threshold is not None:
+            silence = self._whisper.silence(batch.encoding, batch.prompts, len(batch.tracks[0].opening))
+        found: dict[int, _Heard] = {}
+        pending = list(range(len(batch.tracks)))
+        for temperature in s.temperatures:
+            part = batch.select(pending)
+            out = self._generate(part, temperature)
+            again = []
+            for i, (row, tokens) in enumerate(zip(pending, out.new_tokens(), strict=True)):
+                log_prob = None if s.logprob_threshold is None else _mean_log_prob(out, i, tokens, temperature)
+                found[row] = _Heard(tokens, temperature, s.skips(silence[row], log_prob))
+                if not found[row].skip and s.distrusts(tokens, log_prob, self._whisper.model.vocab_size):
+                    again.append(row)
+            pending = again
+            if not pending:
+                break
+        return [found[row] for row in range(len(batch.tracks))]
+
+    def _generate(self, batch: _Batch, temperature: float) -> Generation:
+        options = {"do_sample": False, **self._options}
+        if temperature > 0:
+            seeds = [fold(fold(self._seed, track.number), track.seek) for track in batch.tracks]
+            options = {name: value for name, value in options.items() if name not in BEAMS_ONLY}
+            options |= {"do_sample": True, "temperature": temperature, "seed": seeds, "num_beams": 1}
+        elif any(self._settings.temperatures):  # what is about drawing waits for a warmer try
+            options = {name: value for name, value in options.items() if name not in DRAWING}
+        if self._settings.logprob_threshold is not None:
+            options["output_scores"] = True
+        extra = list(options.pop("logits_processor", ()))
+        if batch.tracks[0].timestamps:
+            extra.insert(0, self._whisper.timestamp_rules(len(batch.prompts[0])))
+        out = self._generator.generate(
+            input_features=batch.features,
+            encoder_outputs=batch.encoding,
+            decoder_input_ids=batch.prompts,
+            logits_processor=extra,
+            max_new_tokens=self._room(len(batch.prompts[0]), options),
+            **options,
+        )
+        assert out.stats is not None
+        self.stats.append(out.stats)
+        return out
+
+    def _room(self, prompt: int, options: dict[str, Any]) -> int:
+        """How many tokens may follow a prompt of this length."""
+        most = self._positions - prompt
+        length, new = options.pop("max_length", None), options.pop("max_new_tokens", None)
+        if new is None:
+            limit = length or self._whisper.setting("max_new_tokens") or self._whisper.setting("max_length") or most
+        else:
+            limit = new
+        if most < 1:
+            raise OptionError(f"the prompt of {prompt} tokens leaves the model no room for text: shorten `prompt_ids`")
+        return min(limit, most)
+
+    def _advance(self, batch: _Batch, row: int, heard: _Heard) -> None:
+        """Takes what was heard into the track, and goes on to where it ends."""
+        track, whisper = batch.tracks[row], self._whisper
+        frames = min(track.frames - track.seek, whisper.frames)
+        track.trusted = heard.temperature < _WARM
+        if heard.skip:
+            track.seek += frames
+            return
+        offset = track.seek * TOKEN_SECONDS / whisper.stride
+        tokens, times = heard.tokens, None
+        if self._settings.return_timestamps == "word":
+            sound = max(min(track.heard - track.seek, whisper.frames), 1)
+            times = whisper.times(batch.encoding.select([row]), batch.prompts[row], tokens, sound)
+            times = [time + offset for time in times]
+        if tokens[-1:] == [whisper.end]:
+            tokens = tokens[:-1]
+        segments, covered = split(
+            tokens, begin=whisper.timestamp_begin, offset=offset, frames=frames, stride=whisper.stride, times=times
+        )
+        track.segments += segments
+        track.seek += covered if covered > 0 else frames
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Windows that are decoded together: their prompts are equally long."""
+
+    tracks: list[Track]
+    features: Tensor
+    encoding: Encoding
+    prompts: list[list[int]]
+
+    def select(self, rows: Sequence[int]) -> _Batch:
+        if len(rows) == len(self.tracks):
+            return self
+        return replace(
+            self,
+            tracks=[self.tracks[row] for row in rows],
+            features=self.features[list(rows)],
+            encoding=self.encoding.select(rows),
+            prompts=[self.prompts[row] for row in rows],
+        )
+
+
+def _once(tokens: list[int], begin: int) -> list[int]:
+    """Tokens of a segment as context: of two timestamps at the end only the first."""
+    return tokens[:-1] if len(tokens) > 2 and tokens[-2] >= begin else tokens
+
+
+def _mean_log_prob(out: Generation, row: int, tokens: Sequence[int], temperature: float) -> float:
+    """The mean log-probability of a row's new tokens at temperature 1, after processors, the end token included."""
+    assert out.scores is not None
+    rows = [row] * len(tokens) if out.beam_indices is None else out.beam_indices[row].tolist()
+    scale = temperature or 1.0
+    total = 0.0
+    for scores, beam, token in zip(out.scores, rows, tokens, strict=False):
+        total += float((scores[beam] * scale).float().log_softmax(-1)[token])
+    return total / max(len(tokens), 1)

@@ -1,0 +1,129 @@
+"""`specdec transcribe`, as it is typed."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import soundfile
+
+from specdec import Transcriber
+from specdec.cli.commands import run
+from tests.speech import RATE, processor, speech, whisper
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, its draft, and recordings of one and of three windows."""
+    root = tmp_path_factory.mktemp("speech")
+    parts = processor()
+    for name, seed in (("model", 0), ("draft", 1)):
+        model = whisper(seed)
+        model.generation_config.language = "en"
+        model.save_pretrained(root / name)
+        parts.save_pretrained(root / name)
+    for name, seconds in (("short", 0.8), ("long", 2.6)):
+        soundfile.write(root / f"{name}.wav", speech(seconds), RATE, subtype="FLOAT")
+    return root
+
+
+def typed(folder: Path, *arguments: str, draft: bool = True) -> int:
+    beside = ["--draft-model", str(folder / "draft")] if draft else []
+    return run(["transcribe", *arguments, "--model", str(folder / "model"), *beside, "--max-new-tokens", "12"])
+
+
+def expected(folder: Path, name: str, **options: Any) -> Any:
+    return Transcriber.from_pretrained(folder / "model")(folder / name, max_new_tokens=12, **options)
+
+
+def test_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One file's text alone; several under headings; the same with a draft, and progress elsewhere."""
+    text = expected(folder, "short.wav")["text"].strip()
+    for draft in (True, False):
+        assert typed(folder, str(folder / "short.wav"), draft=draft) == 0
+        out, err = capsys.readouterr()
+        assert out == text + "\n"
+        assert "0.8 s of sound" in err
+    assert typed(folder, str(folder / "short.wav"), str(folder / "long.wav"), "--batch-size", "2", "--quiet") == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.splitlines()[:2] == [f"── {folder / 'short.wav'} ──", *text.splitlines()[:1]]
+
+
+def test_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line per file, with segments or words, and word errors by name."""
+    references = folder / "refs.csv"
+    references.write_text("long|said|two words\nshort.wav|one\n", encoding="utf-8")
+    files = [str(folder / "short.wav"), str(folder / "long.wav")]
+    assert typed(folder, *files, "--format", "json", "--reference", str(references)) == 0
+    out, err = capsys.readouterr()
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [line["file"] for line in lines] == files
+    for line, name in zip(lines, ("short.wav", "long.wav"), strict=True):
+        whole = expected(folder, name, return_timestamps=True)
+        assert (line["text"], line["language"]) == (whole["text"], "english")
+        assert [(c["text"], tuple(c["timestamp"])) for c in line["chunks"]] == [
+            (c["text"], c["timestamp"]) for c in whole["chunks"]
+        ]
+        assert line["word_error_rate"] > 0
+        assert line["real_time_factor"] == pytest.approx(line["seconds"] / line["duration"], rel=0.05)
+    assert "word error rate" in err
+    assert typed(folder, files[0], "--format", "json", "--words", "--quiet") == 0
+    assert json.loads(capsys.readouterr().out)["chunks"]
+
+
+@pytest.mark.parametrize("kind", ["srt", "vtt", "text"])
+def test_files_of_their_own(kind: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--output-dir holds one file per recording, and nothing goes to standard output."""
+    files = [str(folder / "short.wav"), str(folder / "long.wav")]
+    assert typed(folder, *files, "--format", kind, "--output-dir", str(tmp_path / "out"), "--quiet") == 0
+    assert capsys.readouterr() == ("", "")
+    ending = {"text": "txt"}.get(kind, kind)
+    found = {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "out").iterdir()}
+    assert sorted(found) == [f"long.{ending}", f"short.{ending}"]
+    begins = {"srt": "1\n00:00:0", "vtt": "WEBVTT\n\n00:00:0", "text": ""}[kind]
+    assert found[f"long.{ending}"].startswith(begins)
+    if kind != "text":
+        assert " --> " in found[f"long.{ending}"]
+
+
+def test_standard_input_and_the_rest(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """- reads stdin; --fallback, --context, --chunk-length, --set and --stats reach the call."""
+    content = (folder / "short.wav").read_bytes()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+    assert typed(folder, "-", "--quiet") == 0
+    assert capsys.readouterr().out.strip() == expected(folder, "short.wav")["text"].strip()
+    more = ["--fallback", "--context", "--set", "num_assistant_tokens=2", "--stats", "--set", "temperature=0"]
+    assert typed(folder, str(folder / "long.wav"), *more) == 2
+    assert "set by its flag and by --set" in capsys.readouterr().err
+    assert typed(folder, str(folder / "long.wav"), *more[:5]) == 0
+    assert "acceptance histogram" in capsys.readouterr().err
+    assert typed(folder, str(folder / "long.wav"), "--chunk-length", "1", "--task", "translate") == 0
+    chunked = expected(folder, "long.wav", chunk_length_s=1, task="translate")
+    assert capsys.readouterr().out.strip() == chunked["text"].strip()
+
+
+def test_what_goes_wrong_is_told(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One red line, the file's name in it, and exit code 2."""
+    bad = tmp_path / "bad.wav"
+    bad.write_text("no sound")
+    lines = tmp_path / "lines.txt"
+    lines.write_text("one\ntwo\n")
+    short = str(folder / "short.wav")
+    for arguments, words in (
+        ([str(bad)], "bad.wav cannot be read as sound"),
+        (["nowhere.wav"], "nowhere.wav"),
+        ([short, short, "--format", "srt"], "--output-dir"),
+        ([short, short, "--output-dir", str(tmp_path)], "twice"),
+        ([short, "--reference", str(lines)], "one line for each of 1 files"),
+        ([short, "--reference", str(tmp_path / "none")], "--reference"),
+        ([short, "--language", "klingon"], "language"),
+    ):
+        assert typed(folder, *arguments) == 2
+        assert words in " ".join(capsys.readouterr().err.split())

@@ -1,0 +1,383 @@
+"""Speech recognition: the tokens of transformers' own Whisper generation and pipeline, with and without drafts."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel, WhisperForCausalLM, pipeline
+
+from specdec import OptionError, SpecGenerator, Transcriber, UnsupportedError
+from specdec.models.whisper import Whisper
+from tests.speech import RATE, WINDOW, processor, settings, speech, whisper
+from tests.tiny import tiny
+
+pytestmark = pytest.mark.filterwarnings("ignore:std..*:UserWarning", "ignore::FutureWarning")
+PARTS = processor()
+LIKELY = {"stamps": 4.0, "end": 2.0}  # timestamps and ends come as they do from a trained model
+PLAIN = {"stamps": -30.0, "end": 1.0}  # a model that is asked for none predicts none
+EN = {"language": "en"}
+
+
+@cache
+def target(seed: int = 0, stamps: bool = True) -> PreTrainedModel:
+    return whisper(seed, **(LIKELY if stamps else PLAIN))
+
+
+def sharing(model: PreTrainedModel, seed: int = 5) -> PreTrainedModel:
+    """A draft with a decoder of its own, of one layer, on an encoder that equals the target's."""
+    draft = whisper(seed, **LIKELY, decoder_layers=1)
+    draft.get_encoder().load_state_dict(model.get_encoder().state_dict())
+    return draft
+
+
+def causal(model: PreTrainedModel) -> WhisperForCausalLM:
+    """The same decoder alone, as distilled checkpoints are loaded for transformers' assisted generation."""
+    whole = sharing(model)
+    alone = WhisperForCausalLM(whole.config.__class__(**whole.config.to_dict())).eval()
+    alone.model.decoder.load_state_dict(whole.get_decoder().state_dict())
+    alone.proj_out.load_state_dict(whole.proj_out.state_dict())
+    return alone
+
+
+DRAFTS: dict[str, Any] = {
+    "none": lambda model: None,
+    "own encoder": lambda model: whisper(9, **LIKELY),
+    "shared encoder": sharing,
+    "decoder alone": causal,
+    "perfect": lambda model: model,
+    "suffix": lambda model: "suffix",
+    "hybrid": lambda model: ("suffix", sharing(model)),
+}
+
+
+def theirs(model: PreTrainedModel, sound: np.ndarray, **options: Any) -> list[int]:
+    """transformers' own generation, on features made by the extractor in one piece."""
+    long = {"truncation": False, "padding": "longest"} if len(sound) > WINDOW * RATE else {}
+    inputs = PARTS.feature_extractor(sound, sampling_rate=RATE, return_tensors="pt", return_attention_mask=True, **long)
+    with torch.no_grad():
+        return model.generate(**inputs, **options)[0].tolist()
+
+
+def ours(model: PreTrainedModel, sound: Any, draft: Any = None, **options: Any) -> list[int]:
+    return Transcriber(model, draft, processor=PARTS)(sound, **options).tokens
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("seconds", [0.6, 1.0, 3.3])
+def test_tokens_equal_transformers(seconds: float, draft: str) -> None:
+    """Short and long, with timestamps, with every kind of draft."""
+    model, sound = target(), speech(seconds)
+    helper = DRAFTS[draft](model)
+    assert ours(model, sound, helper, return_timestamps=True, **EN) == theirs(
+        model, sound, return_timestamps=True, **EN
+    )
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_short_sound_without_timestamps(draft: str) -> None:
+    """One window, one text."""
+    model, sound = target(1, stamps=False), speech(0.8, seed=3)
+    assert ours(model, sound, DRAFTS[draft](model), **EN) == theirs(model, sound, **EN)
+
+
+def test_drafts_are_accepted() -> None:
+    """A perfect draft's guesses are all right, and what the encoder read is read once for both."""
+    model = target()
+    transcriber = Transcriber(model, model, processor=PARTS)
+    calls = []
+    hook = model.get_encoder().register_forward_pre_hook(lambda *_: calls.append(1))
+    out = transcriber(speech(3.3), return_timestamps=True, **EN)
+    hook.remove()
+    windows = len(out.stats.finish_reasons)
+    assert len(calls) == windows > 3
+    assert out.stats.draft_acceptance_rate == 1.0
+    assert out.stats.num_draft_tokens > 10
+
+
+PROMPT = torch.tensor(PARTS.get_prompt_ids("aeb"))
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"language": "german", "task": "translate"},
+    {**EN, "condition_on_prev_tokens": True},
+    {**EN, "prompt_ids": PROMPT},
+    {**EN, "condition_on_prev_tokens": True, "prompt_ids": PROMPT},
+    {**EN, "condition_on_prev_tokens": True, "prompt_ids": PROMPT, "prompt_condition_type": "all-segments"},
+    {**EN, "num_beams": 3},
+    {**EN, "no_repeat_ngram_size": 2},
+    {**EN, "max_new_tokens": 7},
+]
+
+
+@pytest.mark.parametrize("draft", [None, "own encoder"])
+@pytest.mark.parametrize("options", SETTINGS, ids=lambda o: " ".join(o))
+def test_settings_equal_transformers(options: dict[str, Any], draft: str | None) -> None:
+    """Languages (also by ear), tasks, prompts, context, and options of the decoding."""
+    model, sound = target(2), speech(3.3, seed=2)
+    helper = None if draft is None else DRAFTS[draft](model)
+    expected = theirs(model, sound, return_timestamps=True, **options)
+    assert ours(model, sound, helper, return_timestamps=True, **options) == expected
+
+
+def test_forced_ids_of_old_checkpoints() -> None:
+    """Without language and task, a checkpoint's `forced_decoder_ids` open the text."""
+    model, sound = whisper(4, **PLAIN), speech(0.9, seed=4)
+    word = PARTS.tokenizer.convert_tokens_to_ids
+    forced = [[1, word("<|de|>")], [2, word("<|translate|>")], [3, word("<|notimestamps|>")]]
+    model.generation_config.forced_decoder_ids = forced
+    assert ours(model, sound) == theirs(model, sound)
+
+
+def test_english_only() -> None:
+    """A checkpoint without languages and tasks is begun with the start token alone, and says what it cannot be told."""
+    model, sound = whisper(3, **LIKELY), speech(3.3, seed=3)
+    model.generation_config = settings(PARTS.tokenizer, is_multilingual=False, lang_to_id=None, task_to_id=None)
+    del model.generation_config.lang_to_id, model.generation_config.task_to_id
+    assert ours(model, sound, return_timestamps=True) == theirs(model, sound, return_timestamps=True)
+    with pytest.raises(OptionError, match="English-only"):
+        ours(model, sound, **EN)
+
+
+# --- windows that were misheard
+
+
+@pytest.mark.parametrize("draft", [None, "shared encoder"])
+def test_silent_windows_are_skipped(draft: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the text is unlikely and silence likely enough, as in transformers: no window, some, all."""
+    heard: list[float] = []
+    listen = Whisper.silence
+
+    def silence(*args: Any) -> list[float]:
+        heard.extend(found := listen(*args))
+        return found
+
+    monkeypatch.setattr(Whisper, "silence", silence)
+    model, sound = whisper(0, **LIKELY), speech(4.3)
+    model.proj_out.register_forward_hook(lambda m, a, out: out * 0.35)
+    options = {**EN, "return_timestamps": True, "temperature": 0.0, "logprob_threshold": -0.2}
+    helper = None if draft is None else DRAFTS[draft](model)
+    everything = ours(model, sound, helper, **options, no_speech_threshold=1.0)
+    some = sorted(heard)[len(heard) // 2]
+    for threshold, skipped in ((some, "some"), (0.0, "all")):
+        expected = theirs(model, sound, **options, no_speech_threshold=threshold)
+        assert ours(model, sound, helper, **options, no_speech_threshold=threshold) == expected
+        assert (expected == []) == (skipped == "all")
+        assert len(expected) < len(everything)
+
+
+@pytest.mark.parametrize("rule", [{"compression_ratio_threshold": 1.1}, {"logprob_threshold": -0.4}])
+def test_misheard_windows_are_tried_again(rule: dict[str, Any]) -> None:
+    """Warmer, until the text passes. (With one candidate a draw is no chance, and transformers comes to the same.)"""
+    model, sound = target(2), speech(2.2, seed=2)
+    options = {**EN, "return_timestamps": True, "temperature": (0.0, 0.4, 0.8), "top_k": 1, **rule}
+    transcriber = Transcriber(model, whisper(9, **LIKELY), processor=PARTS)
+    once = transcriber(sound, **EN, return_timestamps=True)
+    out = transcriber(sound, **options)
+    assert out.tokens == theirs(model, sound, **options)
+    assert len(out.stats.finish_reasons) > len(once.stats.finish_reasons)
+
+
+def test_draws_depend_on_the_seed_alone() -> None:
+    """Not on the draft, nor on what is read beside."""
+    model, sounds = target(), [speech(2.2, seed=seed) for seed in range(3)]
+    options = {**EN, "return_timestamps": True, "temperature": 0.9}
+    plain, helped = (Transcriber(model, d, processor=PARTS) for d in (None, whisper(9, **LIKELY)))
+    first = [plain(sound, seed=7, **options).tokens for sound in sounds[:1]]
+    together = [out.tokens for out in helped(sounds, seed=7, batch_size=3, **options)]
+    assert together[:1] == first
+    assert plain(sounds[0], seed=8, **options).tokens != first[0]
+
+
+# --- batches and chunks
+
+
+@pytest.mark.parametrize("options", [{}, {"condition_on_prev_tokens": True}, {"language": None}], ids=str)
+@pytest.mark.parametrize("batch_size", [2, 4])
+def test_recordings_are_read_as_if_alone(batch_size: int, options: dict[str, Any]) -> None:
+    """Several at a time, of different lengths, some of them long."""
+    model = target(1)
+    sounds = [speech(seconds, seed=i) for i, seconds in enumerate([0.5, 2.7, 1.0, 1.6])]
+    transcriber = Transcriber(model, sharing(model), processor=PARTS)
+    options = {**EN, "return_timestamps": True, **options}
+    alone = [transcriber(sound, **options) for sound in sounds]
+    together = transcriber(sounds, batch_size=batch_size, **options)
+    assert [out.tokens for out in together] == [out.tokens for out in alone]
+    assert together == alone
+
+
+def pipe(model: PreTrainedModel, **options: Any) -> Any:
+    return pipeline(
+        "automatic-speech-recognition",
+        model=model,
+        tokenizer=PARTS.tokenizer,
+        feature_extractor=PARTS.feature_extractor,
+        **options,
+    )
+
+
+CHUNKED: list[dict[str, Any]] = [
+    {"chunk_length_s": 1},
+    {"chunk_length_s": 0.9, "stride_length_s": 0.2},
+    {"chunk_length_s": 0.9, "stride_length_s": (0.3, 0)},
+    {"chunk_length_s": 1, "return_timestamps": True},
+    {"chunk_length_s": 1, "return_language": True},
+    {"chunk_length_s": 1, "return_language": True, "return_timestamps": True},
+]
+GENERATE = {**EN, "num_beams": 1, "max_new_tokens": 25}
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("options", CHUNKED, ids=str)
+def test_chunks_equal_the_pipeline(options: dict[str, Any], batch_size: int) -> None:
+    """Overlapping chunks, decoded in ragged batches with a draft, merged to the pipeline's output."""
+    model, sound = target(1, stamps="return_timestamps" in options), speech(3.3, seed=1)
+    expected = pipe(model)(sound.copy(), generate_kwargs=GENERATE, **options)
+    transcriber = Transcriber(model, whisper(9, **LIKELY), processor=PARTS)
+    assert transcriber(sound, batch_size=batch_size, generate_kwargs=GENERATE, **options) == expected
+
+
+@pytest.mark.parametrize("draft", [None, "own encoder"])
+@pytest.mark.parametrize("options", [{}, {"chunk_length_s": 1, "stride_length_s": 0.1}], ids=str)
+def test_words_equal_the_pipeline(options: dict[str, Any], draft: str | None) -> None:
+    """When each word is said, by the attention of the heads that align, read once the text is known."""
+    model, sound = target(3), speech(2.8, seed=3)
+    expected = pipe(model)(sound.copy(), generate_kwargs=GENERATE, return_timestamps="word", **options)
+    helper = None if draft is None else DRAFTS[draft](model)
+    out = Transcriber(model, helper, processor=PARTS)(
+        sound, generate_kwargs=GENERATE, return_timestamps="word", **options
+    )
+    assert out["text"] == expected["text"]
+    assert len(out["chunks"]) > 3
+    for mine, other in zip(out["chunks"], expected["chunks"], strict=True):
+        assert mine["text"] == other["text"]
+        assert mine["timestamp"] == pytest.approx(other["timestamp"], abs=0.021)
+
+
+def test_words_need_heads() -> None:
+    """A checkpoint that does not name aligning heads says so."""
+    model = whisper(0)
+    del model.generation_config.alignment_heads
+    with pytest.raises(UnsupportedError, match="alignment_heads"):
+        ours(model, speech(0.5), return_timestamps="word")
+
+
+# --- the call
+
+
+def test_segments_are_chunks() -> None:
+    """Texts of chunks make the text; their times lie in the recording, and never go back."""
+    out = Transcriber(target(3), processor=PARTS)(speech(3.3, seed=3), return_timestamps=True, **EN)
+    assert "".join(chunk["text"] for chunk in out["chunks"]) == out["text"] != ""
+    times = [time for chunk in out["chunks"] for time in chunk["timestamp"]]
+    assert times == sorted(times)
+    assert all(isinstance(time, float) for time in times)
+    assert (out.language, out.duration) == ("english", 3.3)
+    assert out.seconds > 0
+    assert out.real_time_factor == out.seconds / 3.3
+
+
+def test_long_sound_without_timestamps_is_text_alone() -> None:
+    """Windows need timestamps to find their way; the caller need not. (transformers raises.)"""
+    transcriber = Transcriber(target(), processor=PARTS)
+    stamped = transcriber(speech(3.3), return_timestamps=True, **EN)
+    plain = transcriber(speech(3.3), **EN)
+    assert plain.tokens == stamped.tokens
+    assert dict(plain) == {"text": stamped["text"]}
+
+
+def test_calls_in_the_pipeline_s_shapes() -> None:
+    """One input, a list, an iterator; options of the decoding in `generate_kwargs` or written out, or at the start."""
+    model, sounds = target(1, stamps=False), [speech(0.7, seed=seed) for seed in range(3)]
+    transcriber = Transcriber(model, processor=PARTS)
+    one = transcriber(sounds[0], generate_kwargs=GENERATE)
+    assert dict(one) == pipe(model)(sounds[0].copy(), generate_kwargs=GENERATE)
+    assert transcriber(sounds[0], **GENERATE) == one
+    assert Transcriber(model, processor=PARTS, generate_kwargs=GENERATE)(sounds[0]) == one
+    many = transcriber(sounds, batch_size=2, **GENERATE)
+    assert many[0] == one
+    assert isinstance(many, list)
+    streamed = transcriber(iter(sounds), batch_size=2, **GENERATE)
+    assert not isinstance(streamed, list)
+    assert list(streamed) == many
+    beside = {"array": sounds[0], "sampling_rate": RATE, "path": "a.wav", "speaker": 3}
+    assert transcriber(dict(beside), **GENERATE) == pipe(model)(dict(beside), generate_kwargs=GENERATE)
+    assert "raw" in (given := {"raw": sounds[0], "sampling_rate": RATE})
+    assert transcriber(given, **GENERATE) == one
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 2}, {"chunk_length_s": 1, "max_new_tokens": 5}], ids=str)
+def test_progress_is_told_in_seconds(options: dict[str, Any]) -> None:
+    """It never goes back, and ends at the recordings' length."""
+    told: list[tuple[float, float]] = []
+    sounds = [speech(2.3), speech(0.4)]
+    Transcriber(target(), processor=PARTS)(sounds, progress=lambda *p: told.append(p), **EN, **options)
+    done = [seconds for seconds, _ in told]
+    assert done == sorted(done)
+    assert told[-1] == (pytest.approx(2.7, abs=0.02), pytest.approx(2.7))
+
+
+def test_loaded_by_name(tmp_path: Any) -> None:
+    """Model and draft from folders, with the processor beside the model."""
+    model = target(1, stamps=False)
+    for name, saved in (("target", model), ("draft", sharing(model))):
+        saved.save_pretrained(tmp_path / name)
+        PARTS.save_pretrained(tmp_path / name)
+    found = Transcriber.from_pretrained(tmp_path / "target", str(tmp_path / "draft"))
+    assert found.generator.drafter.shared_encoder
+    plain = whisper(1)  # the saved model has no hooks
+    assert found(speech(0.7), **GENERATE) == Transcriber(plain, processor=PARTS)(speech(0.7), **GENERATE)
+    assert Transcriber(str(tmp_path / "target"))(speech(0.7), **GENERATE)["text"]
+
+
+def test_a_generator_brings_its_draft() -> None:
+    """A `SpecGenerator` may be shared; what is its own matter is set there."""
+    model = target(1, stamps=False)
+    generator = SpecGenerator(model, "suffix", tokenizer=PARTS.tokenizer)
+    assert Transcriber(generator, processor=PARTS).generator is generator
+    with pytest.raises(OptionError, match="`draft`"):
+        Transcriber(generator, "suffix", processor=PARTS)
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"language": "xx"}, "english, german"),
+    ({"language": ["en", "de"]}, "one language"),
+    ({"task": "sing"}, "transcribe or translate"),
+    ({"return_timestamps": "char"}, "return_timestamps"),
+    ({"temperature": -1.0}, "temperature"),
+    ({"temperature": ()}, "temperature"),
+    ({"no_speech_threshold": 0.5}, "logprob_threshold"),
+    ({"prompt_condition_type": "all-segments"}, "condition_on_prev_tokens"),
+    ({"prompt_condition_type": "some"}, "first-segment"),
+    ({"prompt_ids": [5] * 47}, "no room"),
+    ({"chunk_length_s": 2}, "at most 1 seconds"),
+    ({"chunk_length_s": 1, "stride_length_s": 0.5}, "less than 1 seconds"),
+    ({"stride_length_s": 0.5}, "chunk_length_s"),
+    ({"batch_size": 0}, "batch_size"),
+    ({"num_return_sequences": 2}, "num_return_sequences"),
+    ({"seed": [1, 2]}, "seed"),
+    ({"no_such_option": 1}, "no_such_option"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), WRONG, ids=lambda value: str(value)[:40])
+def test_wrong_options_are_told(options: dict[str, Any], words: str) -> None:
+    """By name, with the way out."""
+    with pytest.raises(OptionError, match=words):
+        Transcriber(target(), processor=PARTS)(speech(0.3), **options)
+
+
+def test_parts_that_do_not_fit() -> None:
+    """Another kind of model, another window, a draft that hears something else."""
+    with pytest.raises(OptionError, match="processor"):
+        Transcriber(target())
+    with pytest.raises(UnsupportedError, match="Whisper"):
+        Transcriber(tiny("t5", vocab=len(PARTS.tokenizer)), processor=PARTS)
+    with pytest.raises(OptionError, match="feature_extractor"):
+        Transcriber(whisper(0, max_source_positions=100), processor=PARTS)
+    with pytest.raises(OptionError, match="8 mels and 50 positions"):
+        Transcriber(target(), whisper(1, num_mel_bins=16), processor=PARTS)
+    with pytest.raises(OptionError, match="width"):
+        Transcriber(target(), WhisperForCausalLM(whisper(1, d_model=16).config).eval(), processor=PARTS)
