@@ -6,9 +6,8 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -23,27 +22,25 @@ if TYPE_CHECKING:
     from specdec.pipelines import Transcriber, Transcription
 
 STDIN = "-"
-
-
-class Format(str, Enum):
-    """What comes out."""
-
-    text = "text"
-    json = "json"
-    srt = "srt"
-    vtt = "vtt"
+ZOO = "zoo:speech"
+Format = Literal["text", "json", "srt", "vtt"]
 
 
 def transcribe(
     ctx: typer.Context,
-    files: Annotated[list[str], typer.Argument(metavar="FILE…", help="wav, flac, mp3 or ogg; - reads stdin.")],
-    model: Annotated[str, typer.Option(help="A Whisper model: hub id or folder.")],
+    files: Annotated[
+        list[str] | None, typer.Argument(metavar="FILE…", help="wav, flac, mp3 or ogg; - reads stdin.")
+    ] = None,
+    demo: Annotated[bool, typer.Option("--demo", help="The recordings that come with the package.")] = False,
+    model: Annotated[
+        str, typer.Option(help=f"A Whisper model: hub id or folder. {ZOO} knows a few hundred words.")
+    ] = ZOO,
     draft_model: Annotated[
         str | None, typer.Option(help="A smaller Whisper or a distilled one, hub id or folder; or suffix, ngram.")
     ] = None,
     language: Annotated[str | None, typer.Option(help="Name or code; by ear if nothing says it.")] = None,
     task: Annotated[str | None, typer.Option(help="transcribe, or translate into English.")] = None,
-    format: Annotated[Format, typer.Option(help="JSON is one object per file and line.")] = Format.text,
+    format: Annotated[Format, typer.Option(help="JSON is one object per file and line.")] = "text",
     words: Annotated[bool, typer.Option("--words", help="Timestamps of words instead of segments.")] = False,
     reference: Annotated[
         Path | None,
@@ -74,12 +71,8 @@ def transcribe(
     debug: Debug = False,
 ) -> int:
     """Write down what is said in recordings; the text is the model's own, the draft makes it faster."""
-    if len(files) > 1 and output_dir is None and format in (Format.srt, Format.vtt):
-        raise OptionError(f"--format {format.value} makes one file per recording: pass --output-dir")
-    stems = [Path(name).stem for name in files]
-    if output_dir is not None and (twice := [stem for stem in stems if stems.count(stem) > 1]):
-        raise OptionError(f"--output-dir would get {twice[0]} twice: rename one of these files")
-    references = None if reference is None else read_references(reference, files)
+    files, references = read_files(files or [], demo=demo, reference=reference)
+    check_output(files, format, output_dir)
     options = read_options(ctx.params)
     if output_dir is not None:
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -104,6 +97,27 @@ def transcribe(
     return OK
 
 
+def read_files(files: list[str], *, demo: bool, reference: Path | None) -> tuple[list[str], list[str] | None]:
+    """The recordings, and what is said in them where that is known; raises OptionError where none is named."""
+    if bool(files) == demo:
+        raise OptionError("pass the recordings to transcribe, or --demo for those that come with the package")
+    if not demo:
+        return files, None if reference is None else read_references(reference, files)
+    from specdec import zoo
+
+    own = [(str(path), text) for path, text in zoo.recordings()]
+    return [path for path, _ in own], [text for _, text in own]
+
+
+def check_output(files: Sequence[str], format: Format, folder: Path | None) -> None:
+    """Raises OptionError where two recordings would have one place."""
+    if len(files) > 1 and folder is None and format in ("srt", "vtt"):
+        raise OptionError(f"--format {format} makes one file per recording: pass --output-dir")
+    stems = [Path(name).stem for name in files]
+    if folder is not None and (twice := [stem for stem in stems if stems.count(stem) > 1]):
+        raise OptionError(f"--output-dir would get {twice[0]} twice: rename one of these files")
+
+
 def read_options(params: Mapping[str, Any]) -> dict[str, Any]:
     """The options of the call."""
     from specdec.pipelines.settings import FALLBACK
@@ -112,7 +126,7 @@ def read_options(params: Mapping[str, Any]) -> dict[str, Any]:
     flags |= {"language": params["language"], "task": params["task"], "chunk_length_s": params["chunk_length"]}
     if params["words"]:
         flags["return_timestamps"] = "word"
-    elif params["format"] is not Format.text:
+    elif params["format"] != "text":
         flags["return_timestamps"] = True
     if params["fallback"]:
         flags |= FALLBACK
@@ -127,10 +141,14 @@ def read_options(params: Mapping[str, Any]) -> dict[str, Any]:
 
 def load(params: Mapping[str, Any], *, quiet: bool) -> Transcriber:
     """The transcriber, with a sign of life on stderr while its models are loaded."""
-    target, draft = locate(params["model"], "target"), params["draft_model"]
-    draft = draft if draft is None else locate(draft, "draft")
+    target, draft = locate(params["model"], "target", "--model"), params["draft_model"]
+    if draft is None and params["model"].startswith("zoo:"):
+        draft = params["model"]
+    draft = draft if draft is None else locate(draft, "draft", "--draft-model")
     names = [target, *([draft] if draft not in (None, "suffix", "ngram") else [])]
     how = {name: params[name] for name in ("dtype", "device_map") if params[name] is not None}
+    if params["model"].startswith("zoo:"):
+        how.setdefault("dtype", "float32")
     with loading(f"loading {params['model']}", quiet=quiet, downloads=not all(Path(name).exists() for name in names)):
         from specdec.pipelines import Transcriber
 
@@ -157,11 +175,11 @@ def show(
     """One recording's text, where it was asked for."""
     content = rendered(name, out, wer, format)
     if folder is not None:
-        ending = "txt" if format is Format.text else format.value
+        ending = "txt" if format == "text" else format
         (folder / f"{Path(name).stem if name != STDIN else 'stdin'}.{ending}").write_text(content, encoding="utf-8")
         return
     console = Console()
-    if headed and format is Format.text:
+    if headed and format == "text":
         write(console, f"── {name} ──\n", PROMPT)
     write(console, content)
 
@@ -170,10 +188,10 @@ def rendered(name: str, out: Transcription, wer: float | None, format: Format) -
     """A transcription in one of the formats."""
     from specdec.pipelines.subtitles import srt, vtt
 
-    if format is Format.text:
+    if format == "text":
         return out["text"].strip() + "\n"
-    if format is not Format.json:
-        return (srt if format is Format.srt else vtt)(out["chunks"])
+    if format != "json":
+        return (srt if format == "srt" else vtt)(out["chunks"])
     facts = {
         "file": name,
         "text": out["text"],

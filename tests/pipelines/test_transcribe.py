@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel, WhisperForCausalLM, pipeline
+from transformers import PreTrainedModel, WhisperForCausalLM, WhisperProcessor, pipeline
 
-from specdec import OptionError, SpecGenerator, Transcriber, UnsupportedError
+from specdec import OptionError, SpecGenerator, Transcriber, UnsupportedError, zoo
 from specdec.models.whisper import Whisper
-from tests.speech import RATE, WINDOW, processor, settings, speech, whisper
+from specdec.pipelines.audio import read_audio
+from tests.speech import RATE, processor, settings, speech, whisper
 from tests.tiny import tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore:std..*:UserWarning", "ignore::FutureWarning")
@@ -54,10 +55,11 @@ DRAFTS: dict[str, Any] = {
 }
 
 
-def theirs(model: PreTrainedModel, sound: np.ndarray, **options: Any) -> list[int]:
+def theirs(model: PreTrainedModel, sound: np.ndarray, parts: Any = PARTS, **options: Any) -> list[int]:
     """transformers' own generation, on features made by the extractor in one piece."""
-    long = {"truncation": False, "padding": "longest"} if len(sound) > WINDOW * RATE else {}
-    inputs = PARTS.feature_extractor(sound, sampling_rate=RATE, return_tensors="pt", return_attention_mask=True, **long)
+    extractor = parts.feature_extractor
+    long = {"truncation": False, "padding": "longest"} if len(sound) > extractor.n_samples else {}
+    inputs = extractor(sound, sampling_rate=RATE, return_tensors="pt", return_attention_mask=True, **long)
     with torch.no_grad():
         return model.generate(**inputs, **options)[0].tolist()
 
@@ -139,6 +141,22 @@ def test_english_only() -> None:
     assert ours(model, sound, return_timestamps=True) == theirs(model, sound, return_timestamps=True)
     with pytest.raises(OptionError, match="English-only"):
         ours(model, sound, **EN)
+
+
+@pytest.mark.parametrize("options", [{}, {"return_timestamps": True}, {"num_beams": 3}], ids=str)
+def test_the_package_s_own_pair(options: dict[str, Any]) -> None:
+    """A trained model on real sound, short and long: transformers' tokens, and a draft that is often right."""
+    pair = zoo.pair("speech")
+    transcriber = Transcriber.from_pretrained(pair.target, str(pair.draft), dtype="float32")
+    parts = WhisperProcessor.from_pretrained(pair.target)
+    sounds = [read_audio(path, RATE).samples for path, _ in zoo.recordings()]
+    if "return_timestamps" in options:
+        sounds.append(np.concatenate(sounds))  # longer than a window
+    model = transcriber.generator.target.model
+    found = transcriber(sounds, batch_size=2, **options)
+    for sound, out in zip(sounds, found, strict=True):
+        assert out.tokens == theirs(model, sound, parts, **options)
+    assert found[0].stats.mean_acceptance_length > 1.5
 
 
 # --- windows that were misheard

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import soundfile
 
-from specdec import Transcriber
+from specdec import Transcriber, zoo
 from specdec.cli.commands import run
 from tests.speech import RATE, processor, speech, whisper
 
@@ -109,6 +109,17 @@ def test_standard_input_and_the_rest(
     assert capsys.readouterr().out.strip() == chunked["text"].strip()
 
 
+def test_demo(capsys: pytest.CaptureFixture[str]) -> None:
+    """The package's own recordings, read by its own models, are nearly understood."""
+    assert run(["transcribe", "--demo", "--format", "json"]) == 0
+    out, err = capsys.readouterr()
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert len(lines) == len(zoo.recordings()) > 1
+    assert all(line["word_error_rate"] < 0.3 and line["chunks"] for line in lines)
+    assert "mean acceptance length" in err
+    assert "word error rate" in err
+
+
 def test_what_goes_wrong_is_told(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One red line, the file's name in it, and exit code 2."""
     bad = tmp_path / "bad.wav"
@@ -119,6 +130,8 @@ def test_what_goes_wrong_is_told(folder: Path, tmp_path: Path, capsys: pytest.Ca
     for arguments, words in (
         ([str(bad)], "bad.wav cannot be read as sound"),
         (["nowhere.wav"], "nowhere.wav"),
+        ([], "--demo"),
+        ([short, "--demo"], "--demo"),
         ([short, short, "--format", "srt"], "--output-dir"),
         ([short, short, "--output-dir", str(tmp_path)], "twice"),
         ([short, "--reference", str(lines)], "one line for each of 1 files"),
