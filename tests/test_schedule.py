@@ -175,6 +175,26 @@ def test_cost_tries_again_when_passes_get_dearer() -> None:
     assert idle < 12
 
 
+def test_rows_that_leave_make_nothing_dearer() -> None:
+    """A batch whose rows finish one by one waits as long for another trial as one row does. (A token took more seconds
+    the fewer rows shared a pass, which passed for passes that had got dearer.)"""
+    rng = random.Random(0)
+    schedule: Any = Cost()
+    drafted = 0
+    for turn in range(320):
+        rows, plan, confidence = 8 - turn // 40, schedule.plan([Key(0)])[0], list[float]()
+        while len(confidence) < plan.limit and plan.go_on([confidence]):
+            confidence.append(0.7)
+        k, shares = len(confidence), []
+        for row in range(rows):
+            accepted = next((i for i in range(k) if rng.random() >= 0.3), k)
+            shares += outcome(k, accepted, row, confidence=confidence).rows
+        nodes, drafting, seconds = rows * (k + 1), 0.02 * k, 1 + 0.002 * rows * (k + 1)
+        schedule = schedule.after(Round(shares, nodes, drafting, seconds, 0.0, drafting + seconds + bool(k)))
+        drafted += k > 0
+    assert drafted < 20
+
+
 def test_cost_gets_over_a_stall() -> None:
     """One round of thirty seconds, as when passes are compiled, is forgotten at once when the next ones are fast."""
     schedule: Any = Cost().after(outcome(3, 3, seconds=(30.0, 30.0), confidence=[0.7] * 3))

@@ -63,7 +63,7 @@ class Cost:
     idle: int = 0  # rounds since the last draft
     patience: int = 16  # rounds without a draft before the next try
     lost: bool = False  # drafting was seen to be slower, whatever was predicted
-    price: float = 0.0  # seconds of a token without a draft then; another trial is due when they grow
+    price: Line = field(default_factory=Line)  # `plain` at that time; another trial is due when it grows
     wait: int = 32  # rounds without a draft before it gets another trial
 
     def plan(self, rows: Sequence[Row]) -> list[Plan]:
@@ -147,7 +147,7 @@ class Cost:
     def _judged(self, round: Round) -> Cost:
         """With the verdict on drafting by what it was seen to bring, not by what was predicted (CUSUM, Page 1954)."""
         if self.lost:
-            dearer = self.plain.at(len(round.rows)) > 1.3 * self.price * len(round.rows)
+            dearer = self.plain.at(len(round.rows)) > 1.3 * self.price.at(len(round.rows))
             return replace(self, lost=self.idle < self.wait and not dearer)
         if not (self.plain.weight and any(row.depth for row in round.rows)):
             return self
@@ -156,8 +156,7 @@ class Cost:
         # A stall counts as one round at most.
         waste = max(self.waste + min(round.seconds - once * tokens / len(round.rows), once), 0.0)
         if waste > _TOO_MUCH * once:
-            price = once / len(round.rows)
-            return replace(self, lost=True, price=price, trial=0, waste=0.0, wait=min(2 * self.wait, 512))
+            return replace(self, lost=True, price=self.plain, trial=0, waste=0.0, wait=min(2 * self.wait, 512))
         return replace(self, waste=waste, wait=32 if self.trial >= 64 else self.wait)
 
     def _drafting(self, round: Round, drafted: int) -> Mapping[str, Line]:
