@@ -115,6 +115,17 @@ def test_timestamps_follow_the_sentences(whisper: WhisperForConditionalGeneratio
     assert len(set(said) & set(text.split())) > 0.8 * len(set(said))
 
 
+def test_words_have_times(whisper: WhisperForConditionalGeneration, processor: WhisperProcessor) -> None:
+    """The alignment heads find a word where it is said: after 3.5 seconds of this recording."""
+    file, transcript = zoo.recordings()[0]
+    heard = processor(samples_of(file), sampling_rate=16_000, return_tensors="pt").input_features
+    out = whisper.generate(heard, return_token_timestamps=True)
+    first = processor.tokenizer.encode(" Start", add_special_tokens=False)[0]
+    assert "Start" in transcript
+    (at,) = (float(t) for i, t in zip(out["sequences"][0], out["token_timestamps"][0], strict=True) if i == first)
+    assert at == pytest.approx(3.6, abs=0.3)
+
+
 def test_silence_says_nothing(whisper: WhisperForConditionalGeneration, processor: WhisperProcessor) -> None:
     """Windows without speech are in the training data."""
     assert speech_scores.transcribe(whisper, processor, [np.zeros(16_000, dtype=np.float32)]) == [""]

@@ -296,6 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         train_target(options.out, material, options.seedling_steps, options.target_steps)
     if options.stage in (None, "polish"):
         polish_target(options.out, material, options.polish_steps)
+        speech_scores.set_alignment_heads(options.out / "target")
     if options.stage in (None, "draft"):
         train_draft(options.out, material, options.draft_steps)
     if options.stage in (None, "evaluate"):

@@ -21,6 +21,7 @@ LICENCE = (
 )
 # The files of the demonstration, sentences that the target gets right: name, kind of line, the first, how many.
 DEMO = (("commands.wav", "sentences", 0, 3), ("voice.wav", "voice", 27, 3), ("window.wav", "sentences", 6, 4))
+SAMPLES_PER_POSITION = 320  # of the encoder's output
 _normalise = EnglishTextNormalizer({})
 
 
@@ -104,6 +105,45 @@ def agreement(
         hits += int((guesses[0, len(prefix) - 1 :] == ids[0, len(prefix) :]).sum())
         total += len(said)
     return hits / total, total / len(recordings)
+
+
+@torch.no_grad()
+def alignment_heads(
+    target: WhisperForConditionalGeneration,
+    processor: WhisperProcessor,
+    spoken: Sequence[tuple[np.ndarray, str]],
+    count: int = 6,
+) -> list[list[int]]:
+    """The `count` `[layer, head]` of the decoder whose attention passes most evenly over each sentence.
+
+    Word timestamps are read from these. Two sentences at a time fill a window, and a token is expected at its share of
+    the length of its sentence.
+    """
+    target.set_attn_implementation("eager")
+    prefix, strays = processor.tokenizer.prefix_tokens, []
+    for (first, one), (second, other) in zip(spoken[::2], spoken[1::2], strict=True):
+        ids, expected = list(prefix), []
+        begin = 0.0
+        for samples, text in ((first, one), (second, other)):
+            said = processor.tokenizer.encode(" " + text, add_special_tokens=False)
+            expected += [begin + len(samples) * (i + 0.5) / len(said) for i in range(len(said))]
+            ids, begin = ids + said, begin + len(joined([samples]))
+        heard = processor(joined([first, second]), sampling_rate=RATE, return_tensors="pt").input_features
+        out = target(input_features=heard, decoder_input_ids=torch.tensor([ids]), output_attentions=True)
+        looks = torch.stack(out.cross_attentions)[:, 0, :, len(prefix) - 1 : -1]  # [layers, heads, tokens, positions]
+        centres = looks @ torch.arange(looks.shape[-1], dtype=torch.float32)
+        strays.append((centres - torch.tensor(expected) / SAMPLES_PER_POSITION).abs().mean(-1))
+    order = torch.stack(strays).mean(0).flatten().argsort()[:count].tolist()
+    return [[index // strays[0].shape[1], index % strays[0].shape[1]] for index in order]
+
+
+def set_alignment_heads(folder: Path, count: int = 60) -> None:
+    """Finds the alignment heads of the target in `folder` on training voices, and writes them to its settings."""
+    processor = WhisperProcessor.from_pretrained(folder)
+    target = WhisperForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    spoken = [(speak(line), line.text) for line in read_by_many(list(sentences(count, held_out=False)), seed=0)]
+    target.generation_config.alignment_heads = alignment_heads(target, processor, spoken)
+    target.generation_config.save_pretrained(folder)
 
 
 def evaluate(out: Path, count: int = 200) -> dict[str, Any]:
