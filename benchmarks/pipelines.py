@@ -1,10 +1,13 @@
 """Pipelines beside transformers on the same models: plain, assisted, and their assisted modes, in one interleaved run.
 
+    python benchmarks/pipelines.py speech                     # the package's pair; needs espeak-ng, or --audio
+    python benchmarks/pipelines.py speech --target WHISPER --draft DISTILLED --audio talk.flac
+    python benchmarks/pipelines.py summaries                  # the package's pair on functions it never saw
     python benchmarks/pipelines.py summaries --target my-t5 --draft my-small-t5 --texts articles.jsonl
-    python benchmarks/pipelines.py summaries --target my-bart --dtype bfloat16 --tokens 128
 
-Seconds are those of decoding, the encoder included and the tokenizer not. Every ratio is the median over texts of the
-ratio of median seconds. A kind of pipeline is a function from the arguments to its `Bench`.
+Seconds are those of decoding, the encoder included, tokenizer and feature extractor not; rows named "pipeline" go from
+samples to text, with `Transcriber` and transformers' pipeline. Every ratio is the median over cases of the ratio of
+median seconds. A kind of pipeline is a function from the arguments to its `Bench`.
 """
 
 from __future__ import annotations
@@ -12,131 +15,230 @@ from __future__ import annotations
 import argparse
 import copy
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from measure import Watch, interleaved, ratio, read_prompts, table
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoProcessor, AutoTokenizer, pipeline
 
-from specdec import SpecGenerator
+from specdec import SpecGenerator, Transcriber
+from specdec.pipelines.audio import read_audio
+from specdec.zoo import locate
+from specdec.zoo.recipes.functions import held_out_examples
 
 PLAIN, ASSISTED = "specdec plain", "transformers assisted"
+GREEDY = {"do_sample": False, "num_beams": 1}
+System = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What is compared: cases, systems from a case to its result, and what to call the cases."""
+    """What is compared: cases, systems from a case to its result, and the text of a result."""
 
     cases: list[Any]
-    systems: dict[str, Callable[[Any], Any]]
-    what: str
+    systems: dict[str, System]
+    text_of: Callable[[Any], str]
+
+
+def load(kind: Any, args: argparse.Namespace) -> list[Any]:
+    """The target and, where one is named, the draft."""
+    dtype = getattr(torch, args.dtype)
+    return [kind.from_pretrained(name, dtype=dtype).eval() for name in (args.target, args.draft) if name is not None]
+
+
+def assistant(draft: Any) -> Any:
+    """The draft with the settings that transformers reads from an assistant."""
+    helper = copy.deepcopy(draft)
+    helper.generation_config.num_assistant_tokens = 5
+    helper.generation_config.num_assistant_tokens_schedule = "heuristic"
+    helper.generation_config.assistant_confidence_threshold = 0.0
+    return helper
+
+
+def generators(target: Any, drafts: list[Any], *, compiled: bool) -> dict[str, SpecGenerator]:
+    """Plain decoding, and each way to draft."""
+    found = {PLAIN: SpecGenerator(target, compile=compiled)}
+    found["specdec suffix, cost"] = SpecGenerator(target, "suffix", schedule="cost", compile=compiled)
+    for draft in drafts:
+        found["specdec model, heuristic"] = SpecGenerator(target, draft, compile=compiled)
+        found["specdec model, cost"] = SpecGenerator(target, draft, schedule="cost", compile=compiled)
+        found["specdec hybrid, cost"] = SpecGenerator(target, ("suffix", draft), schedule="cost", compile=compiled)
+    return found
+
+
+def long_enough(cases: Iterator[Any], plain: System, args: argparse.Namespace) -> list[Any]:
+    """The first `--count` cases for which the target writes at least `--least` tokens."""
+    return list(islice((c for c in cases if plain(c).stats.num_new_tokens >= args.least), args.count))
 
 
 def summaries(args: argparse.Namespace) -> Bench:
     """Texts, each read at once and as far as the target reads, by an encoder-decoder and its drafts."""
-    dtype = getattr(torch, args.dtype)
-    target, *drafts = (
-        AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=dtype).eval()
-        for folder in (args.target, args.draft)
-        if folder is not None
-    )
+    target, *drafts = load(AutoModelForSeq2SeqLM, args)
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     tasks = getattr(target.config, "task_specific_params", None) or {}
     prefix = tasks.get("summarization", {}).get("prefix", "")
-    texts = read_prompts(args.texts, args.count)
-    cases = [
-        tokenizer(prefix + text, truncation=True, return_tensors="pt").input_ids[:, : args.length] for text in texts
-    ]
-    common = {"max_new_tokens": args.tokens, "do_sample": False, "num_beams": 1}
+    texts = [e.source for e in held_out_examples()] if args.texts is None else read_prompts(args.texts, 4 * args.count)
+    options = {**GREEDY, "max_new_tokens": args.tokens}
 
-    def theirs(**options: Any) -> Callable[[Any], Any]:
-        return lambda ids: target.generate(ids, attention_mask=torch.ones_like(ids), **common, **options)
+    def theirs(**more: Any) -> System:
+        return lambda ids: target.generate(ids, attention_mask=torch.ones_like(ids), **options, **more)
 
-    def ours(draft: Any, **options: Any) -> Callable[[Any], Any]:
-        generator = SpecGenerator(target, draft, compile=args.compile)
-        return lambda ids: generator.generate(ids, **common, **options)
+    def ours(generator: SpecGenerator) -> System:
+        return lambda ids: generator.generate(ids, **options)
 
     systems = {"transformers greedy": theirs()}
     for draft in drafts:
-        helper = copy.deepcopy(draft)
-        helper.generation_config.num_assistant_tokens = 5
-        helper.generation_config.num_assistant_tokens_schedule = "heuristic"
-        helper.generation_config.assistant_confidence_threshold = 0.0
-        systems[ASSISTED] = theirs(assistant_model=helper)
+        systems[ASSISTED] = theirs(assistant_model=assistant(draft))
     systems["transformers prompt lookup"] = theirs(prompt_lookup_num_tokens=10)
-    systems[PLAIN] = ours(None)
-    systems["specdec suffix, cost"] = ours("suffix", schedule="cost")
+    systems |= {name: ours(generator) for name, generator in generators(target, drafts, compiled=args.compile).items()}
+    read = (
+        tokenizer(prefix + text, truncation=True, return_tensors="pt").input_ids[:, : args.length] for text in texts
+    )
+    return Bench(
+        long_enough(read, systems[PLAIN], args),
+        systems,
+        lambda result: tokenizer.decode(getattr(result, "sequences", result)[0], skip_special_tokens=True),
+    )
+
+
+def speech(args: argparse.Namespace) -> Bench:
+    """Windows of speech, each read at once, by a Whisper and its drafts."""
+    target, *drafts = load(AutoModelForSpeechSeq2Seq, args)
+    processor = AutoProcessor.from_pretrained(args.target)
+    extractor, tokenizer = processor.feature_extractor, processor.tokenizer
+    rate = extractor.sampling_rate
+    prompt = torch.tensor([tokenizer.prefix_tokens])
+    room = target.config.max_target_positions - prompt.shape[1]
+
+    def features(case: np.ndarray) -> torch.Tensor:
+        return extractor(case, sampling_rate=rate, return_tensors="pt").input_features.to(target.dtype)
+
+    def theirs(**more: Any) -> System:
+        return lambda case: target.generate(case.features, **GREEDY, **more)
+
+    def ours(generator: SpecGenerator) -> System:
+        return lambda case: generator.generate(
+            input_features=case.features, decoder_input_ids=prompt, max_new_tokens=room, **GREEDY
+        )
+
+    own = generators(target, drafts, compiled=args.compile)
+    systems = {"transformers greedy": theirs()}
     for draft in drafts:
-        systems["specdec model, cost"] = ours(draft, schedule="cost")
-        systems["specdec hybrid, cost"] = ours(("suffix", draft), schedule="cost")
-    length = statistics.median(case.shape[1] for case in cases)
-    return Bench(cases, systems, f"{len(cases)} texts of {length:.0f} tokens, at most {args.tokens} new")
+        systems[ASSISTED] = theirs(assistant_model=assistant(draft))
+    systems |= {name: ours(generator) for name, generator in own.items()}
+    parts = {"tokenizer": tokenizer, "feature_extractor": extractor}
+    reference = pipeline("automatic-speech-recognition", model=target, **parts)
+    systems["pipeline: transformers greedy"] = lambda case: reference(case.samples.copy(), generate_kwargs=GREEDY)
+    for name in (PLAIN, "specdec model, cost"):
+        if name in own:
+            transcriber = Transcriber(own[name], **parts)
+            systems[f"pipeline: {name}"] = lambda case, transcriber=transcriber: transcriber(case.samples)
+    heard = (Sound(samples, features(samples)) for samples in windows(args, rate, extractor.chunk_length))
+
+    def text_of(result: Any) -> str:
+        found = getattr(result, "sequences", result)
+        text = found["text"] if isinstance(found, dict) else tokenizer.decode(found[0], skip_special_tokens=True)
+        return str(text).strip()
+
+    return Bench(long_enough(heard, systems[PLAIN], args), systems, text_of)
+
+
+@dataclass(frozen=True)
+class Sound:
+    """A window: its samples, and what the models hear."""
+
+    samples: np.ndarray
+    features: torch.Tensor
+
+
+def windows(args: argparse.Namespace, rate: int, seconds: int) -> Iterator[np.ndarray]:
+    """The recordings cut into windows, or held-out sentences of the speech recipe, as espeak-ng reads them."""
+    if args.audio is None:
+        from specdec.zoo.recipes import speech_scores
+
+        yield from speech_scores.windows_of(
+            [speech_scores.speak(line) for line in speech_scores.lines("sentences", 8 * args.count)], seconds
+        )
+        return
+    for file in args.audio:
+        samples = read_audio(str(file), rate).samples
+        yield from (samples[at : at + seconds * rate] for at in range(0, len(samples), seconds * rate))
 
 
 def report(bench: Bench, repeats: int) -> None:
     """Runs all systems in turn and prints one table."""
     watch = Watch()
-    outputs: dict[str, list[Any]] = {name: [] for name in bench.systems}
+    results: dict[str, list[Any]] = {name: [] for name in bench.systems}
     for run in bench.systems.values():
         run(bench.cases[0])
 
     def recorded(name: str) -> Callable[[Any], None]:
-        return lambda case: outputs[name].append(bench.systems[name](case))
+        return lambda case: results[name].append(bench.systems[name](case))
 
     seconds = interleaved({name: recorded(name) for name in bench.systems}, bench.cases, repeats, watch)
     assisted = ASSISTED if ASSISTED in bench.systems else "transformers prompt lookup"
     rows = []
-    for name, found in outputs.items():
+    for name, found in results.items():
         stats = [out.stats for out in found if hasattr(out, "stats")]
-        alike = sum(ids_of(a) == ids_of(b) for a, b in zip(found, outputs[PLAIN], strict=True))
-        new = statistics.mean(len(ids_of(out)) - 1 for out in found)
+        alike = sum(bench.text_of(a) == bench.text_of(b) for a, b in zip(found, results[PLAIN], strict=True))
         rows.append(
             [
                 name,
                 f"{1e3 * statistics.median(map(statistics.median, seconds[name])):.0f}",
-                f"{new:.0f}",
                 f"{ratio(seconds[PLAIN], seconds[name]):.2f}x",
-                f"{ratio(seconds[assisted], seconds[name]):.2f}x",
+                f"{ratio(seconds[assisted], seconds[name]):.2f}x" if assisted in seconds else "",
                 f"{statistics.mean(s.mean_acceptance_length for s in stats):.2f}" if stats else "",
                 f"{statistics.mean(s.target_passes_per_token for s in stats):.2f}" if stats else "",
                 f"{alike}/{len(found)}",
             ]
         )
-    header = ["system", "ms per case", "new tokens", "vs specdec plain", f"vs {assisted}"]
-    print(f"\n{bench.what}\n")
-    print(table([*header, "mean acceptance length", "passes per token", "same as plain"], rows))
+    new = statistics.median(out.stats.num_new_tokens for out in results[PLAIN])
+    print(f"\n{len(bench.cases)} cases, {new:.0f} new tokens in the median\n")
+    header = ["system", "ms per case", "vs specdec plain", f"vs {assisted}"]
+    print(table([*header, "mean acceptance length", "passes per token", "same text as plain"], rows))
     print(f"\n{watch.verdict()}", flush=True)
 
 
-def ids_of(result: Any) -> list[int]:
-    """The first row of ids of either library's result."""
-    return (result.sequences if hasattr(result, "sequences") else result)[0].tolist()
-
-
-KINDS: dict[str, Callable[[argparse.Namespace], Bench]] = {"summaries": summaries}
+# kind: what it makes of the arguments, the pair it is measured on by default, and the least tokens of a case.
+KINDS: dict[str, tuple[Callable[[argparse.Namespace], Bench], str, int]] = {
+    "speech": (speech, "zoo:speech", 60),
+    "summaries": (summaries, "zoo:python-summary", 24),
+}
 
 
 def main() -> None:
     """Runs the kind of pipeline that was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=KINDS)
-    parser.add_argument("--target", required=True, help="folder or hub id")
+    parser.add_argument("--target", help="folder or hub id (default: the package's own pair)")
     parser.add_argument("--draft", help="a smaller model; without it, text drafts alone")
-    parser.add_argument("--texts", type=Path, help="text file or JSON lines (default: held-out code)")
-    parser.add_argument("--count", type=int, default=8, help="texts")
-    parser.add_argument("--length", type=int, default=512, help="tokens of a text, at most")
+    parser.add_argument("--texts", type=Path, help="text file or JSON lines (default: functions held out in training)")
+    parser.add_argument("--audio", type=Path, nargs="+", help="recordings (default: held-out sentences by espeak-ng)")
+    parser.add_argument("--count", type=int, default=8, help="texts, or windows of sound")
+    parser.add_argument("--least", type=int, help="tokens that the target writes of a case (default: 60 and 24)")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a text that are read, at most")
     parser.add_argument("--tokens", type=int, default=96, help="new tokens per text, at most")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--compile", action="store_true", help="torch.compile specdec's passes")
     args = parser.parse_args()
+    make, own, least = KINDS[args.kind]
+    if args.target is None:
+        args.target, args.draft = locate(own, "target"), args.draft or locate(own, "draft")
+    if args.least is None:
+        args.least = least
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, ", end="")
     print(f"{torch.get_num_threads()} threads, {args.kind}, {args.dtype}")
-    report(KINDS[args.kind](args), args.repeats)
+    bench = make(args)
+    if not bench.cases:
+        parser.error(f"no case makes the target write {args.least} tokens: lower --least")
+    report(bench, args.repeats)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,18 @@ import io
 import re
 import sysconfig
 import tokenize
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from specdec.zoo.corpus import is_held_out, source_files
 
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+# What torch and transformers bring with them: code of other hands, which the standard library alone has too little of.
+PACKAGES = ("fsspec", "huggingface_hub", "jinja2", "networkx", "numpy", "sympy", "torch", "transformers")
+_ALIKE = 3  # so many functions at most share a sentence
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
@@ -40,6 +45,25 @@ def training_examples() -> Iterator[Example]:
             if not is_held_out(path.relative_to(root).as_posix()):
                 texts.append(path.read_text(encoding="utf-8", errors="replace"))
     yield from (e for text in texts for e in examples(text, _DEFINITIONS) if e.sentence is not None)
+
+
+def installed_examples() -> Iterator[Example]:
+    """Yields documented functions and classes of `PACKAGES` as they are installed, none of the held-out ones."""
+    held_out = {e.source for e in held_out_examples()}
+    said: Counter[str | None] = Counter()
+    for text in _texts_of_packages():
+        for example in examples(text, _DEFINITIONS):
+            said[example.sentence] += 1
+            if example.sentence is not None and said[example.sentence] <= _ALIKE and example.source not in held_out:
+                yield example
+
+
+def _texts_of_packages() -> Iterator[str]:
+    for name in PACKAGES:
+        spec = find_spec(name)
+        for place in (spec and spec.submodule_search_locations) or ():
+            for path in sorted(Path(place).rglob("*.py")):
+                yield path.read_text(encoding="utf-8", errors="replace")
 
 
 def held_out_examples() -> list[Example]:

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from specdec import SpecGenerator
 from specdec.zoo.corpus import END_OF_TEXT, held_out_prompts, source_files
 from specdec.zoo.recipes.course import Course, make_optimizers, save
 
@@ -156,21 +157,13 @@ def held_out_loss(model: LlamaForCausalLM, stream: np.ndarray, count: int = 32) 
 def continuations(target: LlamaForCausalLM, stream: np.ndarray, rounds: int, seed: int) -> np.ndarray:
     """Training text continued by the target, half of the rounds greedily and half by sampling, as one stream."""
     generator = np.random.default_rng(seed)
-    pieces = []
+    writer, pieces = SpecGenerator(target), []
     for r in range(rounds):
         starts = generator.integers(0, len(stream) - 128, 64)
         prompts = torch.from_numpy(np.stack([stream[s : s + 128] for s in starts])).to(target.device)
-        out = target.generate(
-            prompts,
-            attention_mask=torch.ones_like(prompts),
-            max_new_tokens=256,
-            do_sample=r % 2 == 1,
-            top_k=0,
-            temperature=0.8 if r % 2 else 1.0,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        pieces.append(out.cpu().numpy().reshape(-1))
+        how = {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": r} if r % 2 else {"do_sample": False}
+        out = writer.generate(prompts, max_new_tokens=256, eos_token_id=None, **how)
+        pieces.append(out.sequences.cpu().numpy().reshape(-1))
         print(f"continuations {r + 1}/{rounds}", flush=True)
     return np.concatenate(pieces)
 
@@ -209,13 +202,13 @@ def distillation_loss(target: LlamaForCausalLM, draft: LlamaForCausalLM, batch: 
     return -(p * log_q).sum(-1).mean()
 
 
-def train_draft(out: Path, steps: int, device: torch.device) -> LlamaForCausalLM:
+def train_draft(out: Path, rounds: int, steps: int, device: torch.device) -> LlamaForCausalLM:
     """Distils the draft from the target in `out/target` and saves it under `out/draft`."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(out / "target")
     tokenizer.save_pretrained(out / "draft")
     stream, held = tokenize(tokenizer, held_out=False), tokenize(tokenizer, held_out=True)
     target = LlamaForCausalLM.from_pretrained(out / "target", dtype=torch.bfloat16).to(device).eval()
-    own_text = continuations(target, stream, rounds=8, seed=2)
+    own_text = continuations(target, stream, rounds, seed=2)
     torch.manual_seed(3)
     model = shrink(target.float(), DRAFT_LAYERS)
     target = target.to(torch.bfloat16)
@@ -271,14 +264,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--stage", choices=("target", "draft", "evaluate"), help="run one stage only")
     parser.add_argument("--seedling-steps", type=int, default=1200)
     parser.add_argument("--target-steps", type=int, default=500)
-    parser.add_argument("--draft-steps", type=int, default=700)
+    parser.add_argument("--draft-rounds", type=int, default=16, help="batches of text that the target writes for it")
+    parser.add_argument("--draft-steps", type=int, default=1500)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
     if options.stage in (None, "target"):
         train_target(options.out, options.seedling_steps, options.target_steps, device)
     if options.stage in (None, "draft"):
-        train_draft(options.out, options.draft_steps, device)
+        train_draft(options.out, options.draft_rounds, options.draft_steps, device)
     if options.stage in (None, "evaluate"):
         evaluate(options.out)
 

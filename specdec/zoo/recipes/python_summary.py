@@ -1,9 +1,10 @@
 """The recipe of the package's summary pair: `specdec zoo train OUT --recipe python-summary`, seeded.
 
 A small Pegasus learns to write, for a Python function without its docstring, the signature and the first sentence of
-the docstring. It reads the standard library of the running interpreter, starts from the token embeddings of the
-package's Python-code model, and repeats its decoder three times half way. The draft, with half the encoder and a
-one-layer decoder, is distilled from it.
+the docstring. It reads the standard library of the running interpreter and the packages that torch and transformers
+bring, and is judged on modules of the former that it never saw. It starts from the token embeddings of the package's
+Python-code model, and repeats its decoder three times half way. The draft, with half the encoder and a one-layer
+decoder, is distilled from it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from transformers import (
 
 from specdec.zoo import pair
 from specdec.zoo.recipes.course import Course, make_optimizers, save
-from specdec.zoo.recipes.functions import Example, held_out_examples, training_examples
+from specdec.zoo.recipes.functions import Example, held_out_examples, installed_examples, training_examples
 
 WIDTH, INNER, HEADS = 192, 512, 3  # the width is the Python-code model's
 POSITIONS = 1024
@@ -128,25 +129,36 @@ def encode(tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example]) -> l
 
 @dataclass(frozen=True)
 class Material:
-    """Tokenizer, training rows and held-out rows."""
+    """Tokenizer, training rows of the standard library and of installed packages, and held-out rows."""
 
     tokenizer: PreTrainedTokenizerFast
-    training: list[tuple[list[int], list[int]]]
+    library: list[tuple[list[int], list[int]]]
+    installed: list[tuple[list[int], list[int]]]
     held_out: list[tuple[list[int], list[int]]]
 
     @classmethod
     def prepare(cls) -> Material:
-        """Reads the standard library."""
+        """Reads the standard library and the packages."""
         tokenizer = make_tokenizer()
-        unique = list({(e.source, e.sentence): e for e in training_examples()}.values())
-        return cls(tokenizer, encode(tokenizer, unique), encode(tokenizer, held_out_examples()))
+        library, installed = (
+            list({(e.source, e.sentence): e for e in found}.values())
+            for found in (training_examples(), installed_examples())
+        )
+        return cls(
+            tokenizer, encode(tokenizer, library), encode(tokenizer, installed), encode(tokenizer, held_out_examples())
+        )
 
     def batches(self, steps: int, seed: int) -> Iterator[Batch]:
-        """Yields `steps` batches of about `BATCH` source tokens, rows of one length together."""
+        """Yields `steps` batches of about `BATCH` source tokens, rows of one length together.
+
+        Once through everything, half of the rows are the standard library's.
+        """
         random = np.random.default_rng(seed)
         made = 0
         while made < steps:
-            rows = sorted(self.training, key=lambda row: len(row[0]) + random.uniform(0, 8))
+            count = min(len(self.installed), len(self.library))
+            shown = [self.installed[i] for i in random.choice(len(self.installed), count, replace=False)]
+            rows = sorted([*self.library, *shown], key=lambda row: len(row[0]) + random.uniform(0, 8))
             groups: list[list[tuple[list[int], list[int]]]] = [[]]
             for row in rows:
                 if (len(groups[-1]) + 1) * len(row[0]) > BATCH or len(groups[-1]) == 32:
@@ -316,9 +328,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("specdec zoo train --recipe python-summary", description=__doc__)
     parser.add_argument("out", type=Path, help="folder that receives target/, draft/ and card.json")
     parser.add_argument("--stage", choices=("target", "draft", "evaluate"), help="run one stage only")
-    parser.add_argument("--seedling-steps", type=int, default=500)
-    parser.add_argument("--target-steps", type=int, default=300)
-    parser.add_argument("--draft-steps", type=int, default=300)
+    parser.add_argument("--seedling-steps", type=int, default=1500)
+    parser.add_argument("--target-steps", type=int, default=1500)
+    parser.add_argument("--draft-steps", type=int, default=800)
     options = parser.parse_args(arguments)
     material = Material.prepare()
     if options.stage in (None, "target"):
