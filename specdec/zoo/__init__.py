@@ -10,7 +10,7 @@ from typing import Any
 from specdec.errors import OptionError, SpecdecError
 
 _ROOT = Path(__file__).parent
-NAMES = ("python-code", "speech")
+NAMES = ("python-code", "speech", "python-summary")
 
 
 @dataclass(frozen=True)

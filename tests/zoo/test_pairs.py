@@ -2,6 +2,7 @@
 
 import shutil
 import wave
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
     AutoProcessor,
     AutoTokenizer,
@@ -16,12 +18,13 @@ from transformers import (
     WhisperProcessor,
 )
 
-from specdec import zoo
-from specdec.zoo.recipes import speech, speech_scores
+from specdec import SpecGenerator, zoo
+from specdec.zoo.recipes import functions, python_summary, speech, speech_scores
 
 AUTO = {
     "python-code": AutoModelForCausalLM,
     "speech": AutoModelForSpeechSeq2Seq,
+    "python-summary": AutoModelForSeq2SeqLM,
 }
 MEGABYTES = 40  # of the speech and the summary pair together
 
@@ -158,3 +161,52 @@ def test_the_window_of_the_extractor_is_the_models(
     """The extractor fills exactly the positions that the encoder has."""
     assert processor.feature_extractor.chunk_length == speech.WINDOW
     assert whisper.config.max_source_positions == speech.WINDOW * 50
+
+
+# ---------------------------------------------------------------------------------------------------------- summaries
+
+
+@cache
+def held_out() -> list[functions.Example]:
+    """A dozen functions of modules that were not trained on."""
+    return functions.held_out_examples()[5:400:33]
+
+
+@pytest.fixture(scope="module")
+def summaries() -> dict[str, list[list[int]]]:
+    """What the target writes of them, with each draft and without, and the statistics of all."""
+    pair = zoo.pair("python-summary")
+    found: dict[str, list[list[int]]] = {}
+    for name, draft in {"none": None, "suffix": "suffix", "model": str(pair.draft)}.items():
+        generator = SpecGenerator.from_pretrained(pair.target, draft, dtype="float32")
+        out = [generator.generate(e.source, max_new_tokens=48) for e in held_out()]
+        found[name] = [o.sequences[0].tolist() for o in out]
+        found[f"{name} passes"] = [[o.stats.num_target_passes, o.stats.num_new_tokens] for o in out]
+    return found
+
+
+def test_summaries_begin_with_the_signature(summaries: dict[str, list[list[int]]]) -> None:
+    """Which the target copies from functions that it never saw."""
+    tokenizer = AutoTokenizer.from_pretrained(zoo.pair("python-summary").target)
+    written = [tokenizer.decode(ids, skip_special_tokens=True).split("\n") for ids in summaries["none"]]
+    right = sum(lines[0] == e.signature for lines, e in zip(written, held_out(), strict=True))
+    assert right >= 0.75 * len(written)
+    assert sum(len(lines) == 2 and lines[1][:1].isupper() for lines in written) >= 0.75 * len(written)
+
+
+@pytest.mark.parametrize(("draft", "most"), [("suffix", 0.75), ("model", 0.5)])
+def test_drafts_save_passes_over_summaries(draft: str, most: float, summaries: dict[str, list[list[int]]]) -> None:
+    """The text is the same; the suffix automaton finds signatures in the input, the draft model more than that."""
+    assert summaries[draft] == summaries["none"]
+    passes, tokens = np.sum(summaries[f"{draft} passes"], axis=0)
+    assert passes <= most * tokens
+
+
+@pytest.mark.slow
+def test_the_summary_recipe_reads_what_it_says() -> None:
+    """No held-out function is trained on; no sentence is met often in the packages."""
+    material = python_summary.Material.prepare()
+    held = {tuple(source) for source, _ in material.held_out}
+    assert len(material.held_out) > 300
+    assert len(material.library) > 10_000
+    assert not any(tuple(source) in held for source, _ in material.installed)

@@ -71,9 +71,10 @@ class Course:
                 print(f"{self.name} step {step}/{self.steps} held-out {self.check()} {seconds:.0f} s", flush=True)
 
 
-def save(model: PreTrainedModel, folder: Path, *, tied: str = "lm_head.weight") -> None:
-    """Writes the weights as bf16 safetensors; the training copy stays in float32."""
-    state = {k: v.to(torch.bfloat16) for k, v in model.state_dict().items() if k != tied}
+def save(model: PreTrainedModel, folder: Path) -> None:
+    """Writes the weights as bf16 safetensors, tied ones once; the training copy stays in float32."""
+    first = {weight.data_ptr(): name for name, weight in reversed(model.state_dict().items())}
+    state = {k: v.to(torch.bfloat16) for k, v in model.state_dict().items() if first[v.data_ptr()] == k}
     model.save_pretrained(folder, state_dict=state)
     config = json.loads((folder / "config.json").read_text())
     config["dtype"] = "bfloat16"

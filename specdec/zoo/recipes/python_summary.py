@@ -42,8 +42,8 @@ BATCH = 2048  # source tokens
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """The Python-code pair's tokenizer with a padding token and the end-of-text id after every text."""
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(pair("python-code").target)
+    """The Python-code pair's tokenizer with a padding token."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(pair("python-code").target, model_max_length=POSITIONS)
     tokenizer.add_special_tokens({"pad_token": AddedToken(PAD, special=True)})
     return tokenizer
 
@@ -76,7 +76,9 @@ class Shape:
             forced_eos_token_id=None,
             decoder_start_token_id=tokenizer.pad_token_id,
         )
-        return PegasusForConditionalGeneration._from_config(config, attn_implementation="eager")
+        model = PegasusForConditionalGeneration._from_config(config, attn_implementation="eager")
+        model.generation_config.max_new_tokens = SUMMARY
+        return model
 
 
 SEEDLING = Shape(4, 4)

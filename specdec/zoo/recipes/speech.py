@@ -223,7 +223,7 @@ def checker(model: WhisperForConditionalGeneration, folder: Path, batch: Batch) 
 
     @torch.no_grad()
     def check() -> str:
-        save(model, folder, tied="proj_out.weight")
+        save(model, folder)
         states = model.model.encoder(batch.features).last_hidden_state
         asked = batch.labels != IGNORED
         right = (decode(model, states, batch.ids).argmax(-1) == batch.labels)[asked]
