@@ -163,6 +163,7 @@ def continuations(target: LlamaForCausalLM, stream: np.ndarray, rounds: int, see
         prompts = torch.from_numpy(np.stack([stream[s : s + 128] for s in starts])).to(target.device)
         how = {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": r} if r % 2 else {"do_sample": False}
         out = writer.generate(prompts, max_new_tokens=256, eos_token_id=None, **how)
+        assert out.sequences is not None
         pieces.append(out.sequences.cpu().numpy().reshape(-1))
         print(f"continuations {r + 1}/{rounds}", flush=True)
     return np.concatenate(pieces)
@@ -202,26 +203,57 @@ def distillation_loss(target: LlamaForCausalLM, draft: LlamaForCausalLM, batch: 
     return -(p * log_q).sum(-1).mean()
 
 
-def train_draft(out: Path, rounds: int, steps: int, device: torch.device) -> LlamaForCausalLM:
-    """Distils the draft from the target in `out/target` and saves it under `out/draft`."""
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(out / "target")
-    tokenizer.save_pretrained(out / "draft")
-    stream, held = tokenize(tokenizer, held_out=False), tokenize(tokenizer, held_out=True)
-    target = LlamaForCausalLM.from_pretrained(out / "target", dtype=torch.bfloat16).to(device).eval()
-    own_text = continuations(target, stream, rounds, seed=2)
+def train_draft(out: Path, rounds: int, steps: int, device: torch.device) -> None:
+    """Distils the draft from the target in `out/target`, on its own text and the library's, and saves it."""
+    lesson = Lesson.prepare(out, rounds, device, seed=2)
+    lesson.tokenizer.save_pretrained(out / "draft")
     torch.manual_seed(3)
-    model = shrink(target.float(), DRAFT_LAYERS)
-    target = target.to(torch.bfloat16)
+    model = shrink(lesson.target.float(), DRAFT_LAYERS)
+    real = windows(lesson.stream, steps, 0, 4, device, tokens=4096)
+    own = windows(lesson.own_text, steps, steps // 10, 5, device, tokens=4096)
+    batches = (pair[step % 2] for step, pair in enumerate(zip(real, own, strict=True)))
+    lesson.teach(model, batches, steps, 0.4, make_optimizers(model), out / "draft")
 
-    def batches() -> Iterator[Tensor]:
-        real = windows(stream, steps, 0, 4, device, tokens=4096)
-        own = windows(own_text, steps, steps // 10, 5, device, tokens=4096)
-        for step, pair in enumerate(zip(real, own, strict=True)):
-            yield pair[step % 2]
 
-    loss, check = in_bfloat16(partial(distillation_loss, target, model)), checker(model, held, out / "draft")
-    Course("draft", batches(), loss, steps, 0.4, check, make_optimizers(model)).run()
-    return model
+def polish_draft(out: Path, rounds: int, steps: int, device: torch.device) -> None:
+    """Distils the draft in `out/draft` further, on new text of the target alone."""
+    lesson = Lesson.prepare(out, rounds, device, seed=6)
+    model = LlamaForCausalLM.from_pretrained(out / "draft", dtype=torch.float32).to(device)
+    batches = windows(lesson.own_text, steps, steps // 10, 7, device, tokens=4096)
+    lesson.teach(model, batches, steps, 0.3, make_optimizers(model, 0.003, 0.0015), out / "draft")
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What a draft learns from: the target, the library's training and held-out text, and text of the target's own."""
+
+    target: LlamaForCausalLM
+    tokenizer: PreTrainedTokenizerFast
+    stream: np.ndarray
+    held_out: np.ndarray
+    own_text: np.ndarray
+
+    @classmethod
+    def prepare(cls, out: Path, rounds: int, device: torch.device, seed: int) -> Lesson:
+        """Lets the target in `out/target` write."""
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(out / "target")
+        stream, held_out = tokenize(tokenizer, held_out=False), tokenize(tokenizer, held_out=True)
+        target = LlamaForCausalLM.from_pretrained(out / "target", dtype=torch.bfloat16).to(device).eval()
+        return cls(target, tokenizer, stream, held_out, continuations(target, stream, rounds, seed))
+
+    def teach(
+        self,
+        draft: LlamaForCausalLM,
+        batches: Iterator[Tensor],
+        steps: int,
+        decay_from: float,
+        optimizers: Sequence[torch.optim.Optimizer],
+        folder: Path,
+    ) -> None:
+        """Brings the draft's distributions towards the target's, and saves it in `folder`."""
+        loss = in_bfloat16(partial(distillation_loss, self.target.to(torch.bfloat16), draft))
+        check = checker(draft, self.held_out, folder)
+        Course("draft", batches, loss, steps, decay_from, check, optimizers).run()
 
 
 @torch.no_grad()
@@ -261,11 +293,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the recipe, or one stage of it."""
     parser = argparse.ArgumentParser("specdec zoo train --recipe python-code", description=__doc__)
     parser.add_argument("out", type=Path, help="folder that receives target/, draft/ and card.json")
-    parser.add_argument("--stage", choices=("target", "draft", "evaluate"), help="run one stage only")
+    parser.add_argument("--stage", choices=("target", "draft", "polish", "evaluate"), help="run one stage only")
     parser.add_argument("--seedling-steps", type=int, default=1200)
     parser.add_argument("--target-steps", type=int, default=500)
     parser.add_argument("--draft-rounds", type=int, default=16, help="batches of text that the target writes for it")
     parser.add_argument("--draft-steps", type=int, default=1500)
+    parser.add_argument("--polish-rounds", type=int, default=32, help="the same, for its last lesson")
+    parser.add_argument("--polish-steps", type=int, default=1200)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
@@ -273,6 +307,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         train_target(options.out, options.seedling_steps, options.target_steps, device)
     if options.stage in (None, "draft"):
         train_draft(options.out, options.draft_rounds, options.draft_steps, device)
+    if options.stage in (None, "polish"):
+        polish_draft(options.out, options.polish_rounds, options.polish_steps, device)
     if options.stage in (None, "evaluate"):
         evaluate(options.out)
 
