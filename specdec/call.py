@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter as clock
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from specdec.logits import build_processors
 from specdec.models import Encoding, LanguageModel
 from specdec.output import Generation, Recorder, beam_indices, per_token, sequences, traces
 from specdec.rows import RunningRow, SearchRow, TextRow
-from specdec.schedule import Schedule
+from specdec.schedule import Cost, Schedule
 from specdec.select import (
     BeamSearch,
     Block,
@@ -90,6 +90,7 @@ class Running:
         self._encoding, self._began = encoding, began
         self._recorder = Recorder(len(self.rows))
         self._strategy, self._exactness = prepared.strategy, prepared.target.exactness
+        self._costs = prepared.costs
 
     def rounds(self) -> Iterator[list[News]]:
         """Every round's news, after the streamer has had them."""
@@ -106,6 +107,8 @@ class Running:
             if streamer is not None and news:
                 streamer.put(torch.tensor(news[0].token_ids))
             yield news
+        if self.options.schedule == "cost" and isinstance(self.engine.schedule, Cost):
+            self._costs[self.options.family] = self.engine.schedule
         if streamer is not None:
             streamer.end()
 
@@ -182,7 +185,10 @@ class Running:
 
 @dataclass
 class Prepared:
-    """Everything that a call needs, checked when it is put together; `start` begins the work, once."""
+    """Everything that a call needs, checked when it is put together; `start` begins the work, once.
+
+    `costs` is where the cost rule leaves what it found out, for the next call of the same family.
+    """
 
     target: LanguageModel
     options: Options
@@ -190,6 +196,7 @@ class Prepared:
     extras: Extras
     drafter: BatchDrafter | None
     schedule: Schedule
+    costs: dict[Hashable, Cost] = field(default_factory=dict)
     rows: list[RunningRow] = field(init=False)
     strategies: list[Strategy] = field(init=False)
 

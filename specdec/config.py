@@ -142,6 +142,12 @@ class Options(BaseModel):
         return self.beams > 1 or self.num_samples is not None
 
     @property
+    def family(self) -> tuple[Any, ...]:
+        """What calls have in common whose drafts may be expected to cost and to bring alike."""
+        sampling = (self.sampling or "coupled") if self.samples else None
+        return sampling, self.beams, self.groups, self.constrained, self.num_assistant_branches
+
+    @property
     def eos_ids(self) -> list[int]:
         """All ids that end a row."""
         return listed(self.eos_token_id)

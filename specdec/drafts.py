@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from os import PathLike
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -26,6 +27,7 @@ from specdec.inputs import check_tokenizer, tokenizer_beside
 from specdec.loading import Loading
 from specdec.models import LanguageModel, load
 from specdec.models.bare_decoder import on_encoder_of
+from specdec.schedule import Cost
 from specdec.types import BatchDrafter
 
 # transformers' names for the draft of a call -> the arguments that go with each.
@@ -45,6 +47,22 @@ _KEPT = 2  # drafts named in calls; each may hold a model
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
+class Draft:
+    """A draft of one target, and what the cost rule has learned with it, for every family of calls (`Options`)."""
+
+    drafter: BatchDrafter | None
+    costs: dict[Hashable, Cost] = field(default_factory=dict)
+
+    def suited(self, sampling: str | None) -> BatchDrafter | None:
+        """A bridge between vocabularies goes by text for match verification and by shared tokens for rejection."""
+        return self._by_tokens if sampling in ("rejection", "block") else self.drafter
+
+    @cached_property
+    def _by_tokens(self) -> BatchDrafter | None:
+        return self.drafter if self.drafter is None else _by_tokens(self.drafter)
+
+
 class Drafts:
     """Makes drafts for one target, and keeps the last two that calls have named, with their models."""
 
@@ -52,7 +70,6 @@ class Drafts:
         self._target = target
         self._compile = compile
         self._recent = Recent(_KEPT)
-        self._by_tokens: WeakKeyDictionary[Any, BatchDrafter] = WeakKeyDictionary()
 
     def make(
         self, draft: Any, tokenizer: Any, assistant_tokenizer: Any = None, *, name: str = "draft"
@@ -79,7 +96,7 @@ class Drafts:
             case _:
                 return _own(draft, name)
 
-    def of_call(self, given: Mapping[str, Any], tokenizer: Any) -> BatchDrafter | None:
+    def of_call(self, given: Mapping[str, Any], tokenizer: Any) -> Draft:
         """The draft that a call names in transformers' words, `given` by these names.
 
         Raises OptionError where several name one, and for what goes with a name that is not there.
@@ -90,20 +107,17 @@ class Drafts:
         for alias, details in ALIASES.items():
             if named != [alias] and (orphans := [detail for detail in details if detail in given]):
                 raise OptionError(f"`{orphans[0]}` belongs to `{alias}`: pass both")
-        if named == ["prompt_lookup_num_tokens"]:
-            return _lookup(**given)
-        if named == ["assistant_early_exit"]:
-            return self._early_exit(given["assistant_early_exit"], "assistant_early_exit")
-        model, own = given["assistant_model"], given.get("assistant_tokenizer")
-        return self._recent.get((model, tokenizer, own), lambda: self.make(model, tokenizer, own, name=named[0]))
+        parts = (tokenizer, *(given.get(name) for name in NAMES))
+        return self._recent.get(parts, lambda: Draft(self._of_call(named[0], given, tokenizer)))
 
-    def suited(self, drafter: BatchDrafter | None, sampling: str | None) -> BatchDrafter | None:
-        """A bridge between vocabularies goes by text for match verification and by shared tokens for rejection."""
-        if drafter is None or sampling not in ("rejection", "block") or not _goes_by_text(drafter):
-            return drafter
-        if drafter not in self._by_tokens:
-            self._by_tokens[drafter] = _by_tokens(drafter)
-        return self._by_tokens[drafter]
+    def _of_call(self, name: str, given: Mapping[str, Any], tokenizer: Any) -> BatchDrafter | None:
+        match name:
+            case "prompt_lookup_num_tokens":
+                return _lookup(**given)
+            case "assistant_early_exit":
+                return self._early_exit(given[name], name)
+            case _:
+                return self.make(given[name], tokenizer, given.get("assistant_tokenizer"), name=name)
 
     def _model(self, draft: Any, tokenizer: Any, assistant_tokenizer: Any, name: str) -> BatchDrafter:
         """A draft model, behind a bridge where its tokenizer is another one."""
@@ -207,7 +221,9 @@ def models_of(drafter: BatchDrafter | None) -> Iterator[LanguageModel]:
 
 
 def _same(mine: Any, theirs: Any) -> bool:
-    return mine is theirs or (isinstance(mine, str | PathLike) and mine == theirs)
+    return mine is theirs or (
+        isinstance(mine, str | PathLike | int) and type(mine) is type(theirs) and bool(mine == theirs)
+    )
 
 
 def _is_whole(value: object) -> bool:
@@ -235,17 +251,15 @@ def _lookup(prompt_lookup_num_tokens: Any, max_matching_ngram_size: Any = 2) -> 
     return NgramDrafter(num_tokens=prompt_lookup_num_tokens, max_ngram=max_matching_ngram_size)
 
 
-def _goes_by_text(drafter: BatchDrafter) -> bool:
-    """Whether there is a text bridge in this draft."""
-    return isinstance(drafter.model if isinstance(drafter, HybridDrafter) else drafter, TextBridge)
-
-
 def _by_tokens(drafter: BatchDrafter) -> BatchDrafter:
-    """The same draft with shared tokens in place of its text bridge."""
-    if isinstance(drafter, HybridDrafter):
-        return HybridDrafter(drafter.text, _by_tokens(drafter.model))
-    assert isinstance(drafter, TextBridge)
-    return VocabularyIntersection(*drafter.parts)
+    """The same draft with shared tokens in place of its text bridge, where there is one."""
+    match drafter:
+        case TextBridge():
+            return VocabularyIntersection(*drafter.parts)
+        case HybridDrafter(model=TextBridge()):
+            return HybridDrafter(drafter.text, _by_tokens(drafter.model))
+        case _:
+            return drafter
 
 
 def _check_bridge(draft: Any, tokenizer: Any, name: str) -> None:

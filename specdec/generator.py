@@ -10,10 +10,10 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from specdec.call import Extras, Prepared, Running
+from specdec.call import Extras, Prepared
 from specdec.config import Options, check_defaults, resolve
 from specdec.drafts import NAMES as DRAFT_NAMES
-from specdec.drafts import Drafts, is_name, language_model, loaded, models_of, names_model
+from specdec.drafts import Draft, Drafts, is_name, language_model, loaded, models_of, names_model
 from specdec.errors import BusyError, OptionError
 from specdec.inputs import NAMES as MODEL_INPUTS
 from specdec.inputs import Prompt, check_tokenizer, read_prompts, tokenizer_beside
@@ -57,12 +57,11 @@ class SpecGenerator:
         check_defaults(options)
         check_tokenizer("tokenizer", tokenizer)
         self._defaults, self._task = options, task
-        self._cost = Cost()
         self._lock = threading.Lock()
         self.tokenizer = tokenizer_beside(str(target)) if tokenizer is None and is_name(target) else tokenizer
         self.target = language_model(target, "target", compile=compile)
         self._drafts = Drafts(self.target, compile=compile)
-        self.drafter = self._drafts.make(draft, self.tokenizer, assistant_tokenizer)
+        self._draft = Draft(self._drafts.make(draft, self.tokenizer, assistant_tokenizer))
 
     @classmethod
     def from_pretrained(
@@ -97,6 +96,11 @@ class SpecGenerator:
         model = language_model(target, "target", how, compile=compile)
         return cls(model, draft, **tokenizers, compile=compile, task=task, **options)
 
+    @property
+    def drafter(self) -> BatchDrafter | None:
+        """What drafts where a call names nobody else."""
+        return self._draft.drafter
+
     def __repr__(self) -> str:
         return f"SpecGenerator({self.target!r}, draft={self.drafter!r})"
 
@@ -117,7 +121,6 @@ class SpecGenerator:
             call = self._prepare(prompt, messages, options).start()
             for _ in call.rounds():
                 pass
-            self._learn(call)
             return call.result()
 
     def stream(
@@ -139,7 +142,6 @@ class SpecGenerator:
                 if not prepared.options.at_the_end:
                     for row, ids, accepted, last in news:
                         yield Event(texts[row].push(ids, last=last) if texts else "", ids, accepted, row)
-            self._learn(call)
             out = call.result()
             if prepared.options.at_the_end:
                 for row, ids in enumerate(out.new_tokens()):
@@ -167,8 +169,8 @@ class SpecGenerator:
         options = self._options(given, config)
         extras = Extras(**{"tokenizer": self.tokenizer, **{n: objects[n] for n in _EXTRAS if n in objects}})
         named = {n: value for n in DRAFT_NAMES if (value := objects.get(n, getattr(config, n, None))) is not None}
-        drafter = self._drafts.of_call(named, extras.tokenizer) if named else self.drafter
-        drafter = self._drafts.suited(drafter, options.sampling)
+        draft = self._drafts.of_call(named, extras.tokenizer) if named else self._draft
+        drafter = draft.suited(options.sampling)
         self._check_modes(drafter)
         prompts = read_prompts(prompt, messages, inputs, options, self.target, extras.tokenizer)
         prompts = prompts.repeat(options.copies)
@@ -178,7 +180,8 @@ class SpecGenerator:
             raise OptionError("`streamer` shows text as it comes, but beams and ranked samples are final at the end")
         if extras.streamer is not None and len(prompts.rows) > 1:
             raise OptionError(f"`streamer` shows one row, and this call has {len(prompts.rows)}: use gen.stream()")
-        return Prepared(self.target, options, prompts, extras, drafter, self._schedule(options, named))
+        schedule = self._schedule(options, named, draft)
+        return Prepared(self.target, options, prompts, extras, drafter, schedule, draft.costs)
 
     def _check_modes(self, drafter: BatchDrafter | None) -> None:
         """Raises where a model was put into training mode since it was handed over."""
@@ -199,7 +202,7 @@ class SpecGenerator:
             inherited=inherited(self.target.model, self._task),
         )
 
-    def _schedule(self, o: Options, named: Mapping[str, Any]) -> Schedule:
+    def _schedule(self, o: Options, named: Mapping[str, Any], draft: Draft) -> Schedule:
         """The schedule by name, or the caller's own; prompt lookup by transformers' name drafts as much as it says."""
         if not isinstance(o.schedule, str | None):
             return o.schedule
@@ -215,14 +218,10 @@ class SpecGenerator:
             case "cost":
                 # Trees that are drawn node by node bring less, and the branches of beams are theirs to choose.
                 chain = o.beams > 1 or o.sampling in ("rejection", "block")
-                return self._cost.fresh(k or 32, branches or (None if chain else WIDEST))
+                cost = draft.costs.get(o.family, Cost())
+                return cost.fresh(k or 32, branches or (None if chain else WIDEST))
             case _:
                 return Heuristic(k or 5, threshold or 0.0, branches)
-
-    def _learn(self, call: Running) -> None:
-        """What a call found out about costs and acceptance serves the next one."""
-        if call.options.schedule == "cost" and isinstance(call.engine.schedule, Cost):
-            self._cost = call.engine.schedule
 
 
 def inherited(model: PreTrainedModel, task: str | None) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
@@ -74,6 +75,51 @@ def test_a_draft_is_prepared_once_for_the_same_model() -> None:
     first, second, again = (generator._drafts.of_call({"assistant_model": m}, None) for m in (one, other, one))
     assert first is again
     assert first is not second
+    lookups = [{"prompt_lookup_num_tokens": n} for n in (3, 3, 4)]
+    first, again, second = (generator._drafts.of_call(named, None) for named in lookups)
+    assert first is again
+    assert first is not second
+
+
+# --- what the cost rule learns
+
+
+class Sleepy:
+    """A draft of one's own that may be slow and wrong, or fast and right."""
+
+    def __init__(self, text: list[int]) -> None:
+        self.text, self.asleep = text, False
+
+    def propose(self, tokens: list[int], k: int) -> list[int]:
+        if self.asleep:
+            sleep(0.02)
+            return [0] * k
+        return self.text[len(tokens) : len(tokens) + k]
+
+
+def test_a_search_that_lost_does_not_silence_greedy_drafting() -> None:
+    """Calls of one family share what was learned, others do not. (One verdict held for all calls of a generator.)"""
+    model, searching = tiny("llama"), {**RUN, "num_beams": 3, "max_new_tokens": 20}
+    draft = Sleepy(SpecGenerator(model).generate(IDS, **RUN).sequences[0].tolist())
+    generator = SpecGenerator(model, draft, schedule="cost")
+    draft.asleep = True
+    assert generator.generate(IDS, **searching).stats.num_draft_tokens > 20
+    assert generator.generate(IDS, **searching).stats.num_draft_tokens <= 3  # a look at one token of every beam
+    draft.asleep = False
+    assert generator.generate(IDS, **RUN).stats.num_accepted_draft_tokens == RUN["max_new_tokens"] - 1
+    assert generator.generate(IDS, **searching).stats.num_draft_tokens <= 3
+
+
+def test_what_was_learned_belongs_to_the_draft() -> None:
+    """Another draft of the same generator starts anew; the same one, named again, does not."""
+    model, run = tiny("llama"), {**RUN, "max_new_tokens": 20}
+    text = SpecGenerator(model).generate(IDS, **run).sequences[0].tolist()
+    bad, good, run = Sleepy(text), Sleepy(text), {**run, "schedule": "cost"}
+    bad.asleep = True
+    generator = SpecGenerator(model)
+    assert generator.generate(IDS, **run, assistant_model=bad).stats.num_draft_tokens > 10
+    assert generator.generate(IDS, **run, assistant_model=bad).stats.num_draft_tokens <= 1
+    assert generator.generate(IDS, **run, assistant_model=good).stats.num_draft_tokens > 10
 
 
 @pytest.mark.parametrize(
@@ -129,19 +175,19 @@ def test_a_bridge_inside_a_pair_goes_by_shared_tokens(sampling: str) -> None:
     drafter = generator.drafter
     assert isinstance(drafter, HybridDrafter)
     assert isinstance(drafter.model, TextBridge)
-    suited = generator._drafts.suited(drafter, sampling)
+    suited = generator._draft.suited(sampling)
     assert isinstance(suited, HybridDrafter)
     assert isinstance(suited.model, VocabularyIntersection)
     assert suited.text is drafter.text
-    assert generator._drafts.suited(drafter, sampling) is suited
-    assert generator._drafts.suited(drafter, "coupled") is drafter
+    assert generator._draft.suited(sampling) is suited
+    assert generator._draft.suited("coupled") is drafter
     assert generator.generate("abab", **SAMPLED, sampling=sampling).stats.num_draft_tokens > 0
 
 
 def test_a_pair_without_a_bridge_is_left_alone() -> None:
     """What it learned about its model draft is not lost between two ways of sampling."""
     generator = SpecGenerator(tiny("llama"), ("ngram", tiny("llama", seed=1)))
-    assert generator._drafts.suited(generator.drafter, "rejection") is generator.drafter
+    assert generator._draft.suited("rejection") is generator.drafter
 
 
 def test_bridges_are_let_go() -> None:

@@ -44,7 +44,7 @@ class Cost:
     """Tokens per second decide (see the module); may draft nothing, and then tries again, ever more rarely.
 
     `k` bounds a path, `branches` what one draft pass continues. Fitted costs and acceptance carry over to the next call
-    of the same generator (`fresh`).
+    of the same family with the same draft (`fresh`): what a search pays for is not what a chain pays for.
     """
 
     k: int = 32
