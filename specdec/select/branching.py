@@ -49,7 +49,8 @@ def drawn_children(scores: Tensor, ends: Sequence[Branch], plan: Plan, address: 
     """Children drawn without replacement (arXiv 2402.12374), from log-probabilities `[ends, vocab]`.
 
     How many each end gets is settled before any is drawn, by the odds of its path and of an n-th child alone: no child
-    may be dropped after it was seen.
+    may be dropped after it was seen. What was drawn above, anywhere in the tree, may well decide it: given that, fresh
+    children of a node change neither the chance that the text ends below it nor what it then is.
     """
     shares = _shares(ends, plan)
     found = []

@@ -13,7 +13,7 @@ from specdec.errors import OptionError
 from specdec.logits import Processors, TopK
 from specdec.select import Block, Match, Rejection, noise
 from specdec.select.block import child_weight, without_child
-from specdec.select.rejection import residual
+from specdec.select.rejection import residual, siblings
 from specdec.types import Scores, Tree
 from tests.select.toys import (
     NOTHING,
@@ -115,6 +115,55 @@ def test_law_with_drawn_trees(monkeypatch, kind, draft, branches) -> None:
         return decode(selector, TARGET, None, length=3 if branches == 2 else 2, k=2, guesses=guesses)[0]
 
     assert_law(law_of(Branching(monkeypatch), play), target_law(TARGET, 3 if branches == 2 else 2))
+
+
+@pytest.mark.parametrize("kind", [Rejection, Block])
+@pytest.mark.parametrize(("vocab", "depth", "branches", "margin", "seed"), [(2, 5, 4, 1.5, 10), (3, 3, 6, 1.5, 14)])
+def test_law_where_branches_run_out_of_tokens(monkeypatch, kind, vocab, depth, branches, margin, seed) -> None:
+    """An end with fewer possible tokens than its share leaves the rest to others, below it and beside it.
+
+    So what was drawn in one subtree shapes its elder and younger siblings'. Every decision of a round is enumerated;
+    the target itself goes on from there.
+    """
+    target, full = table(seed, vocab), table(seed + 50, vocab)
+    trees = {}
+
+    def narrow(prefix):
+        logits = full(prefix)
+        return logits.masked_fill(logits < logits.max() - margin, -torch.inf)
+
+    def play():
+        selector, row = kind(NOTHING, 0, width=vocab), ToyRow()
+        tree = sprout(selector.rule, row, narrow, depth, branches)
+        trees[tuple(tree.tokens), tuple(tree.parents)] = tree
+        return tuple(walk(selector, row, verify(row, tree, target))[0])
+
+    law = law_of(Branching(monkeypatch), play)
+    assert any(len(counts) > 1 for counts in shares(trees.values()).values()), "no share depends on other branches"
+    assert_law(continued(law, target, depth + 1), target_law(target, depth + 1))
+
+
+def shares(trees) -> dict[tuple[tuple[int, int], ...], set[int]]:
+    """The numbers of children that a node has in all trees, by the tokens and places among siblings that lead to it."""
+    counts = defaultdict(set)
+    for tree in trees:
+        lineage, children = {-1: ()}, {node: siblings(tree, node) for node in range(-1, len(tree))}
+        for node, below in children.items():
+            counts[lineage[node]].add(len(below))
+            lineage |= {child: (*lineage[node], (tree.tokens[child], i)) for i, child in enumerate(below)}
+    return counts
+
+
+def continued(law, target, length) -> dict[tuple[int, ...], float]:
+    """The law of texts of this length that begin as `law` says and go on as the target does."""
+    for done in range(1, length):
+        grown = defaultdict(float)
+        for text, weight in law.items():
+            after = target([0, *text]).double().softmax(-1).tolist() if len(text) == done else None
+            for token, p in enumerate(after or [1.0]):
+                grown[text if after is None else (*text, token)] += weight * p
+        law = grown
+    return law
 
 
 def test_draws_that_do_not_pay_are_not_made() -> None:
