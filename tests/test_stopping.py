@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast, StoppingCriteria
 
 from specdec import SpecGenerator
 from tests.oracle import oracle
+from tests.test_exact import noisy
 from tests.tiny import tiny
 
 PROMPT = [[5, 9, 12, 7]]
@@ -140,6 +141,68 @@ def test_stop_strings_inside_a_block(model: Any, answer: list[int]) -> None:
     plain, _ = both(model, answer, stop_strings=[stop], tokenizer=tokenizer)
     assert tokenizer.decode(plain.sequences[0, 4:]).endswith(stop)
     assert plain.stats.finish_reasons == ("stop",)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    **{
+        kind: {"do_sample": True, "sampling": kind, "seed": 3, "temperature": 0.5}
+        for kind in ("coupled", "match", "rejection", "block")
+    },
+}
+TREES: dict[str, Any] = {"schedule": "constant", "num_assistant_tokens": 4, "num_assistant_branches": 3}
+ROWS = [[5, 9, 12, 7], [8, 30, 31, 7, 22, 9], [11]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stop_strings_inside_trees(model: Any, kind: str) -> None:
+    """In a batch every row ends with its first stop string, on a path of a tree or off it, and is itself until then."""
+    letter, draft = letters(), noisy(tiny("llama"), 0.01)
+    options = {"max_new_tokens": 24, "eos_token_id": [], "pad_token_id": 0, **KINDS[kind]}
+    generator = SpecGenerator(model, draft, tokenizer=letter, **TREES)
+    free = generator.generate(ROWS, **options).new_tokens()
+    if kind not in ("rejection", "block"):
+        assert free == SpecGenerator(model).generate(ROWS, **options).new_tokens()
+    on_a_path = off_it = 0
+    for at in (3, 8, 12):
+        stops = [letter.decode(free[0][at : at + 2]), letter.decode(free[1][at : at + 1])]
+        last = {}
+        for event in generator.stream(ROWS, **options, stop_strings=stops):
+            last[event.row] = event
+        found = generator.generate(ROWS, **options, stop_strings=stops)
+        assert found.new_tokens() == [cut(letter, prompt, new, stops) for prompt, new in zip(ROWS, free, strict=True)]
+        assert found.stats.finish_reasons[:2] == ("stop", "stop")
+        on_a_path += sum(event.accepted == len(event.token_ids) for event in last.values())
+        off_it += sum(event.accepted < len(event.token_ids) for event in last.values())
+    assert on_a_path
+    assert off_it
+
+
+def cut(tokenizer: Any, prompt: list[int], new: list[int], stops: list[str]) -> list[int]:
+    """`new` up to where the text first ends with one of `stops`."""
+    ends = (i for i in range(1, len(new) + 1) if tokenizer.decode(prompt + new[:i]).endswith(tuple(stops)))
+    return new[: next(ends, len(new))]
+
+
+@pytest.mark.parametrize("search", [{}, {"num_beam_groups": 2, "diversity_penalty": 0.5}, {"do_sample": True}], ids=str)
+def test_stop_strings_inside_a_search(model: Any, search: dict[str, Any]) -> None:
+    """Beams that meet a stop string in the middle of the draft's branches end there, as without a draft."""
+    letter = letters()
+    options = {"max_new_tokens": 16, "eos_token_id": [], "pad_token_id": 0, "num_beams": 4, "seed": 3, **search}
+    options["num_return_sequences"] = 4
+    free = SpecGenerator(model, tokenizer=letter).generate(ROWS, **options).texts
+    generator = SpecGenerator(model, noisy(tiny("llama"), 0.02), tokenizer=letter, schedule="constant")
+    ended = 0
+    for at in (2, 6, 9):
+        stop = {"stop_strings": [free[0][at : at + 2], free[8][at]], "output_scores": True}
+        plain = SpecGenerator(model, tokenizer=letter).generate(ROWS, **options, **stop)
+        out = generator.generate(ROWS, **options, **stop)
+        assert out.sequences.tolist() == plain.sequences.tolist()
+        assert torch.allclose(out.sequences_scores, plain.sequences_scores, atol=1e-4)
+        ended += sum(text.endswith(tuple(stop["stop_strings"])) for text in plain.texts)
+        assert out.stats.finish_reasons == plain.stats.finish_reasons
+        assert out.stats.num_accepted_draft_tokens > 0
+    assert ended or "num_beam_groups" in search  # whose beams end all together
 
 
 def test_max_time(model: Any) -> None:
