@@ -220,6 +220,17 @@ def models_of(drafter: BatchDrafter | None) -> Iterator[LanguageModel]:
         yield from models_of(drafter.drafter)
 
 
+def guesses_trees(drafter: BatchDrafter | None) -> bool:
+    """Whether a draft may propose several continuations of one text; those that are not the package's own may."""
+    match drafter:
+        case HybridDrafter():
+            return guesses_trees(drafter.model)
+        case NgramDrafter() | SuffixDrafter() | FunctionDrafter() | TextBridge() | VocabularyIntersection():
+            return False
+        case _:
+            return True
+
+
 def _same(mine: Any, theirs: Any) -> bool:
     return mine is theirs or (
         isinstance(mine, str | PathLike | int) and type(mine) is type(theirs) and bool(mine == theirs)

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from specdec.call import Extras, Prepared
 from specdec.config import Options, check_defaults, resolve
 from specdec.drafts import NAMES as DRAFT_NAMES
-from specdec.drafts import Draft, Drafts, is_name, language_model, loaded, models_of, names_model
+from specdec.drafts import Draft, Drafts, guesses_trees, is_name, language_model, loaded, models_of, names_model
 from specdec.errors import BusyError, OptionError
 from specdec.inputs import NAMES as MODEL_INPUTS
 from specdec.inputs import Prompt, check_tokenizer, read_prompts, tokenizer_beside
@@ -21,11 +21,12 @@ from specdec.loading import NAMES as LOADING
 from specdec.loading import Loading
 from specdec.models import LanguageModel
 from specdec.output import Detokenizer, Event, Generation
-from specdec.schedule import Confidence, Constant, Cost, Heuristic, Schedule
+from specdec.schedule import MOST_NODES, Confidence, Constant, Cost, Heuristic, Schedule
 from specdec.types import BatchDrafter
 
 _EXTRAS = tuple(Extras.__dataclass_fields__)
 _OBJECTS = (*_EXTRAS, "generation_config", *DRAFT_NAMES)
+_BRANCHING = ("schedule", "num_assistant_branches")
 WIDEST = 16  # nodes that a draft pass continues at most, where the cost rule decides
 _DRAFTING = ("schedule", "num_assistant_tokens", "num_assistant_branches", "assistant_confidence_threshold")
 
@@ -172,6 +173,8 @@ class SpecGenerator:
         draft = self._drafts.of_call(named, extras.tokenizer) if named else self._draft
         drafter = draft.suited(options.sampling)
         self._check_modes(drafter)
+        if not named or any(name in given for name in _BRANCHING):
+            _check_branches(drafter, options)
         prompts = read_prompts(prompt, messages, inputs, options, self.target, extras.tokenizer)
         prompts = prompts.repeat(options.copies)
         if drafter is None and (idle := [name for name in _DRAFTING if name in given]):
@@ -207,21 +210,35 @@ class SpecGenerator:
         if not isinstance(o.schedule, str | None):
             return o.schedule
         k, threshold, branches = o.num_assistant_tokens, o.assistant_confidence_threshold, o.num_assistant_branches
+        most = max(MOST_NODES // (branches or 1), 1)
         lookup = named.get("prompt_lookup_num_tokens")
         match o.schedule:
             case None if lookup is not None and k is None:
                 return Constant(lookup, threshold or 0.0, branches)
             case "constant":
-                return Constant(k or 5, threshold or 0.0, branches)
+                return Constant(k or min(5, most), threshold or 0.0, branches)
             case "confidence":
-                return Confidence(k or 20, 0.4 if threshold is None else threshold, branches)
+                return Confidence(k or min(20, most), 0.4 if threshold is None else threshold, branches)
             case "cost":
                 # Trees that are drawn node by node bring less, and the branches of beams are theirs to choose.
                 chain = o.beams > 1 or o.sampling in ("rejection", "block")
                 cost = draft.costs.get(o.family, Cost())
-                return cost.fresh(k or 32, branches or (None if chain else WIDEST))
+                k = k or min(32, most)
+                return cost.fresh(k, branches or (None if chain else max(min(WIDEST, MOST_NODES // k), 1)))
             case _:
-                return Heuristic(k or 5, threshold or 0.0, branches)
+                return Heuristic(k or min(5, most), threshold or 0.0, branches)
+
+
+def _check_branches(drafter: BatchDrafter | None, options: Options) -> None:
+    """Raises where trees are asked of a draft that guesses chains."""
+    own = getattr(options.schedule, "branches", None)
+    asked = own or options.num_assistant_branches or 1
+    if drafter is not None and asked > 1 and not guesses_trees(drafter):
+        name = f"`schedule`={options.schedule!r}" if own else f"`num_assistant_branches`={asked}"
+        raise OptionError(
+            f"{name} asks for trees of guesses, but {drafter!r} guesses one continuation at a time: "
+            "leave the branches out, or draft with a model that has the target's vocabulary"
+        )
 
 
 def inherited(model: PreTrainedModel, task: str | None) -> dict[str, Any]:

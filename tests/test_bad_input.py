@@ -13,6 +13,8 @@ from transformers import GenerationConfig
 from specdec import OptionError, SpecGenerator, UnsupportedError, VocabularyError
 from specdec.config import Options
 from specdec.fields import REFUSED
+from specdec.schedule import Constant
+from tests.folders import WIDTH, byte_tokenizer
 from tests.tiny import tiny
 
 IDS = torch.tensor([[5, 6, 7]])
@@ -152,6 +154,49 @@ def test_fewer_branches_than_beams() -> None:
         SpecGenerator(model, model, num_beams=4, num_assistant_branches=3).generate(IDS, max_new_tokens=8)
     out = SpecGenerator(model, model, num_assistant_branches=3).generate(IDS, **options)
     assert out.stats.num_accepted_draft_tokens > 0
+
+
+@pytest.mark.parametrize("draft", ["ngram", "suffix", lambda tokens, k: tokens[:k], ("suffix", "bridge"), "bridge"])
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_branches_of_a_draft_that_has_none(draft: Any, num_beams: int) -> None:
+    """Drafts that copy, functions and bridges guess one text at a time. (The number was ignored.)"""
+    target, model = tiny("llama", vocab=WIDTH), tiny("llama", vocab=WIDTH, seed=1)
+    bridge = {"tokenizer": byte_tokenizer(), "assistant_tokenizer": byte_tokenizer(backwards=True)}
+    bridged = "bridge" in draft if isinstance(draft, str | tuple) else False
+    if bridged:
+        draft = model if draft == "bridge" else ("suffix", model)
+    generator = SpecGenerator(target, draft, **(bridge if bridged else {}))
+    call = {"max_new_tokens": 2, "num_beams": num_beams}
+    with pytest.raises(OptionError, match=r"`num_assistant_branches`=3 asks for trees .* leave the branches out"):
+        generator.generate(IDS, **call, num_assistant_branches=3)
+    with pytest.raises(OptionError, match=r"`schedule`=Constant\(.*branches=3\) asks for trees"):
+        generator.generate(IDS, **call, schedule=Constant(4, branches=3))
+    generator.generate(IDS, **call, num_assistant_branches=num_beams if num_beams == 1 else None)
+
+
+def test_default_branches_wait_for_their_draft() -> None:
+    """A generator's branches are about its own draft: a call that names one which has none passes them by."""
+    model = tiny("llama")
+    generator = SpecGenerator(model, tiny("llama", seed=1), num_assistant_branches=3, max_new_tokens=4)
+    generator.generate(IDS, prompt_lookup_num_tokens=3)
+    with pytest.raises(OptionError, match="`num_assistant_branches`=2"):
+        generator.generate(IDS, prompt_lookup_num_tokens=3, num_assistant_branches=2)
+    with pytest.raises(OptionError, match="`num_assistant_branches`=3"):
+        SpecGenerator(model, "suffix", num_assistant_branches=3).generate(IDS, max_new_tokens=4)
+
+
+@pytest.mark.parametrize("schedule", ["heuristic", "constant", "confidence", "cost"])
+def test_trees_have_their_bounds(schedule: str) -> None:
+    """1,024 nodes of a row; lengths that nobody asked for stay within. (200 branches of 64 tokens ran for minutes.)"""
+    model = tiny("llama")
+    generator = SpecGenerator(model, model, schedule=schedule, max_new_tokens=3)
+    with pytest.raises(OptionError, match=r"200 branches \(`num_assistant_branches`\) of 64 .* 12800 nodes.* 1024"):
+        generator.generate(IDS, num_assistant_branches=200, num_assistant_tokens=64)
+    with pytest.raises(OptionError, match="1025 branches"):
+        generator.generate(IDS, num_assistant_branches=1025)
+    generator.generate(IDS, num_assistant_branches=16, num_assistant_tokens=64)
+    generator.generate(IDS, num_assistant_branches=200)
+    generator.generate(IDS, num_assistant_tokens=2000)
 
 
 def test_settings_of_beams_in_a_generator() -> None:

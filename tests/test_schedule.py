@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from specdec.errors import OptionError
 from specdec.schedule import Confidence, Constant, Cost, Heuristic
 from specdec.types import Round, RowRound, Step
 
@@ -39,6 +40,17 @@ def test_heuristic() -> None:
     for _ in range(20):
         schedule = schedule.after(outcome(5, 0))
     assert [plan.limit for plan in schedule.plan([Key(0), Key(1)])] == [1, 5]
+
+
+def test_heuristic_trees_stop_growing() -> None:
+    """At 1,024 nodes; a schedule that begins beyond is refused."""
+    schedule = Heuristic(60, branches=16)
+    for _ in range(4):
+        schedule = schedule.after(outcome(5, 5))
+    assert schedule.plan([Key(0)])[0].limit == 64
+    for make in (Heuristic, Constant, Cost):
+        with pytest.raises(OptionError, match="1040 nodes"):
+            make(65, branches=16)
 
 
 def test_nothing_drafted_changes_nothing() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from specdec.schedule.estimates import Acceptance, Line
+from specdec.schedule.rules import check_nodes
 from specdec.types import Plan, Round, Row
 
 _TOO_MUCH = 3  # rounds without a draft that a draft may waste before it is given up for a while
@@ -65,6 +66,9 @@ class Cost:
     lost: bool = False  # drafting was seen to be slower, whatever was predicted
     price: Line = field(default_factory=Line)  # `plain` at that time; another trial is due when it grows
     wait: int = 32  # rounds without a draft before it gets another trial
+
+    def __post_init__(self) -> None:
+        check_nodes(self.k, self.branches)
 
     def plan(self, rows: Sequence[Row]) -> list[Plan]:
         """One plan per row; all of limit 0 while plain decoding is predicted to be faster."""
