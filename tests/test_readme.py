@@ -59,13 +59,23 @@ def test_a_block_runs(number: int, names: dict[str, Any]) -> None:
 
 
 def test_all_blocks_are_found() -> None:
-    """Loading, loaded models, a draft of one's own, searches, summaries and speech."""
+    """Loading, loaded models, a draft of one's own, searches, constraints, summaries and speech."""
     words = (
-        *("SpecGenerator.from_pretrained", "input_ids, attention_mask", "class LastTime", "num_beams", "Summarizer"),
-        "Transcriber",
+        *("SpecGenerator.from_pretrained", "input_ids, attention_mask", "class LastTime", "num_beams"),
+        *("prefix_allowed_tokens_fn", "Summarizer", "Transcriber"),
     )
-    assert [[word in code for word in words].index(True) for _, code in BLOCKS] == [0, 1, 2, 3, 4, 5]
+    assert [[word in code for word in words].index(True) for _, code in BLOCKS] == [0, 1, 2, 3, 4, 5, 6]
     assert README.count("```python") == len(BLOCKS)
+
+
+def test_the_constraint(names: dict[str, Any]) -> None:
+    """Whatever the model would have said, it says one of the two answers to its end."""
+    block = next(code for _, code in BLOCKS if "prefix_allowed_tokens_fn" in code)
+    found = {**names, "gen": SpecGenerator(names["target"], "suffix", tokenizer=names["tokenizer"])}
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(block, found)
+    assert found["out"].texts[0] in ('{"prime": true}', '{"prime": false}')
+    assert found["out"].stats.finish_reasons == ("eos",)
 
 
 def test_the_draft_of_your_own() -> None:
