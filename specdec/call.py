@@ -30,7 +30,6 @@ from specdec.select import (
     GroupSearch,
     Match,
     PerRow,
-    PerSearch,
     Progress,
     Rejection,
     Stopping,
@@ -241,10 +240,11 @@ class Prepared:
             encoding = self.target.encode(inputs, **traced)
         draft = None
         if self.drafter is not None:
+            rules = PerRow({key: s.rule for key, s in enumerate(self.strategies) if not isinstance(s, Contrastive)})
             call = Call(
-                PerRow({key: s.rule for key, s in enumerate(self.strategies) if not isinstance(s, Contrastive)}),
+                rules,
                 self.target.vocab_size,
-                branching=self._branching(),
+                branching=self._branching(rules),
                 encoding=encoding,
                 draft_inputs=inputs,
                 sources=[row.source or 0 for row in rows],
@@ -264,13 +264,11 @@ class Prepared:
         engine.add(rows, encoding)
         return Running(self, engine, encoding, began)
 
-    def _branching(self) -> PerSearch | None:
+    def _branching(self, rules: PerRow) -> PerRow | None:
         """How a draft may look ahead with branches, where there are any."""
         if self.options.beams > 1:
-            return PerSearch(dict(enumerate(self.strategies)))  # type: ignore[arg-type]
-        if (getattr(self.schedule, "branches", None) or 1) == 1:
-            return None
-        return PerSearch({key: s.rule for key, s in enumerate(self.strategies) if not isinstance(s, Contrastive)})  # type: ignore[misc]
+            return PerRow(dict(enumerate(self.strategies)))
+        return rules if (getattr(self.schedule, "branches", None) or 1) > 1 else None
 
     def _row(self, prompt: RowPrompt, strategy: Any, stop: Stopping, key: int) -> RunningRow:
         common: dict[str, Any] = {"key": key, "source": key // self.options.copies}

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from specdec.draft.leading import ReadRow
 from specdec.draft.text import below, cut
 from specdec.types import EMPTY, BatchDrafter, Call, DraftSession, Plan, Row, Tree
 
@@ -82,24 +83,13 @@ class _Likeliest:
 
 
 @dataclass(slots=True)
-class DraftRow:
+class DraftRow(ReadRow):
     """A row as the draft reads it, in the draft's tokens; `seen` target tokens are in it.
 
     Its `prompt_length` covers the beginning of text alone: everything after that may be encoded anew.
     """
 
-    key: int
-    tokens: list[int]
-    prompt_length: int
     seen: int = 0
-    remaining: int = 2**31
-    encoder_tokens: list[int] | None = None
-    tree: Tree = EMPTY
-    leaves: Sequence[int] = (-1,)
-    leaf_scores: Sequence[float] = (0.0,)
-
-    def prefix(self, extra: Sequence[int] = ()) -> Tensor:
-        return torch.tensor([[*self.tokens, *extra]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +172,7 @@ class BridgeSession:
         draft = self._rows.get(row.key)
         if draft is None:
             opening, seen = begin(self._target, self._drafts, row.tokens)
-            draft = self._rows[row.key] = DraftRow(row.key, opening, len(opening), seen)
+            draft = self._rows[row.key] = DraftRow(row.key, opening, len(opening), seen=seen)
         new, draft.seen = self._new_text(row.tokens, draft.seen)
         if new:
             start, text = window(self._drafts, draft.tokens, draft.prompt_length)

@@ -132,7 +132,7 @@ class IntersectionSession:
         read = self._rows.get(row.key)
         if read is None:
             opening, seen = begin(self._target, self._drafts, row.tokens)
-            read = self._rows[row.key] = _MappedRow(row.key, opening, len(opening), seen)
+            read = self._rows[row.key] = _MappedRow(row.key, opening, len(opening), seen=seen)
         read.outer, read.remaining = row, row.remaining
         for shared, run in groupby(row.tokens[read.seen :], key=self._rule.to_draft.__contains__):
             ids = list(run)

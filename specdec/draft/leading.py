@@ -12,14 +12,14 @@ from specdec.types import EMPTY, DraftSession, Plan, Row, Tree
 
 
 @dataclass(slots=True)
-class _Leader:
-    """The best branch of a search as a sequence."""
+class ReadRow:
+    """A row as a draft reads it that knows only sequences of its own tokens."""
 
     key: int
     tokens: list[int]
     prompt_length: int
-    remaining: int
-    encoder_tokens: list[int] | None
+    remaining: int = 2**31
+    encoder_tokens: list[int] | None = None
     tree: Tree = EMPTY
     leaves: Sequence[int] = (-1,)
     leaf_scores: Sequence[float] = (0.0,)
@@ -50,6 +50,7 @@ def tail(row: Row, leaf: int) -> list[int]:
     return [row.tree.tokens[node] for node in row.tree.path(leaf)]
 
 
-def _leader(row: Row) -> _Leader:
+def _leader(row: Row) -> ReadRow:
+    """The best branch of a search as a sequence."""
     tokens = row.tokens + tail(row, row.leaves[0])
-    return _Leader(row.key, tokens, row.prompt_length, row.remaining, row.encoder_tokens)
+    return ReadRow(row.key, tokens, row.prompt_length, row.remaining, row.encoder_tokens)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specdec.draft.leading import tail
 from specdec.draft.model import PREFILL_CHUNK, ModelSession
+from specdec.select.rules import fit
 from specdec.types import EMPTY, Branch, Plan, Row, Tree
 
 
@@ -204,7 +205,8 @@ class LookaheadSession(ModelSession):
             self._branches[slot].keep(tree, paths[slot], settled[slot])
             if slot in ends:
                 at = torch.tensor([end - scores[slot].first for end in ends[slot]])
-                logits[slot] = self._fit(scores[slot].logits[at.to(scores[slot].logits.device)])
+                seen = scores[slot].logits
+                logits[slot] = fit(seen[at.to(seen.device)], self._call.vocab_size)
                 looks[slot].held = [max(end - settled[slot], -1) for end in ends[slot]]
         return logits
 

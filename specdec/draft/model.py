@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from specdec.errors import UnsupportedError
 from specdec.models import add_rows
+from specdec.select.rules import fit
 from specdec.types import EMPTY, Call, DraftRule, Plan, Row, Tree
 
 if TYPE_CHECKING:
@@ -205,14 +205,7 @@ class ModelSession:
         self._session.commit(paths, final=final)
         for chain, tokens in pieces:
             self._held[chain.slot].tokens += tokens
-        return [self._fit(scores[chain.slot].logits[-1]) for chain, _ in pieces]
-
-    def _fit(self, logits: Tensor) -> Tensor:
-        """`logits` at the target's width: padded vocabularies differ in size where their tokens agree."""
-        extra = self._call.vocab_size - logits.shape[-1]
-        if extra == 0:
-            return logits
-        return logits[..., :extra] if extra < 0 else pad(logits, (0, extra), value=float("-inf"))
+        return [fit(scores[chain.slot].logits[-1], self._call.vocab_size) for chain, _ in pieces]
 
     def _admit(self, rows: Sequence[Row]) -> None:
         """Gives a place in the cache to rows that have none; a text that several begin with is read once."""

@@ -2,7 +2,6 @@
 
 from specdec.select.beam import Beams, BeamSearch
 from specdec.select.block import Block
-from specdec.select.branching import PerSearch
 from specdec.select.constrained import ConstrainedSearch
 from specdec.select.constraints import Constraint, DisjunctiveConstraint, PhrasalConstraint, Progress, wanted
 from specdec.select.contrastive import Contrastive
@@ -29,7 +28,6 @@ __all__ = [
     "GroupSearch",
     "Match",
     "PerRow",
-    "PerSearch",
     "PhrasalConstraint",
     "Progress",
     "Rejection",

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from specdec.select import noise
-from specdec.types import Branch, BranchRule, Plan, Row
+from specdec.types import Branch, Plan
 
 WIDER = 2
 """Of the nodes that are proposed at a depth, every second one is continued (arXiv 2406.16858 reranks likewise)."""
@@ -83,14 +82,3 @@ def _shares(ends: Sequence[Branch], plan: Plan) -> list[int]:
     for _, i, order in sorted(odds, key=lambda odd: -odd[0])[:most]:
         shares[i] += plan.keep([*ends[i].chances, _order_chance(order)])
     return shares
-
-
-@dataclass(frozen=True)
-class PerSearch:
-    """Every row's own way of looking ahead, found by the row's key."""
-
-    rules: Mapping[int, BranchRule]
-
-    def spread(self, row: Row, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
-        """What the rule of `row` would look at next."""
-        return self.rules[row.key].spread(row, ends, logits, plan)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from specdec.select import noise
 from specdec.select.base import Processing, process
 from specdec.select.branching import drawn_children, likeliest_children, noisy
-from specdec.types import Branch, DraftRule, Plan, Row
+from specdec.types import Branch, Plan, Row
 
 
 def generated(row: Row) -> int:
@@ -131,9 +132,9 @@ class SampledRule:
 
 @dataclass(frozen=True)
 class PerRow:
-    """Every row's own rule, found by the row's key."""
+    """Every row's own rule, of either kind, found by the row's key; a search looks ahead by itself."""
 
-    rules: Mapping[int, DraftRule]
+    rules: Mapping[int, Any]
 
     @property
     def needs_q(self) -> bool:
@@ -142,4 +143,10 @@ class PerRow:
 
     def pick(self, row: Row, guesses: list[int], logits: Tensor) -> tuple[int, float, Tensor | None]:
         """What the rule of `row` picks."""
-        return self.rules[row.key].pick(row, guesses, logits)
+        picked: tuple[int, float, Tensor | None] = self.rules[row.key].pick(row, guesses, logits)
+        return picked
+
+    def spread(self, row: Row, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
+        """What the rule of `row` would look at next."""
+        found: list[tuple[int, Branch]] = self.rules[row.key].spread(row, ends, logits, plan)
+        return found

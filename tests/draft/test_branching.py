@@ -13,7 +13,7 @@ from specdec.draft import ModelDrafter, lookahead
 from specdec.logits import Processors
 from specdec.models import LanguageModel
 from specdec.schedule.rules import Limit
-from specdec.select import Coupled, Greedy, PerSearch, Rejection
+from specdec.select import Coupled, Greedy, PerRow, Rejection
 from specdec.types import Tree
 from tests.tiny import tiny
 
@@ -59,7 +59,7 @@ def test_trees_are_the_best_nodes(name: str) -> None:
     model = tiny(name)
     rule = Greedy(NOTHING, width=64).rule
     rows = [FakeRow([rng.randrange(3, 64) for _ in range(n)], n) for n in (1, 4, 9)]
-    rules = PerSearch({row.key: rule for row in rows})
+    rules = PerRow({row.key: rule for row in rows})
     session = ModelDrafter(LanguageModel(model)).start(call(rule, vocab_size=64, branching=rules))
     for turn in range(3):
         plans = [Limit(rng.choice([0, 1, 3]), branches=rng.choice([2, 3])) for _ in rows]
@@ -81,7 +81,7 @@ def test_text_that_grew_long_without_the_draft(name: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(lookahead, "PREFILL_CHUNK", 4)
     model, plan = tiny(name), Limit(3, branches=2)
     rule, rows = Greedy(NOTHING, width=64).rule, [FakeRow([5, 6, 7], 0), FakeRow([8, 9], 1)]
-    rules = PerSearch({row.key: rule for row in rows})
+    rules = PerRow({row.key: rule for row in rows})
     session = ModelDrafter(LanguageModel(model)).start(call(rule, vocab_size=64, branching=rules))
     for more in ([1], [9] * 6, [11, 12, 13], [4] * 9, [3]):
         for row, tree in zip(rows, session.propose(rows, [plan] * 2), strict=True):
@@ -93,7 +93,7 @@ def test_text_that_grew_long_without_the_draft(name: str, monkeypatch: pytest.Mo
 def test_branches_are_kept_while_a_search_settles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next leaf alone is fed. (The text's last token and all branches were, where the text had not grown.)"""
     strategy, row = Greedy(NOTHING, width=64), FakeRow([5, 6, 7], tree=Tree.chain([8, 9]), leaves=(1,))
-    rules = PerSearch({0: strategy.rule})
+    rules = PerRow({0: strategy.rule})
     session = ModelDrafter(LanguageModel(tiny("llama"))).start(call(strategy.rule, vocab_size=64, branching=rules))
     session.propose([row], [Limit(1, branches=2)])
     fed, inner = [], session._session
@@ -114,7 +114,7 @@ def test_one_pass_per_level() -> None:
     """A tree costs as many draft passes as a chain of its depth, and the last one that finds no better nodes."""
     model = LanguageModel(tiny("llama"))
     strategy, row = Greedy(NOTHING, width=64), FakeRow([5, 6, 7])
-    rules = PerSearch({0: strategy.rule})
+    rules = PerRow({0: strategy.rule})
     session = ModelDrafter(model).start(call(strategy.rule, vocab_size=64, branching=rules))
     [tree] = session.propose([row], [Limit(4, branches=3)])
     assert len(tree) == 12
@@ -127,7 +127,7 @@ def test_one_branch_begins_as_the_chain_does(kind: type) -> None:
     model = LanguageModel(tiny("llama"))
     strategy = kind(NOTHING, width=64) if kind is Greedy else kind(NOTHING, 3, width=64)
     row, chain = FakeRow([5, 6, 7]), ModelDrafter(model).start(call(strategy.rule, vocab_size=64))
-    tree = ModelDrafter(model).start(call(strategy.rule, vocab_size=64, branching=PerSearch({0: strategy.rule})))
+    tree = ModelDrafter(model).start(call(strategy.rule, vocab_size=64, branching=PerRow({0: strategy.rule})))
     [ours] = tree.propose([row], [Limit(3, branches=1)])
     [theirs] = chain.propose([row], [Limit(3, branches=1)])
     if kind is Rejection:
@@ -142,7 +142,7 @@ def test_a_token_the_draft_does_not_know_silences_that_row_only() -> None:
     """It may stand anywhere in the text or in a search's branches. (Only the last one was looked at: IndexError.)"""
     rule = Greedy(NOTHING, width=64).rule
     rows = [FakeRow([1, 5], 0), FakeRow([3, 4], 1), FakeRow([3, 55, 4], 2)]
-    rules = PerSearch({row.key: rule for row in rows})
+    rules = PerRow({row.key: rule for row in rows})
     session = ModelDrafter(LanguageModel(tiny("llama", vocab=50))).start(call(rule, vocab_size=64, branching=rules))
     plans = [Limit(2, branches=2)] * 3
     assert list(map(len, session.propose(rows, plans))) == [4, 4, 0]
