@@ -2,6 +2,7 @@
 
     python benchmarks/offload.py                       # 316 M random weights, bfloat16, SYNTHETIC draft
     python benchmarks/offload.py --passes              # seconds of single passes over 1, 16, 64, 256 tokens instead
+    python benchmarks/offload.py --passes --prefetch   # and those of accelerate's hooks behind a prefetch thread
     python benchmarks/offload.py --memory 400 --branches 8
 
 The weights are random, but the head is a permutation of the embedding, so that texts have wide margins and bfloat16
@@ -16,6 +17,7 @@ import os
 import statistics
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,16 +25,19 @@ from typing import Any
 import torch
 from accelerate import dispatch_model
 from measure import Watch, read_prompts, table
-from synthetic import Oracle, SyntheticAssistant, SyntheticDrafter, chances, passes_of
+from prefetch import prefetch
+from synthetic import SyntheticAssistant, chances
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from specdec import SpecGenerator
+from specdec import LanguageModel, SpecGenerator
+from specdec.bench.synthetic import Oracle, SyntheticDrafter, passes_of
 from specdec.models.streaming import stream
 from specdec.zoo import pair
 
 PLAIN = "accelerate plain"
 MAPPED = "accelerate plain, from the checkpoint"
+WEIGHTS = 9  # of a layer, which a prefetch thread is ahead
 ASSISTED = "transformers assisted [synthetic]"
 ASSISTED_MAPPED = "transformers assisted, from the checkpoint [synthetic]"
 
@@ -79,47 +84,58 @@ def out_of_file(model: Any) -> Any:
     return model.eval()
 
 
-def models(folder: Path, memory: int | None, buffers: int, cold: Cold) -> dict[str, Any]:
+def models(folder: Path, args: Namespace, cold: Cold) -> dict[str, Any]:
     """The target with its layers on disk in three ways: accelerate's own files, accelerate on the checkpoint, streamed.
 
     What is not a layer stays in memory: transformers' assisted generation fails where the embedding is away.
     """
     places = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
     places["model.layers"] = "disk"
-    own = out_of_file(AutoModelForCausalLM.from_pretrained(folder, dtype="auto"))
-    dispatch_model(own, places, offload_dir=folder / "own")
-    mapped, streamed = (
-        out_of_file(AutoModelForCausalLM.from_pretrained(folder, dtype="auto", device_map=places)) for _ in range(2)
-    )
-    print(stream(streamed, max_memory=memory, buffers=buffers))
+
+    def own(name: str) -> Any:
+        model = out_of_file(AutoModelForCausalLM.from_pretrained(folder, dtype="auto"))
+        return dispatch_model(model, places, offload_dir=folder / name)
+
+    def mapped() -> Any:
+        return out_of_file(AutoModelForCausalLM.from_pretrained(folder, dtype="auto", device_map=places))
+
+    streamed = mapped()
+    print(stream(streamed, max_memory=args.memory and args.memory * 2**20, buffers=args.buffers))
+    found = {"own": (own("own"), folder / "own"), "mapped": (mapped(), folder), "streamed": (streamed, folder)}
+    if args.prefetch:
+        found["own, prefetched"] = prefetch(own("own2"), WEIGHTS), folder / "own2"
+        found["mapped, prefetched"] = prefetch(mapped(), WEIGHTS), folder
     os.sync()  # pages that wait to be written cannot be dropped
-    return {
-        "own": cold.watch(own, folder / "own"),
-        "mapped": cold.watch(mapped, folder),
-        "streamed": cold.watch(streamed, folder),
-    }
+    return {name: cold.watch(*pair) for name, pair in found.items()}
 
 
-def systems(found: dict[str, Any], prompts: list[Tensor], oracle: Oracle, args: argparse.Namespace) -> dict[str, Any]:
+def systems(found: dict[str, Any], prompts: list[Tensor], texts: list[list[int]], args: Namespace) -> dict[str, Any]:
     """From the number of a prompt to its text, by name."""
-    draft = AutoModelForCausalLM.from_pretrained(pair().draft, dtype=torch.float32).eval()
+    draft = LanguageModel(AutoModelForCausalLM.from_pretrained(pair().draft, dtype=torch.float32).eval())
     work = passes_of(draft)
-    helper = SyntheticAssistant(oracle, work).eval()
+    helper, synthetic = SyntheticAssistant(4096, work).eval(), SyntheticDrafter(chances(), work)
+    new = [text[ids.shape[1] :] for text, ids in zip(texts, prompts, strict=True)]
+    oracles = [Oracle([text], chances(), 4096, seed=case) for case, text in enumerate(new)]
     common = {"max_new_tokens": args.tokens, "do_sample": False, "pad_token_id": 0}
 
     def reference(model: Any, **options: Any) -> Callable[[int], Any]:
         def run(case: int) -> Any:
-            helper.text = case
             ids = prompts[case]
+            helper.oracle, helper.begins = oracles[case], ids.shape[1]
             return model.generate(ids, attention_mask=torch.ones_like(ids), eos_token_id=None, **common, **options)
 
         return run
 
     def ours(model: Any, draft: Any = None, **options: Any) -> Callable[[int], Any]:
         generator = SpecGenerator(model, draft)
-        return lambda case: generator.generate(prompts[case], eos_token_id=[], **common, **options)
 
-    synthetic, streamed = SyntheticDrafter(oracle, work), found["streamed"]
+        def run(case: int) -> Any:
+            synthetic.oracle = oracles[case]
+            return generator.generate(prompts[case], eos_token_id=[], **common, **options)
+
+        return run
+
+    streamed = found["streamed"]
     cost = {"schedule": "cost", "num_assistant_tokens": 32}
     return {
         PLAIN: reference(found["own"]),
@@ -129,7 +145,7 @@ def systems(found: dict[str, Any], prompts: list[Tensor], oracle: Oracle, args: 
         "specdec plain, accelerate's hooks": ours(found["own"]),
         "specdec plain, streamed": ours(streamed),
         "specdec chain, cost [synthetic]": ours(streamed, synthetic, **cost, num_assistant_branches=1),
-        "specdec tree, cost [synthetic]": ours(streamed, synthetic, **cost, num_assistant_branches=16),
+        "specdec tree, cost [synthetic]": ours(streamed, synthetic, **cost),
         **{
             f"specdec tree of {16 * branches} [synthetic]": ours(
                 streamed, synthetic, schedule="constant", num_assistant_tokens=16, num_assistant_branches=branches
@@ -139,7 +155,7 @@ def systems(found: dict[str, Any], prompts: list[Tensor], oracle: Oracle, args: 
     }
 
 
-def compare(args: argparse.Namespace, folder: Path, cold: Cold) -> None:
+def compare(args: Namespace, folder: Path, cold: Cold) -> None:
     """Runs everything in turn and prints a table for warm and one for cold files."""
     tokenizer = AutoTokenizer.from_pretrained(pair().target)
     prompts = [tokenizer(p, return_tensors="pt").input_ids for p in read_prompts(None, args.count)]
@@ -150,10 +166,9 @@ def compare(args: argparse.Namespace, folder: Path, cold: Cold) -> None:
         for ids in prompts
     ]
     del whole, truth
-    oracle = Oracle(texts, chances(), 4096)
-    found = models(folder, args.memory and args.memory * 2**20, args.buffers, cold)
+    found = models(folder, args, cold)
     for cold.on in (False, True):
-        runs, watch = systems(found, prompts, oracle, args), Watch()  # new ones: the cost rule has not seen the others
+        runs, watch = systems(found, prompts, texts, args), Watch()  # new ones: the cost rule has not seen the others
         seconds: dict[str, list[float]] = {name: [] for name in runs}
         stats: dict[str, list[Any]] = {name: [] for name in runs}
         same = dict.fromkeys(runs, 0)
@@ -190,11 +205,11 @@ def _row(name: str, seconds: dict[str, list[float]], stats: list[Any], same: int
 
 
 @torch.no_grad()
-def passes(args: argparse.Namespace, folder: Path, cold: Cold) -> None:
+def passes(args: Namespace, folder: Path, cold: Cold) -> None:
     """Seconds of a pass without a cache, by number of tokens, of every way of offloading, and in memory."""
-    found = models(folder, args.memory and args.memory * 2**20, args.buffers, cold)
+    found = models(folder, args, cold)
     found["in memory"] = out_of_file(AutoModelForCausalLM.from_pretrained(folder, dtype="auto"))
-    widths, watch = (1, 16, 64, 256), Watch()
+    widths, watch = args.widths, Watch()
     seconds: dict[tuple[str, bool, int], list[float]] = {}
     for _ in range(args.repeats):
         for width in widths:
@@ -231,6 +246,8 @@ def main() -> None:
     parser.add_argument("--branches", type=int, nargs="*", default=[4, 16], help="of trees that are 16 deep")
     parser.add_argument("--memory", type=int, help="MiB that the streamed target may take (default: no layer stays)")
     parser.add_argument("--buffers", type=int, default=2, help="1: nothing is read ahead")
+    parser.add_argument("--prefetch", action="store_true", help="accelerate's hooks behind a thread too, with --passes")
+    parser.add_argument("--widths", type=int, nargs="+", default=[1, 16, 64, 256], help="tokens of single passes")
     parser.add_argument("--passes", action="store_true", help="single passes instead of texts")
     args = parser.parse_args()
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {args.dtype}")

@@ -27,7 +27,7 @@ from specdec.types import BatchDrafter
 _EXTRAS = tuple(Extras.__dataclass_fields__)
 _OBJECTS = (*_EXTRAS, "generation_config", *DRAFT_NAMES)
 _BRANCHING = ("schedule", "num_assistant_branches")
-WIDEST = 16  # nodes that a draft pass continues at most, where the cost rule decides
+WIDEST = 32  # nodes that a draft pass continues at most, where the cost rule decides
 _DRAFTING = ("schedule", "num_assistant_tokens", "num_assistant_branches", "assistant_confidence_threshold")
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import random
-from dataclasses import dataclass
+import statistics
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
 from specdec.errors import OptionError
+from specdec.generator import WIDEST
 from specdec.schedule import Confidence, Constant, Cost, Heuristic
+from specdec.schedule.estimates import Acceptance
 from specdec.types import Round, RowRound, Step
 
 
@@ -217,6 +221,51 @@ def test_cost_gets_over_a_stall() -> None:
     schedule = schedule.after(outcome(3, 3, seconds=(30.0, 30.0), confidence=[0.7] * 3))
     assert schedule.passes.at(4) < 0.03
     assert schedule.drafts["model"].at(1) < 0.003
+
+
+def test_unlikely_guesses_are_not_given_up_early() -> None:
+    """Twenty misses of guesses of 6% say little. (Their estimate fell to a tenth, they were never drafted again.)
+
+    Of guesses that were to come true as often as not they say all.
+    """
+    acceptance = Acceptance()
+    for _ in range(20):
+        row = outcome(2, 0).rows[0]
+        acceptance = acceptance.after(replace(row, tested=[(0.7, True), (0.06, False)], levels=1))
+    assert acceptance.of(0.06) > 0.03
+    assert acceptance.of(0.7) > 0.7
+    for _ in range(20):
+        acceptance = acceptance.after(replace(row, tested=[(0.5, False)], levels=1))
+    assert acceptance.of(0.5) < 0.1
+
+
+@pytest.mark.parametrize(("fixed", "node", "least", "most"), [(1.0, 0.0001, 100, 600), (0.01, 0.002, 0, 8)])
+def test_trees_are_as_wide_as_passes_are_dear(fixed: float, node: float, least: int, most: int) -> None:
+    """Hundreds of nodes where a pass takes a second whatever its width, a few where each takes its time."""
+    schedule: Any = Cost(k=32, branches=WIDEST)
+    widths = []
+    source, rates = random.Random(0), [0.69, *[0.05] * 4, *[0.01] * 8]
+    for _ in range(40):
+        (plan,) = schedule.plan([Key(0)])
+        ends: list[list[float]] = [[]]
+        nodes, depth, accepted, tested = 0, 0, 0, []
+        alive = True
+        while ends and plan.go_on(ends, len(ends)):
+            children = [[*end, rate] for end in ends for rate in rates if plan.keep([*end, rate])]
+            if alive and children:  # whatever is right, is the child of the first
+                right = source.choices([*range(len(rates)), None], [*rates, 1 - sum(rates)])[0]
+                own = [path[-1] for path in children if path[:-1] == ends[0]]
+                tested += [(rate, i == right) for i, rate in enumerate(own)]
+                alive = right is not None and right < len(own)
+                accepted += alive
+            nodes, depth = nodes + len(children), depth + bool(children)
+            ends = sorted(children, key=lambda path: -math.prod(path))[:WIDEST]
+        levels = accepted + (depth > accepted)
+        row = RowRound(0, nodes, depth, accepted, False, "model", tested, levels, [Step(0, 0)] * (accepted + 1))
+        seconds = fixed + node * (1 + nodes)
+        schedule = schedule.after(Round([row], 1 + nodes, 0.003 * depth, seconds, 0.0, 0.003 * depth + seconds))
+        widths.append(nodes)
+    assert least <= statistics.median(widths[10:]) <= most
 
 
 def test_wide_drafts_pay_for_all_their_nodes() -> None:

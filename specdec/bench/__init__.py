@@ -2,10 +2,11 @@
 
 | file | what it holds |
 | --- | --- |
-| `suite.py` | the matrix: targets, drafts, modes, strategies, temperatures, schedules, prompts, batches |
+| `suite.py`, `parts.py` | the matrix: targets, drafts, modes, strategies, temperatures, schedules, prompts, batches |
 | `prompts.py`, `texts.jsonl` | the package's prompt sets, and files in the formats of Spec-Bench, HumanEval and GSM8K |
 | `runner.py`, `group.py` | measures plain and assisted decoding in turn; goes on where a killed run stopped |
 | `systems.py` | generators by target and draft, and one measured call |
+| `synthetic.py` | drafts that know the text, for targets without a small sibling; always marked |
 | `samples.py`, `compare.py` | `samples.jsonl`, and what differs from plain decoding's text |
 | `figures.py`, `results.py` | intervals, percentiles, acceptance; `results.json` and the table |
 | `plots.py`, `report.py`, `report.html.j2` | pictures and the page |

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,9 @@ from specdec.bench.machine import Watch
 from specdec.bench.prompts import PromptText
 from specdec.bench.samples import Failure, Key, Sample, Store, Strip
 from specdec.bench.suite import PLAIN, Cell, Group, Suite
+from specdec.bench.synthetic import Oracle, SyntheticDrafter
 from specdec.bench.systems import Measured, Systems, ask, measure, strip
+from specdec.generator import SpecGenerator
 
 WARM_UP = 16  # new tokens of a warm-up call
 STRIP = 64  # new tokens of the text that is shown round by round
@@ -29,6 +31,7 @@ class GroupRun:
     store: Store
     failures: list[Failure]
     tell: Callable[[str], None]
+    _foretold: dict[int, list[list[int]]] = field(default_factory=dict)  # the texts of batches, for synthetic drafts
 
     @property
     def size(self) -> int:
@@ -72,7 +75,7 @@ class GroupRun:
     def _warm_up(self, systems: Systems, cell: Cell | None) -> None:
         """Short calls, which load a draft at first."""
         self.tell(f"warming up: {name_of(cell)}")
-        generator = systems.generator(self.group.label, cell)
+        generator = self._generator(systems, cell, 0)
         for _ in range(self.suite.warm_up):
             generator.generate(**self._call(cell, self.batches[0], most=WARM_UP))
 
@@ -82,9 +85,22 @@ class GroupRun:
             return
         self.tell(f"{self.group.label}: {name_of(cell)}")
         prompts = self.batches[batch]
+        generator = self._generator(systems, cell, batch)
         watch.look()
-        done = measure(systems.generator(self.group.label, cell), self._call(cell, prompts))
+        done = measure(generator, self._call(cell, prompts))
         self.store.add(sample(key, prompts[0].category, done, watch.spins[-1]))
+
+    def _generator(self, systems: Systems, cell: Cell | None, batch: int) -> SpecGenerator:
+        """The generator of a cell; where its draft is synthetic, it has been told what the target writes in `batch`."""
+        generator = systems.generator(self.group.label, cell)
+        drafter = generator.drafter
+        if isinstance(drafter, SyntheticDrafter):
+            if batch not in self._foretold:
+                out = systems.plain.generate(**self._call(None, self.batches[batch]))
+                self._foretold[batch] = out.new_tokens()
+            width = generator.target.vocab_size
+            drafter.oracle = Oracle(self._foretold[batch], drafter.rates, width, seed=batch)
+        return generator
 
     def _call(self, cell: Cell | None, prompts: Sequence[PromptText], most: int | None = None) -> dict[str, Any]:
         """The arguments of `generate`, with at most so many new tokens."""
@@ -129,7 +145,7 @@ class GroupRun:
             return
         best = min(alive[1:], key=lambda cell: per_token(self.store.of(self.group.label, name_of(cell))))
         prompts = self.batches[0][:1]
-        rounds = strip(systems.generator(self.group.label, best), self._call(best, prompts, most=STRIP))
+        rounds = strip(self._generator(systems, best, 0), self._call(best, prompts, most=STRIP))
         self.store.add(Strip(self.group.label, name_of(best), prompts[0].text, rounds))
 
 
@@ -163,4 +179,5 @@ def sample(key: Key, category: str, done: Measured, spin: float) -> Sample:
         accepted=list(stats.per_step_accepted),
         memory=done.memory,
         spin=spin,
+        exactness=stats.exactness,
     )

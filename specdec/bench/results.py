@@ -38,7 +38,7 @@ def results(outcome: Outcome) -> Results:
         "name": suite.name,
         "fingerprint": outcome.fingerprint,
         "groups": groups,
-        "mismatches": [{**asdict(m), "forgiven": _forgiven(m, suite.near_tie)} for m in store.mismatches],
+        "mismatches": [{**asdict(m), "excuse": _excuse(outcome, m)} for m in store.mismatches],
         "failures": [asdict(failure) for failure in outcome.failures],
         "contention": verdict(spins, load) if spins else "nothing was measured",
         "runs": [run.provenance for run in store.runs],
@@ -48,8 +48,8 @@ def results(outcome: Outcome) -> Results:
 
 
 def exit_state(found: Results) -> str:
-    """`mismatch`, `failed` or `ok`, the worst first."""
-    if any(not m["forgiven"] for m in found["mismatches"]):
+    """`mismatch`, `failed` or `ok`, the worst first; a text may differ where there is an excuse."""
+    if any(m["excuse"] is None for m in found["mismatches"]):
         return "mismatch"
     return "failed" if found["failures"] else "ok"
 
@@ -89,6 +89,7 @@ def _system(outcome: Outcome, group: Group, cell: Cell | None, plain: list[Sampl
     return {
         "name": name_of(cell),
         "draft": None if cell is None else cell.draft,
+        "synthetic": cell is not None and cell.is_synthetic,
         "schedule": None if cell is None else cell.drafting.options,
         "requests": len(requests(samples)),
         "samples": len(samples),
@@ -108,6 +109,7 @@ def _system(outcome: Outcome, group: Group, cell: Cell | None, plain: list[Sampl
         "weight_passes_per_token": sum(s.weight_passes for s in samples) / tokens,
         "split_ms_per_token": _split(samples, tokens),
         "memory_mib": round(max(memory) / _MIB, 1) if memory else None,
+        "exactness": samples[0].exactness,
         **_sameness(outcome, group, samples),
     }
 
@@ -137,18 +139,22 @@ def _sameness(outcome: Outcome, group: Group, samples: Sequence[Sample]) -> Resu
     """How many texts are plain decoding's own; nothing where they need not be."""
     if samples[0].system == PLAIN or not group.strategy.comparable:
         return {"compared": 0, "identical": 0, "forgiven": 0}
-    near, keys = outcome.suite.near_tie, {s.key for s in samples}
-    parted = [m for m in outcome.store.mismatches if m.key in keys]
+    keys = {s.key for s in samples}
+    excuses = [_excuse(outcome, m) for m in outcome.store.mismatches if m.key in keys]
     compared = sum(len(s.tokens) for s in samples)
     return {
         "compared": compared,
-        "identical": compared - len(parted),
-        "forgiven": sum(_forgiven(m, near) for m in parted),
+        "identical": compared - len(excuses),
+        "forgiven": len(excuses) - excuses.count(None),
     }
 
 
-def _forgiven(mismatch: Mismatch, near_tie: float) -> bool:
-    return mismatch.gap is not None and mismatch.gap <= near_tie and near_tie > 0
+def _excuse(outcome: Outcome, mismatch: Mismatch) -> str | None:
+    """Why a text may differ: the target's layers look at all rows of a pass, or its two best logits nearly tie."""
+    sample, near_tie = outcome.store.samples[mismatch.key], outcome.suite.near_tie
+    if sample.exactness == "row-dependent":
+        return sample.exactness
+    return "near-tie" if mismatch.gap is not None and mismatch.gap <= near_tie and near_tie > 0 else None
 
 
 def _sweeps(outcome: Outcome, group: Group, plain: list[Sample]) -> list[Results]:
@@ -192,10 +198,20 @@ def _summary(found: Results) -> list[str]:
         said.append(f"Half of the settings reach {median(s['speedup']['value'] for _, s in cells):.2f}× or more.")
     compared, identical = (sum(s[name] for _, s in cells) for name in ("compared", "identical"))
     if compared:
-        forgiven = sum(m["forgiven"] for m in found["mismatches"])
-        near = f"; {forgiven} part at near-ties, which the suite forgives" if forgiven else ""
-        wrong = f"; {parted} DIFFER" if (parted := compared - identical - forgiven) else ""
-        said.append(f"{identical} of {compared} assisted texts are identical to plain decoding's{near}{wrong}.")
+        excuses = [m["excuse"] for m in found["mismatches"]]
+        ties, rows, wrong = (excuses.count(excuse) for excuse in ("near-tie", "row-dependent", None))
+        words = [
+            f"{identical} of {compared} assisted texts are identical to plain decoding's",
+            *([f"{ties} part at near-ties, which the suite forgives"] if ties else []),
+            *([f"{rows} part where the target is row-dependent, so that a draft can change its text"] if rows else []),
+            *([f"{wrong} DIFFER"] if wrong else []),
+        ]
+        said.append(f"{'; '.join(words)}.")
+    if count := sum(s["synthetic"] for _, s in cells):
+        said.append(
+            f"{count} of the settings have a SYNTHETIC draft, which knows the target's text and guesses it as often as "
+            "it was told to: they show what such a draft would bring, and no draft that there is."
+        )
     if any(not group["comparable"] for group in found["groups"]):
         said.append("Rejection and block sampling keep the target's law, not its text: they are not compared.")
     if found["failures"]:
@@ -205,7 +221,7 @@ def _summary(found: Results) -> list[str]:
 
 _COLUMNS = (
     *("ms_per_token", "tokens_per_second", "mean_acceptance_length", "draft_acceptance_rate"),
-    *("target_passes_per_token", "weight_passes_per_token", "memory_mib", "compared", "identical"),
+    *("target_passes_per_token", "weight_passes_per_token", "memory_mib", "exactness", "compared", "identical"),
 )
 
 
@@ -221,7 +237,7 @@ def as_csv(found: Results) -> str:
 
 def _line(group: Results, system: Results) -> Results:
     line = {name: group[name] for name in ("target", "mode", "strategy", "temperature", "prompts", "batch")}
-    line |= {"system": system["name"], "draft": system["draft"]}
+    line |= {name: system[key] for name, key in (("system", "name"), ("draft", "draft"), ("synthetic", "synthetic"))}
     faster = system["speedup"] or {}
     line |= {f"speedup{end}": faster.get(name) for end, name in (("", "value"), ("_low", "low"), ("_high", "high"))}
     line |= {"state": faster.get("state"), **{column: system[column] for column in _COLUMNS}}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specdec.errors import OptionError
+from specdec import zoo
+from specdec.errors import OptionError, SpecdecError
 
 
 class Key(NamedTuple):
@@ -27,7 +29,7 @@ class Sample:
 
     `tokens` are the new ids of every row. `first_token` and `seconds` are seconds from the call on; `gaps` are those
     between tokens as they arrived, of all rows; the tokens of one round share its time. `memory` is the peak in bytes,
-    `spin` the seconds of a fixed piece of work just before.
+    `spin` the seconds of a fixed piece of work just before, `exactness` what a draft can change of the text (`Stats`).
     """
 
     group: str
@@ -48,6 +50,7 @@ class Sample:
     accepted: list[int]
     memory: int | None
     spin: float
+    exactness: str
 
     @property
     def key(self) -> Key:
@@ -179,7 +182,8 @@ class Store:
 
 def fingerprint(suite: Mapping[str, Any], prompts: Sequence[Any], place: Mapping[str, Any]) -> str:
     """A hash of all that decides what is measured: suite, prompts, versions and threads, the files of local models."""
-    models = {str(path): _files(Path(path)) for path in _names(suite) if Path(path).is_dir()}
+    folders = [folder for name, role in _models(suite) if (folder := _folder(name, role)) is not None]
+    models = {str(folder): _files(folder) for folder in folders}
     whole = json.dumps([suite, prompts, place, models], sort_keys=True, default=str)
     return hashlib.sha256(whole.encode()).hexdigest()[:16]
 
@@ -188,8 +192,19 @@ def _files(folder: Path) -> list[tuple[str, int, int]]:
     return [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(folder.iterdir()) if f.is_file()]
 
 
-def _names(suite: Mapping[str, Any]) -> list[str]:
-    """Every target and draft of a suite; `suffix+MODEL` is about the model."""
-    pairs = [t if isinstance(t, Mapping) else {"target": t, "drafts": []} for t in suite["targets"]]
-    names = [name for pair in pairs for name in (pair["target"], *pair["drafts"])] + list(suite["drafts"])
-    return [name.rpartition("+")[2] for name in names]
+def _folder(name: str, role: str) -> Path | None:
+    """Where a model's files are; None for hub ids, text drafts, and pairs that there are not."""
+    with suppress(SpecdecError):
+        folder = Path(zoo.locate(name, role))
+        return folder if name and folder.is_dir() else None
+    return None
+
+
+def _models(suite: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Every target and draft of a suite, and which it is; `suffix+MODEL` is about the model, SYNTHETIC about `like`."""
+    drafts = list(suite["drafts"])
+    for target in suite["targets"]:
+        yield (target["target"] if isinstance(target, Mapping) else target), "target"
+        drafts += target["drafts"] if isinstance(target, Mapping) else [target]  # a pair is its own draft
+    for draft in drafts:
+        yield (draft["like"] if isinstance(draft, Mapping) else draft).rpartition("+")[2], "draft"

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
+from specdec.bench.parts import MARK, Count, Drafting, Mode, Part, Prompts, Synthetic, Target, listed
 from specdec.config import read_yaml, resolve
 from specdec.errors import OptionError
 
@@ -20,91 +21,6 @@ PRESETS: dict[str, dict[str, Any]] = {"greedy": {"do_sample": False}, "sample": 
 # These follow the target's law, but not the text that it would have written for the same seed.
 UNCOMPARED = ("rejection", "block")
 PLAIN = "plain"  # the name of a group's run without a draft
-
-Count = Annotated[int, Field(ge=1)]
-
-
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Mode(_Part):
-    """How models are loaded: arguments of `SpecGenerator.from_pretrained` for the target, and a name.
-
-    A draft model shares `dtype`, `device_map`, `compile` and `trust_remote_code`; `draft_options` are its own. `dtype`
-    is the checkpoint's by default, float32 for the package's own pair.
-    """
-
-    name: str = ""
-    dtype: str | None = None
-    quantization: str | None = None
-    offload: str | None = None
-    offload_folder: str | None = None
-    max_memory: dict[str | int, str | int] | None = None
-    device_map: str | dict[str, str | int] | None = None
-    revision: str | None = None
-    compile: bool | None = None
-    trust_remote_code: bool | None = None
-    draft_options: dict[str, Any] = {}
-
-    @property
-    def label(self) -> str:
-        """Its name, or what it changes."""
-        parts = [self.dtype, self.quantization, self.offload and f"offload {self.offload}"]
-        return self.name or ", ".join([*filter(None, parts), *(["compiled"] if self.compile else [])]) or "as loaded"
-
-    @property
-    def loading(self) -> dict[str, Any]:
-        """What the target is loaded with."""
-        return {
-            name: value
-            for name, value in self.model_dump(exclude={"name", "draft_options"}).items()
-            if value is not None
-        }
-
-
-class Prompts(_Part):
-    """Where prompts come from: a set of the package (`code`, `copy`, `text`) or a file.
-
-    `count` of them are taken, spread over their categories. `chat` puts each through the tokenizer's chat template.
-    """
-
-    source: str
-    count: Count = 8
-    chat: bool = False
-
-    @property
-    def label(self) -> str:
-        """The set's name, or the file's."""
-        return Path(self.source).stem
-
-
-class Drafting(_Part):
-    """How much to draft: options of `generate`."""
-
-    schedule: str
-    num_assistant_tokens: Count | None = None
-    num_assistant_branches: Count | None = None
-    assistant_confidence_threshold: float | None = None
-
-    @property
-    def label(self) -> str:
-        """The schedule with its numbers."""
-        numbers = [n for n in (self.num_assistant_tokens, self.assistant_confidence_threshold) if n is not None]
-        branches = [] if self.num_assistant_branches is None else [f"branches {self.num_assistant_branches}"]
-        return " ".join([self.schedule, *(f"{n:g}" for n in numbers), *branches])
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """What `generate` takes."""
-        return self.model_dump(exclude_none=True)
-
-
-class Target(_Part):
-    """A target with drafts of its own."""
-
-    target: str
-    drafts: list[str]
 
 
 @dataclass(frozen=True)
@@ -140,15 +56,26 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Cell:
-    """A draft with a schedule."""
+    """A draft with a schedule; a draft is named as in the suite, or SYNTHETIC."""
 
-    draft: str
+    model: str | Synthetic = field(hash=False)
     drafting: Drafting
+
+    @property
+    def draft(self) -> str:
+        """The draft's name; that of a synthetic one says so."""
+        return f"{self.model.label} {MARK}" if isinstance(self.model, Synthetic) else self.model
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether the draft knows the target's text."""
+        return isinstance(self.model, Synthetic)
 
     @property
     def label(self) -> str:
         """The draft's name and the schedule's."""
-        return f"{self.draft}, {self.drafting.label}"
+        name = f"{self.draft.removesuffix(MARK).strip()}, {self.drafting.label}"
+        return f"{name} {MARK}" if self.is_synthetic else name
 
     @property
     def is_chain(self) -> bool:
@@ -183,10 +110,6 @@ class Group:
         return " · ".join([self.target, self.mode.label, strategy, self.prompts.label, f"batch {self.batch}"])
 
 
-def _listed(value: Any) -> Any:
-    return value if isinstance(value, list) else [value]
-
-
 def _named(key: str) -> BeforeValidator:
     """Reads a bare string as the part of this name."""
     return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value)
@@ -195,32 +118,34 @@ def _named(key: str) -> BeforeValidator:
 def _spread(schedules: Any) -> Any:
     """One entry per length where a schedule names several."""
     found: list[Any] = []
-    for entry in _listed(schedules):
+    for entry in listed(schedules):
         lengths = entry.get("num_assistant_tokens") if isinstance(entry, Mapping) else None
         found += [{**entry, "num_assistant_tokens": k} for k in lengths] if isinstance(lengths, list) else [entry]
     return found
 
 
-class Suite(_Part):
+class Suite(BaseModel):
     """A whole benchmark, as a YAML file or the command line describes it; every list is one side of the matrix.
 
     `options` go to every call of `generate`. Texts that differ from plain decoding's only where the target's two best
     logits are at most `near_tie` apart are reported, and forgiven.
     """
 
+    model_config = Part.model_config
+
     name: str = "bench"
-    targets: Annotated[list[Annotated[Target | str, Field()]], BeforeValidator(_listed), Field(min_length=1)]
-    drafts: Annotated[list[str], BeforeValidator(_listed)] = []
+    targets: Annotated[list[Annotated[Target | str, Field()]], BeforeValidator(listed), Field(min_length=1)]
+    drafts: Annotated[list[str | Synthetic], BeforeValidator(listed)] = []
     modes: Annotated[list[Mode], Field(min_length=1)] = [Mode()]
-    strategies: Annotated[list[str | dict[str, Any]], BeforeValidator(_listed), Field(min_length=1)] = ["greedy"]
-    temperatures: Annotated[list[Annotated[float, Field(ge=0)]], BeforeValidator(_listed)] = []
+    strategies: Annotated[list[str | dict[str, Any]], BeforeValidator(listed), Field(min_length=1)] = ["greedy"]
+    temperatures: Annotated[list[Annotated[float, Field(ge=0)]], BeforeValidator(listed)] = []
     schedules: Annotated[
         list[Annotated[Drafting, _named("schedule")]], BeforeValidator(_spread), Field(min_length=1)
     ] = [Drafting(schedule="cost")]
-    prompts: Annotated[list[Annotated[Prompts, _named("source")]], BeforeValidator(_listed), Field(min_length=1)] = [
+    prompts: Annotated[list[Annotated[Prompts, _named("source")]], BeforeValidator(listed), Field(min_length=1)] = [
         Prompts(source="code")
     ]
-    batches: Annotated[list[Count], BeforeValidator(_listed), Field(min_length=1)] = [1]
+    batches: Annotated[list[Count], BeforeValidator(listed), Field(min_length=1)] = [1]
     max_new_tokens: Count = 128
     options: dict[str, Any] = {}
     repeats: Count = 3
@@ -231,7 +156,7 @@ class Suite(_Part):
     def groups(self) -> list[Group]:
         """The matrix, those of one target and mode side by side."""
         return [
-            Group(name, mode, strategy, prompts, batch, self._cells(drafts) if strategy.drafts else ())
+            Group(name, mode, strategy, prompts, batch, self._cells(name, drafts) if strategy.drafts else ())
             for name, drafts in map(self._pair, self.targets)
             for mode in self.modes
             for strategy in self._strategies()
@@ -244,13 +169,14 @@ class Suite(_Part):
         common = {"max_new_tokens": self.max_new_tokens, "seed": self.seed, **self.options}
         return {**common, **strategy.options, **(cell.drafting.options if cell else {})}
 
-    def _pair(self, target: Target | str) -> tuple[str, list[str]]:
+    def _pair(self, target: Target | str) -> tuple[str, list[str | Synthetic]]:
         if isinstance(target, Target):
             return target.target, target.drafts
         return target, self.drafts or ([target] if target.startswith("zoo:") else ["suffix"])
 
-    def _cells(self, drafts: list[str]) -> tuple[Cell, ...]:
-        return tuple(Cell(draft, drafting) for draft in drafts for drafting in self.schedules)
+    def _cells(self, target: str, drafts: list[str | Synthetic]) -> tuple[Cell, ...]:
+        named = [_priced(draft, target) if isinstance(draft, Synthetic) else draft for draft in drafts]
+        return tuple(Cell(draft, drafting) for draft in named for drafting in self.schedules)
 
     def _strategies(self) -> list[Strategy]:
         found = []
@@ -260,6 +186,15 @@ class Suite(_Part):
             at: list[float | None] = [*self.temperatures] or [None]
             found += [Strategy(name, _at(name, options, t), t, drafts) for t in at]
         return found
+
+
+def _priced(draft: Synthetic, target: str) -> Synthetic:
+    """The synthetic draft with a model whose passes it costs."""
+    if sum(draft.synthetic) > 1 + 1e-9:
+        raise OptionError.of("synthetic", "chances that add up to at most 1", draft.synthetic)
+    if not draft.like and not target.startswith("zoo:"):
+        raise OptionError("a synthetic draft costs what a model costs: name a small one of this target as its `like`")
+    return Synthetic(synthetic=draft.synthetic, like=draft.like or target)
 
 
 def _strategy(entry: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -287,7 +222,7 @@ def read_suite(given: Mapping[str, Any]) -> Suite:
     try:
         suite = Suite(**given)
     except ValidationError as error:
-        first = error.errors()[0]
+        first = max(error.errors(), key=lambda e: len(e["loc"]))  # of what an entry might be, what it comes nearest to
         where = ".".join(str(part) for part in first["loc"] if not _is_kind(part))
         if first["type"] == "extra_forbidden":
             raise OptionError(f"`{where}` is not a key of a benchmark") from None
@@ -299,6 +234,10 @@ def read_suite(given: Mapping[str, Any]) -> Suite:
     for group in groups:
         for cell in group.cells or (None,):
             resolve(suite.call(group.strategy, cell))
+            if cell is not None and cell.is_synthetic and not group.strategy.grows:
+                raise OptionError(
+                    f"{cell.draft!r} knows one text, and cannot guess for {group.strategy.label!r}: leave out one"
+                )
     _check_distinct([group.label for group in groups])
     for group in groups:
         _check_distinct([cell.label for cell in group.cells])
@@ -307,7 +246,7 @@ def read_suite(given: Mapping[str, Any]) -> Suite:
 
 def _is_kind(part: int | str) -> bool:
     """Whether pydantic names a kind of value here, and not a place."""
-    return isinstance(part, str) and (part in ("str", "int", "Target", "Mode") or "[" in part)
+    return isinstance(part, str) and (part in ("str", "int", "Target", "Mode", "Synthetic") or "[" in part)
 
 
 def _check_distinct(labels: list[str]) -> None:

@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 
 from specdec import zoo
 from specdec.bench.machine import PeakMemory
+from specdec.bench.parts import Mode, Synthetic
 from specdec.bench.prompts import PromptText
-from specdec.bench.suite import Cell, Mode
+from specdec.bench.suite import Cell
+from specdec.bench.synthetic import SyntheticDrafter, passes_of
 from specdec.errors import OptionError
 from specdec.generator import SpecGenerator
 from specdec.output import Generation
@@ -42,12 +44,15 @@ class Systems:
             return self.plain
         key = (group, cell)
         if key not in self._cells:
-            self._cells[key] = self._assisted(cell.draft)
+            self._cells[key] = self._assisted(cell.model)
         return self._cells[key]
 
-    def _assisted(self, draft: str) -> SpecGenerator:
-        text, plus, name = draft.rpartition("+")
+    def _assisted(self, draft: str | Synthetic) -> SpecGenerator:
         target, tokenizer = self.plain.target, self.plain.tokenizer
+        if isinstance(draft, Synthetic):
+            drafter = SyntheticDrafter(draft.synthetic, passes_of(self._model(draft.like).target))
+            return SpecGenerator(target, drafter, tokenizer=tokenizer)
+        text, plus, name = draft.rpartition("+")
         if name in _TEXT_DRAFTS or name.startswith("early_exit:"):
             return SpecGenerator(target, draft, tokenizer=tokenizer)
         if plus and text != "suffix":

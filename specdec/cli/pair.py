@@ -89,12 +89,12 @@ def _compared(duel: Duel, tokenizer: Any) -> int:
 
 @zoo_app.callback(invoke_without_command=True)
 def zoo(ctx: typer.Context, debug: Debug = False) -> None:
-    """Print what comes with the package: names, sizes, and how good the models are."""
+    """Print what comes with the package, or was trained by you: names, sizes, and how good the models are."""
     if ctx.invoked_subcommand is not None:
         return
     from specdec import zoo as models
 
-    for name in models.NAMES:
+    for name in models.folders():
         pair = models.pair(name)
         print(f"zoo:{name}")
         for role, folder in (("target", pair.target), ("draft", pair.draft)):
@@ -110,7 +110,7 @@ def _plain(value: object) -> str:
 
 @zoo_app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
 def train(ctx: typer.Context) -> None:
-    """Make a pair again: specdec zoo train OUT --recipe NAME; --help lists the options of that recipe."""
+    """Make a pair again, or a larger one: specdec zoo train [OUT] --recipe NAME; --help lists that recipe's options."""
     from specdec.zoo import train as recipe
 
     recipe.main([a for a in ctx.args if a != "--debug"])

@@ -22,6 +22,7 @@ from specdec.models.int8 import quantize_weights
 from specdec.models.language_model import LanguageModel
 from specdec.models.placement import device_map, dispatch, keep, offload_folder, read_ahead
 from specdec.models.quantize import bitsandbytes_config, settle_four_bits
+from specdec.models.stored import check
 
 
 def load(
@@ -66,6 +67,7 @@ def _read(name: str, how: Loading) -> Any:
         options["max_memory"] = how.max_memory and dict(how.max_memory)  # strings in it are replaced
         model, info = kind.from_pretrained(name, config=config, output_loading_info=True, **options)
         check_complete(name, info)
+        check(model)
         settle_four_bits(model)
         if ours:
             quantize_weights(model)

@@ -90,28 +90,68 @@ def find(model: nn.Module) -> dict[str, Stored]:
     """Where each weight that is `away` lies, by name.
 
     Raises UnsupportedError for weights that accelerate keeps in memory, or that are not its own; LoadError where a
-    file is missing, broken or too short.
+    file is missing, broken or too short, or a weight has another shape in it.
     """
+    header, found = cache(_header), {}
+    for name, tensor in away(model):
+        home = _home(model, name)
+        if home is None:
+            raise UnsupportedError(f"weight {name!r} is nowhere: load the model with accelerate's disk offloading")
+        loader, key = home
+        if key not in getattr(loader, "index", {}):
+            raise UnsupportedError(
+                f"weight {key!r} is in no file: only models that are offloaded to disk can be streamed"
+            )
+        found[name] = _entry(loader, key, header, tensor)
+    return found
+
+
+def check(model: nn.Module) -> None:
+    """Raises LoadError where a weight that accelerate's hooks will bring in is nowhere, or has another shape there."""
     header = cache(_header)
-    return {name: _find(model, name, header) for name, _ in away(model)}
+    keys: dict[int, set[str]] = {}  # of each loader
+    for name, tensor in away(model):
+        home = _home(model, name)
+        if home is None:
+            continue  # not accelerate's
+        loader, key = home
+        if key in getattr(loader, "index", {}):
+            _entry(loader, key, header, tensor)
+        elif key not in keys.setdefault(id(loader), set(loader)):
+            raise LoadError(
+                f"weight {name!r} should lie on disk, and no file has it, as it is no part of the checkpoint: give its "
+                "module a place in memory in `device_map`, or pass `offload`='disk' instead"
+            )
 
 
-def _find(model: nn.Module, name: str, header: Any) -> Stored:
+def _home(model: nn.Module, name: str) -> tuple[Any, str] | None:
+    """What accelerate reads this weight from, and by which key."""
     parts = name.split(".")
     for depth in reversed(range(len(parts))):
         for hook in hooks(model.get_submodule(".".join(parts[:depth]))):
             weights = getattr(hook, "weights_map", None)
             if weights is not None:
-                return _entry(weights.dataset, weights.prefix + ".".join(parts[depth:]), header)
-    raise UnsupportedError(f"weight {name!r} is nowhere: load the model with accelerate's disk offloading")
+                return weights.dataset, weights.prefix + ".".join(parts[depth:])
+    return None
 
 
-def _entry(loader: Any, key: str, header: Any) -> Stored:
-    entry = getattr(loader, "index", {}).get(key)
-    if entry is None:
-        raise UnsupportedError(f"weight {key!r} is in no file: only models that are offloaded to disk can be streamed")
+def _entry(loader: Any, key: str, header: Any, tensor: Tensor) -> Stored:
+    """Where `tensor` lies, whose shape is the model's."""
+    stored = _stored(loader.index[key], loader, key, header)
+    if stored.shape != tuple(tensor.shape):
+        raise LoadError(
+            f"weight {key!r} has shape {list(stored.shape)} in {stored.path}, the model expects {list(tensor.shape)}: "
+            "the checkpoint's files do not belong together; download or save it again"
+        )
+    return stored
+
+
+def _stored(entry: Any, loader: Any, key: str, header: Any) -> Stored:
     if "safetensors_file" in entry:
-        found: Stored = header(entry["safetensors_file"])[entry.get("weight_name", key)]
+        path, name = entry["safetensors_file"], entry.get("weight_name", key)
+        found: Stored | None = header(path).get(name)
+        if found is None:
+            raise LoadError(f"{path} has no weight {name!r} of a known type: download or save it again")
         return found
     dtype, shape = getattr(torch, entry["dtype"]), tuple(entry["shape"])
     stored = Stored(os.path.join(loader.save_folder, f"{key}.dat"), 0, dtype, shape)

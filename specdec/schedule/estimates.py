@@ -14,16 +14,16 @@ BINS = len(_EDGES) + 1
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """How often drafted tokens were accepted, by the draft's confidence; only tokens that were tested count.
+    """How far a draft's confidence is borne out; only tokens that were tested count.
 
     Of several guesses at one depth at most one is accepted: `levels` of them were tested. The `mean` starts as two
-    levels of 0.8. `believed` is the summed confidence of all tested guesses; every bin is shrunk, with the weight of
-    two tokens, towards what a guess of its confidence brings on the whole.
+    levels of 0.8. `believed` is the summed confidence of the tested guesses. What a bin's guesses bring for their
+    confidence is shrunk towards what all guesses bring, with the weight of two tokens *expected*: unlikely guesses
+    are not given up after a few misses, which is what they are mostly.
     """
 
     accepted: tuple[float, ...] = (0.0,) * BINS
-    tested: tuple[float, ...] = (0.0,) * BINS
-    believed: float = 0.0
+    believed: tuple[float, ...] = (0.0,) * BINS
     levels: float = 0.0
 
     @property
@@ -33,8 +33,8 @@ class Acceptance:
 
     def of(self, confidence: float) -> float:
         """The acceptance of a token that the draft believes in this much."""
-        b, borne_out = _bin(confidence), (sum(self.accepted) + 0.8 * 2) / (self.believed + 0.8 * 2)
-        return (self.accepted[b] + min(borne_out * confidence, 1.0) * 2) / (self.tested[b] + 2)
+        b, borne_out = _bin(confidence), (sum(self.accepted) + 0.8 * 2) / (sum(self.believed) + 0.8 * 2)
+        return min(confidence * (self.accepted[b] + borne_out * 2) / (self.believed[b] + 2), 1.0)
 
     def path(self, confidence: Sequence[float]) -> float:
         """The chance that all of these, one after the other, are accepted."""
@@ -45,15 +45,14 @@ class Acceptance:
 
     def after(self, row: RowRound) -> Acceptance:
         """With one row's outcome added; old outcomes fade with a memory of about 200 levels."""
-        counts = [list(self.accepted), list(self.tested)]
+        accepted, believed = list(self.accepted), list(self.believed)
         for confidence, came_true in row.tested:
             b = _bin(confidence)
-            counts[0][b] += came_true
-            counts[1][b] += 1
-        levels, believed = self.levels + row.levels, self.believed + sum(confidence for confidence, _ in row.tested)
+            accepted[b] += came_true
+            believed[b] += confidence
+        levels = self.levels + row.levels
         fade = min(1.0, 200 / max(levels, 1.0))
-        accepted, tested = (tuple(count * fade for count in kind) for kind in counts)
-        return Acceptance(accepted, tested, believed * fade, levels * fade)
+        return Acceptance(tuple(n * fade for n in accepted), tuple(n * fade for n in believed), levels * fade)
 
 
 @dataclass(frozen=True, slots=True)

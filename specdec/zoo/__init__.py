@@ -1,8 +1,12 @@
-"""Small trained pairs that come with the package, so that it can be tried, tested and measured offline."""
+"""Small trained pairs that come with the package, so that it can be tried, tested and measured offline.
+
+Pairs that `specdec zoo train` made for this user lie in a cache folder and go by the same kind of name.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +27,25 @@ class Pair:
     card: dict[str, Any]
 
 
+def cache() -> Path:
+    """Where pairs are that this user made: `specdec/zoo` in `$XDG_CACHE_HOME`, by default `~/.cache`."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "specdec" / "zoo"
+
+
+def folders() -> dict[str, Path]:
+    """All pairs by name: those of the package, and the finished ones of the cache."""
+    own = {name: _ROOT / name.replace("-", "_") for name in NAMES}
+    made = {card.parent.name: card.parent for card in sorted(cache().glob("*/card.json"))}
+    return own | {name: folder for name, folder in made.items() if name not in own}
+
+
 def pair(name: str = "python-code") -> Pair:
     """The pair of this name; raises OptionError for an unknown one, SpecdecError where the weights are missing."""
-    if name not in NAMES:
-        raise OptionError.of("name", f"one of {', '.join(NAMES)}", name)
-    folder = _ROOT / name.replace("-", "_")
+    known = folders()
+    if name not in known:
+        raise OptionError.of("name", f"one of {', '.join(known)}", name)
+    folder = known[name]
     if not (folder / "target" / "model.safetensors").exists():
         raise SpecdecError(f"the weights of {name!r} are not in {folder}: install the package with its data files")
     return Pair(name, folder / "target", folder / "draft", json.loads((folder / "card.json").read_text()))
@@ -40,10 +58,10 @@ def locate(name: str, role: str, argument: str | None = None) -> str:
     """
     if not name.startswith("zoo:"):
         return name
-    own = name.removeprefix("zoo:")
-    if own not in NAMES:
-        known = ", ".join(f"zoo:{known}" for known in NAMES)
-        raise OptionError.of(argument or role, f"a hub id, a folder or one of {known}", name)
+    own, known = name.removeprefix("zoo:"), folders()
+    if own not in known:
+        named = ", ".join(f"zoo:{pair}" for pair in known)
+        raise OptionError.of(argument or role, f"a hub id, a folder or one of {named}", name)
     return str(getattr(pair(own), role))
 
 

@@ -1,4 +1,4 @@
-"""`specdec zoo train OUT --recipe NAME`: makes the models that come with the package again."""
+"""`specdec zoo train [OUT] --recipe NAME`: makes the models that come with the package again, or larger ones."""
 
 from __future__ import annotations
 

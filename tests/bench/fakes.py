@@ -25,5 +25,6 @@ def sample(system: str = "plain", batch: int = 0, repeat: int = 0, **values: Any
         "accepted": [],
         "memory": 2**20,
         "spin": 0.001,
+        "exactness": "exact",
     }
     return Sample(system=system, batch=batch, repeat=repeat, **{**common, **values})

@@ -140,13 +140,13 @@ def test_differences_and_failures_have_sections(found: dict[str, Any]) -> None:
     """With position, tokens and gap; a search's gap is a dash."""
     where = {"group": "g", "system": "s", "batch": 1, "repeat": 0, "row": 2}
     mismatches = [
-        {**where, "position": 17, "plain": 5, "other": None, "gap": 0.125, "forgiven": False},
-        {**where, "position": 18, "plain": 5, "other": 6, "gap": None, "forgiven": False},
+        {**where, "position": 17, "plain": 5, "other": None, "gap": 0.125, "excuse": None},
+        {**where, "position": 18, "plain": 5, "other": 6, "gap": None, "excuse": "row-dependent"},
     ]
     failures = [{"group": "g", "system": "s", "error": "OSError: <gone>"}]
     page = Page(as_html({**found, "mismatches": mismatches, "failures": failures, "groups": []}, [], []))
     assert {"mismatches", "failures"} <= set(page.ids)
-    for words in ("17", "ended", "0.1250", "DIFFERS", "–", "OSError: <gone>"):
+    for words in ("17", "ended", "0.1250", "DIFFERS", "row-dependent", "–", "OSError: <gone>"):
         assert words in page.text
 
 

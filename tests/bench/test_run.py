@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import random
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from specdec import SpecGenerator
+from specdec import LanguageModel, SpecGenerator
 from specdec.bench import exit_state, read_suite, results, run
 from specdec.bench import group as group_module
 from specdec.bench.extras import check_extras
+from specdec.bench.results import as_csv
 from specdec.bench.samples import Store
+from specdec.bench.synthetic import Oracle, SyntheticDrafter
 from specdec.bench.systems import Measured, measure
 from specdec.errors import OptionError, SpecdecError
 from tests.folders import saved_model
@@ -111,6 +115,30 @@ def test_another_configuration_is_refused(keys: dict[str, Any], models: tuple[st
         run(read_suite({**keys, "drafts": "suffix"}), tmp_path / "out")
 
 
+@pytest.mark.parametrize("role", ["target", "draft"])
+@pytest.mark.parametrize("drafts", ["zoo:mine", "suffix+zoo:mine", {"synthetic": 0.5}])
+def test_a_pair_that_was_trained_again(
+    role: str,
+    drafts: Any,
+    keys: dict[str, Any],
+    models: tuple[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """New weights under an old name are noticed. (Only folders were looked at, and `zoo:` names were taken for ids.)"""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "specdec" / "zoo" / "mine"
+    for name, model in zip(("target", "draft"), models, strict=True):
+        shutil.copytree(model, folder / name)
+    (folder / "card.json").write_text("{}")
+    suite = read_suite({**keys, "targets": "zoo:mine", "drafts": drafts, "repeats": 1})
+    assert exit_state(results(run(suite, tmp_path / "out"))) == "ok"
+    run(suite, tmp_path / "out")
+    (folder / role / "model.safetensors").touch()
+    with pytest.raises(OptionError, match="other models"):
+        run(suite, tmp_path / "out")
+
+
 def lie(generator: SpecGenerator, call: dict[str, Any]) -> Measured:
     """A measured call whose assisted text has a wrong fourth token."""
     done = measure(generator, call)
@@ -135,6 +163,20 @@ def test_a_liar_is_found(keys: dict[str, Any], tmp_path: Path, monkeypatch: pyte
     token = out.new_tokens()[0][3]
     assert (mismatch["row"], mismatch["position"], mismatch["plain"], mismatch["other"]) == (0, 3, token, token + 1)
     assert mismatch["gap"] == pytest.approx(best - second, abs=1e-5)
+
+
+def test_a_row_dependent_target_may_differ(
+    keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its texts are counted and shown as such, whatever the gap; they are no mismatch."""
+    monkeypatch.setattr(LanguageModel, "exactness", "row-dependent")
+    monkeypatch.setattr(group_module, "measure", lie)
+    found = results(run(read_suite({**keys, "near_tie": 1e6, "drafts": "suffix"}), tmp_path / "out"))
+    assert exit_state(found) == "ok"
+    assert {m["excuse"] for m in found["mismatches"]} == {"row-dependent"}
+    assert [s["exactness"] for s in found["groups"][0]["systems"]] == ["row-dependent"] * 2
+    assert found["groups"][0]["systems"][1]["forgiven"] == 4
+    assert "4 part where the target is row-dependent" in " ".join(found["summary"])
 
 
 def test_near_ties_are_forgiven_where_asked(
@@ -198,6 +240,59 @@ def test_a_draft_with_another_tokenizer(keys: dict[str, Any], tmp_path: Path) ->
     found = results(run(read_suite({**keys, "drafts": other}), tmp_path / "out"))
     assert exit_state(found) == "ok"
     assert found["groups"][0]["systems"][1]["identical"] == 4
+
+
+def test_synthetic_drafts(keys: dict[str, Any], models: tuple[str, str], tmp_path: Path) -> None:
+    """One that is always right needs the fewest passes, one that never is brings nothing; both are marked."""
+    drafts = [{"synthetic": rate, "like": models[1]} for rate in (1, 0)]
+    suite = read_suite({**keys, "drafts": drafts, "temperatures": [0, 0.9], "batches": [2], "repeats": 1})
+    found = results(run(suite, tmp_path / "out"))
+    assert exit_state(found) == "ok"
+    for group in found["groups"]:
+        plain, right, wrong = group["systems"]
+        assert [s["synthetic"] for s in group["systems"]] == [False, True, True]
+        assert right["name"].endswith("[SYNTHETIC]")
+        assert (right["draft_acceptance_rate"], wrong["draft_acceptance_rate"]) == (1.0, 0.0)
+        assert right["target_passes_per_token"] < wrong["target_passes_per_token"] == plain["target_passes_per_token"]
+        assert right["split_ms_per_token"]["draft"] > 0
+    assert "4 of the settings have a SYNTHETIC draft" in " ".join(found["summary"])
+    lines = as_csv(found).splitlines()
+    assert ["SYNTHETIC" in line for line in lines] == [False, False, True, True, False, True, True]
+    assert found["groups"][0]["strip"]["system"].endswith("[SYNTHETIC]")
+
+
+def test_a_synthetic_draft_is_right_as_often_as_told(models: tuple[str, str]) -> None:
+    """Of 600 tokens 60% are the first guess and 30% the second, in any place of a tree.
+
+    Seeded; each count is within 5 standard deviations, which fails by chance once in a million seeds.
+    """
+    source = random.Random(0)
+    text = [source.randrange(50) for _ in range(600)]
+    oracle = Oracle([text], [0.6, 0.3], 50, seed=3)
+    right = [[oracle.guess(0, i, rank)[1] for i in range(600)] for rank in range(3)]
+    assert abs(sum(right[0]) - 360) < 60
+    assert abs(sum(right[1]) - 180) < 56
+    assert sum(right[2]) + sum(right[0]) + sum(right[1]) == 600  # the last rank stands for no guess
+    for rank in range(2):
+        for i in range(600):
+            token, hit = oracle.guess(0, i, rank)
+            assert (token == text[i]) == hit
+    assert oracle.guess(0, 600, 0)[1] is False
+
+
+def test_a_synthetic_draft_pays_for_its_passes(models: tuple[str, str]) -> None:
+    """One pass per level, over the nodes that it continues."""
+    widths: list[int] = []
+    target = SpecGenerator.from_pretrained(models[0])
+    plain = target.generate("abab", max_new_tokens=12, eos_token_id=[])
+    drafter = SyntheticDrafter([0.5, 0.3], widths.append)
+    drafter.oracle = Oracle(plain.new_tokens(), drafter.rates, 50)
+    gen = SpecGenerator(target.target, drafter, tokenizer=target.tokenizer, schedule="constant")
+    tree = {"num_assistant_tokens": 3, "num_assistant_branches": 2}
+    out = gen.generate("abab", max_new_tokens=5, eos_token_id=[], **tree)
+    assert out.sequences[0].tolist() == plain.sequences[0].tolist()[: out.sequences.shape[1]]
+    assert widths[:3] == [1, 2, 2]
+    assert out.stats.per_step_drafted[0] == 6
 
 
 def test_missing_libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, keys: dict[str, Any]) -> None:

@@ -59,6 +59,16 @@ def test_which_drafts_are_chains(draft: str, schedule: dict[str, Any], chain: bo
     assert group.cells[0].is_chain == chain
 
 
+def test_synthetic_drafts() -> None:
+    """They say so in every name, and cost what the model does that they are like."""
+    entries = ["suffix", {"synthetic": 0.7}, {"synthetic": [0.6, 0.2], "like": "small"}]
+    (group,) = read_suite({"targets": "zoo:python-code", "drafts": entries}).groups()
+    names = ["0.7 at the price of zoo:python-code", "0.6, 0.2 at the price of small"]
+    assert [cell.label for cell in group.cells] == ["suffix, cost", *(f"{name}, cost [SYNTHETIC]" for name in names)]
+    assert [cell.draft for cell in group.cells] == ["suffix", *(f"{name} [SYNTHETIC]" for name in names)]
+    assert [cell.is_synthetic for cell in group.cells] == [False, True, True]
+
+
 def test_defaults() -> None:
     """A target alone is enough; the package's pair is its own draft."""
     (group,) = read_suite({"targets": "zoo:python-code"}).groups()
@@ -101,6 +111,13 @@ def test_strategies() -> None:
         ({"targets": ["t", "t"]}, "twice"),
         ({"targets": "t", "schedules": ["cost", "cost"]}, "twice"),
         ({"targets": "t", "options": {"top_p": 0.5}}, "top_p"),
+        ({"targets": "t", "drafts": [{"synthetic": 0.5}]}, "`like`"),
+        ({"targets": "t", "drafts": [{"synthetic": 1.5, "like": "d"}]}, "`drafts.0.synthetic.0` must be"),
+        ({"targets": "t", "drafts": [{"synthetic": [0.7, 0.5], "like": "d"}]}, "add up to at most 1"),
+        (
+            {"targets": "t", "drafts": [{"synthetic": 0.5, "like": "d"}], "strategies": {"num_beams": 2}},
+            "knows one text",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(keys: dict[str, Any], words: str) -> None:

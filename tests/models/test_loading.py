@@ -272,6 +272,31 @@ def test_broken_checkpoints(spoil: Any, offload: str | None, tmp_path: Path, tem
     assert not list(temporary.iterdir())
 
 
+@pytest.mark.parametrize("how", [{"offload": "disk"}, {"device_map": {"": "disk"}}], ids=["offload", "device_map"])
+def test_shapes_of_weights_on_disk(how: dict[str, Any], tmp_path: Path, temporary: Path) -> None:
+    """They are compared with the model's while loading. (Nobody did, as nothing is read then.)"""
+    folder = saved("llama", tmp_path / "model")
+    with_another_shape(Path(folder))
+    with pytest.raises(LoadError, match=r"has shape \[48, 32\] in .*, the model expects \[40, 32\]"):
+        load(folder, Loading(**how, offload_folder=None if "offload" in how else str(tmp_path / "off")))
+    assert not list(temporary.iterdir())
+
+
+@pytest.mark.parametrize("share", [0.9, 0.5, 0.05])
+def test_weights_that_are_in_no_file(share: float, tmp_path: Path) -> None:
+    """Marian's positions are computed, not saved: a device map may not send them to disk, `offload` leaves them here.
+
+    (The first pass raised KeyError.)
+    """
+    folder, inputs = saved("marian", tmp_path / "model"), prompt_for("marian")
+    limit = {"cpu": int(share * sum(p.nbytes for p in tiny("marian").parameters()))}
+    with pytest.raises(LoadError, match=r"'model\..*embed_positions.weight' should lie on disk, .* `offload`='disk'"):
+        load(folder, Loading(device_map="auto", max_memory=limit, offload_folder=str(tmp_path / "off")))
+    expected = SpecGenerator(tiny("marian")).generate(**inputs, **OPTIONS).sequences.tolist()
+    target = load(folder, Loading(offload="disk"))
+    assert SpecGenerator(target).generate(**inputs, **OPTIONS).sequences.tolist() == expected
+
+
 def test_a_broken_config_or_no_safetensors(tmp_path: Path) -> None:
     """The reason is told, whatever the kind of error."""
     folder = saved("llama", tmp_path / "model")

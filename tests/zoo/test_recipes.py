@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import AutoConfig
 
-from specdec.zoo.recipes import functions, phrases, python_summary, speech, synthesis, windows
+from specdec import zoo
+from specdec.errors import OptionError
+from specdec.zoo.recipes import functions, phrases, python_code, python_summary, shapes, speech, synthesis, windows
 from specdec.zoo.recipes.course import Course, make_optimizers
 
 SOURCE = '''
@@ -144,6 +147,61 @@ def test_a_course_lowers_the_loss() -> None:
     assert losses[-1] < 0.9 * losses[0]
     assert 0 < optimizers[0].param_groups[0]["lr"] < 0.1 * 0.004
     assert checks == [60]
+
+
+@pytest.mark.parametrize(
+    ("size", "width"), [("base", 192), ("small", 320), ("large", 1024), ("1M", 64), ("300M", 1024), ("31800000", 320)]
+)
+def test_sizes_of_the_code_pair(size: str, width: int) -> None:
+    """A name, or the width that comes nearest to a number of weights."""
+    assert shapes.target_shape(size) == shapes.Shape(24, width)
+
+
+def test_the_packages_pair_is_of_the_base_size() -> None:
+    """The recipe makes the shapes that come with the package."""
+    config, own = shapes.target_shape("base").config, AutoConfig.from_pretrained(zoo.pair().target)
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    assert [getattr(config, name) for name in names] == [getattr(own, name) for name in names]
+
+
+@pytest.mark.parametrize("size", ["huge", "", "3T", "-1M"])
+def test_an_unknown_size(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The message says which there are."""
+    with pytest.raises(SystemExit):
+        python_code.main([f"--size={size}"])
+    assert "--size must be one of base, small, medium, large or a number like 300M" in capsys.readouterr().err
+
+
+def test_a_pair_of_another_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of every stage, into the user's cache, where its name finds it once it is finished."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    modules = [(f"module{n}.py", f"def f{n}(x):\n    return x + {n}\n\n" * 300) for n in range(6)]
+    monkeypatch.setattr(python_code, "source_files", lambda *, held_out: iter(modules[:2] if held_out else modules[2:]))
+    monkeypatch.setattr(python_code, "held_out_prompts", lambda count: ["def f0(x):\n"])
+    monkeypatch.setattr(python_code, "continuations", lambda target, stream, *_: stream)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    stages = [
+        "--seedling-steps",
+        "1",
+        "--target-steps",
+        "1",
+        "--draft-steps",
+        "2",
+        "--polish-steps",
+        "2",
+        "--device",
+        "cpu",
+    ]
+    python_code.main(["--size", "1M", "--stage", "target", *stages])
+    with pytest.raises(OptionError, match="zoo:python-code"):
+        zoo.locate("zoo:python-code-1M", "target")  # it has no draft yet
+    for stage in ("draft", "polish", "evaluate"):
+        python_code.main(["--size", "1M", "--stage", stage, *stages])
+    folder = tmp_path / "specdec" / "zoo" / "python-code-1M"
+    assert zoo.locate("zoo:python-code-1M", "draft") == str(folder / "draft")
+    target, draft = (AutoConfig.from_pretrained(folder / role) for role in ("target", "draft"))
+    assert (target.num_hidden_layers, draft.num_hidden_layers) == (24, 2)
+    assert target.hidden_size == draft.hidden_size == 64
 
 
 @pytest.mark.slow

@@ -1,9 +1,9 @@
-"""The recipe of the package's Python-code pair: `specdec zoo train OUT`, seeded, about 75 minutes on two cores.
+"""The recipe of the package's Python-code pair: `specdec zoo train`, seeded, about 75 minutes on two cores.
 
 A deep, narrow target learns the standard library by next-token prediction (Muon for matrices, AdamW for the rest):
 first as a stack of eight layers, then with the stack repeated three times (Du et al. 2024, "Stacking Your
 Transformers"). A two-layer draft, which starts from the target's first and last layer, is then distilled from the
-target's distributions, on the same text and on the target's own continuations.
+target's distributions, on the same text and on the target's own continuations. `--size` makes wider pairs the same way.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -22,47 +22,18 @@ import torch
 from tokenizers import ByteLevelBPETokenizer
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specdec import SpecGenerator
+from specdec.zoo import cache
 from specdec.zoo.corpus import END_OF_TEXT, held_out_prompts, source_files
 from specdec.zoo.recipes.course import Course, make_optimizers, save
+from specdec.zoo.recipes.shapes import POSITIONS, VOCABULARY, WIDTHS, Shape, target_shape
 
-VOCABULARY = 4096
-POSITIONS = 2048
 SHORT, LONG = 256, POSITIONS  # training windows, tokens; the long ones come last
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Layers, width and heads of one Llama-shaped model."""
-
-    layers: int
-    width: int
-    inner: int
-    heads: int
-
-    def build(self) -> LlamaForCausalLM:
-        """A freshly initialised model of this shape."""
-        return LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=VOCABULARY,
-                hidden_size=self.width,
-                intermediate_size=self.inner,
-                num_hidden_layers=self.layers,
-                num_attention_heads=self.heads,
-                num_key_value_heads=self.heads,
-                max_position_embeddings=POSITIONS,
-                tie_word_embeddings=True,
-                bos_token_id=0,
-                eos_token_id=0,
-                pad_token_id=0,
-            )
-        )
-
-
-SEEDLING = Shape(layers=8, width=192, inner=512, heads=3)
-TARGET = Shape(layers=24, width=192, inner=512, heads=3)
+SEEDLING_LAYERS = 8
 DRAFT_LAYERS = (0, 23)  # of the target, where the draft's two layers start from
 
 
@@ -102,7 +73,7 @@ def windows(
 
 def shrink(large: LlamaForCausalLM, layers: Sequence[int]) -> LlamaForCausalLM:
     """A model of a few of the layers of `large`, with its embeddings."""
-    small = replace(TARGET, layers=len(layers)).build().to(large.device)
+    small = Shape(len(layers), large.config.hidden_size).build().to(large.device)
     for layer, source in zip(small.model.layers, layers, strict=True):
         layer.load_state_dict(large.model.layers[source].state_dict())
     small.model.embed_tokens.load_state_dict(large.model.embed_tokens.state_dict())
@@ -169,22 +140,31 @@ def continuations(target: LlamaForCausalLM, stream: np.ndarray, rounds: int, see
     return np.concatenate(pieces)
 
 
-def train_target(out: Path, seedling_steps: int, target_steps: int, device: torch.device) -> LlamaForCausalLM:
+def optimizers_of(
+    model: LlamaForCausalLM, muon_rate: float = 0.004, adam_rate: float = 0.002
+) -> list[torch.optim.Optimizer]:
+    """Those of the base size; matrices learn more slowly the wider they are (Yang et al. 2021, arXiv 2203.03466)."""
+    return make_optimizers(model, muon_rate * WIDTHS["base"] / model.config.hidden_size, adam_rate)
+
+
+def train_target(
+    out: Path, shape: Shape, seedling_steps: int, target_steps: int, device: torch.device
+) -> LlamaForCausalLM:
     """Trains the target and saves it with its tokenizer under `out/target`."""
     tokenizer = train_tokenizer()
     tokenizer.save_pretrained(out / "target")
     stream, held = tokenize(tokenizer, held_out=False), tokenize(tokenizer, held_out=True)
     print(f"{len(stream)} training tokens, {len(held)} held out", flush=True)
     torch.manual_seed(0)
-    model = SEEDLING.build().to(device)
+    model = Shape(SEEDLING_LAYERS, shape.width).build().to(device)
     folder = out / "target"
     batches = windows(stream, seedling_steps, 0, 8, device)
     loss, check = in_bfloat16(partial(next_token_loss, model)), checker(model, held, folder)
-    Course("seedling", batches, loss, seedling_steps, 1.0, check, make_optimizers(model)).run()
-    model = grow(model, TARGET)
+    Course("seedling", batches, loss, seedling_steps, 1.0, check, optimizers_of(model)).run()
+    model = grow(model, shape)
     batches = windows(stream, target_steps, target_steps // 10, 6, device)
     loss, check = in_bfloat16(partial(next_token_loss, model)), checker(model, held, folder)
-    Course("target", batches, loss, target_steps, 0.4, check, make_optimizers(model)).run()
+    Course("target", batches, loss, target_steps, 0.4, check, optimizers_of(model)).run()
     return model
 
 
@@ -212,7 +192,7 @@ def train_draft(out: Path, rounds: int, steps: int, device: torch.device) -> Non
     real = windows(lesson.stream, steps, 0, 4, device, tokens=4096)
     own = windows(lesson.own_text, steps, steps // 10, 5, device, tokens=4096)
     batches = (pair[step % 2] for step, pair in enumerate(zip(real, own, strict=True)))
-    lesson.teach(model, batches, steps, 0.4, make_optimizers(model), out / "draft")
+    lesson.teach(model, batches, steps, 0.4, optimizers_of(model), out / "draft")
 
 
 def polish_draft(out: Path, rounds: int, steps: int, device: torch.device) -> None:
@@ -220,7 +200,7 @@ def polish_draft(out: Path, rounds: int, steps: int, device: torch.device) -> No
     lesson = Lesson.prepare(out, rounds, device, seed=6)
     model = LlamaForCausalLM.from_pretrained(out / "draft", dtype=torch.float32).to(device)
     batches = windows(lesson.own_text, steps, steps // 10, 7, device, tokens=4096)
-    lesson.teach(model, batches, steps, 0.3, make_optimizers(model, 0.003, 0.0015), out / "draft")
+    lesson.teach(model, batches, steps, 0.3, optimizers_of(model, 0.003, 0.0015), out / "draft")
 
 
 @dataclass(frozen=True)
@@ -292,7 +272,8 @@ def evaluate(out: Path) -> dict[str, float]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the recipe, or one stage of it."""
     parser = argparse.ArgumentParser("specdec zoo train --recipe python-code", description=__doc__)
-    parser.add_argument("out", type=Path, help="folder that receives target/, draft/ and card.json")
+    parser.add_argument("out", type=Path, nargs="?", help="folder of target/, draft/ and card.json [the user's cache]")
+    parser.add_argument("--size", default="base", help=f"{', '.join(WIDTHS)} or a number of weights like 300M [base]")
     parser.add_argument("--stage", choices=("target", "draft", "polish", "evaluate"), help="run one stage only")
     parser.add_argument("--seedling-steps", type=int, default=1200)
     parser.add_argument("--target-steps", type=int, default=500)
@@ -302,15 +283,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--polish-steps", type=int, default=1200)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args(arguments)
-    device = torch.device(options.device)
+    try:
+        shape = target_shape(options.size)
+    except ValueError:
+        parser.error(f"--size must be one of {', '.join(WIDTHS)} or a number like 300M, got {options.size!r}")
+    name, device = f"python-code-{options.size}", torch.device(options.device)
+    out = options.out or cache() / name
     if options.stage in (None, "target"):
-        train_target(options.out, options.seedling_steps, options.target_steps, device)
+        train_target(out, shape, options.seedling_steps, options.target_steps, device)
     if options.stage in (None, "draft"):
-        train_draft(options.out, options.draft_rounds, options.draft_steps, device)
+        train_draft(out, options.draft_rounds, options.draft_steps, device)
     if options.stage in (None, "polish"):
-        polish_draft(options.out, options.polish_rounds, options.polish_steps, device)
+        polish_draft(out, options.polish_rounds, options.polish_steps, device)
     if options.stage in (None, "evaluate"):
-        evaluate(options.out)
+        evaluate(out)
+    print(f"{out}" if options.out else f"zoo:{name} is in {out}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,141 @@
+"""SYNTHETIC drafts: they know what the target will write, guess it as often as told, and cost a real draft's passes.
+
+For targets that have no small sibling at hand, as other engines' benchmarks do. At every position the target's token is
+the draft's first guess, its second, … or none of its guesses, drawn once (seeded) by given chances. What they show is
+always marked as synthetic.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from specdec.models import LanguageModel
+from specdec.select.branching import WIDER
+from specdec.types import Call, Plan, Row, Tree
+
+Work = Callable[[int], None]  # a draft pass over so many nodes
+
+
+def passes_of(draft: LanguageModel, prefix: int = 256) -> Work:
+    """Real passes of a draft model over siblings at the end of a text."""
+    session = draft.session()
+    session.add(1)
+    session.forward([Tree.chain([5] * prefix)], [1])
+    session.commit([list(range(prefix))])
+
+    def work(nodes: int) -> None:
+        session.forward([Tree([7] * nodes, [-1] * nodes)], [nodes])
+        session.commit([[]])
+
+    return work
+
+
+class Oracle:
+    """What the target will write in every row of a call (new tokens), and which guess of a draft each token will be.
+
+    `rates` are the chances of the first guess, the second and so on.
+    """
+
+    def __init__(self, texts: Sequence[list[int]], rates: Sequence[float], vocab_size: int, seed: int = 0) -> None:
+        self.texts, self._vocab_size = texts, vocab_size
+        source, weights = random.Random(seed), [*rates, 1.0 - sum(rates)]
+        self._ranks = [source.choices(range(len(weights)), weights, k=len(text)) for text in texts]
+
+    def guess(self, row: int, position: int, rank: int) -> tuple[int, bool]:
+        """The draft's guess of this rank for the new token at `position`, and whether it is the target's."""
+        if position >= len(self.texts[row]):
+            return rank, False
+        right = self._ranks[row][position] == rank
+        token = self.texts[row][position]
+        return (token if right else (token + 1 + rank) % self._vocab_size), right
+
+
+@dataclass
+class _Node:
+    """A guess: its place in the tree, the chances on its path, and whether all of the path is right."""
+
+    number: int
+    path: list[float]
+    chance: float
+    right: bool
+
+
+class SyntheticDrafter:
+    """SYNTHETIC: level by level the nodes that are likeliest to become text, as a draft model with branches has them.
+
+    `rates` are the chances of its guesses (see `Oracle`), `work` is done for every level. `oracle` must be set to what
+    the next call will write; without one all guesses are wrong.
+    """
+
+    def __init__(self, rates: Sequence[float], work: Work) -> None:
+        self.rates, self._work = list(rates), work
+        self.oracle: Oracle | None = None
+
+    def __repr__(self) -> str:
+        return f"SyntheticDrafter({self.rates})"
+
+    def start(self, call: Call) -> SyntheticDrafter:
+        """Nothing is kept about rows."""
+        return self
+
+    def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
+        """One tree per row."""
+        return [self._tree(row, plan) for row, plan in zip(rows, plans, strict=True)]
+
+    def release(self, keys: Sequence[int]) -> None:
+        """Nothing is kept about rows."""
+
+    def _tree(self, row: Row, plan: Plan) -> Tree:
+        limit, branches = min(plan.limit, row.remaining - 1), plan.branches or 1
+        tokens: list[int] = []
+        parents: list[int] = []
+        nodes: list[_Node] = []
+        ends = [_Node(-1, [], 1.0, self._knows(row))]
+        for depth in range(limit):
+            if not ends or not plan.go_on([end.path for end in ends], len(ends)):
+                break
+            self._work(len(ends))
+            level: list[_Node] = []
+            for end, rank in self._children(ends, branches):
+                path = [*end.path, self.rates[rank]]
+                if not plan.keep(path):
+                    continue
+                token, right = self._guess(row, depth, rank)
+                level.append(_Node(len(nodes) + len(level), path, end.chance * path[-1], end.right and right))
+                tokens.append(token)
+                parents.append(end.number)
+            nodes += level
+            best = {node.number for node in self._best(nodes, branches * limit)}
+            ends = [node for node in level if node.number in best][:branches]
+        kept = [node.number for node in self._best(nodes, branches * limit)]
+        place = {number: i for i, number in enumerate(kept)} | {-1: -1}
+        return Tree(
+            [tokens[n] for n in kept],
+            [place[parents[n]] for n in kept],
+            [nodes[n].path[-1] for n in kept],
+            source="synthetic",
+        )
+
+    def _knows(self, row: Row) -> bool:
+        """Whether the row's text is what was foretold."""
+        new = row.tokens[row.prompt_length :]
+        return self.oracle is not None and self.oracle.texts[row.key][: len(new)] == new
+
+    def _guess(self, row: Row, depth: int, rank: int) -> tuple[int, bool]:
+        if self.oracle is None:
+            return rank, False
+        return self.oracle.guess(row.key, len(row.tokens) - row.prompt_length + depth, rank)
+
+    def _children(self, ends: Sequence[_Node], branches: int) -> list[tuple[_Node, int]]:
+        """The likeliest next nodes, each as the node before it and the rank of the guess."""
+        ranks = range(len(self.rates) if branches > 1 else 1)
+        pairs = [(end, rank) for end in ends for rank in ranks]
+        pairs.sort(key=lambda pair: -pair[0].chance * self.rates[pair[1]])
+        return pairs[: WIDER * branches if branches > 1 else 1]
+
+    @staticmethod
+    def _best(nodes: Sequence[_Node], count: int) -> list[_Node]:
+        """The `count` likeliest, in the order in which they were made; no node is likelier than its parent."""
+        return sorted(sorted(nodes, key=lambda node: -node.chance)[:count], key=lambda node: node.number)
