@@ -196,10 +196,12 @@ def train_draft(out: Path, rounds: int, steps: int, device: torch.device) -> Non
 
 
 def polish_draft(out: Path, rounds: int, steps: int, device: torch.device) -> None:
-    """Distils the draft in `out/draft` further, on new text of the target alone."""
+    """Distils the draft in `out/draft` further, on new text of the target and, for far positions, long real windows."""
     lesson = Lesson.prepare(out, rounds, device, seed=6)
     model = LlamaForCausalLM.from_pretrained(out / "draft", dtype=torch.float32).to(device)
-    batches = windows(lesson.own_text, steps, steps // 10, 7, device, tokens=4096)
+    far = windows(lesson.stream, steps, steps, 8, device, tokens=4096)
+    own = windows(lesson.own_text, steps, 0, 7, device, tokens=4096)
+    batches = (pair[step % 10 < 9] for step, pair in enumerate(zip(far, own, strict=True)))
     lesson.teach(model, batches, steps, 0.3, optimizers_of(model, 0.003, 0.0015), out / "draft")
 
 
