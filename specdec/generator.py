@@ -224,7 +224,7 @@ class SpecGenerator:
                 chain = o.beams > 1 or o.sampling in ("rejection", "block")
                 cost = draft.costs.get(o.family, Cost())
                 k = k or min(32, most)
-                return cost.fresh(k, branches or (None if chain else max(min(WIDEST, MOST_NODES // k), 1)))
+                return cost.fresh(k, branches, None if chain else max(min(WIDEST, MOST_NODES // k), 1))
             case _:
                 return Heuristic(k or min(5, most), threshold or 0.0, branches)
 

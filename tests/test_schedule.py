@@ -13,7 +13,7 @@ import pytest
 from specdec.errors import OptionError
 from specdec.generator import WIDEST
 from specdec.schedule import Confidence, Constant, Cost, Heuristic
-from specdec.schedule.estimates import Acceptance
+from specdec.schedule.estimates import Acceptance, Line
 from specdec.types import Round, RowRound, Step
 
 
@@ -292,3 +292,17 @@ def test_wide_drafts_pay_for_all_their_nodes() -> None:
 
     assert settled(1) > 60
     assert settled(10) < 30
+
+
+@pytest.mark.parametrize(("node", "branches"), [(0.001, 8), (0.05, None)])
+def test_trees_only_where_nodes_cost_little(node: float, branches: int | None) -> None:
+    """A pass of one second over one node: trees where another takes a millisecond, chains where it takes fifty."""
+    passes, drafts = Line(), Line()
+    for nodes in (1, 4, 9, 16, 25):
+        passes, drafts = passes.add(nodes, 1.0 + node * (nodes - 1)), drafts.add(1, 0.01)
+    cost = Cost(k=16, widest=8, passes=passes, drafts={"model": drafts}, plain=Line().add(1, 1.0), trial=1)
+    (plan,) = cost.plan([Key(0)])
+    assert plan.limit == 16
+    assert plan.branches == branches
+    (asked,) = cost.fresh(16, branches=3, widest=8).plan([Key(0)])
+    assert asked.branches == 3

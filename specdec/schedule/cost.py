@@ -15,6 +15,7 @@ from specdec.schedule.rules import check_nodes
 from specdec.types import Plan, Round, Row
 
 _TOO_MUCH = 3  # rounds without a draft that a draft may waste before it is given up for a while
+_WORTH_TREES = 100  # nodes that a pass must cost: side branches bring fewer tokens than their confidence promises
 _UNMEASURED = (0.3, 0.1)  # tokens that a draft pass and a verified node are taken to cost before they were measured
 
 
@@ -44,12 +45,14 @@ class CostPlan:
 class Cost:
     """Tokens per second decide (see the module); may draft nothing, and then tries again, ever more rarely.
 
-    `k` bounds a path, `branches` what one draft pass continues. Fitted costs and acceptance carry over to the next call
+    `k` bounds a path, `branches` what one draft pass continues; without it, the rule itself takes trees of up to `widest`
+    where a pass costs as much as a hundred more nodes, and chains elsewhere. Fitted costs and acceptance carry over to the next call
     of the same family with the same draft (`fresh`): what a search pays for is not what a chain pays for.
     """
 
     k: int = 32
     branches: int | None = None
+    widest: int | None = None
     acceptance: Acceptance = field(default_factory=Acceptance)
     passes: Line = field(default_factory=Line)
     drafts: Mapping[str, Line] = field(default_factory=dict)  # draft passes by source, over the nodes of one level
@@ -68,7 +71,7 @@ class Cost:
     wait: int = 32  # rounds without a draft before it gets another trial
 
     def __post_init__(self) -> None:
-        check_nodes(self.k, self.branches)
+        check_nodes(self.k, self.branches or self.widest)
 
     def plan(self, rows: Sequence[Row]) -> list[Plan]:
         """One plan per row; all of limit 0 while plain decoding is predicted to be faster."""
@@ -86,8 +89,13 @@ class Cost:
 
     def _plan(self, limit: int, draft_cost: float, verify_cost: float) -> CostPlan:
         # A look at a single token need not be a wide one.
-        branches = self.branches if limit > 1 or self.branches is None else 1
-        return CostPlan(limit, self.acceptance, draft_cost, verify_cost, branches)
+        branches = self.branches or (self.widest if self._nodes_are_cheap else None)
+        return CostPlan(limit, self.acceptance, draft_cost, verify_cost, branches if limit > 1 or not branches else 1)
+
+    @property
+    def _nodes_are_cheap(self) -> bool:
+        """Whether trees may pay."""
+        return self._measured and self.passes.at(self.roots) >= _WORTH_TREES * self.passes.slope
 
     @property
     def _measured(self) -> bool:
@@ -178,13 +186,13 @@ class Cost:
         tried = drafted and self._measured and not self._pays(len(round.rows))
         return min(2 * self.patience, 256) if tried else self.patience
 
-    def fresh(self, k: int, branches: int | None = None) -> Cost:
+    def fresh(self, k: int, branches: int | None = None, widest: int | None = None) -> Cost:
         """All that was learned, except the rate of the last call's rounds, for a call with these bounds.
 
         Rounds without a draft add up over calls: however short they are, the next try comes.
         """
         idle = max(self.idle, self.patience // 2)
-        return replace(self, k=k, branches=branches, tokens=0.0, seconds=0.0, idle=idle)
+        return replace(self, k=k, branches=branches, widest=widest, tokens=0.0, seconds=0.0, idle=idle)
 
 
 def _fading(old: float | None, new: float) -> float:
