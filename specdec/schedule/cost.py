@@ -45,9 +45,10 @@ class CostPlan:
 class Cost:
     """Tokens per second decide (see the module); may draft nothing, and then tries again, ever more rarely.
 
-    `k` bounds a path, `branches` what one draft pass continues; without it, the rule itself takes trees of up to `widest`
-    where a pass costs as much as a hundred more nodes, and chains elsewhere. Fitted costs and acceptance carry over to the next call
-    of the same family with the same draft (`fresh`): what a search pays for is not what a chain pays for.
+    `k` bounds a path, `branches` what one draft pass continues; without it, the rule itself takes trees of up to
+    `widest` where a pass costs as much as a hundred more nodes, and chains elsewhere. Fitted costs and acceptance carry
+    over to the next call of the same family with the same draft (`fresh`): what a search pays for is not what a chain
+    pays for.
     """
 
     k: int = 32
