@@ -70,6 +70,9 @@ def build(args: argparse.Namespace, strategy: str) -> dict[str, Callable[[Tensor
             tree = {"num_assistant_tokens": 3, "num_assistant_branches": 3}
             systems["specdec model, constant 3, trees"] = ours(draft, schedule="constant", **tree)
             systems["specdec model, cost, chains"] = ours(draft, schedule="cost", num_assistant_branches=1)
+        else:
+            wide = {"num_assistant_tokens": 6, "num_assistant_branches": 32}
+            systems["specdec model, constant 6, 32 branches"] = ours(draft, schedule="constant", **wide)
         systems["specdec model, cost"] = ours(draft, schedule="cost")
         systems["specdec suffix, cost"] = ours("suffix", schedule="cost")
     return systems
