@@ -226,7 +226,7 @@ def test_a_step_of_the_summary_recipe(tmp_path: Path) -> None:
     told = [e for e in found if e.sentence is not None]
     rows = python_summary.encode(tokenizer, told)
     assert all(summary[-1] == tokenizer.eos_token_id for _, summary in rows)
-    material = python_summary.Material(tokenizer, rows * 5, rows)
+    material = python_summary.Material(tokenizer, rows * 5, rows * 2, rows)
     python_summary.train_target(tmp_path, material, seedling_steps=1, steps=1)
     python_summary.train_draft(tmp_path, material, steps=1)
     model = python_summary.PegasusForConditionalGeneration.from_pretrained(tmp_path / "draft", dtype=torch.float32)
