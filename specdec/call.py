@@ -248,6 +248,7 @@ class Prepared:
                 encoding=encoding,
                 draft_inputs=inputs,
                 sources=[row.source or 0 for row in rows],
+                ends=frozenset(o.eos_ids),
             )
             draft = self.drafter.start(call)
             if o.beams > 1 and not getattr(draft, "branches", False):

@@ -356,7 +356,8 @@ class Call:
 
     `encoding` is the target's encoder output, one entry per source, for a draft with the same encoder; `draft_inputs`
     are the encoder's inputs, for a draft that has its own. `sources[key]` is the number of a row's prompt, which
-    several rows may continue (None: each has its own). `branching` is set where proposals should branch.
+    several rows may continue (None: each has its own). `branching` is set where proposals should branch. `ends` are
+    the tokens that end a text: what is guessed after one is lost.
     """
 
     rule: DraftRule
@@ -365,6 +366,7 @@ class Call:
     encoding: object | None = None
     draft_inputs: Mapping[str, Tensor] | None = None
     sources: Sequence[int] | None = None
+    ends: frozenset[int] = frozenset()
 
 
 class DraftSession(Protocol):

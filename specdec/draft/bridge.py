@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specdec.draft.leading import ReadRow
-from specdec.draft.text import below, cut
+from specdec.draft.text import cut, legible
 from specdec.types import EMPTY, BatchDrafter, Call, DraftSession, Plan, Row, Tree
 
 _WINDOW = 12
@@ -131,15 +131,17 @@ class TextBridge:
     def start(self, call: Call) -> BridgeSession:
         """A session on the rows of `call`; an encoder-decoder draft reads `call.draft_inputs`."""
         # Width is the draft's own affair: no logits of it are cut or padded to the target's.
-        inner = replace(call, rule=_Likeliest(), branching=None, encoding=None, vocab_size=_size(self.draft_tokenizer))
-        return BridgeSession(self.drafter.start(inner), self.target_tokenizer, self.draft_tokenizer, call.vocab_size)
+        size, end = _size(self.draft_tokenizer), self.draft_tokenizer.eos_token_id
+        ends = frozenset() if end is None else frozenset({end})
+        inner = replace(call, rule=_Likeliest(), branching=None, encoding=None, vocab_size=size, ends=ends)
+        return BridgeSession(self.drafter.start(inner), self.target_tokenizer, self.draft_tokenizer, call)
 
 
 class BridgeSession:
     """A text bridge at work on the rows of one call."""
 
-    def __init__(self, draft: DraftSession, target: Tokenizer, drafts: Tokenizer, vocab_size: int) -> None:
-        self._draft, self._target, self._drafts, self._vocab_size = draft, target, drafts, vocab_size
+    def __init__(self, draft: DraftSession, target: Tokenizer, drafts: Tokenizer, call: Call) -> None:
+        self._draft, self._target, self._drafts, self._call = draft, target, drafts, call
         self._rows: dict[int, DraftRow] = {}
 
     def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
@@ -197,7 +199,7 @@ class BridgeSession:
         tokens = self._continuation(row.tokens, draft.seen, self._guessed_text(draft, ids))
         if ended and self._target.eos_token_id is not None and bool(tokens) == bool(ids):
             tokens = [*tokens, self._target.eos_token_id]
-        tokens = below(tokens, self._vocab_size)
+        tokens = legible(tokens, self._call)
         chance = math.prod(guess.confidence or [1.0]) ** (1 / max(len(tokens), 1))
         return cut(tokens, [chance] * len(tokens), row, plan, "bridge")
 

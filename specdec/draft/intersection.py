@@ -38,9 +38,9 @@ class VocabularyIntersection:
         """A session on the rows of `call`, whose rule sees logits over the target's vocabulary."""
         to_draft = {t: d for t, d in self.to_draft.items() if t < call.vocab_size}
         rule = _MappedRule(call.rule, to_draft, call.vocab_size)
-        inner = replace(
-            call, rule=rule, branching=None, encoding=None, vocab_size=max(to_draft.values(), default=0) + 1
-        )
+        size = max(to_draft.values(), default=0) + 1
+        ends = frozenset(to_draft[end] for end in call.ends if end in to_draft)
+        inner = replace(call, rule=rule, branching=None, encoding=None, vocab_size=size, ends=ends)
         return IntersectionSession(self.drafter.start(inner), rule, self.target_tokenizer, self.draft_tokenizer)
 
 

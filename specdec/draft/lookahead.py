@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -44,17 +44,17 @@ class _Look:
         self._parents: list[int] = []
         self._levels: list[float] = []
 
-    def grow(self, spread: list[tuple[int, Branch]], crown: Tree, vocab_size: int) -> Tree | None:
+    def grow(self, spread: list[tuple[int, Branch]], crown: Tree, goes_on: Callable[[int], bool]) -> Tree | None:
         """Adds a level to the proposal; what the `crown` must become for the next, None where that does not pay.
 
-        Processors may have forced tokens beyond the draft's `vocab_size`, which it cannot read.
+        `goes_on` tells the tokens that a guess may follow.
         """
         first = len(self._nodes)
         self._nodes += [branch for _, branch in spread]
         self._parents += [self._proposed[end] for end, _ in spread]
         self._levels.append(max((branch.confidence for _, branch in spread), default=0.0))
         best = set(self._best())
-        open_ = [i for i, (_, branch) in enumerate(spread) if branch.tokens[-1] < vocab_size and first + i in best]
+        open_ = [i for i, (_, branch) in enumerate(spread) if goes_on(branch.tokens[-1]) and first + i in best]
         chosen = [(first + i, *spread[i]) for i in open_[: self.plan.branches]]
         crowned = [self.held[end] for _, end, _ in chosen]
         self.ends = [branch for _, _, branch in chosen]
@@ -123,7 +123,7 @@ class LookaheadSession(ModelSession):
             for slot, ends in logits.items():
                 look = growing[slot]
                 spread = rule.spread(look.row, look.ends, ends, look.plan)
-                tree = look.grow(spread, self._branches[slot].crown, self._model.vocab_size)
+                tree = look.grow(spread, self._branches[slot].crown, self._goes_on)
                 if tree is not None:
                     trees[slot] = tree
 

@@ -163,8 +163,7 @@ class ModelSession:
         while fed:
             logits = self._feed(fed, final=final)
             going = [chain for (chain, _), last in zip(fed, logits, strict=True) if chain.draw(rule, last)]
-            # Processors may force a token that this draft cannot read.
-            fed = [(chain, chain.tokens[-1:]) for chain in going if chain.tokens[-1] < self._model.vocab_size]
+            fed = [(chain, chain.tokens[-1:]) for chain in going if self._goes_on(chain.tokens[-1])]
             final = False
 
     def _rewind(self, chains: list[_Chain]) -> None:
@@ -192,6 +191,10 @@ class ModelSession:
         held = self._held[slot]
         held.unknown = held.unknown or max(tokens) >= self._model.vocab_size
         return not held.unknown
+
+    def _goes_on(self, token: int) -> bool:
+        """Whether a guess may follow `token`: no text ends with it, and the draft can read what processors forced."""
+        return token < self._model.vocab_size and token not in self._call.ends
 
     def _feed(self, pieces: Sequence[tuple[_Chain, list[int]]], *, final: bool) -> list[Tensor]:
         """One pass over `pieces`; the logits `[vocab of the target]` after each, and the cache holds them."""

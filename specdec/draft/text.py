@@ -105,7 +105,7 @@ class TextSession:
         self, make_index: Callable[[], Index], calibration: Calibration, call: Call, *, encoder: bool, source: str
     ) -> None:
         self._make_index, self._calibration = make_index, calibration
-        self._vocab_size, self._encoder, self.source = call.vocab_size, encoder, source
+        self._call, self._encoder, self.source = call, encoder, source
         self._readings: dict[int, _Reading] = {}
 
     def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
@@ -117,7 +117,7 @@ class TextSession:
         reading = self._readings.pop(row.key, None) or self._open(row)
         self._read(reading, row.tokens)
         found, reading.match = reading.index.lookup(max(limit, 1))
-        reading.guess = below(found, self._vocab_size)
+        reading.guess = legible(found, self._call)
         # Put back only here: a reading that an exception left half way is read anew.
         self._readings[row.key] = reading
         return reading.guess, self._calibration.rates(reading.match, len(reading.guess))
@@ -131,7 +131,7 @@ class TextSession:
     def _branch(self, row: Row, leaf: int, limit: int) -> tuple[list[int], list[float]]:
         """Guesses after one branch of a search, whose shared text was read."""
         found, match = self._readings[row.key].index.lookup(max(limit, 1), tail(row, leaf))
-        guess = below(found, self._vocab_size)
+        guess = legible(found, self._call)
         return guess, self._calibration.rates(match, len(guess))
 
     def release(self, keys: Sequence[int]) -> None:
@@ -152,9 +152,14 @@ class TextSession:
         reading.seen = len(text)
 
 
-def below(tokens: list[int], vocab_size: int) -> list[int]:
-    """`tokens` up to the first that the target does not have (an encoder may read a wider vocabulary)."""
-    return next((tokens[:i] for i, token in enumerate(tokens) if not 0 <= token < vocab_size), tokens)
+def legible(tokens: list[int], call: Call) -> list[int]:
+    """`tokens` before the first that the target does not have (an encoder may read more), or up to one that ends."""
+    for i, token in enumerate(tokens):
+        if not 0 <= token < call.vocab_size:
+            return tokens[:i]
+        if token in call.ends:
+            return tokens[: i + 1]
+    return tokens
 
 
 def until_separator(tokens: list[int]) -> list[int]:

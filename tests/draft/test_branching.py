@@ -110,6 +110,22 @@ def test_branches_are_kept_while_a_search_settles_nothing(monkeypatch: pytest.Mo
     assert paths(tree).keys() == best_tree(tiny("llama"), [*row.tokens, 8, 9, 10], Limit(1, branches=2)).keys()
 
 
+def test_no_branch_goes_on_after_the_end_of_the_text() -> None:
+    """The likeliest guess ends the text: it is proposed, its siblings are continued, and it is not."""
+    rule, row = Greedy(NOTHING, width=64).rule, FakeRow([5, 6, 7])
+    rules = PerRow({0: rule})
+
+    def guess(**more: frozenset[int]) -> set[Path]:
+        session = ModelDrafter(LanguageModel(tiny("llama"))).start(call(rule, 64, branching=rules, **more))
+        return set(paths(session.propose([row], [Limit(4, branches=3)])[0]))
+
+    end = max(guess(), key=len)[0]
+    found = guess(ends=frozenset({end}))
+    assert (end,) in found
+    assert not any(end in path[:-1] for path in found)
+    assert any(len(path) > 1 for path in found)
+
+
 def test_one_pass_per_level() -> None:
     """A tree costs as many draft passes as a chain of its depth, and the last one that finds no better nodes."""
     model = LanguageModel(tiny("llama"))

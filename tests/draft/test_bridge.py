@@ -214,6 +214,17 @@ def test_intersection_draws_from_shared_tokens_with_q_in_the_targets_ids() -> No
         row.tokens += [*tree.tokens[:2], 9]
 
 
+def test_ends_are_translated() -> None:
+    """Every draft behind a bridge learns which of its own tokens end a text, and guesses nothing after one."""
+    ours, theirs = tokenizer("bytes-320"), tokenizer("bytes-420")
+    row = FakeRow([ours.bos_token_id, *ours.encode("the dog")])
+    drafter = VocabularyIntersection(ModelDrafter(FakeModel(len(theirs))), ours, theirs)
+    [free] = drafter.start(call(vocab_size=len(ours))).propose([row], [FakePlan(6)])
+    end = free.tokens[2]
+    [tree] = drafter.start(call(vocab_size=len(ours), ends=frozenset({end}))).propose([row], [FakePlan(6)])
+    assert tree.tokens == free.tokens[: free.tokens.index(end) + 1]
+
+
 def test_intersection_reads_foreign_tokens_through_their_text() -> None:
     """Text that the draft lacks tokens for is re-encoded; a forced foreign token is proposed and ends the chain."""
     ours, theirs = tokenizer("bytes-420"), tokenizer("bytes-320")

@@ -162,6 +162,15 @@ def test_a_forced_token_the_draft_cannot_read_ends_its_chain() -> None:
     assert one(session, FakeRow([1, 2])) == [55]
 
 
+def test_nothing_is_guessed_after_the_end_of_the_text() -> None:
+    """A chain ends with the token that ends the text, and no draft pass follows it."""
+    model, row = FakeModel(), FakeRow([1, 2, 3])
+    whole = model.greedy(row.tokens, 6)
+    end = whole.index(whole[3])
+    assert one(ModelDrafter(model).start(call(ends=frozenset({whole[3]}))), row, 6) == whole[: end + 1]
+    assert model.passes == end + 1
+
+
 def test_stops_at_the_drafts_last_position() -> None:
     """A draft with fewer positions than the target drafts up to them and then falls silent."""
     model, row = FakeModel(max_positions=8), FakeRow([1, 2, 3, 4, 5, 6])

@@ -58,6 +58,13 @@ def test_cuts_to_the_plan_and_to_the_end(make) -> None:  # type: ignore[no-untyp
     assert not make().start(call()).propose([FakeRow(text)], [FakePlan(5, drop=2.0)])[0].tokens
 
 
+@pytest.mark.parametrize("make", DRAFTERS)
+def test_copies_nothing_after_the_end_of_a_text(make) -> None:  # type: ignore[no-untyped-def]
+    """What followed it in another text does not follow it here."""
+    row = FakeRow([*range(9), *range(9), 0, 1])
+    assert one(make().start(call(ends=frozenset({4, 6}))), row, 5) == [2, 3, 4]
+
+
 @pytest.mark.parametrize("make", [lambda: NgramDrafter(encoder=True), *DRAFTERS[1:]])
 def test_searches_the_encoders_input(make) -> None:  # type: ignore[no-untyped-def]
     """Encoder tokens are copied from, but never across their end nor beyond the target's vocabulary."""
