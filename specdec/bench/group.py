@@ -140,10 +140,11 @@ class GroupRun:
         return len(alive) > 1 and self.group.strategy.grows and not has_one
 
     def _show(self, systems: Systems, alive: Sequence[Cell | None]) -> None:
-        """Keeps the first prompt's text as the fastest cell writes it."""
+        """Keeps the first prompt's text as the fastest cell writes it, of a real draft if there is one."""
         if not self._lacks_strip(alive):
             return
-        best = min(alive[1:], key=lambda cell: per_token(self.store.of(self.group.label, name_of(cell))))
+        real = [cell for cell in alive[1:] if cell is not None and not cell.is_synthetic] or alive[1:]
+        best = min(real, key=lambda cell: per_token(self.store.of(self.group.label, name_of(cell))))
         prompts = self.batches[0][:1]
         rounds = strip(self._generator(systems, best, 0), self._call(best, prompts, most=STRIP))
         self.store.add(Strip(self.group.label, name_of(best), prompts[0].text, rounds))

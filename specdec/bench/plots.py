@@ -129,8 +129,11 @@ def themed(svg: str) -> str:
 
 
 def short(label: str) -> str:
-    """A label that leaves room for the bars: its end, which tells it from others."""
-    return label if len(label) <= _LONGEST else f"…{label[1 - _LONGEST :]}"
+    """A label that leaves room for the bars: its beginning and its end tell it from others."""
+    if len(label) <= _LONGEST:
+        return label
+    head = _LONGEST // 2
+    return f"{label[:head]}…{label[head + 1 - _LONGEST :]}"
 
 
 def _named(axes: Axes, names: Sequence[str]) -> None:

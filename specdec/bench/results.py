@@ -189,7 +189,8 @@ def _summary(found: Results) -> list[str]:
     said = []
     if cells:
         states = [s["speedup"]["state"] for _, s in cells]
-        group, best = max(cells, key=lambda pair: pair[1]["speedup"]["value"])
+        real = [pair for pair in cells if not pair[1]["synthetic"]] or cells
+        group, best = max(real, key=lambda pair: pair[1]["speedup"]["value"])
         said.append(
             f"Of {len(cells)} assisted settings, {states.count('faster')} are faster than plain decoding, "
             f"{states.count('slower')} SLOWER, {states.count('same')} show no clear difference."

@@ -191,7 +191,8 @@ class Suite(BaseModel):
 def _priced(draft: Synthetic, target: str) -> Synthetic:
     """The synthetic draft with a model whose passes it costs."""
     if sum(draft.synthetic) > 1 + 1e-9:
-        raise OptionError.of("synthetic", "chances that add up to at most 1", draft.synthetic)
+        expected = "the chances of the first guess, the second, …, at most 1 in sum"
+        raise OptionError.of("synthetic", expected, draft.synthetic)
     if not draft.like and not target.startswith("zoo:"):
         raise OptionError("a synthetic draft costs what a model costs: name a small one of this target as its `like`")
     return Synthetic(synthetic=draft.synthetic, like=draft.like or target)

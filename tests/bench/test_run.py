@@ -261,6 +261,19 @@ def test_synthetic_drafts(keys: dict[str, Any], models: tuple[str, str], tmp_pat
     assert found["groups"][0]["strip"]["system"].endswith("[SYNTHETIC]")
 
 
+def test_a_synthetic_draft_is_never_called_the_best(
+    keys: dict[str, Any], models: tuple[str, str], tmp_path: Path
+) -> None:
+    """Beside a real draft that is slower, it is neither what the summary praises nor the text that is shown."""
+    drafts = ["ngram", {"synthetic": 1, "like": models[1]}]
+    found = results(run(read_suite({**keys, "drafts": drafts}), tmp_path / "out"))
+    [best] = [line for line in found["summary"] if line.startswith("Best")]
+    assert "SYNTHETIC" not in best
+    [group] = found["groups"]
+    assert "SYNTHETIC" not in group["strip"]["system"]
+    assert any(system["synthetic"] for system in group["systems"])
+
+
 def test_a_synthetic_draft_is_right_as_often_as_told(models: tuple[str, str]) -> None:
     """Of 600 tokens 60% are the first guess and 30% the second, in any place of a tree.
 

@@ -113,7 +113,7 @@ def test_strategies() -> None:
         ({"targets": "t", "options": {"top_p": 0.5}}, "top_p"),
         ({"targets": "t", "drafts": [{"synthetic": 0.5}]}, "`like`"),
         ({"targets": "t", "drafts": [{"synthetic": 1.5, "like": "d"}]}, "`drafts.0.synthetic.0` must be"),
-        ({"targets": "t", "drafts": [{"synthetic": [0.7, 0.5], "like": "d"}]}, "add up to at most 1"),
+        ({"targets": "t", "drafts": [{"synthetic": [0.7, 0.5], "like": "d"}]}, "at most 1 in sum"),
         (
             {"targets": "t", "drafts": [{"synthetic": 0.5, "like": "d"}], "strategies": {"num_beams": 2}},
             "knows one text",
