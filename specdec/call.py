@@ -47,13 +47,17 @@ _ID_OPTIONS = ("eos_token_id", "suppress_tokens", "begin_suppress_tokens", "forc
 
 @dataclass(frozen=True)
 class Extras:
-    """What a caller hands in as objects: processors and criteria (one or several), a streamer, a prefix function."""
+    """What a caller hands in as objects: processors and criteria (one or several), a streamer, a prefix function.
+
+    `prediction` is text or ids that the output may resemble, or one per prompt; drafts that copy look there first.
+    """
 
     logits_processor: Any = ()
     stopping_criteria: Any = ()
     streamer: Any = None
     prefix_allowed_tokens_fn: Any = None
     tokenizer: Any = None
+    prediction: Any = None
 
     def __post_init__(self) -> None:
         check_tokenizer("tokenizer", self.tokenizer)
@@ -275,7 +279,8 @@ class Prepared:
         common: dict[str, Any] = {"key": key, "source": key // self.options.copies}
         common |= {"max_length": stop.max_length, "device": self.target.device}
         shadow = None if prompt.negative is None else RunningRow(tokens=list(prompt.negative), **common)
-        common |= {"encoder_tokens": prompt.encoder_ids, "embeds": prompt.embeds, "shadow": shadow}
+        common |= {"encoder_tokens": prompt.encoder_ids, "prediction": prompt.prediction}
+        common |= {"embeds": prompt.embeds, "shadow": shadow}
         tokens = list(prompt.tokens)
         if isinstance(strategy, BeamSearch | GroupSearch | ConstrainedSearch | Contrastive):
             returned = self.options.num_return_sequences or 1

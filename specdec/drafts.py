@@ -231,6 +231,17 @@ def guesses_trees(drafter: BatchDrafter | None) -> bool:
             return True
 
 
+def copies(drafter: BatchDrafter | None) -> bool:
+    """Whether a draft may look for its guesses in a given text; those that are not the package's own may."""
+    match drafter:
+        case HybridDrafter():
+            return True
+        case None | ModelDrafter() | EarlyExitDrafter() | FunctionDrafter() | TextBridge() | VocabularyIntersection():
+            return False
+        case _:
+            return True
+
+
 def _same(mine: Any, theirs: Any) -> bool:
     return mine is theirs or (
         isinstance(mine, str | PathLike | int) and type(mine) is type(theirs) and bool(mine == theirs)

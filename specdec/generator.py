@@ -13,10 +13,10 @@ from transformers import GenerationConfig, PreTrainedModel
 from specdec.call import Extras, Prepared
 from specdec.config import Options, check_defaults, resolve
 from specdec.drafts import NAMES as DRAFT_NAMES
-from specdec.drafts import Draft, Drafts, guesses_trees, is_name, language_model, loaded, models_of, names_model
+from specdec.drafts import Draft, Drafts, copies, guesses_trees, is_name, language_model, loaded, models_of, names_model
 from specdec.errors import BusyError, OptionError
 from specdec.inputs import NAMES as MODEL_INPUTS
-from specdec.inputs import Prompt, check_tokenizer, read_prompts, tokenizer_beside
+from specdec.inputs import Prompt, check_tokenizer, read_prompts, tokenizer_beside, with_predictions
 from specdec.loading import NAMES as LOADING
 from specdec.loading import Loading
 from specdec.models import LanguageModel
@@ -176,6 +176,12 @@ class SpecGenerator:
         if not named or any(name in given for name in _BRANCHING):
             _check_branches(drafter, options)
         prompts = read_prompts(prompt, messages, inputs, options, self.target, extras.tokenizer)
+        if extras.prediction is not None and not copies(drafter):
+            raise OptionError(
+                f"`prediction` is for drafts that copy, and this one is {drafter!r}: "
+                "use draft='suffix', or a pair of 'suffix' and a model, or leave it out"
+            )
+        prompts = with_predictions(prompts, extras.prediction, self.target, extras.tokenizer)
         prompts = prompts.repeat(options.copies)
         if drafter is None and (idle := [name for name in _DRAFTING if name in given]):
             raise OptionError(f"`{idle[0]}` says how much to draft, but there is no draft: name one, or leave it out")

@@ -48,6 +48,7 @@ class RunningRow:
     max_length: int
     device: torch.device
     encoder_tokens: list[int] | None = None
+    prediction: list[int] | None = None
     embeds: Tensor | None = None
     shadow: RunningRow | None = None
     source: int | None = None

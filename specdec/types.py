@@ -196,7 +196,8 @@ class Row(Protocol):
 
     A search has a text that all its branches share, and a tree of branches that grow from it; `leaves` are the nodes
     that will be continued, best first, with their `leaf_scores`. One sequence has the leaf -1, the end of its text.
-    `remaining` is how many tokens may still follow a leaf. `encoder_tokens` are the ids an encoder-decoder target read.
+    `remaining` is how many tokens may still follow a leaf. `encoder_tokens` are the ids an encoder-decoder target read,
+    `prediction` are ids that the output may resemble.
     """
 
     @property
@@ -222,6 +223,9 @@ class Row(Protocol):
 
     @property
     def encoder_tokens(self) -> list[int] | None: ...
+
+    @property
+    def prediction(self) -> list[int] | None: ...
 
     def prefix(self, extra: Sequence[int] = ()) -> Tensor:
         """The text so far, followed by `extra`, as ids `[1, length]` where the logits are, to be read at once."""

@@ -28,7 +28,7 @@ from specdec.cli.terminal import BROKEN_PIPE, Interrupt
 from specdec.errors import OptionError, SpecdecError
 from specdec.output import Event, Generation
 from specdec.zoo.train import RECIPES
-from tests.folders import saved_model
+from tests.folders import WIDTH, byte_tokenizer, saved_model
 
 NEW = ["--max-new-tokens", "12"]
 PARAMETERS = inspect.signature(commands.generate).parameters
@@ -138,6 +138,8 @@ USAGE_ERRORS = [
         "`TARGET` must be a hub id, a folder or one of zoo:python-code, zoo:speech, zoo:python-summary, got 'zoo:nope'",
     ),
     (["generate", "t", "-p", "x", "--draft-model", "zoo:nope"], "`--draft-model` must be"),
+    (["generate", "t", "-p", "x", "--method", "none", "--prediction", "f"], "--prediction is for drafts that copy"),
+    (["generate", "t", "-p", "x", "--prediction", "no-such-file"], "no-such-file cannot be read"),
     (["demo", "--max-new-tokens", "0"], "--max-new-tokens"),
     (["nonsense"], "nonsense"),
 ]
@@ -323,6 +325,18 @@ def test_prompt_from_stdin(generate: Any, monkeypatch: pytest.MonkeyPatch) -> No
     expected = generate(*NEW, prompt="a\nb\n")[1]
     monkeypatch.setattr(sys, "stdin", io.StringIO("a\nb\n"))
     assert generate(*NEW, prompt="-")[1] == expected
+
+
+def test_a_prediction_saves_passes(generate: Any, tmp_path: Path) -> None:
+    """The text is the same, and comes in fewer passes."""
+    letters = byte_tokenizer().encode("abcdefghijklmnopqrstuvwxyz")
+    others = [i for i in range(WIDTH) if i not in letters]
+    how = ("--json", "--method", "suffix", "--set", f"suppress_tokens={others}", *NEW)
+    plain = json.loads(generate(*how)[1])
+    (tmp_path / "expected.txt").write_text(plain["texts"][0])
+    helped = json.loads(generate(*how, "--prediction", str(tmp_path / "expected.txt"))[1])
+    assert helped["texts"] == plain["texts"]
+    assert helped["stats"]["num_accepted_draft_tokens"] > plain["stats"]["num_accepted_draft_tokens"]
 
 
 @pytest.mark.parametrize("method", ["none", "ngram", "suffix", "early_exit:1", "draft", "hybrid"])

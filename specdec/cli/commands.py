@@ -16,7 +16,7 @@ from rich.console import Console
 from specdec.cli.bench import bench, tune
 from specdec.cli.load import load
 from specdec.cli.pair import demo, zoo_app
-from specdec.cli.request import DEFAULT_NEW_TOKENS, METHODS, read_prompt, read_request
+from specdec.cli.request import DEFAULT_NEW_TOKENS, METHODS, read_prediction, read_prompt, read_request
 from specdec.cli.show import Printer, print_texts, report, stats_table, write
 from specdec.cli.summarize import summarize
 from specdec.cli.terminal import (
@@ -118,6 +118,9 @@ def generate(
         str | None, typer.Argument(help="Hub id, folder, or zoo:NAME (specdec zoo lists them); may come from --config.")
     ] = None,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The text to continue; - reads stdin.")] = None,
+    prediction: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Text that the answer may resemble, for drafts that copy.")
+    ] = None,
     draft_model: Annotated[str | None, typer.Option(help="A smaller model: hub id, folder, or zoo:NAME.")] = None,
     method: Annotated[
         str | None, typer.Option(help=f"{METHODS}. auto: draft if there is a draft model, else suffix.")
@@ -172,11 +175,11 @@ def generate(
 ) -> int:
     """Continue a prompt with TARGET, helped by a draft; the text is TARGET's own."""
     request = read_request(ctx.params)
-    text = read_prompt(prompt)
+    text, expected = read_prompt(prompt), read_prediction(prediction, request.method)
     generator = load(request, quiet=quiet)
     live = stream and not json_ and request.options.get("num_return_sequences", 1) == 1
     with stop_on_interrupt() as interrupt:
-        call: dict[str, Any] = {**request.options, "stopping_criteria": [interrupt]}
+        call: dict[str, Any] = {**request.options, "stopping_criteria": [interrupt], "prediction": expected}
         if live:
             printer = Printer(Console(), generator.tokenizer, show_draft=show_draft)
             out = printer.follow(generator.stream(text, **call))

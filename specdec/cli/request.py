@@ -37,6 +37,7 @@ DRAFT_OPTIONS = ("prompt_lookup_num_tokens", "assistant_early_exit")
 CALL_ONLY = (*DRAFT_OPTIONS, "max_matching_ngram_size")
 STRATEGY_OPTIONS = ("strategy", "num_samples", "ranking")
 NAMED = ("target", "draft", "method")
+COPYING = ("suffix", "ngram", "hybrid")  # methods that copy
 DRAFT_FLAGS = {"draft_dtype": "dtype", "draft_quantization": "quantization", "draft_revision": "revision"}
 
 
@@ -257,6 +258,15 @@ def read_prompt(prompt: str | None) -> str:
     except UnicodeError as error:
         raise _not_utf8("the prompt", error) from None
     return prompt
+
+
+def read_prediction(file: str | None, method: str) -> str | None:
+    """The text of the file of --prediction; raises OptionError where the method could not use it."""
+    if file is None:
+        return None
+    if method not in COPYING:
+        raise OptionError(f"--prediction is for drafts that copy, and the method is {method}: pass --method hybrid or suffix")
+    return read_text(file) or None
 
 
 def read_text(file: str) -> str:

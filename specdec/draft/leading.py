@@ -20,6 +20,7 @@ class ReadRow:
     prompt_length: int
     remaining: int = 2**31
     encoder_tokens: list[int] | None = None
+    prediction: list[int] | None = None
     tree: Tree = EMPTY
     leaves: Sequence[int] = (-1,)
     leaf_scores: Sequence[float] = (0.0,)
@@ -53,4 +54,4 @@ def tail(row: Row, leaf: int) -> list[int]:
 def _leader(row: Row) -> ReadRow:
     """The best branch of a search as a sequence."""
     tokens = row.tokens + tail(row, row.leaves[0])
-    return ReadRow(row.key, tokens, row.prompt_length, row.remaining, row.encoder_tokens)
+    return ReadRow(row.key, tokens, row.prompt_length, row.remaining, row.encoder_tokens, row.prediction)

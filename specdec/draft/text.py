@@ -14,6 +14,7 @@ SEPARATOR = -1
 
 _NUM_BINS = 8
 _FORGET_AFTER = 256
+_JOINT = 16  # tokens of the prompt that stand before a prediction
 
 
 class Index(Protocol):
@@ -143,6 +144,9 @@ class TextSession:
         reading = _Reading(self._make_index())
         if self._encoder and row.encoder_tokens:
             reading.index.extend([*row.encoder_tokens, SEPARATOR])
+        if row.prediction:
+            # After the end of the prompt, so that the prompt's own end is followed by its beginning.
+            reading.index.extend([*row.tokens[-_JOINT:], *row.prediction, SEPARATOR])
         return reading
 
     def _read(self, reading: _Reading, text: list[int]) -> None:

@@ -1,5 +1,6 @@
 """What a call reads: prompts of every shape, as rows of token ids without padding, and tokenizers."""
 
+from specdec.inputs.predictions import with_predictions
 from specdec.inputs.prompts import NAMES, Prompt, Prompts, RowPrompt, pad_id, read_prompts
 from specdec.inputs.tokenizers import check_tokenizer, tokenizer_beside
 
@@ -12,4 +13,5 @@ __all__ = [
     "pad_id",
     "read_prompts",
     "tokenizer_beside",
+    "with_predictions",
 ]

@@ -37,7 +37,7 @@ def read_ids(name: str, value: Any, given: Mapping[str, Any], target: LanguageMo
     if not rows:
         raise OptionError(f"`{name}` is empty: pass at least one row")
     rows = [list(map(int, row)) for row in rows]
-    mask = given.get(MASKS[name])
+    mask = given.get(MASKS.get(name, ""))
     keep = [[token != pad for token in row] for row in rows]
     if mask is not None:
         keep = read_mask(mask, list(map(len, rows)), MASKS[name])

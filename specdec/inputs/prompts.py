@@ -28,7 +28,8 @@ class RowPrompt:
 
     `tokens` are its decoder ids without padding, `padding` the columns of the padded prompt that they leave free.
     `encoder_ids` is what its encoder reads. `embeds` `[length, width]` are read in place of the tokens, of which there
-    are as many, or none where only embeddings were given. `negative` is what guidance steers away from.
+    are as many, or none where only embeddings were given. `negative` is what guidance steers away from, `prediction`
+    what the output may resemble.
     """
 
     tokens: list[int]
@@ -36,6 +37,7 @@ class RowPrompt:
     encoder_ids: list[int] | None = None
     embeds: Tensor | None = None
     negative: list[int] | None = None
+    prediction: list[int] | None = None
 
     @property
     def positions(self) -> int:

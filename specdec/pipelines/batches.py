@@ -43,6 +43,8 @@ def check_call(batch_size: int, options: Mapping[str, Any]) -> None:
     """Raises OptionError for what a pipeline's result has no place for, and for a batch size that is none."""
     if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
         raise OptionError.of("batch_size", "a whole number of at least 1", batch_size)
+    if options.get("prediction") is not None:
+        raise OptionError("`prediction` goes with one prompt, and a pipeline makes its own: call SpecGenerator for it")
     for name, value in options.items():
         if value and (name in _NO_PLACE or name.startswith("output_")):
             raise OptionError(f"`{name}` has no place in a pipeline's result: call SpecGenerator for it")

@@ -18,6 +18,7 @@ class FakeRow:
     remaining: int = 1000
     prompt_length: int = 1
     encoder_tokens: list[int] | None = None
+    prediction: list[int] | None = None
     tree: Tree = EMPTY
     leaves: tuple[int, ...] = (-1,)
     leaf_scores: tuple[float, ...] = (0.0,)

@@ -43,6 +43,7 @@ class ToyRow:
     key: int = 0
     remaining: int = 99
     encoder_tokens: list[int] | None = None
+    prediction: list[int] | None = None
     tree: Tree = EMPTY
     leaves: tuple[int, ...] = (-1,)
     leaf_scores: tuple[float, ...] = (0.0,)
