@@ -59,12 +59,12 @@ def test_a_block_runs(number: int, names: dict[str, Any]) -> None:
 
 
 def test_all_blocks_are_found() -> None:
-    """Loading, loaded models, a draft of one's own, searches, constraints, summaries and speech."""
+    """Loading, loaded models, a draft of one's own, predictions, searches, constraints, summaries and speech."""
     words = (
-        *("SpecGenerator.from_pretrained", "input_ids, attention_mask", "class LastTime", "num_beams"),
+        *("SpecGenerator.from_pretrained", "input_ids, attention_mask", "class LastTime", "prediction=", "num_beams"),
         *("prefix_allowed_tokens_fn", "Summarizer", "Transcriber"),
     )
-    assert [[word in code for word in words].index(True) for _, code in BLOCKS] == [0, 1, 2, 3, 4, 5, 6]
+    assert [[word in code for word in words].index(True) for _, code in BLOCKS] == [0, 1, 2, 3, 4, 5, 6, 7]
     assert README.count("```python") == len(BLOCKS)
 
 

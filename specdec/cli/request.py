@@ -265,7 +265,9 @@ def read_prediction(file: str | None, method: str) -> str | None:
     if file is None:
         return None
     if method not in COPYING:
-        raise OptionError(f"--prediction is for drafts that copy, and the method is {method}: pass --method hybrid or suffix")
+        raise OptionError(
+            f"--prediction is for drafts that copy, and the method is {method}: pass --method hybrid or suffix"
+        )
     return read_text(file) or None
 
 

@@ -85,7 +85,10 @@ class Recording:
                 features, heard = window_features(samples[begin:end], extractor), -(-(end - begin) // hop)
                 again = chunking.left + chunking.right if begin else 0  # heard in the chunk before
                 pace = FRAME_SECONDS * (end - begin - again) / (end - begin)
-                yield self._add(Track(number + len(self.tracks), features, heard, timestamps, pace))
+                track = Track(number + len(self.tracks), features, heard, timestamps, pace)
+                if begin:
+                    track.before, track.shared_from = self.tracks[-1], 1 - again / chunking.length
+                yield self._add(track)
         elif len(samples) <= extractor.n_samples:
             yield self._add(Track(number, window_features(samples, extractor), -(-len(samples) // hop), timestamps))
         else:

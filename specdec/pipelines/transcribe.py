@@ -164,6 +164,8 @@ class Transcriber:
             options["seed"] = int(torch.randint(2**62, ()))
         if not isinstance(options["seed"], int):
             raise OptionError.of("seed", "one number for all inputs", options["seed"])
+        if "prediction" in options:
+            raise OptionError("`prediction` goes with one prompt, and a Transcriber has its own for every window")
         if options.get("num_return_sequences", 1) != 1:
             raise OptionError(
                 "`num_return_sequences` above 1 has no place in a transcription: call SpecGenerator for it"

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from specdec.drafts import NAMES as DRAFT_NAMES
+from specdec.drafts import copies
 from specdec.errors import OptionError
 from specdec.fields import BEAMS_ONLY, DRAWING
 from specdec.generator import SpecGenerator
@@ -31,7 +33,9 @@ class Track:
 
     A short one was filled up to a window. `timestamps` are predicted with the text, or not. `pace` is the seconds of
     new sound in a frame, less than its length where tracks overlap. `seek` is the frame at which the next window
-    begins, `opening` the tokens that tell language and task; a `trusted` text is context for the next window.
+    begins, `opening` the tokens that tell language and task; a `trusted` text is context for the next window. `ahead`
+    was heard beyond the last window's last timestamp, and will be heard again. The track `before` hears the same sound
+    as this one from its part `shared_from` on.
     """
 
     number: int
@@ -43,6 +47,9 @@ class Track:
     opening: list[int] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     trusted: bool = True
+    ahead: list[int] = field(default_factory=list)
+    before: Track | None = None
+    shared_from: float = 0.0
 
     def __post_init__(self) -> None:
         self.frames = int(self.features.shape[1])
@@ -56,6 +63,14 @@ class Track:
     def tokens(self) -> list[int]:
         """All text, with its timestamps."""
         return [token for segment in self.segments for token in segment.tokens]
+
+    @property
+    def expected(self) -> list[int]:
+        """What the next window may say, as far as it was heard before; timestamps are those of that time."""
+        if self.seek or self.before is None or not self.before.done:
+            return self.ahead
+        said = self.before.tokens
+        return said[int(self.shared_from * len(said)) :]
 
     def window(self, frames: int) -> Tensor:
         """The next window `[mels, frames]`, filled up at the recording's end."""
@@ -90,6 +105,7 @@ class Listener:
         self._options, self._progress = dict(options), progress
         self._seed: int = self._options.pop("seed", 0)
         self._positions = int(whisper.model.config.max_target_positions)
+        self._copies = copies(generator.drafter) and not any(name in self._options for name in DRAFT_NAMES)
         self.stats: list[Stats] = []
 
     def listen(self, tracks: Iterable[Track], batch_size: int) -> Iterator[Track]:
@@ -115,7 +131,8 @@ class Listener:
         kinds = [(len(prompt), track.timestamps) for prompt, track in zip(prompts, tracks, strict=True)]
         for _, group in groupby(sorted(range(len(tracks)), key=kinds.__getitem__), key=kinds.__getitem__):
             rows = list(group)
-            batch = _Batch([tracks[i] for i in rows], features[rows], encoding.select(rows), [prompts[i] for i in rows])
+            chosen, starts = [tracks[i] for i in rows], [prompts[i] for i in rows]
+            batch = _Batch(chosen, features[rows], encoding.select(rows), starts)
             for i, heard in enumerate(self._heard(batch)):
                 self._advance(batch, i, heard)
         if self._progress is not None:
@@ -177,6 +194,8 @@ class Listener:
             options = {name: value for name, value in options.items() if name not in DRAWING}
         if self._settings.logprob_threshold is not None:
             options["output_scores"] = True
+        if self._copies and any(expected := [track.expected or None for track in batch.tracks]):
+            options["prediction"] = expected
         extra = list(options.pop("logits_processor", ()))
         if batch.tracks[0].timestamps:
             extra.insert(0, self._whisper.timestamp_rules(len(batch.prompts[0])))
@@ -225,6 +244,13 @@ class Listener:
         )
         track.segments += segments
         track.seek += covered if covered > 0 else frames
+        rest = tokens[sum(len(segment.tokens) for segment in segments) :]
+        track.ahead = [whisper.timestamp_begin, *self._sooner(rest, covered)] if rest else []
+
+    def _sooner(self, tokens: list[int], frames: int) -> list[int]:
+        """The tokens with their timestamps so many frames earlier."""
+        begin, steps = self._whisper.timestamp_begin, frames // self._whisper.stride
+        return [token if token < begin else max(token - steps, begin) for token in tokens]
 
 
 @dataclass(frozen=True)

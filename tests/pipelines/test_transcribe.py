@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, WhisperForCausalLM, WhisperProcessor, 
 from specdec import OptionError, SpecGenerator, Transcriber, UnsupportedError, zoo
 from specdec.models.whisper import Whisper
 from specdec.pipelines.audio import read_audio
+from specdec.pipelines.windows import Track
 from tests.speech import RATE, processor, settings, speech, whisper
 from tests.tiny import tiny
 
@@ -257,6 +258,43 @@ def test_chunks_equal_the_pipeline(options: dict[str, Any], batch_size: int) -> 
     assert transcriber(sound, batch_size=batch_size, generate_kwargs=GENERATE, **options) == expected
 
 
+def test_sound_that_two_chunks_share_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft that copies finds a chunk's beginning at the end of the chunk before; the text is the same."""
+    models, sounds = zoo.pair("speech"), [read_audio(str(path), RATE).samples for path, _ in zoo.recordings()]
+    transcriber = Transcriber.from_pretrained(str(models.target), "suffix", dtype="float32")
+    told = transcriber(np.concatenate(sounds), chunk_length_s=8)
+    monkeypatch.setattr(Track, "expected", property(lambda _: []))
+    untold = transcriber(np.concatenate(sounds), chunk_length_s=8)
+    assert told == untold
+    assert told.stats.num_accepted_draft_tokens > 2 * untold.stats.num_accepted_draft_tokens
+    assert told.stats.num_target_passes < untold.stats.num_target_passes
+
+
+def test_text_beyond_the_last_timestamp_is_expected_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next window begins where the last pair of timestamps was: what followed it is likely to come first."""
+    transcriber, told, written = Transcriber(target(), "suffix", processor=PARTS), [], []
+    generate = transcriber.generator.generate
+
+    def listen(**options: Any) -> Any:
+        told.append((options.get("prediction") or [None])[0])
+        out = generate(**options)
+        written.append(out.new_tokens()[0])
+        return out
+
+    monkeypatch.setattr(transcriber.generator, "generate", listen)
+    transcriber(speech(3.3), return_timestamps=True, **EN)
+    begin = transcriber._whisper.timestamp_begin
+    assert any(told)
+    for prediction, window in zip(told[1:], written, strict=False):
+        if prediction:
+            text = [token for token in prediction if token < begin]
+            assert prediction[0] == begin
+            assert text
+            assert [token for token in window if token < begin and token != transcriber._whisper.end][
+                -len(text) :
+            ] == text
+
+
 @pytest.mark.parametrize("draft", [None, "own encoder"])
 @pytest.mark.parametrize("options", [{}, {"chunk_length_s": 1, "stride_length_s": 0.1}], ids=str)
 def test_words_equal_the_pipeline(options: dict[str, Any], draft: str | None) -> None:
@@ -377,6 +415,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"num_return_sequences": 2}, "num_return_sequences"),
     ({"seed": [1, 2]}, "seed"),
     ({"no_such_option": 1}, "no_such_option"),
+    ({"prediction": "text"}, "prediction"),
 ]
 
 
