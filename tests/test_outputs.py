@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import pytest
@@ -31,8 +32,7 @@ def close(a: torch.Tensor, b: torch.Tensor) -> bool:
 @pytest.mark.parametrize("draft", [None, "perfect", "half"])
 def test_fields_equal_transformers(name: str, draft: str | None) -> None:
     """Scores, logits, hidden states and attentions, per token, for every layer."""
-    model = tiny(name)
-    model.set_attn_implementation("eager")
+    model = tiny(name, attn_implementation="eager")
     inputs = tiny_inputs(name) if name in ("t5", "bart") else {"input_ids": torch.tensor([[5, 9, 12, 7, 9, 12]])}
     with torch.no_grad():
         expected = model.generate(**inputs, **COMMON, **FIELDS, eos_token_id=None, repetition_penalty=1.2)
@@ -57,8 +57,7 @@ def test_fields_equal_transformers(name: str, draft: str | None) -> None:
 @pytest.mark.parametrize("copies", [1, 2])
 def test_encoder_fields_equal_transformers(name: str, copies: int) -> None:
     """What the encoder kept comes along, one entry per prompt. (The fields existed and were never filled.)"""
-    model = tiny(name)
-    model.set_attn_implementation("eager")
+    model = tiny(name, attn_implementation="eager")
     inputs, options = tiny_inputs(name, rows=2), {**FIELDS, "max_new_tokens": 3, "pad_token_id": 0}
     sampled = {"do_sample": True, "num_return_sequences": 2} if copies == 2 else {"do_sample": False}
     with torch.no_grad():
@@ -75,8 +74,7 @@ def test_encoder_fields_equal_transformers(name: str, copies: int) -> None:
 @pytest.mark.parametrize("name", ["llama", "mamba", "t5"])
 def test_fields_of_a_prompt_longer_than_the_chunk(name: str) -> None:
     """The prompt's traces are whole. (Only its last chunk's were kept.)"""
-    model = tiny(name)
-    model.set_attn_implementation("eager")
+    model = tiny(name, **({} if name == "mamba" else {"attn_implementation": "eager"}))
     wanted = {**FIELDS, "output_attentions": name != "mamba"}
     prompt: dict[str, Any] = {"input_ids": torch.tensor([[5, 9, 12, 7, 9, 12, 30, 8]])}
     if name == "t5":
@@ -128,6 +126,15 @@ def test_attentions_that_cannot_be_had(name: str, attention: str | None, reason:
     for hidden in (False, True):
         with pytest.raises(UnsupportedError, match=reason):
             generator.generate([[5, 9, 12]], **COMMON, output_attentions=True, output_hidden_states=hidden)
+
+
+def test_attentions_of_a_model_whose_parts_differ() -> None:
+    """transformers 5.17 sets the implementation of the whole model alone: its decoder has no attentions to show."""
+    model = tiny("t5", attn_implementation="eager")
+    model.decoder.config = copy(model.decoder.config)
+    model.decoder.config._attn_implementation = "sdpa"
+    with pytest.raises(UnsupportedError, match="eager"):
+        SpecGenerator(model).generate([[5, 9, 12]], **COMMON, output_attentions=True)
 
 
 def _never(*args: Any) -> None:

@@ -23,6 +23,7 @@ from specdec.select import Progress
 from tests.oracle import oracle
 from tests.test_exact import prompt_for
 from tests.tiny import tiny
+from tests.versions import wrong_before
 
 VOCAB = 64
 KINDS: dict[str, dict[str, Any]] = {
@@ -190,6 +191,7 @@ def test_prefix_function(groups: int) -> None:
         assert plain.sequences.tolist() == theirs.tolist()
 
 
+@wrong_before("encoder penalties of beams")
 @pytest.mark.parametrize("option", [{"encoder_repetition_penalty": 1.5}, {"encoder_no_repeat_ngram_size": 2}])
 def test_encoder_processors_with_beams(option: dict[str, Any]) -> None:
     """They take as many texts as a step brings. (The prompt's only one made them fail.)"""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -89,6 +90,8 @@ class KvSession(Session):
         for row, (place, tree) in enumerate(zip(self._places, trees, strict=True)):
             place.begin(tree, len(tree) - keep[row], None if wholes is None else wholes[row])
         layout = Layout.of(trees, self._places)
+        if layout.sight is None and layout.nodes > 1 and self._language.forgets_order:
+            layout = replace(layout, sight=layout.causal())
         kept = Keep.of(layout, keep)
         if output_attentions:
             self._language.check_attentions()

@@ -77,6 +77,12 @@ class LanguageModel:
         return decoder_layers(self.config)
 
     @cached_property
+    def forgets_order(self) -> bool:
+        """Whether tokens see those after them where no mask is given, as UMT5's do in transformers 5.17."""
+        layers = [module for name, module in self.decoder.named_modules() if name.endswith(".SelfAttention")]
+        return not all(getattr(layer, "is_causal", True) for layer in layers)
+
+    @cached_property
     def exactness(self) -> Exactness:
         """What a draft can change of the text: nothing ("exact"), near-ties ("rounding"), or more ("row-dependent")."""
         return exactness(self.model, self.dtype)
@@ -124,10 +130,12 @@ class LanguageModel:
         name, capability = type(self.model).__name__, self.capability
         if capability.store != "kv" and getattr(self.config, "num_attention_heads", None) is None:
             raise UnsupportedError(f"{name} has no attention: leave `output_attentions` out")
-        if self.model.config._attn_implementation != "eager":
+        # Some versions tell the whole model's config and not those of encoder and decoder.
+        parts = [self.model, self.decoder, *([self.model.get_encoder()] if self.is_encoder_decoder else [])]
+        kinds = [getattr(part, "config", self.config)._attn_implementation for part in parts]
+        if wrong := [kind for kind in kinds if kind != "eager"]:
             raise UnsupportedError(
-                f'`output_attentions` needs {name} to be loaded with attn_implementation="eager", '
-                f"it has {self.model.config._attn_implementation!r}"
+                f'`output_attentions` needs {name} to be loaded with attn_implementation="eager", it has {wrong[0]!r}'
             )
         if drafted and not capability.chunks:
             raise UnsupportedError(f"{name} takes its tokens one by one: no `output_attentions` with a draft")

@@ -14,6 +14,7 @@ from specdec.models import Capability, rotary
 from tests.oracle import KINDS, oracle
 from tests.test_exact import new_tokens, reference
 from tests.tiny import tiny
+from tests.versions import OLD
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -49,6 +50,8 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": LENGTH, "eos_token_id": [], "pad_to
 
 def scaled(name: str) -> Any:
     """A model that no pass has run through yet: dynamic scaling remembers the longest text."""
+    if OLD and name == "rereads":
+        pytest.skip("transformers before 5.18 reads one token instead of the whole text")
     kind, options = MODELS[name]
     return tiny(kind, **deepcopy(options))  # configs write into what they are given
 

@@ -6,6 +6,7 @@ import copy
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 
 import pytest
 import torch
@@ -277,3 +278,24 @@ def test_half_precision() -> None:
     ):
         assert twin.run(trees, [1 if t.is_chain else 7 for t in trees]) < 1500 * TOLERANCE
         twin.commit(trees, paths)
+
+
+def test_a_decoder_that_forgets_its_order_gets_a_mask() -> None:
+    """In some versions T5s leave the order of tokens to a mask, and make none. (Guesses saw what followed them.)"""
+    model = tiny("umt5")
+    for name, module in model.decoder.named_modules():
+        if name.endswith(".SelfAttention"):
+            module.is_causal = False
+    language = LanguageModel(model)
+    encoding = language.encode(tiny_inputs("umt5"))
+
+    def logits(pieces: list[int]) -> torch.Tensor:
+        session, found = language.session(), []
+        session.add(1, encoding)
+        for size, start in zip(pieces, [0, *accumulate(pieces)], strict=False):
+            tree = Tree.chain(list(range(5 + start, 5 + start + size)))
+            found.append(session.forward([tree], [size])[0].logits)
+            session.commit([list(range(size))])
+        return torch.cat(found)
+
+    torch.testing.assert_close(logits([2, 4]), logits([1] * 6), atol=1e-4, rtol=1e-4)
