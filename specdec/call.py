@@ -273,7 +273,8 @@ class Prepared:
         """How a draft may look ahead with branches, where there are any."""
         if self.options.beams > 1:
             return PerRow(dict(enumerate(self.strategies)))
-        return rules if (getattr(self.schedule, "branches", None) or 1) > 1 else None
+        widest = [getattr(self.schedule, name, None) or 1 for name in ("branches", "widest")]
+        return rules if max(widest) > 1 else None
 
     def _row(self, prompt: RowPrompt, strategy: Any, stop: Stopping, key: int) -> RunningRow:
         common: dict[str, Any] = {"key": key, "source": key // self.options.copies}

@@ -226,8 +226,9 @@ class SpecGenerator:
             case "confidence":
                 return Confidence(k or min(20, most), 0.4 if threshold is None else threshold, branches)
             case "cost":
-                # Trees that are drawn node by node bring less, and the branches of beams are theirs to choose.
-                chain = o.beams > 1 or o.sampling in ("rejection", "block")
+                # Trees that are drawn node by node bring less, the branches of beams are theirs to choose, and without
+                # a store of keys and values the paths of a tree run one by one.
+                chain = o.beams > 1 or o.sampling in ("rejection", "block") or self.target.capability.store != "kv"
                 cost = draft.costs.get(o.family, Cost())
                 k = k or min(32, most)
                 return cost.fresh(k, branches, None if chain else max(min(WIDEST, MOST_NODES // k), 1))

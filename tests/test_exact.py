@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specdec import LanguageModel, SpecGenerator
 from specdec.drafts import guesses_trees
+from specdec.schedule.cost import Cost, CostPlan
 from tests.oracle import KINDS, oracle
 from tests.tiny import DECODERS, ENCODER_DECODERS, NAMES, tiny
 
@@ -84,6 +85,28 @@ def test_branching_drafts_keep_the_text(name: str) -> None:
     assert chains.sequences.tolist() == trees.sequences.tolist() == expected
     assert trees.stats.mean_acceptance_length > 1
     assert trees.stats.num_draft_tokens > 2 * chains.stats.num_draft_tokens
+
+
+@pytest.mark.parametrize(("name", "trees"), [("llama", True), ("t5", True), ("mamba", False)])
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_the_cost_rule_takes_trees_by_itself(
+    name: str, trees: bool, hybrid: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nodes are cheap, a draft model guesses more of them than a chain has. (It was never told of branches.)
+
+    Not where the target runs the paths of a tree one by one.
+    """
+    # Whatever tiny models cost here: it drafts, all of it is worth its time, and trees are.
+    monkeypatch.setattr(Cost, "_measured", False)
+    monkeypatch.setattr(Cost, "_nodes_are_cheap", True)
+    monkeypatch.setattr(CostPlan, "keep", lambda *_: True)
+    model, assistant = tiny(name, vocab=VOCAB), noisy(tiny(name, vocab=VOCAB), 0.02)
+    options = {"max_new_tokens": LENGTH, "eos_token_id": [], "pad_token_id": 0}
+    prompts = [[5, 9, 12], [8, 30, 31, 7, 22, 9, 41, 6]]
+    generator = SpecGenerator(model, ("suffix", assistant) if hybrid else assistant, schedule="cost")
+    out = generator.generate(prompts, **options, num_assistant_tokens=3)
+    assert out.sequences.tolist() == SpecGenerator(model).generate(prompts, **options).sequences.tolist()
+    assert (max(out.stats.per_step_drafted) > 3) == trees
 
 
 def noisy(model: Any, scale: float) -> Any:

@@ -294,15 +294,45 @@ def test_wide_drafts_pay_for_all_their_nodes() -> None:
     assert settled(10) < 30
 
 
-@pytest.mark.parametrize(("node", "branches"), [(0.001, 8), (0.05, None)])
-def test_trees_only_where_nodes_cost_little(node: float, branches: int | None) -> None:
-    """A pass of one second over one node: trees where another takes a millisecond, chains where it takes fifty."""
+def fitted(node: float, **more: Any) -> Cost:
+    """The rule where a pass takes a second over one node, so many more over each other one."""
     passes, drafts = Line(), Line()
     for nodes in (1, 4, 9, 16, 25):
         passes, drafts = passes.add(nodes, 1.0 + node * (nodes - 1)), drafts.add(1, 0.01)
-    cost = Cost(k=16, widest=8, passes=passes, drafts={"model": drafts}, plain=Line().add(1, 1.0), trial=1)
+    return Cost(k=16, passes=passes, drafts={"model": drafts}, plain=Line().add(1, 1.0), trial=1, **more)
+
+
+@pytest.mark.parametrize(("node", "branches"), [(0.001, 8), (0.05, 1)])
+def test_trees_only_where_nodes_cost_little(node: float, branches: int) -> None:
+    """A pass of one second over one node: trees where another takes a millisecond, chains where it takes fifty."""
+    cost = fitted(node, widest=8, seen=100.0)
     (plan,) = cost.plan([Key(0)])
     assert plan.limit == 16
     assert plan.branches == branches
     (asked,) = cost.fresh(16, branches=3, widest=8).plan([Key(0)])
     assert asked.branches == 3
+    (search,) = cost.fresh(16).plan([Key(0)])
+    assert search.branches is None
+
+
+@pytest.mark.parametrize(("seen", "branches"), [(1, 2), (25, 6), (400, 32)])
+def test_trees_grow_step_by_step(seen: float, branches: int) -> None:
+    """To four times the widest pass of late. (Chains alone were measured, and the first tree had a thousand nodes.)"""
+    (plan,) = fitted(0.001, widest=WIDEST, seen=seen).plan([Key(0)])
+    assert plan.branches == branches
+
+
+def test_a_look_of_asked_branches_has_them_all() -> None:
+    """A search goes on only where all of its beams were guessed. (Looks had one branch, and never found anything.)"""
+    cost = fitted(0.001, branches=8, acceptance=Acceptance(levels=200.0), idle=20)
+    (plan,) = cost.plan([Key(0)])
+    assert (plan.limit, plan.branches) == (1, 8)
+
+
+def test_wide_passes_are_no_stalls() -> None:
+    """Ten times the nodes may take ten times as long. (They counted as three passes, and trees went on for long.)"""
+    passes = Line()
+    for nodes in (4, 5, 6) * 5:
+        passes = passes.add(nodes, 1.0)
+    assert passes.add(200, 20.0).at(200) == pytest.approx(20.0, rel=0.1)
+    assert passes.add(5, 20.0).at(5) < 1.3

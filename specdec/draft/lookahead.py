@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,7 +12,10 @@ from torch import Tensor
 from specdec.draft.leading import tail
 from specdec.draft.model import PREFILL_CHUNK, ModelSession
 from specdec.select.rules import fit
-from specdec.types import EMPTY, Branch, Plan, Row, Tree
+from specdec.types import EMPTY, Branch, Call, Plan, Row, Tree
+
+if TYPE_CHECKING:
+    from specdec.models import LanguageModel
 
 
 @dataclass(slots=True)
@@ -92,9 +96,27 @@ class _Look:
 
 
 class LookaheadSession(ModelSession):
-    """A draft model at work on the rows of one call, with a tree of guesses for each."""
+    """A draft model at work on the rows of one call, with a tree of guesses for each.
+
+    Texts get chains, from a cache of their own, in rounds whose plans have one branch: a schedule may change its mind.
+    """
 
     branches = True
+
+    def __init__(self, model: LanguageModel, call: Call, source: str, encoding: object | None = None) -> None:
+        super().__init__(model, call, source, encoding)
+        self._chains = ModelSession(model, call, source, encoding)
+
+    def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
+        """A tree per row, level by level, or a chain."""
+        if all(plan.branches == 1 and not row.tree.tokens for row, plan in zip(rows, plans, strict=True)):
+            return self._chains.propose(rows, plans)
+        return super().propose(rows, plans)
+
+    def release(self, keys: Sequence[int]) -> None:
+        """Frees the caches of finished rows."""
+        self._chains.release(keys)
+        super().release(keys)
 
     def _draft(self, rows: Sequence[Row], plans: Sequence[Plan], limits: Sequence[int]) -> list[Tree]:
         looks = {

@@ -16,6 +16,7 @@ from specdec.types import Plan, Round, Row
 
 _TOO_MUCH = 3  # rounds without a draft that a draft may waste before it is given up for a while
 _WORTH_TREES = 100  # nodes that a pass must cost: side branches bring fewer tokens than their confidence promises
+_STEP = 4  # times as many nodes as in the widest pass of late are in the next one, at most
 _UNMEASURED = (0.3, 0.1)  # tokens that a draft pass and a verified node are taken to cost before they were measured
 
 
@@ -46,9 +47,9 @@ class Cost:
     """Tokens per second decide (see the module); may draft nothing, and then tries again, ever more rarely.
 
     `k` bounds a path, `branches` what one draft pass continues; without it, the rule itself takes trees of up to
-    `widest` where a pass costs as much as a hundred more nodes, and chains elsewhere. Fitted costs and acceptance carry
-    over to the next call of the same family with the same draft (`fresh`): what a search pays for is not what a chain
-    pays for.
+    `widest` where a pass costs as much as a hundred more nodes, and chains (of one branch) elsewhere. Fitted costs
+    and acceptance carry over to the next call of the same family with the same draft (`fresh`): what a search pays for
+    is not what a chain pays for.
     """
 
     k: int = 32
@@ -59,6 +60,7 @@ class Cost:
     drafts: Mapping[str, Line] = field(default_factory=dict)  # draft passes by source, over the nodes of one level
     other_seconds: float = 0.0  # of a round, outside draft and target
     roots: float = 1.0  # nodes that a row needs without a draft: its live branches
+    seen: float = 1.0  # nodes of a row in the widest pass of late
     width: float = 1.0  # nodes that a drafted token takes: a search's draft has many branches
     plain: Line = field(default_factory=Line)  # whole rounds in which nothing was drafted, over their rows
     trial: int = 0  # rounds in which something was, since drafting was last given up
@@ -90,8 +92,13 @@ class Cost:
 
     def _plan(self, limit: int, draft_cost: float, verify_cost: float) -> CostPlan:
         # A look at a single token need not be a wide one.
-        branches = self.branches or (self.widest if self._nodes_are_cheap else None)
-        return CostPlan(limit, self.acceptance, draft_cost, verify_cost, branches if limit > 1 or not branches else 1)
+        own = self.widest and (self._width if limit > 1 and self._nodes_are_cheap else 1)
+        return CostPlan(limit, self.acceptance, draft_cost, verify_cost, self.branches or own)
+
+    @property
+    def _width(self) -> int:
+        """Branches of a tree: what a wide pass costs is a guess until one was seen, so passes grow step by step."""
+        return min(self.widest or 1, max(2, int(_STEP * self.seen / self.k)))
 
     @property
     def _nodes_are_cheap(self) -> bool:
@@ -145,6 +152,7 @@ class Cost:
         return replace(
             self,
             roots=_fading(self.roots, (round.nodes - nodes) / len(round.rows)),
+            seen=max(round.nodes / len(round.rows), 0.95 * self.seen),
             width=_fading(self.width, nodes / depths) if depths else self.width,
             passes=self.passes.add(round.nodes, round.verify_seconds),
             drafts=self._drafting(round, drafted),

@@ -71,13 +71,14 @@ class Line:
     def add(self, nodes: float, seconds: float) -> Line:
         """With one more pass; each older one loses 5% of its weight.
 
-        A stall (a compilation, another program) counts as three usual passes; passes of a third of the usual time say
-        that what was measured before was the stall.
+        A stall (a compilation, another program) counts as three usual passes, or where there are more nodes than usual,
+        as many times that; passes of a third of the usual time say that what was measured before was the stall.
         """
         usual = self.seconds / self.weight if self.weight else seconds
         if seconds < usual / 3:
             return Line().add(nodes, seconds)
-        f, seconds = 0.95, min(seconds, 3 * usual)
+        wider = max(nodes * self.weight / self.nodes, 1.0) if self.nodes else 1.0
+        f, seconds = 0.95, min(seconds, 3 * wider * usual)
         return Line(
             f * self.weight + 1,
             f * self.nodes + nodes,

@@ -16,8 +16,8 @@ MOST_NODES = 1024
 class Schedule(Protocol):
     """Decides how much every row may draft; a value: `after` returns the next one and changes nothing.
 
-    Only a schedule with an attribute `branches` above 1 gets trees of guesses, as wide as its plans say; any other gets
-    chains.
+    Only a schedule with an attribute `branches`, or `widest`, above 1 gets trees of guesses, as wide as its plans say;
+    any other gets chains.
     """
 
     def plan(self, rows: Sequence[Row]) -> list[Plan]:

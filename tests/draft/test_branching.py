@@ -137,6 +137,27 @@ def test_one_pass_per_level() -> None:
     assert tree.depth <= session._session.passes <= tree.depth + 1
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_chains_and_trees_in_turn(name: str) -> None:
+    """Plans of one branch get the chain, in between others too; each kind reads the text that came without it."""
+    model = tiny(name)
+    rule, rows = Greedy(NOTHING, width=64).rule, [FakeRow([5, 6, 7], 0), FakeRow([8, 9], 1)]
+    rules = PerRow({row.key: rule for row in rows})
+    session = ModelDrafter(LanguageModel(model)).start(call(rule, vocab_size=64, branching=rules))
+    chains = ModelDrafter(LanguageModel(model)).start(call(rule, vocab_size=64))
+    for turn, branches in enumerate((1, 1, 3, 1, 2, 2, 1)):
+        plan = Limit(3, branches=branches)
+        for row, tree in zip(rows, session.propose(rows, [plan] * len(rows)), strict=True):
+            if branches == 1:
+                assert tree.is_chain
+                assert [tree.tokens] == [t.tokens for t in chains.propose([row], [plan])]
+            else:
+                assert paths(tree).keys() == best_tree(model, row.tokens, plan).keys()
+            row.tokens += [*tree.tokens[:turn], 11]
+        if turn == 3:
+            session.release([rows.pop(0).key])
+
+
 @pytest.mark.parametrize("kind", [Greedy, Coupled, Rejection])
 def test_one_branch_begins_as_the_chain_does(kind: type) -> None:
     """The first node is the one that a chain has, for every way to guess that repeats itself."""
