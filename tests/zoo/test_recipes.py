@@ -1,6 +1,7 @@
 """The recipes: what they train on is what they say, and a step of each runs."""
 
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -164,12 +165,26 @@ def test_the_packages_pair_is_of_the_base_size() -> None:
     assert [getattr(config, name) for name in names] == [getattr(own, name) for name in names]
 
 
-@pytest.mark.parametrize("size", ["huge", "", "3T", "-1M"])
+@pytest.mark.parametrize("size", ["huge", "", "3T", "-1M", "0", "100k", "40B"])
 def test_an_unknown_size(size: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The message says which there are."""
+    """The message says which there are. (0 weights made a model of 1.5 M, and 40 billion one of 4.8.)"""
     with pytest.raises(SystemExit):
         python_code.main([f"--size={size}"])
     assert "--size must be one of base, small, medium, large or a number like 300M" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("recipe", [python_code, python_summary, speech])
+@pytest.mark.parametrize(("stage", "role"), [("draft", "target"), ("evaluate", "draft")])
+def test_a_stage_before_its_time(
+    recipe: ModuleType, stage: str, role: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It says which model is missing. (The folder was taken for a hub id, and asked for over the network.)"""
+    if role == "draft":
+        (tmp_path / "target").mkdir()
+        (tmp_path / "target" / "config.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        recipe.main([str(tmp_path), "--stage", stage])
+    assert f"--stage {stage} needs a model in {tmp_path / role}" in capsys.readouterr().err
 
 
 def test_a_pair_of_another_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,13 @@ class Course:
                 print(f"{self.name} step {step}/{self.steps} loss {loss.item():.3f} {seconds:.0f} s", flush=True)
             if step % CHECK_EVERY == CHECK_EVERY - 1 or step == self.steps - 1:
                 print(f"{self.name} step {step}/{self.steps} held-out {self.check()} {seconds:.0f} s", flush=True)
+
+
+def check_stage(parser: ArgumentParser, stage: str | None, out: Path, needs: Mapping[str, tuple[str, ...]]) -> None:
+    """Ends as a wrong usage where a stage is run alone without the models in `out` that it needs."""
+    for role in needs.get(stage or "", ()):
+        if not (out / role / "config.json").exists():
+            parser.error(f"--stage {stage} needs a model in {out / role}, and there is none: run the stages before it")
 
 
 def save(model: PreTrainedModel, folder: Path) -> None:

@@ -27,13 +27,14 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from specdec import SpecGenerator
 from specdec.zoo import cache
 from specdec.zoo.corpus import END_OF_TEXT, held_out_prompts, source_files
-from specdec.zoo.recipes.course import Course, make_optimizers, save
+from specdec.zoo.recipes.course import Course, check_stage, make_optimizers, save
 from specdec.zoo.recipes.shapes import POSITIONS, VOCABULARY, WIDTHS, Shape, target_shape
 
 SHORT, LONG = 256, POSITIONS  # training windows, tokens; the long ones come last
 
 
 SEEDLING_LAYERS = 8
+_NEEDS = {"draft": ("target",), "polish": ("target", "draft"), "evaluate": ("target", "draft")}  # of each stage
 DRAFT_LAYERS = (0, 23)  # of the target, where the draft's two layers start from
 
 
@@ -288,9 +289,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         shape = target_shape(options.size)
     except ValueError:
-        parser.error(f"--size must be one of {', '.join(WIDTHS)} or a number like 300M, got {options.size!r}")
+        sizes = f"{', '.join(WIDTHS)} or a number like 300M, between 1M and 9B"
+        parser.error(f"--size must be one of {sizes}, got {options.size!r}")
     name, device = f"python-code-{options.size}", torch.device(options.device)
     out = options.out or cache() / name
+    check_stage(parser, options.stage, out, _NEEDS)
     if options.stage in (None, "target"):
         train_target(out, shape, options.seedling_steps, options.target_steps, device)
     if options.stage in (None, "draft"):

@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from specdec.zoo import pair
-from specdec.zoo.recipes.course import Course, make_optimizers, save
+from specdec.zoo.recipes.course import Course, check_stage, make_optimizers, save
 from specdec.zoo.recipes.functions import Example, held_out_examples, installed_examples, training_examples
 
 WIDTH, INNER, HEADS = 192, 512, 3  # the width is the Python-code model's
@@ -334,6 +334,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--target-steps", type=int, default=1500)
     parser.add_argument("--draft-steps", type=int, default=800)
     options = parser.parse_args(arguments)
+    check_stage(parser, options.stage, options.out, {"draft": ("target",), "evaluate": ("target", "draft")})
     material = Material.prepare()
     if options.stage in (None, "target"):
         train_target(options.out, material, options.seedling_steps, options.target_steps)

@@ -52,7 +52,10 @@ class Shape:
 
 
 def target_shape(size: str) -> Shape:
-    """The target of a size: a name in `WIDTHS`, or about so many weights ("300M"). Raises ValueError for others."""
+    """The target of a size: a name in `WIDTHS`, or about so many weights ("300M").
+
+    Raises ValueError for others, and for numbers that no width comes near.
+    """
     if size in WIDTHS:
         return Shape(TARGET_LAYERS, WIDTHS[size])
     number = re.fullmatch(r"(\d+(?:\.\d+)?)([kMB]?)", size)
@@ -60,4 +63,7 @@ def target_shape(size: str) -> Shape:
         raise ValueError(size)
     wanted = float(number[1]) * {"": 1, "k": 1e3, "M": 1e6, "B": 1e9}[number[2]]
     shapes = (Shape(TARGET_LAYERS, HEAD * heads) for heads in range(1, 65))
-    return min(shapes, key=lambda shape: abs(shape.parameters - wanted))
+    nearest = min(shapes, key=lambda shape: abs(shape.parameters - wanted))
+    if not nearest.parameters / 2 <= wanted <= nearest.parameters * 2:
+        raise ValueError(size)
+    return nearest

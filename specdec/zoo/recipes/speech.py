@@ -33,7 +33,7 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutput
 
 from specdec.zoo.recipes import phrases, speech_scores, synthesis
-from specdec.zoo.recipes.course import Course, make_optimizers, save
+from specdec.zoo.recipes.course import Course, check_stage, make_optimizers, save
 from specdec.zoo.recipes.synthesis import Clips
 from specdec.zoo.recipes.windows import IGNORED, LETTERS, Batch, Composer
 
@@ -291,6 +291,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--polish-steps", type=int, default=800)
     parser.add_argument("--draft-steps", type=int, default=700)
     options = parser.parse_args(arguments)
+    needs = {"polish": ("target",), "draft": ("target",), "evaluate": ("target", "draft")}
+    check_stage(parser, options.stage, options.out, needs)
     material = Material.prepare(options.out)
     if options.stage in (None, "target"):
         train_target(options.out, material, options.seedling_steps, options.target_steps)
