@@ -116,10 +116,13 @@ Record = Sample | Mismatch | Strip | Run
 _KINDS: dict[str, type[Record]] = {kind.__name__.lower(): kind for kind in (Sample, Mismatch, Strip, Run)}
 
 
+_ANEW = "choose another --out, or pass --restart to begin anew"
+
+
 class Store:
     """The records of one configuration in a folder; `add` appends a line, and opening reads what is there.
 
-    Raises OptionError where the folder holds samples of another configuration.
+    Raises OptionError where the folder holds samples of another configuration, or of none, or cannot be written to.
     """
 
     def __init__(self, folder: Path, fingerprint: str) -> None:
@@ -128,15 +131,15 @@ class Store:
         self.mismatches: list[Mismatch] = []
         self.strips: list[Strip] = []
         self.runs: list[Run] = []
-        folder.mkdir(parents=True, exist_ok=True)
-        whole = self._whole_lines()
-        if not whole:
-            self._append({"kind": "benchmark", "fingerprint": fingerprint})
-        elif whole[0].get("fingerprint") != fingerprint:
-            raise OptionError(
-                f"{self._file} belongs to another configuration, other models or other versions: choose another --out, "
-                "or pass --restart to begin anew"
-            )
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            whole = self._whole_lines()
+            if not whole:
+                self._append({"kind": "benchmark", "fingerprint": fingerprint})
+        except OSError as error:
+            raise OptionError.of("out", "a folder that can be written to", str(folder), str(error)) from None
+        if whole and whole[0] != {"kind": "benchmark", "fingerprint": fingerprint}:
+            raise OptionError(f"{self._file} belongs to another configuration, other models or other versions: {_ANEW}")
         for line in whole[1:]:
             kind = _KINDS[line.pop("kind")]
             self._keep(kind(**line))
@@ -177,7 +180,10 @@ class Store:
         whole, newline, _ = self._file.read_bytes().rpartition(b"\n")
         with self._file.open("r+b") as file:
             file.truncate(len(whole) + len(newline))
-        return [json.loads(line) for line in whole.splitlines()]
+        try:
+            return [json.loads(line) for line in whole.splitlines()]
+        except ValueError as error:
+            raise OptionError(f"{self._file} is damaged, or no record of a benchmark ({error}): {_ANEW}") from None
 
 
 def fingerprint(suite: Mapping[str, Any], prompts: Sequence[Any], place: Mapping[str, Any]) -> str:

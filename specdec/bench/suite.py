@@ -6,6 +6,7 @@ is a draft with a schedule. Plain and cells of a group are measured in turn.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -229,8 +230,8 @@ def read_suite(given: Mapping[str, Any]) -> Suite:
             raise OptionError(f"`{where}` is not a key of a benchmark") from None
         if first["type"] == "missing":
             raise OptionError(f"a benchmark needs `{where}`: add it") from None
-        expected = first["msg"].removeprefix("Input should be ")
-        raise OptionError.of(where, expected, first["input"]) from None
+        must = re.sub(r"^\w+ should ", "", first["msg"])
+        raise OptionError(f"`{where}` must {must}, got {first['input']!r}") from None
     groups = suite.groups()
     for group in groups:
         for cell in group.cells or (None,):

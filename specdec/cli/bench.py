@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -102,7 +102,8 @@ def bench(
         suite = read_suite(keys)
     folder = out or Path(f"bench-{suite.name}")
     if restart:
-        (folder / "samples.jsonl").unlink(missing_ok=True)
+        with suppress(NotADirectoryError):  # which the run tells
+            (folder / "samples.jsonl").unlink(missing_ok=True)
     with progress(quiet=quiet) as notify:
         found = results(run(suite, folder, notify))
     write(Console(), "".join(f"{line}\n" for line in lines(found)))
@@ -154,9 +155,8 @@ def suite_keys(params: Mapping[str, Any]) -> dict[str, Any]:
     if mode := {name: params[name] for name in MODE_FLAGS if params[name] is not None}:
         keys["modes"] = [mode]
     if params["count"] is not None:
-        keys["prompts"] = [
-            counted(source, params["count"]) for source in keys.get("prompts", file.get("prompts", ["code"]))
-        ]
+        sets = keys.get("prompts", file.get("prompts", "code"))
+        keys["prompts"] = [counted(source, params["count"]) for source in (sets if isinstance(sets, list) else [sets])]
     merged = {**file, **keys}
     if not merged.get("targets"):
         raise OptionError("no target was named: pass TARGET, or a --config file with `targets`")

@@ -123,6 +123,21 @@ def test_flags_over_a_file(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("sets", ["text", "{source: text}", "[text]"])
+def test_a_count_of_one_set(sets: str, tmp_path: Path) -> None:
+    """A file may name a set without a list. (Its letters were taken for sets.)"""
+    (tmp_path / "mine.yaml").write_text(f"targets: a\nprompts: {sets}\n")
+    assert suite_keys(params(config=tmp_path / "mine.yaml", count=3))["prompts"] == [{"source": "text", "count": 3}]
+
+
+def test_a_restart_in_a_file(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file is no folder, also where samples are to be forgotten. (NotADirectoryError.)"""
+    (tmp_path / "out").write_text("mine")
+    assert run([*arguments, "--restart"]) == 2
+    assert "`out` must be a folder" in capsys.readouterr().err
+    assert (tmp_path / "out").read_text() == "mine"
+
+
 def test_tune(target: str, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The table on stderr has every schedule and "off"; stdout is a file that `generate --config` takes."""
     shared = [argument for argument in arguments[4:-2] if argument != "--quiet"]

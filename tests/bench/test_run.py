@@ -100,6 +100,23 @@ def test_a_finished_run_loads_nothing(keys: dict[str, Any], tmp_path: Path, monk
     assert results(run(read_suite(keys), tmp_path / "out")) == first
 
 
+@pytest.mark.parametrize("text", ["not json\n", "[1]\n", '{"kind": "sample"}\n', '{"kind": \n'])
+def test_a_foreign_file_is_refused(text: str, keys: dict[str, Any], tmp_path: Path) -> None:
+    """Samples of something else are not touched, and the error says what to do. (JSONDecodeError, AttributeError.)"""
+    (tmp_path / "samples.jsonl").write_text(text)
+    with pytest.raises(OptionError, match="--restart"):
+        run(read_suite(keys), tmp_path)
+    assert (tmp_path / "samples.jsonl").read_text() == text
+
+
+def test_a_folder_that_is_none(keys: dict[str, Any], tmp_path: Path) -> None:
+    """A file cannot hold a report. (FileExistsError.)"""
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(OptionError, match=r"`out` must be a folder .*file"):
+            run(read_suite(keys), folder)
+
+
 def test_another_configuration_is_refused(keys: dict[str, Any], models: tuple[str, str], tmp_path: Path) -> None:
     """Samples of other settings, prompts or weights are never mixed in."""
     run(read_suite({**keys, "drafts": "suffix"}), tmp_path / "out")

@@ -113,6 +113,10 @@ def test_strategies() -> None:
         ({"targets": "t", "options": {"top_p": 0.5}}, "top_p"),
         ({"targets": "t", "drafts": [{"synthetic": 0.5}]}, "`like`"),
         ({"targets": "t", "drafts": [{"synthetic": 1.5, "like": "d"}]}, "`drafts.0.synthetic.0` must be"),
+        (
+            {"targets": "t", "drafts": [{"synthetic": [], "like": "d"}]},
+            "`drafts.0.synthetic` must have at least 1 item",
+        ),
         ({"targets": "t", "drafts": [{"synthetic": [0.7, 0.5], "like": "d"}]}, "at most 1 in sum"),
         (
             {"targets": "t", "drafts": [{"synthetic": 0.5, "like": "d"}], "strategies": {"num_beams": 2}},
