@@ -398,7 +398,7 @@ def _check_contradictions(given: Mapping[str, Any]) -> None:
         if schedule == "cost" and "assistant_confidence_threshold" in given:
             raise OptionError("`assistant_confidence_threshold` and `schedule='cost'` contradict: pass one of them")
     elif schedule is not None:
-        if not (hasattr(schedule, "plan") and hasattr(schedule, "after")):
+        if isinstance(schedule, type) or not (hasattr(schedule, "plan") and hasattr(schedule, "after")):
             raise OptionError.of("schedule", f"one of {', '.join(SCHEDULES)} or a Schedule", schedule)
         for name in ("num_assistant_tokens", "num_assistant_branches", "assistant_confidence_threshold"):
             if name in given:

@@ -46,6 +46,7 @@ WRONG_OPTIONS = [
     ({"repetition_penalty": 0.0}, "repetition_penalty"),
     ({"num_assistant_tokens": 0}, "num_assistant_tokens"),
     ({"schedule": "sometimes"}, "schedule"),
+    ({"schedule": Constant}, "`schedule` must be one of"),
     ({"schedule": "cost", "num_assistant_tokens_schedule": "constant"}, "contradict"),
     ({"sampling": "coupled"}, "do_sample"),
     ({"sampling": "magic", "do_sample": True}, "sampling"),
