@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter as clock
 from typing import Any, NamedTuple
@@ -95,23 +95,25 @@ class Running:
         self._strategy, self._exactness = prepared.strategy, prepared.target.exactness
         self._costs = prepared.costs
 
-    def rounds(self) -> Iterator[list[News]]:
+    def rounds(self) -> Generator[list[News]]:
         """Every round's news, after the streamer has had them."""
         streamer = self._extras.streamer
         if streamer is not None:
             streamer.put(self._prompts.padded)
-        for round_ in self.engine.run():
-            self._recorder.add(round_)
-            news = [
-                News(r.key, [s.token for s in r.steps], r.accepted, r.finish is not None)
-                for r in round_.rows
-                if r.steps
-            ]
-            if streamer is not None and news:
-                streamer.put(torch.tensor(news[0].token_ids))
-            yield news
-        if self.options.schedule == "cost" and isinstance(self.engine.schedule, Cost):
-            self._costs[self.options.family] = self.engine.schedule
+        try:
+            for round_ in self.engine.run():
+                self._recorder.add(round_)
+                news = [
+                    News(r.key, [s.token for s in r.steps], r.accepted, r.finish is not None)
+                    for r in round_.rows
+                    if r.steps
+                ]
+                if streamer is not None and news:
+                    streamer.put(torch.tensor(news[0].token_ids))
+                yield news
+        finally:  # a stream that is closed early has learned too
+            if self.options.schedule == "cost" and isinstance(self.engine.schedule, Cost):
+                self._costs[self.options.family] = self.engine.schedule
         if streamer is not None:
             streamer.end()
 

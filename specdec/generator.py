@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from os import PathLike
 from typing import Any
 
@@ -139,10 +139,11 @@ class SpecGenerator:
             call = prepared.start()
             tokenizer = prepared.extras.tokenizer
             texts = [Detokenizer(tokenizer) for _ in call.rows] if tokenizer is not None else None
-            for news in call.rounds():
-                if not prepared.options.at_the_end:
-                    for row, ids, accepted, last in news:
-                        yield Event(texts[row].push(ids, last=last) if texts else "", ids, accepted, row)
+            with closing(call.rounds()) as rounds:
+                for news in rounds:
+                    if not prepared.options.at_the_end:
+                        for row, ids, accepted, last in news:
+                            yield Event(texts[row].push(ids, last=last) if texts else "", ids, accepted, row)
             out = call.result()
             if prepared.options.at_the_end:
                 for row, ids in enumerate(out.new_tokens()):

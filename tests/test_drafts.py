@@ -335,3 +335,14 @@ def test_a_generator_describes_itself() -> None:
     assert repr(generator).startswith("SpecGenerator(LanguageModel(LlamaForCausalLM, 2 layers, float32, cpu), draft=")
     assert "0x" not in repr(generator)
     assert repr(SpecGenerator(tiny("llama"), "ngram").drafter) == repr(NgramDrafter())
+
+
+def test_streams_that_are_closed_early_teach_costs() -> None:
+    """The next call knows what passes cost. (Only calls that ran to their end were learned from.)"""
+    generator = SpecGenerator(tiny("llama"), tiny("llama", seed=1), schedule="cost")
+    stream = generator.stream(IDS, **{**RUN, "max_new_tokens": 40})
+    for _ in range(4):
+        next(stream)
+    stream.close()
+    (cost,) = generator._draft.costs.values()
+    assert cost.passes.weight > 0
