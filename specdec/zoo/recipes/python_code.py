@@ -1,4 +1,4 @@
-"""The recipe of the package's Python-code pair: `specdec zoo train`, seeded, about 75 minutes on two cores.
+"""The recipe of the package's Python-code pair: `specdec zoo train`, seeded, about two hours on two cores.
 
 A deep, narrow target learns the standard library by next-token prediction (Muon for matrices, AdamW for the rest):
 first as a stack of eight layers, then with the stack repeated three times (Du et al. 2024, "Stacking Your
