@@ -322,6 +322,12 @@ def test_trees_grow_step_by_step(seen: float, branches: int) -> None:
     assert plan.branches == branches
 
 
+def test_a_tree_has_at_most_four_times_the_nodes_of_late() -> None:
+    """However deep chains may be. (The first one of two branches was 32 deep.)"""
+    (plan,) = fitted(0.001, widest=WIDEST, seen=5.0).plan([Key(0)])
+    assert (plan.branches, plan.limit) == (2, 10)
+
+
 def test_a_look_of_asked_branches_has_them_all() -> None:
     """A search goes on only where all of its beams were guessed. (Looks had one branch, and never found anything.)"""
     cost = fitted(0.001, branches=8, acceptance=Acceptance(levels=200.0), idle=20)

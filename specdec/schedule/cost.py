@@ -92,13 +92,12 @@ class Cost:
 
     def _plan(self, limit: int, draft_cost: float, verify_cost: float) -> CostPlan:
         # A look at a single token need not be a wide one.
-        own = self.widest and (self._width if limit > 1 and self._nodes_are_cheap else 1)
-        return CostPlan(limit, self.acceptance, draft_cost, verify_cost, self.branches or own)
-
-    @property
-    def _width(self) -> int:
-        """Branches of a tree: what a wide pass costs is a guess until one was seen, so passes grow step by step."""
-        return min(self.widest or 1, max(2, int(_STEP * self.seen / self.k)))
+        if self.branches or not self.widest or limit <= 1 or not self._nodes_are_cheap:
+            return CostPlan(limit, self.acceptance, draft_cost, verify_cost, self.branches or (self.widest and 1))
+        # What a wide pass costs is a guess until one was seen, so trees grow step by step.
+        nodes = int(_STEP * self.seen)
+        branches = min(self.widest, max(2, nodes // limit))
+        return CostPlan(min(limit, max(nodes // branches, 4)), self.acceptance, draft_cost, verify_cost, branches)
 
     @property
     def _nodes_are_cheap(self) -> bool:
