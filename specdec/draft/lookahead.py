@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from specdec.draft.cached import PREFILL_CHUNK, CachedSession
+from specdec.draft.chain import ChainSession
 from specdec.draft.leading import tail
-from specdec.draft.model import PREFILL_CHUNK, ModelSession
 from specdec.select.rules import fit
 from specdec.types import EMPTY, Branch, Call, Plan, Row, Tree
 
@@ -95,7 +96,7 @@ class _Look:
         )
 
 
-class LookaheadSession(ModelSession):
+class LookaheadSession(CachedSession[_Branches]):
     """A draft model at work on the rows of one call, with a tree of guesses for each.
 
     Texts get chains, from a cache of their own, in rounds whose plans have one branch: a schedule may change its mind.
@@ -105,7 +106,7 @@ class LookaheadSession(ModelSession):
 
     def __init__(self, model: LanguageModel, call: Call, source: str, encoding: object | None = None) -> None:
         super().__init__(model, call, source, encoding)
-        self._chains = ModelSession(model, call, source, encoding)
+        self._chains = ChainSession(model, call, source, encoding)
 
     def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
         """A tree per row, level by level, or a chain."""
@@ -129,7 +130,7 @@ class LookaheadSession(ModelSession):
 
     def _is_readable(self, row: Row) -> bool:
         """Whether the draft has embeddings for all that its cache lacks of `row`."""
-        held = self._branches[self._slots[row.key]].tokens
+        held = self._held[self._slots[row.key]].tokens
         return max(row.tokens[len(held) :] + row.tree.tokens, default=0) < self._model.vocab_size
 
     def _look_ahead(self, looks: list[_Look]) -> None:
@@ -145,26 +146,22 @@ class LookaheadSession(ModelSession):
             for slot, ends in logits.items():
                 look = growing[slot]
                 spread = rule.spread(look.row, look.ends, ends, look.plan)
-                tree = look.grow(spread, self._branches[slot].crown, self._goes_on)
+                tree = look.grow(spread, self._held[slot].crown, self._goes_on)
                 if tree is not None:
                     trees[slot] = tree
 
-    @property
-    def _branches(self) -> list[_Branches]:
-        return self._held  # type: ignore[return-value]
-
-    def _new_held(self, tokens: list[int]) -> _Branches:  # type: ignore[override]
+    def _new_held(self, tokens: list[int]) -> _Branches:
         return _Branches(tokens)
 
     def _rewind_texts(self, looks: list[_Look]) -> None:
         """Takes the cache back where a search's text is not what it was taken for; reads long prompts in chunks."""
         assert self._session is not None
-        lengths = [len(held.tokens) for held in self._branches]
+        lengths = [len(held.tokens) for held in self._held]
         for look in looks:
-            lengths[look.slot] = _agreement(self._branches[look.slot].tokens, look.row)
+            lengths[look.slot] = _agreement(self._held[look.slot].tokens, look.row)
         self._session.truncate(lengths)
         self._session.refresh()
-        for held, length in zip(self._branches, self._session.lengths, strict=True):
+        for held, length in zip(self._held, self._session.lengths, strict=True):
             if length < len(held.tokens):
                 del held.tokens[length:]
                 held.crown = EMPTY
@@ -175,26 +172,26 @@ class LookaheadSession(ModelSession):
     def _drop_crowns(self, slots: set[int]) -> None:
         """Forgets the branches of rows whose text went on for so long without this draft."""
         assert self._session is not None
-        crowns = [list(range(len(held.crown))) for held in self._branches]
+        crowns = [list(range(len(held.crown))) for held in self._held]
         if any(crowns[slot] for slot in slots):
             paths = [[] if slot in slots else crown for slot, crown in enumerate(crowns)]
             self._session.commit(paths, trunks=[0] * len(paths))
             for slot in slots:
-                self._branches[slot].crown = EMPTY
+                self._held[slot].crown = EMPTY
 
     def _chunk(self, look: _Look) -> Tree:
         """A part of a prompt that is too long for one pass; empty where it is not."""
-        unread = look.row.tokens[len(self._branches[look.slot].tokens) :]
+        unread = look.row.tokens[len(self._held[look.slot].tokens) :]
         return Tree.chain(unread[:PREFILL_CHUNK]) if len(unread) > PREFILL_CHUNK else EMPTY
 
     def _aligned(self, looks: list[_Look]) -> tuple[dict[int, Tree], dict[int, int]]:
         """Drops branches that died; what each crown must become, and how much of it is text by now."""
         assert self._session is not None
-        paths = [list(range(len(held.crown))) for held in self._branches]
+        paths = [list(range(len(held.crown))) for held in self._held]
         settled = [0] * len(paths)
         trees, trunks = {}, {}
         for look in looks:
-            slot, held = look.slot, self._branches[look.slot]
+            slot, held = look.slot, self._held[look.slot]
             text = Tree.chain(look.row.tokens[len(held.tokens) :])
             wanted = text.graft(look.row.tree) if look.row.tree.tokens else text
             leaves = [len(text) + leaf for leaf in look.row.leaves]
@@ -215,7 +212,7 @@ class LookaheadSession(ModelSession):
     def _see(self, trees: dict[int, Tree], trunks: dict[int, int], looks: dict[int, _Look]) -> dict[int, Tensor]:
         """One pass that makes crowns what `trees` say; logits `[ends, vocab of the target]` at every look's ends."""
         assert self._session is not None
-        all_trees = [trees.get(slot, held.crown) for slot, held in enumerate(self._branches)]
+        all_trees = [trees.get(slot, held.crown) for slot, held in enumerate(self._held)]
         ends = {slot: looks[slot].held for slot in trees if slot in looks}
         keep = [len(tree) - min(ends[slot]) if slot in ends else 0 for slot, tree in enumerate(all_trees)]
         scores = self._session.forward(all_trees, keep)
@@ -224,7 +221,7 @@ class LookaheadSession(ModelSession):
         self._session.commit(paths, trunks=settled, final=False)
         logits = {}
         for slot, tree in trees.items():
-            self._branches[slot].keep(tree, paths[slot], settled[slot])
+            self._held[slot].keep(tree, paths[slot], settled[slot])
             if slot in ends:
                 at = torch.tensor([end - scores[slot].first for end in ends[slot]])
                 seen = scores[slot].logits

@@ -209,7 +209,7 @@ def test_a_failure_leaves_the_session_usable() -> None:
 
 def test_long_prompts_are_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """No pass is wider than the chunk, and the result is that of one pass."""
-    monkeypatch.setattr("specdec.draft.model.PREFILL_CHUNK", 8)
+    monkeypatch.setattr("specdec.draft.chain.PREFILL_CHUNK", 8)
     model = FakeModel()
     rows = [FakeRow(list(range(30)), 0), FakeRow([1], 1), FakeRow(list(range(9)), 2)]
     trees = ModelDrafter(model).start(call()).propose(rows, [FakePlan(2)] * 3)
