@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Generator, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter as clock
 from typing import Any, NamedTuple
@@ -10,11 +10,19 @@ from typing import Any, NamedTuple
 import torch
 from transformers import MaxTimeCriteria, StopStringCriteria
 
-from specdec.config import Options, listed
+from specdec.config import Options
 from specdec.draft import Leading
 from specdec.engine import Engine
 from specdec.errors import OptionError
-from specdec.inputs import Prompts, RowPrompt, check_tokenizer, pad_id
+from specdec.inputs import (
+    Prompts,
+    RowPrompt,
+    check_least,
+    check_tokenizer,
+    check_vocabulary,
+    length_limit,
+    pad_id,
+)
 from specdec.logits import build_processors
 from specdec.models import Encoding, LanguageModel
 from specdec.output import Generation, Recorder, beam_indices, per_token, sequences, traces
@@ -40,9 +48,7 @@ from specdec.types import BatchDrafter, Call
 
 Strategy = Greedy | Coupled | BeamSearch | GroupSearch | ConstrainedSearch | Contrastive
 STRATEGIES = {"coupled": Coupled, "match": Match, "rejection": Rejection, "block": Block}
-DEFAULT_LENGTH = 20  # tokens; transformers' own, for ids without any limit
 PREFILL_CHUNK = 2048  # prompt tokens of one pass
-_ID_OPTIONS = ("eos_token_id", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id")
 
 
 @dataclass(frozen=True)
@@ -363,65 +369,3 @@ def row_seeds(options: Options, count: int) -> list[int]:
     if seed is None:
         seed = int(torch.randint(2**62, ())) if options.samples else 0
     return [fold(seed, r) for r in range(count)]
-
-
-def length_limit(options: Options, prompts: Prompts, target: LanguageModel) -> int:
-    """The most ids of a row, padding included, as transformers counts them.
-
-    Raises OptionError where text has no limit at all, where the prompt fills the limit, and where the text would need
-    more positions than the model has.
-    """
-    width = prompts.padded.shape[1]
-    if options.max_new_tokens is not None:
-        limit = width + options.max_new_tokens
-    elif options.max_length is not None:
-        limit = options.max_length - prompts.unseen
-    elif prompts.is_text:
-        raise OptionError("a text prompt needs a length limit: pass `max_new_tokens=`")
-    else:
-        limit = width + DEFAULT_LENGTH
-    if limit <= width:
-        length = width + prompts.unseen
-        asked = options.max_length
-        raise OptionError(f"`max_length`={asked} leaves no room after a prompt of {length} tokens: raise it")
-    # The last token is never fed, except as a candidate.
-    needed = max(row.positions for row in prompts.rows) + limit - width - (not options.contrastive)
-    if target.max_positions is not None and needed > target.max_positions:
-        raise OptionError(
-            f"the prompt and its continuation may need {needed} positions, but the target has {target.max_positions}: "
-            "shorten the prompt or lower `max_new_tokens`"
-        )
-    return limit
-
-
-def check_vocabulary(options: Options, target: LanguageModel) -> None:
-    """Raises OptionError for ids in options that the target does not know, unless its checkpoint brought them."""
-    bias = options.sequence_bias or ()
-    named = {
-        "bad_words_ids": options.bad_words_ids or (),
-        "sequence_bias": bias if isinstance(bias, Mapping) else [ids for ids, _ in bias],
-        "constraints": [c.ids for c in wanted(options.constraints, None)],
-        "force_words_ids": [c.ids for c in wanted(None, options.force_words_ids)],
-        **{name: [listed(getattr(options, name))] for name in _ID_OPTIONS},
-    }
-    for name, groups in named.items():
-        wrong = next((i for ids in groups for i in ids if not 0 <= i < target.vocab_size), None)
-        if wrong is not None and getattr(options, name) != getattr(target.model.generation_config, name, None):
-            known = f"ids from 0 to {target.vocab_size - 1}, which the target knows"
-            raise OptionError.of(name, known, wrong, "pass [] for none" if name == "eos_token_id" else "")
-
-
-def check_least(options: Options, limit: int, prompts: Prompts, target: LanguageModel) -> None:
-    """Raises OptionError for a least length beyond the limit, unless the target's checkpoint brought it."""
-    width = prompts.padded.shape[1]
-    leasts = {
-        "min_length": (options.min_length or 0) - prompts.unseen,
-        "min_new_tokens": (options.min_new_tokens or 0) + width,
-    }
-    for name, least in leasts.items():
-        asked = getattr(options, name)
-        if least > limit and asked != getattr(target.model.generation_config, name, None):
-            raise OptionError(
-                f"`{name}`={asked} is out of reach, as the text ends after {limit - width} new tokens: "
-                "lower it, or raise `max_new_tokens`"
-            )
