@@ -110,28 +110,29 @@ def models(folder: Path, args: Namespace, cold: Cold) -> dict[str, Any]:
 
 
 def systems(found: dict[str, Any], prompts: list[Tensor], texts: list[list[int]], args: Namespace) -> dict[str, Any]:
-    """From the number of a prompt to its text, by name."""
+    """From the number of a prompt and a number of tokens to its text, by name."""
     draft = LanguageModel(AutoModelForCausalLM.from_pretrained(pair().draft, dtype=torch.float32).eval())
     work = passes_of(draft)
     helper, synthetic = SyntheticAssistant(4096, work).eval(), SyntheticDrafter(chances(), work)
     new = [text[ids.shape[1] :] for text, ids in zip(texts, prompts, strict=True)]
     oracles = [Oracle([text], chances(), 4096, seed=case) for case, text in enumerate(new)]
-    common = {"max_new_tokens": args.tokens, "do_sample": False, "pad_token_id": 0}
+    common = {"do_sample": False, "pad_token_id": 0}
 
-    def reference(model: Any, **options: Any) -> Callable[[int], Any]:
-        def run(case: int) -> Any:
+    def reference(model: Any, **options: Any) -> Callable[[int, int], Any]:
+        def run(case: int, tokens: int) -> Any:
             ids = prompts[case]
             helper.oracle, helper.begins = oracles[case], ids.shape[1]
-            return model.generate(ids, attention_mask=torch.ones_like(ids), eos_token_id=None, **common, **options)
+            how = {"attention_mask": torch.ones_like(ids), "eos_token_id": None, "max_new_tokens": tokens}
+            return model.generate(ids, **how, **common, **options)
 
         return run
 
-    def ours(model: Any, draft: Any = None, **options: Any) -> Callable[[int], Any]:
+    def ours(model: Any, draft: Any = None, **options: Any) -> Callable[[int, int], Any]:
         generator = SpecGenerator(model, draft)
 
-        def run(case: int) -> Any:
+        def run(case: int, tokens: int) -> Any:
             synthetic.oracle = oracles[case]
-            return generator.generate(prompts[case], eos_token_id=[], **common, **options)
+            return generator.generate(prompts[case], eos_token_id=[], max_new_tokens=tokens, **common, **options)
 
         return run
 
@@ -176,11 +177,12 @@ def compare(args: Namespace, folder: Path, cold: Cold) -> None:
             case, names = turn % len(prompts), list(runs)
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 watch.look()
+                tokens = args.plain if "plain" in name else args.tokens
                 cold.seconds, began = 0.0, time.perf_counter()
-                out = runs[name](case)
-                seconds[name].append((time.perf_counter() - began - cold.seconds) / args.tokens)
-                ids = out.sequences if hasattr(out, "sequences") else out
-                same[name] += ids[0].tolist() == texts[case]
+                out = runs[name](case, tokens)
+                seconds[name].append((time.perf_counter() - began - cold.seconds) / tokens)
+                ids = (out.sequences if hasattr(out, "sequences") else out)[0].tolist()
+                same[name] += ids == texts[case][: len(ids)] and len(ids) == prompts[case].shape[1] + tokens
                 stats[name].append(getattr(out, "stats", None))
         print(f"\n{'cold' if cold.on else 'warm'}, {args.tokens} new tokens\n")
         print(table(HEADER, [_row(name, seconds, stats[name], same[name]) for name in runs]))
@@ -242,6 +244,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--count", type=int, default=2, help="prompts")
     parser.add_argument("--tokens", type=int, default=48, help="new tokens per prompt")
+    parser.add_argument("--plain", type=int, help="fewer of them for systems without a draft, whose passes are alike")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--branches", type=int, nargs="*", default=[4, 16], help="of trees that are 16 deep")
     parser.add_argument("--memory", type=int, help="MiB that the streamed target may take (default: no layer stays)")
@@ -250,6 +253,7 @@ def main() -> None:
     parser.add_argument("--widths", type=int, nargs="+", default=[1, 16, 64, 256], help="tokens of single passes")
     parser.add_argument("--passes", action="store_true", help="single passes instead of texts")
     args = parser.parse_args()
+    args.plain = args.plain or args.tokens
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {args.dtype}")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
