@@ -232,7 +232,8 @@ class SpecGenerator:
                 chain = o.beams > 1 or o.sampling in ("rejection", "block") or self.target.capability.store != "kv"
                 cost = draft.costs.get(o.family, Cost())
                 k = k or min(32, most)
-                return cost.fresh(k, branches, None if chain else max(min(WIDEST, MOST_NODES // k), 1))
+                widest = None if chain else max(min(WIDEST, MOST_NODES // k), 1)
+                return cost.fresh(k, branches, widest, far=self.target.is_offloaded)
             case _:
                 return Heuristic(k or min(5, most), threshold or 0.0, branches)
 

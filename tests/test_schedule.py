@@ -322,6 +322,17 @@ def test_trees_grow_step_by_step(seen: float, branches: int) -> None:
     assert plan.branches == branches
 
 
+def test_far_weights_are_worth_long_drafts_from_the_beginning() -> None:
+    """Before anything was measured, a draft for a target in memory stops sooner than one for weights on disk."""
+    (near,), (far,) = (Cost().fresh(32, far=far).plan([Key(0)]) for far in (False, True))
+
+    def length(plan: Any) -> int:
+        return next(k for k in range(33) if not plan.go_on([[0.7] * k]) or k == 32)
+
+    assert length(near) < 4
+    assert length(far) > 2 * length(near)
+
+
 def test_a_tree_has_at_most_four_times_the_nodes_of_late() -> None:
     """However deep chains may be. (The first one of two branches was 32 deep.)"""
     (plan,) = fitted(0.001, widest=WIDEST, seen=5.0).plan([Key(0)])

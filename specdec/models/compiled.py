@@ -22,7 +22,6 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from specdec.errors import UnsupportedError
 from specdec.models.layout import Layout
-from specdec.models.offload import is_offloaded
 from specdec.models.outputs import Keep
 from specdec.models.store import KvStore
 
@@ -126,7 +125,7 @@ def _borrowed(buffer: Tensor) -> Tensor:
 def _check(language: LanguageModel) -> None:
     capability, attention = language.capability, language.model.config._attn_implementation
     reason = None
-    if is_offloaded(language.model):
+    if language.is_offloaded:
         reason = "has weights that are read for each pass"
     elif language.is_encoder_decoder:
         reason = "has an encoder"

@@ -17,7 +17,7 @@ from specdec.models.capability import Capability, known, reread_length, rope_bou
 from specdec.models.early_exit import shallow_exit
 from specdec.models.encoding import Encoding
 from specdec.models.exactness import Exactness, exactness
-from specdec.models.offload import execution_device
+from specdec.models.offload import execution_device, is_offloaded
 from specdec.models.session import Session
 
 if TYPE_CHECKING:
@@ -70,6 +70,11 @@ class LanguageModel:
     def dtype(self) -> torch.dtype:
         """The type of the model's activations, and so of its masks."""
         return self.model.dtype
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether some of its weights are read from elsewhere in every pass."""
+        return is_offloaded(self.model)
 
     @property
     def num_layers(self) -> int:

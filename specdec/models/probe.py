@@ -13,7 +13,6 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from specdec.models.capability import REPLAY, Capability, Positions, attention_kinds, kv_capability
 from specdec.models.encoding import Encoding
-from specdec.models.offload import is_offloaded
 from specdec.models.session import Session
 from specdec.types import Tree
 
@@ -30,7 +29,7 @@ _HALF_TOLERANCE = 0.1
 def probe(language: LanguageModel) -> Capability:
     """The best way of running `language`'s model that reproduces its logits."""
     model = language.model
-    if is_offloaded(model):
+    if language.is_offloaded:
         return Capability("replay", chunks=False, reason="not probed, because its weights are not in memory")
     for candidate in _candidates(language):
         if _agrees(type(language)(model, capability=candidate)):

@@ -9,15 +9,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from specdec.schedule.estimates import Acceptance, Line
 from specdec.schedule.rules import check_nodes
 from specdec.types import Plan, Round, Row
 
 _TOO_MUCH = 3  # rounds without a draft that a draft may waste before it is given up for a while
-_WORTH_TREES = 100  # nodes that a pass must cost: side branches bring fewer tokens than their confidence promises
+_CARRIED = 0.1  # of the weight of the last call's tokens per second goes over to the next one
 _STEP = 4  # times as many nodes as in the widest pass of late are in the next one, at most
-_UNMEASURED = (0.3, 0.1)  # tokens that a draft pass and a verified node are taken to cost before they were measured
+
+
+class _Belief(NamedTuple):
+    """What is taken for granted of a target until its passes say otherwise.
+
+    `unmeasured`: tokens that a draft pass and a verified node cost. `steepness`, `trust`: see `Line`. `trees` are worth
+    it where a pass costs as much as so many nodes: side branches bring fewer tokens than their confidence promises.
+    """
+
+    unmeasured: tuple[float, float]
+    steepness: float
+    trust: float
+    trees: int
+
+
+_NEAR = _Belief((0.3, 0.1), 0.02, 1.0, 100)
+# A pass that must read weights from afar takes no longer for more nodes, and too irregularly to doubt that at once.
+_FAR = _Belief((0.05, 0.01), 0.003, 64.0, 30)
 
 
 @dataclass(frozen=True)
@@ -49,12 +67,13 @@ class Cost:
     `k` bounds a path, `branches` what one draft pass continues; without it, the rule itself takes trees of up to
     `widest` where a pass costs as much as a hundred more nodes, and chains (of one branch) elsewhere. Fitted costs
     and acceptance carry over to the next call of the same family with the same draft (`fresh`): what a search pays for
-    is not what a chain pays for.
+    is not what a chain pays for. `far` says beforehand that a pass reads weights that are not in memory.
     """
 
     k: int = 32
     branches: int | None = None
     widest: int | None = None
+    far: bool = False
     acceptance: Acceptance = field(default_factory=Acceptance)
     passes: Line = field(default_factory=Line)
     drafts: Mapping[str, Line] = field(default_factory=dict)  # draft passes by source, over the nodes of one level
@@ -79,7 +98,7 @@ class Cost:
     def plan(self, rows: Sequence[Row]) -> list[Plan]:
         """One plan per row; all of limit 0 while plain decoding is predicted to be faster."""
         if not self._measured:
-            return [self._plan(self.k, *_UNMEASURED)] * len(rows)
+            return [self._plan(self.k, *self._belief.unmeasured)] * len(rows)
         if self._curious or self.lost:
             return [self._plan(0, 0.0, 0.0)] * len(rows)
         if not self._pays(len(rows)):
@@ -102,7 +121,11 @@ class Cost:
     @property
     def _nodes_are_cheap(self) -> bool:
         """Whether trees may pay."""
-        return self._measured and self.passes.at(self.roots) >= _WORTH_TREES * self.passes.slope
+        return self._measured and self.passes.at(self.roots) >= self._belief.trees * self.passes.slope
+
+    @property
+    def _belief(self) -> _Belief:
+        return _FAR if self.far else _NEAR
 
     @property
     def _measured(self) -> bool:
@@ -194,13 +217,16 @@ class Cost:
         tried = drafted and self._measured and not self._pays(len(round.rows))
         return min(2 * self.patience, 256) if tried else self.patience
 
-    def fresh(self, k: int, branches: int | None = None, widest: int | None = None) -> Cost:
-        """All that was learned, except the rate of the last call's rounds, for a call with these bounds.
+    def fresh(self, k: int, branches: int | None = None, widest: int | None = None, *, far: bool = False) -> Cost:
+        """All that was learned, for a call with these bounds; of the last call's rate a little, as texts differ.
 
         Rounds without a draft add up over calls: however short they are, the next try comes.
         """
         idle = max(self.idle, self.patience // 2)
-        return replace(self, k=k, branches=branches, widest=widest, tokens=0.0, seconds=0.0, idle=idle)
+        tokens, seconds = _CARRIED * self.tokens, _CARRIED * self.seconds
+        found = replace(self, k=k, branches=branches, widest=widest, far=far, idle=idle, tokens=tokens, seconds=seconds)
+        belief = found._belief
+        return replace(found, passes=replace(self.passes, steepness=belief.steepness, trust=belief.trust))
 
 
 def _fading(old: float | None, new: float) -> float:

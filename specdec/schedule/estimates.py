@@ -10,6 +10,7 @@ from specdec.types import RowRound
 
 _EDGES = (0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.4, 0.55, 0.7, 0.85, 0.95)
 BINS = len(_EDGES) + 1
+_LEAST = 0.001  # of a pass: no number of passes proves that a node costs nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +58,10 @@ class Acceptance:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Seconds of a target pass as `fixed + slope * nodes`, fitted with fading weights; the slope is never negative.
+    """Seconds of a target pass as `fixed + slope * nodes`, fitted with fading weights; the slope is always positive.
 
-    A weak prior says that a node costs a fiftieth of a pass; it only matters while all passes had the same size.
+    Beforehand a node is taken to cost the share `steepness` of a pass, which counts as `trust` passes whose numbers of
+    nodes differ by one: by default a little, so that it only matters while all passes have about the same size.
     """
 
     weight: float = 0.0
@@ -67,6 +69,8 @@ class Line:
     seconds: float = 0.0
     squares: float = 0.0
     products: float = 0.0
+    steepness: float = 0.02
+    trust: float = 1.0
 
     def add(self, nodes: float, seconds: float) -> Line:
         """With one more pass; each older one loses 5% of its weight.
@@ -76,7 +80,7 @@ class Line:
         """
         usual = self.seconds / self.weight if self.weight else seconds
         if seconds < usual / 3:
-            return Line().add(nodes, seconds)
+            return Line(steepness=self.steepness, trust=self.trust).add(nodes, seconds)
         wider = max(nodes * self.weight / self.nodes, 1.0) if self.nodes else 1.0
         f, seconds = 0.95, min(seconds, 3 * wider * usual)
         return Line(
@@ -85,16 +89,19 @@ class Line:
             f * self.seconds + seconds,
             f * self.squares + nodes * nodes,
             f * self.products + nodes * seconds,
+            self.steepness,
+            self.trust,
         )
 
     @property
     def slope(self) -> float:
         """Seconds of one more node in a pass."""
         mean_n, mean_s = self.nodes / self.weight, self.seconds / self.weight
-        prior = 0.02 * mean_s
+        prior = self.trust * self.steepness * mean_s
         variance = max(self.squares / self.weight - mean_n**2, 0.0)
         covariance = self.products / self.weight - mean_n * mean_s
-        return min(max((covariance + prior) / (variance + 1.0), 0.0), mean_s / max(mean_n, 1.0))
+        fitted = (covariance + prior) / (variance + self.trust)
+        return min(max(fitted, _LEAST * mean_s), mean_s / max(mean_n, 1.0))
 
     def at(self, nodes: float) -> float:
         """Seconds of a pass over this many nodes."""
