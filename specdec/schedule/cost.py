@@ -16,6 +16,7 @@ from specdec.schedule.rules import check_nodes
 from specdec.types import Plan, Round, Row
 
 _TOO_MUCH = 3  # rounds without a draft that a draft may waste before it is given up for a while
+_WORTH_LEVELS = 15  # draft passes that a target pass must cost where trees are taken
 _CARRIED = 0.1  # of the weight of the last call's tokens per second goes over to the next one
 _STEP = 4  # times as many nodes as in the widest pass of late are in the next one, at most
 
@@ -65,7 +66,7 @@ class Cost:
     """Tokens per second decide (see the module); may draft nothing, and then tries again, ever more rarely.
 
     `k` bounds a path, `branches` what one draft pass continues; without it, the rule itself takes trees of up to
-    `widest` where a pass costs as much as a hundred more nodes, and chains (of one branch) elsewhere. Fitted costs
+    `widest` where a pass costs as much as many more nodes, and chains (of one branch) elsewhere. Fitted costs
     and acceptance carry over to the next call of the same family with the same draft (`fresh`): what a search pays for
     is not what a chain pays for. `far` says beforehand that a pass reads weights that are not in memory.
     """
@@ -120,8 +121,11 @@ class Cost:
 
     @property
     def _nodes_are_cheap(self) -> bool:
-        """Whether trees may pay."""
-        return self._measured and self.passes.at(self.roots) >= self._belief.trees * self.passes.slope
+        """Whether trees may pay: for their nodes, and for the draft passes that look at several of them."""
+        if not self._measured:
+            return False
+        draft = min(line.at(1) for line in self.drafts.values())
+        return self.passes.at(self.roots) >= max(self._belief.trees * self.passes.slope, _WORTH_LEVELS * draft)
 
     @property
     def _belief(self) -> _Belief:
