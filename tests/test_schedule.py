@@ -353,3 +353,16 @@ def test_wide_passes_are_no_stalls() -> None:
         passes = passes.add(nodes, 1.0)
     assert passes.add(200, 20.0).at(200) == pytest.approx(20.0, rel=0.1)
     assert passes.add(5, 20.0).at(5) < 1.3
+
+
+def test_a_hard_part_after_an_easy_one_is_no_verdict() -> None:
+    """A signature that is copied, then a sentence that is not: drafting pays. (It was given up in every sentence.)"""
+    cost, lost = Cost(), 0
+    for _ in range(20):
+        cost = cost.fresh(32)
+        for drafted, accepted in [(8, 8), (8, 7), *[(1, 0)] * 20]:
+            (plan,) = cost.plan([Key(0)])
+            lost += cost.lost
+            right = (drafted, accepted) if plan.limit else (0, 0)
+            cost = cost.after(outcome(*right, seconds=(0.2 * right[0], 1.0)))
+    assert lost == 0

@@ -16,6 +16,7 @@ from specdec.schedule.rules import check_nodes
 from specdec.types import Plan, Round, Row
 
 _TOO_MUCH = 3  # rounds without a draft that a draft may waste before it is given up for a while
+_CREDIT = 12  # such rounds of gains are set against later waste: texts have easy parts and hard ones
 _WORTH_LEVELS = 15  # draft passes that a target pass must cost where trees are taken
 _CARRIED = 0.1  # of the weight of the last call's tokens per second goes over to the next one
 _STEP = 4  # times as many nodes as in the widest pass of late are in the next one, at most
@@ -84,7 +85,7 @@ class Cost:
     width: float = 1.0  # nodes that a drafted token takes: a search's draft has many branches
     plain: Line = field(default_factory=Line)  # whole rounds in which nothing was drafted, over their rows
     trial: int = 0  # rounds in which something was, since drafting was last given up
-    waste: float = 0.0  # seconds that they took beyond what their tokens take without a draft; gains make it 0 again
+    waste: float = 0.0  # seconds that they took beyond what their tokens take without a draft; less than 0 after gains
     tokens: float = 0.0  # fading sums over rounds, for the rate
     seconds: float = 0.0
     idle: int = 0  # rounds since the last draft
@@ -201,7 +202,7 @@ class Cost:
         once = self.plain.at(len(round.rows))
         tokens = sum(len(row.steps) for row in round.rows)
         # A stall counts as one round at most.
-        waste = max(self.waste + min(round.seconds - once * tokens / len(round.rows), once), 0.0)
+        waste = max(self.waste + min(round.seconds - once * tokens / len(round.rows), once), -_CREDIT * once)
         if waste > _TOO_MUCH * once:
             return replace(self, lost=True, price=self.plain, trial=0, waste=0.0, wait=min(2 * self.wait, 512))
         return replace(self, waste=waste, wait=32 if self.trial >= 64 else self.wait)
