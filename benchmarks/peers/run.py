@@ -15,6 +15,7 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,15 @@ class Worker:
             self._process.kill()
 
 
+class Pause(Watch):
+    """Lets the engine before come to rest: some go on spinning for a while after their answer."""
+
+    def look(self) -> None:
+        """A pause, then the look."""
+        time.sleep(0.5)
+        super().look()
+
+
 def started(names: list[str], pythons: dict[str, str], task: dict[str, Any], warm_up: list[int]) -> dict[str, Any]:
     """Every system's worker after one prompt, or the words in which it failed."""
     found: dict[str, Any] = {}
@@ -99,7 +109,7 @@ def main() -> None:
     prompts = [tokenizer(text).input_ids for text in read_prompts(args.prompts, args.count)]
     task = {name: getattr(args, name) for name in ("target", "draft", "openvino", "tokens")}
     names = [name for name in ENGINES if not args.only or name.split()[0] in args.only or name == REFERENCE]
-    watch = Watch()
+    watch = Pause()
     found = started(names, dict(entry.split("=", 1) for entry in args.python), task, prompts[0])
     workers = {name: worker for name, worker in found.items() if isinstance(worker, Worker)}
     try:
