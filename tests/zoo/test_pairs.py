@@ -203,6 +203,7 @@ def test_drafts_save_passes_over_summaries(draft: str, most: float, summaries: d
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # reads all of torch and transformers
 def test_the_summary_recipe_reads_what_it_says() -> None:
     """No held-out function is trained on; no sentence is met often in the packages."""
     material = python_summary.Material.prepare()
