@@ -233,13 +233,8 @@ def guesses_trees(drafter: BatchDrafter | None) -> bool:
 
 def copies(drafter: BatchDrafter | None) -> bool:
     """Whether a draft may look for its guesses in a given text; those that are not the package's own may."""
-    match drafter:
-        case HybridDrafter():
-            return True
-        case None | ModelDrafter() | EarlyExitDrafter() | FunctionDrafter() | TextBridge() | VocabularyIntersection():
-            return False
-        case _:
-            return True
+    others = ModelDrafter | FunctionDrafter | TextBridge | VocabularyIntersection
+    return drafter is not None and not isinstance(drafter, others)
 
 
 def _same(mine: Any, theirs: Any) -> bool:

@@ -140,6 +140,7 @@ USAGE_ERRORS = [
     (["generate", "t", "-p", "x", "--draft-model", "zoo:nope"], "`--draft-model` must be"),
     (["generate", "t", "-p", "x", "--method", "none", "--prediction", "f"], "--prediction is for drafts that copy"),
     (["generate", "t", "-p", "x", "--prediction", "no-such-file"], "no-such-file cannot be read"),
+    (["generate", "t", "-p", "x", "--prediction", os.devnull], "is empty"),
     (["demo", "--max-new-tokens", "0"], "--max-new-tokens"),
     (["nonsense"], "nonsense"),
 ]

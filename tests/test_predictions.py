@@ -82,6 +82,8 @@ def test_text_is_encoded_without_special_tokens(tmp_path: Path) -> None:
     assert helped.stats.draft_acceptance_rate == 1
     events = list(generator.stream("ab", **how, prediction=out.texts[0]))
     assert "".join(event.text for event in events) == out.texts[0]
+    with pytest.raises(OptionError, match="empty text"):
+        generator.generate("ab", **how, prediction="")
 
 
 @pytest.mark.parametrize(

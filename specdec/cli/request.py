@@ -268,7 +268,10 @@ def read_prediction(file: str | None, method: str) -> str | None:
         raise OptionError(
             f"--prediction is for drafts that copy, and the method is {method}: pass --method hybrid or suffix"
         )
-    return read_text(file) or None
+    text = read_text(file)
+    if not text:
+        raise OptionError(f"--prediction: {file} is empty: leave it out")
+    return text
 
 
 def read_text(file: str) -> str:

@@ -146,7 +146,8 @@ class TextSession:
             reading.index.extend([*row.encoder_tokens, SEPARATOR])
         if row.prediction:
             # After the end of the prompt, so that the prompt's own end is followed by its beginning.
-            reading.index.extend([*row.tokens[-_JOINT:], *row.prediction, SEPARATOR])
+            prompt = row.tokens[: row.prompt_length]
+            reading.index.extend([*prompt[-_JOINT:], *row.prediction, SEPARATOR])
         return reading
 
     def _read(self, reading: _Reading, text: list[int]) -> None:

@@ -34,7 +34,10 @@ def _row(item: Any, target: LanguageModel, tokenizer: Any) -> list[int]:
         return ids
     if tokenizer is None:
         raise OptionError("a text `prediction` needs a tokenizer: pass `tokenizer=` to SpecGenerator, or token ids")
-    return list(tokenizer.encode(item, add_special_tokens=False))
+    ids = list(tokenizer.encode(item, add_special_tokens=False))
+    if not ids:
+        raise OptionError("`prediction` is an empty text: leave it out, or pass None for a prompt without one")
+    return ids
 
 
 def _ids(value: Any, target: LanguageModel) -> list[list[int]]:

@@ -59,6 +59,15 @@ def test_cuts_to_the_plan_and_to_the_end(make) -> None:  # type: ignore[no-untyp
 
 
 @pytest.mark.parametrize("make", DRAFTERS)
+def test_a_prediction_begins_where_the_prompt_ends(make) -> None:  # type: ignore[no-untyped-def]
+    """Also for a draft that comes to the text late. (It was taken to begin where the draft did.)"""
+    prediction = [11, 12, 13, 14]
+    for known in range(3):
+        row = FakeRow([7, 8, 9, *prediction[:known]], prompt_length=3, prediction=prediction)
+        assert one(make().start(call()), row) == prediction[known:]
+
+
+@pytest.mark.parametrize("make", DRAFTERS)
 def test_copies_nothing_after_the_end_of_a_text(make) -> None:  # type: ignore[no-untyped-def]
     """What followed it in another text does not follow it here."""
     row = FakeRow([*range(9), *range(9), 0, 1])
