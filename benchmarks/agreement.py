@@ -39,15 +39,15 @@ def ranks(target: Any, draft: Any, ids: Tensor, tokens: int) -> Tensor:
 def seconds_of_a_pass(draft: Any, nodes: int, prefix: int = 256, repeats: int = 30) -> float:
     """Median seconds of a draft pass over siblings at the end of a text."""
     session = LanguageModel(draft).session()
-    session.add(1)
-    session.forward([Tree.chain([5] * prefix)], [1])
-    session.commit([list(range(prefix))])
+    rows = session.add(1)
+    session.forward(rows, [Tree.chain([5] * prefix)], [1])
+    session.commit(rows, [list(range(prefix))])
     seconds = []
     for _ in range(repeats):
         began = time.perf_counter()
-        session.forward([Tree([7] * nodes, [-1] * nodes)], [nodes])
+        session.forward(rows, [Tree([7] * nodes, [-1] * nodes)], [nodes])
         seconds.append(time.perf_counter() - began)
-        session.commit([[]])
+        session.commit(rows, [[]])
     return statistics.median(seconds)
 
 

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from specdec import LanguageModel, SpecGenerator
 from specdec.draft import ModelDrafter
-from specdec.types import Call, Plan, Row, Tree
+from specdec.types import BatchDrafter, Commit, DraftSession, Plan, Row, Tree
 from specdec.zoo import pair
 
 GREEDY = {"do_sample": False, "eos_token_id": [], "pad_token_id": 0}
@@ -51,21 +51,25 @@ class Stopwatch:
         return sum(end - began for began, end in self.spans)
 
 
-class AlwaysWrong:
+class AlwaysWrong(BatchDrafter, DraftSession):
     """A draft model's work and cost, with every guess spoiled."""
 
     def __init__(self, model: Any) -> None:
         self._drafter = ModelDrafter(LanguageModel(model))
 
-    def start(self, call: Call) -> AlwaysWrong:
+    def start(self, vocab_size: int) -> AlwaysWrong:
         """A session: the model's own, and the width of the vocabulary to spoil within."""
-        self._session, self._vocab = self._drafter.start(call), call.vocab_size
+        self._session, self._vocab = self._drafter.start(vocab_size), vocab_size
         return self
 
     def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
         """The model's guesses, each replaced by its neighbour."""
         trees = self._session.propose(rows, plans)
         return [Tree.chain([(t + 1) % self._vocab for t in tree.tokens], tree.confidence) for tree in trees]
+
+    def commit(self, commits: Sequence[Commit]) -> None:
+        """Nothing that the model guessed was kept, whatever became of the neighbours."""
+        self._session.commit([Commit(commit.row, [], 0) for commit in commits])
 
     def release(self, keys: Sequence[int]) -> None:
         """Passed on."""
@@ -103,7 +107,7 @@ class Preallocated(DynamicCache):
 def overhead(target: Any, draft: Any, prompts: list[Any], repeats: int) -> None:
     """Milliseconds per round outside forwards."""
     clocks = [Stopwatch(target), Stopwatch(draft)]
-    generator = SpecGenerator(target, draft, schedule="constant", num_assistant_tokens=5)
+    generator = SpecGenerator(target, draft, schedule="constant", num_assistant_tokens=5, prefix_cache=False)
     generator.generate(prompts[0], max_new_tokens=16, **GREEDY)
     found = []
     for _ in range(repeats):
@@ -121,10 +125,12 @@ def useless(target: Any, draft: Any, prompts: list[Any], repeats: int, watch: Wa
     for tokens in (256, 512):
         # A new generator for every call: nothing learned before helps.
         systems = {
-            "plain": lambda ids, n=tokens: SpecGenerator(target).generate(ids, max_new_tokens=n, **GREEDY),
-            "wrong": lambda ids, n=tokens: SpecGenerator(target, AlwaysWrong(draft), schedule="cost").generate(
+            "plain": lambda ids, n=tokens: SpecGenerator(target, prefix_cache=False).generate(
                 ids, max_new_tokens=n, **GREEDY
             ),
+            "wrong": lambda ids, n=tokens: SpecGenerator(
+                target, AlwaysWrong(draft), schedule="cost", prefix_cache=False
+            ).generate(ids, max_new_tokens=n, **GREEDY),
         }
         seconds = interleaved(systems, prompts[:4], repeats, watch)
         print(f"useless: {ratio(seconds['plain'], seconds['wrong']):.3f}x of plain over {tokens} tokens")
@@ -134,7 +140,7 @@ def long(target: Any, draft: Any, prompt: Any, repeats: int) -> None:
     """How a round's target side, and a bare forward, grow with the past."""
     ours, bare = Stopwatch(target), {128: [], 2000: []}
     helper = Stopwatch(draft)
-    generator = SpecGenerator(target, draft, schedule="constant", num_assistant_tokens=5)
+    generator = SpecGenerator(target, draft, schedule="constant", num_assistant_tokens=5, prefix_cache=False)
     rounds: dict[int, list[float]] = {128: [], 2000: []}
     text = prompt.repeat(1, 2000 // prompt.shape[1] + 1)
     cache = Preallocated(target.config.num_hidden_layers, 2304)

@@ -9,8 +9,9 @@ import argparse
 from statistics import median
 
 from specdec import SpecGenerator
+from specdec.bench.compare import differences
+from specdec.bench.duel import prompt
 from specdec.zoo import pair
-from specdec.zoo.demo import first_difference, prompt
 
 MODES = [
     (quantization, dtype) for quantization in (None, "int8-weight", "int8", "nf4") for dtype in ("float32", "bfloat16")
@@ -40,8 +41,8 @@ def main() -> None:
             options = {"max_new_tokens": given.tokens}
             mine = plain.generate(text, **options)
             theirs = assisted.generate(text, schedule="constant", num_assistant_tokens=5, **options)
-            difference = first_difference(mine, theirs)
-            places += [] if difference is None else [difference[0]]
+            difference = next(differences(mine.new_tokens(), theirs.new_tokens()), None)
+            places += [] if difference is None else [difference.position]
             ratios.append(mine.stats.seconds / theirs.stats.seconds)
         row = (quantization, dtype, theirs.stats.exactness, f"{len(places)} of {len(prompts)}")
         print("|", *(f"{cell} |" for cell in (*row, min(places, default=""), f"{median(ratios):.2f}")), flush=True)

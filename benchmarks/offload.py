@@ -128,7 +128,7 @@ def systems(found: dict[str, Any], prompts: list[Tensor], texts: list[list[int]]
         return run
 
     def ours(model: Any, draft: Any = None, **options: Any) -> Callable[[int, int], Any]:
-        generator = SpecGenerator(model, draft)
+        generator = SpecGenerator(model, draft, prefix_cache=False)
 
         def run(case: int, tokens: int) -> Any:
             synthetic.oracle = oracles[case]
@@ -161,7 +161,7 @@ def compare(args: Namespace, folder: Path, cold: Cold) -> None:
     tokenizer = AutoTokenizer.from_pretrained(pair().target)
     prompts = [tokenizer(p, return_tensors="pt").input_ids for p in read_prompts(None, args.count)]
     whole = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
-    truth = SpecGenerator(whole)
+    truth = SpecGenerator(whole, prefix_cache=False)
     texts = [
         truth.generate(ids, max_new_tokens=args.tokens, eos_token_id=[], pad_token_id=0).sequences[0].tolist()
         for ids in prompts

@@ -29,8 +29,8 @@ from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoP
 
 from specdec import SpecGenerator, Transcriber
 from specdec.pipelines.audio import read_audio
+from specdec.train.functions import held_out_examples
 from specdec.zoo import locate
-from specdec.zoo.recipes.functions import held_out_examples
 
 PLAIN, ASSISTED = "specdec plain", "transformers assisted"
 GREEDY = {"do_sample": False, "num_beams": 1}
@@ -63,12 +63,18 @@ def assistant(draft: Any) -> Any:
 
 def generators(target: Any, drafts: list[Any], *, compiled: bool) -> dict[str, SpecGenerator]:
     """Plain decoding, and each way to draft."""
-    found = {PLAIN: SpecGenerator(target, compile=compiled)}
-    found["specdec suffix, cost"] = SpecGenerator(target, "suffix", schedule="cost", compile=compiled)
+    found = {PLAIN: SpecGenerator(target, compile=compiled, prefix_cache=False)}
+    found["specdec suffix, cost"] = SpecGenerator(
+        target, "suffix", schedule="cost", compile=compiled, prefix_cache=False
+    )
     for draft in drafts:
-        found["specdec model, heuristic"] = SpecGenerator(target, draft, compile=compiled)
-        found["specdec model, cost"] = SpecGenerator(target, draft, schedule="cost", compile=compiled)
-        found["specdec hybrid, cost"] = SpecGenerator(target, ("suffix", draft), schedule="cost", compile=compiled)
+        found["specdec model, heuristic"] = SpecGenerator(target, draft, compile=compiled, prefix_cache=False)
+        found["specdec model, cost"] = SpecGenerator(
+            target, draft, schedule="cost", compile=compiled, prefix_cache=False
+        )
+        found["specdec hybrid, cost"] = SpecGenerator(
+            target, ("suffix", draft), schedule="cost", compile=compiled, prefix_cache=False
+        )
     return found
 
 
@@ -160,7 +166,7 @@ class Sound:
 def windows(args: argparse.Namespace, rate: int, seconds: int) -> Iterator[np.ndarray]:
     """The recordings cut into windows, or held-out sentences of the speech recipe, as espeak-ng reads them."""
     if args.audio is None:
-        from specdec.zoo.recipes import speech_scores
+        from specdec.train import speech_scores
 
         yield from speech_scores.windows_of(
             [speech_scores.speak(line) for line in speech_scores.lines("sentences", 8 * args.count)], seconds

@@ -39,7 +39,7 @@ def main() -> None:
     plain = SpecGenerator.from_pretrained(str(models.target), dtype=args.dtype)
     drafts = {"suffix": "suffix", "hybrid": ("suffix", str(models.draft))}
     generators = {
-        name: SpecGenerator(plain.target, draft, tokenizer=plain.tokenizer, schedule="cost")
+        name: SpecGenerator(plain.target, draft, tokenizer=plain.tokenizer, schedule="cost", prefix_cache=False)
         for name, draft in drafts.items()
     }
     prompts = read_prompts(None, args.count)

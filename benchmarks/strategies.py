@@ -48,7 +48,7 @@ def build(args: argparse.Namespace, strategy: str) -> dict[str, Callable[[Tensor
     shared, own, known = STRATEGIES[strategy]
 
     def ours(draft: Any, **options: Any) -> Callable[[Tensor], Any]:
-        generator = SpecGenerator(target, draft, compile=args.compile)
+        generator = SpecGenerator(target, draft, compile=args.compile, prefix_cache=False)
         common = {"max_new_tokens": args.tokens, "eos_token_id": [], "pad_token_id": 0}
         return lambda ids: generator.generate(ids, **common, **shared, **own, **options)
 

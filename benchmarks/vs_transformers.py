@@ -46,7 +46,7 @@ def build(args: argparse.Namespace, dtype: torch.dtype) -> tuple[dict[str, Calla
         return lambda ids: target.generate(ids, attention_mask=torch.ones_like(ids), **common, **options)
 
     def ours(draft: Any, **options: Any) -> Callable[[Tensor], Any]:
-        generator = SpecGenerator(target, draft, compile=args.compile)
+        generator = SpecGenerator(target, draft, compile=args.compile, prefix_cache=False)
         run = {"max_new_tokens": args.tokens, "do_sample": False, "eos_token_id": [], "pad_token_id": 0}
         return lambda ids: generator.generate(ids, **run, **options)
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from specdec.config import Options
     from specdec.errors import (
-        BusyError,
         DraftError,
+        EngineError,
         LoadError,
         OptionError,
         SpecdecError,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "BusyError": "errors",
+    "EngineError": "errors",
     "Constraint": "select",
     "DisjunctiveConstraint": "select",
     "DraftError": "errors",
@@ -53,11 +53,11 @@ _HOMES = {
     "VocabularyError": "errors",
 }
 __all__ = [
-    "BusyError",
     "Constraint",
     "DisjunctiveConstraint",
     "DraftError",
     "Drafter",
+    "EngineError",
     "Event",
     "Generation",
     "HammingDiversityLogitsProcessor",

@@ -1,18 +1,21 @@
-"""One call of `generate`: its parts put together, run, and gathered into a result."""
+"""One call of `generate`: a request put together, run, and gathered into a result."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import count
 from time import perf_counter as clock
+from time import time
 from typing import Any, NamedTuple
 
 import torch
 from transformers import MaxTimeCriteria, StopStringCriteria
 
 from specdec.config import Options
-from specdec.draft import Leading
-from specdec.engine import Engine
+from specdec.dispatcher import Dispatcher
+from specdec.drafts import Draft
 from specdec.errors import OptionError
 from specdec.inputs import (
     Prompts,
@@ -24,31 +27,16 @@ from specdec.inputs import (
     pad_id,
 )
 from specdec.logits import build_processors
-from specdec.models import Encoding, LanguageModel
-from specdec.output import Generation, Recorder, beam_indices, per_token, sequences, traces
+from specdec.models import Encoding, LanguageModel, digest
+from specdec.output import Generation, Recorder, beam_indices, decode, per_token, sequences, traces
+from specdec.request import Request
 from specdec.rows import RunningRow, SearchRow, TextRow
-from specdec.schedule import Cost, Schedule
-from specdec.select import (
-    BeamSearch,
-    Block,
-    ConstrainedSearch,
-    Contrastive,
-    Coupled,
-    Greedy,
-    GroupSearch,
-    Match,
-    PerRow,
-    Progress,
-    Rejection,
-    Stopping,
-    fold,
-    wanted,
-)
-from specdec.types import BatchDrafter, Call
+from specdec.schedule import Schedule
+from specdec.select import RowSetup, Stopping, fold, make_strategy
+from specdec.types import BatchDrafter, DraftTask, Search, Selector
 
-Strategy = Greedy | Coupled | BeamSearch | GroupSearch | ConstrainedSearch | Contrastive
-STRATEGIES = {"coupled": Coupled, "match": Match, "rejection": Rejection, "block": Block}
-PREFILL_CHUNK = 2048  # prompt tokens of one pass
+_SERIAL = count()  # of calls
+_NO_RULE: Any = None
 
 
 @dataclass(frozen=True)
@@ -90,44 +78,109 @@ class News(NamedTuple):
     last: bool
 
 
-class Running:
-    """A call under way: `rounds` runs it, `result` gathers what came."""
+@dataclass
+class Call:
+    """One call: everything it needs, checked when it is put together, its request for the engine, and its result."""
 
-    def __init__(self, prepared: Prepared, engine: Engine, encoding: Encoding | None, began: float) -> None:
-        self.engine, self.rows, self.options = engine, prepared.rows, prepared.options
-        self._prompts, self._extras = prepared.prompts, prepared.extras
-        self._encoding, self._began = encoding, began
-        self._recorder = Recorder(len(self.rows))
-        self._strategy, self._exactness = prepared.strategy, prepared.target.exactness
-        self._costs = prepared.costs
+    target: LanguageModel
+    options: Options
+    prompts: Prompts
+    extras: Extras
+    draft: Draft
+    drafter: BatchDrafter | None
+    make_schedule: Callable[[Schedule | None], Schedule]
+    reuses_prefixes: bool = False
+    request: Request = field(init=False)
 
-    def rounds(self) -> Generator[list[News]]:
-        """Every round's news, after the streamer has had them."""
-        streamer = self._extras.streamer
+    def __post_init__(self) -> None:
+        self._check()
+        limit = length_limit(self.options, self.prompts, self.target)
+        check_least(self.options, limit, self.prompts, self.target)
+        # Embeddings without ids count in these lengths, but processors will not see them.
+        least = max((self.options.min_length or 0) - self.prompts.unseen, 0)
+        settled = {"max_length": limit, "min_length": least, "do_sample": self.options.samples}
+        o = self.options = self.options.model_copy(update=settled)
+        self._criteria = self._make_criteria()
+        self._recorder = Recorder()
+        pacing = self.draft.pacing(o, self.make_schedule)
+        seeds, serial = row_seeds(o, len(self.prompts.rows)), next(_SERIAL)
+        self._strategies: list[Selector | Search] = []
+        rows = []
+        for r, prompt in enumerate(self.prompts.rows):
+            stop = Stopping(frozenset(o.eos_ids), limit - prompt.padding, self._criteria)
+            strategy = self._make_strategy(r, prompt, seeds[r], stop)
+            branching = strategy.branching if strategy.is_search or pacing.schedule.max_branches > 1 else None
+            place = r // o.copies
+            task = DraftTask(
+                strategy.rule or _NO_RULE,  # never asked of a strategy without a draft
+                branching,
+                frozenset(o.eos_ids),
+                (serial, place),
+                self.prompts.encoder,
+                place,
+            )
+            self._strategies.append(strategy)
+            rows.append(self._row(prompt, strategy, stop, task))
+            if self.reuses_prefixes:
+                rows[-1].context = self._context(prompt, place)
+        check_vocabulary(o, self.target)
+        self.request = Request(
+            rows=rows,
+            pacing=pacing,
+            drafter=self.drafter,
+            encode=self._encode if self.target.is_encoder_decoder else None,
+            prefill_chunk=o.prefill_chunk_size,
+            output_hidden_states=bool(o.output_hidden_states),
+            output_attentions=bool(o.output_attentions),
+            last_hidden=any(strategy.needs_hidden for strategy in self._strategies),
+            reuses_prefixes=self.reuses_prefixes,
+            frames=self._frames(),
+        )
+
+    @property
+    def rows(self) -> list[RunningRow]:
+        """The rows of its request."""
+        return self.request.rows
+
+    @property
+    def stops(self) -> Sequence[str]:
+        """The strings before which its texts end."""
+        strings = self.options.stop_strings
+        if strings is None or not self.options.cuts_stop_strings:
+            return ()
+        return [strings] if isinstance(strings, str) else strings
+
+    def run(self, dispatcher: Dispatcher, *, stream: bool = False) -> Generator[list[News], None, Generation]:
+        """Every round's news, after the streamer has had them; the value is the result."""
+        began, streamer = clock(), self.extras.streamer
+        for criterion in self._criteria:
+            if isinstance(criterion, MaxTimeCriteria):
+                criterion.initial_timestamp = time()
         if streamer is not None:
-            streamer.put(self._prompts.padded)
-        try:
-            for round_ in self.engine.run():
+            streamer.put(self.prompts.padded)
+        index: dict[int, int] = {}
+        with closing(dispatcher.rounds(self.request, stream=stream or streamer is not None)) as rounds:
+            for round_ in rounds:
                 self._recorder.add(round_)
+                index = index or {row.key: i for i, row in enumerate(self.rows)}
                 news = [
-                    News(r.key, [s.token for s in r.steps], r.accepted, r.finish is not None)
+                    News(index[r.key], [s.token for s in r.steps], r.accepted, r.finish is not None)
                     for r in round_.rows
                     if r.steps
                 ]
                 if streamer is not None and news:
                     streamer.put(torch.tensor(news[0].token_ids))
-                yield news
-        finally:  # a stream that is closed early has learned too
-            if self.options.schedule == "cost" and isinstance(self.engine.schedule, Cost):
-                self._costs[self.options.family] = self.engine.schedule
+                if stream:
+                    yield news
         if streamer is not None:
             streamer.end()
+        return self._result(clock() - began)
 
-    def result(self) -> Generation:
-        """The finished call."""
+    def _result(self, seconds: float) -> Generation:
+        """What came of the finished request, `seconds` after the call."""
         o, rows, pad = self.options, self._best_rows(), pad_id(self.options)
         new = [text for row in rows for text in row.texts]
-        padded = self._prompts.padded[:: self.options.copies].repeat_interleave(self._returned, 0)
+        padded = self.prompts.padded[:: o.copies].repeat_interleave(self._returned, 0)
         out = Generation(sequences=sequences(padded, new, pad).to(rows[0].device))
         if o.output_scores:
             out.scores = per_token(rows, "scores", pad)
@@ -137,16 +190,22 @@ class Running:
         self._add_beams(out)
         if o.num_samples is not None:
             out.sequences_scores = torch.tensor([self._rank(row) for row in rows], device=rows[0].device)
-        tokenizer = self._extras.tokenizer
+        tokenizer = self.extras.tokenizer
         if tokenizer is not None:
-            out.texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in new]
-        settings = {
-            "strategy": self._strategy,
-            "schedule": type(self.engine.schedule).__name__.lower() if self.engine.draft is not None else "none",
-        }
-        seconds = clock() - self._began
-        stats = self._recorder.stats(self.engine.target.passes, seconds, list(map(len, new)), settings)
-        out.stats = replace(stats, exactness=self._exactness)
+            out.texts = [decode(tokenizer, ids, self.stops) for ids in new]
+        schedule = self.request.pacing.schedule
+        out.stats = self._recorder.stats(
+            [row.key for row in self.rows],
+            cached_prompt_tokens=self.request.cached_prompt_tokens,
+            num_target_passes=self.request.passes,
+            seconds=seconds,
+            lengths=list(map(len, new)),
+            settings={
+                "strategy": self._strategies[0].name,
+                "schedule": type(schedule).__name__.lower() if self.drafter is not None else "none",
+            },
+            exactness=self.target.exactness,
+        )
         return out
 
     @property
@@ -181,37 +240,20 @@ class Running:
             out.sequences_scores = torch.tensor([h.score for h in found], device=device)
 
     def _add_traces(self, out: Generation, rows: list[RunningRow]) -> None:
-        prefix = "" if self._encoding is None else "decoder_"
+        prefix = "" if self.request.encoding is None else "decoder_"
         if self.options.output_hidden_states:
             out[f"{prefix}hidden_states"] = traces(rows, "hidden_states")
         if self.options.output_attentions:
             out[f"{prefix}attentions"] = traces(rows, "attentions")
             if prefix:
                 out.cross_attentions = traces(rows, "cross_attentions")
-        if self._encoding is not None:
+        if self.request.encoding is not None:
             for name in ("hidden_states", "attentions"):
-                if (layers := getattr(self._encoding, name)) is not None:
+                if (layers := getattr(self.request.encoding, name)) is not None:
                     out[f"encoder_{name}"] = layers
 
-
-@dataclass
-class Prepared:
-    """Everything that a call needs, checked when it is put together; `start` begins the work, once.
-
-    `costs` is where the cost rule leaves what it found out, for the next call of the same family.
-    """
-
-    target: LanguageModel
-    options: Options
-    prompts: Prompts
-    extras: Extras
-    drafter: BatchDrafter | None
-    schedule: Schedule
-    costs: dict[Hashable, Cost] = field(default_factory=dict)
-    rows: list[RunningRow] = field(init=False)
-    strategies: list[Strategy] = field(init=False)
-
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
+        """Raises for a draft beside a strategy that takes none, and for attentions that cannot be had."""
         branched = self.options.beams > 1 or self.options.contrastive
         if self.drafter is not None and self.options.contrastive:
             raise OptionError(
@@ -220,84 +262,44 @@ class Prepared:
             )
         if self.options.output_attentions:
             self.target.check_attentions(drafted=self.drafter is not None, branched=branched)
-        limit = length_limit(self.options, self.prompts, self.target)
-        check_least(self.options, limit, self.prompts, self.target)
-        # Embeddings without ids count in these lengths, but processors will not see them.
-        least = max((self.options.min_length or 0) - self.prompts.unseen, 0)
-        settled = {"max_length": limit, "min_length": least, "do_sample": self.options.samples}
-        self.options = self.options.model_copy(update=settled)
-        self._criteria = self._make_criteria()
-        seeds = row_seeds(self.options, len(self.prompts.rows))
-        self.rows, self.strategies = [], []
-        for r, prompt in enumerate(self.prompts.rows):
-            stop = Stopping(frozenset(self.options.eos_ids), limit - prompt.padding, self._criteria)
-            self.strategies.append(self._make_strategy(r, prompt, seeds[r], stop))
-            self.rows.append(self._row(prompt, self.strategies[r], stop, r))
-        check_vocabulary(self.options, self.target)
 
-    @property
-    def strategy(self) -> str:
-        """The strategy's name, for the result."""
-        return type(self.strategies[0]).__name__.lower()
+    def _encode(self) -> Encoding:
+        """What the encoder makes of its inputs, unless the caller has that already."""
+        o, inputs = self.options, self.prompts.encoder
+        if self.prompts.encoding is not None:
+            return self.prompts.encoding
+        assert inputs is not None
+        traced = {name: bool(getattr(o, name)) for name in ("output_hidden_states", "output_attentions")}
+        return self.target.encode(inputs, **traced)
 
-    def start(self) -> Running:
-        """The call, ready to run its rounds."""
-        began = clock()
-        o, inputs, rows = self.options, self.prompts.encoder, self.rows
-        if o.max_time is not None:
-            self._criteria.insert(0, MaxTimeCriteria(o.max_time))  # its time begins now
-        traced = {"output_hidden_states": bool(o.output_hidden_states), "output_attentions": bool(o.output_attentions)}
-        encoding = self.prompts.encoding
-        if encoding is None and inputs is not None:
-            encoding = self.target.encode(inputs, **traced)
-        draft = None
-        if self.drafter is not None:
-            rules = PerRow({key: s.rule for key, s in enumerate(self.strategies) if not isinstance(s, Contrastive)})
-            call = Call(
-                rules,
-                self.target.vocab_size,
-                branching=self._branching(rules),
-                encoding=encoding,
-                draft_inputs=inputs,
-                sources=[row.source or 0 for row in rows],
-                ends=frozenset(o.eos_ids),
-            )
-            draft = self.drafter.start(call)
-            if o.beams > 1 and not getattr(draft, "branches", False):
-                draft = Leading(draft)
-        chunk = o.prefill_chunk_size or PREFILL_CHUNK
-        engine = Engine(
-            self.target.session(),
-            draft,
-            self.schedule,
-            prefill_chunk=chunk,
-            last_hidden=any(strategy.needs_hidden for strategy in self.strategies),
-            **traced,
-        )
-        engine.add(rows, encoding)
-        return Running(self, engine, encoding, began)
+    def _context(self, prompt: RowPrompt, place: int) -> bytes:
+        """A digest of what a row reads besides tokens; empty where there is nothing, or nobody can tell."""
+        if prompt.embeds is not None:
+            return digest(prompt.embeds)
+        inputs = self.prompts.encoder
+        if inputs is None or self.prompts.encoding is not None:
+            return b""
+        return b"".join(digest(tensor[place]) for _, tensor in sorted(inputs.items()))
 
-    def _branching(self, rules: PerRow) -> PerRow | None:
-        """How a draft may look ahead with branches, where there are any."""
-        if self.options.beams > 1:
-            return PerRow(dict(enumerate(self.strategies)))
-        widest = [getattr(self.schedule, name, None) or 1 for name in ("branches", "widest")]
-        return rules if max(widest) > 1 else None
+    def _frames(self) -> int:
+        """The most positions that the encoder's output has."""
+        if self.prompts.encoding is not None:
+            return self.prompts.encoding.hidden.shape[1]
+        lengths = [tensor.shape[-1] for tensor in (self.prompts.encoder or {}).values()]
+        return max(lengths, default=0)
 
-    def _row(self, prompt: RowPrompt, strategy: Any, stop: Stopping, key: int) -> RunningRow:
-        common: dict[str, Any] = {"key": key, "source": key // self.options.copies}
-        common |= {"max_length": stop.max_length, "device": self.target.device}
-        shadow = None if prompt.negative is None else RunningRow(tokens=list(prompt.negative), **common)
+    def _row(self, prompt: RowPrompt, strategy: Selector | Search, stop: Stopping, task: DraftTask) -> RunningRow:
+        common: dict[str, Any] = {"max_length": stop.max_length, "device": self.target.device, "task": task}
+        unconditional = None if prompt.negative is None else RunningRow(tokens=list(prompt.negative), **common)
         common |= {"encoder_tokens": prompt.encoder_ids, "prediction": prompt.prediction}
-        common |= {"embeds": prompt.embeds, "shadow": shadow}
-        tokens = list(prompt.tokens)
-        if isinstance(strategy, BeamSearch | GroupSearch | ConstrainedSearch | Contrastive):
+        common |= {"embeds": prompt.embeds, "unconditional": unconditional, "tokens": list(prompt.tokens)}
+        if strategy.is_search:
             returned = self.options.num_return_sequences or 1
             common["history"] = [] if self.options.output_trace else None
-            return SearchRow(tokens=tokens, search=strategy, state=strategy.begin(), returned=returned, **common)
-        return TextRow(tokens=tokens, selector=strategy, stop=stop, **common)
+            return SearchRow(search=strategy, state=strategy.begin(), returned=returned, **common)
+        return TextRow(selector=strategy, stop=stop, **common)
 
-    def _make_strategy(self, key: int, prompt: RowPrompt, seed: int, stop: Stopping) -> Strategy:
+    def _make_strategy(self, key: int, prompt: RowPrompt, seed: int, stop: Stopping) -> Selector | Search:
         o, device = self.options, self.target.device
         source = prompt.encoder_ids if self.target.is_encoder_decoder else prompt.tokens
         if prompt.embeds is not None:
@@ -313,50 +315,28 @@ class Prepared:
             row=key,
             device=device,
         )
-        common: dict[str, Any] = {
-            "guidance_scale": None if prompt.negative is None else o.guidance_scale,
-            "keep_scores": bool(o.output_scores),
-            "keep_logits": bool(o.output_logits),
-        }
-        if o.contrastive:
-            common["keep_traces"] = bool(o.output_hidden_states or o.output_attentions)
-            alpha, top_k = o.penalty_alpha or 0.0, o.top_k or 2
-            return Contrastive(processors=processors, stop=stop, penalty_alpha=alpha, top_k=top_k, **common)
-        common["width"] = self.target.vocab_size
-        if o.beams > 1:
-            return self._make_search(key, prompt, seed, {"processors": processors, "stop": stop, **common})
-        if not o.samples:
-            return Greedy(processors, **common)
-        return STRATEGIES[o.sampling or "coupled"](processors, seed, ranked=o.num_samples is not None, **common)
-
-    def _make_search(self, key: int, prompt: RowPrompt, seed: int, parts: dict[str, Any]) -> Strategy:
-        """A search over beams."""
-        o = self.options
-        parts |= {
-            "num_beams": o.beams,
-            "max_new_tokens": (parts["stop"].max_length or 0) - len(prompt.tokens),
-            "length_penalty": 1.0 if o.length_penalty is None else o.length_penalty,
-            "early_stopping": o.early_stopping or False,
-        }
-        end, returned = (o.eos_ids or [0])[0], o.num_return_sequences or 1
-        if o.groups > 1:
-            penalty = o.diversity_penalty or 0.0
-            return GroupSearch(groups=o.groups, diversity_penalty=penalty, pad_id=pad_id(o), end_id=end, **parts)
-        if o.constrained:
-            # As in transformers, padding counts towards the constraints.
-            padding = self.prompts.padded[key, : prompt.padding].tolist()
-            progress = Progress.of(wanted(o.constraints, o.force_words_ids)).after([*padding, *prompt.tokens])
-            return ConstrainedSearch(progress=progress, returned=returned, end_id=end, **parts)
-        return BeamSearch(seed=seed if o.samples else None, **parts)
+        setup = RowSetup(
+            options=o,
+            processors=processors,
+            stop=stop,
+            width=self.target.vocab_size,
+            seed=seed,
+            prompt=[*self.prompts.padded[key, : prompt.padding].tolist(), *prompt.tokens],
+            padding=prompt.padding,
+            pad_id=pad_id(o),
+            guidance_scale=None if prompt.negative is None else o.guidance_scale,
+        )
+        return make_strategy(setup)
 
     def _make_criteria(self) -> list[Any]:
         """transformers' criteria that look at more than the last token, then the caller's own."""
-        strings, tokenizer = self.options.stop_strings, self.extras.tokenizer
-        if strings is None:
-            return list(self.extras.stopping_criteria)
-        if tokenizer is None:
-            raise OptionError("`stop_strings` needs a tokenizer: pass `tokenizer=`")
-        return [StopStringCriteria(stop_strings=strings, tokenizer=tokenizer), *self.extras.stopping_criteria]
+        o, tokenizer = self.options, self.extras.tokenizer
+        made: list[Any] = [] if o.max_time is None else [MaxTimeCriteria(o.max_time)]
+        if o.stop_strings is not None:
+            if tokenizer is None:
+                raise OptionError("`stop_strings` needs a tokenizer: pass `tokenizer=`")
+            made.append(StopStringCriteria(stop_strings=o.stop_strings, tokenizer=tokenizer))
+        return [*made, *self.extras.stopping_criteria]
 
 
 def row_seeds(options: Options, count: int) -> list[int]:

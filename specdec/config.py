@@ -22,20 +22,21 @@ from specdec.fields import (
     DRAWING,
     EXPECTED,
     REFUSED,
+    SAMPLING,
     SEARCHES,
     Count,
     Flag,
     IdList,
     Number,
     Positive,
+    Sampling,
     Share,
     Text,
     TokenId,
     TokenIds,
     Whole,
 )
-
-SCHEDULES = ("heuristic", "constant", "confidence", "cost")
+from specdec.schedule import SCHEDULES
 
 
 class Options(BaseModel):
@@ -50,6 +51,7 @@ class Options(BaseModel):
     min_new_tokens: Count | None = None
     max_time: Annotated[Number, Field(gt=0)] | None = None
     stop_strings: Text | Annotated[list[Text], Field(min_length=1)] | None = None
+    include_stop_str_in_output: Flag | None = None
     bos_token_id: TokenIds = None
     eos_token_id: TokenIds = None
     pad_token_id: TokenId | None = None
@@ -90,7 +92,7 @@ class Options(BaseModel):
     num_samples: Positive | None = None
     ranking: Literal["mean", "sum"] | None = None
     seed: Whole | IdList | None = None
-    sampling: Literal["coupled", "match", "rejection", "block"] | None = None
+    sampling: Sampling | None = None
     # drafting
     schedule: Any = None
     num_assistant_tokens: Positive | None = None
@@ -98,7 +100,7 @@ class Options(BaseModel):
     assistant_confidence_threshold: Share | None = None
     prefill_chunk_size: Positive | None = None
     # outputs
-    use_cache: Literal[True] | None = None
+    use_cache: Flag | None = None
     return_dict_in_generate: Flag | None = None
     output_scores: Flag | None = None
     output_logits: Flag | None = None
@@ -142,6 +144,16 @@ class Options(BaseModel):
         return self.beams > 1 or self.num_samples is not None
 
     @property
+    def cuts_stop_strings(self) -> bool:
+        """Whether the stop string that ended a text is left out of it; as in transformers it stays by default."""
+        return self.include_stop_str_in_output is False
+
+    @property
+    def needs_q(self) -> bool:
+        """Whether verification looks at the distributions that the draft drew from, and not only at its tokens."""
+        return SAMPLING.get(self.sampling or "", False)
+
+    @property
     def family(self) -> tuple[Any, ...]:
         """What calls have in common whose drafts may be expected to cost and to bring alike."""
         sampling = (self.sampling or "coupled") if self.samples else None
@@ -164,6 +176,7 @@ def listed(value: int | list[int] | None) -> list[int]:
 
 
 DEFAULTS = {"top_k": 50, "temperature": 1.0, "num_return_sequences": 1, "num_beams": 1}
+_SCHEDULE = ("plan", "after", "max_branches")  # what a schedule of the caller's own must have
 _EITHER = (("max_new_tokens", "max_length"), ("min_new_tokens", "min_length"))
 
 
@@ -183,6 +196,8 @@ def resolve(
     """
     given, defaults, config = _checked(given), _checked(defaults or {}), _understood(config or {})
     defaults = _waiting(defaults, {**config, **given})
+    if any(layer.get("use_cache") is False for layer in (given, config, defaults)):
+        warnings.warn("`use_cache=False` changes nothing: specdec always keeps keys and values", stacklevel=2)
     options = _valid(_merged([DEFAULTS, _followed(inherited or {}), defaults, config, given]))
     _check_search(options)
     _check_effect(options, given, config, defaults)
@@ -345,22 +360,37 @@ def _understood(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _followed(inherited: Mapping[str, Any]) -> dict[str, Any]:
     """The checkpoint's fields that specdec knows; a warning names those of consequence that it cannot follow."""
-    fields = {k: v for k, v in inherited.items() if v is not None}
-    for name in DECIDING:
-        if fields.get(name, REFUSED[name][0]) != REFUSED[name][0]:
-            warnings.warn(
-                f"the checkpoint's generation config asks for {name}={fields[name]!r}, which specdec does not follow "
-                f"yet: {REFUSED[name][1]}",
-                stacklevel=2,
-            )
-    for name, neutral in SEARCHES.items():
-        if fields.pop(name, None) not in neutral and name != "diversity_penalty":
-            warnings.warn(
-                f"the checkpoint's generation config asks for {name}={inherited[name]!r}, which specdec follows only "
-                "where the call sets it",
-                stacklevel=2,
-            )
-    return {k: v for k, v in fields.items() if k in Options.model_fields and _is_valid(k, v)}
+    given = {k: v for k, v in inherited.items() if v is not None}
+    content = repr(sorted(given.items()))  # what is compared when a checkpoint comes again
+    if content not in _CHECKPOINTS:
+        if len(_CHECKPOINTS) >= _MOST_CHECKPOINTS:
+            _CHECKPOINTS.clear()
+        _CHECKPOINTS[content] = _settings(given)
+    fields, complaints = _CHECKPOINTS[content]
+    for complaint in complaints:
+        warnings.warn(f"the checkpoint's generation config asks for {complaint}", stacklevel=3)
+    return fields
+
+
+_CHECKPOINTS: dict[str, tuple[dict[str, Any], list[str]]] = {}
+_MOST_CHECKPOINTS = 32
+
+
+def _settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """A checkpoint's fields that are valid options, and what it asks for in vain."""
+    complaints = [
+        f"{name}={given[name]!r}, which specdec does not follow yet: {REFUSED[name][1]}"
+        for name in DECIDING
+        if given.get(name, REFUSED[name][0]) != REFUSED[name][0]
+    ]
+    complaints += [
+        f"{name}={given[name]!r}, which specdec follows only where the call sets it"
+        for name, neutral in SEARCHES.items()
+        if given.get(name) not in neutral and name != "diversity_penalty"
+    ]
+    idle = {*SEARCHES, "use_cache"}
+    known = {k: v for k, v in given.items() if k in Options.model_fields and k not in idle}
+    return {k: v for k, v in known.items() if _is_valid(k, v)}, complaints
 
 
 def _renamed(given: dict[str, Any]) -> dict[str, Any]:
@@ -395,18 +425,20 @@ def _check_contradictions(given: Mapping[str, Any]) -> None:
     if isinstance(schedule, str):
         if schedule not in SCHEDULES:
             raise OptionError.of("schedule", f"one of {', '.join(SCHEDULES)} or a Schedule", schedule)
-        if schedule == "cost" and "assistant_confidence_threshold" in given:
-            raise OptionError("`assistant_confidence_threshold` and `schedule='cost'` contradict: pass one of them")
+        if not SCHEDULES[schedule].takes_threshold and "assistant_confidence_threshold" in given:
+            raise OptionError(
+                f"`assistant_confidence_threshold` and `schedule={schedule!r}` contradict: pass one of them"
+            )
     elif schedule is not None:
-        if isinstance(schedule, type) or not (hasattr(schedule, "plan") and hasattr(schedule, "after")):
-            raise OptionError.of("schedule", f"one of {', '.join(SCHEDULES)} or a Schedule", schedule)
+        if isinstance(schedule, type) or not all(hasattr(schedule, name) for name in _SCHEDULE):
+            kinds = f"one of {', '.join(SCHEDULES)} or a Schedule, with {', '.join(_SCHEDULE)}"
+            raise OptionError.of("schedule", kinds, schedule)
         for name in ("num_assistant_tokens", "num_assistant_branches", "assistant_confidence_threshold"):
             if name in given:
                 raise OptionError(f"`{name}` and a `schedule` object contradict: set it in the schedule")
-    for low, high in (("min_new_tokens", "max_new_tokens"), ("min_length", "max_length")):
-        least, most = given.get(low), given.get(high)
-        if isinstance(least, int) and isinstance(most, int) and least > most:
-            raise OptionError(f"`{low}`={least} is more than `{high}`={most}: lower one of them")
+    least, most = given.get("min_new_tokens"), given.get("max_new_tokens")
+    if isinstance(least, int) and isinstance(most, int) and least > most:
+        raise OptionError(f"`min_new_tokens`={least} is more than `max_new_tokens`={most}: lower one of them")
 
 
 def _is_valid(name: str, value: Any) -> bool:

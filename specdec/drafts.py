@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from os import PathLike
 from typing import Any, TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from specdec.config import Options
 from specdec.draft import (
+    COPYING,
+    DRAFTS,
     EarlyExitDrafter,
     FunctionDrafter,
     HybridDrafter,
     ModelDrafter,
     NgramDrafter,
-    SuffixDrafter,
     TextBridge,
-    VocabularyIntersection,
+    is_word,
 )
 from specdec.draft.function import refuse_class
 from specdec.errors import OptionError, VocabularyError
@@ -27,8 +28,10 @@ from specdec.inputs import check_tokenizer, tokenizer_beside
 from specdec.loading import Loading
 from specdec.models import LanguageModel, load
 from specdec.models.bare_decoder import on_encoder_of
-from specdec.schedule import Cost
+from specdec.request import Pacing
+from specdec.schedule import Schedule, learns
 from specdec.types import BatchDrafter
+from specdec.values import is_whole
 
 # transformers' names for the draft of a call -> the arguments that go with each.
 ALIASES: dict[str, tuple[str, ...]] = {
@@ -37,11 +40,8 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "assistant_early_exit": (),
 }
 NAMES = (*ALIASES, *(detail for details in ALIASES.values() for detail in details))
-_TEXT = {"ngram": NgramDrafter, "suffix": SuffixDrafter}
-_EARLY_EXIT = "early_exit:"
-_KINDS = (
-    "a model, an id or path, 'ngram', 'suffix', 'early_exit:N', a Drafter, a pair of a text draft and a model, or None"
-)
+_WORDS = ", ".join(map(repr, DRAFTS))
+_KINDS = f"a model, an id or path, one of {_WORDS}, a Drafter, a pair of a draft that copies and a model, or None"
 _KEPT = 2  # drafts named in calls; each may hold a model
 
 T = TypeVar("T")
@@ -49,18 +49,25 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Draft:
-    """A draft of one target, and what the cost rule has learned with it, for every family of calls (`Options`)."""
+    """A draft of one target, and the pacings of its requests: what they learned serves the next ones of a family."""
 
     drafter: BatchDrafter | None
-    costs: dict[Hashable, Cost] = field(default_factory=dict)
+    pacings: dict[Hashable, Pacing] = field(default_factory=dict)
 
-    def suited(self, sampling: str | None) -> BatchDrafter | None:
-        """A bridge between vocabularies goes by text for match verification and by shared tokens for rejection."""
-        return self._by_tokens if sampling in ("rejection", "block") else self.drafter
+    def pacing(self, options: Options, make: Callable[[Schedule | None], Schedule]) -> Pacing:
+        """The pacing of a request: one of its own, or for schedules that learn, that of its family.
 
-    @cached_property
-    def _by_tokens(self) -> BatchDrafter | None:
-        return self.drafter if self.drafter is None else _by_tokens(self.drafter)
+        `make` makes a schedule from the one with which the family's last request ended.
+        """
+        if not learns(options):
+            return Pacing(make(None))
+        found = self.pacings.setdefault(options.family, Pacing(make(None)))
+        bounds = (options.num_assistant_tokens, options.num_assistant_branches)
+        if found.users and found.bounds != bounds:
+            return Pacing(make(found.schedule))  # others are at work with it, within bounds of their own
+        if not found.users:
+            found.schedule, found.bounds = make(found.schedule), bounds
+        return found
 
 
 class Drafts:
@@ -84,11 +91,10 @@ class Drafts:
         match draft:
             case None:
                 return None
-            case "ngram" | "suffix":
-                return _TEXT[draft]()
-            case str() if is_text(draft):
-                layers = draft.removeprefix(_EARLY_EXIT)
-                return self._early_exit(int(layers) if layers.isdecimal() else draft, name)
+            case str() if is_word(draft):
+                word, colon, argument = draft.partition(":")
+                made: BatchDrafter = DRAFTS[word].of(self._target, argument if colon else None, name)
+                return made
             case str() | PathLike() | PreTrainedModel() | LanguageModel():
                 return self._model(draft, tokenizer, assistant_tokenizer, name)
             case tuple() | list():
@@ -136,17 +142,17 @@ class Drafts:
 
     def _early_exit(self, layers: Any, name: str) -> BatchDrafter:
         most = self._target.num_layers - 1
-        if not _is_whole(layers) or not 1 <= layers <= most:
+        if not is_whole(layers) or not 1 <= layers <= most:
             raise OptionError.of(name, f"a number of the target's {most + 1} layers, at least 1 and not all", layers)
         return EarlyExitDrafter(self._target, layers)
 
     def _hybrid(self, pair: Sequence[Any], tokenizer: Any, assistant_tokenizer: Any, name: str) -> BatchDrafter:
         kinds = tuple(part if isinstance(part, str) else type(part).__name__ for part in pair)
-        if len(pair) != 2 or kinds[0] not in _TEXT or pair[1] is None or is_text(pair[1]):
-            raise OptionError.of(name, "a pair of 'ngram' or 'suffix' and a model", kinds)
+        if len(pair) != 2 or kinds[0] not in COPYING or pair[1] is None or is_word(pair[1]):
+            raise OptionError.of(name, f"a pair of one of {', '.join(COPYING)} and a model", kinds)
         model = self.make(pair[1], tokenizer, assistant_tokenizer, name=name)
         assert model is not None
-        return HybridDrafter(_TEXT[pair[0]](), model)
+        return HybridDrafter(DRAFTS[pair[0]].of(self._target, None), model)
 
 
 class Recent:
@@ -169,12 +175,7 @@ class Recent:
 
 def is_name(draft: object) -> bool:
     """Whether this is an id or path of a model."""
-    return isinstance(draft, str | PathLike) and not is_text(draft)
-
-
-def is_text(draft: object) -> bool:
-    """Whether this is the name of a draft that needs no model of its own."""
-    return isinstance(draft, str) and (draft in _TEXT or draft.startswith(_EARLY_EXIT))
+    return isinstance(draft, str | PathLike) and not is_word(draft)
 
 
 def language_model(model: Any, name: str, how: Loading | None = None, *, compile: bool = False) -> LanguageModel:
@@ -191,7 +192,8 @@ def language_model(model: Any, name: str, how: Loading | None = None, *, compile
         return model
     if not isinstance(model, str | PathLike | PreTrainedModel | LanguageModel):
         raise OptionError.of(name, "a transformers model, or a hub id or path", type(model).__name__)
-    return load(model, how, compile=compile)
+    words = () if name == "target" else tuple(DRAFTS)
+    return load(model, how, compile=compile, name=name, words=words)
 
 
 def loaded(draft: Any, how: Loading, *, compile: bool = False) -> tuple[Any, Any]:
@@ -210,49 +212,19 @@ def names_model(draft: Any) -> bool:
     return any(map(names_model, draft)) if isinstance(draft, tuple | list) else is_name(draft)
 
 
-def models_of(drafter: BatchDrafter | None) -> Iterator[LanguageModel]:
-    """The models that a draft of the package runs."""
-    if isinstance(drafter, ModelDrafter):
-        yield drafter.model
-    elif isinstance(drafter, HybridDrafter):
-        yield from models_of(drafter.model)
-    elif isinstance(drafter, TextBridge | VocabularyIntersection):
-        yield from models_of(drafter.drafter)
-
-
-def guesses_trees(drafter: BatchDrafter | None) -> bool:
-    """Whether a draft may propose several continuations of one text; those that are not the package's own may."""
-    match drafter:
-        case HybridDrafter():
-            return guesses_trees(drafter.model)
-        case NgramDrafter() | SuffixDrafter() | FunctionDrafter() | TextBridge() | VocabularyIntersection():
-            return False
-        case _:
-            return True
-
-
-def copies(drafter: BatchDrafter | None) -> bool:
-    """Whether a draft may look for its guesses in a given text; those that are not the package's own may."""
-    others = ModelDrafter | FunctionDrafter | TextBridge | VocabularyIntersection
-    return drafter is not None and not isinstance(drafter, others)
-
-
 def _same(mine: Any, theirs: Any) -> bool:
     return mine is theirs or (
         isinstance(mine, str | PathLike | int) and type(mine) is type(theirs) and bool(mine == theirs)
     )
 
 
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _own(draft: Any, name: str) -> BatchDrafter:
     """The caller's own drafter or function."""
     refuse_class(name, draft)
+    if isinstance(draft, BatchDrafter):
+        return draft
     if hasattr(draft, "start"):
-        own: BatchDrafter = draft
-        return own
+        raise OptionError.of(name, "a `specdec.types.BatchDrafter`", type(draft).__name__, "subclass it")
     if hasattr(draft, "propose") or (callable(draft) and not isinstance(draft, nn.Module)):
         return FunctionDrafter(draft)
     raise OptionError.of(name, _KINDS, type(draft).__name__)
@@ -263,20 +235,9 @@ def _lookup(prompt_lookup_num_tokens: Any, max_matching_ngram_size: Any = 2) -> 
         "prompt_lookup_num_tokens": prompt_lookup_num_tokens,
         "max_matching_ngram_size": max_matching_ngram_size,
     }.items():
-        if not _is_whole(value) or value < 1:
+        if not is_whole(value) or value < 1:
             raise OptionError.of(name, "a whole number of at least 1", value)
     return NgramDrafter(num_tokens=prompt_lookup_num_tokens, max_ngram=max_matching_ngram_size)
-
-
-def _by_tokens(drafter: BatchDrafter) -> BatchDrafter:
-    """The same draft with shared tokens in place of its text bridge, where there is one."""
-    match drafter:
-        case TextBridge():
-            return VocabularyIntersection(*drafter.parts)
-        case HybridDrafter(model=TextBridge()):
-            return HybridDrafter(drafter.text, _by_tokens(drafter.model))
-        case _:
-            return drafter
 
 
 def _check_bridge(draft: Any, tokenizer: Any, name: str) -> None:
@@ -305,5 +266,5 @@ def _check_widths(draft: LanguageModel, target: LanguageModel, tokenizer: Any) -
     if widths[0] != widths[1] and not padded:
         raise VocabularyError(
             f"draft vocabulary {widths[0]} ≠ target {widths[1]}: pass `assistant_tokenizer=` (with `tokenizer=`), "
-            "or draft='ngram'"
+            "or draft='suffix'"
         )

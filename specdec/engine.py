@@ -2,202 +2,466 @@
 
 A round asks each row what it must see, lets the draft add what it may use, runs the target once over all of it, and
 lets the row's strategy walk as far as the target's scores reach. The draft only decides which scores exist early.
+Rows of all requests share the rounds; prompts are read between them, in passes of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from time import perf_counter as clock
+from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
 
+from specdec.budget import KvBudget
+from specdec.draft import BestLeaf
 from specdec.errors import DraftError
-from specdec.models import Encoding, Session, add_rows
+from specdec.models import LanguageModel, Session
+from specdec.places import Places
+from specdec.prefixes import Prefixes
+from specdec.request import Request
 from specdec.rows import RunningRow, Walk
-from specdec.schedule import Schedule
-from specdec.types import EMPTY, DraftSession, Round, RowRound, Scores, Tree
+from specdec.types import EMPTY, BatchDrafter, Commit, DraftSession, Plan, Round, RowPass, RowRound, Scores, Tree
+
+CHUNK = 2048
+"""Prompt tokens that a pass reads while no other request waits for it."""
+SHARED_CHUNK = 256
+"""The same while rows of other requests are running, which wait for no more than this."""
+
+
+_IDLE_DRAFTS = 2  # sessions without rows that keep their buffers for the next request
 
 
 class Stopwatch:
     """The seconds of a round, and what they went into."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.spent = {"draft": 0.0, "verify": 0.0, "select": 0.0}
+        self._device = device
         self._began = self._last = clock()
 
     def lap(self, phase: str) -> None:
-        """Counts the time since the last lap for `phase`."""
+        """Counts the time since the last lap for `phase`, kernels that are still under way included."""
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
         now = clock()
         self.spent[phase] += now - self._last
         self._last = now
 
-    def round(self, shares: list[RowRound], nodes: int) -> Round:
+    def round(self, rows: list[RowRound], nodes: int) -> Round:
         """What the round came to."""
         total = clock() - self._began
-        return Round(shares, nodes, self.spent["draft"], self.spent["verify"], self.spent["select"], total)
+        return Round(rows, nodes, self.spent["draft"], self.spent["verify"], self.spent["select"], total)
 
 
 class Engine:
-    """A running set of rows on one target and one draft: `add` rows, `step` until they finish, `release` them early.
+    """A running set of rows on one target: requests come in, and `step` takes all of them a round further.
 
-    `draft=None` is plain decoding. `prefill_chunk` bounds the prompt tokens of one pass, unless hidden states or
-    attentions are kept: those of the prompt come from one pass. `last_hidden` keeps the last layer's hidden states.
+    One thread at a time may call it (`Dispatcher`). What goes wrong in one request ends that request alone.
     """
 
     def __init__(
         self,
-        target: Session,
-        draft: DraftSession | None,
-        schedule: Schedule,
+        model: LanguageModel,
         *,
-        prefill_chunk: int = 2048,
-        output_hidden_states: bool = False,
-        output_attentions: bool = False,
-        last_hidden: bool = False,
+        kv_budget: int | float | None = None,
+        prefixes: Prefixes | None = None,
     ) -> None:
-        self.target = target
-        self.draft = draft
-        self.schedule = schedule
-        self.rows: list[RunningRow] = []
-        self._lanes: list[RunningRow] = []  # the target's rows: all `rows` and their shadows, as they came
-        self._prefill_chunk = prefill_chunk
-        self._layers = slice(None) if output_hidden_states else slice(-1, None)
-        self._hidden_states = output_hidden_states or last_hidden
-        self._attentions = output_attentions
+        self.model = model
+        self.budget = KvBudget(kv_budget, model)
+        self.places = Places(model, prefixes)
+        self.waiting: deque[Request] = deque()
+        self.reading: list[RunningRow] = []
+        self.running: list[RunningRow] = []
+        self._requests: dict[int, Request] = {}  # by the keys of their rows
+        self._drafts: dict[int, _Draft] = {}  # by the identity of the drafter
+        self._keys = 0
 
-    def add(self, rows: Sequence[RunningRow], encoding: Encoding | None = None) -> None:
-        """Rows join the set; a prompt that several continue is read once, `encoding` has an entry per source."""
-        lanes = [*rows, *(row.shadow for row in rows if row.shadow is not None)]
-        sources = [i if lane.source is None else lane.source for i, lane in enumerate(lanes)]
-        # What led to a token must come from the pass that its row asks for.
-        apart = self._hidden_states or self._attentions
-        texts = [[] if apart or lane.embeds is not None else lane.tokens for lane in lanes]
-        add_rows(self.target, texts, sources, encoding, self._prefill_chunk)
-        for lane in lanes:
-            lane.reread = self.target.reread
-        self.rows += rows
-        self._lanes += lanes
+    @property
+    def target(self) -> Session:
+        """The target's keys and values."""
+        return self.places.target
 
-    def run(self) -> Iterator[Round]:
-        """Turns until every row has finished."""
-        while self.rows:
-            yield self.step()
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self.waiting or self.reading or self.running)
 
-    def step(self) -> Round:
-        """One round: draft, verify, select, commit."""
-        watch = Stopwatch()
-        needs = self._frontiers()
-        watch.lap("verify")
-        proposals = self._propose()
+    def submit(self, request: Request) -> None:
+        """Lets a request wait for its turn."""
+        request.counted = True
+        request.pacing.users += 1
+        self.waiting.append(request)
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request; its keys and values are free at once."""
+        with suppress(ValueError):
+            self.waiting.remove(request)
+        self._end(request)
+
+    def abort(self, error: BaseException) -> None:
+        """Ends every request with `error`, and forgets all keys and values: a pass was left half-way."""
+        for request in {id(request): request for request in [*self.waiting, *self._admitted]}.values():
+            request.error = error
+            self._finish(request)
+        self.waiting.clear()
+        self.reading, self.running, self._requests, self._drafts = [], [], {}, {}
+        self.places = Places(self.model, self.places.prefixes)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Admits requests, reads at most a chunk of their prompts, and takes a round with all rows that have begun."""
+        while self.waiting and self.budget.fits(self.waiting[0], self._admitted):
+            self._admit(self.waiting[0])
+            self.waiting.popleft()
+        if self.reading:
+            self._read()
+        if self.running:
+            self._round(list(self.running))
+
+    @property
+    def _admitted(self) -> list[Request]:
+        """The requests that have rows."""
+        return list({id(request): request for request in self._requests.values()}.values())
+
+    def _admit(self, request: Request) -> None:
+        """Gives a request's rows their places; what was kept of others makes room for them."""
+        try:
+            if request.drafter is not None and id(request.drafter) not in self._drafts:
+                self._start_draft(request.drafter)
+            if request.encode is not None:
+                request.encoding = request.encode()
+            for row in request.rows:
+                self._keys += 1
+                row.key = self._keys
+                self._requests[row.key] = request
+            self._make_room()
+            self.places.add(request)
+        except Exception as error:
+            return self._end(request, error)
+        self.reading += request.rows
+
+    def _make_room(self) -> None:
+        """Says how far the stores may grow, and lets texts of rows that have left take no more than what is over."""
+        limit, admitted = self.budget.limit, self._admitted
+        if limit is None:
+            return
+        self.target.bound(*self.budget.bounds(admitted))
+        for draft in self._drafts.values():
+            if draft.session.cache is not None:
+                draft.session.cache.bound(*self.budget.bounds_of(draft.drafter, admitted))
+        if self.places.prefixes is not None:
+            self.places.prefixes.room = limit - self.budget.bytes(admitted)
+            self.places.prefixes.shrink()
+
+    def _read(self) -> None:
+        """One pass over prompts that are not read yet: the first ones, as many as a chunk has room for."""
+        request = self._requests[self.reading[0].key]
+        waited_for = any(self._requests[row.key] is not request for row in self.running)
+        most = request.prefill_chunk or (SHARED_CHUNK if waited_for else CHUNK)
+        if request.traced:
+            most = max(row.length for row in request.rows)
+        self._round(self._batch([row for row in self.reading if self.places.follow(row)], request, most), most)
+        self.running += [row for row in self.reading if row.begun]
+        self.reading = [row for row in self.reading if not row.begun]
+
+    def _batch(self, rows: Sequence[RunningRow], request: Request, most: int) -> list[RunningRow]:
+        """The first of these rows that read alike, as many as `most` tokens have room for; half may be padding."""
+        batch: list[RunningRow] = []
+        widest = tokens = 0
+        for row in rows:
+            own = self._requests[row.key]
+            if (own.traced, own.prefill_chunk) != (request.traced, request.prefill_chunk):
+                continue
+            size = min(max(map(self.places.unread, row.batch_rows)), most)
+            widest, tokens = max(widest, size), tokens + size
+            if batch and (len(batch) + 1) * widest > min(most, 2 * tokens):
+                break
+            batch.append(row)
+        return batch
+
+    def _round(self, rows: list[RunningRow], most: int | None = None) -> None:
+        """One round: draft, verify, select, commit; of prompts that are longer than `most` a chunk is read."""
+        watch, passes = Stopwatch(self.model.device), self.target.passes
+        proposals = self._propose(rows, most)
         watch.lap("draft")
-        nodes = sum(map(len, needs)) - sum(lane.crown for lane in self._lanes) + sum(map(len, proposals))
-        scores = self._verify(needs, proposals)
+        turns = [self._turn(row, proposals.get(row.key), most) for row in rows if row.key in self._requests]
+        if not self._verify(turns):
+            return
         watch.lap("verify")
-        walks = [row.walk(tree, s) for row, tree, s in zip(self.rows, proposals, scores, strict=True)]
+        walked = self._walk(turns)
         watch.lap("select")
-        shares = self._commit(needs, proposals, walks)
-        round_ = watch.round(shares, nodes)
-        self.schedule = self.schedule.after(round_)
-        return round_
+        shares = self._commit(walked)
+        for turn in turns:
+            if turn.error is not None:
+                self._fail([turn.row], turn.error)
+        self._deliver(walked, watch.round(shares, sum(turn.nodes for turn in turns)), self.target.passes - passes)
+        self._release([turn.row for turn in walked if turn.row.finish is not None])
 
-    def release(self, keys: Sequence[int]) -> None:
-        """Rows leave the running set, and their keys and values with them."""
-        gone = set(keys)
-        kept = [i for i, lane in enumerate(self._lanes) if lane.key not in gone]
-        self.rows = [row for row in self.rows if row.key not in gone]
-        self._lanes = [self._lanes[i] for i in kept]
-        self.target.select(kept)
-        if self.draft is not None:
-            self.draft.release(keys)
+    def _propose(self, rows: Sequence[RunningRow], most: int | None) -> dict[int, Tree]:
+        """By key what the target may use, of rows that have a draft and a text to go by.
 
-    def _frontiers(self) -> list[Tree]:
-        """What the target must have seen of every lane, after long prompts were read in chunks up to their last one."""
-        self.target.refresh()
-        while True:
-            held = list(zip(self._lanes, self.target.lengths, strict=True))
-            unread = [lane.unread(length) for lane, length in held]
-            if max(map(len, unread)) <= self._prefill_chunk or self._hidden_states or self._attentions:
-                return [lane.frontier(length) for lane, length in held]
-            chunks = [Tree.chain(tokens[:-1][: self._prefill_chunk]) for tokens in unread]
-            # Those that have read everything sit out with their crowns.
-            trees = [chunk.graft(crown) for chunk, crown in zip(chunks, self.target.crowns, strict=True)]
-            wholes = [length + len(new) + lane.tree.depth for new, (lane, length) in zip(unread, held, strict=True)]
-            self.target.forward(trees, [0] * len(trees), embeds=self._embeds(chunks), wholes=wholes)
-            self.target.commit([list(range(len(tree))) for tree in trees], trunks=list(map(len, chunks)))
-
-    def _propose(self) -> list[Tree]:
-        """One tree per row of what the target may use; empty ones without a draft, or without a text to go by."""
-        if self.draft is None or not all(row.tokens for row in self.rows):
-            return [EMPTY] * len(self.rows)
-        proposals = self.draft.propose(self.rows, self.schedule.plan(self.rows))
-        for row, tree in zip(self.rows, proposals, strict=True):
-            if tree.tokens and tree.depth >= row.remaining:
-                raise DraftError(
-                    f"the draft {tree.source!r} proposed {tree.depth} tokens in a row, "
-                    f"but the text may only grow by {row.remaining}: propose at most `row.remaining - 1`"
-                )
+        Where prompts are read only drafts that guess at once are asked: no first token waits for a draft's reading,
+        unless a pass of the target takes far longer than that.
+        """
+        proposals: dict[int, Tree] = {}
+        for draft, group in self._by_draft(rows):
+            if most is not None and not (draft.drafter.instant or self.model.is_offloaded):
+                continue
+            named = [row for row in group if row.tokens and (most is None or self._ends(row, most))]
+            if not named:
+                continue
+            try:
+                plans = self._plans(named)
+                trees = draft.session.propose(named, plans)
+            except Exception as error:
+                self._fail(named, error)
+                continue
+            for row, plan, tree in zip(named, plans, trees, strict=True):
+                if tree.tokens and tree.depth >= row.remaining:
+                    self._fail([row], _too_much(row, tree))
+                if plan.limit > 0:
+                    proposals[row.key] = tree
         return proposals
 
-    def _verify(self, needs: list[Tree], proposals: list[Tree]) -> list[Scores]:
-        """One target pass over every lane; a shadow sees its row's proposal and lends its logits to it."""
-        by_key = {row.key: tree for row, tree in zip(self.rows, proposals, strict=True)}
-        trees, asked = [], []
-        for lane, need in zip(self._lanes, needs, strict=True):
-            offered = by_key[lane.key]
-            text = len(need) - len(lane.tree)
-            trees.append(need.graft(offered, [text + leaf for leaf in lane.leaves]))
-            asked.append(lane.asked + len(offered))
-        scores = self.target.forward(
-            trees,
-            asked,
-            embeds=self._embeds(needs),
-            output_hidden_states=self._hidden_states,
-            output_attentions=self._attentions,
+    def _plans(self, rows: Sequence[RunningRow]) -> list[Plan]:
+        """Every row's plan, by the pacing of its request."""
+        plans: dict[int, Plan] = {}
+        for pacing, group in _grouped(rows, lambda row: self._requests[row.key].pacing):
+            plans |= {row.key: plan for row, plan in zip(group, pacing.schedule.plan(group), strict=True)}
+        return [plans[row.key] for row in rows]
+
+    def _by_draft(self, rows: Iterable[RunningRow]) -> list[tuple[_Draft, list[RunningRow]]]:
+        """The rows that have a draft, by its session."""
+        drafts = _grouped(rows, lambda row: self._drafts.get(id(self._requests[row.key].drafter)))
+        return [(draft, group) for draft, group in drafts if draft is not None]
+
+    def _start_draft(self, drafter: BatchDrafter) -> None:
+        """Opens the session of a drafter; all rows that it helps are in one."""
+        session = drafter.start(self.model.vocab_size)
+        if not isinstance(session, DraftSession):
+            kind = type(session).__name__
+            raise DraftError(f"{drafter!r} must start a `specdec.types.DraftSession`, got {kind}: subclass it")
+        self._drafts[id(drafter)] = _Draft(drafter, session if session.guesses_branches else BestLeaf(session))
+
+    def _turn(self, row: RunningRow, proposal: Tree | None, most: int | None) -> _Turn:
+        """A row's part of this round, and that of its unconditional row."""
+        slots = [one.slot for one in row.batch_rows if one.slot is not None]
+        self.target.refresh(slots)
+        held = [self.target.length(slot) for slot in slots]
+        if most is not None and not self._ends(row, most):
+            parts = [one.chunk(h, most) for one, h in zip(row.batch_rows, held, strict=True)]
+        else:
+            parts = [one.part(h, proposal or EMPTY) for one, h in zip(row.batch_rows, held, strict=True)]
+        return _Turn(row, slots, held, parts, asked=proposal is not None)
+
+    def _ends(self, row: RunningRow, most: int) -> bool:
+        """Whether one pass over `most` tokens comes to the end of the row's prompt, which nobody waits to continue."""
+        unread = max(map(self.places.unread, row.batch_rows))
+        return unread <= most and (unread <= 1 or not self.places.leads(row))
+
+    def _verify(self, turns: Sequence[_Turn]) -> bool:
+        """One target pass over every row; whether it came through."""
+        parts = [(row, part, held) for turn in turns for row, part, held in turn.batch_rows]
+        if not parts:
+            return False
+        requests = {self._requests[turn.row.key] for turn in turns}
+        given = [row.given(held, len(part.text)) for row, part, held in parts]
+        try:
+            found = self.target.forward(
+                [slot for turn in turns for slot in turn.slots],
+                [part.tree for _, part, _ in parts],
+                [part.keep for _, part, _ in parts],
+                embeds=given if any(one is not None for one in given) else None,
+                wholes=[0 if part.complete else row.length for row, part, _ in parts],
+                output_hidden_states=any(r.output_hidden_states or r.last_hidden for r in requests),
+                output_attentions=any(request.output_attentions for request in requests),
+            )
+        except Exception as error:
+            self._fail([turn.row for turn in turns], error)
+            return False
+        scores = iter(found)
+        for turn in turns:
+            turn.scores = self._wanted(turn.row, next(scores))
+            if turn.row.unconditional is not None:
+                turn.scores = replace(turn.scores, unconditional=next(scores).logits)
+        return True
+
+    def _wanted(self, row: RunningRow, scores: Scores) -> Scores:
+        """The scores with those hidden states and attentions that the row's request keeps."""
+        request = self._requests[row.key]
+        if scores.hidden_states is None and scores.attentions is None:
+            return scores
+        hidden = scores.hidden_states if request.output_hidden_states or request.last_hidden else None
+        attentions = (scores.attentions, scores.cross_attentions) if request.output_attentions else (None, None)
+        return replace(
+            scores,
+            hidden_states=None if hidden is None else hidden[request.layers],
+            attentions=attentions[0],
+            cross_attentions=attentions[1],
         )
-        by_lane = {lane: self._kept(found) for lane, found in zip(self._lanes, scores, strict=True)}
-        return [
-            by_lane[row] if row.shadow is None else replace(by_lane[row], unconditional=by_lane[row.shadow].logits)
-            for row in self.rows
-        ]
 
-    def _kept(self, scores: Scores) -> Scores:
-        """The scores with the layers of hidden states that are wanted."""
-        hidden = scores.hidden_states
-        return scores if hidden is None else replace(scores, hidden_states=hidden[self._layers])
+    def _walk(self, turns: Sequence[_Turn]) -> list[_Turn]:
+        """Takes every row's strategy as far as the scores reach; those whose processors or criteria raise are left out.
 
-    def _embeds(self, trees: list[Tree]) -> list[Tensor | None] | None:
-        """The embeddings given for nodes of these trees; None where there are none."""
-        lanes = zip(self._lanes, self.target.lengths, trees, strict=True)
-        given = [lane.given(held, len(tree)) for lane, held, tree in lanes]
-        return None if all(part is None for part in given) else given
+        Their requests end after the others' keys and values are committed: until then no row may move.
+        """
+        for turn in turns:
+            try:
+                if turn.complete and turn.scores is not None:
+                    turn.walk = turn.row.walk(turn.parts[0], turn.scores)
+            except Exception as error:
+                turn.error = error
+        return [turn for turn in turns if turn.error is None]
 
-    def _commit(self, needs: list[Tree], proposals: list[Tree], walks: list[Walk]) -> list[RowRound]:
-        """The one writer: text, outputs, keys and values, and who leaves."""
-        by_key = {row.key: walk for row, walk in zip(self.rows, walks, strict=True)}
-        paths, trunks = [], []
-        for lane, need in zip(self._lanes, needs, strict=True):
-            text, walk = len(need) - len(lane.tree), by_key[lane.key]
-            paths.append([*range(text), *(text + node for node in walk.path)])
-            trunks.append(text + walk.trunk)
-        self.target.commit(paths, trunks=trunks)
+    def _commit(self, turns: Sequence[_Turn]) -> list[RowRound]:
+        """The one writer: keys and values, texts and outputs, and what drafts know of them."""
+        held = [part for turn in turns for part in turn.committed]
+        self.target.commit([s for s, _, _ in held], [path for _, path, _ in held], texts=[text for _, _, text in held])
         shares = []
-        for row, proposal, walk in zip(self.rows, proposals, walks, strict=True):
-            shares.append(_share(row, proposal, walk))
-            row.take(walk)
-        if finished := [row.key for row in self.rows if row.finish is not None]:
-            self.release(finished)
+        commits = {}
+        for turn in turns:
+            if turn.walk is None:
+                continue
+            row, proposal = turn.row, turn.parts[0].proposal
+            instant = (drafter := self._requests[row.key].drafter) is None or drafter.instant
+            prefill = not row.begun or (turn.asked and not row.drafted and not instant)
+            shares.append(_share(row, proposal, turn.walk, prefill))
+            row.take(turn.walk)
+            row.drafted |= bool(proposal.tokens)
+            commits[row.key] = Commit(row, turn.walk.path, turn.walk.text)
+        for draft, group in self._by_draft([turn.row for turn in turns if turn.walk is not None]):
+            try:
+                draft.session.commit([commits[row.key] for row in group])
+            except Exception as error:
+                self._fail(group, error)
         return shares
 
+    def _deliver(self, turns: Sequence[_Turn], whole: Round, passes: int) -> None:
+        """Tells requests and schedules of the round: their own rows, and the others that shared its passes."""
+        shares = {share.key: share for share in whole.rows}
+        here = [turn.row for turn in turns if turn.row.key in self._requests]
+        for request, rows in _grouped(here, lambda row: self._requests[row.key]):
+            request.passes += passes
+            request.rounds.append(_of(whole, [shares[row.key] for row in rows if row.key in shares]))
+        begun = [row for row in here if row.key in shares]
+        for pacing, rows in _grouped(begun, lambda row: self._requests[row.key].pacing):
+            try:
+                pacing.schedule = pacing.schedule.after(_of(whole, [shares[row.key] for row in rows]))
+            except Exception as error:
+                self._fail(rows, error)
 
-def _share(row: RunningRow, proposal: Tree, walk: Walk) -> RowRound:
+    def _release(self, rows: Iterable[RunningRow]) -> None:
+        """Rows leave, with their keys and values; a request whose rows are all gone is done."""
+        gone = [row for row in rows if row.key in self._requests]
+        self.places.remove(gone, self._requests)
+        for draft, group in self._by_draft(gone):
+            draft.session.release([row.key for row in group])
+        keys = {row.key for row in gone}
+        requests = {self._requests.pop(key) for key in keys}
+        self.running = [row for row in self.running if row.key not in keys]
+        self.reading = [row for row in self.reading if row.key not in keys]
+        for request in requests:
+            if all(row.key not in self._requests for row in request.rows):
+                self._finish(request)
+        used = {id(request.drafter) for request in self._requests.values()}
+        idle = [key for key in self._drafts if key not in used]
+        for key in idle if self.budget.limit is not None else idle[:-_IDLE_DRAFTS]:
+            del self._drafts[key]
+
+    def _fail(self, rows: Sequence[RunningRow], error: Exception) -> None:
+        """Ends the requests of these rows."""
+        for request in {self._requests[row.key] for row in rows if row.key in self._requests}:
+            self._end(request, error)
+
+    def _end(self, request: Request, error: Exception | None = None) -> None:
+        """Ends a request early."""
+        self._release(request.rows)
+        request.error = error
+        self._finish(request)
+
+    def _finish(self, request: Request) -> None:
+        if not request.done:
+            request.done = True
+            request.pacing.users -= request.counted
+
+
+class _Draft(NamedTuple):
+    """A drafter and its session."""
+
+    drafter: BatchDrafter
+    session: DraftSession
+
+
+@dataclass(eq=False, slots=True)
+class _Turn:
+    """One row's round, step by step: its slots in the target, the text held there, its parts of the pass."""
+
+    row: RunningRow
+    slots: list[int]
+    held: list[int]
+    parts: list[RowPass]
+    scores: Scores | None = None
+    walk: Walk | None = None
+    error: Exception | None = None
+    asked: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether the pass comes to the end of the text."""
+        return self.parts[0].complete
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes the target computes for it."""
+        return sum(part.cost for part in self.parts)
+
+    @property
+    def batch_rows(self) -> list[tuple[RunningRow, RowPass, int]]:
+        """The row and its unconditional row, with their parts and the text held of each."""
+        return list(zip(self.row.batch_rows, self.parts, self.held, strict=True))
+
+    @property
+    def committed(self) -> list[tuple[int, list[int], int]]:
+        """What the target is to hold of the pass: slot, nodes, and how many of these are text."""
+        path, text = ((), 0) if self.walk is None else (self.walk.path, self.walk.text)
+        return [(slot, p.path(path), len(p.text) + text) for slot, p in zip(self.slots, self.parts, strict=True)]
+
+
+def _grouped(rows: Iterable[RunningRow], of: Callable[[RunningRow], Any]) -> list[tuple[Any, list[RunningRow]]]:
+    """The rows by the identity of what they are `of`, in the order of their first."""
+    groups: dict[int, tuple[Any, list[RunningRow]]] = {}
+    for row in rows:
+        groups.setdefault(id(of(row)), (of(row), []))[1].append(row)
+    return list(groups.values())
+
+
+def _of(whole: Round, rows: list[RowRound]) -> Round:
+    """A round as it concerns these rows."""
+    if len(rows) == len(whole.rows):
+        return whole
+    keys = {row.key for row in rows}
+    return replace(whole, rows=rows, others=[row for row in whole.rows if row.key not in keys])
+
+
+def _too_much(row: RunningRow, tree: Tree) -> DraftError:
+    return DraftError(
+        f"the draft {tree.source!r} proposed {tree.depth} tokens in a row, but the text may only grow by "
+        f"{row.remaining}: propose at most `row.remaining - 1`"
+    )
+
+
+def _share(row: RunningRow, proposal: Tree, walk: Walk, prefill: bool) -> RowRound:
     tested, levels = row.tested(proposal, walk)
     return RowRound(
         key=row.key,
         drafted=len(proposal),
         depth=proposal.depth,
         accepted=walk.accepted,
-        prefill=not row.steps,
+        prefill=prefill,
         source=proposal.source,
         tested=tested,
         levels=levels,

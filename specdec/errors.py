@@ -5,7 +5,7 @@ SpecdecError
 ├── UnsupportedError (OptionError)    the request is sound, but this model or strategy cannot serve it
 ├── VocabularyError (OptionError)     target and draft do not share a vocabulary
 ├── LoadError (RuntimeError)          a checkpoint is broken, or memory or disk ran out while it was loaded
-├── BusyError (RuntimeError)          the generator is already decoding
+├── EngineError (RuntimeError)        decoding stopped half-way, for a reason outside the request
 └── DraftError (RuntimeError)         a draft returned something that is not a proposal
 """
 
@@ -38,8 +38,8 @@ class LoadError(SpecdecError, RuntimeError):
     """A model could not be brought in: its checkpoint is broken, or memory or disk ran out; nothing of it is left."""
 
 
-class BusyError(SpecdecError, RuntimeError):
-    """The generator is already decoding, in another thread or in an open stream."""
+class EngineError(SpecdecError, RuntimeError):
+    """Decoding stopped half-way for a reason outside the request: another thread's interrupt, a call from within."""
 
 
 class DraftError(SpecdecError, RuntimeError):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 # Field -> (the value at which it does nothing, what to do instead). The README lists them; a test compares.
 REFUSED: dict[str, tuple[object, str]] = {
@@ -35,6 +35,8 @@ SEARCHES: dict[str, tuple[object, ...]] = {
     "num_beam_groups": (None, 1),
     "penalty_alpha": (None, 0),
 }
+# Way of sampling -> whether it looks at the distributions that the draft drew from, and not only at its tokens.
+SAMPLING = {"coupled": False, "match": False, "rejection": True, "block": True}
 # Field of sampling alone -> the values at which it does nothing there, or nothing that is not done anyway.
 DRAWING: dict[str, tuple[object, ...]] = {
     "temperature": (0, 1),
@@ -55,6 +57,34 @@ BEAMS_ONLY: dict[str, tuple[object, ...]] = {
     "length_penalty": (1.0,),
     "output_trace": (False,),
 }
+
+
+class DraftWord(NamedTuple):
+    """What is known of a word for a draft before torch is loaded.
+
+    `module` and `kind` are the module in `specdec.draft` and the class in it. `argument` is what follows the word
+    behind a colon, "N" for a number, None where nothing may. `copies`: it copies from the text, so that it can stand
+    beside a model in a pair, and looks for its guesses in a given text.
+    """
+
+    module: str
+    kind: str
+    argument: str | None = None
+    copies: bool = False
+
+    def takes(self, argument: str | None) -> bool:
+        """Whether this may stand behind the word's colon; None where there is no colon."""
+        if self.argument is None or argument is None:
+            return self.argument is argument
+        return argument.isdecimal() if self.argument == "N" else bool(argument)
+
+
+# Every word for a draft; `specdec.draft.DRAFTS` has the classes. The first that copies is the usual one.
+DRAFT_WORDS: dict[str, DraftWord] = {
+    "suffix": DraftWord("suffix", "SuffixDrafter", copies=True),
+    "ngram": DraftWord("ngram", "NgramDrafter", copies=True),
+    "early_exit": DraftWord("early_exit", "EarlyExitDrafter", argument="N"),
+}
 # What a value with parts must look like, where pydantic would only tell about one part.
 EXPECTED = {
     **dict.fromkeys(
@@ -64,6 +94,7 @@ EXPECTED = {
     **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens"), "a list of token ids"),
     "bad_words_ids": "a list of words, each a list of at least one token id",
     "exponential_decay_length_penalty": "a pair of a whole number and a factor",
+    "sampling": f"one of {', '.join(SAMPLING)}",
     "seed": "a whole number, or a list of one for each row",
     "stop_strings": "text, or a list of texts, none of them empty",
 }
@@ -82,6 +113,12 @@ def _one(value: object) -> object:
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
+def _sampling(name: str) -> str:
+    if name not in SAMPLING:
+        raise ValueError(EXPECTED["sampling"])
+    return name
+
+
 Flag = Annotated[bool, Field(strict=True)]
 Whole = Annotated[int, Field(strict=True), BeforeValidator(_plain)]
 Count = Annotated[Whole, Field(ge=0)]
@@ -92,3 +129,4 @@ TokenId = Annotated[int, Field(strict=True, ge=0), BeforeValidator(_one)]
 IdList = Annotated[list[Whole], BeforeValidator(_plain)]
 TokenIds = Whole | IdList | None
 Text = Annotated[str, Field(min_length=1)]
+Sampling = Annotated[str, AfterValidator(_sampling)]

@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
+from functools import partial
 from os import PathLike
-from typing import Any
+from typing import Any, NoReturn
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from specdec.call import Extras, Prepared
+from specdec.call import Call, Extras
 from specdec.config import Options, check_defaults, resolve
+from specdec.dispatcher import Dispatcher
 from specdec.drafts import NAMES as DRAFT_NAMES
-from specdec.drafts import Draft, Drafts, copies, guesses_trees, is_name, language_model, loaded, models_of, names_model
-from specdec.errors import BusyError, OptionError
+from specdec.drafts import Draft, Drafts, is_name, language_model, loaded, names_model
+from specdec.engine import Engine
+from specdec.errors import OptionError
 from specdec.inputs import NAMES as MODEL_INPUTS
 from specdec.inputs import Prompt, check_tokenizer, read_prompts, tokenizer_beside, with_predictions
 from specdec.loading import NAMES as LOADING
 from specdec.loading import Loading
 from specdec.models import LanguageModel
 from specdec.output import Detokenizer, Event, Generation
-from specdec.schedule import MOST_NODES, Confidence, Constant, Cost, Heuristic, Schedule
+from specdec.prefixes import Prefixes
+from specdec.schedule import make_schedule
 from specdec.types import BatchDrafter
 
 _EXTRAS = tuple(Extras.__dataclass_fields__)
 _OBJECTS = (*_EXTRAS, "generation_config", *DRAFT_NAMES)
+PREFIX_BYTES = 2**28
+"""What the keys and values of earlier texts may take, where nobody says."""
 _BRANCHING = ("schedule", "num_assistant_branches")
-WIDEST = 32  # nodes that a draft pass continues at most, where the cost rule decides
 _DRAFTING = ("schedule", "num_assistant_tokens", "num_assistant_branches", "assistant_confidence_threshold")
 
 
@@ -38,6 +42,10 @@ class SpecGenerator:
     `"ngram"`, `"suffix"`, `"early_exit:N"`, a `Drafter` or a function `(tokens, k) -> tokens`, a pair of a text draft
     and a model (hybrid), or None for plain decoding. `options` become the defaults of every `generate` call. `task`
     names settings among the checkpoint's `task_specific_params`, which then stand over its generation config.
+    `kv_budget` limits the keys and values of all calls under way, in bytes or as a share of the memory that is free
+    (0.5: half); calls beyond it wait for their turn. `prefix_cache` keeps keys and values of texts (True, or as many
+    bytes), so that a prompt which begins like one of them is not read again; None: in float32, where that changes no
+    text.
 
     Raises OptionError for what cannot be a target or draft, VocabularyError where the two do not share a vocabulary.
     """
@@ -51,6 +59,8 @@ class SpecGenerator:
         assistant_tokenizer: Any = None,
         compile: bool = False,
         task: str | None = None,
+        kv_budget: int | float | None = None,
+        prefix_cache: bool | int | None = None,
         **options: Any,
     ) -> None:
         if early := [name for name in options if name in LOADING]:
@@ -58,11 +68,12 @@ class SpecGenerator:
         check_defaults(options)
         check_tokenizer("tokenizer", tokenizer)
         self._defaults, self._task = options, task
-        self._lock = threading.Lock()
         self.tokenizer = tokenizer_beside(str(target)) if tokenizer is None and is_name(target) else tokenizer
         self.target = language_model(target, "target", compile=compile)
         self._drafts = Drafts(self.target, compile=compile)
         self._draft = Draft(self._drafts.make(draft, self.tokenizer, assistant_tokenizer))
+        self._prefixes = _prefixes(self.target, prefix_cache)
+        self._dispatcher = Dispatcher(Engine(self.target, kv_budget=kv_budget, prefixes=self._prefixes))
 
     @classmethod
     def from_pretrained(
@@ -74,6 +85,8 @@ class SpecGenerator:
         assistant_tokenizer: Any = None,
         compile: bool = False,
         task: str | None = None,
+        kv_budget: int | float | None = None,
+        prefix_cache: bool | int | None = None,
         draft_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> SpecGenerator:
@@ -95,12 +108,24 @@ class SpecGenerator:
             assistant_tokenizer = beside
         tokenizers = {"tokenizer": tokenizer, "assistant_tokenizer": assistant_tokenizer}
         model = language_model(target, "target", how, compile=compile)
-        return cls(model, draft, **tokenizers, compile=compile, task=task, **options)
+        shared: dict[str, Any] = {
+            "compile": compile,
+            "task": task,
+            "kv_budget": kv_budget,
+            "prefix_cache": prefix_cache,
+        }
+        return cls(model, draft, **tokenizers, **shared, **options)
 
     @property
     def drafter(self) -> BatchDrafter | None:
         """What drafts where a call names nobody else."""
         return self._draft.drafter
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a SpecGenerator cannot be pickled or copied, as it holds the buffers of running calls: make another one "
+            "with SpecGenerator(generator.target, draft, tokenizer=generator.tokenizer); models can be shared"
+        )
 
     def __repr__(self) -> str:
         return f"SpecGenerator({self.target!r}, draft={self.drafter!r})"
@@ -115,54 +140,46 @@ class SpecGenerator:
         """Decodes `prompt`: text, a list of texts, or ids `[rows, length]`; `messages` go through the chat template.
 
         Takes whatever `model.generate` takes, and the options of specdec (`Options`). The last two assistants named in
-        calls are kept. Raises OptionError before any work is done, also for what would have no effect (a `seed` may
-        always be given), BusyError while this generator decodes elsewhere.
+        calls are kept. Several threads may call at once and share the target's passes; each text is the same as alone.
+        Raises OptionError before any work is done, also for what would have no effect (a `seed` may always be given).
         """
-        with self._working():
-            call = self._prepare(prompt, messages, options).start()
-            for _ in call.rounds():
-                pass
-            return call.result()
+        run = self._prepare(prompt, messages, options).run(self._dispatcher)
+        while True:
+            try:
+                next(run)
+            except StopIteration as end:
+                out: Generation = end.value
+                return out
 
     def stream(
         self, prompt: Prompt = None, *, messages: Sequence[Any] | None = None, **options: Any
     ) -> Generator[Event, None, Generation]:
         """The same as `generate`, as events of new text, with the `Generation` as the value that the iterator returns.
 
-        Beams and ranked samples come at the end, each as one event. Options are checked at once; the generator is busy
-        from the first event until the stream is read or closed.
+        Beams and ranked samples come at the end, each as one event. Options are checked at once, work begins with the
+        first event, and closing the iterator ends it.
         """
         return self._events(self._prepare(prompt, messages, options))
 
-    def _events(self, prepared: Prepared) -> Generator[Event, None, Generation]:
-        with self._working():
-            call = prepared.start()
-            tokenizer = prepared.extras.tokenizer
-            texts = [Detokenizer(tokenizer) for _ in call.rows] if tokenizer is not None else None
-            with closing(call.rounds()) as rounds:
-                for news in rounds:
-                    if not prepared.options.at_the_end:
-                        for row, ids, accepted, last in news:
-                            yield Event(texts[row].push(ids, last=last) if texts else "", ids, accepted, row)
-            out = call.result()
-            if prepared.options.at_the_end:
-                for row, ids in enumerate(out.new_tokens()):
-                    yield Event(out.texts[row] if out.texts else "", ids, 0, row)
-            return out
+    def _events(self, call: Call) -> Generator[Event, None, Generation]:
+        tokenizer = call.extras.tokenizer
+        texts = [Detokenizer(tokenizer, call.stops) for _ in call.rows] if tokenizer is not None else None
+        run = call.run(self._dispatcher, stream=not call.options.at_the_end)
+        with closing(run):
+            while True:
+                try:
+                    news = next(run)
+                except StopIteration as end:
+                    out: Generation = end.value
+                    break
+                for row, ids, accepted, last in news:
+                    yield Event(texts[row].push(ids, last=last) if texts else "", ids, accepted, row)
+        if call.options.at_the_end:
+            for row, ids in enumerate(out.new_tokens()):
+                yield Event(out.texts[row] if out.texts else "", ids, 0, row)
+        return out
 
-    @contextmanager
-    def _working(self) -> Iterator[None]:
-        if not self._lock.acquire(blocking=False):
-            raise BusyError(
-                "this SpecGenerator is decoding already, in another thread or in a stream that was not read to its "
-                "end: close that stream, or make another SpecGenerator (models can be shared)"
-            )
-        try:
-            yield
-        finally:
-            self._lock.release()
-
-    def _prepare(self, prompt: Prompt, messages: Sequence[Any] | None, given: Mapping[str, Any]) -> Prepared:
+    def _prepare(self, prompt: Prompt, messages: Sequence[Any] | None, given: Mapping[str, Any]) -> Call:
         """A call with all its parts named and checked."""
         given = {name: value for name, value in given.items() if value is not None}
         objects = {name: given.pop(name) for name in _OBJECTS if name in given}
@@ -172,12 +189,12 @@ class SpecGenerator:
         extras = Extras(**{"tokenizer": self.tokenizer, **{n: objects[n] for n in _EXTRAS if n in objects}})
         named = {n: value for n in DRAFT_NAMES if (value := objects.get(n, getattr(config, n, None))) is not None}
         draft = self._drafts.of_call(named, extras.tokenizer) if named else self._draft
-        drafter = draft.suited(options.sampling)
+        drafter = None if draft.drafter is None else draft.drafter.for_sampling(options.sampling)
         self._check_modes(drafter)
         if not named or any(name in given for name in _BRANCHING):
             _check_branches(drafter, options)
         prompts = read_prompts(prompt, messages, inputs, options, self.target, extras.tokenizer)
-        if extras.prediction is not None and not copies(drafter):
+        if extras.prediction is not None and (drafter is None or not drafter.reads_predictions):
             raise OptionError(
                 f"`prediction` is for drafts that copy, and this one is {drafter!r}: "
                 "use draft='suffix', or a pair of 'suffix' and a model, or leave it out"
@@ -190,12 +207,30 @@ class SpecGenerator:
             raise OptionError("`streamer` shows text as it comes, but beams and ranked samples are final at the end")
         if extras.streamer is not None and len(prompts.rows) > 1:
             raise OptionError(f"`streamer` shows one row, and this call has {len(prompts.rows)}: use gen.stream()")
-        schedule = self._schedule(options, named, draft)
-        return Prepared(self.target, options, prompts, extras, drafter, schedule, draft.costs)
+        schedule = partial(
+            make_schedule,
+            options,
+            offloaded=self.target.is_offloaded,
+            trees=self.target.capability.store == "kv",
+            lookup_tokens=named.get("prompt_lookup_num_tokens"),
+        )
+        return Call(
+            self.target,
+            options,
+            prompts,
+            extras,
+            draft,
+            drafter,
+            make_schedule=lambda learned: schedule(learned=learned),
+            reuses_prefixes=self._prefixes is not None,
+        )
 
     def _check_modes(self, drafter: BatchDrafter | None) -> None:
         """Raises where a model was put into training mode since it was handed over."""
-        for name, model in [("target", self.target), *(("draft", model) for model in models_of(drafter))]:
+        for name, model in [
+            ("target", self.target),
+            *(("draft", model) for model in (drafter.models if drafter is not None else ())),
+        ]:
             if model.model.training:
                 raise OptionError(
                     f"the {name} is in training mode, where dropout makes it random: call `.eval()` on it"
@@ -212,37 +247,21 @@ class SpecGenerator:
             inherited=inherited(self.target.model, self._task),
         )
 
-    def _schedule(self, o: Options, named: Mapping[str, Any], draft: Draft) -> Schedule:
-        """The schedule by name, or the caller's own; prompt lookup by transformers' name drafts as much as it says."""
-        if not isinstance(o.schedule, str | None):
-            return o.schedule
-        k, threshold, branches = o.num_assistant_tokens, o.assistant_confidence_threshold, o.num_assistant_branches
-        most = max(MOST_NODES // (branches or 1), 1)
-        lookup = named.get("prompt_lookup_num_tokens")
-        match o.schedule:
-            case None if lookup is not None and k is None:
-                return Constant(lookup, threshold or 0.0, branches)
-            case "constant":
-                return Constant(k or min(5, most), threshold or 0.0, branches)
-            case "confidence":
-                return Confidence(k or min(20, most), 0.4 if threshold is None else threshold, branches)
-            case "cost":
-                # Trees that are drawn node by node bring less, the branches of beams are theirs to choose, and without
-                # a store of keys and values the paths of a tree run one by one.
-                chain = o.beams > 1 or o.sampling in ("rejection", "block") or self.target.capability.store != "kv"
-                cost = draft.costs.get(o.family, Cost())
-                k = k or min(32, most)
-                widest = None if chain else max(min(WIDEST, MOST_NODES // k), 1)
-                return cost.fresh(k, branches, widest, far=self.target.is_offloaded)
-            case _:
-                return Heuristic(k or min(5, most), threshold or 0.0, branches)
+
+def _prefixes(target: LanguageModel, wanted: bool | int | None) -> Prefixes | None:
+    """The texts that a generator keeps; by itself only where rounding cannot make a text differ."""
+    if wanted is not None and not isinstance(wanted, bool) and (not isinstance(wanted, int) or wanted <= 0):
+        raise OptionError.of("prefix_cache", "True, False or a number of bytes", wanted)
+    if wanted is False or (wanted is None and target.exactness != "exact"):
+        return None
+    return Prefixes(PREFIX_BYTES if wanted in (None, True) else wanted)
 
 
 def _check_branches(drafter: BatchDrafter | None, options: Options) -> None:
     """Raises where trees are asked of a draft that guesses chains."""
-    own = getattr(options.schedule, "branches", None)
-    asked = own or options.num_assistant_branches or 1
-    if drafter is not None and asked > 1 and not guesses_trees(drafter):
+    own = options.schedule is not None and not isinstance(options.schedule, str)
+    asked = options.schedule.max_branches if own else options.num_assistant_branches or 1
+    if drafter is not None and asked > 1 and not drafter.guesses_trees:
         name = f"`schedule`={options.schedule!r}" if own else f"`num_assistant_branches`={asked}"
         raise OptionError(
             f"{name} asks for trees of guesses, but {drafter!r} guesses one continuation at a time: "

@@ -7,22 +7,62 @@ from dataclasses import dataclass, fields
 from os import PathLike
 from typing import Any
 
-from specdec.errors import OptionError
+from specdec.errors import OptionError, UnsupportedError
 
-QUANTIZATIONS = ("int8", "int8-weight", "nf4", "fp4")
 OFFLOADS = ("cpu", "disk")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+_BY_HAND = "load the model with transformers and pass it, `SpecGenerator(model, tokenizer=tokenizer)`"
+# transformers' words for what is called otherwise here, or must be done there -> the way out.
+FOREIGN = {
+    "gguf_file": f"GGUF files are not read here; {_BY_HAND}, or convert it to safetensors (`save_pretrained`)",
+    "torch_dtype": "call it `dtype`",
+    "load_in_8bit": "pass `quantization='int8'`",
+    "load_in_4bit": "pass `quantization='nf4'`",
+    **dict.fromkeys(
+        ("attn_implementation", "cache_dir", "force_download", "quantization_config", "subfolder", "token", "tp_plan"),
+        _BY_HAND,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """What must be known of a way to quantize before torch is loaded.
+
+    `kind` does it: a `specdec.models.quantize.Quantizer` class, or "module:Class", which is imported when a model is
+    loaded with it. `package` is what it needs, and `install` what stands behind `pip install` for that. `offloads`: it
+    goes with `offload`.
+    """
+
+    kind: str | type[Any]
+    package: str | None = None
+    install: str | None = None
+    offloads: bool = False
+
+
+_BITSANDBYTES = Quantization(
+    "specdec.models.quantize:BitsAndBytes", package="bitsandbytes", install="'specdec-runtime[quant]'"
+)
+QUANTIZATIONS: dict[str, Quantization] = {
+    "int8": _BITSANDBYTES,
+    "int8-weight": Quantization("specdec.models.int8:WeightOnly", offloads=True),
+    "nf4": _BITSANDBYTES,
+    "fp4": _BITSANDBYTES,
+}
+"""Every quantization by its name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loading:
     """What to do with a checkpoint on its way into memory; the defaults leave it as it is.
 
-    `dtype`: "auto", a name or a torch.dtype. `quantization`: "int8" (LLM.int8() of bitsandbytes), "int8-weight" (ours,
-    rows independent), "nf4" or "fp4" (bitsandbytes). `device_map`, `max_memory` (most memory per device, a number of
-    bytes or text like "2GiB"), `revision` and `trust_remote_code` mean what they mean in transformers. `offload` keeps
-    weights in host memory ("cpu") or on disk ("disk") and reads them in every pass: all layers, or with `max_memory`
-    those that do not fit; `offload_folder` is for weights that must be written again, a temporary one by default.
+    `dtype`: "auto", a name or a torch.dtype; "auto" is the checkpoint's own, but float32 for float16 weights that a CPU
+    computes with: it holds the same numbers, and float16 is at least twice as slow there. `quantization`: a name in
+    `QUANTIZATIONS`: "int8" (LLM.int8() of bitsandbytes), "int8-weight" (ours, rows independent), "nf4" or "fp4"
+    (bitsandbytes). `device_map`, `max_memory` (most memory per device, a number of bytes or text like "2GiB"),
+    `revision` and `trust_remote_code` mean what they mean in transformers. `offload` keeps weights in host memory
+    ("cpu") or on disk ("disk") and reads them in every pass: all layers, or with `max_memory` those that do not fit;
+    `offload_folder` is for weights that must be written again, a temporary one by default.
 
     Raises OptionError for unknown values and for fields that contradict, or do nothing without, one another.
     """
@@ -53,15 +93,21 @@ class Loading:
             raise OptionError("`max_memory` needs something that it limits: pass `offload` or `device_map` too")
         if self.offload_folder is not None and (self.offload == "cpu" or not placed):
             raise OptionError("`offload_folder` needs weights that go to disk: pass `offload='disk'` too")
-        if self.offload is not None and self.quantization in ("int8", "nf4", "fp4"):
+        if self.offload is not None and self.quantization and not QUANTIZATIONS[self.quantization].offloads:
+            others = ", ".join(repr(name) for name, kind in QUANTIZATIONS.items() if kind.offloads)
             raise OptionError(
-                f"`quantization`={self.quantization!r} and `offload` do not go together, as bitsandbytes keeps its "
-                "weights in memory: use 'int8-weight', or leave out one of them"
+                f"`quantization`={self.quantization!r} and `offload` do not go together, as such weights stay in "
+                f"memory: use {others}, or leave out one of them"
             )
 
     @classmethod
     def split(cls, options: Mapping[str, Any]) -> tuple[Loading, dict[str, Any]]:
-        """The fields of this value among `options`, and the other options; None stands for a field's default."""
+        """The fields of this value among `options`, and the other options; None stands for a field's default.
+
+        Raises UnsupportedError for transformers' loading arguments that have another name here, or none.
+        """
+        if foreign := [name for name in options if name in FOREIGN and options[name] is not None]:
+            raise UnsupportedError(f"`{foreign[0]}` is no loading option of specdec: {FOREIGN[foreign[0]]}")
         own = {name: value for name, value in options.items() if name in NAMES}
         given = {name: value for name, value in own.items() if value is not None}
         return cls(**given), {name: value for name, value in options.items() if name not in own}

@@ -63,17 +63,43 @@ class Event:
     row: int = 0
 
 
-class Detokenizer:
-    """Ids to text piece by piece, holding back what a later token may still change (incomplete UTF-8)."""
+def decode(tokenizer: Any, ids: Sequence[int], stops: Sequence[str] = ()) -> str:
+    """The text of new ids, without special tokens; it ends before the first of `stops`."""
+    return before_stop(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False), stops)
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+
+def before_stop(text: str, stops: Sequence[str]) -> str:
+    """The text before the first stop string in it."""
+    return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
+
+
+class Detokenizer:
+    """Ids to text piece by piece, holding back what a later token may still change.
+
+    That is incomplete UTF-8, and with `stops`, before the first of which the text ends, what may be the beginning of
+    one.
+    """
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stops = tokenizer, stops
         self._ids: list[int] = []
         self._start = 0  # decoding begins here, a little before the text not yet given out
         self._given = 0
+        self._held = ""
+        self._ended = False
 
     def push(self, ids: Sequence[int], *, last: bool = False) -> str:
         """The text that is certain after these ids; everything, when they are the last."""
+        self._held += self._text(ids, last)
+        text = before_stop(self._held, self._stops)
+        ended, self._ended = self._ended, self._ended or len(text) < len(self._held)
+        sure = 0 if last or self._ended else max(map(len, self._stops), default=1) - 1
+        text = text[: max(len(text) - sure, 0)]
+        self._held = self._held[len(text) :]
+        return "" if ended else text
+
+    def _text(self, ids: Sequence[int], last: bool) -> str:
+        """What these ids add, as far as it is complete."""
         self._ids += ids
         before = self._decode(self._ids[self._start : self._given])
         after = self._decode(self._ids[self._start :])
@@ -83,7 +109,7 @@ class Detokenizer:
         return after[len(before) :]
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return decode(self._tokenizer, ids)
 
 
 def sequences(padded: Tensor, new: Sequence[list[int]], pad: int) -> Tensor:
@@ -151,38 +177,35 @@ def _joined_rows(tensors: list[Tensor]) -> Tensor:
 
 
 class Recorder:
-    """Counts of a call, collected round by round."""
+    """Counts of a request, collected round by round."""
 
-    def __init__(self, count: int) -> None:
-        self._rows = [_Counts() for _ in range(count)]
-        self._rounds: list[Round] = []
+    def __init__(self) -> None:
+        self._rows: dict[int, _Counts] = {}
+        self._seconds = [0.0, 0.0, 0.0]  # of drafting, verification, selection
 
     def add(self, round: Round) -> None:
         """Takes one round into account."""
-        self._rounds.append(round)
+        for phase, seconds in enumerate((round.draft_seconds, round.verify_seconds, round.select_seconds)):
+            self._seconds[phase] += seconds
         for row in round.rows:
-            self._rows[row.key].add(row.drafted, row.accepted, row.steps, row.finish)
+            self._rows.setdefault(row.key, _Counts()).add(row.drafted, row.accepted, row.steps, row.finish)
 
-    def stats(self, passes: int, seconds: float, lengths: Sequence[int], settings: dict[str, str]) -> Stats:
-        """Statistics of the call and of every row."""
-        rounds = self._rounds
-        per_row = tuple(row.stats() for row in self._rows)
+    def stats(self, keys: Sequence[int], **known: Any) -> Stats:
+        """Statistics of the request and of every row, in the order of `keys`; `known` are fields counted elsewhere."""
+        per_row = tuple(self._rows.get(key, _Counts()).stats() for key in keys)
         return Stats(
             num_new_tokens=sum(row.num_new_tokens for row in per_row),
-            num_target_passes=passes,
             num_spec_steps=sum(row.num_spec_steps for row in per_row),
             num_draft_tokens=sum(row.num_draft_tokens for row in per_row),
             num_accepted_draft_tokens=sum(row.num_accepted_draft_tokens for row in per_row),
             per_step_drafted=_joined(row.per_step_drafted for row in per_row),
             per_step_accepted=_joined(row.per_step_accepted for row in per_row),
-            seconds=seconds,
-            draft_seconds=sum(r.draft_seconds for r in rounds),
-            verify_seconds=sum(r.verify_seconds for r in rounds),
-            select_seconds=sum(r.select_seconds for r in rounds),
+            draft_seconds=self._seconds[0],
+            verify_seconds=self._seconds[1],
+            select_seconds=self._seconds[2],
             finish_reasons=_joined(row.finish_reasons for row in per_row),
-            lengths=lengths,
             per_row=per_row,
-            settings=settings,
+            **known,
         )
 
 

@@ -6,29 +6,30 @@ Both say what the target must see of them, walk as far as its scores reach, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from specdec.types import EMPTY, Row, Scores, Search, Seen, Selector, Step, Trace, Tree
+from specdec.types import EMPTY, DraftTask, NodeOutput, Row, RowPass, Scores, Search, Selector, Step, Trace, Tree
 
 Kept = tuple[Tensor, ...] | None
+_VOID = 64  # places in a cache that dead branches may leave empty
 Stop = Callable[[Row, list[int], Kept], str | None]
 
 
 class Walk(NamedTuple):
     """How far one row came in a round.
 
-    `path` are the nodes to hold, of the row's tree followed by the proposal, and the first `trunk` of them have become
-    text; `accepted` steps were decided by the proposal's nodes; `after` is what the row itself remembers of it.
+    `path` are the nodes to hold, of the row's branches followed by the proposal, and the first `text` of them have
+    become text; `accepted` steps were decided by the proposal's nodes; `after` is what the row itself remembers of it.
     """
 
     steps: list[Step]
     path: list[int]
-    trunk: int
+    text: int
     accepted: int
     finish: str | None
     after: Any
@@ -38,32 +39,38 @@ class Walk(NamedTuple):
 class RunningRow:
     """What sequences and searches share: a text, and a tree of branches beyond it.
 
-    `shadow` is the same row without its condition (guidance); it takes the same tokens. `embeds` `[length, width]` are
-    read in place of the prompt's tokens, which are as many, or none where nobody knows them. `source` is the number of
-    the prompt, which several rows may continue; None stands for one of its own.
+    `key` is the engine's number of the row, and `slot` its number in the target's session while it runs. `task` is what
+    its request wants of a draft. `unconditional` is the same row without its condition (guidance); it takes the same
+    tokens. `embeds` `[length, width]` are read in place of the prompt's tokens, which are as many, or none where nobody
+    knows them.
     """
 
-    key: int
     tokens: list[int]
     max_length: int
     device: torch.device
+    task: DraftTask
     encoder_tokens: list[int] | None = None
     prediction: list[int] | None = None
     embeds: Tensor | None = None
-    shadow: RunningRow | None = None
-    source: int | None = None
+    unconditional: RunningRow | None = None
+    key: int = -1
+    slot: int | None = None
+    context: bytes = b""  # stands for what it reads besides tokens: equal where that is equal
+    encoding: Any = None  # what the target's encoder made of its input
     prompt_length: int = field(init=False)
     tree: Tree = EMPTY
-    crown: int = 0  # so many of the tree's nodes were seen by the target
+    held: int = 0  # so many of the tree's nodes are in the target's cache
     leaves: Sequence[int] = (-1,)
     steps: list[Step] = field(default_factory=list)
     traces: list[Trace] = field(default_factory=list)
     finish: str | None = None
-    reread: int | None = None  # how long the text may be until the target reads all of it again
+    begun: bool = False  # its prompt is read
+    drafted: bool = False  # a draft was asked to guess for it
+    cache_reset_length: int | None = None  # how long the text may be until the target reads all of it again
 
     def __post_init__(self) -> None:
         self.prompt_length = self._written = len(self.tokens)
-        self._untold = 0 if self.embeds is None else len(self.embeds) - self.prompt_length
+        self.unseen = 0 if self.embeds is None else len(self.embeds) - self.prompt_length
         self._ids = torch.tensor(self.tokens, dtype=torch.long, device=self.device)
 
     @property
@@ -72,14 +79,24 @@ class RunningRow:
         return self._room(len(self.tokens))
 
     @property
-    def asked(self) -> int:
-        """How many nodes, at the end of its frontier, the row needs scores of."""
-        return len(self.tree) - self.crown or 1
-
-    @property
     def leaf_scores(self) -> Sequence[float]:
         """The score of every leaf."""
         return (0.0,)
+
+    @property
+    def most_positions(self) -> int:
+        """How many places in a cache it may take, proposals left out."""
+        return self.unseen + self.max_length
+
+    @property
+    def batch_rows(self) -> tuple[RunningRow, ...]:
+        """What the target must run for it: itself, and its unconditional row if it has one."""
+        return (self,) if self.unconditional is None else (self, self.unconditional)
+
+    @property
+    def length(self) -> int:
+        """Positions of its text, embeddings without ids included."""
+        return self.unseen + len(self.tokens)
 
     def prefix(self, extra: Sequence[int] = ()) -> Tensor:
         """The text so far, followed by `extra`, as ids `[1, length]`."""
@@ -94,27 +111,32 @@ class RunningRow:
             self._written = known
         return self._ids[:total][None]
 
-    def unread(self, held: int) -> list[int]:
-        """The text after the first `held` positions; embeddings have placeholders for ids."""
-        placeholders = max(self._untold - held, 0)
-        return [0] * placeholders + self.tokens[max(held - self._untold, 0) :]
+    def part(self, held: int, proposal: Tree = EMPTY) -> RowPass:
+        """Its part of a pass after the first `held` positions."""
+        return RowPass(self._positions(held, self.length), self.tree, self.held, self.leaves, proposal)
 
-    def frontier(self, held: int) -> Tree:
-        """What the target must have seen after the first `held` positions."""
-        text = Tree.chain(self.unread(held))
-        return text.graft(self.tree) if self.tree.tokens else text
+    def chunk(self, held: int, most: int) -> RowPass:
+        """The next `most` positions of its text at most, without the last."""
+        end = min(held + most, self.length - 1)
+        return RowPass(self._positions(held, end), EMPTY, 0, (), complete=False)
 
     def given(self, held: int, count: int) -> Tensor | None:
         """The embeddings of the first of `count` positions after `held`, where they were given."""
         return None if self.embeds is None or held >= len(self.embeds) else self.embeds[held : held + count]
 
+    def _positions(self, begin: int, end: int) -> list[int]:
+        """The text between two positions; embeddings without ids have placeholders."""
+        if begin >= self.unseen:
+            return self.tokens[begin - self.unseen : end - self.unseen]
+        return [0] * (min(end, self.unseen) - begin) + self.tokens[: max(end - self.unseen, 0)]
+
     def _room(self, length: int) -> int:
         """How many tokens may follow `length` of them, up to the first that makes the target read all of them again."""
         room = self.max_length - length
-        for lane in (self, self.shadow):
-            if lane is not None and lane.reread is not None:
-                far = lane.reread - (length + len(lane.tokens) - len(self.tokens) + lane._untold)
-                room = min(room, far + 1) if far >= 0 else room
+        for row in self.batch_rows:
+            if row.cache_reset_length is not None:
+                left = row.cache_reset_length - (length + row.length - len(self.tokens))
+                room = min(room, left + 1) if left >= 0 else room
         return room
 
     @property
@@ -127,7 +149,7 @@ class RunningRow:
         """The new tokens of every text that came of it, best first."""
         return [self.tokens[self.prompt_length :]]
 
-    def walk(self, proposal: Tree, scores: Scores) -> Walk:
+    def walk(self, part: RowPass, scores: Scores) -> Walk:
         """The strategy's ordinary steps, for as long as the target was asked about the text that they produce."""
         raise NotImplementedError
 
@@ -148,16 +170,16 @@ class TextRow(RunningRow):
     stop: Stop
     scores: Kept = None
 
-    def walk(self, proposal: Tree, scores: Scores) -> Walk:
+    def walk(self, part: RowPass, scores: Scores) -> Walk:
         """Follows the proposal from the last token of the text."""
-        children = proposal.children()
+        children = part.proposal.children()
         node: int | None = -1
         steps: list[Step] = []
         new: list[int] = []
         path: list[int] = []
         kept, finish = self.scores, None
         while node is not None and finish is None:
-            step = self.selector.advance(self, new, scores, scores.first + 1 + node)
+            step = self.selector.advance(self, new, scores, part.node(node))
             steps.append(step)
             new.append(step.token)
             if step.scores is not None:
@@ -166,7 +188,7 @@ class TextRow(RunningRow):
             node = children.get((node, step.token))
             if node is not None:
                 path.append(node)
-        return Walk(steps, path, len(path), len(path), finish, (kept, _traces(scores, steps, path)))
+        return Walk(steps, path, len(path), len(path), finish, (kept, _traces(part, scores, steps, path)))
 
     def tested(self, proposal: Tree, walk: Walk) -> tuple[list[tuple[float, bool]], int]:
         """Of every node that a step was taken after, all children; the step that ended the text does not count."""
@@ -181,15 +203,14 @@ class TextRow(RunningRow):
         return outcomes, sum(passed.values())
 
     def take(self, walk: Walk) -> None:
-        """New tokens, for the shadow too."""
+        """New tokens, for the unconditional row too."""
         new = [step.token for step in walk.steps]
-        self.tokens += new
-        if self.shadow is not None:
-            self.shadow.tokens += new
+        for row in self.batch_rows:
+            row.tokens += new
         self.steps += walk.steps
         self.scores, traces = walk.after
         self.traces += traces
-        self.finish = walk.finish
+        self.finish, self.begun = walk.finish, True
 
 
 @dataclass(eq=False, kw_only=True)
@@ -204,7 +225,7 @@ class SearchRow(RunningRow):
     state: Any
     returned: int = 1
     history: list[Any] | None = None
-    known: dict[int, Seen] = field(default_factory=dict)
+    known: dict[int, NodeOutput] = field(default_factory=dict)
 
     @property
     def remaining(self) -> int:
@@ -217,6 +238,11 @@ class SearchRow(RunningRow):
         return self.state.leaf_scores
 
     @property
+    def most_positions(self) -> int:
+        """As many as if no branches shared any of what is new."""
+        return self.unseen + self.prompt_length + self.width * (self.max_length - self.prompt_length) + _VOID
+
+    @property
     def width(self) -> int:
         """Its beams."""
         return self.search.num_beams
@@ -226,10 +252,10 @@ class SearchRow(RunningRow):
         """The new tokens of every hypothesis that is wanted."""
         return [list(found.tokens) for found in self.state.finished[: self.returned]]
 
-    def walk(self, proposal: Tree, scores: Scores) -> Walk:
+    def walk(self, part: RowPass, scores: Scores) -> Walk:
         """Searches on while the target has seen every leaf."""
-        whole = self.tree.graft(proposal, self.leaves)
-        view = _View(scores, whole, self.known)
+        whole = self.tree.graft(part.proposal, self.leaves)
+        view = _View(part, scores, whole, self.known)
         children, state = whole.children(), self.state
         nodes: list[int | None] = list(self.leaves)
         ends: list[tuple[int, int]] = []
@@ -239,16 +265,16 @@ class SearchRow(RunningRow):
         while state.finish is None and None not in nodes:
             leaves = [node for node in nodes if node is not None]
             seen = [view.seen(node) for node in leaves]
-            move = self.search.advance(self, state, seen)
-            state = move.state
+            found = self.search.advance(self, state, seen)
+            state = found.state
             states.append(state)
-            steps += [] if move.step is None else [move.step]
-            shown = range(len(seen)) if move.shown is None else move.shown
+            steps += [] if found.step is None else [found.step]
+            shown = range(len(seen)) if found.shown is None else found.shown
             traces += [_together([seen[leaf].trace for leaf in shown], [leaf < 0 for leaf in shown])] if shown else []
-            ends = [(leaves[parent], token) for parent, token in zip(move.parents, move.tokens, strict=True)]
+            ends = [(leaves[parent], token) for parent, token in zip(found.parents, found.tokens, strict=True)]
             nodes = [children.get(end) for end in ends]
-        path, trunk, after = self._survivors(whole, view, ends, nodes)
-        return Walk(steps, path, trunk, len(states) - 1, state.finish, (states, traces, *after))
+        path, text, after = self._survivors(whole, view, ends, nodes)
+        return Walk(steps, path, text, len(states) - 1, state.finish, (states, traces, *after))
 
     def tested(self, proposal: Tree, walk: Walk) -> tuple[list[tuple[float, bool]], int]:
         """Depth by depth the belief in the likeliest node, as far as the search came and one further."""
@@ -262,18 +288,16 @@ class SearchRow(RunningRow):
         self.state = states[-1]
         if self.history is not None:
             self.history += states
-        self.crown = len(walk.path) - walk.trunk
-        for row in (self, self.shadow):
-            if row is not None:
-                row.tokens += shared
-                row.tree, row.crown, row.leaves = self.tree, self.crown, self.leaves
+        for row in self.batch_rows:
+            row.tokens += shared
+            row.tree, row.held, row.leaves = self.tree, len(walk.path) - walk.text, self.leaves
         self.steps += walk.steps
         self.traces += [trace for trace in traces if trace != (None, None, None)]
-        self.finish = walk.finish
+        self.finish, self.begun = walk.finish, True
 
     def _survivors(
         self, whole: Tree, view: _View, ends: list[tuple[int, int]], nodes: list[int | None]
-    ) -> tuple[list[int], int, tuple[list[int], Tree, list[int], dict[int, Seen]]]:
+    ) -> tuple[list[int], int, tuple[list[int], Tree, list[int], dict[int, NodeOutput]]]:
         """The nodes to hold, how many of them everyone shares, and the tree of the others with the leaves to come."""
         paths = [whole.path(parent) for parent, _ in ends]
         shared = _common(paths)
@@ -298,17 +322,18 @@ class SearchRow(RunningRow):
 class _View:
     """What the target said about the nodes of a row's tree followed by a proposal, in this round or before."""
 
-    def __init__(self, scores: Scores, whole: Tree, known: dict[int, Seen]) -> None:
+    def __init__(self, part: RowPass, scores: Scores, whole: Tree, known: dict[int, NodeOutput]) -> None:
         self._scores, self._known, self._whole = scores, known, whole
-        self._text = len(scores.tree) - len(whole)
+        self._text = len(part.text)
+        self._pass = replace(scores, hidden_states=None, attentions=None, cross_attentions=None)
 
-    def seen(self, node: int) -> Seen:
+    def seen(self, node: int) -> NodeOutput:
         """The target's word at `node`; -1 is the end of the text."""
         if node in self._known:
             return self._known[node]
         s, at = self._scores, self._text + node
         beside = None if s.unconditional is None else s.unconditional[at - s.first]
-        return Seen(s.logits[at - s.first], beside, self._trace(node, at))
+        return NodeOutput(s.logits[at - s.first], beside, self._trace(node, at), self._pass, at - s.first)
 
     def _trace(self, node: int, at: int) -> Trace:
         s = self._scores
@@ -345,15 +370,12 @@ def _trace(scores: Scores, nodes: list[int], columns: list[int]) -> Trace:
     )
 
 
-def _traces(scores: Scores, steps: list[Step], path: list[int]) -> list[Trace]:
-    """One trace per step: the first covers all text of this round's frontier, the others one node each."""
+def _traces(part: RowPass, scores: Scores, steps: list[Step], path: list[int]) -> list[Trace]:
+    """One trace per step: the first covers all text of this round, the others one node each."""
     if scores.hidden_states is None and scores.attentions is None:
         return []
-    own = list(range(scores.first + 1))
-    return [
-        _trace(scores, own if i == 0 else [step.node], own + [scores.first + 1 + node for node in path[:i]])
-        for i, step in enumerate(steps)
-    ]
+    own = part.path()
+    return [_trace(scores, own if i == 0 else [step.node], part.path(path[:i])) for i, step in enumerate(steps)]
 
 
 def _attended(attention: Tensor, nodes: list[int], columns: list[int], tree: int) -> Tensor:

@@ -5,9 +5,10 @@ Words: a *node* is one candidate token, a *row* one sequence; `p` is the target'
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -63,10 +64,10 @@ class Tree:
             other.source,
         )
 
-    def part(self, nodes: Sequence[int], trunk: int = 0) -> Tree:
-        """Of these `nodes`, parents before children, those after the first `trunk`, as a tree that grows from them."""
-        number = {node: i - trunk for i, node in enumerate(nodes)}
-        kept = nodes[trunk:]
+    def part(self, nodes: Sequence[int], text: int = 0) -> Tree:
+        """Of these `nodes`, parents before children, those after the first `text`, as a tree that grows from them."""
+        number = {node: i - text for i, node in enumerate(nodes)}
+        kept = nodes[text:]
         return Tree(
             [self.tokens[node] for node in kept],
             [max(number.get(self.parents[node], -1), -1) for node in kept],
@@ -130,7 +131,8 @@ class Scores:
     `logits` `[nodes - first, vocab]` are the target's own, for the nodes from `first` on (inner positions of a prompt
     are not kept). `unconditional` has the same shape when guidance runs a paired row. `hidden_states` and `attentions`
     hold, per layer, `[nodes, width]` and `[heads, nodes, known + nodes]` when they were asked for; the first `held`
-    nodes of the tree were computed in an earlier pass and have none.
+    nodes of the tree were computed in an earlier pass and have none. `cache` is where the row's strategy keeps what it
+    worked out for all nodes at once.
     """
 
     tree: Tree
@@ -141,6 +143,7 @@ class Scores:
     attentions: tuple[Tensor, ...] | None = None
     cross_attentions: tuple[Tensor, ...] | None = None
     held: int = 0
+    cache: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,12 +162,59 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class RowPass:
+    """One row's part of a target pass: text that it has not read, its branches, the draft's proposal, in this order.
+
+    Branches and proposal are numbered together, from 0 on (-1 is the end of the text); a node's number in the `tree` of
+    the pass is `node(number)`. The first `held` branches are in the cache. `leaves` are the branches that the proposal
+    grows from. A part that is not `complete` leaves text unread, and asks for no scores.
+    """
+
+    text: list[int]
+    branches: Tree
+    held: int
+    leaves: Sequence[int]
+    proposal: Tree = EMPTY
+    complete: bool = True
+
+    @property
+    def tree(self) -> Tree:
+        """All nodes of the pass."""
+        tree = Tree.chain(self.text)
+        if self.branches.tokens:
+            tree = tree.graft(self.branches)
+        if not self.proposal.tokens:
+            return tree
+        return tree.graft(self.proposal, [self.node(leaf) for leaf in self.leaves])
+
+    @property
+    def keep(self) -> int:
+        """How many nodes, at the end of the tree, need scores."""
+        return (len(self.branches) - self.held or 1) + len(self.proposal) if self.complete else 0
+
+    @property
+    def cost(self) -> int:
+        """How many nodes the target computes."""
+        return len(self.text) + len(self.branches) - self.held + len(self.proposal)
+
+    def node(self, number: int) -> int:
+        """The number in the tree of the pass."""
+        return len(self.text) + number
+
+    def path(self, numbers: Sequence[int] = ()) -> list[int]:
+        """The unread text and these nodes after it, in the numbers of the tree."""
+        text = len(self.text)
+        return [*range(text), *(text + number for number in numbers)]
+
+
+@dataclass(frozen=True, slots=True)
 class RowRound:
-    """One row's share of a round.
+    """What a round came to for one row.
 
     `drafted` counts proposed nodes and `depth` the longest path of them; the first `accepted` of `steps` were decided
     by proposed nodes; `finish` says why the row ended, if it did. `tested` are the draft's beliefs in the nodes that
-    came into question, and whether they came true; they lay on `levels` levels of the proposal.
+    came into question, and whether they came true; they lay on `levels` levels of the proposal. `prefill` says that a
+    prompt was read in this round, by the target or the draft.
     """
 
     key: int
@@ -181,7 +231,10 @@ class RowRound:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One turn of the loop: every row's share, the tokens that went through the target, and where the seconds went."""
+    """One turn of the loop: what it came to for every row, the nodes of its target passes, and where the seconds went.
+
+    A request's rounds have its own `rows`; `others` took part in the same passes, whose nodes and seconds are all told.
+    """
 
     rows: list[RowRound]
     nodes: int
@@ -189,6 +242,7 @@ class Round:
     verify_seconds: float
     select_seconds: float
     seconds: float
+    others: Sequence[RowRound] = ()
 
 
 class Row(Protocol):
@@ -197,7 +251,8 @@ class Row(Protocol):
     A search has a text that all its branches share, and a tree of branches that grow from it; `leaves` are the nodes
     that will be continued, best first, with their `leaf_scores`. One sequence has the leaf -1, the end of its text.
     `remaining` is how many tokens may still follow a leaf. `encoder_tokens` are the ids an encoder-decoder target read,
-    `prediction` are ids that the output may resemble.
+    `encoding` is what its encoder made of its input, `prediction` are ids that the output may resemble. `task` is what
+    the row's request wants of a draft.
     """
 
     @property
@@ -225,15 +280,51 @@ class Row(Protocol):
     def encoder_tokens(self) -> list[int] | None: ...
 
     @property
+    def encoding(self) -> object | None: ...
+
+    @property
     def prediction(self) -> list[int] | None: ...
+
+    @property
+    def task(self) -> DraftTask: ...
 
     def prefix(self, extra: Sequence[int] = ()) -> Tensor:
         """The text so far, followed by `extra`, as ids `[1, length]` where the logits are, to be read at once."""
         ...
 
 
-class Selector(Protocol):
-    """A decoding strategy of one row: turns genuine target scores into tokens, one ordinary step at a time."""
+class Strategy(Protocol):
+    """What every way of decoding says about itself: its name, and what it needs of the engine and of a draft.
+
+    `is_search`: it has several live branches and is a `Search`, otherwise a `Selector` of one text. `needs_hidden`: it
+    reads the target's last hidden states. `takes_draft`: proposals may help it; only then it has `rule`, `branching`.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def needs_hidden(self) -> bool: ...
+
+    @property
+    def takes_draft(self) -> bool: ...
+
+    @property
+    def rule(self) -> DraftRule | None:
+        """How a draft guesses one token after the other; for a search, after its best branch."""
+        ...
+
+    @property
+    def branching(self) -> BranchRule | None:
+        """How a draft guesses several continuations at once."""
+        ...
+
+
+class Selector(Strategy, Protocol):
+    """A strategy of one text: turns genuine target scores into tokens, one ordinary step at a time."""
+
+    @property
+    def is_search(self) -> Literal[False]: ...
 
     def advance(self, row: Row, new: list[int], scores: Scores, node: int) -> Step:
         """The next token after `node`, where `new` are the tokens already emitted in this round."""
@@ -251,19 +342,26 @@ class Trace(NamedTuple):
     cross_attentions: tuple[Tensor, ...] | None
 
 
-class Seen(NamedTuple):
-    """What the target said at one node: logits `[vocab]`, those of the shadow, and what led to them."""
+class NodeOutput(NamedTuple):
+    """What the target said at one node: logits `[vocab]`, those of the unconditional row, and what led to them.
+
+    They are number `at` of the logits of a `whole` pass, where that is told: a search may then look at all of them at
+    once, and leave what it found in the cache there.
+    """
 
     logits: Tensor
     unconditional: Tensor | None
     trace: Trace
+    whole: Scores | None = None
+    at: int = 0
 
 
-class Move(NamedTuple):
-    """One step of a search: its state afterwards, and every new leaf as a token after one of the old leaves.
+class SearchStep(NamedTuple):
+    """One step of a search: its state afterwards, and its new leaves.
 
-    `step` is None where a search only asks for more. `shown` are the old leaves, -1 for none, whose traces belong to
-    the step, one for each row of the outputs; all leaves if None.
+    New leaf i is `tokens[i]` after the old leaf number `parents[i]`. `step` is what the step emitted, None where the
+    search only asks for more nodes. `shown` are the numbers of the old leaves whose traces belong to the step, one for
+    each row of the outputs, -1 for a row of zeros; all old leaves if None.
     """
 
     state: Any
@@ -273,22 +371,30 @@ class Move(NamedTuple):
     shown: Sequence[int] | None = None
 
 
-class Search(Protocol):
+class Search(Strategy, Protocol):
     """A strategy with several live branches; its states are values, with `finish`, `length` and `leaf_scores`."""
+
+    @property
+    def is_search(self) -> Literal[True]: ...
 
     @property
     def num_beams(self) -> int: ...
 
-    def advance(self, row: Row, state: Any, seen: Sequence[Seen]) -> Move:
+    def begin(self) -> Any:
+        """The state before the first token."""
+        ...
+
+    def advance(self, row: Row, state: Any, outputs: Sequence[NodeOutput]) -> SearchStep:
         """The next state, from what the target said at every leaf."""
         ...
 
 
 class Branch(NamedTuple):
-    """A path that a draft considers: its tokens after the row's shared text, its score, its last token's chance.
+    """A path that a draft considers: its tokens after the row's shared text, and the sum of their log-probabilities.
 
-    `chances` are those of all its tokens, where it is guessed for its own sake and not as one of a search's branches;
-    `q` `[vocab]` is what the last token was drawn from, if it was drawn. `mark` is the search's own note.
+    `confidence` is the draft's probability of the last token, `chances` those of all tokens, where the path is a guess
+    for its own sake and not one of a search's branches. `q` `[vocab]` is what the last token was drawn from, if it was
+    drawn. `groups` are the groups of beams that a group beam search would use the path for.
     """
 
     tokens: list[int]
@@ -296,7 +402,7 @@ class Branch(NamedTuple):
     confidence: float = 1.0
     chances: Sequence[float] = ()
     q: Tensor | None = None
-    mark: Any = None
+    groups: frozenset[int] | None = None
 
 
 class DraftRule(Protocol):
@@ -310,10 +416,13 @@ class DraftRule(Protocol):
         """
         ...
 
-    def pick(self, row: Row, guesses: list[int], logits: Tensor) -> tuple[int, float, Tensor | None]:
+    def pick(
+        self, row: Row, guesses: list[int], logits: Tensor, *, confident: bool = True
+    ) -> tuple[int, float, Tensor | None]:
         """From draft `logits` `[vocab]` after `guesses`: a token, its probability, and q `[vocab]` if `needs_q`.
 
-        A probability of NaN says that the draft has no guess.
+        Unless it must be `confident`, the probability is told as 1, which spares a sum over the vocabulary. A
+        probability of NaN says that the draft has no guess.
         """
         ...
 
@@ -321,7 +430,7 @@ class DraftRule(Protocol):
 class BranchRule(Protocol):
     """How a draft turns its own logits into several guesses; for a search it runs the search's own steps on them."""
 
-    def spread(self, row: Row, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
+    def expand(self, row: Row, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
         """From draft `logits` `[ends, vocab]`: nodes worth a look next, best first, each with the end it continues.
 
         `ends` are equally long. Only the first `plan.branches` will be continued, all of them where that is None.
@@ -342,6 +451,11 @@ class Plan(Protocol):
         """The most nodes that one draft pass continues; None leaves that to the strategy, one for most."""
         ...
 
+    @property
+    def needs_confidence(self) -> bool:
+        """Whether the answers below depend on the draft's confidence."""
+        ...
+
     def go_on(self, paths: Sequence[Sequence[float]], width: int = 1) -> bool:
         """Whether the next draft pass pays, given the confidence of the nodes on the paths that it would continue.
 
@@ -354,41 +468,85 @@ class Plan(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """What a draft learns when a call begins: how to guess, how wide the target's logits are, what an encoder read.
+@dataclass(frozen=True, eq=False, slots=True)
+class DraftTask:
+    """What a row's request wants of a draft.
 
-    `encoding` is the target's encoder output, one entry per source, for a draft with the same encoder; `draft_inputs`
-    are the encoder's inputs, for a draft that has its own. `sources[key]` is the number of a row's prompt, which
-    several rows may continue (None: each has its own). `branching` is set where proposals should branch. `ends` are
-    the tokens that end a text: what is guessed after one is lost.
+    `rule` turns the draft's logits into a guess, `branching` into several (None: proposals are chains). What is guessed
+    after one of `ends`, the tokens that end a text, is lost. Rows of one `source` continue the same input; `inputs` are
+    those of its encoder, `[inputs, ...]`, of which it is number `place`, for a draft with an encoder of its own.
     """
 
     rule: DraftRule
-    vocab_size: int
     branching: BranchRule | None = None
-    encoding: object | None = None
-    draft_inputs: Mapping[str, Tensor] | None = None
-    sources: Sequence[int] | None = None
     ends: frozenset[int] = frozenset()
+    source: Hashable = None
+    inputs: Mapping[str, Tensor] | None = None
+    place: int = 0
 
 
-class DraftSession(Protocol):
-    """A draft at work on the rows of one call; all its buffers belong to the call."""
+class Commit(NamedTuple):
+    """What became of a row's branches and proposal: nodes `path` are kept, the first `text` of them as the row's text.
 
+    Nodes are numbered as in a `RowPass`; the others are forgotten. The row has taken all this in already: its own
+    branches are the rest of the path, in this order, and new leaves.
+    """
+
+    row: Row
+    path: list[int]
+    text: int
+
+
+class DraftSession(ABC):
+    """A draft at work on rows of one target, which come and go; all its buffers are its own.
+
+    `guesses_branches`: proposals look after all branches of a search. (Others are asked to continue the best one.)
+    """
+
+    guesses_branches = False
+
+    @property
+    def cache(self) -> Any:
+        """The `specdec.models.Session` that holds its keys and values, if it has one."""
+        return None
+
+    @abstractmethod
     def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
-        """One tree per row, possibly empty, growing from the row's leaves; no path is longer than `plan.limit`."""
-        ...
+        """One tree per row, possibly empty, growing from the row's leaves; no path is longer than `plan.limit`.
+
+        A row that was never seen before joins; `row.key` says which row it is.
+        """
+
+    def commit(self, commits: Sequence[Commit]) -> None:
+        """Learns what became of rows in the round, whoever made their proposals."""
+
+    def rewind(self, row: Row, length: int) -> None:
+        """Learns that a row's text was written anew from its first `length` tokens on."""
 
     def release(self, keys: Sequence[int]) -> None:
-        """Forgets finished rows."""
-        ...
+        """Forgets rows, which may be unknown."""
 
 
-class BatchDrafter(Protocol):
-    """A kind of draft: starts one session per call."""
+class BatchDrafter(ABC):
+    """A kind of draft: starts sessions, and describes itself.
 
-    def start(self, call: Call) -> DraftSession: ...
+    `models` are the language models that it runs, `guesses_trees` says whether it may propose several continuations of
+    one text, `reads_predictions` whether it looks for its guesses in given texts, and `instant` that it guesses from
+    the text alone in next to no time.
+    """
+
+    models: Sequence[Any] = ()
+    guesses_trees = True
+    reads_predictions = True
+    instant = False
+
+    @abstractmethod
+    def start(self, vocab_size: int) -> DraftSession:
+        """A session without rows, for a target with logits of this width."""
+
+    def for_sampling(self, sampling: str | None) -> BatchDrafter:
+        """The draft for a call's kind of sampling ("rejection", "block", …), None where nothing is sampled."""
+        return self
 
 
 class Drafter(Protocol):
@@ -403,12 +561,15 @@ class Stats:
 
     *Mean acceptance length* is 1 + accepted / speculative steps (a row's share of a target pass that had something
     drafted; prefill passes without a draft do not count). *Target passes per token* counts every pass. A search's
-    tokens are its steps; `lengths` are the new tokens of every text that was returned. `exactness` says what holds of
+    tokens are its steps; `lengths` are the new tokens of every text that was returned. `cached_prompt_tokens` were read
+    in an earlier call or for another row, and not again. Seconds are those of rounds, which rows of other calls may
+    have shared. `exactness` says what holds of
     the text beside that of the same call without a draft: "exact", it is the same; "rounding", the same but for
     near-ties in half precision; "row-dependent", it may differ, as layers of the target look at all tokens of a pass.
     """
 
     num_new_tokens: int = 0
+    cached_prompt_tokens: int = 0
     num_target_passes: int = 0
     num_spec_steps: int = 0
     num_draft_tokens: int = 0

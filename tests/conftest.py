@@ -1,6 +1,12 @@
-"""Tiny models: a second thread only waits for the first. Models that this user trained are not looked at."""
+"""Tiny models: a second thread only waits for the first. Models that this user trained are not looked at.
+
+What is known of model families is tried once per test run."""
 
 from __future__ import annotations
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when the libraries are imported
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +21,13 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _verdicts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPECDEC_VERDICTS", str(tmp_path_factory.mktemp("verdicts") / "verdicts.json"))
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 Guess = Callable[[list[int], int], list[int]]
 KINDS = ("perfect", "half", "wrong", "random")
@@ -26,3 +27,9 @@ def oracle(kind: str, answers: Sequence[Sequence[int]], vocab: int, prompt_lengt
         return truth
 
     return guess
+
+
+def rows_in_drafts(engine: Any) -> int:
+    """How many rows the caches of an engine's drafts hold."""
+    caches = [draft.session.cache for draft in engine._drafts.values()]
+    return sum(len(cache._rows) for cache in caches if cache is not None)

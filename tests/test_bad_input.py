@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationConfig
 
 from specdec import OptionError, SpecGenerator, UnsupportedError, VocabularyError
-from specdec.config import Options
+from specdec.config import Options, resolve
 from specdec.fields import REFUSED
 from specdec.schedule import Constant
 from tests.folders import WIDTH, byte_tokenizer
@@ -62,7 +62,6 @@ WRONG_OPTIONS = [
     ({"assistant_early_exit": 2}, "layers"),
     ({"assistant_early_exit": 0}, "layers"),
     ({"logits_processor": [3]}, "logits_processor"),
-    ({"use_cache": False}, "use_cache"),
     ({"temperature": 0.7}, "`temperature`=0.7 is about drawing tokens, which needs `do_sample=True`"),
     ({"do_sample": False, "top_p": 0.9}, "`top_p`=0.9 is about drawing tokens"),
     ({"temperature": 0, "top_k": 7}, "`top_k`=7 is about drawing tokens"),
@@ -76,8 +75,6 @@ WRONG_OPTIONS = [
     ({"do_sample": True, "temperature": 0, "num_return_sequences": 2}, "only one answer"),
     ({"num_assistant_tokens_schedule": "bogus"}, "`num_assistant_tokens_schedule` must be one of"),
     ({"generation_config": GenerationConfig(num_assistant_tokens_schedule="bogus")}, "`num_assistant_tokens_schedule`"),
-    ({"min_length": 100, "max_new_tokens": 3}, "`min_length`=100 is out of reach"),
-    ({"min_length": 7, "max_new_tokens": 3}, "`min_length`=7 is out of reach, as the text ends after 3 new tokens"),
     ({"min_new_tokens": 9, "max_length": 6}, "`min_new_tokens`=9 is out of reach"),
     (
         {"eos_token_id": 999},
@@ -239,6 +236,36 @@ def test_processors_that_return_no_scores(processor: Any, got: str) -> None:
     ):
         generator.generate(IDS, max_new_tokens=3, logits_processor=processor)
     assert generator.generate(IDS, max_new_tokens=3, eos_token_id=[]).stats.num_new_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "about"),
+    [
+        ({"use_cache": False}, "`use_cache=False` changes nothing"),
+        ({"generation_config": GenerationConfig(use_cache=False)}, "`use_cache=False` changes nothing"),
+        ({"min_length": 7}, "`min_length`=7 is out of reach, as the text ends after 3 new tokens"),
+    ],
+)
+def test_what_transformers_only_warns_of(given: dict[str, Any], about: str) -> None:
+    """A warning, and the text as far as it goes."""
+    generator = SpecGenerator(tiny("llama"))
+    with pytest.warns(UserWarning, match=about):
+        assert generator.generate(IDS, **given, max_new_tokens=3).stats.num_new_tokens == 3
+
+
+def test_a_checkpoints_settings_are_understood_once() -> None:
+    """By their content; what cannot be followed is told every time."""
+    settings = {"temperature": 0.6, "top_p": "no", "eos_token_id": [3], "dola_layers": "low", "penalty_alpha": 0.6}
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="the checkpoint's generation config") as caught:
+            options = resolve({"do_sample": True}, inherited=dict(settings))
+        assert (options.temperature, options.top_p, options.eos_token_id) == (0.6, None, [3])
+        assert [name for warning in caught for name in settings if name in str(warning.message)] == [
+            "dola_layers",
+            "penalty_alpha",
+        ]
+    other = resolve({"do_sample": True}, inherited={"temperature": 0.5})
+    assert other.temperature == 0.5
 
 
 WRONG_PROMPTS = [

@@ -39,7 +39,7 @@ def cases(seed: int, count: int) -> list[dict[str, Any]]:
         {
             "num_beams": (beams := source.choice([2, 3, 4, 6])),
             "num_return_sequences": source.choice([1, beams]),
-            "max_new_tokens": source.choice([4, 12, 24]),
+            "max_new_tokens": source.choice([4, 12, 16]),
             "eos_token_id": source.choice([None, 5, [7, 9, 11], [3, 40]]),
             "length_penalty": source.choice([1.0, 0.0, 2.0, -1.0]),
             "early_stopping": source.choice([True, False, "never"]),
@@ -91,16 +91,29 @@ def test_equals_transformers(name: str) -> None:
                 assert not live or torch.allclose(mine[0], other[0], atol=1e-4), (case, step)
 
 
-@pytest.mark.parametrize("name", [*MODELS, "qwen3_next", "mamba"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama", "gemma2", "bloom", "t5", "mamba"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "mistral", "opt", "bart", "qwen3_next")),
+        pytest.param("whisper", marks=pytest.mark.slow),
+    ],
+)
 def test_no_draft_changes_a_search(name: str) -> None:
-    """Drafts that agree, disagree, copy or guess at random: same texts, scores and beams, in fewer passes."""
+    """Drafts that agree, disagree, copy or guess at random: same texts, scores and beams, in fewer passes.
+
+    The draft that agrees takes part in every case, the others take turns.
+    """
     for seed, case in enumerate(cases(7 + len(name), 3)):
         case["do_sample"] = seed == 1
+        if name in ("mamba", "qwen3_next"):  # every branch is a row of its own there
+            case["max_new_tokens"] = min(case["max_new_tokens"], 6)
         model = tiny(name, vocab=VOCAB, seed=seed)
         inputs = prompt_for(name, rows=1 + seed % 2)
         plain = ours(model, None, inputs, case, seed=3)
-        random_draft = oracle("random", [], VOCAB)
-        for draft in (model, tiny(name, vocab=VOCAB, seed=seed + 1), "suffix", "ngram", "early_exit:1", random_draft):
+        others = [tiny(name, vocab=VOCAB, seed=seed + 1), "suffix", "ngram", "early_exit:1"]
+        others += [oracle("random", [], VOCAB), tiny(name, vocab=VOCAB, seed=seed + 2)]
+        for draft in (model, *others[(seed + len(name)) % 3 :: 3]):
             out = ours(model, draft, inputs, case, seed=3, schedule=("heuristic", "constant", "cost")[seed])
             assert_same(out, plain, (draft, case))
             if draft is model and case["max_new_tokens"] > 4 and LanguageModel(model).capability.store == "kv":

@@ -6,6 +6,7 @@ import inspect
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,8 +18,10 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specdec import zoo
+from specdec import SpecGenerator, zoo
+from specdec.bench.compare import Difference
 from specdec.cli import commands
 from specdec.cli.commands import run
 from specdec.cli.pair import comparison
@@ -27,8 +30,9 @@ from specdec.cli.show import Printer, write
 from specdec.cli.terminal import BROKEN_PIPE, Interrupt
 from specdec.errors import OptionError, SpecdecError
 from specdec.output import Event, Generation
-from specdec.zoo.train import RECIPES
+from specdec.train import RECIPES
 from tests.folders import WIDTH, byte_tokenizer, saved_model
+from tests.pipelines.models import CHAT
 
 NEW = ["--max-new-tokens", "12"]
 PARAMETERS = inspect.signature(commands.generate).parameters
@@ -113,6 +117,9 @@ USAGE_ERRORS = [
     (["generate", "t", "-p", "x", "--set", "num_assistant_tokens=0"], "error: `num_assistant_tokens` must be"),
     (["generate", "t", "-p", "x", "--method", "magic"], "early_exit:N"),
     (["generate", "t", "-p", "x", "--method", "early_exit:two"], "early_exit:N"),
+    (["generate", "t", "-p", "x", "--method", "early_exit"], "early_exit:N"),
+    (["generate", "t", "-p", "x", "--method", "suffix:3"], "early_exit:N"),
+    (["generate", "t", "-p", "x", "--method", "hybrid:early_exit"], "early_exit:N"),
     (["generate", "t", "-p", "x", "--method", "draft"], "pass --draft-model"),
     (["generate", "t", "-p", "x", "--method", "hybrid"], "pass --draft-model"),
     (["generate", "t", "-p", "x", "--method", "ngram", "--draft-model", "d"], "leave out --draft-model"),
@@ -286,6 +293,7 @@ METHODS = [
     ({"method": "ngram"}, "method: suffix", ("ngram", "ngram")),
     ({"draft_model": "d"}, "method: ngram", ("draft", "d")),
     ({"draft_model": "e"}, "method: hybrid\ndraft: d", ("hybrid", ("suffix", "e"))),
+    ({"draft_model": "e"}, "method: hybrid:ngram", ("hybrid:ngram", ("ngram", "e"))),
     ({"method": "early_exit:2"}, "", ("early_exit:2", "early_exit:2")),
     ({"set_": ["prompt_lookup_num_tokens=3"]}, "", ("prompt_lookup_num_tokens", None)),
 ]
@@ -319,6 +327,57 @@ def test_stdout_is_the_text_alone(generate: Any) -> None:
     assert streamed.endswith("\n")
     assert generate(*NEW, "--no-stream")[1] == streamed
     assert generate(*NEW, "--method", "none")[1] == streamed
+
+
+@pytest.fixture(scope="module")
+def chatty(target: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The target with a chat template."""
+    folder = tmp_path_factory.mktemp("models") / "chatty"
+    shutil.copytree(target, folder)
+    AutoTokenizer.from_pretrained(target, chat_template=CHAT).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_chat(live: bool, chatty: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The prompt as a message, behind what the system says."""
+    generator = SpecGenerator.from_pretrained(chatty)
+    user = {"role": "user", "content": "def f"}
+    for flags, system in ((["--chat"], []), (["--system", "be short"], [{"role": "system", "content": "be short"}])):
+        assert run(["generate", chatty, "-p", "def f", *NEW, *flags, *([] if live else ["--no-stream"])]) == 0
+        expected = generator.generate(messages=[*system, user], max_new_tokens=12)
+        assert capsys.readouterr() == (expected.texts[0] + "\n", "")
+
+
+def test_a_chat_needs_a_template(generate: Any) -> None:
+    """The error says so."""
+    code, _, err = generate("--chat", *NEW)
+    assert code == 2
+    assert "chat template" in err
+
+
+def test_a_hint_where_a_chat_model_is_silent(chatty: str, generate: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """A plain prompt made many of them end at once: nothing was printed, with exit code 0."""
+    ends = ["--set", "forced_eos_token_id=2", "--max-new-tokens", "1"]
+    assert run(["generate", chatty, "-p", "def f", *ends]) == 0
+    out, err = capsys.readouterr()
+    assert (out, err.startswith("hint: the text is empty")) == ("\n", True)
+    assert err.endswith("--chat\n")
+    for flags in (["--chat"], ["--quiet"]):
+        assert run(["generate", chatty, "-p", "def f", *ends, *flags]) == 0
+        assert capsys.readouterr().err == ""
+    assert generate(*ends) == (0, "\n", "")
+
+
+def test_a_note_where_float16_is_widened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On stderr, once for each model, and not with --quiet."""
+    folder = saved_model(tmp_path / "half")
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float16).save_pretrained(folder)
+    assert run(["generate", folder, "-p", "a", *NEW]) == 0
+    assert capsys.readouterr().err.startswith(f"note: {folder} is stored in float16 and computes in float32")
+    for flags in (["--quiet"], ["--dtype", "float16"]):
+        assert run(["generate", folder, "-p", "a", *NEW, *flags]) == 0
+        assert capsys.readouterr().err == ""
 
 
 def test_prompt_from_stdin(generate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,7 +414,7 @@ def test_json(method: str, generate: Any, target: str, draft: str) -> None:
     assert result["settings"]["method"] == method
     assert result["settings"]["target"] == target
     assert result["settings"]["options"] == {"max_new_tokens": 12}
-    assert set(result["versions"]) == {"specdec", "torch", "transformers", "python"}
+    assert {"specdec", "torch", "transformers", "python"} <= set(result["versions"])
 
 
 def test_samples_repeat_with_the_seed_that_json_tells(generate: Any) -> None:
@@ -403,7 +462,7 @@ def test_a_target_that_cannot_be_loaded(tmp_path: Path, capsys: pytest.CaptureFi
 def test_show_draft_without_colours_marks_the_draft(generate: Any, target: str) -> None:
     """With the target as its own draft nearly everything is marked; without the marks it is the same text."""
     plain = generate(*NEW)[1]
-    code, marked, _ = generate(*NEW, "--show-draft", "--draft-model", target, "--num-draft-tokens", "4")
+    code, marked, _ = generate(*NEW, "--show-draft", "--draft-model", target, "--num-draft-tokens", "3")
     assert code == 0
     assert "⟦" in marked
     assert marked.replace("⟦", "").replace("⟧", "") == plain
@@ -525,7 +584,7 @@ def pair(target: str, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("sampled", [[], ["--sample", "--seed", "3"], ["--temperature", "0.8"]])
 def test_demo(sampled: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Piped, the demo prints prompt, text and one line of statistics, without escape codes."""
-    monkeypatch.setattr("specdec.zoo.demo.prompt", lambda seed: "def f():\n")
+    monkeypatch.setattr("specdec.bench.duel.prompt", lambda seed: "def f():\n")
     assert run(["demo", "--max-new-tokens", "6", *sampled]) == 0
     out, err = capsys.readouterr()
     assert out.startswith("def f():\n")
@@ -538,8 +597,8 @@ def test_demo(sampled: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytes
 @pytest.mark.usefixtures("pair")
 def test_a_demo_that_differs_is_a_mismatch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 3, and the error says where and what."""
-    monkeypatch.setattr("specdec.zoo.demo.prompt", lambda seed: "def f():\n")
-    monkeypatch.setattr("specdec.zoo.demo.first_difference", lambda plain, assisted: (4, 70, None))
+    monkeypatch.setattr("specdec.bench.duel.prompt", lambda seed: "def f():\n")
+    monkeypatch.setattr("specdec.bench.duel.differences", lambda plain, assisted: iter([Difference(0, 4, 70, None)]))
     assert run(["demo", "--max-new-tokens", "6"]) == 3
     out, err = capsys.readouterr()
     assert "identical: no" in out

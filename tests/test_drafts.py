@@ -175,19 +175,19 @@ def test_a_bridge_inside_a_pair_goes_by_shared_tokens(sampling: str) -> None:
     drafter = generator.drafter
     assert isinstance(drafter, HybridDrafter)
     assert isinstance(drafter.model, TextBridge)
-    suited = generator._draft.suited(sampling)
+    suited = generator.drafter.for_sampling(sampling)
     assert isinstance(suited, HybridDrafter)
     assert isinstance(suited.model, VocabularyIntersection)
     assert suited.text is drafter.text
-    assert generator._draft.suited(sampling) is suited
-    assert generator._draft.suited("coupled") is drafter
+    assert generator.drafter.for_sampling(sampling) is suited
+    assert generator.drafter.for_sampling("coupled") is drafter
     assert generator.generate("abab", **SAMPLED, sampling=sampling).stats.num_draft_tokens > 0
 
 
 def test_a_pair_without_a_bridge_is_left_alone() -> None:
     """What it learned about its model draft is not lost between two ways of sampling."""
     generator = SpecGenerator(tiny("llama"), ("ngram", tiny("llama", seed=1)))
-    assert generator._draft.suited("rejection") is generator.drafter
+    assert generator.drafter.for_sampling("rejection") is generator.drafter
 
 
 def test_bridges_are_let_go() -> None:
@@ -295,7 +295,7 @@ def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def is_compiled(drafter: Any) -> bool:
-    return [model.compiled is not None for model in specdec.drafts.models_of(drafter)] == [True]
+    return [model.compiled is not None for model in drafter.models] == [True]
 
 
 @pytest.mark.usefixtures("_no_compiler")
@@ -344,5 +344,6 @@ def test_streams_that_are_closed_early_teach_costs() -> None:
     for _ in range(4):
         next(stream)
     stream.close()
-    (cost,) = generator._draft.costs.values()
+    (pacing,) = generator._draft.pacings.values()
+    cost = pacing.schedule
     assert cost.passes.weight > 0

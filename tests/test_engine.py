@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -9,60 +10,104 @@ import pytest
 import torch
 from transformers import LogitsProcessor
 
-from specdec import BusyError, DraftError, LanguageModel, SpecGenerator
+from specdec import DraftError, EngineError, LanguageModel, SpecGenerator
 from specdec.draft import FunctionDrafter, ModelDrafter
 from specdec.engine import Engine
 from specdec.logits import Processors
-from specdec.rows import TextRow
+from specdec.models import Session
+from specdec.models.kv_session import KvSession
+from specdec.request import Pacing, Request
+from specdec.rows import RunningRow, TextRow
 from specdec.schedule import Heuristic
-from specdec.select import Greedy, PerRow, Stopping
-from specdec.types import Call, Tree
+from specdec.select import Greedy, Stopping
+from specdec.types import BatchDrafter, DraftSession, DraftTask, Tree
 from tests.oracle import oracle
-from tests.tiny import tiny
+from tests.tiny import tiny, tiny_inputs
 
 COMMON = {"max_new_tokens": 16, "eos_token_id": [], "pad_token_id": 0}
+PROMPTS = [[5, 9, 12], [6, 6, 9], [5, 17]]
 
 
-def running(model: LanguageModel, prompts: list[list[int]], drafter: Any, limit: int = 40) -> Engine:
-    """An engine over greedy rows that end at `limit` tokens."""
-    rows = [
-        TextRow(
-            key=r,
-            tokens=list(p),
-            selector=Greedy(Processors()),
-            stop=Stopping(max_length=limit - 5 * r),
-            max_length=limit - 5 * r,
-            device=model.device,
+def request(model: LanguageModel, prompts: list[list[int]], drafter: Any = None, limit: int = 40) -> Request:
+    """Greedy rows that end at `limit` tokens, and each further one five sooner."""
+    rows: list[RunningRow] = []
+    for place, prompt in enumerate(prompts):
+        selector, most = Greedy(Processors()), limit - 5 * place
+        rows.append(
+            TextRow(
+                tokens=list(prompt),
+                selector=selector,
+                stop=Stopping(max_length=most),
+                max_length=most,
+                device=model.device,
+                task=DraftTask(selector.rule, place=place),
+            )
         )
-        for r, p in enumerate(prompts)
-    ]
-    call = Call(PerRow({row.key: row.selector.rule for row in rows}), model.vocab_size)
-    engine = Engine(model.session(), drafter.start(call), Heuristic(), prefill_chunk=8)
-    engine.add(rows)
-    return engine
+    return Request(rows=rows, pacing=Pacing(Heuristic()), drafter=drafter)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "bloom", "mamba"])
-def test_store_equals_a_recomputed_one_after_every_round(name: str) -> None:
-    """After each round, what the target and the draft hold gives the logits of a store filled from scratch."""
-    model = LanguageModel(tiny(name))
-    draft = ModelDrafter(LanguageModel(tiny(name, seed=1)))
-    prompts = [[5, 9, 12, 7, 30, 5, 9, 12, 8, 8, 4, 3], [6, 6, 9], [5, 17, 21, 40, 11, 12]]
-    with torch.no_grad():
-        engine = running(model, prompts, draft)
-        while engine.rows:
-            engine.step()
-            for row, held in zip(engine.rows, engine.target.lengths, strict=True):
-                assert held <= len(row.tokens) - 1
-            if not engine.rows:
-                break
-            needs = [row.frontier(held) for row, held in zip(engine.rows, engine.target.lengths, strict=True)]
-            seen = engine.target.forward(needs, [1] * len(needs))
-            for row, scores in zip(engine.rows, seen, strict=True):
-                fresh = model.session()
-                fresh.add(1)
-                again = fresh.forward([Tree.chain(row.tokens)], [1])[0]
-                assert torch.allclose(scores.logits, again.logits, atol=1e-3), name
+def finish(engine: Engine) -> None:
+    while not engine.idle:
+        engine.step()
+
+
+def check_held(language: LanguageModel, session: Session, slot: int, text: list[int], encoding: Any) -> None:
+    """What a session holds of a row is what a new one makes of the text."""
+    length = session.length(slot)
+    assert length <= len(text)
+    if not length:
+        return
+    fresh = language.session()
+    [row] = fresh.add(1, encoding)
+    fresh.forward([row], [Tree.chain(text[:length])], [1])
+    fresh.commit([row], [list(range(length))])
+    if isinstance(session, KvSession) and isinstance(fresh, KvSession):
+        kept, expected = session.keep_prefix(slot, length), fresh.keep_prefix(row, length)
+        for ours, theirs in zip(kept, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
+    copy = session.fork(slot, length)
+    scores = [s.forward([r], [Tree.chain([7, 8])], [2])[0] for s, r in ((session, copy), (fresh, row))]
+    torch.testing.assert_close(scores[0].logits, scores[1].logits, atol=1e-3, rtol=1e-3)
+    session.remove([copy])
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "bloom", "mamba", "t5", "whisper"])
+@pytest.mark.parametrize(
+    "how", [{}, {"num_assistant_branches": 2}, {"num_beams": 3}, {"guidance_scale": 2.0}, {"num_samples": 3}], ids=str
+)
+def test_store_equals_a_recomputed_one_after_every_step(
+    name: str, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the target and the draft hold of every row is what stores filled from scratch hold."""
+    target, draft = LanguageModel(tiny(name)), LanguageModel(tiny(name, seed=1))
+    checked, step = 0, Engine.step
+
+    def stepping(self: Engine) -> None:
+        nonlocal checked
+        step(self)
+        inner = {key: held for d in self._drafts.values() for key, held in d.session._held.items()}  # type: ignore
+        for row in [*self.reading, *self.running]:
+            for one in row.batch_rows:
+                if one.slot is not None:
+                    check_held(target, self.target, one.slot, one.tokens, one.encoding)
+            if row.key in inner:
+                [session] = [d.session.cache for d in self._drafts.values()]
+                held, inputs = inner[row.key], row.task.inputs
+                assert session.length(held.slot) == held.text
+                read = None if inputs is None else draft.encode(inputs).select([row.task.place])
+                check_held(draft, session, held.slot, row.tokens, read)
+                checked += 1
+
+    monkeypatch.setattr(Engine, "step", stepping)
+    given: dict[str, Any] = {"prompt": [[5, 9, 12, 7, 30, 5, 9, 12, 8, 8, 4, 3], [6, 6, 9], [5, 17, 21, 40, 11, 12]]}
+    if target.is_encoder_decoder:
+        if "guidance_scale" in how:
+            pytest.skip("takes no guidance")
+        given = tiny_inputs(name, rows=2)
+    if "num_samples" in how:
+        how = {**how, "do_sample": True, "seed": 1}
+    SpecGenerator(target, draft).generate(**given, **{**COMMON, "max_new_tokens": 9}, **how, prefill_chunk_size=8)
+    assert checked
 
 
 def test_long_prompts_are_read_in_chunks() -> None:
@@ -73,6 +118,19 @@ def test_long_prompts_are_read_in_chunks() -> None:
     chunked = SpecGenerator(model, "suffix").generate(prompt, **COMMON, prefill_chunk_size=7)
     assert chunked.sequences.tolist() == whole.sequences.tolist()
     assert chunked.stats.num_target_passes == whole.stats.num_target_passes + 7
+
+
+def test_a_chunk_is_shared_by_the_rows_of_a_pass() -> None:
+    """`prefill_chunk_size` bounds the prompt tokens of one pass over all rows, padding included."""
+    model, widths = tiny("llama"), []
+    hook = model.register_forward_pre_hook(
+        lambda _, a, given: widths.append(given["input_ids"].shape), with_kwargs=True
+    )
+    prompts = [[5] * 9, [7] * 3, [8] * 3, [9, 4, 6, 6]]
+    SpecGenerator(model).generate(prompts, **{**COMMON, "max_new_tokens": 1}, prefill_chunk_size=6)
+    hook.remove()
+    assert all(shape.numel() <= 6 for shape in widths)
+    assert len(widths) < 6
 
 
 def test_chunks_of_a_prompt_are_the_target_s_time() -> None:
@@ -108,22 +166,77 @@ def test_greedy_leaves_the_global_generator_alone() -> None:
     assert generator.generate([[5, 9]], **COMMON, do_sample=True).sequences.tolist() == first
 
 
-def test_released_row_leaves_the_others_alone() -> None:
-    """A row that is taken out early does not change what the others become."""
+@pytest.mark.parametrize("drafter", [None, FunctionDrafter(oracle("random", [], 64)), "model"])
+def test_requests_leave_the_others_alone(drafter: Any) -> None:
+    """Cancelled, finished or come late: no request changes what the others become."""
     model = LanguageModel(tiny("llama"))
-    prompts = [[5, 9, 12], [6, 6, 9], [5, 17]]
-    with torch.no_grad():
-        alone = running(model, prompts, FunctionDrafter(oracle("random", [], 64)))
-        kept = [alone.rows[0], alone.rows[2]]
-        for _ in alone.run():
-            pass
-        engine = running(model, prompts, FunctionDrafter(oracle("random", [], 64)))
-        rows = [engine.rows[0], engine.rows[2]]
+    drafter = ModelDrafter(LanguageModel(tiny("llama", seed=1))) if drafter == "model" else drafter
+    engine, alone = Engine(model), [request(model, [prompt], drafter) for prompt in PROMPTS]
+    for one in alone:
+        engine.submit(one)
+        finish(engine)
+    together = [request(model, [prompt], drafter) for prompt in PROMPTS]
+    for one in together[:2]:
+        engine.submit(one)
+    for _ in range(3):
         engine.step()
-        engine.release([1])
-        for _ in engine.run():
-            pass
-    assert [row.tokens for row in rows] == [row.tokens for row in kept]
+    engine.submit(together[2])
+    engine.step()
+    engine.cancel(together[1])
+    finish(engine)
+    assert [one.done for one in together] == [True] * 3
+    assert all(one.error is None for one in together)
+    for mine, theirs in ((together[0], alone[0]), (together[2], alone[2])):
+        assert mine.rows[0].tokens == theirs.rows[0].tokens
+    cut = together[1].rows[0].tokens
+    assert 3 < len(cut) < 40
+    assert alone[1].rows[0].tokens[: len(cut)] == cut
+
+
+def test_rows_of_one_request_leave_one_by_one() -> None:
+    """Each at its own end; rounds tell of those that still ran."""
+    model = LanguageModel(tiny("llama"))
+    engine, one = Engine(model), request(model, PROMPTS, limit=20)
+    engine.submit(one)
+    finish(engine)
+    assert [len(row.tokens) for row in one.rows] == [20, 15, 10]
+    assert [len(round_.rows) for round_ in one.rounds] == [3] * 8 + [2] * 4 + [1] * 5
+    assert one.passes == 17
+
+
+def test_a_request_that_waits_can_be_cancelled() -> None:
+    """It never ran, and nobody misses it."""
+    model = LanguageModel(tiny("llama"))
+    engine, one = Engine(model), request(model, PROMPTS)
+    engine.submit(one)
+    engine.cancel(one)
+    assert one.done
+    assert engine.idle
+    assert one.pacing.users == 0
+
+
+@pytest.mark.parametrize("how", [{}, {"do_sample": True, "seed": 1}, {"num_beams": 2}, {"num_samples": 2, "seed": 1}])
+def test_finished_requests_leave_the_batch_at_once(how: dict[str, Any]) -> None:
+    """From the pass after its end on, a request takes part in none."""
+    how = {"do_sample": True, **how} if "num_samples" in how else how
+    model, prompts = tiny("llama"), [[5, 9, 12], [6, 6, 9]]
+    lengths = [4, 20]
+
+    def ends(ids: torch.Tensor, scores: Any) -> torch.Tensor:
+        found = [len(row) >= 3 + lengths[prompts.index(row[:3].tolist())] for row in ids]
+        return torch.tensor(found)
+
+    widths: list[int] = []
+    hook = model.register_forward_pre_hook(
+        lambda _, args, given: widths.append(len(given["input_ids"])), with_kwargs=True
+    )
+    out = SpecGenerator(model).generate(
+        prompts, max_new_tokens=30, eos_token_id=[], pad_token_id=0, stopping_criteria=[ends], **how
+    )
+    hook.remove()
+    copies = how.get("num_samples", 1)
+    assert list(map(len, out.new_tokens())) == lengths
+    assert widths[-20:] == [2 * copies] * 4 + [copies] * 16
 
 
 class Fails(LogitsProcessor):
@@ -176,28 +289,112 @@ def plain_logits(model: Any) -> torch.Tensor:
         return model(ids, **more).logits
 
 
-def test_a_busy_generator_says_so() -> None:
-    """A second call while a stream is open raises; closing the stream frees the generator."""
+def test_streams_and_calls_interleave() -> None:
+    """Two streams of one generator in turn, and a call in their middle: each text is the same as alone."""
+    generator = SpecGenerator(tiny("llama"), "early_exit:1")
+    alone = [generator.generate([prompt], **COMMON).sequences.tolist() for prompt in PROMPTS]
+    streams = [generator.stream([prompt], **COMMON) for prompt in PROMPTS[:2]]
+    texts: list[list[int]] = [[], []]
+    for turn in range(40):
+        for text, stream in zip(texts, streams, strict=True):
+            if (event := next(stream, None)) is not None:
+                text += event.token_ids
+        if turn == 2:
+            assert generator.generate([PROMPTS[2]], **COMMON).sequences.tolist() == alone[2]
+    assert [[prompt + text] for prompt, text in zip(PROMPTS, texts, strict=False)] == alone[:2]
+
+
+def test_a_stream_that_is_closed_makes_room() -> None:
+    """Its keys and values are free, and the others go on as if it had never been."""
+    generator = SpecGenerator(tiny("llama"), "early_exit:1")
+    alone = generator.generate([PROMPTS[0]], **COMMON).new_tokens()[0]
+    open_, closed = (generator.stream([prompt], **COMMON) for prompt in PROMPTS[:2])
+    text = next(open_).token_ids
+    next(closed)
+    closed.close()
+    assert text + [token for event in open_ for token in event.token_ids] == alone
+    assert generator._dispatcher.engine.idle
+
+
+def test_threads_share_a_generator() -> None:
+    """Several callers at once, with and without sampling: each text is the same as alone."""
+    generator = SpecGenerator(tiny("llama"), "early_exit:1")
+    calls = [{"prompt": [prompt], **COMMON, "do_sample": i % 2 > 0, "seed": 5} for i, prompt in enumerate(PROMPTS * 2)]
+    alone = [generator.generate(**call).sequences.tolist() for call in calls]
+    found: dict[int, Any] = {}
+
+    def work(i: int) -> None:
+        try:
+            found[i] = generator.generate(**calls[i]).sequences.tolist()
+        except BaseException as error:
+            found[i] = error
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[i] for i in range(len(calls))] == alone
+
+
+def test_a_call_from_within_says_so() -> None:
+    """A processor that calls the generator which waits for it would never return."""
     generator = SpecGenerator(tiny("llama"), "suffix")
-    stream = generator.stream([[5, 9]], **COMMON)
-    next(stream)
-    with pytest.raises(BusyError, match="decoding already"):
+
+    def calling(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         generator.generate([[5, 9]], **COMMON)
-    stream.close()
+        return scores
+
+    with pytest.raises(EngineError, match="another SpecGenerator"):
+        generator.generate([[5, 9]], **COMMON, logits_processor=[calling])
     assert generator.generate([[5, 9]], **COMMON).stats.num_new_tokens == 16
+
+
+def test_a_call_that_fails_leaves_the_others_alone() -> None:
+    """An error in one request is told to its caller only."""
+    generator = SpecGenerator(tiny("llama"), "early_exit:1")
+    alone = generator.generate([PROMPTS[0]], **COMMON).new_tokens()[0]
+    stream = generator.stream([PROMPTS[0]], **COMMON)
+    text = next(stream).token_ids
+    with pytest.raises(ZeroDivisionError):
+        generator.generate([PROMPTS[1]], **COMMON, stopping_criteria=[lambda ids, scores: 1 / 0])
+    with pytest.raises(DraftError):
+        generator.generate([PROMPTS[1]], **COMMON, assistant_model=lambda tokens, k: ["a"])
+    assert text + [token for event in stream for token in event.token_ids] == alone
+
+
+def test_an_interrupt_ends_all_that_shared_the_engine() -> None:
+    """A pass may have been left half-way: the others are told to call again, and can."""
+    generator = SpecGenerator(tiny("llama"), "early_exit:1")
+    stream = generator.stream([PROMPTS[0]], **COMMON)
+    next(stream)
+    with pytest.raises(KeyboardInterrupt):
+        generator.generate([PROMPTS[1]], **COMMON, logits_processor=[Fails()])
+    with pytest.raises(EngineError, match="KeyboardInterrupt: call again"):
+        list(stream)
+    assert generator.generate([PROMPTS[0]], **COMMON).stats.num_new_tokens == 16
 
 
 def test_a_draft_that_offers_too_much_is_told() -> None:
     """A session that ignores how much may still come raises instead of overrunning the limit."""
 
-    class Endless:
-        def start(self, call: Call) -> Any:
+    class Endless(BatchDrafter, DraftSession):
+        def start(self, vocab_size: int) -> Endless:
             return self
 
         def propose(self, rows: Any, plans: Any) -> list[Tree]:
             return [Tree.chain([1] * 50) for _ in rows]
 
-        def release(self, keys: Any) -> None: ...
-
     with pytest.raises(DraftError, match="may only grow by"):
         SpecGenerator(tiny("llama"), Endless()).generate([[5, 9]], **COMMON)
+
+
+def test_a_draft_must_start_a_session() -> None:
+    """What is missing is named with the way out, before any pass."""
+
+    class Odd(BatchDrafter):
+        def start(self, vocab_size: int) -> Any:
+            return object()
+
+    with pytest.raises(DraftError, match="DraftSession"):
+        SpecGenerator(tiny("llama"), Odd()).generate([[5, 9]], **COMMON)

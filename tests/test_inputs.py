@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,8 +13,8 @@ from transformers import BatchEncoding, LogitsProcessor
 from transformers.modeling_outputs import BaseModelOutput
 
 from specdec import LanguageModel, OptionError, SpecGenerator, UnsupportedError
-from specdec.inputs import Prompts, RowPrompt
-from specdec.types import Tree
+from specdec.inputs import Prompts, RowPrompt, limits
+from specdec.types import BatchDrafter, DraftSession, Tree
 from tests.oracle import oracle
 from tests.tiny import ENCODER_DECODERS, tiny, tiny_inputs
 
@@ -78,16 +80,15 @@ MASK = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [1] * 8, [0, 1, 1, 1, 1, 0, 1, 0]
 
 
 @pytest.mark.parametrize("name", [name for name in ENCODER_DECODERS if name != "whisper"])
-@pytest.mark.parametrize("draft", [None, "suffix", "same", "other"])
-def test_padding_anywhere_in_encoder_ids(name: str, draft: str | None) -> None:
+def test_padding_anywhere_in_encoder_ids(name: str) -> None:
     """An encoder gets the ids and mask as they are. (Padding was moved to the right, where positions count slots.)"""
     model = tiny(name)
-    assistant = {"same": tiny(name), "other": tiny(name, seed=1)}.get(draft or "", draft)
     mask = {"attention_mask": MASK}
     free = {"encoder_no_repeat_ngram_size": 0}  # Blenderbot's; transformers counts padding, too, as text
     expected = theirs(model, PADDED, **mask, **free)
-    assert ours(model, PADDED, draft=assistant, **mask, **free) == expected
-    assert ours(model, PADDED.tolist(), draft=assistant, attention_mask=MASK.tolist(), **free) == expected
+    for draft in (None, "suffix", tiny(name), tiny(name, seed=1)):
+        assert ours(model, PADDED, draft=draft, **mask, **free) == expected, draft
+    assert ours(model, PADDED.tolist(), draft="suffix", attention_mask=MASK.tolist(), **free) == expected
 
 
 @pytest.mark.parametrize("name", ["bart", "mbart", "t5"])
@@ -126,15 +127,15 @@ def test_drafts_read_the_encoder_s_text_without_padding() -> None:
     """(What a text draft copies from the source must not be padding.)"""
     seen: list[list[int] | None] = []
 
-    class Copy:
-        def start(self, call: Any) -> Copy:
+    class Copy(BatchDrafter, DraftSession):
+        instant = True
+
+        def start(self, vocab_size: int) -> Copy:
             return self
 
         def propose(self, rows: Any, plans: Any) -> list[Tree]:
             seen.extend(row.encoder_tokens for row in rows)
             return [Tree([], []) for _ in rows]
-
-        def release(self, keys: Any) -> None: ...
 
     ours(tiny("bart"), PADDED, draft=Copy(), attention_mask=MASK, max_new_tokens=3)
     assert seen[:3] == [row[mask.bool()].tolist() for row, mask in zip(PADDED, MASK, strict=True)]
@@ -506,10 +507,36 @@ def test_a_position_table_is_filled_to_its_end(name: str, limit: dict[str, int])
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "falcon_alibi", "gpt_neox", "jamba"])
 def test_rotary_models_go_beyond_their_training(name: str) -> None:
-    """Without a table there is no end. (A trained length was taken for one, where transformers goes on.)"""
+    """Without a table there is no end. (A trained length was taken for one, where transformers goes on.)
+
+    Where positions are rotated a warning tells of it.
+    """
     model = tiny(name, max_position_embeddings=16)
     assert LanguageModel(model).max_positions is None
-    assert ours(model, IDS[:1], max_new_tokens=20) == theirs(model, IDS[:1], max_new_tokens=20)
+    rotary = name not in ("falcon_alibi", "jamba")
+    told = pytest.warns(UserWarning, match="and the target was made for 16") if rotary else contextlib.nullcontext()
+    with told:
+        new = ours(model, IDS[:1], max_new_tokens=20)
+    assert new == theirs(model, IDS[:1], max_new_tokens=20)
+
+
+@pytest.mark.parametrize(
+    ("rope", "reach"),
+    [
+        ({"rope_type": "default"}, 16),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8}, 16),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}, 64),
+        ({"rope_type": "dynamic", "factor": 2.0}, 32),
+        (
+            {"full_attention": {"rope_type": "linear", "factor": 8.0}, "sliding_attention": {"rope_type": "default"}},
+            128,
+        ),
+        (None, None),
+    ],
+)
+def test_what_rotary_models_were_made_for(rope: Any, reach: int | None) -> None:
+    """Scaling that stretches positions counts, by layer or for all."""
+    assert limits._made_for(SimpleNamespace(rope_parameters=rope, max_position_embeddings=16)) == reach
 
 
 def test_unsupported_is_not_wrong() -> None:

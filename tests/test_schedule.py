@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from specdec.errors import OptionError
-from specdec.generator import WIDEST
-from specdec.schedule import Confidence, Constant, Cost, Heuristic
+from specdec.schedule import WIDEST, Confidence, Constant, Cost, Heuristic
 from specdec.schedule.estimates import Acceptance, Line
 from specdec.types import Round, RowRound, Step
 
@@ -183,9 +182,9 @@ def test_cost_tries_again_when_passes_get_dearer() -> None:
     for _ in range(200):
         k = min(schedule.plan([Key(0)])[0].limit, 3)
         schedule = schedule.after(outcome(k, 1 if k else 0, seconds=(0.5 * k, 1.0), confidence=[0.7] * k, more=0.5 * k))
-    assert schedule.lost
+    assert schedule.suspended
     idle = 0
-    while schedule.lost:
+    while schedule.suspended:
         schedule = schedule.after(outcome(0, 0, seconds=(0.0, 5.0)))
         idle += 1
     assert idle < 12
@@ -299,13 +298,13 @@ def fitted(node: float, **more: Any) -> Cost:
     passes, drafts = Line(), Line()
     for nodes in (1, 4, 9, 16, 25):
         passes, drafts = passes.add(nodes, 1.0 + node * (nodes - 1)), drafts.add(1, 0.01)
-    return Cost(k=16, passes=passes, drafts={"model": drafts}, plain=Line().add(1, 1.0), trial=1, **more)
+    return Cost(k=16, passes=passes, drafts={"model": drafts}, plain=Line().add(1, 1.0), probe_rounds=1, **more)
 
 
 @pytest.mark.parametrize(("node", "branches"), [(0.001, 8), (0.05, 1)])
 def test_trees_only_where_nodes_cost_little(node: float, branches: int) -> None:
     """A pass of one second over one node: trees where another takes a millisecond, chains where it takes fifty."""
-    cost = fitted(node, widest=8, seen=100.0)
+    cost = fitted(node, widest=8, recent_nodes=100.0)
     (plan,) = cost.plan([Key(0)])
     assert plan.limit == 16
     assert plan.branches == branches
@@ -318,13 +317,13 @@ def test_trees_only_where_nodes_cost_little(node: float, branches: int) -> None:
 @pytest.mark.parametrize(("seen", "branches"), [(1, 2), (25, 6), (400, 32)])
 def test_trees_grow_step_by_step(seen: float, branches: int) -> None:
     """To four times the widest pass of late. (Chains alone were measured, and the first tree had a thousand nodes.)"""
-    (plan,) = fitted(0.001, widest=WIDEST, seen=seen).plan([Key(0)])
+    (plan,) = fitted(0.001, widest=WIDEST, recent_nodes=seen).plan([Key(0)])
     assert plan.branches == branches
 
 
-def test_far_weights_are_worth_long_drafts_from_the_beginning() -> None:
+def test_offloaded_weights_are_worth_long_drafts_from_the_beginning() -> None:
     """Before anything was measured, a draft for a target in memory stops sooner than one for weights on disk."""
-    (near,), (far,) = (Cost().fresh(32, far=far).plan([Key(0)]) for far in (False, True))
+    (near,), (far,) = (Cost().fresh(32, offloaded=far).plan([Key(0)]) for far in (False, True))
 
     def length(plan: Any) -> int:
         return next(k for k in range(33) if not plan.go_on([[0.7] * k]) or k == 32)
@@ -335,7 +334,7 @@ def test_far_weights_are_worth_long_drafts_from_the_beginning() -> None:
 
 def test_a_tree_has_at_most_four_times_the_nodes_of_late() -> None:
     """However deep chains may be. (The first one of two branches was 32 deep.)"""
-    (plan,) = fitted(0.001, widest=WIDEST, seen=5.0).plan([Key(0)])
+    (plan,) = fitted(0.001, widest=WIDEST, recent_nodes=5.0).plan([Key(0)])
     assert (plan.branches, plan.limit) == (2, 10)
 
 
@@ -362,7 +361,26 @@ def test_a_hard_part_after_an_easy_one_is_no_verdict() -> None:
         cost = cost.fresh(32)
         for drafted, accepted in [(8, 8), (8, 7), *[(1, 0)] * 20]:
             (plan,) = cost.plan([Key(0)])
-            lost += cost.lost
+            lost += cost.suspended
             right = (drafted, accepted) if plan.limit else (0, 0)
             cost = cost.after(outcome(*right, seconds=(0.2 * right[0], 1.0)))
     assert lost == 0
+
+
+def test_rows_of_other_requests_share_passes_and_nothing_else() -> None:
+    """Seconds, nodes and tokens are everyone's; acceptance and draft passes are learned from own rows."""
+    (own,) = outcome(3, 3).rows
+    other = replace(outcome(9, 0, key=1).rows[0], source="other")
+    cost = Cost().after(Round([own], 14, 0.9, 1.0, 0.1, 2.0, others=[other]))
+    assert cost.tokens == 5
+    assert (cost.passes.nodes, cost.passes.seconds) == (14, 1.1)
+    assert cost.acceptance == Cost().acceptance.after(own)
+    assert (dict(cost.drafts), cost.plain.weight) == ({}, 0)
+    assert (cost.other_rows, cost.drafting_rows) == (1, 0)
+    shared = Cost().after(Round([own], 8, 0.3, 1.0, 0.0, 1.3, others=[replace(own, key=1)]))
+    assert shared.drafts["model"].at(1) == pytest.approx(0.1)
+    assert (shared.other_rows, shared.drafting_rows) == (1, 1)
+    alone = shared.after(outcome(3, 3))
+    assert (alone.other_rows, alone.drafting_rows) == (0, 0)
+    reading = Cost().after(Round([own], 8, 0.3, 1.0, 0.0, 1.3, others=[replace(other, prefill=True)]))
+    assert reading.passes.weight == 0

@@ -48,14 +48,21 @@ def assert_same(mine: Any, other: Any) -> None:
         assert torch.allclose(mine.sequences_scores, other.sequences_scores, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "bloom", "mamba", "qwen3_next", "t5", "whisper"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama", "mamba", "t5"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "bloom", "qwen3_next", "whisper")),
+    ],
+)
 @pytest.mark.parametrize("options", BEAMS, ids=["group", "constrained"])
 def test_no_draft_changes_a_search(name: str, options: dict[str, Any]) -> None:
     """Drafts that agree, disagree, copy or guess: same texts, scores and beams."""
     model, inputs = tiny(name, vocab=VOCAB), prompt_for(name, rows=2)
-    plain = generate(model, None, inputs, options)
+    most = 6 if name in ("mamba", "qwen3_next") else 10  # every branch is a row of its own there
+    plain = generate(model, None, inputs, options, max_new_tokens=most)
     for draft in (tiny(name, vocab=VOCAB, seed=1), "suffix", oracle("random", [], VOCAB)):
-        assert_same(generate(model, draft, inputs, options), plain)
+        assert_same(generate(model, draft, inputs, options, max_new_tokens=most), plain)
 
 
 def test_a_draft_saves_passes() -> None:
@@ -221,7 +228,7 @@ def test_stopping_criteria(kind: str) -> None:
 
 
 def test_guidance() -> None:
-    """A shadow without the condition takes part in every search."""
+    """The unconditional row takes part in every search."""
     model = tiny("llama", vocab=VOCAB)
     for kind, options in KINDS.items():
         more = {"guidance_scale": 2.0, "negative_prompt_ids": [[5, 9]]}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -20,9 +20,9 @@ class Difference(NamedTuple):
     other: int | None
 
 
-def differences(plain: Sample, other: Sample) -> Iterator[Difference]:
-    """One for every row that differs."""
-    for row, (mine, theirs) in enumerate(zip(plain.tokens, other.tokens, strict=True)):
+def differences(plain: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> Iterator[Difference]:
+    """One for every row of new ids that differs."""
+    for row, (mine, theirs) in enumerate(zip(plain, other, strict=True)):
         for position, (a, b) in enumerate(zip_longest(mine, theirs)):
             if a != b:
                 yield Difference(row, position, a, b)
@@ -34,7 +34,7 @@ def explain(plain: Sample, other: Sample, generator: SpecGenerator, call: Mappin
 
     `generator` and `call` are plain decoding's, which is repeated to see its logits.
     """
-    found = list(differences(plain, other))
+    found = list(differences(plain.tokens, other.tokens))
     out = generator.generate(**call, output_logits=True) if found else None
     return [Mismatch(*other.key, *difference, _gap(out, difference)) for difference in found]
 

@@ -122,7 +122,7 @@ class GroupRun:
         if key.system == PLAIN or not self.group.strategy.comparable or self.store.explained(key):
             return True
         plain, other = self._both(key)
-        return plain is None or other is None or not any(differences(plain, other))
+        return plain is None or other is None or not any(differences(plain.tokens, other.tokens))
 
     def _both(self, key: Key) -> tuple[Any, Any]:
         """Plain decoding's sample and the other system's, None where one is missing."""

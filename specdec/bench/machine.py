@@ -7,13 +7,13 @@ import platform
 import statistics
 import time
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-_PACKAGES = ("torch", "transformers", "accelerate", "bitsandbytes", "numpy")
+from specdec.versions import versions
+
 # Parts of a processor's flags that decide how fast matrices are multiplied.
 _FLAGS = ("avx", "amx", "vnni", "bf16", "fp16", "fma", "f16c", "neon", "asimd", "sve", "i8mm")
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -33,17 +33,6 @@ def provenance() -> dict[str, Any]:
         "load": round(os.getloadavg()[0], 2),
         "versions": versions(),
     }
-
-
-def versions() -> dict[str, str]:
-    """The package, Python, and the libraries that decide about numbers and speed, as far as they are installed."""
-    from specdec import __version__
-
-    found = {"specdec": __version__, "python": platform.python_version()}
-    for name in _PACKAGES:
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
 
 
 def _processor(*names: str) -> str:

@@ -11,11 +11,12 @@ import torch
 
 from specdec.bench.extras import check_extras
 from specdec.bench.group import GroupRun, in_words
-from specdec.bench.machine import Watch, provenance, versions
+from specdec.bench.machine import Watch, provenance
 from specdec.bench.prompts import batches, read_prompts
 from specdec.bench.samples import Failure, Run, Store, fingerprint
 from specdec.bench.suite import PLAIN, Group, Suite
 from specdec.bench.systems import Systems
+from specdec.versions import versions
 
 Notify = Callable[[int, int, str], None]
 

@@ -16,11 +16,12 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from specdec.bench.parts import MARK, Count, Drafting, Mode, Part, Prompts, Synthetic, Target, listed
 from specdec.config import read_yaml, resolve
+from specdec.draft import COPYING, DRAFTS
 from specdec.errors import OptionError
+from specdec.fields import SAMPLING
+from specdec.schedule import SCHEDULES
 
 PRESETS: dict[str, dict[str, Any]] = {"greedy": {"do_sample": False}, "sample": {"do_sample": True}}
-# These follow the target's law, but not the text that it would have written for the same seed.
-UNCOMPARED = ("rejection", "block")
 PLAIN = "plain"  # the name of a group's run without a draft
 
 
@@ -40,8 +41,12 @@ class Strategy:
 
     @property
     def comparable(self) -> bool:
-        """Whether a draft must leave every token as it is."""
-        return self.options.get("sampling") not in UNCOMPARED
+        """Whether a draft must leave every token as it is.
+
+        Ways of sampling that look at q follow the target's law, but not the text that it would have written for the
+        same seed.
+        """
+        return not SAMPLING.get(self.options.get("sampling") or "", False)
 
     @property
     def searches(self) -> bool:
@@ -80,10 +85,11 @@ class Cell:
 
     @property
     def is_chain(self) -> bool:
-        """Whether every drafted token continues the one before it; the cost schedule lets models branch."""
+        """Whether every drafted token continues the one before it; some schedules let models branch."""
         branches = self.drafting.num_assistant_branches
-        copies = self.draft in ("ngram", "suffix")
-        return copies or branches == 1 or (branches is None and self.drafting.schedule != "cost")
+        word = self.draft.partition(":")[0]
+        chains = word in DRAFTS and not DRAFTS[word].guesses_trees
+        return chains or branches == 1 or (branches is None and not SCHEDULES[self.drafting.schedule].grows_trees)
 
 
 @dataclass(frozen=True)
@@ -173,7 +179,7 @@ class Suite(BaseModel):
     def _pair(self, target: Target | str) -> tuple[str, list[str | Synthetic]]:
         if isinstance(target, Target):
             return target.target, target.drafts
-        return target, self.drafts or ([target] if target.startswith("zoo:") else ["suffix"])
+        return target, self.drafts or ([target] if target.startswith("zoo:") else [COPYING[0]])
 
     def _cells(self, target: str, drafts: list[str | Synthetic]) -> tuple[Cell, ...]:
         named = [_priced(draft, target) if isinstance(draft, Synthetic) else draft for draft in drafts]

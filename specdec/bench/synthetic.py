@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from specdec.models import LanguageModel
 from specdec.select.branching import WIDER
-from specdec.types import Call, Plan, Row, Tree
+from specdec.types import BatchDrafter, DraftSession, Plan, Row, Tree
 
 Work = Callable[[int], None]  # a draft pass over so many nodes
 
@@ -21,13 +21,13 @@ Work = Callable[[int], None]  # a draft pass over so many nodes
 def passes_of(draft: LanguageModel, prefix: int = 256) -> Work:
     """Real passes of a draft model over siblings at the end of a text."""
     session = draft.session()
-    session.add(1)
-    session.forward([Tree.chain([5] * prefix)], [1])
-    session.commit([list(range(prefix))])
+    rows = session.add(1)
+    session.forward(rows, [Tree.chain([5] * prefix)], [1])
+    session.commit(rows, [list(range(prefix))])
 
     def work(nodes: int) -> None:
-        session.forward([Tree([7] * nodes, [-1] * nodes)], [nodes])
-        session.commit([[]])
+        session.forward(rows, [Tree([7] * nodes, [-1] * nodes)], [nodes])
+        session.commit(rows, [[]])
 
     return work
 
@@ -62,7 +62,7 @@ class _Node:
     right: bool
 
 
-class SyntheticDrafter:
+class SyntheticDrafter(BatchDrafter, DraftSession):
     """SYNTHETIC: level by level the nodes that are likeliest to become text, as a draft model with branches has them.
 
     `rates` are the chances of its guesses (see `Oracle`), `work` is done for every level. `oracle` must be set to what
@@ -76,16 +76,13 @@ class SyntheticDrafter:
     def __repr__(self) -> str:
         return f"SyntheticDrafter({self.rates})"
 
-    def start(self, call: Call) -> SyntheticDrafter:
+    def start(self, vocab_size: int) -> SyntheticDrafter:
         """Nothing is kept about rows."""
         return self
 
     def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
         """One tree per row."""
         return [self._tree(row, plan) for row, plan in zip(rows, plans, strict=True)]
-
-    def release(self, keys: Sequence[int]) -> None:
-        """Nothing is kept about rows."""
 
     def _tree(self, row: Row, plan: Plan) -> Tree:
         limit, branches = min(plan.limit, row.remaining - 1), plan.branches or 1
@@ -121,12 +118,12 @@ class SyntheticDrafter:
     def _knows(self, row: Row) -> bool:
         """Whether the row's text is what was foretold."""
         new = row.tokens[row.prompt_length :]
-        return self.oracle is not None and self.oracle.texts[row.key][: len(new)] == new
+        return self.oracle is not None and self.oracle.texts[row.task.place][: len(new)] == new
 
     def _guess(self, row: Row, depth: int, rank: int) -> tuple[int, bool]:
         if self.oracle is None:
             return rank, False
-        return self.oracle.guess(row.key, len(row.tokens) - row.prompt_length + depth, rank)
+        return self.oracle.guess(row.task.place, len(row.tokens) - row.prompt_length + depth, rank)
 
     def _children(self, ends: Sequence[_Node], branches: int) -> list[tuple[_Node, int]]:
         """The likeliest next nodes, each as the node before it and the rank of the guess."""

@@ -13,13 +13,13 @@ from specdec.bench.parts import Mode, Synthetic
 from specdec.bench.prompts import PromptText
 from specdec.bench.suite import Cell
 from specdec.bench.synthetic import SyntheticDrafter, passes_of
+from specdec.draft import COPYING, is_word
 from specdec.errors import OptionError
 from specdec.generator import SpecGenerator
 from specdec.output import Generation
-from specdec.types import BatchDrafter, Call, DraftSession, Plan, Row, Tree
+from specdec.types import EMPTY, BatchDrafter, Commit, DraftSession, Plan, Row, Tree
 
 _SHARED = ("dtype", "device_map", "compile", "trust_remote_code")  # what a draft is loaded with, as its target
-_TEXT_DRAFTS = ("ngram", "suffix")
 _IN_VAIN = 24  # characters shown of what was drafted and not accepted
 
 
@@ -51,17 +51,17 @@ class Systems:
         target, tokenizer = self.plain.target, self.plain.tokenizer
         if isinstance(draft, Synthetic):
             drafter = SyntheticDrafter(draft.synthetic, passes_of(self._model(draft.like).target))
-            return SpecGenerator(target, drafter, tokenizer=tokenizer)
+            return SpecGenerator(target, drafter, tokenizer=tokenizer, prefix_cache=False)
         text, plus, name = draft.rpartition("+")
-        if name in _TEXT_DRAFTS or name.startswith("early_exit:"):
-            return SpecGenerator(target, draft, tokenizer=tokenizer)
-        if plus and text != "suffix":
-            raise OptionError.of("drafts", "one draft, or suffix+MODEL", draft)
+        if is_word(draft):
+            return SpecGenerator(target, draft, tokenizer=tokenizer, prefix_cache=False)
+        if plus and (text not in COPYING or is_word(name)):
+            raise OptionError.of("drafts", f"one draft, or a pair such as {COPYING[0]}+MODEL", draft)
         model = self._model(name)
         both = {"tokenizer": tokenizer}
         if tokenizer is not None:
             both["assistant_tokenizer"] = model.tokenizer
-        return SpecGenerator(target, (text, model.target) if plus else model.target, **both)
+        return SpecGenerator(target, (text, model.target) if plus else model.target, **both, prefix_cache=False)
 
     def _model(self, name: str) -> SpecGenerator:
         if name not in self._models:
@@ -120,21 +120,29 @@ def token_gaps(arrivals: Sequence[tuple[float, int]]) -> list[float]:
     return gaps
 
 
-class _Recording:
+class _Recording(BatchDrafter, DraftSession):
     """A draft, and what it proposed in every round, for one row."""
 
     def __init__(self, drafter: BatchDrafter) -> None:
-        self._drafter = drafter
+        self._drafter, self.instant, self.models = drafter, drafter.instant, drafter.models
         self.proposed: list[Tree] = []
+        self._last = EMPTY
 
-    def start(self, call: Call) -> DraftSession:
-        self._session = self._drafter.start(call)
+    def start(self, vocab_size: int) -> DraftSession:
+        self._session = self._drafter.start(vocab_size)
         return self
 
     def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
-        trees = self._session.propose(rows, plans)
-        self.proposed.append(trees[0])
+        [self._last] = trees = self._session.propose(rows, plans)
         return trees
+
+    def rewind(self, row: Row, length: int) -> None:
+        self._session.rewind(row, length)
+
+    def commit(self, commits: Sequence[Commit]) -> None:
+        self.proposed.append(self._last)
+        self._last = EMPTY
+        self._session.commit(commits)
 
     def release(self, keys: Sequence[int]) -> None:
         self._session.release(keys)
@@ -145,7 +153,7 @@ def strip(generator: SpecGenerator, call: Mapping[str, Any]) -> list[dict[str, A
     assert generator.drafter is not None
     recording = _Recording(generator.drafter)
     tokenizer = generator.tokenizer
-    shown = SpecGenerator(generator.target, recording, tokenizer=tokenizer)
+    shown = SpecGenerator(generator.target, recording, tokenizer=tokenizer, prefix_cache=False)
     rounds = []
     for event, proposed in zip(shown.stream(**call), _growing(recording.proposed), strict=False):
         left = proposed.tokens[event.accepted :]

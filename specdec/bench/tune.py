@@ -7,9 +7,11 @@ from typing import Any
 
 from specdec.bench.results import Results
 from specdec.bench.suite import Suite, read_suite
+from specdec.draft import COPYING, is_word
+from specdec.schedule import SCHEDULES
 
 LENGTHS = (1, 2, 3, 5, 8, 12)  # tokens of the constant schedules
-ADAPTIVE = ("heuristic", "confidence", "cost")
+ADAPTIVE = tuple(name for name in SCHEDULES if name != "constant")
 
 
 def candidates(target: str, draft: str, given: Mapping[str, Any], lengths: Sequence[int] = LENGTHS) -> Suite:
@@ -38,6 +40,7 @@ def snippet(target: str, system: Results) -> dict[str, Any]:
     if system["draft"] is None:
         return {"target": target, "method": "none"}
     text, _, model = system["draft"].rpartition("+")
-    if model in ("ngram", "suffix") or model.startswith("early_exit:"):
+    if is_word(model):
         return {"target": target, "method": model, **system["schedule"]}
-    return {"target": target, "draft": model, "method": "hybrid" if text else "draft", **system["schedule"]}
+    method = "draft" if not text else "hybrid" if text == COPYING[0] else f"hybrid:{text}"
+    return {"target": target, "draft": model, "method": method, **system["schedule"]}

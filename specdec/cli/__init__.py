@@ -7,6 +7,7 @@
 | `bench.py` | `bench` and `tune`: what they measure, the bar, the outcome in words |
 | `pair.py` | `demo` and `zoo`: the models that come with the package |
 | `request.py` | flags and a YAML file, checked and turned into what to load and how to decode |
+| `flags.py` | flags that several commands have |
 | `load.py` | models brought in, with a sign of life |
 | `show.py` | text on the screen, the table of statistics, the JSON report |
 | `transcribe.py` | `transcribe`: recordings to text, JSON lines or subtitles |

@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Column, Table
 
+from specdec.cli.flags import Dtype, Offload, OffloadFolder, Quantization
+from specdec.cli.request import COPYING, WORDS
 from specdec.cli.show import write
-from specdec.cli.terminal import FAILED, MISMATCH, OK, Debug, Quiet, fail, loading, say
+from specdec.cli.terminal import FAILED, MISMATCH, OK, Debug, Heartbeat, Quiet, fail, loading, say
 from specdec.errors import OptionError
+from specdec.schedule import SCHEDULES
 
 if TYPE_CHECKING:
     from specdec.bench.runner import Notify
@@ -33,22 +36,19 @@ FLAGS = {
     "seed": "seed",
     "near_tie": "near_tie",
 }
+DRAFTS = f"Hub id, folder, zoo:python-code, {', '.join(WORDS)} or {COPYING[0]}+MODEL"
 MODE_FLAGS = ("dtype", "quantization", "offload", "offload_folder", "compile")
 
 Out = Annotated[Path | None, typer.Option(help="Folder of samples and report; bench-NAME by default.")]
 Draft = Annotated[
     list[str] | None,
-    typer.Option(help="Hub id, folder, zoo:python-code, ngram, suffix, early_exit:N or suffix+MODEL; repeatable."),
+    typer.Option(help=f"{DRAFTS}; repeatable."),
 ]
 PromptSource = Annotated[
     list[str] | None,
     typer.Option(help="code, copy, text, a text file or JSON lines (Spec-Bench, HumanEval, GSM8K); repeatable."),
 ]
 Number = Annotated[int | None, typer.Option(min=1, help="Prompts of every set.")]
-Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 …")]
-Quantization = Annotated[str | None, typer.Option(help="int8, int8-weight, nf4 or fp4.")]
-Offload = Annotated[str | None, typer.Option(help="cpu or disk.")]
-OffloadFolder = Annotated[str | None, typer.Option(help="Where weights go that are offloaded to disk.")]
 Compile = Annotated[bool | None, typer.Option("--compile", help="torch.compile the passes.")]
 Tokens = Annotated[int | None, typer.Option(min=1, help="New tokens of every prompt.")]
 Repeats = Annotated[int | None, typer.Option(min=1, help="How often every request is measured.")]
@@ -61,9 +61,7 @@ def bench(
     ] = None,
     config: Annotated[Path | None, typer.Option(help="YAML: the matrix, see configs/bench. Flags win.")] = None,
     draft: Draft = None,
-    schedule: Annotated[
-        list[str] | None, typer.Option(help="heuristic, constant, confidence or cost; repeatable.")
-    ] = None,
+    schedule: Annotated[list[str] | None, typer.Option(help=f"{', '.join(SCHEDULES)}; repeatable.")] = None,
     num_draft_tokens: Annotated[
         list[int] | None, typer.Option(min=1, help="A constant number of drafted tokens; repeatable.")
     ] = None,
@@ -104,7 +102,7 @@ def bench(
     if restart:
         with suppress(NotADirectoryError):  # which the run tells
             (folder / "samples.jsonl").unlink(missing_ok=True)
-    with progress(quiet=quiet) as notify:
+    with resumable(folder, without=" without --restart" if restart else ""), progress(quiet=quiet) as notify:
         found = results(run(suite, folder, notify))
     write(Console(), "".join(f"{line}\n" for line in lines(found)))
     say(f"report: {write_report(found, folder)}")
@@ -170,30 +168,46 @@ def counted(source: str | Mapping[str, Any], count: int) -> dict[str, Any]:
 
 @contextmanager
 def progress(*, quiet: bool) -> Iterator[Notify]:
-    """A bar on stderr with the time left; what it returns is told how far the run is."""
-    columns = (
-        *(
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-        ),
-        TextColumn("{task.description}", markup=False),
-    )
-    with Progress(*columns, console=Console(stderr=True, quiet=quiet), transient=True) as bar:
-        task = bar.add_task("", total=None)
+    """A bar on stderr with the time left, or lines now and then; what it returns is told how far the run is."""
+    with progress_bar(Console(stderr=True, quiet=quiet)) as bar:
+        task, beat = bar.add_task("", total=None), Heartbeat(quiet=quiet)
 
         def notify(done: int, total: int, doing: str) -> None:
             bar.update(task, completed=done, total=total, description=doing)
+            beat(done, total, doing)
 
         yield notify
+
+
+@contextmanager
+def resumable(folder: Path | None, *, without: str = "") -> Iterator[None]:
+    """Tells at Ctrl-C how a run with this folder goes on; `without` is a flag that would forget its samples."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if folder is not None:
+            say(f"the same command{without} goes on from here; what was measured so far is in {folder}")
+        raise
+
+
+def progress_bar(console: Console) -> Progress:
+    """A bar whose share and times are never squeezed out by what is being done."""
+    return Progress(
+        TaskProgressColumn(),
+        BarColumn(bar_width=12),
+        TimeRemainingColumn(),
+        TextColumn("left"),
+        TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
+        console=console,
+        transient=True,
+        expand=True,
+    )
 
 
 def tune(
     ctx: typer.Context,
     target: Annotated[str, typer.Argument(help="Hub id, folder, or zoo:python-code.")],
-    draft: Annotated[str, typer.Argument(help="Hub id, folder, zoo:python-code, suffix, ngram or suffix+MODEL.")],
+    draft: Annotated[str, typer.Argument(help=f"{DRAFTS}.")],
     prompts: PromptSource = None,
     count: Number = None,
     num_draft_tokens: Annotated[
@@ -224,7 +238,7 @@ def tune(
         from specdec.bench.tune import LENGTHS, best, candidates, ranked, snippet
 
         suite = candidates(target, draft, given, num_draft_tokens or LENGTHS)
-    with tempfile.TemporaryDirectory() as scratch, progress(quiet=quiet) as notify:
+    with tempfile.TemporaryDirectory() as scratch, resumable(out), progress(quiet=quiet) as notify:
         found = results(run(suite, out or Path(scratch), notify))
         if out is not None:
             write_report(found, out)

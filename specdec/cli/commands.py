@@ -7,16 +7,29 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from specdec.cli.bench import bench, tune
+from specdec.cli.flags import (
+    ConfigFile,
+    DeviceMap,
+    DraftTokens,
+    Dtype,
+    Method,
+    Offload,
+    OffloadFolder,
+    Quantization,
+    RemoteCode,
+    ScheduleName,
+    Settings,
+    Stats,
+)
 from specdec.cli.load import load
 from specdec.cli.pair import demo, zoo_app
-from specdec.cli.request import DEFAULT_NEW_TOKENS, METHODS, read_prediction, read_prompt, read_request
+from specdec.cli.request import DEFAULT_NEW_TOKENS, read_prediction, read_prompt, read_request
 from specdec.cli.show import Printer, print_texts, report, stats_table, write
 from specdec.cli.summarize import summarize
 from specdec.cli.terminal import (
@@ -29,11 +42,13 @@ from specdec.cli.terminal import (
     Quiet,
     abandon_stdout,
     fail,
+    notes,
     say,
     stop_on_interrupt,
 )
 from specdec.cli.transcribe import transcribe
 from specdec.errors import OptionError, SpecdecError
+from specdec.fields import SAMPLING
 
 app = typer.Typer(
     add_completion=False, pretty_exceptions_enable=False, help="Speculative decoding: the same text, in fewer passes."
@@ -51,8 +66,9 @@ def main() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Runs one command and returns its exit code; errors become one line on stderr, unless --debug is given."""
     debug = "--debug" in arguments
-    with warnings.catch_warnings():
-        warnings.showwarning = _show_warning(quiet="--quiet" in arguments or "-q" in arguments)
+    quiet = "--quiet" in arguments or "-q" in arguments
+    with warnings.catch_warnings(), notes(quiet=quiet):
+        warnings.showwarning = _show_warning(quiet=quiet)
         try:
             code = app(list(arguments), prog_name="specdec", standalone_mode=False)
             sys.stdout.flush()
@@ -118,18 +134,20 @@ def generate(
         str | None, typer.Argument(help="Hub id, folder, or zoo:NAME (specdec zoo lists them); may come from --config.")
     ] = None,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The text to continue; - reads stdin.")] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The prompt is a message: put it through the model's chat template.")
+    ] = False,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="A message before it. Implies --chat.")] = None,
     prediction: Annotated[
         str | None, typer.Option(metavar="FILE", help="Text that the answer may resemble, for drafts that copy.")
     ] = None,
     draft_model: Annotated[str | None, typer.Option(help="A smaller model: hub id, folder, or zoo:NAME.")] = None,
-    method: Annotated[
-        str | None, typer.Option(help=f"{METHODS}. auto: draft if there is a draft model, else suffix.")
-    ] = None,
-    num_draft_tokens: Annotated[int | None, typer.Option(help="Most tokens to draft per round.")] = None,
+    method: Method = None,
+    num_draft_tokens: DraftTokens = None,
     num_draft_branches: Annotated[
         int | None, typer.Option(help="Let a draft model guess trees: so many nodes go on at every depth.")
     ] = None,
-    schedule: Annotated[str | None, typer.Option(help="heuristic, constant, confidence or cost.")] = None,
+    schedule: ScheduleName = None,
     max_new_tokens: Annotated[
         int | None, typer.Option(help=f"Length limit, {DEFAULT_NEW_TOKENS} if nothing sets one.")
     ] = None,
@@ -139,52 +157,48 @@ def generate(
     temperature: Annotated[float | None, typer.Option(help="Implies --sample, like the next three.")] = None,
     top_k: Annotated[int | None, typer.Option()] = None,
     top_p: Annotated[float | None, typer.Option()] = None,
-    sampling: Annotated[str | None, typer.Option(help="coupled, match, rejection or block.")] = None,
+    sampling: Annotated[str | None, typer.Option(help=f"One of {', '.join(SAMPLING)}.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of sampling; without it a fresh one, which --json tells.")] = None,
     num_return_sequences: Annotated[int | None, typer.Option(help="How many samples.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; repeatable.")] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 …; auto, the default, is the checkpoint's.")
-    ] = None,
-    quantization: Annotated[str | None, typer.Option(help="int8, int8-weight, nf4 or fp4.")] = None,
-    device_map: Annotated[str | None, typer.Option(help="cpu, cuda, auto …")] = None,
+    dtype: Dtype = None,
+    quantization: Quantization = None,
+    device_map: DeviceMap = None,
     max_memory: Annotated[
         list[str] | None, typer.Option(metavar="DEVICE=SIZE", help="Most memory, as in cpu=2GiB; repeatable.")
     ] = None,
-    offload: Annotated[str | None, typer.Option(help="cpu or disk: read weights from there in every pass.")] = None,
-    offload_folder: Annotated[str | None, typer.Option(help="For weights that must be written again.")] = None,
+    offload: Offload = None,
+    offload_folder: OffloadFolder = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the target on the hub.")] = None,
     draft_dtype: Annotated[str | None, typer.Option(help="The same for the draft; by default the target's.")] = None,
     draft_quantization: Annotated[str | None, typer.Option(help="The same for the draft.")] = None,
     draft_revision: Annotated[str | None, typer.Option(help="The same for the draft.")] = None,
-    config: Annotated[Path | None, typer.Option(help="YAML: target, draft, method and options. Flags win.")] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any other option of generate; repeatable.")
-    ] = None,
+    config: ConfigFile = None,
+    set_: Settings = None,
     json_: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
-    stats: Annotated[bool, typer.Option("--stats", help="A table of statistics on stderr.")] = False,
+    stats: Stats = False,
     show_draft: Annotated[
         bool, typer.Option("--show-draft", help="Colour what came from the draft; without colours, mark it ⟦so⟧.")
     ] = False,
     stream: Annotated[bool, typer.Option(help="Print text as it comes.")] = True,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that comes with a model.")
-    ] = False,
+    trust_remote_code: RemoteCode = False,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> int:
-    """Continue a prompt with TARGET, helped by a draft; the text is TARGET's own."""
+    """Continue a prompt with TARGET, or answer it (--chat), helped by a draft; the text is TARGET's own."""
     request = read_request(ctx.params)
     text, expected = read_prompt(prompt), read_prediction(prediction, request.method)
     generator = load(request, quiet=quiet)
     live = stream and not json_ and request.options.get("num_return_sequences", 1) == 1
     with stop_on_interrupt() as interrupt:
         call: dict[str, Any] = {**request.options, "stopping_criteria": [interrupt], "prediction": expected}
+        chat = chat or system is not None
+        call |= {"messages": messages(text, system)} if chat else {"prompt": text}
         if live:
             printer = Printer(Console(), generator.tokenizer, show_draft=show_draft)
-            out = printer.follow(generator.stream(text, **call))
+            out = printer.follow(generator.stream(**call))
         else:
-            out = generator.generate(text, **call)
+            out = generator.generate(**call)
     if json_:
         found = report(out, request, interrupted=interrupt.asked)
         write(Console(), json.dumps(found, ensure_ascii=False) + "\n")
@@ -192,7 +206,23 @@ def generate(
         print_texts(out.texts or [])
     if stats and out.stats is not None:
         Console(stderr=True).print(stats_table(out.stats, interrupted=interrupt.asked))
-    return INTERRUPTED if interrupt.asked else OK
+    if interrupt.asked:
+        return INTERRUPTED
+    if not chat and not quiet:
+        hint_at_chat(generator.tokenizer, out.texts or [])
+    return OK
+
+
+def hint_at_chat(tokenizer: Any, texts: Sequence[str]) -> None:
+    """A line on stderr where a chat model ended at once, as many do after a prompt that is no message."""
+    if not any(text.strip() for text in texts) and getattr(tokenizer, "chat_template", None):
+        say("hint: the text is empty, and a plain prompt does not go through the chat template of this model: --chat")
+
+
+def messages(text: str, system: str | None) -> list[dict[str, str]]:
+    """A conversation of one message, behind what the system says."""
+    before = [] if system is None else [{"role": "system", "content": system}]
+    return [*before, {"role": "user", "content": text}]
 
 
 app.command()(demo)

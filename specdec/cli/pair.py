@@ -14,7 +14,7 @@ from specdec.cli.show import ACCEPTED, PROMPT, TARGET, Printer, has_colours, wri
 from specdec.cli.terminal import MISMATCH, OK, Debug, Quiet, fail, loading
 
 if TYPE_CHECKING:
-    from specdec.zoo.demo import Duel
+    from specdec.bench.duel import Duel
 
 zoo_app = typer.Typer(help="The models that come with the package, and the recipes that made them.")
 
@@ -36,7 +36,7 @@ def demo(
     pair = zoo.pair()
     out = Console()
     with loading(f"loading zoo:{pair.name}", quiet=quiet):
-        from specdec.zoo.demo import duel, load, prompt
+        from specdec.bench.duel import duel, load, prompt
 
         assisted, plain = load(pair)
         text = prompt(seed)
@@ -82,7 +82,7 @@ def _compared(duel: Duel, tokenizer: Any) -> int:
     """The exit code; where the two texts part, says so."""
     if duel.difference is None:
         return OK
-    position, *tokens = duel.difference
+    _, position, *tokens = duel.difference
     plain, assisted = ("nothing" if t is None else f"{t} {tokenizer.decode([t])!r}" for t in tokens)
     return fail(f"error: mismatch at new token {position}: plain wrote {plain}, assisted {assisted}", MISMATCH)
 
@@ -101,16 +101,16 @@ def zoo(ctx: typer.Context, debug: Debug = False) -> None:
             size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
             print(f"  {role:<24} {size / 1e6:.1f} MB  {folder}")
         for key, value in pair.card.items():
-            print(f"  {key.replace('_', ' '):<24} {_plain(value)}")
+            print(f"  {key.replace('_', ' '):<24} {_shown(value)}")
 
 
-def _plain(value: object) -> str:
+def _shown(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else value if isinstance(value, str) else json.dumps(value)
 
 
 @zoo_app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
 def train(ctx: typer.Context) -> None:
     """Make a pair again, or a larger one: specdec zoo train [OUT] --recipe NAME; --help lists that recipe's options."""
-    from specdec.zoo import train as recipe
+    from specdec.train import main
 
-    recipe.main([a for a in ctx.args if a != "--debug"])
+    main([a for a in ctx.args if a != "--debug"])

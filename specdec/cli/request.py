@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import OptionError
+from specdec.fields import DRAFT_WORDS
 from specdec.loading import NAMES as LOADING
 from specdec.loading import Loading
 
 DEFAULT_NEW_TOKENS = 128
-METHODS = "auto, draft, ngram, suffix, early_exit:N, hybrid or none"
+# The words for drafts without a model, as they are written.
+WORDS = tuple(f"{name}:{word.argument}" if word.argument else name for name, word in DRAFT_WORDS.items())
+COPYING = tuple(name for name, word in DRAFT_WORDS.items() if word.copies)
+METHODS = f"auto, draft, {', '.join(WORDS)}, hybrid or none"
 
 # Flag of `generate` -> option of the library.
 FLAGS = {
@@ -37,7 +41,6 @@ DRAFT_OPTIONS = ("prompt_lookup_num_tokens", "assistant_early_exit")
 CALL_ONLY = (*DRAFT_OPTIONS, "max_matching_ngram_size")
 STRATEGY_OPTIONS = ("strategy", "num_samples", "ranking")
 NAMED = ("target", "draft", "method")
-COPYING = ("suffix", "ngram", "hybrid")  # methods that copy
 DRAFT_FLAGS = {"draft_dtype": "dtype", "draft_quantization": "quantization", "draft_revision": "revision"}
 
 
@@ -54,7 +57,7 @@ class Request:
     @property
     def draft_model(self) -> str | None:
         """The draft's model, where the method has one."""
-        if self.method not in ("draft", "hybrid"):
+        if not _runs_model(self.method):
             return None
         return str(self.draft[1] if isinstance(self.draft, tuple) else self.draft)
 
@@ -80,7 +83,7 @@ def read_request(
         raise OptionError("--show-draft shows one text: leave out --num-return-sequences")
     locate(target, "target", named)  # the draft may have the same name, and the error would be about that
     method, draft = choose_draft(params, file, target, options)
-    if "draft_options" in loading and method not in ("draft", "hybrid"):
+    if "draft_options" in loading and not _runs_model(method):
         raise OptionError(
             f"options to load a draft were given, and method {method} uses no draft model: leave them out"
         )
@@ -211,32 +214,49 @@ def choose_draft(
         if params["method"] or params["draft_model"]:
             raise OptionError(f"`{own[0]}` names a draft, and so do --method and --draft-model: pass one of them")
         return own[0], None
-    modelled = ("auto", "draft", "hybrid")
     from_file = file.get("method", "auto")
-    if params["draft_model"] and from_file not in modelled:
+    if params["draft_model"] and not _may_run_model(from_file):
         from_file = "auto"
     method: str = params["method"] or from_file
     model = params["draft_model"] or file.get("draft")
-    if method not in modelled:
+    if not _may_run_model(method):
         if params["draft_model"]:
             raise OptionError(f"--method {method} uses no draft model: leave out --draft-model, or pass --method draft")
         return method, _draft_without_model(method)
     if model is None and target.startswith("zoo:"):
         model = target
     if model is None and method == "auto":
-        return "suffix", "suffix"
+        return COPYING[0], COPYING[0]
     if model is None:
         raise OptionError(f"--method {method} needs a draft model: pass --draft-model")
     model = locate(model, "draft", "--draft-model")
-    return ("hybrid", ("suffix", model)) if method == "hybrid" else ("draft", model)
+    copied = _copied(method)
+    return ("draft", model) if copied is None else (method, (copied, model))
+
+
+def _may_run_model(method: str) -> bool:
+    """Whether a draft model goes with this method."""
+    return method == "auto" or _runs_model(method)
+
+
+def _runs_model(method: str) -> bool:
+    """Whether this method needs a draft model."""
+    return method == "draft" or _copied(method) is not None
+
+
+def _copied(method: str) -> str | None:
+    """The word of the draft that stands beside the model in `hybrid` or `hybrid:WORD`; None for other methods."""
+    name, colon, word = method.partition(":")
+    word = word if colon else COPYING[0]
+    return word if name == "hybrid" and word in COPYING else None
 
 
 def _draft_without_model(method: str) -> str | None:
-    layers = method.removeprefix("early_exit:")
-    if method in ("ngram", "suffix") or (layers != method and layers.isdecimal()):
-        return method
     if method == "none":
         return None
+    name, colon, argument = method.partition(":")
+    if name in DRAFT_WORDS and DRAFT_WORDS[name].takes(argument if colon else None):
+        return method
     raise OptionError.of("--method", METHODS, method)
 
 
@@ -264,9 +284,9 @@ def read_prediction(file: str | None, method: str) -> str | None:
     """The text of the file of --prediction; raises OptionError where the method could not use it."""
     if file is None:
         return None
-    if method not in COPYING:
+    if method not in COPYING and _copied(method) is None:
         raise OptionError(
-            f"--prediction is for drafts that copy, and the method is {method}: pass --method hybrid or suffix"
+            f"--prediction is for drafts that copy, and the method is {method}: pass --method hybrid or {COPYING[0]}"
         )
     text = read_text(file)
     if not text:

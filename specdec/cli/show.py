@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from rich.table import Table
 
 from specdec.cli.request import Request
 from specdec.cli.terminal import BROKEN_PIPE, abandon_stdout
+from specdec.versions import versions
 
 if TYPE_CHECKING:
     from specdec.output import Event, Generation
@@ -138,21 +138,6 @@ def stats_fields(stats: Stats) -> dict[str, Any]:
     )
     values = {name: getattr(stats, name) for name in names}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-
-
-def versions() -> dict[str, str]:
-    """What ran."""
-    import torch
-    import transformers
-
-    from specdec import __version__
-
-    return {
-        "specdec": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }
 
 
 def stats_table(stats: Stats, *, interrupted: bool = False) -> Table:

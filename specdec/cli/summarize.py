@@ -5,32 +5,46 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 
+from specdec.cli.flags import (
+    ConfigFile,
+    DeviceMap,
+    DraftTokens,
+    Dtype,
+    Method,
+    Quantization,
+    RemoteCode,
+    ScheduleName,
+    Settings,
+    Stats,
+)
 from specdec.cli.load import load
-from specdec.cli.request import DEFAULT_NEW_TOKENS, METHODS, Request, read_request, read_text
-from specdec.cli.show import print_text, settings, stats_fields, stats_table, versions, write
+from specdec.cli.request import DEFAULT_NEW_TOKENS, Request, read_request, read_text
+from specdec.cli.show import print_text, settings, stats_fields, stats_table, write
 from specdec.cli.terminal import OK, Debug, Quiet, loading, say
 from specdec.errors import OptionError
+from specdec.versions import versions
 
 if TYPE_CHECKING:
     from specdec.pipelines import Summaries, Summarizer
 
 
+ZOO = "zoo:python-summary"
+
+
 def summarize(
     ctx: typer.Context,
     files: Annotated[list[str] | None, typer.Argument(metavar="FILE…", help="Text files; - reads stdin.")] = None,
+    demo: Annotated[bool, typer.Option("--demo", help=f"Functions that come with the package, by {ZOO}.")] = False,
     model: Annotated[str | None, typer.Option(help="Hub id or folder; may come from --config.")] = None,
     draft_model: Annotated[str | None, typer.Option(help="A smaller model: hub id or folder.")] = None,
-    method: Annotated[
-        str | None, typer.Option(help=f"{METHODS}. auto: draft if there is a draft model, else suffix.")
-    ] = None,
-    num_draft_tokens: Annotated[int | None, typer.Option(help="Most tokens to draft per round.")] = None,
-    schedule: Annotated[str | None, typer.Option(help="heuristic, constant, confidence or cost.")] = None,
+    method: Method = None,
+    num_draft_tokens: DraftTokens = None,
+    schedule: ScheduleName = None,
     max_new_tokens: Annotated[
         int | None, typer.Option(help=f"Length limit; else the checkpoint's, or {DEFAULT_NEW_TOKENS}.")
     ] = None,
@@ -44,26 +58,24 @@ def summarize(
         list[str] | None, typer.Option(metavar="FILE", help="A good summary of each FILE, in order, for ROUGE.")
     ] = None,
     format: Annotated[Literal["text", "json"], typer.Option(help="text, or one JSON object.")] = "text",
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 …")] = None,
-    quantization: Annotated[str | None, typer.Option(help="int8, int8-weight, nf4 or fp4.")] = None,
-    device_map: Annotated[str | None, typer.Option(help="cpu, cuda, auto …")] = None,
-    config: Annotated[Path | None, typer.Option(help="YAML: target, draft, method and options. Flags win.")] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any other option of generate; repeatable.")
-    ] = None,
-    stats: Annotated[bool, typer.Option("--stats", help="A table of statistics on stderr.")] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that comes with a model.")
-    ] = False,
+    dtype: Dtype = None,
+    quantization: Quantization = None,
+    device_map: DeviceMap = None,
+    config: ConfigFile = None,
+    set_: Settings = None,
+    stats: Stats = False,
+    trust_remote_code: RemoteCode = False,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> int:
     """Summarise texts of any length; the summaries are the model's own, whatever draft helps it."""
-    flags = defaultdict(lambda: None, {**ctx.params, "target": model})
+    if demo and files:
+        raise OptionError("--demo brings texts of its own: leave out the files, or --demo")
+    flags = defaultdict(lambda: None, {**ctx.params, "target": model or (ZOO if demo and config is None else None)})
     request = read_request(flags, named="--model", new_tokens=None)
-    if not files:
-        raise OptionError("no file was named: pass FILE, or - to read stdin")
-    texts, references = read_files(files), read_files(reference or [])
+    if not files and not demo:
+        raise OptionError("no file was named: pass FILE, - to read stdin, or --demo for texts of the package")
+    texts, references = demo_texts() if demo else read_files(files or []), read_files(reference or [])
     if references and len(references) != len(texts):
         raise OptionError.of("--reference", f"given once for each of {len(texts)} files", list(references))
     if references:
@@ -90,6 +102,13 @@ def read_files(names: Sequence[str]) -> dict[str, str]:
         if not found[name].strip():
             raise OptionError(f"{'standard input' if name == '-' else name} is empty: there is nothing to summarize")
     return found
+
+
+def demo_texts() -> dict[str, str]:
+    """The package's own texts, by name."""
+    from specdec import zoo
+
+    return zoo.functions()
 
 
 def check_rouge() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -28,6 +30,54 @@ def fail(message: str, code: int) -> int:
 def say(message: str, style: str = "") -> None:
     """A line on stderr, as it is."""
     Console(stderr=True).print(message, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+class Heartbeat:
+    """Where no bar can be drawn, a line on stderr now and then: how much is done, and about how long the rest takes."""
+
+    def __init__(self, *, quiet: bool, seconds: float = 20.0) -> None:
+        self._silent = quiet or Console(stderr=True).is_terminal
+        self._seconds = seconds
+        self._began = self._last = time.monotonic()
+        self._before: float | None = None
+
+    def __call__(self, done: float, total: float, doing: str) -> None:
+        """Told of every step; what was done at the first one was done before."""
+        now = time.monotonic()
+        self._before = done if self._before is None else self._before
+        if self._silent or now - self._last < self._seconds or not total:
+            return
+        self._last, made = now, done - self._before
+        left = f", about {duration((total - done) * (now - self._began) / made)} left" if made > 0 else ""
+        say(f"{done / total:.0%}{left}: {doing}")
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds, as 1:02:03 or 2:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
+
+
+class _Notes(logging.Handler):
+    """What the library has to say beside warnings, as lines on stderr."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(f"note: {record.getMessage()}", "dim")
+
+
+@contextmanager
+def notes(*, quiet: bool) -> Iterator[None]:
+    """Shows the library's own log from INFO on while it is open."""
+    log, handler = logging.getLogger("specdec"), _Notes(logging.INFO)
+    level = log.level
+    if not quiet:
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
 
 
 def abandon_stdout() -> None:

@@ -13,10 +13,12 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from specdec.cli.request import FLAGS, locate, read_settings
+from specdec.cli.flags import DeviceMap, DraftTokens, Dtype, ScheduleName, Stats
+from specdec.cli.request import FLAGS, WORDS, locate, read_settings
 from specdec.cli.show import PROMPT, stats_table, write
-from specdec.cli.terminal import OK, Debug, Quiet, loading, say
-from specdec.errors import OptionError
+from specdec.cli.terminal import FAILED, OK, Debug, Heartbeat, Quiet, loading, say
+from specdec.errors import OptionError, SpecdecError
+from specdec.fields import DRAFT_WORDS
 
 if TYPE_CHECKING:
     from specdec.pipelines import Transcriber, Transcription
@@ -36,7 +38,8 @@ def transcribe(
         str, typer.Option(help=f"A Whisper model: hub id or folder. {ZOO} knows a few hundred words.")
     ] = ZOO,
     draft_model: Annotated[
-        str | None, typer.Option(help="A smaller Whisper or a distilled one, hub id or folder; or suffix, ngram.")
+        str | None,
+        typer.Option(help=f"A smaller Whisper or a distilled one, hub id or folder; or {', '.join(WORDS)}."),
     ] = None,
     language: Annotated[str | None, typer.Option(help="Name or code; by ear if nothing says it.")] = None,
     task: Annotated[str | None, typer.Option(help="transcribe, or translate into English.")] = None,
@@ -51,50 +54,69 @@ def transcribe(
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Windows or chunks that are decoded together.")] = 1,
     fallback: Annotated[
-        bool, typer.Option("--fallback", help="Try misheard windows again, warmer, and skip silent ones.")
+        bool,
+        typer.Option("--fallback", help="Try misheard windows again, warmer; skip silent, unlikely ones."),
     ] = False,
     context: Annotated[bool, typer.Option("--context", help="Let a window know the text before it.")] = False,
-    num_draft_tokens: Annotated[int | None, typer.Option(help="Most tokens to draft per round.")] = None,
-    schedule: Annotated[str | None, typer.Option(help="heuristic, constant, confidence or cost.")] = None,
+    num_draft_tokens: DraftTokens = None,
+    schedule: ScheduleName = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Most tokens of a window.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of what --fallback draws.")] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 …; auto, the default, is the checkpoint's.")
-    ] = None,
-    device_map: Annotated[str | None, typer.Option(help="cpu, cuda, auto …")] = None,
+    dtype: Dtype = None,
+    device_map: DeviceMap = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any other option of a call; repeatable.")
     ] = None,
     output_dir: Annotated[Path | None, typer.Option(help="Write NAME.txt, .json, .srt or .vtt there.")] = None,
-    stats: Annotated[bool, typer.Option("--stats", help="A table of statistics on stderr.")] = False,
+    stats: Stats = False,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> int:
-    """Write down what is said in recordings; the text is the model's own, the draft makes it faster."""
+    """Write down what is said in recordings; the text is the model's own, the draft makes it faster.
+
+    A recording that cannot be read is told on stderr, the others go on, and the exit code is 1.
+    """
     files, references = read_files(files or [], demo=demo, reference=reference)
     check_output(files, format, output_dir)
     options = read_options(ctx.params)
     if output_dir is not None:
         output_dir.mkdir(parents=True, exist_ok=True)
     transcriber = load(ctx.params, quiet=quiet)
-    texts = []
+    texts: list[str | None] = []
     for first in range(0, len(files), batch_size):
         names = files[first : first + batch_size]
         with progress(f"{first + len(names)}/{len(files)}", quiet=quiet) as notify:
             inputs = [sys.stdin.buffer if name == STDIN else name for name in names]
-            found = transcriber(inputs, batch_size=batch_size, progress=notify, **options)
+            found = transcriber(inputs, batch_size=batch_size, progress=notify, on_error=unreadable, **options)
         for i, (name, out) in enumerate(zip(names, found, strict=True), first):
-            texts.append(out["text"])
-            wer = None if references is None else error_rate(transcriber, out, references[i])
-            show(name, out, wer, format, output_dir, headed=len(files) > 1)
-        if stats:
-            Console(stderr=True).print(stats_table(found[0].stats))
-        if not quiet:
-            say(pace(found))
+            texts.append(None if out is None else out["text"])
+            if out is not None:
+                wer = None if references is None else error_rate(transcriber, out, references[i])
+                show(name, out, wer, format, output_dir, headed=len(files) > 1)
+        heard = [out for out in found if out is not None]
+        if stats and heard:
+            Console(stderr=True).print(stats_table(heard[0].stats))
+        if not quiet and heard:
+            say(pace(heard))
     if references is not None:
-        rate = transcriber.error_rate(texts, references, language=language)
-        say(f"word error rate {rate:.2%}, {len(files)} recording{'s' * (len(files) > 1)}")
-    return OK
+        say(whole_error_rate(transcriber, texts, references, language))
+    return FAILED if None in texts else OK
+
+
+def unreadable(source: Any, error: SpecdecError) -> None:
+    """One line about a recording that is left out."""
+    say(f"error: {' '.join(str(error).split())}", "red")
+
+
+def whole_error_rate(
+    transcriber: Transcriber, texts: Sequence[str | None], references: Sequence[str], language: str | None
+) -> str:
+    """The word errors of all recordings that could be read."""
+    pairs = [(text, said) for text, said in zip(texts, references, strict=True) if text is not None]
+    if not pairs:
+        return "no recording could be read"
+    rate = transcriber.error_rate([text for text, _ in pairs], [said for _, said in pairs], language=language)
+    return f"word error rate {rate:.2%}, {len(pairs)} recording{'s' * (len(pairs) > 1)}"
 
 
 def read_files(files: list[str], *, demo: bool, reference: Path | None) -> tuple[list[str], list[str] | None]:
@@ -128,15 +150,13 @@ def read_options(params: Mapping[str, Any]) -> dict[str, Any]:
         flags["return_timestamps"] = "word"
     elif params["format"] != "text":
         flags["return_timestamps"] = True
-    if params["fallback"]:
-        flags |= FALLBACK
     if params["context"]:
         flags["condition_on_prev_tokens"] = True
     given = {name: value for name, value in flags.items() if value is not None}
     extra = read_settings(params["set_"] or [])
     if both := sorted(given.keys() & extra.keys()):
         raise OptionError(f"`{both[0]}` was set by its flag and by --set: pass one of them")
-    return {"seed": 0, **given, **extra}
+    return {"seed": 0, **(FALLBACK if params["fallback"] else {}), **given, **extra}
 
 
 def load(params: Mapping[str, Any], *, quiet: bool) -> Transcriber:
@@ -145,7 +165,7 @@ def load(params: Mapping[str, Any], *, quiet: bool) -> Transcriber:
     if draft is None and params["model"].startswith("zoo:"):
         draft = params["model"]
     draft = draft if draft is None else locate(draft, "draft", "--draft-model")
-    names = [target, *([draft] if draft not in (None, "suffix", "ngram") else [])]
+    names = [target, *([draft] if draft is not None and draft.partition(":")[0] not in DRAFT_WORDS else [])]
     how = {name: params[name] for name in ("dtype", "device_map") if params[name] is not None}
     if params["model"].startswith("zoo:"):
         how.setdefault("dtype", "float32")
@@ -165,8 +185,13 @@ def progress(label: str, *, quiet: bool) -> Iterator[Callable[[float, float], No
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True, quiet=quiet), transient=True) as bar:
-        task = bar.add_task(label, total=0)
-        yield lambda done, known: bar.update(task, completed=done, total=known)
+        task, beat = bar.add_task(label, total=0), Heartbeat(quiet=quiet)
+
+        def notify(done: float, known: float) -> None:
+            bar.update(task, completed=done, total=known)
+            beat(done, known, f"{label}, {done:.0f} s of sound")
+
+        yield notify
 
 
 def show(

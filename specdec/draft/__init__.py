@@ -1,24 +1,51 @@
-"""Drafts: what proposes tokens that the target may accept; none of them decides acceptance."""
+"""Drafts: what proposes tokens that the target may accept; none of them decides acceptance.
 
+A new draft is a class with `BatchDrafter`'s attributes, and if callers should find it by a word, a line in
+`specdec.fields.DRAFT_WORDS`. docs/extending.md has an example.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from specdec.draft.best_leaf import BestLeaf
 from specdec.draft.bridge import TextBridge
 from specdec.draft.early_exit import EarlyExitDrafter
 from specdec.draft.function import FunctionDrafter
 from specdec.draft.hybrid import HybridDrafter
 from specdec.draft.intersection import VocabularyIntersection
-from specdec.draft.leading import Leading
 from specdec.draft.model import ModelDrafter
 from specdec.draft.ngram import NgramDrafter
 from specdec.draft.suffix import SuffixAutomaton, SuffixDrafter
+from specdec.fields import DRAFT_WORDS
+
+DRAFTS: dict[str, type[Any]] = {
+    word: getattr(import_module(f"specdec.draft.{known.module}"), known.kind) for word, known in DRAFT_WORDS.items()
+}
+"""Drafts by the word that stands for them; their classmethod `of(target, argument)` takes what follows a colon."""
+
+COPYING = tuple(word for word, known in DRAFT_WORDS.items() if known.copies)
+"""The words of drafts that copy, which can stand beside a model in a pair."""
+
+
+def is_word(draft: object) -> bool:
+    """Whether this is a word for a draft, with or without an argument, and not the name of a model."""
+    return isinstance(draft, str) and draft.partition(":")[0] in DRAFTS
+
 
 __all__ = [
+    "COPYING",
+    "DRAFTS",
+    "BestLeaf",
     "EarlyExitDrafter",
     "FunctionDrafter",
     "HybridDrafter",
-    "Leading",
     "ModelDrafter",
     "NgramDrafter",
     "SuffixAutomaton",
     "SuffixDrafter",
     "TextBridge",
     "VocabularyIntersection",
+    "is_word",
 ]

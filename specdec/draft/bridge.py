@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from specdec.draft.leading import ReadRow
-from specdec.draft.text import cut, legible
-from specdec.types import EMPTY, BatchDrafter, Call, DraftSession, Plan, Row, Tree
+from specdec.draft.best_leaf import ReadRow, common_length
+from specdec.draft.text import cut, known_tokens
+from specdec.types import EMPTY, BatchDrafter, Commit, DraftSession, Plan, Row, Tree
 
 _WINDOW = 12
 _SLACK = 8
@@ -77,7 +78,9 @@ class _Likeliest:
 
     needs_q = False
 
-    def pick(self, row: Row, guesses: list[int], logits: Tensor) -> tuple[int, float, Tensor | None]:
+    def pick(
+        self, row: Row, guesses: list[int], logits: Tensor, *, confident: bool = True
+    ) -> tuple[int, float, Tensor | None]:
         confidence, token = torch.softmax(logits.float(), -1).max(-1)
         return int(token), float(confidence), None
 
@@ -86,10 +89,22 @@ class _Likeliest:
 class DraftRow(ReadRow):
     """A row as the draft reads it, in the draft's tokens; `seen` target tokens are in it.
 
-    Its `prompt_length` covers the beginning of text alone: everything after that may be encoded anew.
+    Its `prompt_length` covers the beginning of text alone: everything after that may be encoded anew. `guess` is what
+    the draft said last.
     """
 
     seen: int = 0
+    guess: list[int] = field(default_factory=list)
+
+    def tell(self, draft: DraftSession, before: list[int]) -> None:
+        """Tells the draft how its guess compares with the row's text, and what of the text was `before` another one."""
+        same = common_length(before, self.tokens)
+        new = self.tokens[same:] if same == len(before) else []
+        right = common_length(self.guess, new)
+        self.guess = []
+        draft.commit([Commit(self, list(range(right)), right)])
+        if same < len(before):
+            draft.rewind(self, same)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +118,10 @@ class _DraftPlan:
     def branches(self) -> int:
         return 1
 
+    @property
+    def needs_confidence(self) -> bool:
+        return True  # all of a guess is put into one number
+
     def go_on(self, paths: Sequence[Sequence[float]], width: int = 1) -> bool:
         return self.plan.go_on(paths)
 
@@ -110,38 +129,48 @@ class _DraftPlan:
         return self.plan.keep(confidence)
 
 
-class TextBridge:
+class TextBridge(BatchDrafter):
     """Drafts through text with a drafter of another vocabulary (string-level match, arXiv 2502.05202, algorithm 2).
 
-    The draft guesses greedily; what comes back is one-hot, which match and rejection verification both take.
+    The draft guesses greedily; what comes back is one-hot, which match and rejection verification both take. Under
+    rejection shared tokens serve better (`by_tokens`).
     """
+
+    guesses_trees = reads_predictions = False
 
     def __init__(self, drafter: BatchDrafter, target_tokenizer: Tokenizer, draft_tokenizer: Tokenizer) -> None:
         self.drafter = drafter
+        self.models = drafter.models
         self.target_tokenizer, self.draft_tokenizer = target_tokenizer, draft_tokenizer
 
     def __repr__(self) -> str:
         return f"TextBridge({self.drafter!r})"
 
-    @property
-    def parts(self) -> tuple[BatchDrafter, Tokenizer, Tokenizer]:
-        """What it bridges: the drafter, the target's tokenizer and the draft's."""
-        return self.drafter, self.target_tokenizer, self.draft_tokenizer
+    @cached_property
+    def by_tokens(self) -> BatchDrafter:
+        """The same draft, of tokens that both vocabularies have; raises VocabularyError if there are none."""
+        from specdec.draft.intersection import VocabularyIntersection  # it builds on this module
 
-    def start(self, call: Call) -> BridgeSession:
-        """A session on the rows of `call`; an encoder-decoder draft reads `call.draft_inputs`."""
+        return VocabularyIntersection(self.drafter, self.target_tokenizer, self.draft_tokenizer)
+
+    def for_sampling(self, sampling: str | None) -> BatchDrafter:
+        """Text for match verification, shared tokens for rejection."""
+        return self.by_tokens if sampling in ("rejection", "block") else self
+
+    def start(self, vocab_size: int) -> BridgeSession:
+        """A session without rows."""
         # Width is the draft's own affair: no logits of it are cut or padded to the target's.
-        size, end = _size(self.draft_tokenizer), self.draft_tokenizer.eos_token_id
-        ends = frozenset() if end is None else frozenset({end})
-        inner = replace(call, rule=_Likeliest(), branching=None, encoding=None, vocab_size=size, ends=ends)
-        return BridgeSession(self.drafter.start(inner), self.target_tokenizer, self.draft_tokenizer, call)
+        inner = self.drafter.start(_size(self.draft_tokenizer))
+        return BridgeSession(inner, self.target_tokenizer, self.draft_tokenizer, vocab_size)
 
 
-class BridgeSession:
-    """A text bridge at work on the rows of one call."""
+class BridgeSession(DraftSession):
+    """A bridge at work: rows in the draft's own tokens, which change at their end as the text goes on."""
 
-    def __init__(self, draft: DraftSession, target: Tokenizer, drafts: Tokenizer, call: Call) -> None:
-        self._draft, self._target, self._drafts, self._call = draft, target, drafts, call
+    def __init__(self, draft: DraftSession, target: Tokenizer, drafts: Tokenizer, vocab_size: int) -> None:
+        self._draft, self._target, self._drafts, self._vocab_size = draft, target, drafts, vocab_size
+        end = drafts.eos_token_id
+        self._ends = frozenset() if end is None else frozenset({end})
         self._rows: dict[int, DraftRow] = {}
 
     def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
@@ -155,6 +184,8 @@ class BridgeSession:
                 for row, draft, plan in zip(rows, read, plans, strict=True)
             ]
             guesses = self._draft.propose(read, inner)
+            for draft, guess in zip(read, guesses, strict=True):
+                draft.guess = guess.tokens
             return [
                 self._proposal(row, draft, guess, plan)
                 for row, draft, guess, plan in zip(rows, read, guesses, plans, strict=True)
@@ -163,8 +194,17 @@ class BridgeSession:
             self.release([row.key for row in rows])
             raise
 
+    @property
+    def cache(self) -> Any:
+        """The draft's."""
+        return self._draft.cache
+
+    def rewind(self, row: Row, length: int) -> None:
+        """Reads the row's text anew."""
+        self.release([row.key])
+
     def release(self, keys: Sequence[int]) -> None:
-        """Forgets finished rows, here and in the draft."""
+        """Forgets rows, here and in the draft."""
         for key in keys:
             self._rows.pop(key, None)
         self._draft.release(keys)
@@ -174,11 +214,14 @@ class BridgeSession:
         draft = self._rows.get(row.key)
         if draft is None:
             opening, seen = begin(self._target, self._drafts, row.tokens)
-            draft = self._rows[row.key] = DraftRow(row.key, opening, len(opening), seen=seen)
+            task = replace(row.task, rule=_Likeliest(), branching=None, ends=self._ends)
+            draft = self._rows[row.key] = DraftRow(row.key, opening, len(opening), task, seen=seen)
+        before = list(draft.tokens)
         new, draft.seen = self._new_text(row.tokens, draft.seen)
         if new:
             start, text = window(self._drafts, draft.tokens, draft.prompt_length)
             draft.tokens[start:] = encode(self._drafts, text + new)
+        draft.tell(self._draft, before)
         return draft
 
     def _new_text(self, tokens: list[int], seen: int) -> tuple[str, int]:
@@ -199,7 +242,7 @@ class BridgeSession:
         tokens = self._continuation(row.tokens, draft.seen, self._guessed_text(draft, ids))
         if ended and self._target.eos_token_id is not None and bool(tokens) == bool(ids):
             tokens = [*tokens, self._target.eos_token_id]
-        tokens = legible(tokens, self._call)
+        tokens = known_tokens(tokens, self._vocab_size, row.task.ends)
         chance = math.prod(guess.confidence or [1.0]) ** (1 / max(len(tokens), 1))
         return cut(tokens, [chance] * len(tokens), row, plan, "bridge")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from specdec.draft.model import ModelDrafter
+from specdec.errors import OptionError
 
 if TYPE_CHECKING:
     from specdec.models import LanguageModel
@@ -18,6 +19,15 @@ class EarlyExitDrafter(ModelDrafter):
             target.early_exit(layers), source=f"early_exit:{layers}", shared_encoder=target.is_encoder_decoder
         )
         self.layers = layers
+
+    @classmethod
+    def of(cls, target: LanguageModel, argument: str | None, name: str = "draft") -> EarlyExitDrafter:
+        """`early_exit:N`; raises OptionError, which names the caller's argument `name`, for what is no such number."""
+        layers = int(argument) if argument is not None and argument.isdecimal() else 0
+        if not 1 <= layers < target.num_layers:
+            least = f"early_exit:N with N of the target's {target.num_layers} layers, at least 1 and not all"
+            raise OptionError.of(name, least, "early_exit" if argument is None else f"early_exit:{argument}")
+        return cls(target, layers)
 
     def __repr__(self) -> str:
         return f"EarlyExitDrafter({self.layers})"

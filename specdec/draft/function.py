@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from operator import index
 
-from specdec.draft.leading import tail
-from specdec.draft.text import cut, sprouts
+from specdec.draft.best_leaf import branch_tokens
+from specdec.draft.text import cut, merge_chains
 from specdec.errors import DraftError, OptionError
-from specdec.types import Call, Drafter, Plan, Row, Tree
+from specdec.types import BatchDrafter, Drafter, DraftSession, Plan, Row, Tree
 
 Propose = Callable[[list[int], int], Iterable[int]]
 
 
-class FunctionDrafter:
+class FunctionDrafter(BatchDrafter):
     """Drafts with a `Drafter`, or with a plain callable `(tokens, k) -> tokens`.
 
     It may return a list or a one-dimensional tensor or array; tokens beyond `k` are left out.
     """
+
+    guesses_trees = reads_predictions = False
+    instant = True
 
     def __init__(self, draft: Drafter | Propose) -> None:
         refuse_class("draft", draft)
@@ -30,15 +33,15 @@ class FunctionDrafter:
     def __repr__(self) -> str:
         return f"FunctionDrafter({self._name})"
 
-    def start(self, call: Call) -> FunctionSession:
-        """A session on the rows of `call`."""
-        return FunctionSession(self._propose, self._name, call.vocab_size)
+    def start(self, vocab_size: int) -> FunctionSession:
+        """A session without rows."""
+        return FunctionSession(self._propose, self._name, vocab_size)
 
 
-class FunctionSession:
-    """The user's function at work on the rows of one call."""
+class FunctionSession(DraftSession):
+    """The user's function at work."""
 
-    branches = True
+    guesses_branches = True
 
     def __init__(self, propose: Propose, name: str, vocab_size: int) -> None:
         self._propose, self._name, self._vocab_size = propose, name, vocab_size
@@ -46,12 +49,9 @@ class FunctionSession:
     def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
         """One chain per leaf; raises DraftError if the function returns anything but tokens."""
         return [
-            sprouts([self._chain(row, plan, tail(row, leaf)) for leaf in row.leaves])
+            merge_chains([self._chain(row, plan, branch_tokens(row, leaf)) for leaf in row.leaves])
             for row, plan in zip(rows, plans, strict=True)
         ]
-
-    def release(self, keys: Sequence[int]) -> None:
-        """Nothing is kept about rows."""
 
     def _chain(self, row: Row, plan: Plan, beyond: list[int]) -> Tree:
         limit = min(plan.limit, row.remaining - 1)

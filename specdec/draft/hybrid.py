@@ -5,22 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Protocol
+from typing import Any
 
-from specdec.draft.text import Calibration, TextSession, cut
+from specdec.draft.text import TextDrafter, TextSession, cut
 from specdec.errors import OptionError
-from specdec.types import EMPTY, BatchDrafter, Call, DraftSession, Plan, Row, Tree
+from specdec.types import EMPTY, BatchDrafter, Commit, DraftSession, Plan, Row, Tree
 
 _MEMORY = 0.9
 _TESTED_AT_MOST = 200.0
-
-
-class TextDrafter(Protocol):
-    """A draft that copies from the text: its guess is deterministic and costs next to nothing."""
-
-    calibration: Calibration
-
-    def start(self, call: Call) -> TextSession: ...
 
 
 @dataclass
@@ -62,7 +54,7 @@ class Odds:
         self.nodes = _fading(self.nodes, max(nodes, 1))
 
 
-class HybridDrafter:
+class HybridDrafter(BatchDrafter):
     """Per row and round the text draft or the model draft, by expected accepted tokens per second.
 
     The text draft guesses in every round, used or not, and is scored against what came; the model drafts only where it
@@ -71,21 +63,32 @@ class HybridDrafter:
     """
 
     def __init__(self, text: TextDrafter, model: BatchDrafter) -> None:
-        if not hasattr(text, "calibration"):
+        if not isinstance(text, TextDrafter):
             raise OptionError.of("text", "a text draft such as NgramDrafter() or SuffixDrafter()", text)
         self.text, self.model = text, model
+        self.models, self.guesses_trees = model.models, model.guesses_trees
         self._odds = Odds()
+        self._other: HybridDrafter | None = None
 
     def __repr__(self) -> str:
         return f"HybridDrafter({self.text!r}, {self.model!r})"
 
-    def start(self, call: Call) -> HybridSession:
-        """A session on the rows of `call`; what was learned about the model draft is kept across calls."""
-        return HybridSession(self.text.start(call), self.model.start(call), self._odds)
+    def for_sampling(self, sampling: str | None) -> BatchDrafter:
+        """The same pair with the model draft that serves this kind of sampling."""
+        model = self.model.for_sampling(sampling)
+        if model is self.model:
+            return self
+        if self._other is None or self._other.model is not model:
+            self._other = HybridDrafter(self.text, model)
+        return self._other
+
+    def start(self, vocab_size: int) -> HybridSession:
+        """A session without rows; what was learned about the model draft is kept across sessions."""
+        return HybridSession(self.text.start(vocab_size), self.model.start(vocab_size), self._odds)
 
 
-class HybridSession:
-    """Both drafts at work on the rows of one call."""
+class HybridSession(DraftSession):
+    """Both drafts at work."""
 
     def __init__(self, text: TextSession, model: DraftSession, odds: Odds) -> None:
         self._text, self._model, self._odds = text, model, odds
@@ -94,9 +97,9 @@ class HybridSession:
         self._pending: dict[int, tuple[int, Tree]] = {}
 
     @property
-    def branches(self) -> bool:
+    def guesses_branches(self) -> bool:  # type: ignore[override]
         """Whether the model draft looks after all branches of a search."""
-        return getattr(self._model, "branches", False)
+        return self._model.guesses_branches
 
     def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
         """One tree per row, from the draft that promises more; for the branches of a search, from the model."""
@@ -117,8 +120,22 @@ class HybridSession:
         self._ended = perf_counter()
         return trees
 
+    @property
+    def cache(self) -> Any:
+        """The model's."""
+        return self._model.cache
+
+    def commit(self, commits: Sequence[Commit]) -> None:
+        """Passed on: the model's cache holds the rows' branches whoever made the proposal."""
+        self._model.commit(commits)
+
+    def rewind(self, row: Row, length: int) -> None:
+        """Passed on."""
+        self._text.rewind(row, length)
+        self._model.rewind(row, length)
+
     def release(self, keys: Sequence[int]) -> None:
-        """Forgets finished rows, in both drafts."""
+        """Forgets rows, in both drafts."""
         for key in keys:
             self._pending.pop(key, None)
             self._read.discard(key)

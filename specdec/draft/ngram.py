@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specdec.draft.text import SEPARATOR, Calibration, TextSession, until_separator
+from specdec.draft.text import SEPARATOR, Calibration, TextDrafter, TextSession, until_separator
 from specdec.errors import OptionError
-from specdec.types import Call
 
 
 class NgramIndex:
@@ -38,7 +37,7 @@ class NgramIndex:
         return [], 0
 
 
-class NgramDrafter:
+class NgramDrafter(TextDrafter):
     """Copies what followed an earlier occurrence of the last n tokens (prompt lookup, as in transformers).
 
     `num_tokens` bounds a proposal; n runs from `max_ngram` down to 1 and the first match counts. With `encoder=True`
@@ -55,12 +54,12 @@ class NgramDrafter:
     def __repr__(self) -> str:
         return f"NgramDrafter({self.num_tokens}, {self.max_ngram}, encoder={self.encoder})"
 
-    def start(self, call: Call) -> TextSession:
-        """A session on the rows of `call`; what was learned about confidence is kept across calls."""
+    def start(self, vocab_size: int) -> TextSession:
+        """A session without rows; what was learned about confidence is kept across sessions."""
         return TextSession(
             lambda: NgramIndex(self.num_tokens, self.max_ngram),
             self.calibration,
-            call,
+            vocab_size,
             encoder=self.encoder,
             source="ngram",
         )

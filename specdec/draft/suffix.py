@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specdec.draft.text import SEPARATOR, Calibration, TextSession, until_separator
+from specdec.draft.text import SEPARATOR, Calibration, TextDrafter, TextSession, until_separator
 from specdec.errors import OptionError
-from specdec.types import Call
 
 _ROOT = 0
 _REACH = 64
@@ -157,7 +156,7 @@ class SuffixIndex:
         return tokens
 
 
-class SuffixDrafter:
+class SuffixDrafter(TextDrafter):
     """Copies what followed the longest repeated suffix (SAM-Decoding, arXiv 2411.10666).
 
     A match of m tokens allows 1 + `growth`·m guesses; shorter matches than `min_match` allow none. `frequent` follows
@@ -178,12 +177,12 @@ class SuffixDrafter:
     def __repr__(self) -> str:
         return f"SuffixDrafter(growth={self.growth}, min_match={self.min_match}, frequent={self.frequent})"
 
-    def start(self, call: Call) -> TextSession:
-        """A session on the rows of `call`; what was learned about confidence is kept across calls."""
+    def start(self, vocab_size: int) -> TextSession:
+        """A session without rows; what was learned about confidence is kept across sessions."""
         return TextSession(
             lambda: SuffixIndex(self.growth, self.min_match, self.frequent),
             self.calibration,
-            call,
+            vocab_size,
             encoder=self.encoder,
             source="suffix",
         )

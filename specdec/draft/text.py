@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from specdec.draft.leading import tail
-from specdec.types import Call, Plan, Row, Tree
+from specdec.draft.best_leaf import branch_tokens
+from specdec.errors import OptionError
+from specdec.types import BatchDrafter, DraftSession, Plan, Row, Tree
 
 SEPARATOR = -1
 """Stands between texts in one index; no text contains it, and no proposal crosses it."""
@@ -76,7 +78,7 @@ def cut(tokens: list[int], confidence: list[float], row: Row, plan: Plan, source
     return Tree.chain(tokens[: len(kept)], kept, source=source)
 
 
-def sprouts(chains: Sequence[Tree]) -> Tree:
+def merge_chains(chains: Sequence[Tree]) -> Tree:
     """One proposal of a chain per leaf."""
     tokens: list[int] = []
     parents: list[int] = []
@@ -97,16 +99,41 @@ class _Reading:
     match: int = 0
 
 
-class TextSession:
-    """A draft that copies from the text, at work on the rows of one call."""
+class TextDrafter(BatchDrafter):
+    """A draft that copies from the text: its guess is deterministic and costs next to nothing."""
 
-    branches = True
+    guesses_trees = False
+    instant = True
+    calibration: Calibration
+
+    @classmethod
+    def of(cls, target: object, argument: str | None, name: str = "draft") -> TextDrafter:
+        """The draft as its word alone names it; raises OptionError, which names the caller's argument `name`."""
+        if argument is not None:
+            raise OptionError.of(name, "a word without an argument", argument)
+        return cls()
+
+    @abstractmethod
+    def start(self, vocab_size: int) -> TextSession:
+        """A session without rows; what was learned about confidence is kept across sessions."""
+
+
+class TextSession(DraftSession):
+    """A draft that copies from the text, at work."""
+
+    guesses_branches = True
 
     def __init__(
-        self, make_index: Callable[[], Index], calibration: Calibration, call: Call, *, encoder: bool, source: str
+        self,
+        make_index: Callable[[], Index],
+        calibration: Calibration,
+        vocab_size: int,
+        *,
+        encoder: bool,
+        source: str,
     ) -> None:
         self._make_index, self._calibration = make_index, calibration
-        self._call, self._encoder, self.source = call, encoder, source
+        self._vocab_size, self._encoder, self.source = vocab_size, encoder, source
         self._readings: dict[int, _Reading] = {}
 
     def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
@@ -118,7 +145,7 @@ class TextSession:
         reading = self._readings.pop(row.key, None) or self._open(row)
         self._read(reading, row.tokens)
         found, reading.match = reading.index.lookup(max(limit, 1))
-        reading.guess = legible(found, self._call)
+        reading.guess = known_tokens(found, self._vocab_size, row.task.ends)
         # Put back only here: a reading that an exception left half way is read anew.
         self._readings[row.key] = reading
         return reading.guess, self._calibration.rates(reading.match, len(reading.guess))
@@ -127,16 +154,20 @@ class TextSession:
         first = cut(*self.guess(row, plan.limit), row, plan, self.source)
         if not row.tree.tokens:
             return first
-        return sprouts([cut(*self._branch(row, leaf, plan.limit), row, plan, self.source) for leaf in row.leaves])
+        return merge_chains([cut(*self._branch(row, leaf, plan.limit), row, plan, self.source) for leaf in row.leaves])
 
     def _branch(self, row: Row, leaf: int, limit: int) -> tuple[list[int], list[float]]:
         """Guesses after one branch of a search, whose shared text was read."""
-        found, match = self._readings[row.key].index.lookup(max(limit, 1), tail(row, leaf))
-        guess = legible(found, self._call)
+        found, match = self._readings[row.key].index.lookup(max(limit, 1), branch_tokens(row, leaf))
+        guess = known_tokens(found, self._vocab_size, row.task.ends)
         return guess, self._calibration.rates(match, len(guess))
 
+    def rewind(self, row: Row, length: int) -> None:
+        """Forgets the row's index: it is made again."""
+        self._readings.pop(row.key, None)
+
     def release(self, keys: Sequence[int]) -> None:
-        """Forgets the indices of finished rows."""
+        """Forgets the indices of rows."""
         for key in keys:
             self._readings.pop(key, None)
 
@@ -157,12 +188,12 @@ class TextSession:
         reading.seen = len(text)
 
 
-def legible(tokens: list[int], call: Call) -> list[int]:
+def known_tokens(tokens: list[int], vocab_size: int, ends: Collection[int]) -> list[int]:
     """`tokens` before the first that the target does not have (an encoder may read more), or up to one that ends."""
     for i, token in enumerate(tokens):
-        if not 0 <= token < call.vocab_size:
+        if not 0 <= token < vocab_size:
             return tokens[:i]
-        if token in call.ends:
+        if token in ends:
             return tokens[: i + 1]
     return tokens
 

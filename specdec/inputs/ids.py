@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from numbers import Integral
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from specdec.errors import OptionError
 from specdec.models import LanguageModel
+from specdec.values import is_list, is_whole, plain
 
 MASKS = {
     "prompt": "attention_mask",
@@ -31,7 +31,7 @@ class Ids(NamedTuple):
 def read_ids(name: str, value: Any, given: Mapping[str, Any], target: LanguageModel, pad: int | None = None) -> Ids:
     """Rows of ids, one row, or a tensor `[rows, length]`, without what their mask, or else `pad`, marks as padding."""
     rows = _lists(value)
-    if rows is None or not all(map(_is_id, itertools.chain(*rows))):
+    if rows is None or not all(map(is_whole, itertools.chain(*rows))):
         got = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise OptionError.of(name, "text, or token ids: integers of shape [rows, length] like `input_ids`", got)
     if not rows:
@@ -49,29 +49,17 @@ def read_ids(name: str, value: Any, given: Mapping[str, Any], target: LanguageMo
 
 def _lists(value: Any) -> list[Any] | None:
     """Rows, or one row alone, as lists; None for what is neither."""
-    value = _plain(value)
-    rows = [_plain(row) for row in value] if _is_list(value) else None
-    if rows and not any(map(_is_list, rows)):
+    value = plain(value)
+    rows = [plain(row) for row in value] if is_list(value) else None
+    if rows and not any(map(is_list, rows)):
         rows = [rows]
-    return rows if rows is not None and all(map(_is_list, rows)) else None
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
-
-
-def _is_id(item: object) -> bool:
-    return isinstance(item, Integral) and not isinstance(item, bool)
+    return rows if rows is not None and all(map(is_list, rows)) else None
 
 
 def read_mask(mask: Any, lengths: list[int], name: str) -> list[list[bool]]:
     """Which tokens of rows of these lengths count; all of them without a mask."""
     rows = [[1] * length for length in lengths] if mask is None else _lists(mask)
-    if rows is None or list(map(len, rows)) != lengths or any(map(_is_list, itertools.chain(*rows))):
+    if rows is None or list(map(len, rows)) != lengths or any(map(is_list, itertools.chain(*rows))):
         got = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise OptionError.of(name, f"one number per token, for rows of {lengths} tokens", got)
     return [[bool(number) for number in row] for row in rows]

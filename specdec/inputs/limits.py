@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
+from typing import Any
 
 from specdec.config import Options, listed
 from specdec.errors import OptionError
@@ -18,7 +20,7 @@ def length_limit(options: Options, prompts: Prompts, target: LanguageModel) -> i
     """The most ids of a row, padding included, as transformers counts them.
 
     Raises OptionError where text has no limit at all, where the prompt fills the limit, and where the text would need
-    more positions than the model has.
+    more positions than the model has; warns where a model whose positions have no end was not made for so many.
     """
     width = prompts.padded.shape[1]
     if options.max_new_tokens is not None:
@@ -40,7 +42,25 @@ def length_limit(options: Options, prompts: Prompts, target: LanguageModel) -> i
             f"the prompt and its continuation may need {needed} positions, but the target has {target.max_positions}: "
             "shorten the prompt or lower `max_new_tokens`"
         )
+    made_for = _made_for(target.config) if target.max_positions is None else None
+    if made_for is not None and needed > made_for:
+        warnings.warn(
+            f"the prompt and its continuation may need {needed} positions, and the target was made for {made_for}: "
+            "beyond them its text is likely to fall apart",
+            stacklevel=2,
+        )
     return limit
+
+
+def _made_for(config: Any) -> int | None:
+    """How many positions a rotary model was made for, its scaling included; None for other models."""
+    rope, most = getattr(config, "rope_parameters", None), getattr(config, "max_position_embeddings", None)
+    if not rope or not most or getattr(config, "alibi", False):
+        return None
+    kinds = [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, Mapping)]
+    scaled = [kind for kind in kinds if kind.get("rope_type") in ("linear", "dynamic", "yarn")]
+    lengths = [(kind.get("original_max_position_embeddings") or most) * (kind.get("factor") or 1) for kind in scaled]
+    return int(max([most, *lengths]))
 
 
 def check_vocabulary(options: Options, target: LanguageModel) -> None:
@@ -61,7 +81,10 @@ def check_vocabulary(options: Options, target: LanguageModel) -> None:
 
 
 def check_least(options: Options, limit: int, prompts: Prompts, target: LanguageModel) -> None:
-    """Raises OptionError for a least length beyond the limit, unless the target's checkpoint brought it."""
+    """Raises OptionError for least new tokens beyond the limit, unless the target's checkpoint brought them.
+
+    Of `min_length` it only warns, as transformers does: the text then ends at its limit.
+    """
     width = prompts.padded.shape[1]
     leasts = {
         "min_length": (options.min_length or 0) - prompts.unseen,
@@ -69,8 +92,12 @@ def check_least(options: Options, limit: int, prompts: Prompts, target: Language
     }
     for name, least in leasts.items():
         asked = getattr(options, name)
-        if least > limit and asked != getattr(target.model.generation_config, name, None):
-            raise OptionError(
-                f"`{name}`={asked} is out of reach, as the text ends after {limit - width} new tokens: "
-                "lower it, or raise `max_new_tokens`"
-            )
+        if least <= limit or asked == getattr(target.model.generation_config, name, None):
+            continue
+        message = (
+            f"`{name}`={asked} is out of reach, as the text ends after {limit - width} new tokens: "
+            "lower it, or raise `max_new_tokens`"
+        )
+        if name == "min_new_tokens":
+            raise OptionError(message)
+        warnings.warn(message, stacklevel=2)

@@ -124,6 +124,8 @@ def _chat(messages: Sequence[Any], tokenizer: Any) -> list[list[int]]:
     """Ids of one conversation or of several, through the tokenizer's chat template."""
     if not hasattr(tokenizer, "apply_chat_template"):
         raise OptionError("`messages` needs a tokenizer with a chat template: pass `tokenizer=` to SpecGenerator")
+    if getattr(tokenizer, "chat_template", "") is None:
+        raise OptionError("`messages` needs a chat template, and this tokenizer has none: pass the text as a prompt")
     if not isinstance(messages, Sequence) or not messages:
         raise OptionError.of("messages", "a list of messages", messages)
     conversations = [messages] if isinstance(messages[0], Mapping) else messages

@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from specdec import zoo
 from specdec.errors import OptionError
 
 
@@ -17,8 +18,8 @@ def check_tokenizer(name: str, tokenizer: Any) -> None:
 
 
 def tokenizer_beside(source: str, **options: Any) -> Any:
-    """The tokenizer in the folder or hub repository of a model; None where there is none."""
+    """The tokenizer in the folder or hub repository of a model, or of a pair of the zoo; None where there is none."""
     try:
-        return AutoTokenizer.from_pretrained(source, **options)
+        return AutoTokenizer.from_pretrained(zoo.locate(source, "target"), **options)  # a pair has one tokenizer
     except (OSError, ValueError, KeyError):
         return None

@@ -60,8 +60,17 @@ class RowPrefix:
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
         """Allows what the function allows after `ids` `[n, length]`; the n hypotheses belong to one row."""
-        constrained = stock.PrefixConstrainedLogitsProcessor(lambda _, text: self.allowed(self.row, text), len(ids))
+        constrained = stock.PrefixConstrainedLogitsProcessor(lambda _, text: self._ids(text), len(ids))
         return constrained(ids, logits)
+
+    def _ids(self, text: Tensor) -> Any:
+        """What may follow `text` `[length]`; raises OptionError where that is nothing, or no list of ids."""
+        found = self.allowed(self.row, text)
+        if not hasattr(found, "__len__") or not len(found):
+            way_out = "return [eos_token_id] where the text is complete, all ids where anything may follow"
+            expected = f"a function to a list of at least one id (here for row {self.row}, after {len(text)} ids)"
+            raise OptionError.of("prefix_allowed_tokens_fn", expected, found, way_out)
+        return found
 
 
 class EncoderPenalty(stock.EncoderRepetitionPenaltyLogitsProcessor):  # type: ignore[misc]

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specdec.logits import host
+
 _NEVER = float("-inf")
 _COLUMN = 256
 _FIRST = 256
@@ -87,6 +89,10 @@ class TopP:
     def __call__(self, ids: Tensor | None, logits: Tensor) -> Tensor:
         """Filtered copy of `logits` `[n, vocab]`; `ids` are not read."""
         probs = torch.softmax(logits, dim=-1)
+        if not host.is_local(logits):  # sorting costs less than looking whether it is necessary
+            places = torch.arange(logits.shape[-1], device=logits.device).expand_as(logits)
+            values, places = _ordered(logits, places)
+            return _only(logits, values, places, self.kept(probs.gather(-1, places)))
         first = min(max(_FIRST, self.min_tokens_to_keep), logits.shape[-1])
         # One more than is decided upon: it shows whether a tie of the last one was left out.
         values, places = _ordered(*top_values(logits, min(first + 1, logits.shape[-1])))
@@ -94,10 +100,6 @@ class TopP:
         kept = self.kept(mass)
         if first == logits.shape[-1] or not bool((kept & (values == values[:, -1:])).any()):
             return _only(logits, values, places, kept)
-        if logits.device.type != "cpu":
-            places = torch.arange(logits.shape[-1], device=logits.device).expand_as(logits)
-            values, places = _ordered(logits, places)
-            return _only(logits, values, places, self.kept(probs.gather(-1, places)))
         return torch.stack([self._cut(*row) for row in zip(logits, probs, strict=True)])
 
     def kept(self, probs: Tensor, before: float = 0.0) -> Tensor:
@@ -141,6 +143,8 @@ class TopKTopP:
         k = self.top_k.k
         if k >= logits.shape[-1]:
             return self.top_p(ids, logits)
+        if not host.is_local(logits):
+            return self.top_p(ids, self.top_k(ids, logits))
         values, places = _ordered(*top_values(logits, min(k + _TIES, logits.shape[-1])))
         last = values[:, k - 1 : k]
         if bool((values[:, -1:] == last).any()):

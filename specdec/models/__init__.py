@@ -4,6 +4,8 @@ from specdec.models.capability import Capability
 from specdec.models.encoding import Encoding
 from specdec.models.language_model import LanguageModel
 from specdec.models.loading import load
-from specdec.models.session import Session, add_rows
+from specdec.models.memory import digest, free_bytes
+from specdec.models.session import Session
+from specdec.models.store import Prefix
 
-__all__ = ["Capability", "Encoding", "LanguageModel", "Session", "add_rows", "load"]
+__all__ = ["Capability", "Encoding", "LanguageModel", "Prefix", "Session", "digest", "free_bytes", "load"]

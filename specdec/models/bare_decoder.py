@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from specdec.errors import OptionError
+from specdec.models.compat import attention_of
 
 
 def on_encoder_of(target: Any, draft: Any) -> Any:
@@ -23,8 +24,8 @@ def on_encoder_of(target: Any, draft: Any) -> Any:
         raise OptionError.of("draft", f"a decoder of the target's width, {width}", draft.config.d_model)
     own = draft.config.to_dict()
     parts = {name: own[name] for name in own if name.startswith("decoder_") or name in _DECODER}
-    config = type(target.config)(**{**target.config.to_dict(), **parts})
-    config._attn_implementation = draft.config._attn_implementation
+    options = {**target.config.to_dict(), **parts, "attn_implementation": attention_of(draft.config)}
+    config = type(target.config)(**options)
     with torch.device("meta"):
         model = WhisperForConditionalGeneration(config)
     model.model.encoder, model.model.decoder = target.get_encoder(), draft.get_decoder()

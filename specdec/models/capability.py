@@ -13,7 +13,7 @@ Positions = Literal["ids", "decoder_ids", "embedding", "bias", "alibi", "native"
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """How sessions of one model work.
+    """How sessions run one model; lengths are in tokens.
 
     `store`: our own keys and values ("kv"), the library's cache with snapshots ("replay"), or no rollback at all.
     `positions`: passed as an argument, looked up by a wrapper, or left to the model ("native").
@@ -21,7 +21,7 @@ class Capability:
     `tree`: whether siblings share a pass ("mask") or paths run one after another ("paths").
     `chunks`: whether a cache that holds tokens takes several more in one pass (some recurrent layers do not).
     `boundary`: how long a text may be until rotary scaling changes; then each node has its own span (`rotary`).
-    `reread`: how long a text may be until the library drops its cache, once, and reads the text again.
+    `cache_reset_length`: how long a text may be until the library drops its cache, once, and reads the text again.
     `reason` says why, in words for an error or a report.
     """
 
@@ -32,7 +32,7 @@ class Capability:
     kinds: tuple[Kind, ...] = (Kind("full_attention"),)
     chunks: bool = True
     boundary: int | None = None
-    reread: int | None = None
+    cache_reset_length: int | None = None
     reason: str = ""
 
 
@@ -124,10 +124,10 @@ def _switch(config: Any, scaling: dict[str, Any]) -> int | None:
     return scaling.get(name) or getattr(config, name, None) or longest if kind == "longrope" else None
 
 
-def reread_length(config: Any) -> int | None:
+def cache_reset_length(config: Any) -> int | None:
     """How long a text may be until it is read again, which matters only where the scaling changes."""
-    rereads = config.model_type in _REREADING and rope_boundary(config) is not None
-    return getattr(config, "original_max_position_embeddings", None) if rereads else None
+    resets = config.model_type in _REREADING and rope_boundary(config) is not None
+    return getattr(config, "original_max_position_embeddings", None) if resets else None
 
 
 def known(config: Any) -> Capability | None:

@@ -21,8 +21,9 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from transformers.modeling_outputs import CausalLMOutput
 
 from specdec.errors import UnsupportedError
+from specdec.models.compat import TAKES_MASKS, attention_of
 from specdec.models.layout import Layout
-from specdec.models.outputs import Keep
+from specdec.models.outputs import LogitNodes
 from specdec.models.store import KvStore
 
 if TYPE_CHECKING:
@@ -46,15 +47,15 @@ class CompiledForward:
         """Whether a pass is worth compiled code: short, and not the first, which allocates the buffers."""
         return layout.start > 0 and layout.nodes <= MOST_NODES
 
-    def __call__(self, ids: Tensor, layout: Layout, kept: Keep, store: KvStore) -> CausalLMOutput:
+    def __call__(self, ids: Tensor, layout: Layout, kept: LogitNodes, store: KvStore) -> CausalLMOutput:
         """Logits of the kept nodes `[rows, kept, vocab]`, or of all nodes where the model cannot slice."""
         language, kinds, device = self._language, self._language.capability.kinds, self._language.device
-        slots, sight = layout.all_slots(), layout.sight or layout.causal()
-        masks = [_fresh(sight.mask(kind, language.dtype), device) for kind in kinds]
+        slots, view = layout.all_slots(), layout.view or layout.causal()
+        masks = [_fresh(view.mask(kind, language.dtype), device) for kind in kinds]
         names = [kind.name for kind in kinds] if language.capability.masks == "dict" else None
         nodes = _dynamic(torch.tensor(kept.nodes, device=device)) if self._can_keep else None
-        buffers = store.flat(len(layout.places), _borrowed)
-        given = (_dynamic(ids), _fresh(sight.positions, device), _fresh(slots, device), masks, names, nodes, buffers)
+        buffers = store.flat(len(layout.maps), _borrowed)
+        given = (_dynamic(ids), _fresh(view.positions, device), _fresh(slots, device), masks, names, nodes, buffers)
         try:
             logits = self._run(language.model, *given)
         except FailOnRecompileLimitHit:
@@ -123,7 +124,7 @@ def _borrowed(buffer: Tensor) -> Tensor:
 
 
 def _check(language: LanguageModel) -> None:
-    capability, attention = language.capability, language.model.config._attn_implementation
+    capability, attention = language.capability, attention_of(language.model.config)
     reason = None
     if language.is_offloaded:
         reason = "has weights that are read for each pass"
@@ -135,7 +136,7 @@ def _check(language: LanguageModel) -> None:
         reason = "does not take `position_ids`"
     elif capability.boundary is not None:
         reason = "has rotary scaling that depends on the length"
-    elif attention not in {"sdpa", "eager"}:
+    elif attention not in TAKES_MASKS:
         reason = f'has attention {attention!r}; attn_implementation="sdpa" would do'
     if reason is not None:
         raise UnsupportedError(f"{type(language.model).__name__} {reason}: leave `compile=True` out")

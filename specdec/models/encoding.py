@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from specdec.errors import UnsupportedError
-
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
@@ -33,19 +31,19 @@ class Encoding:
         mask = None if self.mask is None else self.mask.index_select(0, index.to(self.mask.device))
         return Encoding(self.hidden.index_select(0, index), mask)
 
-    def join(self, other: Encoding) -> Encoding:
-        """Both encodings' rows, the shorter ones padded with frames that do not count."""
-        frames = max(self.hidden.shape[1], other.hidden.shape[1])
-        if self.mask is None and other.mask is None and self.hidden.shape[1] == other.hidden.shape[1]:
-            return Encoding(torch.cat([self.hidden, other.hidden]), None)
-        if self.mask is None or other.mask is None:
-            raise UnsupportedError(
-                "rows with and without an encoder mask cannot run together: pass `attention_mask` for all"
-            )
-        parts = [e._padded(frames) for e in (self, other)]
-        return Encoding(torch.cat([p.hidden for p in parts]), torch.cat([p.mask for p in parts if p.mask is not None]))
+    @classmethod
+    def joined(cls, parts: Sequence[Encoding]) -> Encoding:
+        """The rows of all `parts`; shorter ones are padded with frames that do not count."""
+        frames = max(part.hidden.shape[1] for part in parts)
+        if all(part.mask is None and part.hidden.shape[1] == frames for part in parts):
+            return cls(torch.cat([part.hidden for part in parts]), None)
+        return cls(
+            torch.cat([functional.pad(p.hidden, (0, 0, 0, frames - p.hidden.shape[1])) for p in parts]),
+            torch.cat([functional.pad(p._counting(), (0, frames - p.hidden.shape[1])) for p in parts]),
+        )
 
-    def _padded(self, frames: int) -> Encoding:
-        more = frames - self.hidden.shape[1]
-        mask = None if self.mask is None else functional.pad(self.mask, (0, more))
-        return Encoding(functional.pad(self.hidden, (0, 0, 0, more)), mask)
+    def _counting(self) -> Tensor:
+        """The mask, also where all frames count."""
+        if self.mask is not None:
+            return self.mask
+        return torch.ones(self.hidden.shape[:2], dtype=torch.long, device=self.hidden.device)

@@ -32,6 +32,7 @@ def exactness(model: nn.Module, dtype: torch.dtype) -> Exactness:
 
 
 def _kind(module: nn.Module) -> tuple[type, type]:
+    """Layers of one kind compute alike: their class, and that of their weight, which quantization replaces."""
     return type(module), type(getattr(module, "weight", None))
 
 
@@ -39,18 +40,20 @@ _KNOWN = ((nn.Linear, nn.Parameter), (Int8Linear, nn.Parameter))
 
 
 def _row(layer: Any, dtype: torch.dtype) -> Tensor:
-    """Some input `[in]` of a layer."""
+    """An input `[in]` to try a layer with, where it computes."""
     device = execution_device(layer) if any(True for _ in layer.parameters()) else torch.device("cpu")
     return torch.linspace(-1, 1, layer.in_features, device=device, dtype=dtype)
 
 
 def _rows_independent(layer: Any, row: Tensor) -> bool:
-    """Whether a row comes out the same, to the last bit, whatever the other row of the pass is."""
+    """Whether the output for `row` `[in]` is the same, to the last bit, beside zeros and beside outliers."""
+    if any(weight.is_meta for weight in layer.parameters()):
+        return False  # read in every pass, and not there to be tried
     quiet, loud = (layer(torch.stack([row, torch.full_like(row, other)])) for other in (0.0, _OUTLIER))
     return torch.equal(quiet[0], loud[0])
 
 
 def _rounds_input(layer: Any, row: Tensor) -> bool:
-    """Whether a layer sees no more than half precision of its input, and so makes much of a difference in the rest."""
+    """Whether a layer rounds its input, here `row` `[in]`, to half precision, which makes much of tiny differences."""
     halves = (row.to(half).to(row.dtype) for half in (torch.bfloat16, torch.float16))
     return any(torch.equal(layer(row[None]), layer(half[None])) for half in halves)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from json import JSONDecodeError
+from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
@@ -20,11 +23,26 @@ _DISK = "the disk is full; free some space, or name another `offload_folder`"
 _NAME = "check the name, or convert the checkpoint to safetensors if that is what is missing"
 
 
+def closest_name(name: str, known: Iterable[str]) -> str | None:
+    """The known name that was probably meant; None where none is near."""
+    return next(iter(get_close_matches(name, known, n=1, cutoff=0.75)), None)
+
+
+def check_folder(source: str | os.PathLike[str], argument: str = "model") -> None:
+    """Raises OptionError where `source` can only be a folder's path, and there is no such folder."""
+    name = str(source)
+    only_a_path = not isinstance(source, str) or name.startswith((".", "~", os.sep)) or name.count("/") > 1
+    if only_a_path and not Path(name).is_dir():
+        kind = "it is a file" if Path(name).exists() else "there is no such folder"
+        raise OptionError.of(argument, "a hub id, or the folder of a model", name, kind)
+
+
 @contextmanager
-def explained(name: str) -> Iterator[None]:
+def explained(name: str, argument: str = "model", words: Iterable[str] = ()) -> Iterator[None]:
     """Errors of loading `name` as OptionError where another argument would help, else as LoadError.
 
-    What the failed frames held, half a model perhaps, is let go.
+    `argument` is what the caller calls it, `words` what else it may be than a model. What the failed frames held, half
+    a model perhaps, is let go.
     """
     try:
         yield
@@ -36,14 +54,17 @@ def explained(name: str) -> Iterator[None]:
             raise
         traceback.clear_frames(error.__traceback__)
         kind = OptionError if cause is _NAME else LoadError
-        raise kind(f"`model` {name!r} cannot be loaded ({_first_line(error)}): {cause}") from error
+        near = closest_name(name, words) if cause is _NAME else None
+        if near is not None:
+            cause = f"did you mean {near!r}?"
+        raise kind(f"`{argument}` {name!r} cannot be loaded ({_first_line(error)}): {cause}") from error
 
 
-def check_complete(name: str, info: dict[str, set[str]]) -> None:
+def check_complete(name: str, info: dict[str, set[str]], argument: str = "model") -> None:
     """Raises LoadError where weights were not in the checkpoint, and so were made up."""
     if missing := sorted(info["missing_keys"]):
         raise LoadError(
-            f"`model` {name!r} cannot be loaded ({len(missing)} weights are missing, {missing[0]}…): {_BROKEN}"
+            f"`{argument}` {name!r} cannot be loaded ({len(missing)} weights are missing, {missing[0]}…): {_BROKEN}"
         )
 
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
-from transformers.quantizers.base import get_keys_to_not_convert
-from transformers.quantizers.quantizers_utils import should_convert_module
 
 from specdec.errors import UnsupportedError
+from specdec.models.compat import int8_linear, quantizes
+from specdec.models.quantize import Quantizer
 
 _MOST_ROWS = 32  # torch's kernel runs row by row: beyond this many, turning the weights into floats once is faster
 _LANES = 16  # the kernel reads this many columns at a time, also beyond the end of a row
@@ -45,7 +45,7 @@ class Int8Linear(nn.Module):
         """`[..., in]` to `[..., out]`."""
         rows = x.reshape(-1, self.in_features)
         if self._in_place(rows):
-            y = torch._weight_int8pack_mm(rows, self.weight, self.scale)
+            y = int8_linear(rows, self.weight, self.scale)
         else:
             y = F.linear(rows, self.weight.to(x.dtype)) * self.scale
         if self.bias is not None:
@@ -57,6 +57,16 @@ class Int8Linear(nn.Module):
         return half and rows.device.type == "cpu" and len(rows) <= _MOST_ROWS and self.in_features % _LANES == 0
 
 
+class WeightOnly(Quantizer):
+    """The quantization "int8-weight"."""
+
+    converts = True
+
+    def convert(self, model: Any) -> None:
+        """Puts an `Int8Linear` in the place of every linear layer."""
+        quantize_weights(model)
+
+
 @torch.no_grad()
 def quantize_weights(model: Any) -> None:
     """Puts an `Int8Linear` in the place of every linear layer, one after the other.
@@ -64,10 +74,10 @@ def quantize_weights(model: Any) -> None:
     As bitsandbytes does it, the language head, tied embeddings and layers that a model keeps in float32 stay as they
     are. Raises UnsupportedError for weights that are offloaded already.
     """
-    kept = [*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or ())]
+    wanted = quantizes(model)
     linear = [name for name, module in model.named_modules() if type(module) is nn.Linear or isinstance(module, Conv1D)]
     for name in linear:
-        if should_convert_module(name, kept):
+        if wanted(name):
             module = model.get_submodule(name)
             if module.weight.is_meta:
                 raise UnsupportedError(

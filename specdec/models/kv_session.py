@@ -1,78 +1,137 @@
-"""Sessions of models that keep plain keys and values: one padded pass for all rows, rollback for free."""
+"""Sessions of models that keep plain keys and values: rows share a padded pass, rollback is free."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache, EncoderDecoderCache
-from transformers.modeling_outputs import BaseModelOutput
 
 from specdec.errors import OptionError, UnsupportedError
-from specdec.models import positions, rotary
+from specdec.models.compat import TAKES_MASKS, attention_of
+from specdec.models.cross import CrossAttention
 from specdec.models.encoding import Encoding
-from specdec.models.layout import Layout, Place, Sight
-from specdec.models.outputs import Keep, row_scores
-from specdec.models.session import Session, check_paths, check_rows, check_trees
-from specdec.models.store import KvStore
+from specdec.models.layout import AttentionView, Layout, SlotMap
+from specdec.models.outputs import LogitNodes, row_scores
+from specdec.models.session import Session, check_paths, check_trees
+from specdec.models.store import KvStore, Prefix
 from specdec.types import EMPTY, Scores, Tree
 
 if TYPE_CHECKING:
     from specdec.models.language_model import LanguageModel
 
-
 _SLACK = 64  # slots that branches may leave void before what is left of them is moved together
+_PADDING = 64  # nodes that rows between those of a pass may cost before it is split
+
+
+@dataclass(eq=False, slots=True)
+class _Row:
+    """One row: where its nodes sit, and the tree of its last pass."""
+
+    number: int
+    slots: SlotMap = field(default_factory=SlotMap)
+    tree: Tree = EMPTY
 
 
 class KvSession(Session):
     """Rows of one model over one `KvStore`: a row's text and branches are slots, beams share what they have in common.
 
-    Branches that die leave void slots behind, which nobody looks at; they are closed up now and then.
+    Branches that die leave void slots behind, which nobody looks at; they are closed up now and then. A pass covers the
+    rows of the store from the first to the last that take part: the narrow view of a buffer costs nothing.
     """
 
     def __init__(self, language: LanguageModel) -> None:
         self.passes = 0
-        self.reread = language.capability.reread
-        self._places: list[Place] = []
-        self._trees: list[Tree] = []
+        self.cache_reset_length = language.capability.cache_reset_length
+        self.store = KvStore(language.num_layers, lambda: max((row.slots.top for row in self._rows), default=0))
+        self._rows: list[_Row] = []  # in the order of the store
+        self._index: dict[int, int] = {}  # row -> its place in that order
+        self._numbers = 0
         self._language = language
-        self._device = language.device
-        self._store = KvStore(language.num_layers)
-        self._cross = _CrossAttention() if language.is_encoder_decoder else None
-        self._cache: Any = self._store if self._cross is None else self._cross.cache(self._store)
+        self._device, self._dtype = language.device, language.dtype
+        self._cross = CrossAttention(language) if language.is_encoder_decoder else None
+        self._cache: Any = self.store if self._cross is None else self._cross.beside(self.store)
         self._can_keep = "logits_to_keep" in language.input_names
+        # Where the library's own positions and mask are right for a row whose nodes follow one by one.
+        self._is_simple = (
+            self._cross is None
+            and language.compiled is None
+            and language.capability.boundary is None
+            and not language.forgets_order
+        )
 
-    @property
-    def lengths(self) -> list[int]:  # type: ignore[override]
-        """Tokens of text held per row."""
-        return [place.length for place in self._places]
-
-    @property
-    def crowns(self) -> list[Tree]:
-        """Every row's crown."""
-        trees = zip(self._trees, self._places, strict=True)
-        return [tree.part(range(place.crown)) if place.crown else EMPTY for tree, place in trees]
-
-    def add(self, rows: int, encoding: Encoding | None = None) -> None:
-        """Appends `rows` empty rows; an encoder-decoder needs their encoding."""
+    def add(self, rows: int, encoding: Encoding | None = None) -> list[int]:
+        """New empty rows; an encoder-decoder needs their encoding."""
         if (self._cross is None) != (encoding is None) or (encoding is not None and len(encoding) != rows):
             need = "None, the model has no encoder" if self._cross is None else f"the encoding of {rows} rows"
             raise OptionError.of("encoding", need, None if encoding is None else f"{len(encoding)} rows")
-        held = len(self._places)
+        self.store.reserve(len(self._rows) + rows)
         if self._cross is not None and encoding is not None:
             self._cross.add(encoding)
-            self._cache = self._cross.cache(self._store)
-        self._store.reserve_rows(held + rows, held)
-        self._places += [Place() for _ in range(rows)]
-        self._trees += [EMPTY] * rows
+        return [self._new(SlotMap()) for _ in range(rows)]
 
     @torch.no_grad()
+    def fork(self, row: int, length: int | None = None) -> int:
+        """Copies the columns that hold the text."""
+        source = self._row(row)
+        if length is not None and source.slots.base < length <= source.slots.length:
+            self._move([(self._index[row], *move) for move in source.slots.compact(-1)])
+        slots = source.slots.copy() if length is None else SlotMap(base=length, top=length)
+        if length is not None and length > source.slots.base:
+            raise OptionError.of("length", f"at most the {source.slots.base} tokens that the row holds", length)
+        index = len(self._rows)
+        self.store.reserve(index + 1)
+        self.store.copy_row(self._index[row], index, slots.top)
+        if self._cross is not None:
+            self._cross.fork(self._index[row])
+        slots.whole = source.slots.whole
+        number = self._new(slots)
+        self._rows[-1].tree = source.tree if length is None else EMPTY
+        return number
+
+    @torch.no_grad()
+    def read_from(self, prefix: Prefix, length: int) -> int:
+        """A new row that begins with the first `length` tokens of keys and values kept by `keep_prefix`."""
+        index = len(self._rows)
+        self.store.reserve(index + 1)
+        self.store.write_prefix(index, prefix, length)
+        return self._new(SlotMap(base=length, top=length))
+
+    @torch.no_grad()
+    def keep_prefix(self, row: int, length: int) -> Prefix:
+        """A copy of the keys and values of the row's first `length` tokens, which must be its settled text."""
+        source = self._row(row)
+        if length > source.slots.base:
+            self._move([(self._index[row], *move) for move in source.slots.compact(-1)])
+        return self.store.read_prefix(self._index[row], length)
+
+    @torch.no_grad()
+    def remove(self, rows: Sequence[int]) -> None:
+        """The last row of the store moves into each gap."""
+        for row in rows:
+            index, last = self._index.pop(self._row(row).number), self._rows.pop()
+            if last.number != row:
+                self.store.copy_row(len(self._rows), index, last.slots.top)
+                self._rows[index], self._index[last.number] = last, index
+            if self._cross is not None:
+                self._cross.remove(index)
+            self.store.clear_row(len(self._rows))
+        self.store.shrink(len(self._rows))
+
+    def length(self, row: int) -> int:
+        """Tokens of text that the row holds."""
+        return self._row(row).slots.length
+
+    def pending(self, row: int) -> int:
+        """How many nodes of pending branches the row holds."""
+        return self._row(row).slots.pending
+
     def forward(
         self,
+        rows: Sequence[int],
         trees: Sequence[Tree],
         keep: Sequence[int],
         *,
@@ -81,177 +140,258 @@ class KvSession(Session):
         output_hidden_states: bool = False,
         output_attentions: bool = False,
     ) -> list[Scores]:
-        """One padded pass over all rows."""
-        check_trees(trees, keep, [place.crown for place in self._places])
-        self._trees = list(trees)
-        if all(len(tree) == place.crown for tree, place in zip(trees, self._places, strict=True)):
-            empty = torch.empty(0, self._language.vocab_size, dtype=self._language.dtype, device=self._language.device)
-            return [Scores(tree, len(tree), empty, held=len(tree)) for tree in trees]
-        for row, (place, tree) in enumerate(zip(self._places, trees, strict=True)):
-            place.begin(tree, len(tree) - keep[row], None if wholes is None else wholes[row])
-        layout = Layout.of(trees, self._places)
-        if layout.sight is None and layout.nodes > 1 and self._language.forgets_order:
-            layout = replace(layout, sight=layout.causal())
-        kept = Keep.of(layout, keep)
-        if output_attentions:
-            self._language.check_attentions()
+        """One padded pass; several where rows lie far apart and many nodes would be padding."""
+        if (
+            self._is_simple
+            and len(rows) == len(trees) == len(keep) == 1
+            and embeds is None
+            and not (output_hidden_states or output_attentions)
+        ):
+            row, whole = self._row(rows[0]), wholes[0] if wholes is not None else 0
+            if not row.slots.slots and trees[0].is_chain and 0 <= keep[0] <= len(trees[0]) > 0:
+                return [self._chain(row, trees[0], keep[0], whole)]
+        with torch.no_grad():
+            return self._general(rows, trees, keep, embeds, wholes, output_hidden_states, output_attentions)
+
+    def _chain(self, row: _Row, tree: Tree, keep: int, whole: int) -> Scores:
+        """The pass of one row whose nodes follow its text one by one: nothing has to be laid out."""
+        nodes, first = len(tree), len(tree) - keep
+        row.tree = tree
+        row.slots.begin(tree, first, whole)
+        self.store.point(self._index[row.number], row.slots.base, nodes)
+        ids = torch.tensor([tree.tokens], device=self._device)
+        inputs: dict[str, Any] = {
+            "input_ids": ids,
+            "past_key_values": self.store,
+            "use_cache": True,
+            "return_dict": True,
+        }
+        if self._can_keep:
+            inputs["logits_to_keep"] = keep or 1
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                logits = self._language.model(**inputs).logits[0]
+        else:
+            logits = self._language.model(**inputs).logits[0]
+        self.passes += 1
+        return Scores(tree, first, logits[len(logits) - keep :])
+
+    def _general(
+        self,
+        rows: Sequence[int],
+        trees: Sequence[Tree],
+        keep: Sequence[int],
+        embeds: Sequence[Tensor | None] | None,
+        wholes: Sequence[int] | None,
+        output_hidden_states: bool,
+        output_attentions: bool,
+    ) -> list[Scores]:
+        """A pass over rows and trees of any shape."""
+        named = [self._row(row) for row in rows]
+        check_trees(rows, trees, keep, [row.slots.pending for row in named])
         wanted = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
         extras = {name: True for name, want in wanted.items() if want}
-        compiled = self._language.compiled
-        self._store.prepare(layout)
-        if compiled is not None and compiled.takes(layout) and embeds is None and not extras:
-            kept = kept.several(layout)
-            output = compiled(self._ids(trees, layout), layout, kept, self._store)
-        else:
-            inputs = self._inputs(trees, layout, embeds) | extras
-            if self._can_keep:
-                inputs["logits_to_keep"] = kept.argument(self._device)
-            output = self._run(inputs, layout)
-        self.passes += 1
-        return row_scores(
-            output, trees, layout, kept, sliced=self._can_keep, extras=output_hidden_states or output_attentions
-        )
+        if output_attentions:
+            self._language.check_attentions()
+        parts: dict[int, _Part] = {}
+        scores: dict[int, Scores] = {}
+        for i, (row, tree) in enumerate(zip(named, trees, strict=True)):
+            row.tree = tree
+            if len(tree) == row.slots.pending:
+                scores[row.number] = Scores(tree, len(tree), self._no_logits(), held=len(tree))
+                continue
+            row.slots.begin(tree, len(tree) - keep[i], wholes[i] if wholes is not None else 0)
+            parts[self._index[row.number]] = _Part(row, tree, keep[i], None if embeds is None else embeds[i])
+        for first, last in self._spans(parts):
+            scores.update(self._pass(parts, first, last, extras))
+        return [scores[row] for row in rows]
 
-    def commit(self, paths: Sequence[list[int]], *, trunks: Sequence[int] | None = None, final: bool = True) -> None:
+    def commit(
+        self,
+        rows: Sequence[int],
+        paths: Sequence[list[int]],
+        *,
+        texts: Sequence[int] | None = None,
+        final: bool = True,
+    ) -> None:
         """O(1) where the kept nodes are the first ones of a chain; otherwise columns are moved, at once or later."""
-        check_paths(paths, trunks, len(self._places))
+        check_paths(rows, paths, texts)
         moves = []
-        for row, (place, tree, path) in enumerate(zip(self._places, self._trees, paths, strict=True)):
-            trunk = len(path) if trunks is None else trunks[row]
-            place.keep(tree, path, trunk)
-            self._trees[row] = EMPTY if trunk == len(path) else tree.part(path, trunk)
-            moves += [(row, *move) for move in place.settle(_SLACK)]
+        for i, (number, path) in enumerate(zip(rows, paths, strict=True)):
+            row = self._row(number)
+            text = len(path) if texts is None else texts[i]
+            row.slots.keep(row.tree, path, text)
+            row.tree = EMPTY if text == len(path) else row.tree.part(path, text)
+            if row.slots.slots:
+                moves += [(self._index[number], *move) for move in row.slots.compact(_SLACK)]
         self._move(moves)
 
-    def refresh(self) -> None:
+    def refresh(self, rows: Sequence[int]) -> None:
         """Forgets in O(1)."""
-        if self.reread is not None:
-            grown = [place.whole <= self.reread <= place.extent for place in self._places]
-            self._places = [Place() if new else place for place, new in zip(self._places, grown, strict=True)]
+        if self.cache_reset_length is None:
+            return
+        for row in map(self._row, rows):
+            if row.slots.whole <= self.cache_reset_length <= row.slots.extent:
+                row.slots, row.tree = SlotMap(), EMPTY
 
-    def truncate(self, lengths: Sequence[int]) -> None:
+    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Forgets in O(1)."""
         moves = []
-        for row, (place, length) in enumerate(zip(self._places, lengths, strict=True)):
-            if length < place.length:
-                self._trees[row] = EMPTY
-            moves += [(row, *move) for move in place.cut(length)]
+        for number, length in zip(rows, lengths, strict=True):
+            row = self._row(number)
+            if length < row.slots.length:
+                row.tree = EMPTY
+                moves += [(self._index[number], *move) for move in row.slots.cut(length)]
         self._move(moves)
 
-    @torch.no_grad()
-    def select(self, rows: Sequence[int]) -> None:
-        """Keeps these rows in this order; those that stay where they are cost nothing."""
-        check_rows(rows, len(self._places))
-        rows = list(rows)
-        if len(rows) > self._store.row_capacity:
-            self._store.reserve_rows(len(rows), self._store.row_capacity)
-        moved = [(source, target) for target, source in enumerate(rows) if source != target]
-        if moved:
-            self._store.copy_rows(
-                [s for s, _ in moved], [t for _, t in moved], max(self._places[s].top for s, _ in moved)
-            )
-        self._places = [copy(self._places[row]) for row in rows]
-        self._trees = [self._trees[row] for row in rows]
+    @property
+    def bytes(self) -> int:
+        """What all buffers take."""
+        return self.store.bytes + (0 if self._cross is None else self._cross.bytes)
+
+    def bound(self, rows: int, columns: int) -> None:
+        """Buffers grow no further than this."""
+        self.store.bound(rows, columns)
+
+    def _new(self, slots: SlotMap) -> int:
+        self._numbers += 1
+        self._index[self._numbers] = len(self._rows)
+        self._rows.append(_Row(self._numbers, slots))
+        return self._numbers
+
+    def _row(self, number: int) -> _Row:
+        if number not in self._index:
+            raise OptionError.of("rows", f"rows of this session, {sorted(self._index)}", number)
+        return self._rows[self._index[number]]
+
+    def _spans(self, parts: dict[int, _Part]) -> list[tuple[int, int]]:
+        """The stretches of the store that are run one after the other, `(first, last)` rows of each."""
+        order = sorted(parts)
+        if not order:
+            return []
+        widest = max(part.size for part in parts.values())
+        spans = []
+        kinds = [None] * len(order) if self._cross is None else [self._cross.kind(index) for index in order]
+        for _, group in groupby(zip(order, kinds, strict=True), key=lambda pair: pair[1]):
+            indices = [index for index, _ in group]
+            begin = indices[0]
+            for before, after in pairwise(indices):
+                gap = after - before - 1
+                if gap and (gap * widest > _PADDING or gap > len(indices) or self._cross is not None):
+                    spans.append((begin, before))
+                    begin = after
+            spans.append((begin, indices[-1]))
+        return spans
+
+    def _pass(self, parts: dict[int, _Part], first: int, last: int, extras: dict[str, bool]) -> dict[int, Scores]:
+        """One forward over the rows of the store from `first` to `last`; those without a part are padding."""
+        here = [parts.get(index) or _Part.idle(self._rows[index]) for index in range(first, last + 1)]
+        trees, slots = [part.tree for part in here], [part.row.slots for part in here]
+        layout = Layout.of(trees, slots)
+        if layout.view is None and layout.nodes > 1 and self._language.forgets_order:
+            layout = replace(layout, view=layout.causal())
+        kept = LogitNodes.of(layout, [part.keep for part in here])
+        self.store.prepare(layout, first)
+        output, kept = self._forward(here, layout, kept, first, extras)
+        self.passes += 1
+        found = row_scores(output, trees, layout, kept, sliced=self._can_keep, extras=bool(extras))
+        return {part.row.number: scores for part, scores in zip(here, found, strict=True)}
+
+    def _forward(
+        self, parts: list[_Part], layout: Layout, kept: LogitNodes, first: int, extras: dict[str, bool]
+    ) -> tuple[Any, LogitNodes]:
+        """The model's output for a pass, through compiled code where that takes it, and which logits it holds."""
+        compiled, ids = self._language.compiled, self._ids(parts, layout)
+        embedded = any(part.embeds is not None for part in parts)
+        if compiled is not None and compiled.takes(layout) and not (embedded or extras):
+            kept = kept.several(layout)
+            return compiled(ids, layout, kept, self.store), kept
+        inputs = self._inputs(parts, ids, layout, embedded) | extras
         if self._cross is not None:
-            self._cross.select(rows)
+            inputs |= self._cross.inputs(first, first + len(parts))
+        if self._can_keep:
+            inputs["logits_to_keep"] = kept.argument(self._device)
+        output = self._run(inputs, layout)
+        if self._cross is not None:
+            self._cross.ran(first, first + len(parts))
+        return output, kept
 
     def _move(self, moves: list[tuple[int, int, int]]) -> None:
         if moves:
-            self._store.move_columns(*(list(part) for part in zip(*moves, strict=True)))
+            self.store.move_columns(*(list(part) for part in zip(*moves, strict=True)))
 
-    def _ids(self, trees: Sequence[Tree], layout: Layout) -> Tensor:
+    def _no_logits(self) -> Tensor:
+        return torch.empty(0, self._language.vocab_size, dtype=self._dtype, device=self._device)
+
+    def _ids(self, parts: list[_Part], layout: Layout) -> Tensor:
         # Built fresh and contiguous: a view or an odd stride would make a compiled forward recompile.
-        new = [tree.tokens[place.crown :] for tree, place in zip(trees, layout.places, strict=True)]
-        padded = [tokens + [0] * (layout.nodes - len(tokens)) for tokens in new]
+        padded = [part.tokens + [0] * (layout.nodes - part.size) for part in parts]
         return torch.tensor(padded, device=self._device)
 
-    def _inputs(self, trees: Sequence[Tree], layout: Layout, embeds: Sequence[Tensor | None] | None) -> dict[str, Any]:
-        language, ids = self._language, self._ids(trees, layout)
+    def _inputs(self, parts: list[_Part], ids: Tensor, layout: Layout, embedded: bool) -> dict[str, Any]:
         inputs: dict[str, Any] = {"past_key_values": self._cache, "use_cache": True, "return_dict": True}
         prefix = "" if self._cross is None else "decoder_"
-        if embeds is not None and any(e is not None for e in embeds):
-            inputs["inputs_embeds"] = self._embed(ids, embeds)
+        if embedded:
+            inputs["inputs_embeds"] = self._embed(ids, parts)
         else:
             inputs[prefix + "input_ids"] = ids
-        if self._cross is not None:
-            inputs |= self._cross.inputs(language.input_names)
-        if layout.sight is not None:
-            self._place(inputs, layout.sight, prefix)
+        if layout.view is not None:
+            self._place(inputs, layout.view, prefix)
         return inputs
 
-    def _place(self, inputs: dict[str, Any], sight: Sight, prefix: str) -> None:
+    def _place(self, inputs: dict[str, Any], view: AttentionView, prefix: str) -> None:
         language, capability = self._language, self._language.capability
-        if language.model.config._attn_implementation not in {"sdpa", "eager"}:
+        if (attention := attention_of(language.model.config)) not in TAKES_MASKS:
             raise UnsupportedError(
-                f"attention {language.model.config._attn_implementation!r} takes no mask of ours, which trees and rows"
+                f"attention {attention!r} takes no mask of ours, which trees and rows"
                 ' of different lengths need: load the model with attn_implementation="sdpa"'
             )
-        masks = {kind.name: sight.mask(kind, language.dtype).to(language.device) for kind in capability.kinds}
+        masks = {kind.name: view.mask(kind, self._dtype).to(self._device) for kind in capability.kinds}
         inputs[prefix + "attention_mask"] = masks if capability.masks == "dict" else next(iter(masks.values()))
         name = {"ids": "position_ids", "decoder_ids": "decoder_position_ids"}.get(capability.positions)
         if name is not None:
-            inputs[name] = sight.positions.to(language.device)
+            inputs[name] = view.positions.to(self._device)
 
-    def _embed(self, ids: Tensor, embeds: Sequence[Tensor | None]) -> Tensor:
+    def _embed(self, ids: Tensor, parts: list[_Part]) -> Tensor:
         if self._cross is not None:
             raise UnsupportedError("an encoder-decoder takes embeddings in its encoder, not as decoder text")
         hidden = self._language.model.get_input_embeddings()(ids).clone()
-        for row, given in enumerate(embeds):
-            if given is not None:
-                hidden[row, : given.shape[0]] = given.to(hidden)
+        for row, part in enumerate(parts):
+            if part.embeds is not None:
+                hidden[row, : part.embeds.shape[0]] = part.embeds.to(hidden)
         return hidden
 
     def _run(self, inputs: dict[str, Any], layout: Layout) -> Any:
-        sight, capability = layout.sight, self._language.capability
-        if capability.boundary is not None:
-            with rotary.running(layout.spans()):
-                return self._language.model(**inputs)
-        if sight is None or capability.positions not in {"embedding", "bias", "alibi"}:
-            return self._language.model(**inputs)
-        with positions.running(sight.positions, sight.key_positions):
-            return self._language.model(**inputs)
+        language, view = self._language, layout.view
+        if language.capability.boundary is not None:
+            with language.scaled(layout.spans()):
+                return language.model(**inputs)
+        if view is None:
+            return language.model(**inputs)
+        with language.looked_up(view.positions, view.key_positions):
+            return language.model(**inputs)
 
 
-class _CrossAttention:
-    """The encoder's output for every row, and the cross-attention keys and values computed from it."""
+@dataclass(eq=False, slots=True)
+class _Part:
+    """A row's part of one pass: its tree, how many of its last nodes need logits, embeddings of its first new ones."""
 
-    def __init__(self) -> None:
-        self._encoding: Encoding | None = None
-        self._source: list[int] = []
-        self._cached: EncoderDecoderCache | None = None
+    row: _Row
+    tree: Tree
+    keep: int
+    embeds: Tensor | None = None
 
-    def add(self, encoding: Encoding) -> None:
-        """Appends rows; everyone's cross-attention is projected again in the next pass."""
-        first = 0
-        if self._encoding is None or not self._source:
-            self._encoding, self._source = encoding, []
-        else:
-            self._encoding = self._encoding.select(self._source).join(encoding)
-            first = len(self._source)
-        self._source = list(range(first + len(encoding)))
-        self._cached = None
+    @classmethod
+    def idle(cls, row: _Row) -> _Part:
+        """The part of a row that lies between others and has nothing to do."""
+        return cls(row, row.tree.part(range(row.slots.pending)) if row.slots.pending else EMPTY, 0)
 
-    def cache(self, store: KvStore) -> EncoderDecoderCache:
-        """The library's pair of caches: ours for the text, its own for the encoder's output."""
-        self._cached = EncoderDecoderCache(store, DynamicCache())
-        return self._cached
+    @property
+    def size(self) -> int:
+        """New nodes."""
+        return len(self.tree) - self.row.slots.pending
 
-    def select(self, rows: list[int]) -> None:
-        """Keeps these rows; beams of one input share an encoding, so their reordering moves nothing."""
-        source = [self._source[row] for row in rows]
-        if source == self._source or self._encoding is None:
-            return
-        self._source = list(range(len(rows)))
-        self._encoding = self._encoding.select(rows)
-        if self._cached is not None and any(self._cached.is_updated.values()):
-            index = torch.tensor(rows, dtype=torch.long, device=self._encoding.hidden.device)
-            self._cached.cross_attention_cache.reorder_cache(index)
-
-    def inputs(self, names: frozenset[str]) -> dict[str, Any]:
-        """Keyword arguments for the model."""
-        if self._encoding is None:
-            raise OptionError("rows of an encoder-decoder need their encoding: pass it to `add`")
-        given: dict[str, Any] = {"encoder_outputs": BaseModelOutput(last_hidden_state=self._encoding.hidden)}
-        if self._encoding.mask is not None and "attention_mask" in names:
-            given["attention_mask"] = self._encoding.mask
-        return given
+    @property
+    def tokens(self) -> list[int]:
+        """The ids of the new nodes."""
+        return self.tree.tokens[self.row.slots.pending :]

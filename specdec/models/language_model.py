@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -12,12 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from specdec.errors import OptionError, UnsupportedError
-from specdec.models import positions, rotary
-from specdec.models.capability import Capability, known, reread_length, rope_boundary
+from specdec.models.capability import Capability, cache_reset_length, rope_boundary
+from specdec.models.compat import attention_of
 from specdec.models.early_exit import shallow_exit
 from specdec.models.encoding import Encoding
 from specdec.models.exactness import Exactness, exactness
+from specdec.models.memory import kv_width
 from specdec.models.offload import execution_device, is_offloaded
+from specdec.models.positions import STYLES, Lookup
+from specdec.models.rotary import Scaling
 from specdec.models.session import Session
 
 if TYPE_CHECKING:
@@ -48,9 +52,9 @@ class LanguageModel:
         self.capability = replace(
             capability or self._find_capability(),
             boundary=rope_boundary(self.config),
-            reread=reread_length(self.config),
+            cache_reset_length=cache_reset_length(self.config),
         )
-        self._prepare()
+        self._lookup, self._scaling = self._lookup_of_positions(), self._scaling_by_length()
         if compile:
             from specdec.models.compiled import CompiledForward  # loads the compiler
 
@@ -80,6 +84,15 @@ class LanguageModel:
     def num_layers(self) -> int:
         """Decoder layers."""
         return decoder_layers(self.config)
+
+    @property
+    def kv_bytes(self) -> int:
+        """What the keys and values of one position take, in all layers."""
+        return self.num_layers * kv_width(self.config) * self.dtype.itemsize
+
+    def cross_bytes(self, frames: int) -> int:
+        """What one row's projections of so many encoder positions take; 0 without an encoder."""
+        return frames * self.kv_bytes if self.is_encoder_decoder else 0
 
     @cached_property
     def forgets_order(self) -> bool:
@@ -131,13 +144,13 @@ class LanguageModel:
         return Encoding(hidden, kept, output.get("hidden_states"), output.get("attentions"))
 
     def check_attentions(self, *, drafted: bool = False, branched: bool = False) -> None:
-        """Raises UnsupportedError where attentions cannot be had; `drafted`, `branched`: from chains, from trees."""
+        """Raises UnsupportedError where attentions cannot be had, of chains (`drafted`) or of trees (`branched`)."""
         name, capability = type(self.model).__name__, self.capability
         if capability.store != "kv" and getattr(self.config, "num_attention_heads", None) is None:
             raise UnsupportedError(f"{name} has no attention: leave `output_attentions` out")
         # Some versions tell the whole model's config and not those of encoder and decoder.
         parts = [self.model, self.decoder, *([self.model.get_encoder()] if self.is_encoder_decoder else [])]
-        kinds = [getattr(part, "config", self.config)._attn_implementation for part in parts]
+        kinds = [attention_of(getattr(part, "config", self.config)) for part in parts]
         if wrong := [kind for kind in kinds if kind != "eager"]:
             raise UnsupportedError(
                 f'`output_attentions` needs {name} to be loaded with attn_implementation="eager", it has {wrong[0]!r}'
@@ -146,6 +159,20 @@ class LanguageModel:
             raise UnsupportedError(f"{name} takes its tokens one by one: no `output_attentions` with a draft")
         if branched and capability.store != "kv":
             raise UnsupportedError(f"{name} runs the paths of a tree one by one: no `output_attentions` with branches")
+
+    def looked_up(self, query: Tensor, key: Tensor) -> AbstractContextManager[None]:
+        """While it lasts, this thread's passes find positions `query` `[rows, nodes]` and `key` `[rows, end]`.
+
+        Changes nothing for models that take positions as an argument.
+        """
+        return nullcontext() if self._lookup is None else self._lookup.running(query, key)
+
+    def scaled(self, spans: Tensor | None) -> AbstractContextManager[None]:
+        """While it lasts, this thread's passes are scaled by `spans` `[rows, nodes]`, the lengths of texts in tokens.
+
+        Changes nothing without spans, and for models whose rotary scaling does not depend on the length.
+        """
+        return nullcontext() if spans is None or self._scaling is None else self._scaling.running(spans)
 
     def shares_encoder_with(self, other: LanguageModel) -> bool:
         """Whether both have encoders with equal weights, so that one reading serves both."""
@@ -160,19 +187,17 @@ class LanguageModel:
         return self.model.get_decoder()
 
     def _find_capability(self) -> Capability:
-        found = known(self.config)
-        if found is not None:
-            return found
-        from specdec.models.probe import probe
+        from specdec.models.probe import find_capability
 
-        return probe(self)
+        return find_capability(self)
 
-    def _prepare(self) -> None:
+    def _lookup_of_positions(self) -> Lookup | None:
         style = self.capability.positions
-        if self.capability.store == "kv" and style in {"embedding", "bias", "alibi"}:
-            positions.install(self.decoder, style)
-        if self.capability.boundary is not None:
-            rotary.install(self.decoder, self.capability.boundary)
+        return Lookup(self.decoder, style) if self.capability.store == "kv" and style in STYLES else None
+
+    def _scaling_by_length(self) -> Scaling | None:
+        boundary = self.capability.boundary
+        return None if boundary is None else Scaling(self.decoder, boundary)
 
 
 def text_config(config: Any) -> Any:

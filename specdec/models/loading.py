@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
+from collections.abc import Iterable, Mapping
 from os import PathLike
 from typing import Any
 
@@ -15,22 +17,34 @@ from transformers import (
     PreTrainedModel,
 )
 
+from specdec import zoo
 from specdec.errors import OptionError
 from specdec.loading import DTYPES, Loading
-from specdec.models.failures import check_complete, explained
-from specdec.models.int8 import quantize_weights
+from specdec.models.compat import loads
+from specdec.models.failures import check_complete, check_folder, explained
 from specdec.models.language_model import LanguageModel
 from specdec.models.placement import device_map, dispatch, keep, offload_folder, read_ahead
-from specdec.models.quantize import bitsandbytes_config, settle_four_bits
+from specdec.models.quantize import Quantizer, make_quantizer, settle_four_bits
 from specdec.models.stored import check
+
+_log = logging.getLogger(__name__)
+_POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")  # of transformers' device_map
+_HOST = ("cpu", "disk")
 
 
 def load(
-    source: str | PathLike[str] | PreTrainedModel | LanguageModel, how: Loading | None = None, *, compile: bool = False
+    source: str | PathLike[str] | PreTrainedModel | LanguageModel,
+    how: Loading | None = None,
+    *,
+    compile: bool = False,
+    name: str = "model",
+    words: Iterable[str] = (),
 ) -> LanguageModel:
-    """The model at a hub name or path, loaded as `how` says, or the given one as it is.
+    """The model at a hub name, path or `zoo:NAME`, loaded as `how` says, or the given one as it is.
 
-    Raises OptionError when loading options are given with a model, when `dtype` is unknown, or nothing is found;
+    `name` is what the caller calls the argument: "model" and "target" mean the target of a pair of the zoo, all others
+    its draft. `words` are what the argument may be beside models, for the hint at a misspelt one. Raises OptionError
+    when loading options are given with a model, when `dtype` or a device is unknown, or nothing is found;
     UnsupportedError where a quantization cannot run here; LoadError for a broken checkpoint, and where memory or disk
     run out.
     """
@@ -42,10 +56,15 @@ def load(
         _check_unused(list(how.given))
         return LanguageModel(source, compile=compile)
     if not isinstance(source, (str, PathLike)):
-        raise OptionError.of("model", "a hub name, a path or a transformers model", type(source).__name__)
+        raise OptionError.of(name, "a hub name, a path or a transformers model", type(source).__name__)
     if not isinstance(how.dtype, str | torch.dtype):
         raise OptionError.of("dtype", f"a torch.dtype or one of {', '.join(DTYPES)}", how.dtype)
-    return LanguageModel(_read(str(source), how), compile=compile)
+    check_folder(source, name)
+    _check_devices(how)
+    folder = zoo.locate(str(source), "target" if name in ("model", "target") else "draft", name)
+    with explained(str(source), name, words):
+        model = _read(folder, how, name)
+    return LanguageModel(model, compile=compile)
 
 
 def _check_unused(names: list[str]) -> None:
@@ -53,42 +72,99 @@ def _check_unused(names: list[str]) -> None:
         raise OptionError(f"`{names[0]}` applies to loading, but the model is loaded already: change the model instead")
 
 
-def _read(name: str, how: Loading) -> Any:
+def _check_devices(how: Loading) -> None:
+    """Raises OptionError where `device_map` names a device that is not here."""
+    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    kind, count = ("", 0) if here is None else (here.type, torch.accelerator.device_count())
+    for place in _places(how):
+        if place in (*_POLICIES, *_HOST):
+            continue
+        try:
+            device = torch.device(kind or "cuda", place) if isinstance(place, int) else torch.device(place)
+        except (RuntimeError, TypeError):
+            known = f"one of {', '.join((*_POLICIES, *_HOST))}, a device of torch, or a mapping to these"
+            raise OptionError.of("device_map", known, place) from None
+        if device.type not in ("cpu", "meta", kind) or (device.type == kind and (device.index or 0) >= count):
+            found = f"{count} of {kind}" if kind else "no accelerator"
+            raise OptionError(f"`device_map` names {place!r}, but torch finds {found} here: pass 'auto' or 'cpu'")
+
+
+def _places(how: Loading) -> list[Any]:
+    """What `device_map` names."""
+    if how.device_map is None:
+        return []
+    return list(how.device_map.values()) if isinstance(how.device_map, Mapping) else [how.device_map]
+
+
+def _read(name: str, how: Loading, argument: str) -> Any:
     """The model of a checkpoint, in eval mode, quantized and in its place."""
-    with explained(name), offload_folder(how) as folder, warnings.catch_warnings():
+    quantizer = make_quantizer(how.quantization)
+    with offload_folder(how) as folder, warnings.catch_warnings():
         # accelerate places weights outside of modules well, and warns of them.
         warnings.filterwarnings("ignore", "The following device_map keys do not match")
         hub = {"revision": how.revision, "trust_remote_code": how.trust_remote_code}
         config = AutoConfig.from_pretrained(name, **hub)
-        kind, ours = _auto_class(config), how.quantization == "int8-weight"
+        kind = _auto_class(config)
         places = device_map(how, kind, config)
-        options: dict[str, Any] = {**hub, **_numbers(how, config), "use_safetensors": True, "offload_folder": folder}
-        options["device_map"] = how.device_map if places is None or ours else places
+        options: dict[str, Any] = {**hub, **_numbers(name, how, config, quantizer), "use_safetensors": True}
+        options["offload_folder"] = folder
+        options["device_map"] = how.device_map if places is None or quantizer.converts else places
         options["max_memory"] = how.max_memory and dict(how.max_memory)  # strings in it are replaced
         model, info = kind.from_pretrained(name, config=config, output_loading_info=True, **options)
-        check_complete(name, info)
+        if options["dtype"] == "auto" and _widens(model.dtype, config, how):  # where the config had not told the type
+            options["dtype"] = _widened(name)
+            model = None
+            model, info = kind.from_pretrained(name, config=config, output_loading_info=True, **options)
+        check_complete(name, info, argument)
         check(model)
         settle_four_bits(model)
-        if ours:
-            quantize_weights(model)
-        if ours and places is not None:
-            dispatch(model, places, folder)
+        if quantizer.converts:
+            quantizer.convert(model)
+            if places is not None:
+                dispatch(model, places, folder)
         read_ahead(model, how)
         keep(model, how, folder)
         return model.eval()
 
 
-def _numbers(how: Loading, config: Any) -> dict[str, Any]:
-    """In which type weights are loaded, and what bitsandbytes makes of them."""
+def _numbers(name: str, how: Loading, config: Any, quantizer: Quantizer) -> dict[str, Any]:
+    """In which type weights are loaded, and what they are quantized to on the way."""
     dtype = how.dtype if how.dtype == "auto" or isinstance(how.dtype, torch.dtype) else getattr(torch, how.dtype)
-    quantized = bitsandbytes_config(how.quantization, (config.dtype or torch.float32) if dtype == "auto" else dtype)
+    if dtype == "auto" and _widens(config.dtype or config.get_text_config().dtype, config, how):
+        dtype = _widened(name)
+    quantized = quantizer.config((config.dtype or torch.float32) if dtype == "auto" else dtype)
     return {"dtype": dtype} if quantized is None else {"dtype": dtype, "quantization_config": quantized}
+
+
+def _widens(stored: torch.dtype | None, config: Any, how: Loading) -> bool:
+    """Whether weights of this type are loaded in float32: those in float16, not quantized, that a CPU computes with."""
+    plain = getattr(config, "quantization_config", None) is None
+    return stored == torch.float16 and plain and _computes_on_cpu(how)
+
+
+def _widened(name: str) -> torch.dtype:
+    """The wider type, and a word about it."""
+    _log.info(
+        "%s is stored in float16 and computes in float32, with the same numbers: CPUs are slow in float16 "
+        "(dtype bfloat16 takes half the memory, dtype float16 keeps it as it is)",
+        name,
+    )
+    return torch.float32
+
+
+def _computes_on_cpu(how: Loading) -> bool:
+    """Whether no accelerator will run the passes of a model that is loaded so."""
+    if how.offload is None and how.device_map is None:
+        return torch.get_default_device().type == "cpu"
+    if not torch.accelerator.is_available():
+        return True
+    return how.offload is None and all(str(place) in _HOST for place in _places(how))
 
 
 def _auto_class(config: Any) -> Any:
     if not config.is_encoder_decoder:
         return AutoModelForCausalLM
     return next(
-        (c for c in (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq) if type(config) in c._model_mapping),
+        (c for c in (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq) if loads(c, config)),
         AutoModelForSeq2SeqLM,
     )

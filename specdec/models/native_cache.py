@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
 
 # model_type -> attributes of modules that hold a row's state outside any cache.
 MODULE_STATE: dict[str, tuple[str, ...]] = {"recurrent_gemma": ("conv1d_state", "recurrent_states")}
@@ -54,6 +54,17 @@ def restore(cache: Any, state: Any) -> Any:
 def clone(cache: Any) -> Any:
     """An independent copy, for a row that is continued in two ways."""
     return copy.deepcopy(cache)
+
+
+def pair(own: Cache) -> EncoderDecoderCache:
+    """The cache of an encoder-decoder: `own` for the text, the library's for the encoder's output."""
+    return EncoderDecoderCache(own, DynamicCache())
+
+
+def select_encoded(cache: EncoderDecoderCache, rows: Tensor) -> None:
+    """Keeps these rows `[rows]` of what a pair's layers made of the encoder's output, if a pass has made it."""
+    if any(cache.is_updated.values()):
+        cache.cross_attention_cache.reorder_cache(rows)
 
 
 def module_state(model: nn.Module, names: tuple[str, ...]) -> list[tuple[nn.Module, str, Any]]:

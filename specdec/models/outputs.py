@@ -14,7 +14,7 @@ from specdec.types import Scores, Tree
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
+class LogitNodes:
     """Which padded nodes need logits: `nodes` is the sorted union over rows, row r's start at `first[r]`."""
 
     nodes: list[int]
@@ -22,7 +22,7 @@ class Keep:
     last: bool
 
     @classmethod
-    def of(cls, layout: Layout, keep: Sequence[int]) -> Keep:
+    def of(cls, layout: Layout, keep: Sequence[int]) -> LogitNodes:
         """The union of every row's last `keep` nodes; at least one, as asking for none means all."""
         first = [size - kept for size, kept in zip(layout.sizes, keep, strict=True)]
         if len(first) == 1 and keep[0]:
@@ -33,7 +33,7 @@ class Keep:
         nodes = sorted(union) or [layout.nodes - 1]
         return cls(nodes, first, nodes[0] == layout.nodes - len(nodes))
 
-    def several(self, layout: Layout) -> Keep:
+    def several(self, layout: Layout) -> LogitNodes:
         """At least two nodes of a pass that has several: compiled code would treat a single one as another case."""
         if len(self.nodes) > 1 or layout.nodes == 1:
             return self
@@ -46,7 +46,7 @@ class Keep:
 
 
 def row_scores(
-    output: Any, trees: Sequence[Tree], layout: Layout, kept: Keep, *, sliced: bool, extras: bool = False
+    output: Any, trees: Sequence[Tree], layout: Layout, kept: LogitNodes, *, sliced: bool, extras: bool = False
 ) -> list[Scores]:
     """Every row's share of the output; `sliced` says that logits were computed for the kept nodes only.
 

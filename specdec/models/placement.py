@@ -19,6 +19,7 @@ from torch import nn
 
 from specdec.errors import OptionError
 from specdec.loading import Loading
+from specdec.models.compat import skipped_keys
 from specdec.models.streaming import stream
 
 DeviceMap = dict[str, str | int]
@@ -64,7 +65,7 @@ def read_ahead(model: Any, how: Loading) -> None:
 def dispatch(model: Any, places: DeviceMap, folder: Path | None) -> None:
     """Offloads a model that was changed after it was loaded: what goes to disk is written to `folder`, in one file."""
     if folder is None:
-        dispatch_model(model, places, skip_keys=model._skip_keys_device_placement)
+        dispatch_model(model, places, skip_keys=skipped_keys(model))
         return
     away = tuple(name and f"{name}." for name, place in places.items() if place == "disk")
     state = {name: tensor for name, tensor in model.state_dict().items() if f"{name}.".startswith(away)}
@@ -80,8 +81,7 @@ def dispatch(model: Any, places: DeviceMap, folder: Path | None) -> None:
         }
         for name, tensor in state.items()
     }
-    skip = model._skip_keys_device_placement
-    dispatch_model(model, places, offload_dir=folder, offload_index=index, skip_keys=skip)
+    dispatch_model(model, places, offload_dir=folder, offload_index=index, skip_keys=skipped_keys(model))
 
 
 @contextmanager
@@ -125,7 +125,7 @@ def _writable(folder: Path) -> set[Path]:
 
 
 def _places(module: nn.Module, away: str, main: str | int, name: str = "") -> Iterator[tuple[str, str | int]]:
-    """Every weight once: those of layers `away`, what lies outside them on `main`; layers come in module lists."""
+    """Names of modules and weights with their places: layers (the items of module lists) `away`, the rest on `main`."""
     if not any(isinstance(part, nn.ModuleList) for part in module.modules()):
         yield name, main
         return

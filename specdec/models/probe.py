@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
-from specdec.models.capability import REPLAY, Capability, Positions, attention_kinds, kv_capability
+from specdec.models.capability import REPLAY, Capability, Positions, attention_kinds, known, kv_capability
+from specdec.models.compat import TAKES_MASKS, attention_of
 from specdec.models.encoding import Encoding
+from specdec.models.miniature import miniature
+from specdec.models.native_cache import MODULE_STATE, module_state, set_module_state
 from specdec.models.session import Session
+from specdec.models.verdicts import holds
 from specdec.types import Tree
 
 if TYPE_CHECKING:
@@ -26,13 +32,52 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of the logits' spread
 _HALF_TOLERANCE = 0.1
 
 
+def find_capability(language: LanguageModel) -> Capability:
+    """What is known of the family, if a tiny model of it runs so with the installed libraries, else what `probe` finds.
+
+    Warns where the libraries have left what is known behind, or no tiny model can be built to see it.
+    """
+    found = known(language.config)
+    if found is None:
+        return probe(language)
+    what = " ".join([language.config.model_type, found.store, *_attention(language).values()])
+    return found if holds(what, lambda: _known_holds(language, found)) else probe(language)
+
+
+def _attention(language: LanguageModel) -> dict[str, str]:
+    """The option for a tiny model with the same attention; the family's own where that one takes no mask of ours."""
+    own = attention_of(language.model.config)
+    return {"attn_implementation": own} if own in TAKES_MASKS else {}
+
+
+def _known_holds(language: LanguageModel, found: Capability) -> bool | None:
+    """Whether a tiny model runs as its family is known to; None where none can be built."""
+    family = language.config.model_type
+    options = {"alibi": language.config.alibi} if family == "falcon" else {}
+    try:
+        small = miniature(family, **_attention(language), **options)
+    except Exception as error:
+        _warn(f"no tiny {family!r} model can be built to see whether specdec still knows how they run ({error})")
+        return None
+    with torch.autocast("cpu", enabled=False):
+        if _agrees(language, small, known(small.config) or found):
+            return True
+    _warn(f"{family!r} models do not run as specdec knows them, so each is tried out by itself")
+    return False
+
+
+def _warn(what: str) -> None:
+    releases = f"transformers {transformers.__version__} and torch {torch.__version__}"
+    warnings.warn(f"With {releases}, {what}", RuntimeWarning, stacklevel=2)
+
+
 def probe(language: LanguageModel) -> Capability:
     """The best way of running `language`'s model that reproduces its logits."""
     model = language.model
     if language.is_offloaded:
         return Capability("replay", chunks=False, reason="not probed, because its weights are not in memory")
     for candidate in _candidates(language):
-        if _agrees(type(language)(model, capability=candidate)):
+        if _agrees(language, model, candidate):
             return candidate
     return Capability("none", reason="no cache of its own reproduces its logits, so every pass reads the whole text")
 
@@ -70,12 +115,17 @@ def _prefix_length(config: Any) -> int:
     return max([6, *fitting]) + 3
 
 
-def _agrees(language: LanguageModel) -> bool:
+def _agrees(language: LanguageModel, model: Any, candidate: Capability) -> bool:
+    """Whether `model`, wrapped as `language` is and run as `candidate` says, gives the logits of its own forward."""
+    held = module_state(model, MODULE_STATE.get(language.config.model_type, ()))
     try:
-        return all(_close(language, *pair) for pair in _trial(language))
+        tried = type(language)(model, capability=candidate)
+        return all(_close(tried, *pair) for pair in _trial(tried))
     except Exception:
-        # Whatever an unknown architecture raises, it means that this way of running it does not work.
+        # Whatever an architecture raises, it means that this way of running it does not work.
         return False
+    finally:
+        set_module_state(held)
 
 
 def _trial(language: LanguageModel) -> Iterator[tuple[Tensor, Tensor]]:
@@ -83,7 +133,7 @@ def _trial(language: LanguageModel) -> Iterator[tuple[Tensor, Tensor]]:
     source = random.Random(0)
     encoding = _encoding(language, 2)
     session = language.session()
-    session.add(2, encoding)
+    rows = session.add(2, encoding)
     texts: list[list[int]] = [[], []]
     lengths = (_prefix_length(language.config), 4)
     paths = [[0, 2, 4], [0]]
@@ -94,8 +144,8 @@ def _trial(language: LanguageModel) -> Iterator[tuple[Tensor, Tensor]]:
         ([Tree.chain(_ids(source, language, 1)) for _ in lengths], [1, 1], [[0], [0]]),
     ]
     for trees, keep, committed in steps:
-        yield from _step(language, session, texts, trees, keep, encoding)
-        session.commit(committed)
+        yield from _step(language, session, rows, texts, trees, keep, encoding)
+        session.commit(rows, committed)
         for text, tree, path in zip(texts, trees, committed, strict=True):
             text += [tree.tokens[node] for node in path]
 
@@ -103,12 +153,13 @@ def _trial(language: LanguageModel) -> Iterator[tuple[Tensor, Tensor]]:
 def _step(
     language: LanguageModel,
     session: Session,
+    rows: list[int],
     texts: list[list[int]],
     trees: list[Tree],
     keep: list[int],
     encoding: Encoding | None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    for row, scores in enumerate(session.forward(trees, keep)):
+    for row, scores in enumerate(session.forward(rows, trees, keep)):
         tree = scores.tree
         for node in range(scores.first, len(tree)):
             tokens = texts[row] + [tree.tokens[n] for n in tree.path(node)]
@@ -119,10 +170,13 @@ def _step(
 @torch.no_grad()
 def reference(language: LanguageModel, tokens: list[int], encoding: Encoding | None = None) -> Tensor:
     """The model's own logits `[vocab]` after `tokens`, without any cache."""
-    ids = torch.tensor([tokens], device=language.device)
+    ids, inputs = torch.tensor([tokens], device=language.device), dict[str, Any]()
+    if language.forgets_order:
+        lowest = torch.full([len(tokens)] * 2, torch.finfo(language.dtype).min, dtype=language.dtype)
+        inputs["decoder_attention_mask"] = lowest.triu(1)[None, None].to(language.device)
     if encoding is None:
         return language.model(input_ids=ids, use_cache=False).logits[0, -1]
-    inputs: dict[str, Any] = {"encoder_outputs": BaseModelOutput(last_hidden_state=encoding.hidden)}
+    inputs["encoder_outputs"] = BaseModelOutput(last_hidden_state=encoding.hidden)
     if encoding.mask is not None:
         inputs["attention_mask"] = encoding.mask
     return language.model(decoder_input_ids=ids, use_cache=False, **inputs).logits[0, -1]

@@ -1,30 +1,76 @@
-"""What a quantization's name means: a bitsandbytes config for loading, or our own layers afterwards."""
+"""What quantizations do: a config that models are loaded with, or layers that take the place of loaded ones.
+
+A new one is a subclass of `Quantizer`, and a line in `specdec.loading.QUANTIZATIONS`; options, the command line and
+the benchmark take its name from there.
+"""
 
 from __future__ import annotations
 
 import logging
 import warnings
+from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import BitsAndBytesConfig
 
 from specdec.errors import UnsupportedError
+from specdec.loading import QUANTIZATIONS
 
 
-def bitsandbytes_config(quantization: str | None, dtype: torch.dtype) -> Any:
-    """What transformers takes for "int8", "nf4" and "fp4"; None for what bitsandbytes does not do.
+class Quantizer:
+    """A way to quantize, for one model that is being loaded; by itself it leaves weights as they are.
 
-    Raises UnsupportedError where bitsandbytes is missing, warns where its int8 is slow.
+    `name` is the one that the caller used. `converts`: it changes the model after it was loaded, for which all weights
+    pass through memory once; where there is `offload` they leave it afterwards.
     """
-    if quantization not in ("int8", "nf4", "fp4"):
+
+    converts: ClassVar[bool] = False
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+
+    def config(self, dtype: torch.dtype) -> Any:
+        """transformers' `quantization_config`, for a model that computes in `dtype`; None for weights as they are."""
         return None
-    if find_spec("bitsandbytes") is None:
+
+    def convert(self, model: Any) -> None:
+        """Changes the loaded model in place, if the class `converts`."""
+
+
+def make_quantizer(name: str | None) -> Quantizer:
+    """What is done for this name in `QUANTIZATIONS`, nothing for None.
+
+    Raises UnsupportedError where the package that it needs is missing.
+    """
+    if name is None:
+        return Quantizer()
+    entry = QUANTIZATIONS[name]
+    if entry.package is not None and find_spec(entry.package) is None:
+        free = " or ".join(repr(other) for other, kind in QUANTIZATIONS.items() if kind.package is None)
         raise UnsupportedError(
-            f"`quantization`={quantization!r} needs bitsandbytes: pip install 'specdec-runtime[quant]', "
-            "or use 'int8-weight', which needs nothing else"
+            f"`quantization`={name!r} needs {entry.package}: pip install {entry.install or entry.package}, "
+            f"or use {free}, which needs nothing else"
         )
+    kind: Any = entry.kind
+    if isinstance(kind, str):
+        module, _, attribute = kind.partition(":")
+        kind = getattr(import_module(module), attribute)
+    made: Quantizer = kind(name)
+    return made
+
+
+class BitsAndBytes(Quantizer):
+    """The kinds of bitsandbytes: "int8", "nf4" and "fp4"."""
+
+    def config(self, dtype: torch.dtype) -> Any:
+        """bitsandbytes' own; warns where its int8 is slow."""
+        return bitsandbytes_config(self.name, dtype)
+
+
+def bitsandbytes_config(quantization: str, dtype: torch.dtype) -> Any:
+    """What transformers takes for "int8", "nf4" and "fp4"; warns where int8 is slow."""
     logging.getLogger("bitsandbytes.autograd._functions").addFilter(_is_news)
     if quantization != "int8":
         return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=quantization, bnb_4bit_compute_dtype=dtype)

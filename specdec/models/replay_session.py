@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
 from specdec.errors import OptionError
-from specdec.models import native_cache, rotary
+from specdec.models import native_cache
 from specdec.models.encoding import Encoding
-from specdec.models.session import Session, check_paths, check_rows, check_trees
+from specdec.models.session import Session, check_paths, check_trees
 from specdec.types import EMPTY, Scores, Tree
 
 if TYPE_CHECKING:
@@ -45,19 +45,19 @@ class _Row:
     held: int = 0
     snapshot: tuple[int, Any, list[Any] | None] | None = None
     tree: Tree = EMPTY
-    crown: int = 0
+    pending: int = 0
     ran: list[int] = field(default_factory=list)
     whole: int = 0
 
-    def begin(self, tree: Tree, first: int, whole: int | None, reread: int | None) -> None:
-        """Notes what the row begins with, the text up to node `first` or `whole` tokens; again where it is reread."""
+    def begin(self, tree: Tree, first: int, whole: int, reset_length: int | None) -> None:
+        """Notes what the row begins with, up to node `first` or `whole` tokens; again where its cache is reset."""
         if not tree.tokens:
             return
         depths = tree.depths()
         if not self.tokens:
             self.whole = whole or depths[min(first, len(tree) - 1)] + 1
         length = len(self.tokens) + max(depths) + 1
-        if reread is not None and self.whole <= reread < length:
+        if reset_length is not None and self.whole <= reset_length < length:
             self.forget_cache()
             self.whole = length
 
@@ -94,7 +94,7 @@ class _Row:
 
 
 class ReplaySession(Session):
-    """Rows run one after another, trees as root-to-leaf paths; crowns are computed anew with every path through them.
+    """Rows run one after another, trees as root-to-leaf paths; branches are computed anew with every path through them.
 
     A snapshot costs a copy of the recurrent state, so it is taken only once something has been taken back or guessed;
     a rollback without one starts the row from its beginning, which is slow but just as exact.
@@ -102,34 +102,51 @@ class ReplaySession(Session):
 
     def __init__(self, language: LanguageModel) -> None:
         self.passes = 0
-        self.reread = language.capability.reread
+        self.cache_reset_length = language.capability.cache_reset_length
         self._language = language
-        self._rows: list[_Row] = []
+        self._rows: dict[int, _Row] = {}
+        self._numbers = 0
         self._cautious = False
         self._proven = False
         self._cache_name = native_cache.cache_name(language.input_names)
         self._state_names = native_cache.MODULE_STATE.get(language.config.model_type, ())
         self._lock = _MODULE_LOCKS.setdefault(language.model, threading.RLock())
 
-    @property
-    def lengths(self) -> list[int]:  # type: ignore[override]
-        """Tokens held per row."""
-        return [len(row.tokens) for row in self._rows]
-
-    @property
-    def crowns(self) -> list[Tree]:
-        """Every row's crown."""
-        return [row.tree.part(range(row.crown)) for row in self._rows]
-
-    def add(self, rows: int, encoding: Encoding | None = None) -> None:
-        """Appends `rows` empty rows; an encoder-decoder needs their encoding."""
+    def add(self, rows: int, encoding: Encoding | None = None) -> list[int]:
+        """New empty rows; an encoder-decoder needs their encoding."""
         if self._language.is_encoder_decoder != (encoding is not None) or (encoding and len(encoding) != rows):
             raise OptionError.of("encoding", "the encoder output of the new rows, for encoder-decoders only", encoding)
-        self._rows += [_Row(encoding.select([i]) if encoding is not None else None) for i in range(rows)]
+        return [self._new(_Row(encoding.select([i]) if encoding is not None else None)) for i in range(rows)]
+
+    def fork(self, row: int, length: int | None = None) -> int:
+        """Copies the row's cache, and takes it back to `length`."""
+        source = self._row(row)
+        if length is not None and length > len(source.tokens):
+            raise OptionError.of("length", f"at most the {len(source.tokens)} tokens that the row holds", length)
+        number = self._new(copied := source.copy())
+        if length is not None:
+            self.truncate([number], [length])
+            copied.tree, copied.pending = EMPTY, 0
+        return number
+
+    def remove(self, rows: Sequence[int]) -> None:
+        """Forgets their caches."""
+        for row in rows:
+            self._row(row)
+            del self._rows[row]
+
+    def length(self, row: int) -> int:
+        """Tokens of text that the row holds."""
+        return len(self._row(row).tokens)
+
+    def pending(self, row: int) -> int:
+        """How many nodes of pending branches the row holds."""
+        return self._row(row).pending
 
     @torch.no_grad()
     def forward(
         self,
+        rows: Sequence[int],
         trees: Sequence[Tree],
         keep: Sequence[int],
         *,
@@ -139,28 +156,36 @@ class ReplaySession(Session):
         output_attentions: bool = False,
     ) -> list[Scores]:
         """Runs every row's paths, after whatever its cache still has to be fed again."""
-        check_trees(trees, keep, [row.crown for row in self._rows])
+        named = [self._row(row) for row in rows]
+        check_trees(rows, trees, keep, [row.pending for row in named])
         extras = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
         asked = {name: True for name, wanted in extras.items() if wanted}
         if output_attentions:
             self._language.check_attentions(branched=not all(tree.is_chain for tree in trees))
         scores = []
-        for number, (row, tree, kept) in enumerate(zip(self._rows, trees, keep, strict=True)):
-            given = embeds[number] if embeds is not None else None
+        for i, (row, tree, kept) in enumerate(zip(named, trees, keep, strict=True)):
+            given = embeds[i] if embeds is not None else None
             if given is not None:  # of these nodes; what came before stays, in case the row starts over
                 before = given[:0] if row.embeds is None else row.embeds
                 row.embeds = torch.cat([before[: len(row.tokens)], given])
             row.rewind(len(row.tokens))
-            row.begin(tree, len(tree) - kept, None if wholes is None else wholes[number], self.reread)
+            row.begin(tree, len(tree) - kept, wholes[i] if wholes is not None else 0, self.cache_reset_length)
             row.tree, row.ran = tree, []
             scores.append(self._run_tree(row, tree, kept, asked))
         return scores
 
-    def commit(self, paths: Sequence[list[int]], *, trunks: Sequence[int] | None = None, final: bool = True) -> None:
-        """Adds the trunks to the text; a cache that ran further than its path is brought back."""
-        check_paths(paths, trunks, len(self._rows))
-        for number, (row, kept) in enumerate(zip(self._rows, paths, strict=True)):
-            path = kept if trunks is None else kept[: trunks[number]]
+    def commit(
+        self,
+        rows: Sequence[int],
+        paths: Sequence[list[int]],
+        *,
+        texts: Sequence[int] | None = None,
+        final: bool = True,
+    ) -> None:
+        """Adds to the texts; a cache that ran further than its path is brought back."""
+        check_paths(rows, paths, texts)
+        for i, (row, kept) in enumerate(zip(map(self._row, rows), paths, strict=True)):
+            path = kept if texts is None else kept[: texts[i]]
             if any(node >= len(row.tree) for node in kept):
                 raise OptionError.of("paths", f"nodes of the last pass, which had {len(row.tree)}", kept)
             before, ran = len(row.tokens), row.ran
@@ -172,35 +197,40 @@ class ReplaySession(Session):
             self._cautious |= not complete or (bool(path) and not final)
             self._proven |= final and complete and row.snapshot is not None
             row.final = len(row.tokens) if final else row.final
-            row.tree, row.ran, row.crown = row.tree.part(kept, len(path)), [], len(kept) - len(path)
+            row.tree, row.ran, row.pending = row.tree.part(kept, len(path)), [], len(kept) - len(path)
 
-    def refresh(self) -> None:
+    def refresh(self, rows: Sequence[int]) -> None:
         """Nothing is lost here: a row knows its text, and reads it again by itself."""
 
-    def truncate(self, lengths: Sequence[int]) -> None:
+    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Forgets text; what a cache lacks afterwards goes in front of its next pass."""
-        for row, length in zip(self._rows, lengths, strict=True):
+        for row, length in zip(map(self._row, rows), lengths, strict=True):
             if length >= len(row.tokens):
                 continue
             self._cautious |= length < len(row.tokens)
             del row.tokens[length:]
             row.rewind(len(row.tokens))
             row.final = len(row.tokens)
-            row.tree, row.ran, row.crown = EMPTY, [], 0
+            row.tree, row.ran, row.pending = EMPTY, [], 0
 
-    def select(self, rows: Sequence[int]) -> None:
-        """Keeps these rows in this order; only repeated ones are copied."""
-        check_rows(rows, len(self._rows))
-        seen: set[int] = set()
-        chosen = []
-        for number in rows:
-            chosen.append(self._rows[number].copy() if number in seen else self._rows[number])
-            seen.add(number)
-        self._rows = chosen
+    @property
+    def bytes(self) -> int:
+        """What the library's caches take, which is not known: nothing is counted."""
+        return 0
+
+    def _new(self, row: _Row) -> int:
+        self._numbers += 1
+        self._rows[self._numbers] = row
+        return self._numbers
+
+    def _row(self, number: int) -> _Row:
+        if number not in self._rows:
+            raise OptionError.of("rows", f"rows of this session, {sorted(self._rows)}", number)
+        return self._rows[number]
 
     def _run_tree(self, row: _Row, tree: Tree, kept: int, asked: dict[str, bool]) -> Scores:
         first = len(tree) - kept
-        if len(tree) == row.crown:
+        if len(tree) == row.pending:
             return Scores(tree, len(tree), self._no_logits(), held=len(tree))
         if not tree.is_chain:
             return self._run_paths(row, tree, first, asked)
@@ -268,7 +298,7 @@ class ReplaySession(Session):
         if "logits_to_keep" in self._language.input_names:
             inputs["logits_to_keep"] = kept
         try:
-            with rotary.running(self._spans(row, len(tokens))):
+            with self._language.scaled(self._spans(row, len(tokens))):
                 output = self._call(row, inputs)
         except BaseException:
             row.forget_cache()  # some layers may have written, others not

@@ -8,48 +8,44 @@ decoding would have read it, and the library's own module is asked once per span
 from __future__ import annotations
 
 import copy
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from specdec.errors import UnsupportedError
-
-_INSTALLING = threading.Lock()
-
-
-class _Running(threading.local):
-    spans: Tensor | None = None
+from specdec.models.overriding import overridden
 
 
-_running = _Running()
+class Scaling:
+    """The rotary modules of a decoder whose angles depend on the length, unscaled up to `boundary` tokens.
 
+    Raises UnsupportedError where there are none.
+    """
 
-@contextmanager
-def running(spans: Tensor | None) -> Iterator[None]:
-    """While it lasts, this thread's passes are scaled by `spans` `[rows, nodes]`; None leaves it to the library."""
-    _running.spans = spans
-    try:
-        yield
-    finally:
-        _running.spans = None
-
-
-def install(decoder: nn.Module, boundary: int) -> None:
-    """Makes the rotary modules of `decoder`, unscaled up to `boundary`, go by spans; UnsupportedError without any."""
-    with _INSTALLING:
-        modules = [module for module in decoder.modules() if _depends_on_length(module)]
-        if not modules:
+    def __init__(self, decoder: nn.Module, boundary: int) -> None:
+        self._modules: list[Any] = [module for module in decoder.modules() if _depends_on_length(module)]
+        self._boundary = boundary
+        if not self._modules:
             raise UnsupportedError(
                 f"{type(decoder).__name__} has rotary scaling that depends on the length, but not the library's module "
                 "for it: load it without `trust_remote_code`, or without `rope_scaling`"
             )
-        for module in modules:
-            if not isinstance(module.forward, _BySpan):
-                module.forward = _BySpan(module, module.forward, boundary)  # type: ignore[method-assign]
+
+    @contextmanager
+    def running(self, spans: Tensor) -> Iterator[None]:
+        """While it lasts, this thread's passes are scaled by `spans` `[rows, nodes]`, in tokens."""
+        with overridden(
+            {(module, "forward"): partial(_angles, module, self._alike(module, spans)) for module in self._modules}
+        ):
+            yield
+
+    def _alike(self, module: Any, spans: Tensor) -> Tensor:
+        """One number for spans that scale alike: all up to the boundary, and for LongRoPE's two sets all beyond."""
+        return spans.clamp(self._boundary, self._boundary + 1 if module.rope_type == "longrope" else None)
 
 
 def _depends_on_length(module: Any) -> bool:
@@ -58,31 +54,18 @@ def _depends_on_length(module: Any) -> bool:
     return hasattr(module, "config") and any(kind == "longrope" or "dynamic" in (kind or "") for kind in kinds)
 
 
-class _BySpan:
-    """Stands in for a rotary module's `forward`: by spans during our pass, the original otherwise."""
-
-    def __init__(self, module: Any, original: Callable[..., Any], boundary: int) -> None:
-        self.module, self.original = module, original
-        # Spans that scale alike: all up to the boundary and, if there are but two sets of factors, all beyond.
-        self.least, self.most = boundary, boundary + 1 if module.rope_type == "longrope" else None
-
-    def __call__(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        spans = _running.spans
-        if spans is None:
-            return self.original(x, position_ids, *args, **kwargs)
-        if position_ids.dim() != 2:
-            raise UnsupportedError(
-                f"{type(self.module).__name__} has several positions per token: no scaling by length"
-            )
-        found: Any = None
-        spans = spans.clamp(self.least, self.most)
-        for span in torch.unique(spans).tolist():
-            here = (spans == span).to(position_ids.device)
-            asked = torch.where(here, position_ids, 0)
-            last = asked.new_full((len(asked), 1), span - 1)  # the largest position, which decides
-            angles = type(self.module).forward(_as_built(self.module), x, torch.cat([asked, last], 1), *args, **kwargs)
-            found = angles if found is None else _merged(here, angles, found)
-        return tuple(part[:, :-1] for part in found) if isinstance(found, tuple) else found[:, :-1]
+def _angles(module: Any, spans: Tensor, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """What a rotary module's forward gives for `position_ids` `[rows, nodes]`, every node scaled by its span."""
+    if position_ids.dim() != 2:
+        raise UnsupportedError(f"{type(module).__name__} has several positions per token: no scaling by length")
+    found: Any = None
+    for span in torch.unique(spans).tolist():
+        here = (spans == span).to(position_ids.device)
+        asked = torch.where(here, position_ids, 0)
+        last = asked.new_full((len(asked), 1), span - 1)  # the largest position, which decides
+        angles = type(module).forward(_as_built(module), x, torch.cat([asked, last], 1), *args, **kwargs)
+        found = angles if found is None else _merged(here, angles, found)
+    return tuple(part[:, :-1] for part in found) if isinstance(found, tuple) else found[:, :-1]
 
 
 def _merged(here: Tensor, new: Any, old: Any) -> Any:

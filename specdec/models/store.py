@@ -12,6 +12,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from specdec.models.layout import Layout
 
 _FIRST_CAPACITY = 128  # tokens
+_SPARE_BYTES = 2**24  # buffers up to this size stay when no row is left
+
+Prefix = list[tuple[Tensor, Tensor]]
+"""Keys and values of a text, per layer `[heads, tokens, head width]`."""
 
 
 class KvLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -41,7 +45,7 @@ class KvLayer(CacheLayerMixin):  # type: ignore[misc]
         store, rows = self.store, key_states.shape[0]
         # `narrow` costs half of what a slice does, and this runs twice per layer and pass.
         keys, values = (
-            (buffer if buffer.shape[0] == rows else buffer[:rows]).narrow(2, 0, store.end)
+            (buffer if buffer.shape[0] == rows else buffer.narrow(0, store.first, rows)).narrow(2, 0, store.end)
             for buffer in self.buffers  # type: ignore[union-attr]
         )
         if store.slots is None:
@@ -66,26 +70,39 @@ class KvLayer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
     def resize(self, rows: int, capacity: int) -> None:
-        """Moves to larger buffers."""
+        """Moves to buffers of another size, with whatever of the content fits."""
         if self.buffers is None:
             return
-        grown = []
+        moved = []
         for old in self.buffers:
             new = old.new_zeros(rows, old.shape[1], capacity, old.shape[3])
-            new[: old.shape[0], :, : old.shape[2]] = old
-            grown.append(new)
-        self.buffers = (grown[0], grown[1])
+            kept, columns = min(rows, old.shape[0]), min(capacity, old.shape[2])
+            new[:kept, :, :columns] = old[:kept, :, :columns]
+            moved.append(new)
+        self.buffers = (moved[0], moved[1])
+
+    def forget(self) -> None:
+        """Gives the buffers back."""
+        self.buffers, self.is_initialized = None, False
 
 
 class KvStore(Cache):  # type: ignore[misc]
-    """All layers of one session; `prepare` says where the next pass writes, everything else is O(1) or a gather."""
+    """All layers of one session; `prepare` says where the next pass writes, everything else is O(1) or a copy.
 
-    def __init__(self, layers: int) -> None:
+    Buffers double when they are full, but never beyond `bounds`, so many rows of so many tokens, unless the passes need
+    more; they shrink when most of their rows have left. `held` tells how many columns hold anything.
+    """
+
+    def __init__(self, layers: int, held: Callable[[], int] = lambda: 0) -> None:
         self.row_capacity, self.capacity = 0, _FIRST_CAPACITY
-        self.start = self.end = 0
+        self._held = held
+        self.bounds: tuple[int, int] | None = None
+        self.spare_bytes = _SPARE_BYTES
+        self.first = self.start = self.end = 0
         self.slots: Tensor | None = None
         self._row_index: dict[torch.device, tuple[Tensor, Tensor]] = {}
-        self._flat: dict[tuple[int, int, int], list[Tensor]] = {}
+        self._flat: dict[tuple[int, ...], list[Tensor]] = {}
+        self._written: list[int] = []  # per row, one past the last column that a pass wrote
         super().__init__(layers=[KvLayer(self) for _ in range(layers)])
 
     @classmethod
@@ -97,11 +114,17 @@ class KvStore(Cache):  # type: ignore[misc]
             layer.buffers, layer.is_initialized = (buffers[2 * index], buffers[2 * index + 1]), True
         return store
 
+    @property
+    def bytes(self) -> int:
+        """What the buffers take."""
+        return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers())
+
     def flat(self, rows: int, prepared: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        """The first `rows` rows of all buffers (keys, values, keys, ...), `prepared` once until the buffers change."""
-        key = (rows, self.row_capacity, self.capacity)
+        """The rows of this pass of all buffers (keys, values, keys, ...), `prepared` once until the buffers change."""
+        key = (self.first, rows, self.row_capacity, self.capacity)
         if key not in self._flat:
-            self._flat = {key: [prepared(buffer[:rows]) for layer in self.layers for buffer in layer.buffers or ()]}
+            first, last = self.first, self.first + rows
+            self._flat = {key: [prepared(buffer[first:last]) for buffer in self._buffers()]}
         return self._flat[key]
 
     def update(
@@ -119,45 +142,104 @@ class KvStore(Cache):  # type: ignore[misc]
             self._row_index[device] = (rows, self.slots.to(device))
         return self._row_index[device]
 
-    def prepare(self, layout: Layout) -> None:
-        """Points the next pass at its slots; grows here, so that buffers never change inside a forward."""
-        self.start, self.end, self.slots = layout.start, layout.end, layout.slots
+    def prepare(self, layout: Layout, first: int) -> None:
+        """Points the next pass at its slots, of rows from `first` on; buffers grow here, never inside a forward."""
+        self.first, self.start, self.end, self.slots = first, layout.start, layout.end, layout.slots
         self._row_index = {}
         # Strictly larger: `end == capacity` is a special case that compiled code would specialise on.
         if self.end >= self.capacity:
-            self._resize(self.row_capacity, max(2 * self.capacity, self.end + _FIRST_CAPACITY))
+            self._widen(self.end + 1)
+        for row in range(first, first + len(layout.maps)):
+            self._written[row] = max(self._written[row], self.end)
 
-    def reserve_rows(self, rows: int, fresh_from: int) -> None:
-        """Makes room for `rows` rows; those from `fresh_from` on start clean."""
+    def point(self, row: int, start: int, nodes: int) -> None:
+        """`prepare` for one row, whose nodes follow its text one by one."""
+        self.first, self.start, self.end, self.slots = row, start, start + nodes, None
+        if self.end >= self.capacity:
+            self._widen(self.end + 1)
+        if self.end > self._written[row]:
+            self._written[row] = self.end
+
+    def reserve(self, rows: int) -> None:
+        """Makes room for `rows` rows."""
+        self._written += [0] * (rows - len(self._written))
         if rows > self.row_capacity:
-            self._resize(rows, self.capacity)
-        for layer in self.layers:
-            for buffer in layer.buffers or ():
-                buffer[fresh_from:rows].zero_()
+            most, columns = (
+                (rows, self.capacity) if self.bounds is None else (max(rows, self.bounds[0]), self.bounds[1])
+            )
+            kept = min(self.capacity, max(columns, self._held() + 1))
+            self._resize(min(max(rows, 2 * self.row_capacity), most), kept)
+
+    def bound(self, rows: int, columns: int) -> None:
+        """Sets the bounds, and gives back what lies beyond them."""
+        self.bounds = (rows, columns)
+        if self.row_capacity * self.capacity > rows * columns:
+            kept = min(self.capacity, max(columns, self._held() + 1))
+            self._resize(min(self.row_capacity, max(rows, len(self._written))), kept)
+
+    def shrink(self, rows: int) -> None:
+        """Gives back what is left over once no more than a quarter of the rows is used, or none."""
+        if not rows:
+            if self.bytes > self.spare_bytes:
+                for layer in self.layers:
+                    layer.forget()
+                self._flat, self.row_capacity, self.capacity = {}, 0, _FIRST_CAPACITY
+        elif 4 * rows <= self.row_capacity and self.bytes > self.spare_bytes:
+            self._resize(2 * rows, max(_FIRST_CAPACITY, self._held() + 1))
+
+    def clear_row(self, row: int) -> None:
+        """Zeros what passes wrote of a row, as the next one may see it masked; the row is the last."""
+        written = self._written.pop()
+        for buffer in self._buffers():
+            buffer[row, :, :written].zero_()
 
     def move_columns(self, rows: list[int], sources: list[int], targets: list[int]) -> None:
         """Copies column `sources[i]` of `rows[i]` to column `targets[i]`, all reads before all writes."""
-        self._each_buffer(_move_columns, rows, sources, targets)
-
-    def copy_rows(self, sources: list[int], targets: list[int], columns: int) -> None:
-        """Copies the first `columns` of row `sources[i]` to row `targets[i]`, all reads before all writes."""
-        for layer in self.layers:
-            for buffer in layer.buffers or ():
-                buffer[targets, :, :columns] = buffer[sources, :, :columns]
-
-    def _each_buffer(self, change: Any, *indices: Sequence[int]) -> None:
         placed: dict[torch.device, list[Tensor]] = {}
-        for layer in self.layers:
-            for buffer in layer.buffers or ():
-                if buffer.device not in placed:
-                    placed[buffer.device] = [torch.tensor(i, device=buffer.device) for i in indices]
-                change(buffer, *placed[buffer.device])
+        for buffer in self._buffers():
+            if buffer.device not in placed:
+                placed[buffer.device] = [torch.tensor(i, device=buffer.device) for i in (rows, sources, targets)]
+            row, source, target = placed[buffer.device]
+            buffer[row, :, target] = buffer[row, :, source]
+
+    def copy_row(self, source: int, target: int, columns: int) -> None:
+        """Copies the first `columns` of a row to another one, which holds nothing else afterwards."""
+        stale, self._written[target] = self._written[target], columns
+        for buffer in self._buffers():
+            buffer[target, :, :columns] = buffer[source, :, :columns]
+            if stale > columns:
+                buffer[target, :, columns:stale].zero_()
+
+    def read_prefix(self, row: int, length: int) -> Prefix:
+        """A copy of the first `length` columns of a row."""
+        return [
+            (keys[row, :, :length].clone(), values[row, :, :length].clone())
+            for keys, values in (layer.buffers for layer in self.layers if layer.buffers is not None)
+        ]
+
+    def write_prefix(self, row: int, prefix: Prefix, length: int) -> None:
+        """Writes the first `length` columns of a copy into a row."""
+        if length >= self.capacity:
+            self._widen(length + 1)
+        for layer, (keys, values) in zip(self.layers, prefix, strict=True):
+            if layer.buffers is None:
+                layer.lazy_initialization(keys[None], values[None])
+            for buffer, kept in zip(layer.buffers, (keys, values), strict=True):
+                buffer[row, :, :length] = kept[:, :length]
+        self._written[row] = max(self._written[row], length)
+
+    def _buffers(self) -> list[Tensor]:
+        return [buffer for layer in self.layers for buffer in layer.buffers or ()]
+
+    def _widen(self, columns: int) -> None:
+        rows, wanted = self.row_capacity, max(2 * self.capacity, columns + _FIRST_CAPACITY)
+        if self.bounds is not None:
+            rows, wanted = min(rows, max(len(self._written), self.bounds[0])), min(wanted, max(columns, self.bounds[1]))
+        self._resize(rows, wanted)
 
     def _resize(self, rows: int, capacity: int) -> None:
         self.row_capacity, self.capacity = rows, capacity
+        self._written = [min(written, capacity) for written in self._written]
+        self._flat = {}
         for layer in self.layers:
             layer.resize(rows, capacity)
-
-
-def _move_columns(buffer: Tensor, rows: Tensor, sources: Tensor, targets: Tensor) -> None:
-    buffer[rows, :, targets] = buffer[rows, :, sources]

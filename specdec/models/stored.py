@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.errors import LoadError, UnsupportedError
-from specdec.models.offload import hooks
+from specdec.models.offload import Home, home
 
 _DTYPES = {
     "F64": torch.float64,
@@ -94,15 +94,14 @@ def find(model: nn.Module) -> dict[str, Stored]:
     """
     header, found = cache(_header), {}
     for name, tensor in away(model):
-        home = _home(model, name)
-        if home is None:
+        place = home(model, name)
+        if place is None:
             raise UnsupportedError(f"weight {name!r} is nowhere: load the model with accelerate's disk offloading")
-        loader, key = home
-        if key not in getattr(loader, "index", {}):
+        if place.entry is None:
             raise UnsupportedError(
-                f"weight {key!r} is in no file: only models that are offloaded to disk can be streamed"
+                f"weight {place.key!r} is in no file: only models that are offloaded to disk can be streamed"
             )
-        found[name] = _entry(loader, key, header, tensor)
+        found[name] = _stored(place, place.entry, header, tensor)
     return found
 
 
@@ -111,50 +110,40 @@ def check(model: nn.Module) -> None:
     header = cache(_header)
     keys: dict[int, set[str]] = {}  # of each loader
     for name, tensor in away(model):
-        home = _home(model, name)
-        if home is None:
+        place = home(model, name)
+        if place is None:
             continue  # not accelerate's
-        loader, key = home
-        if key in getattr(loader, "index", {}):
-            _entry(loader, key, header, tensor)
-        elif key not in keys.setdefault(id(loader), set(loader)):
+        if place.entry is not None:
+            _stored(place, place.entry, header, tensor)
+        elif place.key not in keys.setdefault(id(place.loader), set(place.loader)):
             raise LoadError(
                 f"weight {name!r} should lie on disk, and no file has it, as it is no part of the checkpoint: give its "
                 "module a place in memory in `device_map`, or pass `offload`='disk' instead"
             )
 
 
-def _home(model: nn.Module, name: str) -> tuple[Any, str] | None:
-    """What accelerate reads this weight from, and by which key."""
-    parts = name.split(".")
-    for depth in reversed(range(len(parts))):
-        for hook in hooks(model.get_submodule(".".join(parts[:depth]))):
-            weights = getattr(hook, "weights_map", None)
-            if weights is not None:
-                return weights.dataset, weights.prefix + ".".join(parts[depth:])
-    return None
-
-
-def _entry(loader: Any, key: str, header: Any, tensor: Tensor) -> Stored:
+def _stored(place: Home, entry: Mapping[str, Any], header: Any, tensor: Tensor) -> Stored:
     """Where `tensor` lies, whose shape is the model's."""
-    stored = _stored(loader.index[key], loader, key, header)
+    stored = _in_checkpoint(place, entry, header) if "safetensors_file" in entry else _by_itself(place, entry)
     if stored.shape != tuple(tensor.shape):
         raise LoadError(
-            f"weight {key!r} has shape {list(stored.shape)} in {stored.path}, the model expects {list(tensor.shape)}: "
-            "the checkpoint's files do not belong together; download or save it again"
+            f"weight {place.key!r} has shape {list(stored.shape)} in {stored.path}, the model expects "
+            f"{list(tensor.shape)}: the checkpoint's files do not belong together; download or save it again"
         )
     return stored
 
 
-def _stored(entry: Any, loader: Any, key: str, header: Any) -> Stored:
-    if "safetensors_file" in entry:
-        path, name = entry["safetensors_file"], entry.get("weight_name", key)
-        found: Stored | None = header(path).get(name)
-        if found is None:
-            raise LoadError(f"{path} has no weight {name!r} of a known type: download or save it again")
-        return found
+def _in_checkpoint(place: Home, entry: Mapping[str, Any], header: Any) -> Stored:
+    path, name = entry["safetensors_file"], entry.get("weight_name", place.key)
+    found: Stored | None = header(path).get(name)
+    if found is None:
+        raise LoadError(f"{path} has no weight {name!r} of a known type: download or save it again")
+    return found
+
+
+def _by_itself(place: Home, entry: Mapping[str, Any]) -> Stored:
     dtype, shape = getattr(torch, entry["dtype"]), tuple(entry["shape"])
-    stored = Stored(os.path.join(loader.save_folder, f"{key}.dat"), 0, dtype, shape)
+    stored = Stored(os.path.join(place.folder, f"{place.key}.dat"), 0, dtype, shape)
     _check_length(stored.path, stored.nbytes)
     return stored
 

@@ -10,15 +10,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
-from accelerate.hooks import remove_hook_from_module
 from torch import Tensor, nn
 
 from specdec.errors import OptionError, UnsupportedError
-from specdec.models.offload import hooks
+from specdec.models.offload import detach, execution_devices, wrapped_later
 from specdec.models.reader import Buffer, Layer, Reader, StreamedForward, Weight
 from specdec.models.stored import Files, Stored, find
 
@@ -39,10 +36,10 @@ def stream(model: nn.Module, *, max_memory: int | None = None, buffers: int = 2)
     """Makes a model that accelerate has offloaded to disk read its layers by itself; changes `model`.
 
     `max_memory` are the bytes that weights and buffers may take: what is outside the layers stays in memory, with at
-    most so many `buffers`, then as many layers as fit; None keeps no layer. With one buffer nothing is read ahead. To
-    be called before the model becomes a `LanguageModel`. Raises OptionError where `max_memory` is too small,
-    UnsupportedError where weights are not in files or several devices compute, LoadError for files that are missing,
-    broken or too short; the model is as before then.
+    most so many `buffers`, then as many layers as fit; None keeps no layer. With one buffer nothing is read ahead.
+    Raises OptionError where `max_memory` is too small, UnsupportedError where weights are not in files, several devices
+    compute or a forward was replaced, LoadError for files that are missing, broken or too short; the model is as before
+    then.
     """
     if buffers < 1:
         raise OptionError.of("buffers", "at least 1", buffers)
@@ -56,7 +53,7 @@ def stream(model: nn.Module, *, max_memory: int | None = None, buffers: int = 2)
     kept = [layer for layers in lists for _, layer in layers if layer not in numbers]
     weights = [*rest, *(weight for layer in kept for weight in layer.weights)]
     loaded = _load(weights, device, files)
-    _detach(model)
+    detach(model)
     for weight, tensor in loaded:
         weight.put(tensor)
     for module, layer in (pair for layers in streamed for pair in layers):
@@ -68,14 +65,13 @@ def stream(model: nn.Module, *, max_memory: int | None = None, buffers: int = 2)
 
 def _check_unwrapped(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if hooks(module) and not isinstance(module.forward, partial):  # what accelerate puts there
+        if wrapped_later(module):
             raise UnsupportedError(f"{name!r} was wrapped after it was offloaded: stream the model before that")
 
 
 def _device(model: nn.Module) -> torch.device:
     """Where all of the model computes."""
-    places = [getattr(hook, "execution_device", None) for module in model.modules() for hook in hooks(module)]
-    devices = {torch.device(place) for place in places if place is not None}
+    devices = execution_devices(model)
     if len(devices) > 1:
         raise UnsupportedError(f"layers are read for one device, the model computes on {sorted(map(str, devices))}")
     return devices.pop() if devices else torch.device("cpu")
@@ -182,12 +178,3 @@ def _load(weights: Sequence[Weight], device: torch.device, files: Files) -> list
             files.read(stored.path, stored.offset, data.numpy().data)
             tensors[stored] = stored.of(data).to(device, weight.placeholder.dtype)
     return [(weight, tensors[weight.stored]) for weight in weights]
-
-
-def _detach(model: nn.Module) -> None:
-    """Takes accelerate's hooks off, and what they leave behind."""
-    for module in model.modules():
-        remove_hook_from_module(module)
-        forward: Any = vars(module).get("forward")
-        if getattr(forward, "__func__", None) is type(module).forward:
-            del module.forward

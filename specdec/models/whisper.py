@@ -15,6 +15,7 @@ from transformers.models.whisper.tokenization_whisper import LANGUAGES, TASK_IDS
 
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.alignment import attention_maps, token_times
+from specdec.models.compat import transcript
 from specdec.models.encoding import Encoding
 from specdec.models.language_model import LanguageModel
 
@@ -192,10 +193,7 @@ class Whisper:
             {name: np.array([value]) if name in ("tokens", "token_timestamps") else value for name, value in p.items()}
             for p in pieces
         ]
-        text, rest = self.tokenizer._decode_asr(
-            outputs, return_timestamps=timestamps, return_language=language, time_precision=seconds
-        )
-        return text, rest
+        return transcript(self.tokenizer, outputs, timestamps=timestamps, language=language, seconds=seconds)
 
     def normalizer(self, language: str | None) -> Any:
         """What makes texts comparable before words are counted: Whisper's English rules, or those for any language."""

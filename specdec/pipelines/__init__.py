@@ -1,29 +1,73 @@
 """Work that models are used for, on top of `SpecGenerator`: text and sound in, text out.
 
-Names are imported when they are first used.
+A new pipeline is a class like these, and a line in `PIPELINES`. Names are imported when they are first used.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from os import PathLike
+from typing import TYPE_CHECKING, Any, Protocol
+
+from specdec.errors import OptionError
 
 if TYPE_CHECKING:
+    from specdec.generator import SpecGenerator
     from specdec.pipelines.scoring import rouge
     from specdec.pipelines.summarize import Summaries, Summarizer, Summary
     from specdec.pipelines.text import Text
     from specdec.pipelines.transcribe import Transcriber, Transcription
 
+PIPELINES: dict[str, str | type[Any]] = {
+    "text-generation": "text:Text",
+    "summarization": "summarize:Summarizer",
+    "automatic-speech-recognition": "transcribe:Transcriber",
+}
+"""Every pipeline by its task, in transformers' words: its class, or "module:Class" in this room."""
 _HOMES = {
+    **{kind.partition(":")[2]: kind.partition(":")[0] for kind in PIPELINES.values() if isinstance(kind, str)},
     "Summaries": "summarize",
-    "Summarizer": "summarize",
     "Summary": "summarize",
-    "Text": "text",
-    "Transcriber": "transcribe",
     "Transcription": "transcribe",
     "rouge": "scoring",
 }
-__all__ = ["Summaries", "Summarizer", "Summary", "Text", "Transcriber", "Transcription", "rouge"]
+__all__ = [
+    "PIPELINES",
+    "Pipeline",
+    "Summaries",
+    "Summarizer",
+    "Summary",
+    "Text",
+    "Transcriber",
+    "Transcription",
+    "pipeline",
+    "rouge",
+]
+
+
+class Pipeline(Protocol):
+    """What all pipelines have: the generator that they decode with, and a call that takes inputs of their kind."""
+
+    generator: SpecGenerator
+
+    def __call__(self, inputs: Any, /, **options: Any) -> Any:
+        """The results for `inputs`; `options` are those of the pipeline and of `SpecGenerator.generate`."""
+        ...
+
+
+def pipeline(task: str, target: Any, draft: Any = None, **options: Any) -> Pipeline:
+    """The pipeline of a task in `PIPELINES`, for a target and a draft.
+
+    A target by id or path is loaded: `options` are those of the class's `from_pretrained`. Any other one is a model or
+    a `SpecGenerator`, and `options` are those of the class. Raises OptionError for an unknown task.
+    """
+    if task not in PIPELINES:
+        raise OptionError.of("task", f"one of {', '.join(PIPELINES)}", task)
+    found = PIPELINES[task]
+    kind: Any = __getattr__(found.partition(":")[2]) if isinstance(found, str) else found
+    make = kind.from_pretrained if isinstance(target, str | PathLike) else kind
+    made: Pipeline = make(target, draft, **options)
+    return made
 
 
 def __getattr__(name: str) -> Any:

@@ -58,13 +58,15 @@ def read_chunking(length: Any, stride: Any, extractor: Any) -> Chunking | None:
 class Recording:
     """One recording of a call: its seconds, what came beside its sound, and its tracks in order.
 
-    `strides` are, per track, seconds: its length, and how much of it the tracks before and after hear too.
+    `strides` are, per track, seconds: its length, and how much of it the tracks before and after hear too. One that
+    `failed` could not be read.
     """
 
     duration: float = 0.0
     extra: Mapping[str, Any] = field(default_factory=dict)
     tracks: list[Track] = field(default_factory=list)
     strides: list[tuple[float, float, float]] | None = None
+    failed: bool = False
 
     def read(
         self, source: Any, extractor: Any, chunking: Chunking | None, number: int, timestamps: bool

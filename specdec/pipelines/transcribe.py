@@ -10,12 +10,14 @@ from time import perf_counter as clock
 from typing import Any
 
 import torch
-from transformers import AutoProcessor
+from transformers import AutoConfig, AutoProcessor
 
-from specdec.drafts import is_name, models_of
-from specdec.errors import OptionError
+from specdec import zoo
+from specdec.drafts import is_name
+from specdec.errors import OptionError, SpecdecError, UnsupportedError
 from specdec.generator import SpecGenerator
 from specdec.models import LanguageModel
+from specdec.models.failures import check_folder, explained
 from specdec.models.whisper import Whisper
 from specdec.pipelines.recordings import Chunking, Recording, read_chunking
 from specdec.pipelines.settings import NAMES, Settings, read_settings
@@ -25,6 +27,7 @@ from specdec.pipelines.windows import Listener, Track
 from specdec.types import Stats
 
 Progress = Callable[[float, float], None]
+OnError = Callable[[Any, SpecdecError], None]
 _CALL = ("chunk_length_s", "stride_length_s", "batch_size", "return_language", "generate_kwargs")
 _IGNORED = ("ignore_warning", "decoder_kwargs")  # of transformers' pipeline, about models of another kind
 
@@ -110,13 +113,17 @@ class Transcriber:
             name: options.pop(name) for name in (*_CALL, *NAMES, "processor", "feature_extractor") if name in options
         }
         if "processor" not in own:
-            own["processor"] = _processor_beside(target, options.get("revision"))
+            own["processor"] = _processor_beside(
+                target, options.get("revision"), trust_remote_code=bool(options.get("trust_remote_code"))
+            )
         return cls(SpecGenerator.from_pretrained(str(target), draft, **options), **own)
 
     def __repr__(self) -> str:
         return f"Transcriber({self.generator.target!r}, draft={self.generator.drafter!r})"
 
-    def __call__(self, inputs: Any, *, progress: Progress | None = None, **options: Any) -> Any:
+    def __call__(
+        self, inputs: Any, *, progress: Progress | None = None, on_error: OnError | None = None, **options: Any
+    ) -> Any:
         """What was said: a `Transcription` for one recording, a list for a list, an iterator for an iterator.
 
         `inputs`: a file name, bytes, a binary file, an array at the model's rate (`[samples]` or
@@ -126,14 +133,15 @@ class Transcriber:
         `return_language` adds that to chunks. `generate_kwargs`, which may also be written out: `language`, `task` and
         the other `Settings`, and what `SpecGenerator.generate` takes. `progress(done, known)` hears of seconds.
 
-        Raises OptionError before anything is decoded for wrong options, and for a recording when its turn comes.
+        Raises OptionError before anything is decoded for wrong options, and for a recording that cannot be read when
+        its turn comes, unless there is `on_error(input, error)`: then None is in its place, and the others go on.
         """
         request = self._request(options)
         if isinstance(inputs, list | tuple):
-            return self._transcribe(inputs, request, progress)
+            return self._transcribe(inputs, request, progress, on_error)
         if isinstance(inputs, Iterator) and not hasattr(inputs, "read"):
-            return self._stream(inputs, request, progress)
-        return self._transcribe([inputs], request, progress)[0]
+            return self._stream(inputs, request, progress, on_error)
+        return self._transcribe([inputs], request, progress, on_error)[0]
 
     def error_rate(self, texts: Iterable[str], references: Iterable[str], *, language: str | None = None) -> float:
         """Word errors per word of the references, after Whisper's normalisation, for English unless told otherwise."""
@@ -148,7 +156,8 @@ class Transcriber:
         if heard != (whisper.mels, whisper.frames):
             expected = f"one of {whisper.mels} mels and {whisper.frames} frames, as the target reads"
             raise OptionError.of("feature_extractor", expected, heard)
-        for model in models_of(self.generator.drafter):
+        drafter = self.generator.drafter
+        for model in drafter.models if drafter is not None else ():
             _check_draft(model, whisper)
 
     def _request(self, given: Mapping[str, Any]) -> _Request:
@@ -177,11 +186,15 @@ class Transcriber:
         settings = read_settings(said, self._whisper)
         return _Request(settings, chunking, batch_size, bool(own.get("return_language")), options)
 
-    def _stream(self, inputs: Iterator[Any], request: _Request, progress: Progress | None) -> Iterator[Transcription]:
+    def _stream(
+        self, inputs: Iterator[Any], request: _Request, progress: Progress | None, on_error: OnError | None
+    ) -> Iterator[Transcription | None]:
         while batch := list(islice(inputs, request.batch_size)):
-            yield from self._transcribe(batch, request, progress)
+            yield from self._transcribe(batch, request, progress, on_error)
 
-    def _transcribe(self, inputs: Iterable[Any], request: _Request, progress: Progress | None) -> list[Transcription]:
+    def _transcribe(
+        self, inputs: Iterable[Any], request: _Request, progress: Progress | None, on_error: OnError | None
+    ) -> list[Transcription | None]:
         began, done = clock(), 0.0
         recordings: list[Recording] = []
 
@@ -195,17 +208,23 @@ class Transcriber:
             number, stamped = 0, bool(request.settings.return_timestamps)
             for source in inputs:
                 recordings.append(Recording())
-                for track in recordings[-1].read(source, self._extractor, request.chunking, number, stamped):
-                    number += 1
-                    yield track
+                try:
+                    for track in recordings[-1].read(source, self._extractor, request.chunking, number, stamped):
+                        number += 1
+                        yield track
+                except SpecdecError as error:
+                    if on_error is None:
+                        raise
+                    recordings[-1].failed = True
+                    on_error(source, error)
 
         listener = Listener(self.generator, self._whisper, request.settings, request.options, report)
         for _ in listener.listen(tracks(), request.batch_size):
             pass
         seconds, stats = clock() - began, total(listener.stats)
         whole = sum(recording.duration for recording in recordings) or 1.0
-        found = [self._finished(recording, request) for recording in recordings]
-        for transcription in found:
+        found = [None if recording.failed else self._finished(recording, request) for recording in recordings]
+        for transcription in filter(None, found):
             transcription.seconds, transcription.stats = seconds * transcription.duration / whole, stats
         return found
 
@@ -225,10 +244,19 @@ class Transcriber:
         return found
 
 
-def _processor_beside(target: Any, revision: str | None = None) -> Any:
-    """The processor in the folder or hub repository of a model."""
+def _processor_beside(target: Any, revision: str | None = None, *, trust_remote_code: bool = False) -> Any:
+    """The processor in the folder or hub repository of a Whisper model; UnsupportedError where it is none."""
+    check_folder(target, "target")
+    name, hub = zoo.locate(str(target), "target"), {"revision": revision, "trust_remote_code": trust_remote_code}
+    with explained(name, "target"):
+        kind = AutoConfig.from_pretrained(name, **hub).model_type
+    if kind != "whisper":
+        raise UnsupportedError(
+            f"`target` must be a Whisper model, and {str(target)!r} is of the kind {kind!r}: pass a speech model, "
+            "or give the text model to SpecGenerator"
+        )
     try:
-        return AutoProcessor.from_pretrained(str(target), revision=revision)
+        return AutoProcessor.from_pretrained(name, **hub)
     except (OSError, ValueError, KeyError) as error:
         raise OptionError(f"no processor lies beside {str(target)!r} ({error}): pass `processor=`") from None
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from specdec.drafts import NAMES as DRAFT_NAMES
-from specdec.drafts import copies
 from specdec.errors import OptionError
 from specdec.fields import BEAMS_ONLY, DRAWING
 from specdec.generator import SpecGenerator
@@ -105,7 +104,8 @@ class Listener:
         self._options, self._progress = dict(options), progress
         self._seed: int = self._options.pop("seed", 0)
         self._positions = int(whisper.model.config.max_target_positions)
-        self._copies = copies(generator.drafter) and not any(name in self._options for name in DRAFT_NAMES)
+        drafter = None if any(name in self._options for name in DRAFT_NAMES) else generator.drafter
+        self._predicts = drafter is not None and drafter.reads_predictions
         self.stats: list[Stats] = []
 
     def listen(self, tracks: Iterable[Track], batch_size: int) -> Iterator[Track]:
@@ -194,7 +194,7 @@ class Listener:
             options = {name: value for name, value in options.items() if name not in DRAWING}
         if self._settings.logprob_threshold is not None:
             options["output_scores"] = True
-        if self._copies and any(expected := [track.expected or None for track in batch.tracks]):
+        if self._predicts and any(expected := [track.expected or None for track in batch.tracks]):
             options["prediction"] = expected
         extra = list(options.pop("logits_processor", ()))
         if batch.tracks[0].timestamps:

@@ -1,6 +1,82 @@
-"""How much to draft next: schedules are values, and `after(round)` gives the next one."""
+"""How much to draft next: schedules are values, and `after(round)` gives the next one.
 
-from specdec.schedule.cost import Cost
-from specdec.schedule.rules import MOST_NODES, Confidence, Constant, Heuristic, Limit, Schedule
+A new schedule is a class like those in `rules.py`, and a line in `SCHEDULES`; options, the command line and the
+benchmark take its name from there. Nothing here loads torch.
+"""
 
-__all__ = ["MOST_NODES", "Confidence", "Constant", "Cost", "Heuristic", "Limit", "Schedule"]
+from __future__ import annotations
+
+from specdec.schedule.base import (
+    MOST_NODES,
+    DraftOptions,
+    Limit,
+    NamedSchedule,
+    Schedule,
+    ScheduleSetup,
+)
+from specdec.schedule.cost import WIDEST, Cost
+from specdec.schedule.rules import Confidence, Constant, Heuristic
+
+SCHEDULES: dict[str, type[NamedSchedule]] = {
+    "heuristic": Heuristic,
+    "constant": Constant,
+    "confidence": Confidence,
+    "cost": Cost,
+}
+"""Every schedule by its name."""
+DEFAULT = "heuristic"
+
+
+def make_schedule(
+    options: DraftOptions,
+    *,
+    offloaded: bool = False,
+    trees: bool = True,
+    learned: Schedule | None = None,
+    lookup_tokens: int | None = None,
+) -> Schedule:
+    """The schedule that `options` name, or the caller's own.
+
+    `offloaded`, `learned`: as in `ScheduleSetup`. `trees`: whether the target verifies a tree in one pass.
+    `lookup_tokens` is transformers' `prompt_lookup_num_tokens`, which drafts as much as it says in every round.
+    """
+    if not isinstance(options.schedule, str | None):
+        own: Schedule = options.schedule
+        return own
+    tokens, name = options.num_assistant_tokens, options.schedule or DEFAULT
+    if options.schedule is None and lookup_tokens is not None and tokens is None:
+        tokens, name = lookup_tokens, "constant"
+    setup = ScheduleSetup(
+        tokens,
+        options.num_assistant_branches,
+        options.assistant_confidence_threshold,
+        offloaded,
+        # Trees that are drawn node by node bring less, and the branches of beams are theirs to choose.
+        trees and options.beams == 1 and not options.needs_q,
+        learned,
+    )
+    return SCHEDULES[name].of(setup)
+
+
+def learns(options: DraftOptions) -> bool:
+    """Whether what the schedule of a request with these `options` found out serves the next one of its family."""
+    return isinstance(options.schedule, str) and SCHEDULES[options.schedule].learns
+
+
+__all__ = [
+    "DEFAULT",
+    "MOST_NODES",
+    "SCHEDULES",
+    "WIDEST",
+    "Confidence",
+    "Constant",
+    "Cost",
+    "DraftOptions",
+    "Heuristic",
+    "Limit",
+    "NamedSchedule",
+    "Schedule",
+    "ScheduleSetup",
+    "learns",
+    "make_schedule",
+]

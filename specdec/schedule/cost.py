@@ -1,122 +1,211 @@
-"""The tokens-per-second rule: a node is worth drafting while its chance of becoming text pays for its seconds.
+"""The cost rule: a node is drafted while the tokens that it is expected to bring are worth its seconds.
 
-Let R be the tokens per second that decoding makes so far. A node whose path is accepted with probability P brings P
-tokens and costs its marginal seconds c; it raises the rate exactly when P >= R * c (Dinkelbach's condition for the best
-ratio). P comes from how often the draft's confidence was borne out, c from costs fitted to the rounds so far.
+Let R be the tokens per second of decoding so far. A node whose path is accepted with probability P brings P tokens and
+costs c seconds more; it raises R exactly when P >= R * c (Dinkelbach's condition for the best ratio). P comes from how
+often the draft's confidence was borne out (`Acceptance`), c from lines fitted to the seconds of passes (`Line`).
+
+What is predicted may be wrong, so drafting is also judged by what it brings: the seconds of rounds with a draft are
+compared with those that the same tokens take without one, and drafting that wasted too many is suspended for a while.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+from specdec.schedule.base import MOST_NODES, ScheduleSetup, check_nodes
 from specdec.schedule.estimates import Acceptance, Line
-from specdec.schedule.rules import check_nodes
-from specdec.types import Plan, Round, Row
 
-_TOO_MUCH = 3  # rounds without a draft that a draft may waste before it is given up for a while
-_CREDIT = 12  # such rounds of gains are set against later waste: texts have easy parts and hard ones
-_WORTH_LEVELS = 15  # draft passes that a target pass must cost where trees are taken
-_CARRIED = 0.1  # of the weight of the last call's tokens per second goes over to the next one
-_STEP = 4  # times as many nodes as in the widest pass of late are in the next one, at most
+if TYPE_CHECKING:
+    from specdec.types import Plan, Round, Row, RowRound
+
+WIDEST = 32
+"""Nodes that one draft pass continues at most, where nobody asked for a number."""
+_MOST_WASTE = 3  # plain rounds' seconds that drafting may waste before it is suspended
+_MOST_CREDIT = 12  # plain rounds' seconds of gains that offset later waste: texts have easy parts and hard ones
+_DRAFT_PASSES = 15  # a target pass must cost as much as so many draft passes before trees are taken
+_CARRIED = 0.1  # weight of the last request's tokens per second in the next one
+_GROWTH = 4  # a tree has at most so many times the nodes of the widest pass of late
+_PATIENCE = (16, 256)  # rounds without a draft before drafting is looked at again: at first, and at most
+_SUSPENSION = (32, 512)  # the same after drafting was seen to lose
 
 
-class _Belief(NamedTuple):
-    """What is taken for granted of a target until its passes say otherwise.
+class _Prior(NamedTuple):
+    """What is assumed of a target before its passes were measured.
 
-    `unmeasured`: tokens that a draft pass and a verified node cost. `steepness`, `trust`: see `Line`. `trees` are worth
-    it where a pass costs as much as so many nodes: side branches bring fewer tokens than their confidence promises.
+    `draft_cost` and `verify_cost`: tokens that decoding makes during a draft pass, and during the extra time of one
+    more verified node. `steepness`, `trust`: see `Line`. `free_nodes`: trees are taken where a pass costs as much as
+    so many nodes, since side branches bring fewer tokens than their confidence promises.
     """
 
-    unmeasured: tuple[float, float]
+    draft_cost: float
+    verify_cost: float
     steepness: float
     trust: float
-    trees: int
+    free_nodes: int
 
 
-_NEAR = _Belief((0.3, 0.1), 0.02, 1.0, 100)
-# A pass that must read weights from afar takes no longer for more nodes, and too irregularly to doubt that at once.
-_FAR = _Belief((0.05, 0.01), 0.003, 64.0, 30)
+_IN_MEMORY = _Prior(0.3, 0.1, 0.02, 1.0, 100)
+# A pass that reads its weights from elsewhere hardly takes longer for more nodes, and its seconds vary too much to
+# conclude otherwise from a few passes.
+_OFFLOADED = _Prior(0.05, 0.01, 0.003, 64.0, 30)
 
 
 @dataclass(frozen=True)
 class CostPlan:
-    """One row's part of the rule; a node's costs are the tokens that its seconds would bring at the current rate."""
+    """One row's part of the rule: `limit` tokens on a path, `branches` that one draft pass continues.
+
+    `draft_cost` of a draft pass and `verify_cost` of one more node are counted in the tokens that decoding makes in the
+    same seconds.
+    """
 
     limit: int
     acceptance: Acceptance
     draft_cost: float
     verify_cost: float
     branches: int | None = None
+    needs_confidence: ClassVar[bool] = True
+    _chances: dict[tuple[float, ...], float] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def go_on(self, paths: Sequence[Sequence[float]], width: int = 1) -> bool:
-        """Before a draft pass: the next tokens, of unknown confidence, must pay for drafting and for verifying them."""
+        """Whether the next draft pass pays: the tokens to come, of unknown confidence, must be worth all their cost."""
         if max(map(len, paths)) >= self.limit:
             return False
         cost = self.draft_cost + width * self.verify_cost
-        return sum(map(self.acceptance.path, paths)) * self.acceptance.mean >= cost
+        return sum(map(self._chance, paths)) * self.acceptance.mean >= cost
 
     def keep(self, confidence: Sequence[float]) -> bool:
-        """After it: the token is paid for, it must only pay for its verification."""
-        return self.acceptance.path(confidence) >= self.verify_cost
+        """Whether a drafted token is worth verifying; the draft pass is paid for already."""
+        return self._chance(confidence) >= self.verify_cost
+
+    def _chance(self, path: Sequence[float]) -> float:
+        """The chance that a whole path is accepted, from that of the path before its last token where it is known."""
+        if not path:
+            return 1.0
+        whole = tuple(path)
+        chance = self._chances.get(whole)
+        if chance is None:
+            before = self._chances.get(whole[:-1])
+            if before is None:
+                before = self.acceptance.path(whole[:-1])
+            chance = self._chances[whole] = before * self.acceptance.of(whole[-1])
+        return chance
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Tokens per second decide (see the module); may draft nothing, and then tries again, ever more rarely.
+    """Tokens per second decide (see the module). It may draft nothing at all, and then tries again, ever more rarely.
 
-    `k` bounds a path, `branches` what one draft pass continues; without it, the rule itself takes trees of up to
-    `widest` where a pass costs as much as many more nodes, and chains (of one branch) elsewhere. Fitted costs
-    and acceptance carry over to the next call of the same family with the same draft (`fresh`): what a search pays for
-    is not what a chain pays for. `far` says beforehand that a pass reads weights that are not in memory.
+    `k` bounds the tokens of a path, `branches` the nodes that one draft pass continues. Without `branches`, texts get
+    trees with up to `widest` branches where target passes are dear beside nodes and draft passes, and chains elsewhere.
+    `offloaded` says beforehand that a target pass reads weights that are not in memory.
+
+    The other fields are what was learned; `after` adds to it, and `fresh` takes it along to the next request. Several
+    requests may share passes: seconds and nodes are those of all their rows, acceptance is that of the own rows.
     """
 
     k: int = 32
     branches: int | None = None
     widest: int | None = None
-    far: bool = False
+    offloaded: bool = False
+    # Of the draft: how often it is right, and the seconds of its passes over the nodes of one level, by source.
     acceptance: Acceptance = field(default_factory=Acceptance)
+    drafts: Mapping[str, Line] = field(default_factory=dict)
+    # Seconds of a target pass over its nodes, of a whole round without a draft over its rows, and those of a round that
+    # are neither the draft's nor the target's.
     passes: Line = field(default_factory=Line)
-    drafts: Mapping[str, Line] = field(default_factory=dict)  # draft passes by source, over the nodes of one level
-    other_seconds: float = 0.0  # of a round, outside draft and target
-    roots: float = 1.0  # nodes that a row needs without a draft: its live branches
-    seen: float = 1.0  # nodes of a row in the widest pass of late
-    width: float = 1.0  # nodes that a drafted token takes: a search's draft has many branches
-    plain: Line = field(default_factory=Line)  # whole rounds in which nothing was drafted, over their rows
-    trial: int = 0  # rounds in which something was, since drafting was last given up
-    waste: float = 0.0  # seconds that they took beyond what their tokens take without a draft; less than 0 after gains
-    tokens: float = 0.0  # fading sums over rounds, for the rate
+    plain: Line = field(default_factory=Line)
+    other_seconds: float = 0.0
+    # Nodes of one row: without a draft (its live branches), in the widest pass of late, and per level of its draft.
+    roots: float = 1.0
+    recent_nodes: float = 1.0
+    level_nodes: float = 1.0
+    # Rows of other requests in the last round, and how many of them shared the last draft passes.
+    other_rows: int = 0
+    drafting_rows: int = 0
+    # Fading sums over rounds, for the rate of tokens per second.
+    tokens: float = 0.0
     seconds: float = 0.0
-    idle: int = 0  # rounds since the last draft
-    patience: int = 16  # rounds without a draft before the next try
-    lost: bool = False  # drafting was seen to be slower, whatever was predicted
-    price: Line = field(default_factory=Line)  # `plain` at that time; another trial is due when it grows
-    wait: int = 32  # rounds without a draft before it gets another trial
+    # Rounds without a draft: so far, and after how many of them drafting is looked at again.
+    idle: int = 0
+    patience: int = _PATIENCE[0]
+    # Drafting judged by what it brought: rounds with a draft since the last verdict, the seconds that they took beyond
+    # those of their tokens without a draft (less than 0 after gains), whether drafting is suspended, for how many
+    # rounds, and what a round without a draft cost at that time.
+    probe_rounds: int = 0
+    wasted_seconds: float = 0.0
+    suspended: bool = False
+    suspension: int = _SUSPENSION[0]
+    baseline: Line = field(default_factory=Line)
+
+    takes_threshold: ClassVar[bool] = False
+    grows_trees: ClassVar[bool] = True
+    learns: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_nodes(self.k, self.branches or self.widest)
 
+    @classmethod
+    def of(cls, setup: ScheduleSetup) -> Cost:
+        """With what the last request of the same family learned."""
+        k = setup.tokens_or(cls.k)
+        widest = max(min(WIDEST, MOST_NODES // k), 1) if setup.trees else None
+        learned = setup.learned if isinstance(setup.learned, Cost) else cls()
+        return learned.fresh(k, setup.branches, widest, offloaded=setup.offloaded)
+
+    @property
+    def max_branches(self) -> int:
+        """The widest that a tree may become."""
+        return self.branches or self.widest or 1
+
+    def fresh(self, k: int, branches: int | None = None, widest: int | None = None, *, offloaded: bool = False) -> Cost:
+        """All that was learned, for a request with these bounds; of the last rate only a little, as texts differ.
+
+        Rounds without a draft add up over requests: however short these are, the next try comes.
+        """
+        found = replace(
+            self,
+            k=k,
+            branches=branches,
+            widest=widest,
+            offloaded=offloaded,
+            other_rows=0,
+            drafting_rows=0,
+            idle=max(self.idle, self.patience // 2),
+            tokens=_CARRIED * self.tokens,
+            seconds=_CARRIED * self.seconds,
+        )
+        prior = found._prior
+        return replace(found, passes=replace(self.passes, steepness=prior.steepness, trust=prior.trust))
+
+    # deciding
+
     def plan(self, rows: Sequence[Row]) -> list[Plan]:
-        """One plan per row; all of limit 0 while plain decoding is predicted to be faster."""
+        """One plan for each of the request's rows; all of limit 0 while plain decoding is predicted to be faster."""
+        plan = self._plan_of(len(rows))
+        return [plan] * len(rows)
+
+    def _plan_of(self, rows: int) -> CostPlan:
         if not self._measured:
-            return [self._plan(self.k, *self._belief.unmeasured)] * len(rows)
-        if self._curious or self.lost:
-            return [self._plan(0, 0.0, 0.0)] * len(rows)
-        if not self._pays(len(rows)):
-            return [self._plan(int(self.idle >= self.patience), 0.0, 0.0)] * len(rows)
-        rate = max(self.tokens / self.seconds if self.seconds else 0.0, self._plain_rate(len(rows)))
+            return self._plan(self.k, self._prior.draft_cost, self._prior.verify_cost)
+        if self._wants_plain_rounds or self.suspended:
+            return self._plan(0, 0.0, 0.0)
+        if not self._pays(rows):
+            return self._plan(int(self.idle >= self.patience), 0.0, 0.0)
+        rate = max(self.tokens / self.seconds if self.seconds else 0.0, self._plain_rate(rows + self.other_rows))
         # A draft that asks before each pass is the dearest; one that copies has nothing to ask.
         dearest = max(self.drafts.values(), key=lambda line: line.at(1))
-        draft, node = dearest.at(0) / len(rows), self.passes.slope + dearest.slope
-        return [self._plan(self.k, rate * draft, rate * node)] * len(rows)
+        draft_pass, node = dearest.at(0) / (rows + self._drafting_rows), self.passes.slope + dearest.slope
+        return self._plan(self.k, rate * draft_pass, rate * node)
 
     def _plan(self, limit: int, draft_cost: float, verify_cost: float) -> CostPlan:
         # A look at a single token need not be a wide one.
         if self.branches or not self.widest or limit <= 1 or not self._nodes_are_cheap:
-            return CostPlan(limit, self.acceptance, draft_cost, verify_cost, self.branches or (self.widest and 1))
+            branches = self.branches or (1 if self.widest else None)
+            return CostPlan(limit, self.acceptance, draft_cost, verify_cost, branches)
         # What a wide pass costs is a guess until one was seen, so trees grow step by step.
-        nodes = int(_STEP * self.seen)
+        nodes = int(_GROWTH * self.recent_nodes)
         branches = min(self.widest, max(2, nodes // limit))
         return CostPlan(min(limit, max(nodes // branches, 4)), self.acceptance, draft_cost, verify_cost, branches)
 
@@ -125,116 +214,152 @@ class Cost:
         """Whether trees may pay: for their nodes, and for the draft passes that look at several of them."""
         if not self._measured:
             return False
-        draft = min(line.at(1) for line in self.drafts.values())
-        return self.passes.at(self.roots) >= max(self._belief.trees * self.passes.slope, _WORTH_LEVELS * draft)
+        draft_pass = min(line.at(1) for line in self.drafts.values())
+        dear = max(self._prior.free_nodes * self.passes.slope, _DRAFT_PASSES * draft_pass)
+        return self.passes.at(self.roots) >= dear
 
     @property
-    def _belief(self) -> _Belief:
-        return _FAR if self.far else _NEAR
+    def _prior(self) -> _Prior:
+        return _OFFLOADED if self.offloaded else _IN_MEMORY
 
     @property
     def _measured(self) -> bool:
         return bool(self.passes.weight and self.drafts)
 
     @property
-    def _curious(self) -> bool:
+    def _drafting_rows(self) -> int:
+        """Other requests' rows that may be expected to share the next draft passes."""
+        return min(self.drafting_rows, self.other_rows)
+
+    @property
+    def _wants_plain_rounds(self) -> bool:
         """Whether to look what a round without a draft costs: at once where the draft is poor, else now and then."""
         looks = self.plain.weight
-        due = self.trial >= 8 * (looks + 1) or (self.acceptance.mean < 0.6 and not looks)
+        due = self.probe_rounds >= 8 * (looks + 1) or (self.acceptance.mean < 0.6 and not looks)
         return looks < 2.5 and due and self.passes.weight > 1.5
 
     def _pays(self, rows: int) -> bool:
         """Whether some number of tokens per row is predicted to beat plain decoding."""
-        plain, mean, slope = self._plain_rate(rows), self.acceptance.mean, self.passes.slope
-        seconds = self.passes.at(rows * self.roots) + self.other_seconds
-        # One more token per row, from the cheapest source.
-        more = rows * self.width * slope + min(line.at(self.width) for line in self.drafts.values())
-        expected = chance = 1.0
+        everyone, drafting = rows + self.other_rows, rows + self._drafting_rows
+        plain, mean = self._plain_rate(everyone), self.acceptance.mean
+        seconds = self.passes.at(everyone * self.roots) + self.other_seconds
+        # One more token for every row that drafts, from the cheapest source.
+        draft_pass = min(line.at(self.level_nodes) for line in self.drafts.values())
+        more = drafting * self.level_nodes * self.passes.slope + draft_pass
+        expected, chance = float(everyone), 1.0
         for k in range(1, self.k + 1):
             chance *= mean
-            expected += chance
-            if rows * expected > plain * (seconds + k * more):
+            expected += drafting * chance
+            if expected > plain * (seconds + k * more):
                 return True
         return False
 
     def _plain_rate(self, rows: int) -> float:
-        """Tokens per second without a draft: as measured, or where there was no such pass yet, as predicted."""
+        """Tokens per second without a draft: as measured, or where there was no such round yet, as predicted."""
         predicted = self.passes.at(rows * self.roots) + self.other_seconds
         return rows / (self.plain.at(rows) if self.plain.weight else predicted)
 
+    # learning
+
     def after(self, round: Round) -> Cost:
-        """With this round's outcomes, costs and rate; a prompt's round teaches only acceptance."""
+        """With this round's outcomes, seconds and rate; a round that reads a prompt teaches only acceptance."""
         acceptance = self.acceptance
         for row in round.rows:
             acceptance = acceptance.after(row)
-        if any(row.prefill for row in round.rows):
-            return replace(self, acceptance=acceptance)
-        return replace(self, acceptance=acceptance)._learned(round)._judged(round)
+        learned = replace(self, acceptance=acceptance)
+        if any(row.prefill for row in _everyone(round)):
+            return learned
+        return learned._with_costs(round)._judged(round)
 
-    def _learned(self, round: Round) -> Cost:
-        """With the costs and the rate of a round."""
-        drafted = max(row.depth for row in round.rows)
-        tokens = sum(len(row.steps) for row in round.rows)
-        nodes, depths = sum(row.drafted for row in round.rows), sum(row.depth for row in round.rows)
+    def _with_costs(self, round: Round) -> Cost:
+        everyone = _everyone(round)
+        count, drafted = len(everyone), any(row.depth for row in round.rows)
+        own_nodes, own_levels = sum(row.drafted for row in round.rows), sum(row.depth for row in round.rows)
+        roots = round.nodes - sum(row.drafted for row in everyone)
+        # Where kernels run by themselves, the pass ends when its results are first looked at, which is in selection.
+        pass_seconds = round.verify_seconds + round.select_seconds
         return replace(
             self,
-            roots=_fading(self.roots, (round.nodes - nodes) / len(round.rows)),
-            seen=max(round.nodes / len(round.rows), 0.95 * self.seen),
-            width=_fading(self.width, nodes / depths) if depths else self.width,
-            passes=self.passes.add(round.nodes, round.verify_seconds),
-            drafts=self._drafting(round, drafted),
-            plain=self.plain if drafted else self.plain.add(len(round.rows), round.seconds),
-            trial=self.trial + bool(drafted),
-            other_seconds=_fading(self.other_seconds, round.seconds - round.draft_seconds - round.verify_seconds),
-            tokens=0.9 * self.tokens + tokens,
+            drafts=self._with_draft(round),
+            passes=self.passes.add(round.nodes, pass_seconds),
+            plain=self.plain if any(row.depth for row in everyone) else self.plain.add(count, round.seconds),
+            other_seconds=_fading(self.other_seconds, round.seconds - round.draft_seconds - pass_seconds),
+            roots=_fading(self.roots, roots / count),
+            recent_nodes=max(round.nodes / count, 0.95 * self.recent_nodes),
+            level_nodes=_fading(self.level_nodes, own_nodes / own_levels) if own_levels else self.level_nodes,
+            other_rows=len(round.others),
+            drafting_rows=self._sharing(round) if drafted else self.drafting_rows,
+            tokens=0.9 * self.tokens + _tokens(everyone),
             seconds=0.9 * self.seconds + round.seconds,
             idle=0 if drafted else self.idle + 1,
-            patience=self._patience(round, drafted),
+            patience=self._patience_after(round, drafted),
+            probe_rounds=self.probe_rounds + drafted,
         )
 
     def _judged(self, round: Round) -> Cost:
         """With the verdict on drafting by what it was seen to bring, not by what was predicted (CUSUM, Page 1954)."""
-        if self.lost:
-            dearer = self.plain.at(len(round.rows)) > 1.3 * self.price.at(len(round.rows))
-            return replace(self, lost=self.idle < self.wait and not dearer)
+        everyone = _everyone(round)
+        count = len(everyone)
+        if self.suspended:
+            dearer = self.plain.at(count) > 1.3 * self.baseline.at(count)
+            return replace(self, suspended=self.idle < self.suspension and not dearer)
         if not (self.plain.weight and any(row.depth for row in round.rows)):
             return self
-        once = self.plain.at(len(round.rows))
-        tokens = sum(len(row.steps) for row in round.rows)
+        plain_round = self.plain.at(count)
         # A stall counts as one round at most.
-        waste = max(self.waste + min(round.seconds - once * tokens / len(round.rows), once), -_CREDIT * once)
-        if waste > _TOO_MUCH * once:
-            return replace(self, lost=True, price=self.plain, trial=0, waste=0.0, wait=min(2 * self.wait, 512))
-        return replace(self, waste=waste, wait=32 if self.trial >= 64 else self.wait)
+        waste = min(round.seconds - plain_round * _tokens(everyone) / count, plain_round)
+        wasted = max(self.wasted_seconds + waste, -_MOST_CREDIT * plain_round)
+        first, longest = _SUSPENSION
+        if wasted <= _MOST_WASTE * plain_round:
+            suspension = first if self.probe_rounds >= 64 else self.suspension
+            return replace(self, wasted_seconds=wasted, suspension=suspension)
+        return replace(
+            self,
+            suspended=True,
+            suspension=min(2 * self.suspension, longest),
+            baseline=self.plain,
+            probe_rounds=0,
+            wasted_seconds=0.0,
+        )
 
-    def _drafting(self, round: Round, drafted: int) -> Mapping[str, Line]:
-        """Draft passes by source; a round with several sources teaches only about the longest draft's."""
-        if not drafted:
+    def _with_draft(self, round: Round) -> Mapping[str, Line]:
+        """Draft passes by source; where several sources drafted, only the longest draft tells what its passes cost."""
+        longest = max(_everyone(round), key=lambda row: row.depth)
+        if not longest.depth or longest.source not in _sources(round):
             return self.drafts
-        longest = max(round.rows, key=lambda row: row.depth)
         line = self.drafts.get(longest.source, Line())
-        return {**self.drafts, longest.source: line.add(longest.drafted / drafted, round.draft_seconds / drafted)}
+        nodes, seconds = longest.drafted / longest.depth, round.draft_seconds / longest.depth
+        return {**self.drafts, longest.source: line.add(nodes, seconds)}
 
-    def _patience(self, round: Round, drafted: int) -> int:
+    def _sharing(self, round: Round) -> int:
+        """How many rows of other requests had something drafted by the same sources."""
+        sources = _sources(round)
+        return sum(row.depth > 0 and row.source in sources for row in round.others)
+
+    def _patience_after(self, round: Round, drafted: bool) -> int:
         """A try that brought nothing doubles the wait for the next one; anything accepted makes it short again."""
+        shortest, longest = _PATIENCE
         if any(row.accepted for row in round.rows):
-            return 16
+            return shortest
         tried = drafted and self._measured and not self._pays(len(round.rows))
-        return min(2 * self.patience, 256) if tried else self.patience
-
-    def fresh(self, k: int, branches: int | None = None, widest: int | None = None, *, far: bool = False) -> Cost:
-        """All that was learned, for a call with these bounds; of the last call's rate a little, as texts differ.
-
-        Rounds without a draft add up over calls: however short they are, the next try comes.
-        """
-        idle = max(self.idle, self.patience // 2)
-        tokens, seconds = _CARRIED * self.tokens, _CARRIED * self.seconds
-        found = replace(self, k=k, branches=branches, widest=widest, far=far, idle=idle, tokens=tokens, seconds=seconds)
-        belief = found._belief
-        return replace(found, passes=replace(self.passes, steepness=belief.steepness, trust=belief.trust))
+        return min(2 * self.patience, longest) if tried else self.patience
 
 
-def _fading(old: float | None, new: float) -> float:
+def _everyone(round: Round) -> list[RowRound]:
+    """All rows that shared the passes of a round."""
+    return [*round.rows, *round.others]
+
+
+def _sources(round: Round) -> set[str]:
+    """What drafted for the schedule's own rows."""
+    return {row.source for row in round.rows if row.depth}
+
+
+def _tokens(rows: Sequence[RowRound]) -> int:
+    return sum(len(row.steps) for row in rows)
+
+
+def _fading(old: float, new: float) -> float:
     """A mean that forgets, and that stalls move but little (see `Line.add`)."""
     new = max(new, 0.0)  # differences of clocks may round below it
     return new if not old or new < old / 3 else 0.8 * old + 0.2 * min(new, 3 * old)

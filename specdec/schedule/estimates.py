@@ -2,47 +2,55 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
-from specdec.types import RowRound
+if TYPE_CHECKING:
+    from specdec.types import RowRound
 
 _EDGES = (0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.4, 0.55, 0.7, 0.85, 0.95)
 BINS = len(_EDGES) + 1
 _LEAST = 0.001  # of a pass: no number of passes proves that a node costs nothing
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Acceptance:
-    """How far a draft's confidence is borne out; only tokens that were tested count.
+    """How often the guesses of a draft are accepted, by the draft's confidence in them; only tested ones count.
 
-    Of several guesses at one depth at most one is accepted: `levels` of them were tested. The `mean` starts as two
-    levels of 0.8. `believed` is the summed confidence of the tested guesses. What a bin's guesses bring for their
-    confidence is shrunk towards what all guesses bring, with the weight of two tokens *expected*: unlikely guesses
-    are not given up after a few misses, which is what they are mostly.
+    `accepted` are the accepted guesses and `believed` the summed confidence of all, both per bin of confidence with
+    fading weights. `levels` are the depths that were tested: of several guesses at one depth at most one is accepted.
+
+    The rate of a bin, accepted / believed, is shrunk towards that of all bins with the weight of two tokens *expected*:
+    unlikely guesses are not given up after a few misses, which is what they are mostly. Before any guess was tested,
+    two levels with an acceptance of 0.8 are assumed.
     """
 
     accepted: tuple[float, ...] = (0.0,) * BINS
     believed: tuple[float, ...] = (0.0,) * BINS
     levels: float = 0.0
 
-    @property
+    @cached_property
     def mean(self) -> float:
         """The acceptance of the next level, when nothing is known of its tokens."""
         return (sum(self.accepted) + 0.8 * 2) / (self.levels + 2)
 
+    @cached_property
+    def _rates(self) -> list[float]:
+        """Per bin, the chance of a guess relative to the draft's confidence in it."""
+        overall = (sum(self.accepted) + 0.8 * 2) / (sum(self.believed) + 0.8 * 2)
+        return [(a + overall * 2) / (b + 2) for a, b in zip(self.accepted, self.believed, strict=True)]
+
     def of(self, confidence: float) -> float:
         """The acceptance of a token that the draft believes in this much."""
-        b, borne_out = _bin(confidence), (sum(self.accepted) + 0.8 * 2) / (sum(self.believed) + 0.8 * 2)
-        return min(confidence * (self.accepted[b] + borne_out * 2) / (self.believed[b] + 2), 1.0)
+        return min(confidence * self._rates[_bin(confidence)], 1.0)
 
     def path(self, confidence: Sequence[float]) -> float:
         """The chance that all of these, one after the other, are accepted."""
-        chance = 1.0
-        for c in confidence:
-            chance *= self.of(c)
-        return chance
+        return math.prod(map(self.of, confidence))
 
     def after(self, row: RowRound) -> Acceptance:
         """With one row's outcome added; old outcomes fade with a memory of about 200 levels."""
@@ -58,10 +66,12 @@ class Acceptance:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Seconds of a target pass as `fixed + slope * nodes`, fitted with fading weights; the slope is always positive.
+    """Seconds of a pass as `fixed + slope * nodes`, by least squares over passes whose weights fade.
 
-    Beforehand a node is taken to cost the share `steepness` of a pass, which counts as `trust` passes whose numbers of
-    nodes differ by one: by default a little, so that it only matters while all passes have about the same size.
+    `weight` is the sum of the weights; `nodes`, `seconds`, `squares` (of nodes) and `products` (nodes times seconds)
+    are weighted sums. The slope is always positive: beforehand a node is taken to cost the share `steepness` of a pass,
+    which counts as `trust` passes whose numbers of nodes differ by one. By default that is little, so that it only
+    matters while all passes have about the same size.
     """
 
     weight: float = 0.0
@@ -75,8 +85,9 @@ class Line:
     def add(self, nodes: float, seconds: float) -> Line:
         """With one more pass; each older one loses 5% of its weight.
 
-        A stall (a compilation, another program) counts as three usual passes, or where there are more nodes than usual,
-        as many times that; passes of a third of the usual time say that what was measured before was the stall.
+        A stall (a compilation, another program) must not count in full: seconds are cut to three times those of a usual
+        pass, in proportion to the nodes where there are more than usual. A pass of less than a third of the usual time
+        says that what was measured before was the stall, which is then forgotten.
         """
         usual = self.seconds / self.weight if self.weight else seconds
         if seconds < usual / 3:

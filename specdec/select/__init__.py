@@ -1,5 +1,15 @@
-"""Decoding strategies of one row, the draft rules that agree with them, and when a row ends."""
+"""Decoding strategies, the draft rules that agree with them, and when a row ends.
 
+A new strategy is a class that says which options it serves and how it is made of a `RowSetup`, and a line in
+`STRATEGIES`; a way of sampling has its name in `specdec.fields.SAMPLING` besides.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specdec.errors import OptionError
+from specdec.select.base import Processing, RowSetup, TextStrategy
 from specdec.select.beam import Beams, BeamSearch
 from specdec.select.block import Block
 from specdec.select.constrained import ConstrainedSearch
@@ -10,10 +20,36 @@ from specdec.select.greedy import Greedy
 from specdec.select.group import GroupSearch
 from specdec.select.noise import fold
 from specdec.select.rejection import Rejection
-from specdec.select.rules import CoupledRule, GreedyRule, PerRow, SampledRule
+from specdec.select.rules import CoupledRule, GreedyRule, SampledRule
 from specdec.select.stopping import Stopping
+from specdec.types import Search, Selector
+
+STRATEGIES: tuple[type[Selector | Search], ...] = (
+    Contrastive,
+    GroupSearch,
+    ConstrainedSearch,
+    BeamSearch,
+    Coupled,
+    Match,
+    Rejection,
+    Block,
+    Greedy,
+)
+"""Every strategy; the first that serves the options of a row decodes it."""
+
+
+def make_strategy(setup: RowSetup) -> Selector | Search:
+    """The strategy of one row; raises OptionError where its parts do not go together, or nothing serves its options."""
+    kind: Any
+    for kind in STRATEGIES:
+        if kind.serves(setup.options):
+            made: Selector | Search = kind.of(setup)
+            return made
+    raise OptionError("no strategy serves these options: leave some out")
+
 
 __all__ = [
+    "STRATEGIES",
     "BeamSearch",
     "Beams",
     "Block",
@@ -27,12 +63,15 @@ __all__ = [
     "GreedyRule",
     "GroupSearch",
     "Match",
-    "PerRow",
     "PhrasalConstraint",
+    "Processing",
     "Progress",
     "Rejection",
+    "RowSetup",
     "SampledRule",
     "Stopping",
+    "TextStrategy",
     "fold",
+    "make_strategy",
     "wanted",
 ]

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from specdec.types import Row, Scores, Step
+from specdec.config import Options
+from specdec.logits import host
+from specdec.select import noise
+from specdec.select.stopping import Stopping
+from specdec.types import BranchRule, DraftRule, Row, Scores, Step
 
 
 class Processing(Protocol):
@@ -33,6 +37,48 @@ class Processing(Protocol):
     def __call__(self, ids: Tensor | None, logits: Tensor, **groups: Any) -> Tensor: ...
 
 
+_SMALL = 1 << 16  # logits of a round
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSetup:
+    """What the strategy of one row is made from.
+
+    `options` are settled: lengths and ids are known. `prompt` are the row's ids, the first `padding` of them padding
+    that is not in the row's text. `width` is the target's vocabulary, `seed` the row's own. `guidance_scale` is None
+    where no unconditional row runs beside this one.
+    """
+
+    options: Options
+    processors: Processing
+    stop: Stopping
+    width: int
+    seed: int = 0
+    prompt: Sequence[int] = ()
+    padding: int = 0
+    pad_id: int = 0
+    guidance_scale: float | None = None
+
+    @property
+    def max_new_tokens(self) -> int:
+        """The most tokens that may follow the prompt."""
+        return (self.stop.max_length or 0) - (len(self.prompt) - self.padding)
+
+    @property
+    def end_id(self) -> int:
+        """The token that is written where a text ends."""
+        return (self.options.eos_ids or [0])[0]
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """What every strategy takes as it is: guidance, and which of its numbers are wanted as outputs."""
+        return {
+            "guidance_scale": self.guidance_scale,
+            "keep_scores": bool(self.options.output_scores),
+            "keep_logits": bool(self.options.output_logits),
+        }
+
+
 def process(processors: Processing, row: Row, extra: Sequence[int], logits: Tensor) -> Tensor:
     """Processed `logits` `[vocab]` after the row's text and `extra`, float32; the input is not written to."""
     if not len(processors):
@@ -48,12 +94,13 @@ def guide(logits: Tensor, unconditional: Tensor, scale: float) -> Tensor:
 
 
 @dataclass(eq=False, repr=False)
-class Strategy:
-    """Base of the one-row strategies; `width` is the target's vocabulary, to which draft logits are cropped or padded.
+class TextStrategy:
+    """Base of the strategies that follow one text.
 
+    `width` is the target's vocabulary, to which draft logits are cropped or padded.
     `guidance_scale` combines with `scores.unconditional` before all processors; `keep_scores` and `keep_logits` put
     copies of the processed and of the target's own logits into every step, `ranked` the log-probability of its token
-    under the target, before all processors. `needs_hidden` asks for hidden states.
+    under the target, before all processors. A subclass says its `name`, its draft `rule` and which options it serves.
     """
 
     processors: Processing
@@ -63,24 +110,126 @@ class Strategy:
     keep_scores: bool = False
     keep_logits: bool = False
     ranked: bool = False
-    needs_hidden = False
+    name: ClassVar[str]
+    is_search: ClassVar[Literal[False]] = False
+    needs_hidden: ClassVar[bool] = False
+    takes_draft: ClassVar[bool] = True
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.processors!r})"
 
+    @property
+    def rule(self) -> DraftRule:
+        """How a draft guesses so that it tends to agree."""
+        raise NotImplementedError
+
+    @property
+    def branching(self) -> BranchRule:
+        """The rule guesses trees too."""
+        rule: Any = self.rule
+        return rule
+
+    def choose(self, row: Row, new: list[int], scores: Scores, node: int, processed: Tensor) -> int:
+        """The token after `node`, from the processed logits `[vocab]` there; for logits that are local."""
+        raise NotImplementedError
+
+    def choose_all(self, row: Row, scores: Scores, processed: Tensor) -> Tensor:
+        """The tokens `[nodes]` after all nodes that have `processed` logits `[nodes, vocab]`; nothing is read.
+
+        A token below 0 stands for an error that is raised if the walk comes there (`noise.checked`).
+        """
+        raise NotImplementedError
+
+    def advance(self, row: Row, new: list[int], scores: Scores, node: int) -> Step:
+        """The next token after `node`, where `new` are the tokens already emitted in this round."""
+        processed = self.processed(row, new, scores, node)
+        if self.reads_once(scores):
+            token = noise.checked(self._decided(row, scores)[0][node - scores.first])
+        else:
+            token = self.choose(row, new, scores, node, processed)
+        return self.step(token, scores, node, processed)
+
+    def reads_once(self, scores: Scores) -> bool:
+        """Whether all nodes of the round are decided together, as each look at a result would wait for the device.
+
+        Processors that may not be asked about text that never comes true are asked as the walk goes.
+        """
+        return not host.is_local(scores.logits) and (self.processors.pure or not len(self.processors))
+
     def processed(self, row: Row, new: Sequence[int], scores: Scores, node: int) -> Tensor:
         """The target's logits `[vocab]` after `node`, guided and processed, float32; read only."""
         at = node - scores.first
-        logits = scores.logits[at]
-        if scores.unconditional is not None and self.guidance_scale is not None:
-            logits = guide(logits, scores.unconditional[at], self.guidance_scale)
-        return process(self.processors, row, new, logits)
+        if not len(self.processors) and not self._guides(scores):
+            return scores.logits[at].float()
+        if self.reads_once(scores) or self._is_small(scores):
+            return self.all_processed(row, scores)[at]
+        return process(self.processors, row, new, self._guided(scores, slice(at, at + 1))[0])
+
+    def all_processed(self, row: Row, scores: Scores) -> Tensor:
+        """The same of all nodes that have logits, `[nodes, vocab]`, worked out once in a round."""
+        if "processed" not in scores.cache:
+            guided = self._guided(scores, slice(None))
+            scores.cache["processed"] = self._process_all(row, scores, guided)
+        found: Tensor = scores.cache["processed"]
+        return found
+
+    def _process_all(self, row: Row, scores: Scores, logits: Tensor) -> Tensor:
+        if not len(self.processors):
+            return logits.float()
+        if not self.processors.reads_ids:
+            return self.processors(None, logits)
+        return torch.stack(
+            [process(self.processors, row, path, one) for path, one in zip(paths(scores), logits, strict=True)]
+        )
+
+    def _is_small(self, scores: Scores) -> bool:
+        """Whether one call for all nodes costs less than one call for each that the walk comes to."""
+        return not self.processors.reads_ids and scores.logits.numel() <= _SMALL
+
+    def _guides(self, scores: Scores) -> bool:
+        return scores.unconditional is not None and self.guidance_scale is not None
+
+    def _guided(self, scores: Scores, nodes: slice) -> Tensor:
+        logits = scores.logits[nodes]
+        if scores.unconditional is None or self.guidance_scale is None:
+            return logits
+        return guide(logits, scores.unconditional[nodes], self.guidance_scale)
+
+    def _decided(self, row: Row, scores: Scores) -> tuple[list[int], list[float] | None]:
+        """The tokens after all nodes, and their log-probabilities if they are `ranked`, read once in a round."""
+        if "decided" not in scores.cache:
+            tokens = self.choose_all(row, scores, self.all_processed(row, scores))
+            if not self.ranked:
+                scores.cache["decided"] = tokens.tolist(), None
+            else:
+                own, at = scores.logits.float(), tokens.clamp(min=0).to(scores.logits.device)[:, None]
+                read, log_probs = host.read(tokens.to(own.device), own.gather(-1, at)[:, 0] - own.logsumexp(-1))
+                scores.cache["decided"] = host.whole(read), log_probs
+        found: tuple[list[int], list[float] | None] = scores.cache["decided"]
+        return found
 
     def step(self, token: int, scores: Scores, node: int, processed: Tensor) -> Step:
         """The step that emits `token`, with copies of what was asked to be kept."""
         if not (self.keep_scores or self.keep_logits or self.ranked):
             return Step(token, node)
         logits = scores.logits[node - scores.first].float()
-        log_prob = float(logits[token] - logits.logsumexp(-1)) if self.ranked else None
         own = logits.clone() if self.keep_logits else None
+        log_prob = self._log_prob(token, scores, node, logits) if self.ranked else None
         return Step(token, node, own, processed.clone() if self.keep_scores else None, log_prob)
+
+    def _log_prob(self, token: int, scores: Scores, node: int, logits: Tensor) -> float:
+        tokens, log_probs = scores.cache.get("decided", (None, None))
+        if log_probs is not None and tokens[node - scores.first] == token:
+            known: float = log_probs[node - scores.first]
+            return known
+        if "own" in scores.cache:  # a copy near at hand
+            logits = scores.cache["own"][node - scores.first]
+        return float(logits[token] - logits.logsumexp(-1))
+
+
+def paths(scores: Scores) -> list[list[int]]:
+    """For every node that has logits, the tokens after the row's text that lead to it, its own included."""
+    tree, found = scores.tree, {scores.first: list[int]()}
+    for node in range(scores.first + 1, len(tree)):
+        found[node] = [*found[tree.parents[node]], tree.tokens[node]]
+    return list(found.values())

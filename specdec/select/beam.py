@@ -6,15 +6,20 @@ with the best of the others. A draft only decides how many steps one target pass
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.config import Options
 from specdec.errors import SpecdecError
+from specdec.logits import host
 from specdec.select import noise
+from specdec.select.base import RowSetup
 from specdec.select.scoring import (
     FAR,
     Beam,
@@ -23,12 +28,13 @@ from specdec.select.scoring import (
     Scoring,
     best,
     best_of,
+    best_of_leaves,
     branches,
     extended,
     first_beams,
     totals,
 )
-from specdec.types import Branch, Move, Plan, Row, Seen, Step
+from specdec.types import Branch, NodeOutput, Plan, Row, SearchStep, Step
 
 
 @dataclass(frozen=True)
@@ -66,16 +72,27 @@ class BeamSearch(Scoring):
     """
 
     seed: int | None = None
+    name: ClassVar[str] = "beamsearch"
+
+    @classmethod
+    def serves(cls, options: Options) -> bool:
+        """Wherever there are beams."""
+        return options.beams > 1
+
+    @classmethod
+    def of(cls, setup: RowSetup) -> BeamSearch:
+        """The search of one row."""
+        return cls(seed=setup.seed if setup.options.samples else None, **cls.parts(setup))
 
     def begin(self) -> Beams:
         """The state before the first token."""
         return Beams(first_beams(self.num_beams))
 
-    def advance(self, row: Row, state: Beams, seen: Sequence[Seen]) -> Move:
+    def advance(self, row: Row, state: Beams, outputs: Sequence[NodeOutput]) -> SearchStep:
         """One step from the target's logits at all live beams."""
         ids = self.texts(row, state.ids)
-        scores = self._scores(ids, seen)
-        found = self._choose(state, scores, seen)
+        scores = self._scores(ids, outputs)
+        found = self._choose(state, scores, outputs)
         texts = None if ids is None else extended(ids, found.parents, found.tokens)
         ends = self.stop.each(found.tokens, row.prompt_length + state.length + 1, texts, None)
         after, chosen = self._after(state, found, ends)
@@ -84,13 +101,15 @@ class BeamSearch(Scoring):
         step = Step(
             found.tokens[chosen[0]],
             -1,
-            torch.stack([s.logits for s in seen]).to(torch.float32, copy=True) if self.keep_logits else None,
+            torch.stack([output.logits for output in outputs]).to(torch.float32, copy=True)
+            if self.keep_logits
+            else None,
             scores.clone() if self.keep_scores and scores is not None else None,
         )
         leaves = [found.parents[i] if state.length else 0 for i in chosen]
-        return Move(after, leaves, [found.tokens[i] for i in chosen], step)
+        return SearchStep(after, leaves, [found.tokens[i] for i in chosen], step)
 
-    def spread(self, row: Row, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
+    def expand(self, row: Row, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
         """The draft's own beams: by default twice as many as the target's, of texts that go on."""
         ahead = self.ahead(plan)
         scores = self.draft_scores(row, ends, logits)
@@ -103,16 +122,19 @@ class BeamSearch(Scoring):
             found = drawn(scores, running, count, noise.key(self.seed, noise.BEAMS, length))
         return branches(found, ends)[:ahead]
 
-    def _scores(self, ids: Tensor | None, seen: Sequence[Seen]) -> Tensor | None:
+    def _scores(self, ids: Tensor | None, outputs: Sequence[NodeOutput]) -> Tensor | None:
         """Processed log-probabilities `[beams, vocab]`; None where the logits themselves will do."""
-        if not (len(self.processors) or self.guides(seen) or self.keep_scores or self.seed is not None):
+        if not (len(self.processors) or self.guides(outputs) or self.keep_scores or self.seed is not None):
             return None
-        return self.processors(ids, self.log_probs(seen, self.num_beams))
+        return self.processors(ids, self.log_probs(outputs, self.num_beams))
 
-    def _choose(self, state: Beams, scores: Tensor | None, seen: Sequence[Seen]) -> Candidates:
+    def _choose(self, state: Beams, scores: Tensor | None, outputs: Sequence[NodeOutput]) -> Candidates:
         running, count = [beam.score for beam in state.live], self.candidates(self.num_beams)
+        leaves = self.leading(outputs, count) if self.seed is None else None
+        if leaves is not None:
+            return best_of_leaves(leaves, running, count)
         if scores is None:
-            return best(self.logits(seen, self.num_beams), running, count)
+            return best(self.logits(outputs, self.num_beams), running, count)
         if self.seed is None:
             return best_of(scores, running, count)
         found = drawn(scores, running, count, noise.key(self.seed, noise.BEAMS, state.length))
@@ -156,6 +178,8 @@ class BeamSearch(Scoring):
 def drawn(scores: Tensor, running: Sequence[float], count: int, address: int) -> Candidates:
     """`count` draws without replacement from `softmax(scores + running)`, in the order drawn (Gumbel-top-k)."""
     total = totals(scores, running)
+    if not host.is_local(total):
+        return _drawn_afar(total, count, address)
     beams, tokens = torch.isfinite(total).nonzero(as_tuple=True)
     finite = total[beams, tokens]
     noisy = finite.double()
@@ -163,4 +187,16 @@ def drawn(scores: Tensor, running: Sequence[float], count: int, address: int) ->
         own = beams == beam
         noisy[own] += noise.gumbel(noise.fold(address, beam), tokens[own])
     places = noisy.topk(min(count, len(noisy))).indices
-    return Candidates(finite[places].tolist(), beams[places].tolist(), tokens[places].tolist())
+    return Candidates.read(finite[places], beams[places], tokens[places])
+
+
+def _drawn_afar(total: Tensor, count: int, address: int) -> Candidates:
+    """The same from `total` `[beams, vocab]` on an accelerator, in one look."""
+    vocab, keys = total.shape[1], [noise.fold(address, beam) for beam in range(len(total))]
+    near = total.cpu() if total.device.type == "mps" else total  # no float64 there
+    noisy = near + noise.gumbel(keys, torch.arange(vocab, device=near.device))
+    noisy = noisy.masked_fill(~torch.isfinite(near), -torch.inf).flatten()
+    places = noisy.topk(min(count, len(noisy))).indices
+    found = Candidates.read(near.flatten()[places], places // vocab, places % vocab)
+    left = sum(map(math.isfinite, found.scores))
+    return Candidates(found.scores[:left], found.parents[:left], found.tokens[:left])

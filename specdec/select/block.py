@@ -7,8 +7,9 @@ the target has beyond its distribution goes to its younger siblings and to its p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,14 +21,24 @@ from specdec.select.rules import generated
 from specdec.types import Row, Scores, Step, Tree
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Verdict:
-    """What a round will emit, decided at its first step: `tokens[i]` from `processed[i]`, after `base` others."""
+    """What a round will emit, decided at its first step: `tokens`, after `base` others.
+
+    `copies` `[nodes, vocab]` are the processed logits in the processor's own memory, where they had to be copied.
+    """
 
     scores: Scores
     base: int
-    tokens: list[int]
-    processed: list[Tensor]
+    tokens: list[int] = field(default_factory=list)
+    copies: Tensor | None = None
+
+    def near(self, node: int, processed: Tensor | None) -> Tensor:
+        """The `processed` logits `[vocab]` at `node`, or their copy where there is one."""
+        if self.copies is not None:
+            return self.copies[node - self.scores.first]
+        assert processed is not None
+        return processed
 
 
 @dataclass
@@ -82,6 +93,8 @@ class Block(Rejection):
     The first step of a round looks ahead along the tree, so the processors must be pure, or OptionError is raised.
     """
 
+    name: ClassVar[str] = "block"
+
     def __post_init__(self) -> None:
         if not self.processors.pure:
             raise OptionError(
@@ -98,36 +111,55 @@ class Block(Rejection):
                 return super().advance(row, new, scores, node)
             self._verdict = verdict = self._judge(row, new, scores, node)
         at = len(new) - verdict.base
+        processed = self.processed(row, new, scores, node)
         if at < len(verdict.tokens):
-            return self.step(verdict.tokens[at], scores, node, verdict.processed[at])
+            return self.step(verdict.tokens[at], scores, node, processed)
         # The last token came from the residual and happened to be the draft's: its target scores are there, but
         # the rest of the tree has been judged already and may not be looked at again.
-        processed = self.processed(row, new, scores, node)
-        token = noise.draw(processed, noise.key(self.seed, noise.DRAW, generated(row), len(new)))
-        return self.step(token, scores, node, processed)
+        key = noise.key(self.seed, noise.DRAW, generated(row), len(new))
+        return self.step(noise.draw(verdict.near(node, processed), key), scores, node, processed)
 
     def _judge(self, row: Row, new: list[int], scores: Scores, root: int) -> _Verdict:
         """What is emitted after `root`, before which `new` are emitted already.
 
-        The way leads down to the eldest children, and back up from where the path does not end.
+        The way leads down to the eldest children, and back up from where the path does not end. What it looks at next
+        depends on every look before, so it goes over copies where each look would wait for the device.
         """
-        tree, start = scores.tree, generated(row)
-        way = [_Stop.at(tree, root, 1.0, self.processed(row, new, scores, root))]
-        path: list[int] = []
+        tree, start, verdict = scores.tree, generated(row), _Verdict(scores, len(new))
+        if self.reads_once(scores):
+            kinds = [self.all_processed(row, scores), *([scores.logits.float()] if self.ranked else [])]
+            tree, verdict.copies, *own = _copied(tree, scores.first, kinds)
+            scores.cache.update(zip(["own"], own, strict=False))
+
+        def stop(node: int, weight: float, path: list[int]) -> _Stop:
+            processed = self.processed(row, new + path, scores, node) if verdict.copies is None else None
+            return _Stop.at(tree, node, weight, verdict.near(node, processed))
+
+        way, path = [stop(root, 1.0, [])], list[int]()
         while True:
             here, place = way[-1], len(new) + len(path)
             child = next(here.children, None)
             if child is not None:
                 path.append(tree.tokens[child])
-                weight = child_weight(here.weight, here.p, here.q(tree, child), path[-1])
-                way.append(_Stop.at(tree, child, weight, self.processed(row, new + path, scores, child)))
+                way.append(stop(child, child_weight(here.weight, here.p, here.q(tree, child), path[-1]), path))
             elif not path or noise.uniform(noise.key(self.seed, noise.ACCEPT, start, place, here.node)) < here.weight:
                 final = noise.draw(here.left, noise.key(self.seed, noise.DRAW, start, place))
-                return _Verdict(scores, len(new), [*path, final], [stop.processed for stop in way])
+                verdict.tokens = [*path, final]
+                return verdict
             else:
                 path.pop()
                 way.pop()
                 way[-1].leave_out(tree, here.node)
+
+
+def _copied(tree: Tree, first: int, kinds: Sequence[Tensor]) -> tuple[Any, ...]:
+    """The tree with its distributions, and `kinds` of logits `[nodes, vocab]`, near at hand from one transfer."""
+    drawn = [(node, q) for node in range(first, len(tree)) if (q := draft_distribution(tree, node)) is not None]
+    near = torch.cat([*kinds, *(q.to(kinds[0])[None] for _, q in drawn)]).cpu()
+    parts = torch.split(near, len(kinds[0]))
+    own = dict(zip((node for node, _ in drawn), torch.cat(parts[len(kinds) :]), strict=True))
+    none = parts[0].new_empty(0)
+    return replace(tree, q=[own.get(node, none) for node in range(len(tree))]), *parts[: len(kinds)]
 
 
 def _is_drawn(tree: Tree, node: int) -> bool:

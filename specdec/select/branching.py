@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from specdec.logits import host
 from specdec.select import noise
 from specdec.types import Branch, Plan
 
@@ -24,10 +25,10 @@ def likeliest_children(scores: Tensor, ends: Sequence[Branch], plan: Plan) -> li
     top, places = total.flatten().topk(min(count, total.numel()))
     vocab = scores.shape[1]
     found = []
-    for score, place in zip(top.tolist(), places.tolist(), strict=True):
+    for score, place in zip(*host.read(top, places), strict=True):
         if not math.isfinite(score):
             break
-        i, token = divmod(place, vocab)
+        i, token = divmod(int(place), vocab)
         path = [*ends[i].chances, min(math.exp(score - ends[i].score), 1.0)]
         if plan.keep(path):
             found.append((i, Branch([*ends[i].tokens, token], score, path[-1], path)))
@@ -51,20 +52,44 @@ def drawn_children(scores: Tensor, ends: Sequence[Branch], plan: Plan, address: 
     may be dropped after it was seen. What was drawn above, anywhere in the tree, may well decide it: given that, fresh
     children of a node change neither the chance that the text ends below it nor what it then is.
     """
-    shares = _shares(ends, plan)
     found = []
-    for i, (end, share) in enumerate(zip(ends, shares, strict=True)):
-        left, depth = scores[i].clone(), len(end.tokens)
-        for order in range(share):
-            if not math.isfinite(float(left.max())):
-                break  # nothing is left to draw
-            token = noise.draw(left, noise.key(address, depth, *end.tokens, order))
-            chance = _order_chance(order)
-            path = [*end.chances, chance]
-            branch = Branch([*end.tokens, token], end.score + math.log(chance), chance, path, torch.softmax(left, -1))
-            found.append((i, branch))
-            left[token] = -torch.inf
+    for i, (end, share) in enumerate(zip(ends, _shares(ends, plan), strict=True)):
+        drawn = _drawn(scores[i], end, share, address)
+        found += [(i, _child(end, order, token, q)) for order, (token, q) in enumerate(drawn)]
     return sorted(found, key=lambda child: -child[1].score)
+
+
+def _drawn(scores: Tensor, end: Branch, share: int, address: int) -> list[tuple[int, Tensor]]:
+    """Up to `share` tokens after `end`, each with the q `[vocab]` that it was drawn from, from `scores` `[vocab]`."""
+    left, pairs = scores.clone(), list[tuple[Tensor, Tensor]]()
+    keys = [noise.key(address, len(end.tokens), *end.tokens, order) for order in range(share)]
+    if host.is_local(scores):
+        return _drawn_here(left, keys)
+    for key in keys:
+        token = noise.draws(left[None], [key]).to(left.device)
+        pairs.append((token, torch.softmax(left, dim=-1)))
+        left = left.scatter(0, token.clamp(min=0), -torch.inf)
+    tokens = torch.cat([token for token, _ in pairs]).tolist() if pairs else []
+    count = next((i for i, token in enumerate(tokens) if token < 0), len(tokens))
+    return [(token, q) for token, (_, q) in zip(tokens[:count], pairs, strict=False)]
+
+
+def _drawn_here(left: Tensor, keys: Sequence[int]) -> list[tuple[int, Tensor]]:
+    """The same, token by token, until nothing is left to draw."""
+    found = []
+    for key in keys:
+        if not math.isfinite(float(left.max())):
+            break
+        token = noise.draw(left, key)
+        found.append((token, torch.softmax(left, dim=-1)))
+        left[token] = -torch.inf
+    return found
+
+
+def _child(end: Branch, order: int, token: int, q: Tensor) -> Branch:
+    """The n-th child of `end`."""
+    chance = _order_chance(order)
+    return Branch([*end.tokens, token], end.score + math.log(chance), chance, [*end.chances, chance], q)
 
 
 def _order_chance(order: int) -> float:

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from specdec.select.constraints import Progress
+from specdec.config import Options
+from specdec.select.base import RowSetup
+from specdec.select.constraints import Progress, wanted
 from specdec.select.pool import Pool, PoolSearch, ranked
 from specdec.select.scoring import Beam, Candidates, Hypothesis, best_totals, branches, extended, totals
-from specdec.types import Branch, Move, Plan, Row, Seen, Step
+from specdec.types import Branch, NodeOutput, Plan, Row, SearchStep, Step
 
 _STEP = 100
 """What a step towards the constraints weighs against a beam's log-probability."""
@@ -63,15 +66,29 @@ class ConstrainedSearch(PoolSearch):
 
     progress: Progress
     returned: int = 1
+    name: ClassVar[str] = "constrainedsearch"
+
+    @classmethod
+    def serves(cls, options: Options) -> bool:
+        """Where texts must contain given words."""
+        return options.constrained
+
+    @classmethod
+    def of(cls, setup: RowSetup) -> ConstrainedSearch:
+        """The search of one row; as in transformers, padding counts towards the constraints."""
+        o = setup.options
+        progress = Progress.of(wanted(o.constraints, o.force_words_ids)).after(list(setup.prompt))
+        returned = o.num_return_sequences or 1
+        return cls(progress=progress, returned=returned, end_id=setup.end_id, **cls.parts(setup))
 
     def begin(self) -> ConstrainedBeams:
         """The state before the first token."""
         return ConstrainedBeams(Pool.of(self.num_beams), (self.progress,) * self.num_beams)
 
-    def advance(self, row: Row, state: ConstrainedBeams, seen: Sequence[Seen]) -> Move:
+    def advance(self, row: Row, state: ConstrainedBeams, outputs: Sequence[NodeOutput]) -> SearchStep:
         """One step from the target's logits at all live beams."""
         ids, pool = self.texts(row, state.ids), state.pool
-        total = totals(self.processors(ids, self.log_probs(seen, self.num_beams)), pool.running)
+        total = totals(self.processors(ids, self.log_probs(outputs, self.num_beams)), pool.running)
         found = best_totals(total, self.candidates(self.num_beams))
         going, pool = self.walk(pool, found, lambda beam: state.progress[beam].fulfilled)
         beams = [beam.tokens for beam in pool.live]
@@ -81,11 +98,11 @@ class ConstrainedSearch(PoolSearch):
         ends = self.stop.each(chosen.tokens, row.prompt_length + state.length + 1, texts, None)
         progress = [state.progress[beam].after([t]) for beam, t in zip(chosen.parents, chosen.tokens, strict=True)]
         after = self._after(ConstrainedBeams(pool, tuple(progress), ids=texts), ends)
-        logits = self.logits(seen, self.num_beams).clone() if self.keep_logits else None
+        logits = self.logits(outputs, self.num_beams).clone() if self.keep_logits else None
         step = Step(chosen.tokens[0], -1, logits, total if self.keep_scores else None)
-        return Move(after, chosen.parents if state.length else [0] * self.num_beams, chosen.tokens, step)
+        return SearchStep(after, chosen.parents if state.length else [0] * self.num_beams, chosen.tokens, step)
 
-    def spread(self, row: Row, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
+    def expand(self, row: Row, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
         """The draft's own beams: by default twice as many as the target's, of texts that go on, forced ones too."""
         ahead = self.ahead(plan)
         total = totals(self.draft_scores(row, ends, logits), [end.score for end in ends])

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from specdec.select.base import Processing, guide, process
+from specdec.config import Options
+from specdec.select.base import Processing, RowSetup, guide, process
 from specdec.select.scoring import Hypothesis
 from specdec.select.stopping import Stopping
-from specdec.types import Move, Row, Seen, Step
+from specdec.types import NodeOutput, Row, SearchStep, Step
 
 
 @dataclass(frozen=True)
@@ -66,19 +68,37 @@ class Contrastive:
     keep_scores: bool = False
     keep_logits: bool = False
     keep_traces: bool = False
-    num_beams = 1
-    needs_hidden = True
+    num_beams: ClassVar[int] = 1
+    name: ClassVar[str] = "contrastive"
+    is_search: ClassVar[Literal[True]] = True
+    needs_hidden: ClassVar[bool] = True
+    takes_draft: ClassVar[bool] = False
+    rule: ClassVar[None] = None
+    branching: ClassVar[None] = None
+
+    @classmethod
+    def serves(cls, options: Options) -> bool:
+        """Where a penalty for likeness was asked for."""
+        return options.contrastive
+
+    @classmethod
+    def of(cls, setup: RowSetup) -> Contrastive:
+        """The search of one row."""
+        o = setup.options
+        traces = bool(o.output_hidden_states or o.output_attentions)
+        parts: dict[str, Any] = {"processors": setup.processors, "stop": setup.stop, **setup.common}
+        return cls(top_k=o.top_k or 2, penalty_alpha=o.penalty_alpha or 0.0, keep_traces=traces, **parts)
 
     def begin(self) -> Contrast:
         """The state before the prompt was read."""
         return Contrast()
 
-    def advance(self, row: Row, state: Contrast, seen: Sequence[Seen]) -> Move:
-        """Emits one of the candidates that were seen, and asks for those of the next token; at first only asks."""
+    def advance(self, row: Row, state: Contrast, outputs: Sequence[NodeOutput]) -> SearchStep:
+        """Emits one of the candidates that were computed, and asks for those of the next token; at first only asks."""
         if state.context is None:
-            after = self._ask(row, Contrast(context=_directions(seen[0])), seen[0])
-            return Move(after, [0] * len(after.candidates), list(after.candidates), None, self._shown(0))
-        ahead = torch.cat([_directions(s) for s in seen])
+            after = self._ask(row, Contrast(context=_directions(outputs[0])), outputs[0])
+            return SearchStep(after, [0] * len(after.candidates), list(after.candidates), None, self._shown(0))
+        ahead = torch.cat([_directions(output) for output in outputs])
         pick = self._pick(state, ahead)
         tokens = (*state.tokens, state.candidates[pick])
         step, scores = state.step, state.scores
@@ -90,21 +110,21 @@ class Contrastive:
         context = torch.cat([state.context, ahead[pick : pick + 1]])
         after = Contrast(tokens, context=context, scores=scores, finish=finish)
         if finish is not None:
-            return Move(after, [], [], step, ())
-        after = self._ask(row, after, seen[pick])
-        return Move(after, [pick] * len(after.candidates), list(after.candidates), step, self._shown(pick))
+            return SearchStep(after, [], [], step, ())
+        after = self._ask(row, after, outputs[pick])
+        return SearchStep(after, [pick] * len(after.candidates), list(after.candidates), step, self._shown(pick))
 
-    def _ask(self, row: Row, state: Contrast, seen: Seen) -> Contrast:
+    def _ask(self, row: Row, state: Contrast, output: NodeOutput) -> Contrast:
         """The state with the candidates for its next token, by what the target said of its text."""
-        logits = seen.logits
-        if seen.unconditional is not None and self.guidance_scale is not None:
-            logits = guide(logits, seen.unconditional, self.guidance_scale)
+        logits = output.logits
+        if output.unconditional is not None and self.guidance_scale is not None:
+            logits = guide(logits, output.unconditional, self.guidance_scale)
         processed = process(self.processors, row, _new(row, state.tokens), logits)
         probs, ids = torch.softmax(processed, dim=-1).topk(min(self.top_k, processed.shape[-1]))
         step = Step(
             -1,
             -1,
-            seen.logits.to(torch.float32, copy=True) if self.keep_logits else None,
+            output.logits.to(torch.float32, copy=True) if self.keep_logits else None,
             processed.clone() if self.keep_scores else None,
         )
         return Contrast(state.tokens, tuple(ids.tolist()), state.context, probs, step, state.scores)
@@ -120,10 +140,10 @@ class Contrastive:
         return (leaf,) if self.keep_traces else ()
 
 
-def _directions(seen: Seen) -> Tensor:
-    """The last hidden states `[nodes, width]` that led to what was seen, float32, each of length 1."""
-    assert seen.trace.hidden_states is not None
-    return normalize(seen.trace.hidden_states[-1].float(), dim=-1)
+def _directions(output: NodeOutput) -> Tensor:
+    """The last hidden states `[nodes, width]` that led to an output, float32, each of length 1."""
+    assert output.trace.hidden_states is not None
+    return normalize(output.trace.hidden_states[-1].float(), dim=-1)
 
 
 def _new(row: Row, tokens: Sequence[int]) -> list[int]:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
+from torch import Tensor
+
+from specdec.config import Options
 from specdec.select import noise
-from specdec.select.base import Strategy
+from specdec.select.base import RowSetup, TextStrategy, paths
 from specdec.select.rules import CoupledRule, GreedyRule, generated
-from specdec.types import DraftRule, Row, Scores, Step
+from specdec.types import DraftRule, Row, Scores
 
 
 @dataclass(eq=False, repr=False)
-class Coupled(Strategy):
+class Coupled(TextStrategy):
     """Samples `argmax(log p + G)` with Gumbel noise G addressed by (seed, position, token id) (arXiv 2408.07978).
 
     p is the processed target distribution, the position counts generated tokens, and the draft guesses with the same
@@ -19,21 +23,40 @@ class Coupled(Strategy):
     """
 
     seed: int
+    name: ClassVar[str] = "coupled"
+
+    @classmethod
+    def serves(cls, options: Options) -> bool:
+        """Sampling by the class's own name, which for coupled sampling goes without saying."""
+        return options.samples and (options.sampling or "coupled") == cls.name
+
+    @classmethod
+    def of(cls, setup: RowSetup) -> Coupled:
+        """The strategy of one row."""
+        ranked = setup.options.num_samples is not None
+        return cls(setup.processors, setup.seed, width=setup.width, ranked=ranked, **setup.common)
 
     @property
     def rule(self) -> DraftRule:
         """The draft guesses with the target's noise."""
         return CoupledRule(self.processors.drafting, self.seed, self.width)
 
-    def advance(self, row: Row, new: list[int], scores: Scores, node: int) -> Step:
-        """The next token after `node`, where `new` are the tokens already emitted in this round."""
-        processed = self.processed(row, new, scores, node)
-        token = noise.draw(processed, noise.key(self.seed, noise.COUPLED, generated(row) + len(new)))
-        return self.step(token, scores, node, processed)
+    def choose(self, row: Row, new: list[int], scores: Scores, node: int, processed: Tensor) -> int:
+        """The draw at the position of the token to come."""
+        return noise.draw(processed, noise.key(self.seed, noise.COUPLED, generated(row) + len(new)))
+
+    def choose_all(self, row: Row, scores: Scores, processed: Tensor) -> Tensor:
+        """The draws after every node."""
+        start = generated(row)
+        return noise.draws(
+            processed, [noise.key(self.seed, noise.COUPLED, start + len(path)) for path in paths(scores)]
+        )
 
 
 class Match(Coupled):
     """Samples as `Coupled` does, the same text for the same seed, while the draft guesses its likeliest token."""
+
+    name = "match"
 
     @property
     def rule(self) -> DraftRule:

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
-from specdec.select.base import Strategy
+from torch import Tensor
+
+from specdec.config import Options
+from specdec.logits import host
+from specdec.select.base import RowSetup, TextStrategy
 from specdec.select.rules import GreedyRule
 from specdec.types import Row, Scores, Step
 
 
-class Greedy(Strategy):
+class Greedy(TextStrategy):
     """Takes the argmax of the processed target logits, the first of equals."""
+
+    name = "greedy"
+
+    @classmethod
+    def serves(cls, options: Options) -> bool:
+        """Where nothing else was asked for."""
+        return not options.samples
+
+    @classmethod
+    def of(cls, setup: RowSetup) -> Greedy:
+        """The strategy of one row."""
+        return cls(setup.processors, width=setup.width, **setup.common)
 
     @property
     def rule(self) -> GreedyRule:
@@ -17,7 +33,15 @@ class Greedy(Strategy):
 
     def advance(self, row: Row, new: list[int], scores: Scores, node: int) -> Step:
         """The next token after `node`, where `new` are the tokens already emitted in this round."""
-        if not (self.keep_scores or self.keep_logits or len(self.processors) or scores.unconditional is not None):
-            return Step(int(scores.logits[node - scores.first].argmax()), node)
-        processed = self.processed(row, new, scores, node)
-        return self.step(int(processed.argmax()), scores, node, processed)
+        plain = not (self.keep_scores or self.keep_logits or len(self.processors) or scores.unconditional is not None)
+        if plain and host.is_local(scores.logits):
+            return Step(host.first_best(scores.logits[node - scores.first]), node)
+        return super().advance(row, new, scores, node)
+
+    def choose(self, row: Row, new: list[int], scores: Scores, node: int, processed: Tensor) -> int:
+        """The first of the likeliest tokens."""
+        return host.first_best(processed)
+
+    def choose_all(self, row: Row, scores: Scores, processed: Tensor) -> Tensor:
+        """The first of the likeliest tokens after every node."""
+        return processed.argmax(dim=-1)

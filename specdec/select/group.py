@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from specdec.config import Options
+from specdec.select.base import RowSetup
 from specdec.select.pool import Pool, PoolSearch, ranked
 from specdec.select.scoring import Beam, Hypothesis, best_of, branches, extended
-from specdec.types import Branch, Move, Plan, Row, Seen, Step
+from specdec.types import Branch, NodeOutput, Plan, Row, SearchStep, Step
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,19 @@ class GroupSearch(PoolSearch):
     groups: int
     diversity_penalty: float
     pad_id: int = 0
+    name: ClassVar[str] = "groupsearch"
+
+    @classmethod
+    def serves(cls, options: Options) -> bool:
+        """Where the beams are divided."""
+        return options.groups > 1
+
+    @classmethod
+    def of(cls, setup: RowSetup) -> GroupSearch:
+        """The search of one row."""
+        penalty = setup.options.diversity_penalty or 0.0
+        parts = {"pad_id": setup.pad_id, "end_id": setup.end_id, **cls.parts(setup)}
+        return cls(groups=setup.options.groups, diversity_penalty=penalty, **parts)
 
     @property
     def size(self) -> int:
@@ -81,10 +96,10 @@ class GroupSearch(PoolSearch):
         """The state before the first token."""
         return Groups(tuple(Pool.of(self.size, group * self.size) for group in range(self.groups)))
 
-    def advance(self, row: Row, state: Groups, seen: Sequence[Seen]) -> Move:
+    def advance(self, row: Row, state: Groups, outputs: Sequence[NodeOutput]) -> SearchStep:
         """One step of every open group, from the target's logits at their beams."""
         open_ = [pool for pool in state.pools if not pool.done]
-        ids, own = self.texts(row, state.ids), self.log_probs(seen, len(open_) * self.size)
+        ids, own = self.texts(row, state.ids), self.log_probs(outputs, len(open_) * self.size)
         turns = list(self._turns(state.pools, ids, own))
         parents = [i * self.size + parent for i, turn in enumerate(turns) for parent in turn.parents]
         tokens = [token for turn in turns for token in turn.tokens]
@@ -95,17 +110,17 @@ class GroupSearch(PoolSearch):
         step = Step(
             tokens[0],
             -1,
-            self._placed(open_, self.logits(seen, len(own))) if self.keep_logits else None,
+            self._placed(open_, self.logits(outputs, len(own))) if self.keep_logits else None,
             self._placed(open_, torch.cat([turn.scores for turn in turns])) if self.keep_scores else None,
         )
         if state.length == 0:
-            return Move(after, [0] * len(kept), [tokens[i] for i in kept], step)
-        return Move(after, [parents[i] for i in kept], [tokens[i] for i in kept], step, self._shown(state.pools))
+            return SearchStep(after, [0] * len(kept), [tokens[i] for i in kept], step)
+        return SearchStep(after, [parents[i] for i in kept], [tokens[i] for i in kept], step, self._shown(state.pools))
 
-    def spread(self, row: Row, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
+    def expand(self, row: Row, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
         """Every group's own beams by the draft's scores, by default twice the target's, of texts that go on.
 
-        A branch's `mark` holds the groups that it serves.
+        A branch's `groups` holds the groups that it serves.
         """
         own = self.draft_scores(row, ends, logits)
         found: dict[tuple[int, int], tuple[int, Branch]] = {}
@@ -123,7 +138,7 @@ class GroupSearch(PoolSearch):
                 place = (mine[i], branch.tokens[-1])
                 known = found[place][1] if place in found else branch
                 better = max(known, branch, key=lambda b: b.score)
-                found[place] = (mine[i], better._replace(mark={*(known.mark or ()), group}))
+                found[place] = (mine[i], better._replace(groups=frozenset((*(known.groups or ()), group))))
         return sorted(found.values(), key=lambda branch: -branch[1].score)
 
     def _turns(self, pools: Sequence[Pool], ids: Tensor | None, own: Tensor) -> Iterator[_Turn]:
@@ -178,6 +193,6 @@ class GroupSearch(PoolSearch):
 
     def _served(self, end: Branch, i: int, ends: int) -> Collection[int]:
         """The groups of a draft's end; of the target's own leaves it is told by their order."""
-        if end.mark is not None:
-            return end.mark
+        if end.groups is not None:
+            return end.groups
         return range(self.groups) if ends == 1 else (i // self.size,)

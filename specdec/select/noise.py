@@ -15,6 +15,7 @@ output bit with probability near 1/2. `argmax(log p + G)` is a draw from p (Gumb
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -22,8 +23,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.errors import SpecdecError
+from specdec.logits import host
 
-COUPLED, ACCEPT, RESIDUAL, DRAW, DRAFT, BEAMS = range(6)
+COUPLED, ACCEPT, _, DRAW, DRAFT, BEAMS = range(6)
 """Streams: draws for different purposes never share an address."""
 
 _MASK64 = (1 << 64) - 1
@@ -33,6 +35,8 @@ _GOLDEN, _FIRST, _SECOND = 0x9E3779B1 - (1 << 32), 0x21F0AAAD, 0xD35A2D97 - (1 <
 _REACH = 41.0
 """No two values of G differ by more than 36.8 + 3.7: logits further below the largest never win."""
 NONE_LEFT = "no token is left to draw: the logits processors forbid all of them; leave one out, or loosen it"
+NOT_A_NUMBER = "the scores to sample from contain NaN"
+_EMPTY, _BROKEN = -1, -2  # in place of tokens, where the one or the other is the matter
 _HEAD = 4.0
 _FEW = 1024
 
@@ -73,17 +77,26 @@ def _mix32(x: Tensor) -> Tensor:
     return x
 
 
-def _hash(address: int, ids: Tensor) -> tuple[Tensor, Tensor]:
+def _halves(address: int | Sequence[int], ids: Tensor) -> tuple[int | Tensor, int | Tensor]:
+    """The low and high 32 bits of one address, or `[n, 1]` of several, where the `ids` are."""
+    if isinstance(address, int):
+        return address & _MASK32, address >> 32
+    both = torch.tensor([[a & _MASK32, a >> 32] for a in address], device=ids.device)
+    return both[:, :1], both[:, 1:]
+
+
+def _hash(address: int | Sequence[int], ids: Tensor) -> tuple[Tensor, Tensor]:
     """The hash h and its forerunner x per token id, 32 bits each in int64."""
-    x = ids * _GOLDEN
-    x += address & _MASK32
-    x &= _MASK32
-    x = _mix32(x)
-    return _mix32(x ^ (address >> 32)), x
+    low, high = _halves(address, ids)
+    x = _mix32((ids * _GOLDEN + low) & _MASK32)
+    return _mix32(x ^ high), x
 
 
-def uniforms(address: int, ids: Tensor) -> Tensor:
-    """One number in (0, 1) per token id, float64 with the shape of the int64 `ids`."""
+def uniforms(address: int | Sequence[int], ids: Tensor) -> Tensor:
+    """One number in (0, 1) per token id, float64 with the shape of the int64 `ids`.
+
+    Several addresses `n` for ids `[vocab]` or `[n, vocab]` give numbers `[n, vocab]`.
+    """
     h, x = _hash(address, ids)
     h <<= 20
     h |= x & 0xFFFFF
@@ -93,8 +106,8 @@ def uniforms(address: int, ids: Tensor) -> Tensor:
     return u
 
 
-def gumbel(address: int, ids: Tensor) -> Tensor:
-    """Standard Gumbel noise per token id, float64 with the shape of the int64 `ids`."""
+def gumbel(address: int | Sequence[int], ids: Tensor) -> Tensor:
+    """Standard Gumbel noise per token id, float64, shaped as `uniforms` says."""
     return uniforms(address, ids).log_().neg_().log_().neg_()
 
 
@@ -128,7 +141,7 @@ def _draw_cpu(logits: NDArray[np.float32], address: int) -> int:
         raise SpecdecError(NONE_LEFT)
     ids = np.flatnonzero(logits >= top - np.float32(_REACH)).astype(np.uint32)
     if not len(ids):
-        raise SpecdecError("the scores to sample from contain NaN")
+        raise SpecdecError(NOT_A_NUMBER)
     h, x = _hash_cpu(address, ids)
     if len(ids) > _FEW:
         # Tokens near the top reach some best value; below the top by _HEAD, only loud enough noise can beat it.
@@ -143,10 +156,25 @@ def _draw_cpu(logits: NDArray[np.float32], address: int) -> int:
 
 def draw(logits: Tensor, address: int) -> int:
     """A token from `softmax(logits)`, `logits` `[vocab]`: the Gumbel-max draw at `address`."""
-    if logits.device.type in ("cpu", "mps"):  # no float64 on the latter
-        return _draw_cpu(logits.detach().float().cpu().numpy(), address)
-    noisy = gumbel(address, torch.arange(logits.shape[-1], device=logits.device)) + logits
-    best, token = noisy.max(dim=-1)
-    if best == -torch.inf:
-        raise SpecdecError(NONE_LEFT)
-    return int(token)
+    if host.is_local(logits):
+        return _draw_cpu(logits.detach().float().numpy(), address)
+    return checked(int(draws(logits[None], [address])))
+
+
+def draws(logits: Tensor, addresses: Sequence[int]) -> Tensor:
+    """The tokens `[n]` that `draw` takes from each of `logits` `[n, vocab]`, where these are; nothing is read.
+
+    A token below 0 says that there was none to draw: `checked` tells why.
+    """
+    if logits.device.type == "mps":  # no float64 there
+        logits = logits.cpu()
+    noisy = gumbel(addresses, torch.arange(logits.shape[-1], device=logits.device)) + logits
+    best, tokens = noisy.max(dim=-1)
+    return tokens.masked_fill(best == -torch.inf, _EMPTY).masked_fill(best.isnan(), _BROKEN)
+
+
+def checked(token: int) -> int:
+    """A token of `draws` that was read; raises SpecdecError where there was none."""
+    if token < 0:
+        raise SpecdecError(NONE_LEFT if token == _EMPTY else NOT_A_NUMBER)
+    return token

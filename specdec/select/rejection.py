@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 import torch
 from torch import Tensor
 
 from specdec.select import noise
+from specdec.select.base import paths
 from specdec.select.coupled import Coupled
 from specdec.select.rules import SampledRule, generated
-from specdec.types import DraftRule, Row, Scores, Step, Tree
+from specdec.types import DraftRule, Row, Scores, Tree
 
 
 def draft_distribution(tree: Tree, node: int) -> Tensor | None:
@@ -23,11 +26,16 @@ def siblings(tree: Tree, node: int) -> list[int]:
     return [child for child in range(node + 1, len(tree)) if tree.parents[child] == node]
 
 
+def drawn_siblings(tree: Tree, node: int) -> list[int]:
+    """Those of them that were drawn from the draft; a guess and whatever comes after it is none."""
+    return list(takewhile(lambda child: draft_distribution(tree, child) is not None, siblings(tree, node)))
+
+
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """What p has beyond q, normalised, `[vocab]`; p itself where rounding leaves nothing."""
+    """What p has beyond q, normalised, `[..., vocab]`; p itself where rounding leaves nothing."""
     rest = (p - q).clamp_(min=0.0)
-    mass = rest.sum()
-    return rest / mass if mass > 0 else p
+    mass = rest.sum(dim=-1, keepdim=True)
+    return torch.where(mass > 0, rest / mass, p)
 
 
 class Rejection(Coupled):
@@ -39,21 +47,17 @@ class Rejection(Coupled):
     the tokens generated before the round and the place in it.
     """
 
+    name = "rejection"
+
     @property
     def rule(self) -> DraftRule:
         """The draft draws from q and tells it."""
         return SampledRule(self.processors.drafting, self.seed, self.width)
 
-    def advance(self, row: Row, new: list[int], scores: Scores, node: int) -> Step:
-        """The next token after `node`, where `new` are the tokens already emitted in this round."""
-        processed = self.processed(row, new, scores, node)
-        token = self._accepted(processed, scores.tree, node, (generated(row), len(new)))
-        return self.step(token, scores, node, processed)
-
-    def _accepted(self, processed: Tensor, tree: Tree, node: int, place: tuple[int, int]) -> int:
+    def choose(self, row: Row, new: list[int], scores: Scores, node: int, processed: Tensor) -> int:
         """The first accepted child's token, or a draw from what p has beyond the children's distributions."""
-        left = processed  # log-probabilities, up to a constant, of what may still come
-        for order, child in enumerate(siblings(tree, node)):
+        tree, place, left = scores.tree, (generated(row), len(new)), processed
+        for order, child in enumerate(siblings(tree, node)):  # left: log-probabilities of what may still come
             q, token = draft_distribution(tree, child), tree.tokens[child]
             if q is None:
                 break
@@ -63,3 +67,23 @@ class Rejection(Coupled):
                 return token
             left = residual(p, q).log()
         return noise.draw(left, noise.key(self.seed, noise.DRAW, *place))
+
+    def choose_all(self, row: Row, scores: Scores, processed: Tensor) -> Tensor:
+        """The same after every node at once: the eldest children of all nodes, then the second ones, and so on."""
+        tree, start, depths = scores.tree, generated(row), [len(path) for path in paths(scores)]
+        children = [drawn_siblings(tree, scores.first + at) for at in range(len(processed))]
+        left, chosen = processed.clone(), torch.full((len(processed),), -1, device=processed.device)
+        for order in range(max(map(len, children))):
+            nodes = [at for at, own in enumerate(children) if len(own) > order]
+            q = torch.stack([one for at in nodes if (one := draft_distribution(tree, children[at][order])) is not None])
+            tokens = torch.tensor([tree.tokens[children[at][order]] for at in nodes], device=left.device)
+            keys = [noise.key(self.seed, noise.ACCEPT, start, depths[at], order) for at in nodes]
+            r = torch.tensor([noise.uniform(key) for key in keys], dtype=torch.float64, device=left.device)
+            rows = torch.tensor(nodes, device=left.device)
+            p, q = torch.softmax(left[rows], dim=-1), q.to(left.device)
+            passes = r * q.gather(-1, tokens[:, None])[:, 0] < p.gather(-1, tokens[:, None])[:, 0]
+            known = chosen[rows]
+            chosen[rows] = torch.where((known < 0) & passes, tokens, known)
+            left[rows] = residual(p, q).log()
+        drawn = noise.draws(left, [noise.key(self.seed, noise.DRAW, start, depth) for depth in depths])
+        return torch.where(chosen < 0, drawn.to(chosen.device), chosen)

@@ -71,3 +71,9 @@ def recordings() -> list[tuple[Path, str]]:
     if not (folder / "transcripts.json").exists():
         raise SpecdecError(f"the recordings are not in {folder}: install the package with its data files")
     return [(folder / name, text) for name, text in json.loads((folder / "transcripts.json").read_text()).items()]
+
+
+def functions() -> dict[str, str]:
+    """Python functions for the summary pair, by name."""
+    found: dict[str, str] = json.loads((_ROOT / "python_summary" / "demo.json").read_text(encoding="utf-8"))
+    return found

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 
 from specdec.bench import group as group_module
 from specdec.bench.systems import measure
 from specdec.bench.tune import best, candidates, ranked, snippet
-from specdec.cli.bench import suite_keys
+from specdec.cli.bench import progress_bar, suite_keys
 from specdec.cli.commands import run
+from specdec.cli.terminal import Heartbeat, duration
 from tests.folders import saved_model
 
 
@@ -48,6 +50,47 @@ def test_bench(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixtu
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {"samples.jsonl", "results.json", "results.csv"}
     assert run(arguments) == 0
     assert capsys.readouterr().out == out
+
+
+@pytest.mark.parametrize("extra", [[], ["--restart"]])
+def test_ctrl_c_tells_how_to_go_on(
+    extra: list[str], arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """The same command resumes, which only the help said."""
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("specdec.bench.run", interrupted)
+    assert run([*arguments, *extra]) == 130
+    err = capsys.readouterr().err
+    without = " without --restart" if extra else ""
+    assert f"the same command{without} goes on from here" in err
+    assert str(tmp_path / "out") in err
+
+
+def test_the_bar_fits_80_columns() -> None:
+    """Percentage and time left are there, whatever is being done."""
+    out = Console(width=80, force_terminal=True, color_system=None)
+    bar = progress_bar(out)
+    bar.update(bar.add_task("", total=None), completed=12, total=48, description="a long description " * 8)
+    with out.capture() as captured:
+        out.print(bar.get_renderable())
+    [line] = captured.get().splitlines()
+    assert line.startswith(" 25% ")
+    assert "-:--:-- left a long description" in line
+    assert len(line) <= 80
+
+
+def test_a_piped_run_gives_signs_of_life(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line now and then; what an earlier run had measured says nothing about the pace."""
+    clock = iter([0.0, 1.0, 31.0, 40.0, 60.0])
+    monkeypatch.setattr("specdec.cli.terminal.time.monotonic", lambda: next(clock))
+    beat = Heartbeat(quiet=False)
+    for done in (40, 60, 61, 70):
+        beat(done, 100, "greedy")
+    assert capsys.readouterr().err.splitlines() == ["60%, about 1:02 left: greedy", "70%, about 1:00 left: greedy"]
+    assert duration(3723) == "1:02:03"
 
 
 def test_a_mismatch_is_exit_code_3(

@@ -8,23 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from specdec.types import EMPTY, Call, Row, Scores, Tree
-
-
-@dataclass
-class FakeRow:
-    tokens: list[int]
-    key: int = 0
-    remaining: int = 1000
-    prompt_length: int = 1
-    encoder_tokens: list[int] | None = None
-    prediction: list[int] | None = None
-    tree: Tree = EMPTY
-    leaves: tuple[int, ...] = (-1,)
-    leaf_scores: tuple[float, ...] = (0.0,)
-
-    def prefix(self, extra: Sequence[int] = ()) -> Tensor:
-        return torch.tensor([[*self.tokens, *extra]])
+from specdec.types import EMPTY, Commit, DraftSession, DraftTask, Row, Scores, Tree
 
 
 @dataclass
@@ -35,6 +19,7 @@ class FakePlan:
     doubt: float = 0.0
     drop: float = 0.0
     branches: int | None = None
+    needs_confidence: bool = True
     asked: list[list[float]] = field(default_factory=list)
 
     def go_on(self, paths: Sequence[Sequence[float]], width: int = 1) -> bool:
@@ -53,11 +38,35 @@ class Greedy:
     needs_q: bool = False
     widths: set[int] = field(default_factory=set)
 
-    def pick(self, row: Row, guesses: list[int], logits: Tensor) -> tuple[int, float, Tensor | None]:
+    def pick(
+        self, row: Row, guesses: list[int], logits: Tensor, *, confident: bool = True
+    ) -> tuple[int, float, Tensor | None]:
         self.widths.add(logits.shape[-1])
         q = logits.float().softmax(-1)
         token = int(q.argmax())
         return token, float(q[token]), q if self.needs_q else None
+
+
+def task(rule: object | None = None, **more: object) -> DraftTask:
+    return DraftTask(rule or Greedy(), **more)  # type: ignore[arg-type]
+
+
+@dataclass
+class FakeRow:
+    tokens: list[int]
+    key: int = 0
+    remaining: int = 1000
+    prompt_length: int = 1
+    encoder_tokens: list[int] | None = None
+    encoding: object | None = None
+    prediction: list[int] | None = None
+    tree: Tree = EMPTY
+    leaves: tuple[int, ...] = (-1,)
+    leaf_scores: tuple[float, ...] = (0.0,)
+    task: DraftTask = field(default_factory=task)
+
+    def prefix(self, extra: Sequence[int] = ()) -> Tensor:
+        return torch.tensor([[*self.tokens, *extra]])
 
 
 class FakeModel:
@@ -66,11 +75,8 @@ class FakeModel:
     config = None
     device = torch.device("cpu")
 
-    def __init__(
-        self, vocab_size: int = 50, *, is_encoder_decoder: bool = False, granularity: int = 1, max_positions: int = 4096
-    ) -> None:
-        self.vocab_size, self.is_encoder_decoder = vocab_size, is_encoder_decoder
-        self.granularity, self.max_positions = granularity, max_positions
+    def __init__(self, vocab_size: int = 50, *, is_encoder_decoder: bool = False, max_positions: int = 4096) -> None:
+        self.vocab_size, self.is_encoder_decoder, self.max_positions = vocab_size, is_encoder_decoder, max_positions
         self.sessions: list[FakeSession] = []
         self.encoded = 0
         self.fail_in = -1
@@ -78,6 +84,11 @@ class FakeModel:
     @property
     def passes(self) -> int:
         return sum(session.passes for session in self.sessions)
+
+    @property
+    def fed(self) -> list[list[int]]:
+        """How many tokens of every row each pass of the last session had."""
+        return self.sessions[-1].fed
 
     def logits(self, prefix: Sequence[int], encoding: int = 0) -> Tensor:
         """`[vocab]` after `prefix`."""
@@ -115,33 +126,65 @@ class FakeEncoding:
 
 
 class FakeSession:
-    """Holds tokens where a real session holds keys and values; goes back only to multiples of `granularity`."""
+    """Holds tokens where a real session holds keys and values; it knows texts only, no branches."""
+
+    cache_reset_length = None
 
     def __init__(self, model: FakeModel) -> None:
         self.model, self.passes = model, 0
-        self.held: list[list[int]] = []
-        self.encodings: list[int] = []
-        self._trees: list[Tree] = []
+        self.held: dict[int, list[int]] = {}
+        self.encodings: dict[int, int] = {}
+        self.fed: list[list[int]] = []
+        self._numbers = 0
+        self._trees: dict[int, Tree] = {}
 
-    @property
-    def lengths(self) -> list[int]:
-        return [len(tokens) for tokens in self.held]
-
-    def add(self, rows: int, encoding: FakeEncoding | None = None) -> None:
-        self.held += [[] for _ in range(rows)]
+    def add(self, rows: int, encoding: FakeEncoding | None = None) -> list[int]:
         values = [0] * rows if encoding is None else encoding.values
         assert len(values) == rows
-        self.encodings += values
+        return [self._new([], value) for value in values]
 
-    def forward(self, trees: Sequence[Tree], keep: Sequence[int]) -> list[Scores]:
-        assert len(trees) == len(keep) == len(self.held)
+    def fork(self, row: int, length: int | None = None) -> int:
+        assert length is None or length <= len(self.held[row])
+        return self._new(self.held[row][:length], self.encodings[row])
+
+    def remove(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            del self.held[row], self.encodings[row]
+
+    def length(self, row: int) -> int:
+        return len(self.held[row])
+
+    def forward(
+        self, rows: Sequence[int], trees: Sequence[Tree], keep: Sequence[int], *, wholes: Sequence[int] | None = None
+    ) -> list[Scores]:
+        assert len(trees) == len(keep) == len(set(rows))
         assert any(map(len, trees))
         self.model.fail_in -= 1
         if self.model.fail_in == 0:
             raise ZeroDivisionError("the fake fails on request")
         self.passes += 1
-        self._trees = list(trees)
-        return [self._scores(r, tree, n) for r, (tree, n) in enumerate(zip(trees, keep, strict=True))]
+        self.fed.append(list(map(len, trees)))
+        self._trees = dict(zip(rows, trees, strict=True))
+        return [self._scores(row, tree, n) for row, tree, n in zip(rows, trees, keep, strict=True)]
+
+    def commit(
+        self, rows: Sequence[int], paths: Sequence[list[int]], *, texts: Sequence[int] | None = None, final: bool = True
+    ) -> None:
+        assert texts is None or list(texts) == list(map(len, paths))
+        for row, path in zip(rows, paths, strict=True):
+            self.held[row] += [self._trees[row].tokens[node] for node in path]
+
+    def refresh(self, rows: Sequence[int]) -> None:
+        pass
+
+    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        for row, length in zip(rows, lengths, strict=True):
+            del self.held[row][length:]
+
+    def _new(self, held: list[int], encoding: int) -> int:
+        self._numbers += 1
+        self.held[self._numbers], self.encodings[self._numbers] = held, encoding
+        return self._numbers
 
     def _scores(self, row: int, tree: Tree, keep: int) -> Scores:
         assert keep <= len(tree)
@@ -154,27 +197,18 @@ class FakeSession:
         ]
         return Scores(tree, first, torch.stack(logits) if logits else torch.empty(0, self.model.vocab_size))
 
-    def commit(self, paths: Sequence[list[int]], *, final: bool = True) -> None:
-        for held, tree, path in zip(self.held, self._trees, paths, strict=True):
-            held += [tree.tokens[node] for node in path]
 
-    def refresh(self) -> None:
-        pass
-
-    def truncate(self, lengths: Sequence[int]) -> None:
-        for held, length in zip(self.held, lengths, strict=True):
-            if length < len(held):
-                del held[length - length % self.model.granularity :]
-
-    def select(self, rows: Sequence[int]) -> None:
-        self.held = [self.held[row] for row in rows]
-        self.encodings = [self.encodings[row] for row in rows]
-
-
-def call(rule: object | None = None, vocab_size: int = 50, **more: object) -> Call:
-    return Call(rule or Greedy(), vocab_size, **more)  # type: ignore[arg-type]
-
-
-def one(session: object, row: FakeRow, limit: int = 5) -> list[int]:
+def one(session: DraftSession, row: FakeRow, limit: int = 5) -> list[int]:
     """The tokens proposed for a single row."""
-    return session.propose([row], [FakePlan(limit)])[0].tokens  # type: ignore[attr-defined]
+    return session.propose([row], [FakePlan(limit)])[0].tokens
+
+
+def take(session: DraftSession, row: FakeRow, tree: Tree, path: Sequence[int], *new: int) -> None:
+    """Makes the nodes `path` of the proposal, and `new` after them, the row's text, and tells the session."""
+    row.tokens += [*(tree.tokens[node] for node in path), *new]
+    session.commit([Commit(row, list(path), len(path))])
+
+
+def follow(session: DraftSession, row: FakeRow, guess: Sequence[int], count: int, *new: int) -> None:
+    """The same for the first `count` tokens of a chain."""
+    take(session, row, Tree.chain(list(guess)), range(min(count, len(guess))), *new)

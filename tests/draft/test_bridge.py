@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerFast
 from specdec.draft import ModelDrafter, TextBridge, VocabularyIntersection
 from specdec.draft.intersection import shared_tokens
 from specdec.errors import VocabularyError
-from specdec.types import Call, Plan, Row, Tree
+from specdec.types import BatchDrafter, DraftSession, Plan, Row, Tree
 
-from .fakes import FakeModel, FakePlan, FakeRow, Greedy, call, one
+from .fakes import FakeModel, FakePlan, FakeRow, Greedy, follow, one, task
 
 TEXT = (
     "The quick brown fox jumps over the lazy dog, and the dog sleeps on. Übergrößen kosten 12,50 € – naïve café.\n"
@@ -51,14 +51,14 @@ def tokenizer(kind: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>")
 
 
-class Oracle:
+class Oracle(BatchDrafter, DraftSession):
     """Drafts the true text in its own tokens; notes what it was given."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, text: str, junk: int = 0) -> None:
         self.tokenizer, self.text, self.junk = tokenizer, text, junk
         self.seen: list[list[int]] = []
 
-    def start(self, call: Call) -> Oracle:
+    def start(self, vocab_size: int) -> Oracle:
         return self
 
     def propose(self, rows: list[Row], plans: list[Plan]) -> list[Tree]:
@@ -75,28 +75,22 @@ class Oracle:
             ids = [(i * self.junk + 7) % len(self.tokenizer) for i in ids]
         return Tree.chain(ids, [0.9] * len(ids))
 
-    def release(self, keys: list[int]) -> None:
-        pass
 
-
-def follow(target: str, draft: str, text: str, junk: int = 0, limit: int = 6) -> tuple[int, int, Oracle]:
+def emit(target: str, draft: str, text: str, junk: int = 0, limit: int = 6) -> tuple[int, int, Oracle]:
     """Emits `text` with a bridge that guesses along; tokens, passes and the draft."""
     ours, theirs = tokenizer(target), tokenizer(draft)
     true = ours.encode(text, add_special_tokens=False)
     oracle = Oracle(theirs, ours.decode(true), junk)
-    session = TextBridge(oracle, ours, theirs).start(call(vocab_size=len(ours)))
+    session = TextBridge(oracle, ours, theirs).start(len(ours))
     row, passes = FakeRow(true[:1]), 0
     while len(row.tokens) < len(true):
         [tree] = session.propose([row], [FakePlan(limit)])
         assert len(tree) <= limit
         assert tree.is_chain
         assert all(0 <= token < len(ours) for token in tree.tokens)
-        position = len(row.tokens)
-        for guess in [*tree.tokens, None]:
-            row.tokens.append(true[position])
-            position += 1
-            if guess != true[position - 1] or position == len(true):
-                break
+        rest = true[len(row.tokens) :]
+        accepted, _ = tree.follow(rest[:-1])
+        follow(session, row, tree.tokens, accepted, rest[accepted])
         passes += 1
     return len(true), passes, oracle
 
@@ -105,7 +99,7 @@ def follow(target: str, draft: str, text: str, junk: int = 0, limit: int = 6) ->
 @pytest.mark.parametrize("target", KINDS)
 def test_a_draft_that_knows_the_text_is_accepted(target: str, draft: str) -> None:
     """Words, code, accents, Chinese and emoji come over in both directions; at least two tokens a pass."""
-    tokens, passes, _ = follow(target, draft, TEXT)
+    tokens, passes, _ = emit(target, draft, TEXT)
     assert tokens / passes > 2.0
 
 
@@ -113,7 +107,7 @@ def test_a_draft_that_knows_the_text_is_accepted(target: str, draft: str) -> Non
 def test_the_draft_reads_the_text_as_its_own_tokenizer_writes_it(target: str) -> None:
     """What the draft is given round after round is the text, and no half characters."""
     ours, theirs = tokenizer(target), tokenizer("bytes-420")
-    _, _, oracle = follow(target, "bytes-420", TEXT)
+    _, _, oracle = emit(target, "bytes-420", TEXT)
     text = ours.decode(ours.encode(TEXT))
     canonical = 0
     for ids in oracle.seen:
@@ -128,8 +122,8 @@ def test_the_draft_reads_the_text_as_its_own_tokenizer_writes_it(target: str) ->
 def test_any_text_passes_through(text: str, target: str, draft: str) -> None:
     """Whatever the text and the guesses, proposals are ids of the target's vocabulary and nothing breaks."""
     if tokenizer(target).encode(text, add_special_tokens=False):
-        follow(target, draft, text)
-        follow(target, draft, text, junk=3)
+        emit(target, draft, text)
+        emit(target, draft, text, junk=3)
 
 
 def test_half_a_character_waits() -> None:
@@ -139,7 +133,7 @@ def test_half_a_character_waits() -> None:
     true = ours.encode(text)
     cut = next(i for i in range(1, len(true)) if ours.decode(true[:i]).endswith("\ufffd"))
     oracle = Oracle(theirs, text)
-    session = TextBridge(oracle, ours, theirs).start(call(vocab_size=len(ours)))
+    session = TextBridge(oracle, ours, theirs).start(len(ours))
     assert one(session, FakeRow(true[:cut]), 8)[:4] == true[cut:][:4]
     assert theirs.decode(oracle.seen[0], skip_special_tokens=True) == ours.decode(true[:cut]).rstrip("\ufffd")
 
@@ -154,7 +148,7 @@ def test_begin_and_end_of_text_are_translated() -> None:
             return Tree.chain([*tree.tokens, theirs.eos_token_id, 7])
 
     oracle = Ending(theirs, "the dog")
-    session = TextBridge(oracle, ours, theirs).start(call(vocab_size=len(ours)))
+    session = TextBridge(oracle, ours, theirs).start(len(ours))
     row = FakeRow([ours.bos_token_id, *ours.encode("the")])
     assert one(session, row, 9) == [*ours.encode(" dog"), ours.eos_token_id]
     assert oracle.seen[0] == [theirs.bos_token_id, *theirs.encode("the")]
@@ -164,14 +158,14 @@ def test_a_failing_draft_leaves_the_bridge_usable() -> None:
     """After an exception in the draft the rows are read anew."""
     ours, theirs = tokenizer("bytes-320"), tokenizer("bytes-420")
     model = FakeModel(len(theirs))
-    session = TextBridge(ModelDrafter(model), ours, theirs).start(call(vocab_size=len(ours)))
+    session = TextBridge(ModelDrafter(model), ours, theirs).start(len(ours))
     rows = [FakeRow(ours.encode("the quick"), 0), FakeRow(ours.encode("a lazy"), 1)]
     plans = [FakePlan(3), FakePlan(5)]
     model.fail_in = 2
     with pytest.raises(ZeroDivisionError):
         session.propose(rows, plans)
     trees = session.propose(rows, plans)
-    fresh = TextBridge(ModelDrafter(model), ours, theirs).start(call(vocab_size=len(ours))).propose(rows, plans)
+    fresh = TextBridge(ModelDrafter(model), ours, theirs).start(len(ours)).propose(rows, plans)
     assert [tree.tokens for tree in trees] == [tree.tokens for tree in fresh]
     session.release([0])
     rows[1].tokens += ours.encode(" dog")
@@ -197,8 +191,8 @@ def test_intersection_draws_from_shared_tokens_with_q_in_the_targets_ids() -> No
     ours, theirs = tokenizer("bytes-320"), tokenizer("bytes-420")
     model, width = FakeModel(len(theirs)), len(ours) + 5
     drafter = VocabularyIntersection(ModelDrafter(model), ours, theirs)
-    session = drafter.start(call(Greedy(needs_q=True), width))
-    row = FakeRow([ours.bos_token_id, *ours.encode("the dog")])
+    session = drafter.start(width)
+    row = FakeRow([ours.bos_token_id, *ours.encode("the dog")], task=task(Greedy(needs_q=True)))
     for _ in range(3):
         [tree] = session.propose([row], [FakePlan(4)])
         assert tree.q is not None
@@ -211,7 +205,7 @@ def test_intersection_draws_from_shared_tokens_with_q_in_the_targets_ids() -> No
                 expected = logits[b] - logits[list(drafter.to_draft.values())].logsumexp(0)
                 assert float(tree.q[0, a].log()) == pytest.approx(float(expected), abs=1e-4)
         torch.testing.assert_close(tree.q.sum(-1), torch.ones(4))
-        row.tokens += [*tree.tokens[:2], 9]
+        follow(session, row, tree.tokens, 2, 9)
 
 
 def test_ends_are_translated() -> None:
@@ -219,9 +213,10 @@ def test_ends_are_translated() -> None:
     ours, theirs = tokenizer("bytes-320"), tokenizer("bytes-420")
     row = FakeRow([ours.bos_token_id, *ours.encode("the dog")])
     drafter = VocabularyIntersection(ModelDrafter(FakeModel(len(theirs))), ours, theirs)
-    [free] = drafter.start(call(vocab_size=len(ours))).propose([row], [FakePlan(6)])
+    [free] = drafter.start(len(ours)).propose([row], [FakePlan(6)])
     end = free.tokens[2]
-    [tree] = drafter.start(call(vocab_size=len(ours), ends=frozenset({end}))).propose([row], [FakePlan(6)])
+    row.task = task(ends=frozenset({end}))
+    [tree] = drafter.start(len(ours)).propose([row], [FakePlan(6)])
     assert tree.tokens == free.tokens[: free.tokens.index(end) + 1]
 
 
@@ -231,7 +226,7 @@ def test_intersection_reads_foreign_tokens_through_their_text() -> None:
     foreign = next(i for i in range(len(ours)) if i not in shared_tokens(ours, theirs))
 
     class Forced(Greedy):
-        def pick(self, row, guesses, logits):  # type: ignore[no-untyped-def]
+        def pick(self, row, guesses, logits, *, confident=True):  # type: ignore[no-untyped-def]
             assert row.tokens[-1] == foreign
             return foreign, 1.0, None
 
@@ -242,8 +237,8 @@ def test_intersection_reads_foreign_tokens_through_their_text() -> None:
             seen.append(list(prefix))
             return super().logits(prefix, encoding)
 
-    session = VocabularyIntersection(ModelDrafter(Watched(len(theirs))), ours, theirs).start(call(Forced(), len(ours)))
-    row = FakeRow([*ours.encode("a"), foreign])
+    session = VocabularyIntersection(ModelDrafter(Watched(len(theirs))), ours, theirs).start(len(ours))
+    row = FakeRow([*ours.encode("a"), foreign], task=task(Forced()))
     assert one(session, row) == [foreign]
     assert theirs.decode(seen[-1]) == ours.decode(row.tokens)
     session.release([0])

@@ -9,9 +9,9 @@ import pytest
 from specdec.draft import HybridDrafter, ModelDrafter, SuffixDrafter
 from specdec.draft import hybrid as module
 from specdec.errors import OptionError
-from specdec.types import Row, Tree
+from specdec.types import BatchDrafter, DraftSession, Row, Tree
 
-from .fakes import FakeModel, FakePlan, FakeRow, call, one
+from .fakes import FakeModel, FakePlan, FakeRow, follow, one
 
 
 class Clock:
@@ -31,9 +31,9 @@ class SlowModel(FakeModel):
         session, clock, seconds = super().session(), self.clock, self.seconds
         forward = session.forward
 
-        def slow(*args):  # type: ignore[no-untyped-def]
+        def slow(*args, **more):  # type: ignore[no-untyped-def]
             clock.now += seconds
-            return forward(*args)
+            return forward(*args, **more)
 
         session.forward = slow  # type: ignore[method-assign]
         return session
@@ -48,15 +48,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def run(clock: Clock, model: SlowModel, next_token, rounds: int) -> list[Tree]:  # type: ignore[no-untyped-def]
     """Rounds of one second each over a text in which `next_token(text)` follows; the proposals."""
-    session = HybridDrafter(SuffixDrafter(), ModelDrafter(model)).start(call())
+    session = HybridDrafter(SuffixDrafter(), ModelDrafter(model)).start(50)
     row, trees = FakeRow([1, 2, 3, 4, 5]), []
     for _ in range(rounds):
         [tree] = session.propose([row], [FakePlan(5)])
         trees.append(tree)
-        for guess in [*tree.tokens, None]:
-            row.tokens.append(next_token(row.tokens))
-            if guess != row.tokens[-1]:
-                break
+        accepted, new = 0, next_token(row.tokens)
+        while accepted < len(tree) and tree.tokens[accepted] == new:
+            accepted += 1
+            new = next_token([*row.tokens, *tree.tokens[:accepted]])
+        follow(session, row, tree.tokens, accepted, new)
         clock.now += 1.0
     return trees
 
@@ -99,7 +100,7 @@ def test_skipped_rounds_leave_the_model_exact(clock: Clock) -> None:
     model = SlowModel()
     model.clock = clock
     rng = random.Random(3)
-    session = HybridDrafter(SuffixDrafter(), ModelDrafter(model)).start(call())
+    session = HybridDrafter(SuffixDrafter(), ModelDrafter(model)).start(50)
     rows = [FakeRow([rng.randrange(4)], key) for key in range(3)]
     sources = set()
     for _ in range(40):
@@ -109,7 +110,7 @@ def test_skipped_rounds_leave_the_model_exact(clock: Clock) -> None:
             assert len(tree) <= plan.limit
             if tree.source == "model":
                 assert tree.tokens == model.greedy(row.tokens, plan.limit)
-            row.tokens += [*tree.tokens[: rng.randint(0, 5)], rng.randrange(4)]
+            follow(session, row, tree.tokens, rng.randint(0, 5), rng.randrange(4))
         clock.now += 1.0
     assert {"model", "suffix"} <= sources
     session.release([1])
@@ -120,18 +121,15 @@ def test_decides_before_the_model_draws(clock: Clock) -> None:
     """A tree that the model drew is always the one proposed: choosing after seeing it would bend the distribution."""
     drawn: list[Tree] = []
 
-    class Watched:
-        def start(self, call: object) -> Watched:
+    class Watched(BatchDrafter, DraftSession):
+        def start(self, vocab_size: int) -> Watched:
             return self
 
         def propose(self, rows: list[Row], plans: list[FakePlan]) -> list[Tree]:
             drawn.extend(Tree.chain([9] * plan.limit) for plan in plans)
             return drawn[-len(rows) :]
 
-        def release(self, keys: list[int]) -> None:
-            pass
-
-    session = HybridDrafter(SuffixDrafter(), Watched()).start(call())  # type: ignore[arg-type]
+    session = HybridDrafter(SuffixDrafter(), Watched()).start(50)
     row, used = FakeRow([1, 2, 1]), 0
     for step in range(30):
         [tree] = session.propose([row], [FakePlan(2)])
@@ -141,11 +139,26 @@ def test_decides_before_the_model_draws(clock: Clock) -> None:
     assert used == len(drawn)
 
 
+def test_what_was_written_anew_is_read_anew_by_both(clock: Clock) -> None:
+    """Neither draft goes on from a text that is gone."""
+    model = SlowModel()
+    model.clock = clock
+    session, row = HybridDrafter(SuffixDrafter(), ModelDrafter(model)).start(50), FakeRow([1, 2, 3, 4])
+    assert one(session, row) == model.greedy(row.tokens, 5)
+    row.tokens[2:] = [7, 1, 2]
+    session.rewind(row, 2)
+    copied, clock.now = one(session, row, 1), 1.0
+    assert copied == [7]
+    row.tokens[1:] = [9]
+    session.rewind(row, 1)
+    assert one(session, row) == model.greedy(row.tokens, 5)
+
+
 def test_a_failing_model_leaves_the_hybrid_usable(clock: Clock) -> None:
     """An exception in the model draft does not spoil the next round."""
     model = SlowModel()
     model.clock = clock
-    session = HybridDrafter(SuffixDrafter(), ModelDrafter(model)).start(call())
+    session = HybridDrafter(SuffixDrafter(), ModelDrafter(model)).start(50)
     row = FakeRow([1, 2, 3])
     model.fail_in = 1
     with pytest.raises(ZeroDivisionError):

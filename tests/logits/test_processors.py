@@ -202,6 +202,16 @@ def test_prefix_function_hears_the_number_of_its_row(model) -> None:
     assert not made.pure
 
 
+@pytest.mark.parametrize("found", [[], None, 4, torch.tensor([], dtype=torch.long)])
+def test_a_prefix_function_that_allows_nothing(found) -> None:
+    """It was a bare ValueError of transformers, or a TypeError about NoneType."""
+    made = build_processors(options(), prompt_length=2, prefix_allowed_tokens_fn=lambda row, ids: found, row=3)
+    with pytest.raises(
+        OptionError, match=r"`prefix_allowed_tokens_fn` must .*row 3, after 2 ids.*return \[eos_token_id\]"
+    ):
+        made(torch.tensor([[8, 9]]), torch.randn(1, VOCAB))
+
+
 def test_integers_pass_for_floats() -> None:
     """`temperature=2` is clear enough, though transformers' warper insists on a float."""
     made = build_processors(SimpleNamespace(do_sample=True, temperature=2, top_p=None), prompt_length=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -20,10 +21,18 @@ class Twin:
 
     def __init__(self, language: LanguageModel, rows: int = 1, encoding: Encoding | None = None, seed: int = 0) -> None:
         self.language, self.random = language, random.Random(seed)
-        self.encoding, self.texts = encoding, [[] for _ in range(rows)]
-        self.sources = list(range(rows))
-        self.session = language.session()
-        self.session.add(rows, encoding.select(self.sources) if encoding is not None else None)
+        self.encoding = encoding
+        self.texts: list[list[int]] = []
+        self.encodings: list[Encoding | None] = []
+        self.session, self.rows = language.session(), list[int]()
+        self.join(rows, encoding)
+
+    @property
+    def lengths(self) -> list[int]:
+        return [self.session.length(row) for row in self.rows]
+
+    def forward(self, trees: Sequence[Tree], keep: Sequence[int], **more: Any) -> list[Scores]:
+        return self.session.forward(self.rows, trees, keep, **more)
 
     def ids(self, count: int) -> list[int]:
         return [self.random.randrange(3, 64) for _ in range(count)]
@@ -36,25 +45,24 @@ class Twin:
 
     def run(self, trees: Sequence[Tree], keep: Sequence[int]) -> float:
         """One pass; the largest difference between its logits and the recomputed ones."""
-        scores = self.session.forward(trees, keep)
+        scores = self.forward(trees, keep)
         assert [s.first for s in scores] == [len(t) - k for t, k in zip(trees, keep, strict=True)]
         assert [len(s.logits) for s in scores] == list(keep)
         return max((self.off(row, s) for row, s in enumerate(scores)), default=0.0)
 
     def off(self, row: int, scores: Scores) -> float:
         worst, tree = 0.0, scores.tree
-        encoding = None if self.encoding is None else self.encoding.select([self.sources[row]])
         for node in range(scores.first, len(tree)):
             tokens = self.texts[row] + [tree.tokens[n] for n in tree.path(node)]
-            own = reference(self.language, tokens, encoding)
+            own = reference(self.language, tokens, self.encodings[row])
             worst = max(worst, float((own - scores.logits[node - scores.first]).abs().max()))
         return worst
 
     def commit(self, trees: Sequence[Tree], paths: Sequence[list[int]], final: bool = True) -> None:
-        self.session.commit(paths, final=final)
+        self.session.commit(self.rows, paths, final=final)
         for text, tree, path in zip(self.texts, trees, paths, strict=True):
             text += [tree.tokens[node] for node in path]
-        assert self.session.lengths == [len(text) for text in self.texts]
+        assert self.lengths == [len(text) for text in self.texts]
 
     def step(self, trees: Sequence[Tree], keep: Sequence[int], paths: Sequence[list[int]]) -> None:
         """One exact pass, then commit."""
@@ -63,19 +71,19 @@ class Twin:
 
     def branch(self, rounds: int) -> None:
         """Rounds in which every row's branches grow at random, some die, and the text that all share moves up."""
-        crowns = [Tree([], []) for _ in self.texts]
+        pendings = [Tree([], []) for _ in self.texts]
         for _ in range(rounds):
-            trees = [self._grown(crown) for crown in crowns]
-            assert self.run(trees, [len(t) - len(c) for t, c in zip(trees, crowns, strict=True)]) < TOLERANCE
+            trees = [self._grown(pending) for pending in pendings]
+            assert self.run(trees, [len(t) - len(c) for t, c in zip(trees, pendings, strict=True)]) < TOLERANCE
             kept = [self._survivors(tree) for tree in trees]
-            self.session.commit([nodes for nodes, _ in kept], trunks=[trunk for _, trunk in kept])
-            for text, tree, (nodes, trunk) in zip(self.texts, trees, kept, strict=True):
-                text += [tree.tokens[node] for node in nodes[:trunk]]
-            crowns = [tree.part(nodes, trunk) for tree, (nodes, trunk) in zip(trees, kept, strict=True)]
-            assert self.session.lengths == [len(text) for text in self.texts]
+            self.session.commit(self.rows, [nodes for nodes, _ in kept], texts=[text for _, text in kept])
+            for text, tree, (nodes, text_length) in zip(self.texts, trees, kept, strict=True):
+                text += [tree.tokens[node] for node in nodes[:text_length]]
+            pendings = [tree.part(nodes, text_length) for tree, (nodes, text_length) in zip(trees, kept, strict=True)]
+            assert self.lengths == [len(text) for text in self.texts]
 
-    def _grown(self, crown: Tree) -> Tree:
-        tokens, parents = crown.tokens + self.ids(4), list(crown.parents)
+    def _grown(self, pending: Tree) -> Tree:
+        tokens, parents = pending.tokens + self.ids(4), list(pending.parents)
         while len(parents) < len(tokens):
             parents.append(self.random.randrange(-1, len(parents)))
         return Tree(tokens, parents)
@@ -84,27 +92,61 @@ class Twin:
         """The ancestors of two random nodes, and how many of those are everybody's."""
         paths = [tree.path(self.random.randrange(len(tree))) for _ in range(2)]
         shared = next((i for i, pair in enumerate(zip(*paths, strict=False)) if len(set(pair)) > 1), None)
-        trunk = min(map(len, paths)) if shared is None else shared
+        text_length = min(map(len, paths)) if shared is None else shared
         nodes = sorted({node for path in paths for node in path})
-        return paths[0][:trunk] + [node for node in nodes if node not in paths[0][:trunk]], trunk
+        return paths[0][:text_length] + [node for node in nodes if node not in paths[0][:text_length]], text_length
 
     def prefill(self, *lengths: int) -> None:
         self.step([self.chain(n) for n in lengths], [1] * len(lengths), [list(range(n)) for n in lengths])
 
     def truncate(self, lengths: list[int]) -> None:
-        self.session.truncate(lengths)
+        self.session.truncate(self.rows, lengths)
         self.texts = [text[:length] for text, length in zip(self.texts, lengths, strict=True)]
-        assert self.session.lengths == lengths
+        assert self.lengths == lengths
 
     def select(self, rows: list[int]) -> None:
-        self.session.select(rows)
+        """Rows in this order, forked where they are repeated; the others leave."""
+        chosen = [
+            self.rows[row] if row not in rows[:i] else self.session.fork(self.rows[row]) for i, row in enumerate(rows)
+        ]
+        self.session.remove([row for row in self.rows if row not in chosen])
+        self.rows = chosen
         self.texts = [list(self.texts[row]) for row in rows]
-        self.sources = [self.sources[row] for row in rows]
+        self.encodings = [self.encodings[row] for row in rows]
 
     def add(self, source: int) -> None:
-        self.session.add(1, self.encoding.select([source]) if self.encoding is not None else None)
-        self.texts.append([])
-        self.sources.append(source)
+        self.join(1, None if self.encoding is None else self.encoding.select([source]))
+
+    def join(self, count: int, encoding: Encoding | None) -> None:
+        """New rows with an encoding of their own."""
+        self.rows += self.session.add(count, encoding)
+        self.texts += [[] for _ in range(count)]
+        self.encodings += [None if encoding is None else encoding.select([i]) for i in range(count)]
+
+    def fork(self, row: int, length: int | None = None) -> None:
+        """One more row, with the beginning of this one's text."""
+        self.rows.append(self.session.fork(self.rows[row], length))
+        self.texts.append(self.texts[row][:length])
+        self.encodings.append(self.encodings[row])
+        assert self.lengths == list(map(len, self.texts))
+
+    def leave(self, *rows: int) -> None:
+        self.session.remove([self.rows[row] for row in rows])
+        for row in sorted(rows, reverse=True):
+            del self.rows[row], self.texts[row], self.encodings[row]
+        assert self.lengths == list(map(len, self.texts))
+
+    def some(self, rows: Sequence[int], *, trees: bool = True) -> None:
+        """A pass over these rows alone, in this order, of which a random path is kept."""
+        grown = [self.tree() if trees and self.random.random() < 0.5 else self.chain(3) for _ in rows]
+        named = [self.rows[row] for row in rows]
+        for row, scores in zip(rows, self.session.forward(named, grown, [len(t) for t in grown]), strict=True):
+            assert self.off(row, scores) < TOLERANCE
+        paths = [tree.path(self.random.randrange(-1, len(tree))) for tree in grown]
+        self.session.commit(named, paths)
+        for row, tree, path in zip(rows, grown, paths, strict=True):
+            self.texts[row] += [tree.tokens[node] for node in path]
+        assert self.lengths == list(map(len, self.texts))
 
 
 def seeded(seed: int = 0) -> torch.Generator:

@@ -42,7 +42,7 @@ def test_rollback_trees_and_growth(name: str) -> None:
         twin.step([twin.chain(20)], [20], [list(range(18))])
         twin.truncate([len(twin.texts[0]) - 3])
     twin.prefill(70)
-    assert twin.session._store.capacity > 128
+    assert twin.session.store.capacity > 128
     twin.step([twin.chain(3)], [3], [[0, 1]])
     twin.step([twin.chain(1)], [1], [[0]])
 
@@ -67,12 +67,12 @@ def test_few_graphs(name: str) -> None:
     language, before = LanguageModel(tiny(name), compile=True), _graphs()
     for prompt in (1, 10, 120, 300):
         twin = Twin(language, seed=prompt)
-        twin.session.forward([twin.chain(prompt)], [1])
-        twin.session.commit([list(range(prompt))])
+        twin.forward([twin.chain(prompt)], [1])
+        twin.session.commit(twin.rows, [list(range(prompt))])
         for nodes in (1, 3, 1, 7, 20, 2, 4, 8, 64, 1):
             for keep in {1, nodes}:
-                twin.session.forward([twin.chain(nodes)], [keep])
-            twin.session.commit([list(range(nodes))])
+                twin.forward([twin.chain(nodes)], [keep])
+            twin.session.commit(twin.rows, [list(range(nodes))])
     assert _graphs() - before == 2
     for rows in (3, 2, 5):
         twin = Twin(language, rows)
@@ -104,10 +104,10 @@ def test_several_threads() -> None:
 
     def run() -> None:
         session = language.session()
-        session.add(1)
+        rows = session.add(1)
         for size in (9, 1, 4, 1):
-            scores = session.forward([Tree.chain(list(range(3, 3 + size)))], [1])
-            session.commit([list(range(size))])
+            scores = session.forward(rows, [Tree.chain(list(range(3, 3 + size)))], [1])
+            session.commit(rows, [list(range(size))])
         found.append(scores[0].logits)
 
     threads = [threading.Thread(target=run) for _ in range(3)]
@@ -119,6 +119,7 @@ def test_several_threads() -> None:
     assert all(torch.equal(logits, found[0]) for logits in found)
 
 
+@pytest.mark.slow
 def test_too_many_recompilations_run_eager() -> None:
     """Beyond the compiler's limit the ordinary forward goes on, and says so."""
     twin = Twin(LanguageModel(tiny("llama"), compile=True))
@@ -133,11 +134,11 @@ def test_too_many_recompilations_run_eager() -> None:
 def test_extras_come_from_the_ordinary_forward() -> None:
     """Hidden states need no graph of their own."""
     session = _language("llama").session()
-    session.add(1)
-    session.forward([Tree.chain([3, 4, 5])], [1])
-    session.commit([[0, 1, 2]])
+    rows = session.add(1)
+    session.forward(rows, [Tree.chain([3, 4, 5])], [1])
+    session.commit(rows, [[0, 1, 2]])
     before = _graphs()
-    scores = session.forward([Tree.chain([6])], [1], output_hidden_states=True)
+    scores = session.forward(rows, [Tree.chain([6])], [1], output_hidden_states=True)
     assert scores[0].hidden_states is not None
     assert _graphs() == before
 

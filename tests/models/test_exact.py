@@ -94,7 +94,7 @@ def test_branches(name: str) -> None:
     twin = _twin(name, 2)
     twin.prefill(20, 4)
     twin.branch(6)
-    twin.session.commit([[], []])
+    twin.session.commit(twin.rows, [[], []])
     twin.step([twin.chain(2), twin.chain(3)], [2, 3], [[0], [0, 1]])
     twin.select([1, 0])
     twin.branch(3)

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from specdec import LoadError, Loading, OptionError, SpecGenerator, UnsupportedError
 from specdec.models import load, placement, quantize
+from specdec.models.failures import closest_name
 from specdec.models.int8 import Int8Linear
 from specdec.zoo import pair
 from tests.oracle import KINDS, oracle
@@ -378,3 +379,103 @@ def test_the_pair_of_the_package(way: str) -> None:
         assisted.texts
         == SpecGenerator(generator.target, tokenizer=generator.tokenizer).generate(prompt, **options).texts
     )
+
+
+# ------------------------------------------------------------------------------------------------ types, devices, names
+
+
+def half(folder: Path, **sizes: Any) -> str:
+    """A tiny Llama stored in float16."""
+    tiny("llama", **sizes).half().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("offload", [None, "disk"])
+def test_float16_becomes_float32_on_a_cpu(
+    offload: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A checkpoint in float16 was loaded as it is, and ran at half the speed of float32 without a word."""
+    folder = half(tmp_path / "model")
+    with caplog.at_level("INFO", logger="specdec"):
+        target = load(folder, Loading(offload=offload))
+    assert target.dtype == torch.float32
+    assert "stored in float16 and computes in float32" in caplog.text
+    expected = SpecGenerator(load(folder, Loading(dtype="float32"))).generate([5, 7, 9], max_new_tokens=8)
+    assert SpecGenerator(target).generate([5, 7, 9], max_new_tokens=8).sequences.tolist() == expected.sequences.tolist()
+
+
+def test_float16_of_which_the_config_does_not_tell(tmp_path: Path) -> None:
+    """Old checkpoints name no type: theirs is seen in the weights."""
+    folder = half(tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert config.pop("dtype") == "float16"
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    assert load(folder).dtype == torch.float32
+    assert load(folder, Loading(dtype="float16")).dtype == torch.float16
+
+
+@pytest.mark.parametrize("dtype", ["float16", torch.float16, "bfloat16"])
+def test_a_type_that_is_named_is_honoured(dtype: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Also float16, on a CPU, and nothing is said of it."""
+    with caplog.at_level("INFO", logger="specdec"):
+        target = load(half(tmp_path / "model"), Loading(dtype=dtype))
+    assert target.dtype == (dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype))
+    assert not caplog.records
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator is here")
+@pytest.mark.parametrize("place", ["cuda", "cuda:1", 0, {"": "cuda"}, {"model": "cpu", "lm_head": 0}])
+def test_devices_that_are_not_here(place: Any) -> None:
+    """`device_map="cuda"` without CUDA was an AssertionError of torch."""
+    with pytest.raises(OptionError, match=r"`device_map` names .*no accelerator here: pass 'auto' or 'cpu'"):
+        load("no-such-model", Loading(device_map=place))
+
+
+def test_a_device_that_is_none() -> None:
+    """The known ones are told."""
+    with pytest.raises(OptionError, match=r"`device_map` must be one of auto, .*got 'gpu'"):
+        load("no-such-model", Loading(device_map="gpu"))
+
+
+@pytest.mark.parametrize("source", ["/nonexistent", "./nonexistent", "~/nonexistent", Path("nonexistent")])
+def test_a_folder_that_is_not_there(source: Any) -> None:
+    """It was advised to check the name, or to convert to safetensors."""
+    with pytest.raises(OptionError, match=r"`draft` must be .*nonexistent'?: there is no such folder"):
+        load(source, name="draft")
+
+
+def test_a_file_is_no_folder() -> None:
+    """Said of what is there."""
+    with pytest.raises(OptionError, match="it is a file"):
+        load(__file__)
+
+
+def test_a_misspelt_word() -> None:
+    """`draft="sufix"` was taken for a model's name and nothing else."""
+    with pytest.raises(OptionError, match=r"`draft` 'sufix' cannot be loaded .*did you mean 'suffix'\?"):
+        load("sufix", name="draft", words=("ngram", "suffix"))
+    assert closest_name("early-exit:N", ("ngram", "early_exit:N")) == "early_exit:N"
+    assert closest_name("meta-llama", ("ngram", "suffix")) is None
+
+
+def test_names_of_the_zoo() -> None:
+    """They were names of the command line alone."""
+    target, draft = load("zoo:python-code"), load("zoo:python-code", name="draft")
+    assert draft.num_layers < target.num_layers
+    assert SpecGenerator.from_pretrained("zoo:python-code").generate("def f(", max_new_tokens=4).texts
+    with pytest.raises(OptionError, match=r"`target` must be a hub id, .*zoo:python-code.*'zoo:cobol'"):
+        load("zoo:cobol", name="target")
+
+
+@pytest.mark.parametrize(
+    ("given", "way_out"),
+    [
+        ({"gguf_file": "model.gguf"}, r"load the model with transformers and pass it, `SpecGenerator\(model"),
+        ({"torch_dtype": "float32"}, "`dtype`"),
+        ({"load_in_4bit": True}, "nf4"),
+    ],
+)
+def test_transformers_own_words(given: dict[str, Any], way_out: str) -> None:
+    """`gguf_file` was "not an option of generate"."""
+    with pytest.raises(UnsupportedError, match=f"`{next(iter(given))}` is no loading option.*{way_out}"):
+        SpecGenerator.from_pretrained("no-such-model", **given)

@@ -26,10 +26,15 @@ def check(model: Any, inputs: dict[str, torch.Tensor], expected: list[list[int]]
         assert SpecGenerator(model, draft).generate(**inputs, **OPTIONS).sequences.tolist() == expected, draft
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", "gemma2", "gpt2", "opt", "bloom", "falcon_alibi", "mamba2", "t5", "bart", "marian", "whisper"]
-)
-@pytest.mark.parametrize("place", ["cpu", "disk"])
+NAMES = ["llama", "gemma2", "gpt2", "opt", "bloom", "falcon_alibi", "mamba2", "t5", "bart", "marian", "whisper"]
+PLACES = [  # in turns, and all of them among the slow tests
+    pytest.param(name, place, marks=[pytest.mark.slow] * ((i + j) % 2))
+    for i, name in enumerate(NAMES)
+    for j, place in enumerate(("disk", "cpu"))
+]
+
+
+@pytest.mark.parametrize(("name", "place"), PLACES)
 def test_offloaded_text(name: str, place: str, tmp_path: Path) -> None:
     """Weights that accelerate keeps elsewhere. (Their device was taken for the place of the ids: `meta`.)"""
     model, inputs = tiny(name), prompt_for(name, rows=2)

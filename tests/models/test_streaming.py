@@ -61,14 +61,19 @@ def readers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("specdec-weights")]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "llama", "gpt2", "gemma2", "opt", "bloom", "falcon_alibi", "gpt_neox", "mixtral", "deepseek_v3", "mpt",
-        "mamba2", "qwen3_next", "jamba", "gpt_oss", "t5", "bart", "pegasus", "whisper",
-    ],
+NAMES = (
+    "llama", "gpt2", "gemma2", "opt", "bloom", "falcon_alibi", "gpt_neox", "mixtral", "deepseek_v3", "mpt",
+    "mamba2", "qwen3_next", "jamba", "gpt_oss", "t5", "bart", "pegasus", "whisper",
 )  # fmt: skip
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["as stored", "converted"])
+HALF = [
+    pytest.param(name, torch.bfloat16, id=f"{name}-converted", marks=[pytest.mark.slow] * (i % 3 > 0))
+    for i, name in enumerate(NAMES)
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*(pytest.param(name, torch.float32, id=f"{name}-as stored") for name in NAMES), *HALF]
+)
 def test_logits_are_those_of_the_model_in_memory(name: str, dtype: Any, tmp_path: Path) -> None:
     """Bit by bit, in the first pass and in the next, read ahead or not; weights are away between passes."""
     whole, model = pair(name, tmp_path, dtype)
@@ -290,9 +295,21 @@ def test_what_cannot_be_streamed() -> None:
 
 
 def test_a_wrapped_model_is_refused(tmp_path: Path) -> None:
-    """Positions that a LanguageModel looks up would get lost with accelerate's hooks."""
+    """A forward that somebody has replaced would get lost with accelerate's hooks."""
     model = tiny("bart")
     disk_offload(model, tmp_path, execution_device=CPU)
-    LanguageModel(model)
-    with pytest.raises(UnsupportedError, match="before"):
+    forward = model.get_decoder().embed_positions.forward
+    model.get_decoder().embed_positions.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+    with pytest.raises(UnsupportedError, match=r"'model\.decoder\.embed_positions' was wrapped"):
         stream(model)
+
+
+@pytest.mark.parametrize("name", ["bart", "t5", "bloom"])
+def test_a_language_model_is_streamed(name: str, tmp_path: Path) -> None:
+    """A model may be streamed after it was wrapped. (Positions that are looked up stood in the way.)"""
+    whole, model = pair(name, tmp_path)
+    language = LanguageModel(model)
+    stream(model)
+    inputs, options = prompt_for(name, rows=2), {"max_new_tokens": 8, "eos_token_id": [], "pad_token_id": 0}
+    expected = SpecGenerator(whole).generate(**inputs, **options).sequences.tolist()
+    assert SpecGenerator(language, "suffix").generate(**inputs, **options).sequences.tolist() == expected

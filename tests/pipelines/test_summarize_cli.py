@@ -143,14 +143,27 @@ def test_a_model_of_the_zoo(
     assert (found["settings"]["method"], found["settings"]["draft"]) == ("draft", str(folder / "draft"))
 
 
+def test_demo(capsys: pytest.CaptureFixture[str]) -> None:
+    """The package's own functions, by its own model: each summary begins with the signature."""
+    assert run(["summarize", "--demo", "--format", "json"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert err == ""
+    assert [d["file"] for d in found["documents"]] == list(zoo.functions())
+    for document, text in zip(found["documents"], zoo.functions().values(), strict=True):
+        assert document["summary_text"].startswith(text.splitlines()[0])
+    assert found["settings"]["method"] == "draft"
+
+
 ERRORS = [
-    ([], "no file was named: pass FILE, or - to read stdin"),
+    ([], "no file was named: pass FILE, - to read stdin, or --demo for texts of the package"),
     (["no-such-file.txt"], "no-such-file.txt cannot be read"),
     (["."], "cannot be read"),
     (["empty.txt"], "empty.txt is empty: there is nothing to summarize"),
     (["latin.txt"], "latin.txt is not text in UTF-8"),
     (["binary"], "binary has zero bytes in it, and so is no text"),
     (["text.txt", "text.txt"], "text.txt was named twice"),
+    (["text.txt", "--demo"], "--demo brings texts of its own"),
     (["text.txt", "--reference", "no-such-file.txt"], "no-such-file.txt cannot be read"),
     (["text.txt", "long.txt", "--reference", "text.txt"], "`--reference` must be given once for each of 2 files"),
     (["text.txt", "--format", "xml"], "xml"),

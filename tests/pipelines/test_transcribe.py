@@ -56,8 +56,18 @@ DRAFTS: dict[str, Any] = {
 }
 
 
+THEIRS: dict[tuple[Any, ...], list[int]] = {}
+
+
 def theirs(model: PreTrainedModel, sound: np.ndarray, parts: Any = PARTS, **options: Any) -> list[int]:
-    """transformers' own generation, on features made by the extractor in one piece."""
+    """transformers' own generation, on features made by the extractor in one piece; found once for all drafts."""
+    asked = (model, sound.tobytes(), str(options))
+    if asked not in THEIRS:
+        THEIRS[asked] = generated(model, sound, parts, **options)
+    return THEIRS[asked]
+
+
+def generated(model: PreTrainedModel, sound: np.ndarray, parts: Any, **options: Any) -> list[int]:
     extractor = parts.feature_extractor
     long = {"truncation": False, "padding": "longest"} if len(sound) > extractor.n_samples else {}
     inputs = extractor(sound, sampling_rate=RATE, return_tensors="pt", return_attention_mask=True, **long)
@@ -69,8 +79,10 @@ def ours(model: PreTrainedModel, sound: Any, draft: Any = None, **options: Any) 
     return Transcriber(model, draft, processor=PARTS)(sound, **options).tokens
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("seconds", [0.6, 1.0, 3.3])
+SOUNDS = [(0.6, "none"), (0.6, "own encoder"), (1.0, "none"), (1.0, "shared encoder"), *((2.2, d) for d in DRAFTS)]
+
+
+@pytest.mark.parametrize(("seconds", "draft"), SOUNDS)
 def test_tokens_equal_transformers(seconds: float, draft: str) -> None:
     """Short and long, with timestamps, with every kind of draft."""
     model, sound = target(), speech(seconds)
@@ -119,7 +131,7 @@ SETTINGS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", SETTINGS, ids=lambda o: " ".join(o))
 def test_settings_equal_transformers(options: dict[str, Any], draft: str | None) -> None:
     """Languages (also by ear), tasks, prompts, context, and options of the decoding."""
-    model, sound = target(2), speech(3.3, seed=2)
+    model, sound = target(2), speech(2.2, seed=2)
     helper = None if draft is None else DRAFTS[draft](model)
     expected = theirs(model, sound, return_timestamps=True, **options)
     assert ours(model, sound, helper, return_timestamps=True, **options) == expected
@@ -144,7 +156,9 @@ def test_english_only() -> None:
         ours(model, sound, **EN)
 
 
-@pytest.mark.parametrize("options", [{}, {"return_timestamps": True}, {"num_beams": 3}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"return_timestamps": True}, pytest.param({"num_beams": 3}, marks=pytest.mark.slow)], ids=str
+)
 def test_the_package_s_own_pair(options: dict[str, Any]) -> None:
     """A trained model on real sound, short and long: transformers' tokens, and a draft that is often right."""
     pair = zoo.pair("speech")
@@ -152,7 +166,7 @@ def test_the_package_s_own_pair(options: dict[str, Any]) -> None:
     parts = WhisperProcessor.from_pretrained(pair.target)
     sounds = [read_audio(path, RATE).samples for path, _ in zoo.recordings()]
     if "return_timestamps" in options:
-        sounds.append(np.concatenate(sounds))  # longer than a window
+        sounds = [sounds[0], np.concatenate(sounds)]  # longer than a window
     model = transcriber.generator.target.model
     found = transcriber(sounds, batch_size=2, **options)
     for sound, out in zip(sounds, found, strict=True):
@@ -174,12 +188,12 @@ def test_silent_windows_are_skipped(draft: str | None, monkeypatch: pytest.Monke
         return found
 
     monkeypatch.setattr(Whisper, "silence", silence)
-    model, sound = whisper(0, **LIKELY), speech(4.3)
+    model, sound = whisper(0, **LIKELY), speech(3.3)
     model.proj_out.register_forward_hook(lambda m, a, out: out * 0.35)
     options = {**EN, "return_timestamps": True, "temperature": 0.0, "logprob_threshold": -0.2}
     helper = None if draft is None else DRAFTS[draft](model)
     everything = ours(model, sound, helper, **options, no_speech_threshold=1.0)
-    some = sorted(heard)[len(heard) // 2]
+    some = sum(sorted(heard)[len(heard) // 2 - 1 : len(heard) // 2 + 1]) / 2  # no window's own, which rounding decides
     for threshold, skipped in ((some, "some"), (0.0, "all")):
         expected = theirs(model, sound, **options, no_speech_threshold=threshold)
         assert ours(model, sound, helper, **options, no_speech_threshold=threshold) == expected
@@ -214,17 +228,17 @@ def test_draws_depend_on_the_seed_alone() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"condition_on_prev_tokens": True}, {"language": None}], ids=str)
-@pytest.mark.parametrize("batch_size", [2, 4])
-def test_recordings_are_read_as_if_alone(batch_size: int, options: dict[str, Any]) -> None:
+def test_recordings_are_read_as_if_alone(options: dict[str, Any]) -> None:
     """Several at a time, of different lengths, some of them long."""
     model = target(1)
-    sounds = [speech(seconds, seed=i) for i, seconds in enumerate([0.5, 2.7, 1.0, 1.6])]
+    sounds = [speech(seconds, seed=i) for i, seconds in enumerate([0.5, 2.2, 1.0, 1.6])]
     transcriber = Transcriber(model, sharing(model), processor=PARTS)
     options = {**EN, "return_timestamps": True, **options}
     alone = [transcriber(sound, **options) for sound in sounds]
-    together = transcriber(sounds, batch_size=batch_size, **options)
-    assert [out.tokens for out in together] == [out.tokens for out in alone]
-    assert together == alone
+    for batch_size in (4,) if "condition_on_prev_tokens" in options else (2, 4):
+        together = transcriber(sounds, batch_size=batch_size, **options)
+        assert [out.tokens for out in together] == [out.tokens for out in alone]
+        assert together == alone
 
 
 def pipe(model: PreTrainedModel, **options: Any) -> Any:
@@ -248,14 +262,14 @@ CHUNKED: list[dict[str, Any]] = [
 GENERATE = {**EN, "num_beams": 1, "max_new_tokens": 25}
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("options", CHUNKED, ids=str)
-def test_chunks_equal_the_pipeline(options: dict[str, Any], batch_size: int) -> None:
+def test_chunks_equal_the_pipeline(options: dict[str, Any]) -> None:
     """Overlapping chunks, decoded in ragged batches with a draft, merged to the pipeline's output."""
-    model, sound = target(1, stamps="return_timestamps" in options), speech(3.3, seed=1)
+    model, sound = target(1, stamps="return_timestamps" in options), speech(2.6, seed=1)
     expected = pipe(model)(sound.copy(), generate_kwargs=GENERATE, **options)
     transcriber = Transcriber(model, whisper(9, **LIKELY), processor=PARTS)
-    assert transcriber(sound, batch_size=batch_size, generate_kwargs=GENERATE, **options) == expected
+    for batch_size in (1, 3):
+        assert transcriber(sound, batch_size=batch_size, generate_kwargs=GENERATE, **options) == expected
 
 
 def test_sound_that_two_chunks_share_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import soundfile
 
 from specdec import Transcriber, zoo
 from specdec.cli.commands import run
+from tests.folders import saved_model
 from tests.speech import RATE, processor, speech, whisper
 
 
@@ -99,11 +100,11 @@ def test_standard_input_and_the_rest(
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
     assert typed(folder, "-", "--quiet") == 0
     assert capsys.readouterr().out.strip() == expected(folder, "short.wav")["text"].strip()
-    more = ["--fallback", "--context", "--set", "num_assistant_tokens=2", "--stats", "--set", "temperature=0"]
-    assert typed(folder, str(folder / "long.wav"), *more) == 2
-    assert "set by its flag and by --set" in capsys.readouterr().err
-    assert typed(folder, str(folder / "long.wav"), *more[:5]) == 0
+    more = ["--fallback", "--context", "--set", "num_assistant_tokens=2", "--stats", "--set", "logprob_threshold=-2.0"]
+    assert typed(folder, str(folder / "long.wav"), *more) == 0
     assert "acceptance histogram" in capsys.readouterr().err
+    assert typed(folder, str(folder / "long.wav"), "--task", "translate", "--set", "task=transcribe") == 2
+    assert "set by its flag and by --set" in capsys.readouterr().err
     assert typed(folder, str(folder / "long.wav"), "--chunk-length", "1", "--task", "translate") == 0
     chunked = expected(folder, "long.wav", chunk_length_s=1, task="translate")
     assert capsys.readouterr().out.strip() == chunked["text"].strip()
@@ -120,16 +121,40 @@ def test_demo(capsys: pytest.CaptureFixture[str]) -> None:
     assert "word error rate" in err
 
 
+@pytest.mark.parametrize("batch_size", ["1", "3"])
+def test_one_bad_recording(batch_size: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is told and left out, the others go on, and the exit code is 1. (It ended them all.)"""
+    bad, said = tmp_path / "bad.wav", tmp_path / "said.txt"
+    bad.write_text("no sound")
+    said.write_text("one\ntwo\nthree\nfour\n")
+    good = [str(folder / "short.wav"), str(folder / "long.wav")]
+    files = [good[0], str(bad), "nowhere.wav", good[1]]
+    flags = ["--format", "json", "--batch-size", batch_size, "--reference", str(said)]
+    assert typed(folder, *files, *flags) == 1
+    out, err = capsys.readouterr()
+    assert [json.loads(line)["file"] for line in out.splitlines()] == good
+    assert "error: " in err
+    assert "bad.wav cannot be read as sound" in err
+    assert "got 'nowhere.wav': there is no such file" in err
+    assert "2 recordings" in err
+    assert typed(folder, str(bad), "--quiet") == 1
+    assert capsys.readouterr().out == ""
+
+
+def test_a_text_model_is_no_speech_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was asked for its `processor=`."""
+    assert run(["transcribe", "--demo", "--model", saved_model(tmp_path / "llama")]) == 2
+    err = capsys.readouterr().err
+    assert "must be a Whisper model" in err
+    assert "is of the kind 'llama'" in err
+
+
 def test_what_goes_wrong_is_told(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One red line, the file's name in it, and exit code 2."""
-    bad = tmp_path / "bad.wav"
-    bad.write_text("no sound")
     lines = tmp_path / "lines.txt"
     lines.write_text("one\ntwo\n")
     short = str(folder / "short.wav")
     for arguments, words in (
-        ([str(bad)], "bad.wav cannot be read as sound"),
-        (["nowhere.wav"], "nowhere.wav"),
         ([], "--demo"),
         ([short, "--demo"], "--demo"),
         ([short, short, "--format", "srt"], "--output-dir"),

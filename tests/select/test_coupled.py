@@ -11,7 +11,7 @@ from transformers import NoRepeatNGramLogitsProcessor, TemperatureLogitsWarper
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 from specdec.logits import Processors, TopK, TopP
-from specdec.select import Coupled, Greedy, Match, PerRow, fold
+from specdec.select import Coupled, Greedy, Match, fold
 from specdec.types import Scores, Tree
 from tests.select.toys import NOTHING, ToyRow, decode, table, target_law, wrong
 
@@ -128,10 +128,3 @@ def test_kept_scores_are_copies() -> None:
     for kept in (step.scores, step.logits):
         assert torch.equal(kept, scores.logits[0])
         assert kept.data_ptr() != scores.logits.data_ptr()
-
-
-def test_each_row_has_its_own_rule() -> None:
-    """One draft session serves rows with different seeds and processors."""
-    rules = PerRow({3: Greedy(NOTHING).rule, 4: Greedy(Processors((lambda ids, x: -x,))).rule})
-    assert not rules.needs_q
-    assert rules.pick(ToyRow(key=3), [], torch.arange(4.0))[0] == 3

@@ -80,7 +80,7 @@ def sprout(rule: Any, row: ToyRow, draft: Table, k: int, branches: int, least: f
     ends, at, nodes, parents = [Branch([], 0.0)], [-1], [], []
     for _ in range(k):
         logits = torch.stack([draft(row.tokens + end.tokens) for end in ends])
-        found = rule.spread(row, ends, logits, ToyPlan(k, branches, least))
+        found = rule.expand(row, ends, logits, ToyPlan(k, branches, least))
         if not found:
             break
         parents += [at[end] for end, _ in found]

@@ -18,8 +18,9 @@ from transformers import (
     WhisperProcessor,
 )
 
-from specdec import SpecGenerator, zoo
-from specdec.zoo.recipes import functions, python_summary, speech, speech_scores
+from specdec import SpecGenerator, Transcriber, zoo
+from specdec.pipelines import Summarizer
+from specdec.train import functions, python_summary, speech, speech_scores
 
 AUTO = {
     "python-code": AutoModelForCausalLM,
@@ -43,6 +44,15 @@ def samples_of(file: Path) -> np.ndarray:
     with wave.open(str(file)) as sound:
         assert (sound.getframerate(), sound.getnchannels(), sound.getsampwidth()) == (16_000, 1, 2)
         return np.frombuffer(sound.readframes(sound.getnframes()), "<i2").astype(np.float32) / 32768
+
+
+def test_pipelines_take_names_of_the_zoo() -> None:
+    """As the command line does."""
+    transcriber = Transcriber.from_pretrained("zoo:speech", dtype="float32")
+    assert "key" in transcriber(str(zoo.recordings()[0][0]))["text"]
+    summarize = Summarizer.from_pretrained("zoo:python-summary", dtype="float32")
+    text = zoo.functions()["is_prime"]
+    assert summarize(text, max_new_tokens=40)[0]["summary_text"].startswith(text.splitlines()[0])
 
 
 @pytest.mark.parametrize("name", zoo.NAMES)
@@ -168,17 +178,18 @@ def test_the_window_of_the_extractor_is_the_models(
 
 @cache
 def held_out() -> list[functions.Example]:
-    """A dozen functions of modules that were not trained on."""
-    return functions.held_out_examples()[5:400:33]
+    """A few functions of modules that were not trained on."""
+    return functions.held_out_examples()[5:400:50]
 
 
 @pytest.fixture(scope="module")
 def summaries() -> dict[str, list[list[int]]]:
     """What the target writes of them, with each draft and without, and the statistics of all."""
     pair = zoo.pair("python-summary")
+    plain = SpecGenerator.from_pretrained(pair.target, dtype="float32")
     found: dict[str, list[list[int]]] = {}
     for name, draft in {"none": None, "suffix": "suffix", "model": str(pair.draft)}.items():
-        generator = SpecGenerator.from_pretrained(pair.target, draft, dtype="float32")
+        generator = SpecGenerator(plain.target, draft, tokenizer=plain.tokenizer)
         out = [generator.generate(e.source, max_new_tokens=48) for e in held_out()]
         found[name] = [o.sequences[0].tolist() for o in out]
         found[f"{name} passes"] = [[o.stats.num_target_passes, o.stats.num_new_tokens] for o in out]

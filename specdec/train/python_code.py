@@ -25,10 +25,10 @@ from torch.nn import functional as F
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specdec import SpecGenerator
+from specdec.train.course import Course, check_stage, make_optimizers, save
+from specdec.train.shapes import POSITIONS, VOCABULARY, WIDTHS, Shape, target_shape
 from specdec.zoo import cache
 from specdec.zoo.corpus import END_OF_TEXT, held_out_prompts, source_files
-from specdec.zoo.recipes.course import Course, check_stage, make_optimizers, save
-from specdec.zoo.recipes.shapes import POSITIONS, VOCABULARY, WIDTHS, Shape, target_shape
 
 SHORT, LONG = 256, POSITIONS  # training windows, tokens; the long ones come last
 

@@ -32,10 +32,10 @@ from transformers import (
 )
 from transformers.modeling_outputs import BaseModelOutput
 
-from specdec.zoo.recipes import phrases, speech_scores, synthesis
-from specdec.zoo.recipes.course import Course, check_stage, make_optimizers, save
-from specdec.zoo.recipes.synthesis import Clips
-from specdec.zoo.recipes.windows import IGNORED, LETTERS, Batch, Composer
+from specdec.train import phrases, speech_scores, synthesis
+from specdec.train.course import Course, check_stage, make_optimizers, save
+from specdec.train.synthesis import Clips
+from specdec.train.windows import IGNORED, LETTERS, Batch, Composer
 
 WINDOW = 10  # seconds
 SHORT = 3  # seconds, of the windows at the beginning

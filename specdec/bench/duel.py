@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import zip_longest
 from statistics import median
 from time import perf_counter as clock
 from typing import Any
 
+from specdec.bench.compare import Difference, differences
 from specdec.generator import SpecGenerator
 from specdec.output import Generation
 from specdec.zoo import Pair
@@ -28,7 +28,7 @@ class Duel:
     assisted: Generation
     plain_rates: list[float]
     assisted_rates: list[float]
-    difference: tuple[int, int | None, int | None] | None
+    difference: Difference | None
 
     @property
     def speedup(self) -> float:
@@ -64,21 +64,13 @@ def duel(
     for generator in (plain, assisted):
         generator.generate(text, **{**options, "max_new_tokens": WARM_UP})
     rates: tuple[list[float], list[float]] = ([], [])
-    difference = None
+    difference: Difference | None = None
     began = clock()
     for repeat in range(repeats):
         if repeat > 1 and clock() - began > patience:
             break
         outs = [generator.generate(text, **options) for generator in (plain, assisted)]
-        difference = difference or first_difference(*outs)
+        difference = difference or next(differences(*(out.new_tokens() for out in outs)), None)
         for out, own in zip(outs, rates, strict=True):
             own.append(out.stats.tokens_per_second if out.stats is not None else 0.0)
     return Duel(outs[0], outs[1], *rates, difference)
-
-
-def first_difference(plain: Generation, assisted: Generation) -> tuple[int, int | None, int | None] | None:
-    """The first new position at which two results differ, with the token of each, None past its end."""
-    for position, (a, b) in enumerate(zip_longest(plain.new_tokens()[0], assisted.new_tokens()[0])):
-        if a != b:
-            return position, a, b
-    return None

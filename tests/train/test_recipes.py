@@ -11,8 +11,8 @@ from transformers import AutoConfig
 
 from specdec import zoo
 from specdec.errors import OptionError
-from specdec.zoo.recipes import functions, phrases, python_code, python_summary, shapes, speech, synthesis, windows
-from specdec.zoo.recipes.course import Course, make_optimizers
+from specdec.train import functions, phrases, python_code, python_summary, shapes, speech, synthesis, windows
+from specdec.train.course import Course, make_optimizers
 
 SOURCE = '''
 # Not about anything.
@@ -187,6 +187,19 @@ def test_a_stage_before_its_time(
     assert f"--stage {stage} needs a model in {tmp_path / role}" in capsys.readouterr().err
 
 
+def test_a_pair_is_found_once_it_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of the user's cache goes by its name as soon as it has its card, which comes last."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "specdec" / "zoo" / "mine"
+    (folder / "target").mkdir(parents=True)
+    (folder / "target" / "model.safetensors").touch()
+    with pytest.raises(OptionError, match="zoo:python-code"):
+        zoo.locate("zoo:mine", "target")
+    (folder / "card.json").write_text("{}")
+    assert zoo.locate("zoo:mine", "draft") == str(folder / "draft")
+
+
+@pytest.mark.slow
 def test_a_pair_of_another_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of every stage, into the user's cache, where its name finds it once it is finished."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

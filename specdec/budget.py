@@ -1,0 +1,79 @@
+"""How much memory keys and values may take, and which requests fit into it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from specdec.errors import OptionError
+from specdec.models import LanguageModel, free_bytes
+from specdec.request import Request
+from specdec.rows import RunningRow
+from specdec.types import BatchDrafter
+
+_MOST_NODES = 1024  # of a tree in one pass
+
+
+class KvBudget:
+    """A limit on the keys and values of a running set, target and drafts together.
+
+    `limit`: bytes, or a share of the memory that is free when the first request comes; None: no limit. What a request
+    needs is counted as if every row grew to its greatest length.
+    """
+
+    def __init__(self, limit: int | float | None, model: LanguageModel) -> None:
+        whole = isinstance(limit, int) and not isinstance(limit, bool) and limit > 0
+        if not (limit is None or whole or (isinstance(limit, float) and 0 < limit <= 1)):
+            raise OptionError.of(
+                "kv_budget", "a number of bytes, or a share of what is free (above 0, up to 1.0)", limit
+            )
+        self._limit, self._model = limit, model
+
+    @property
+    def limit(self) -> int | None:
+        """Bytes."""
+        if isinstance(self._limit, float):
+            self._limit = int(self._limit * free_bytes(self._model.device))
+        return self._limit
+
+    def check(self, request: Request) -> None:
+        """Raises OptionError for a request that does not fit even alone."""
+        if self.limit is not None and (needed := self.bytes([request])) > self.limit:
+            raise OptionError(
+                f"the request may need {needed:,} bytes of keys and values, and `kv_budget` allows {self.limit:,}: "
+                "lower `max_new_tokens`, shorten the prompt, pass fewer rows, or raise `kv_budget`"
+            )
+
+    def fits(self, request: Request, running: Iterable[Request]) -> bool:
+        """Whether a request can run beside others."""
+        return self.limit is None or self.bytes([*running, request]) <= self.limit
+
+    def bounds(self, requests: Sequence[Request]) -> tuple[int, int]:
+        """The most rows, and the most columns, that the store of these requests may need."""
+        rows = [row for request in requests for row in request.rows]
+        longest = max((one.most_positions for row in rows for one in row.batch_rows), default=0)
+        widest = max((_nodes(request, row) for request in requests for row in request.rows), default=1)
+        return sum(len(row.batch_rows) for row in rows), longest + widest + 2
+
+    def bounds_of(self, drafter: BatchDrafter, requests: Sequence[Request]) -> tuple[int, int]:
+        """The same of a draft's store."""
+        own = sum(len(request.rows) for request in requests if request.drafter is drafter)
+        return own, self.bounds(requests)[1]
+
+    def bytes(self, requests: Sequence[Request]) -> int:
+        """What the target's and the drafts' keys and values of these requests may take."""
+        rows, columns = self.bounds(requests)
+        total = rows * columns * self._model.kv_bytes
+        total += sum(len(request.rows) * self._model.cross_bytes(request.frames) for request in requests)
+        drafters = {id(request.drafter): request.drafter for request in requests if request.drafter is not None}
+        for drafter in drafters.values():
+            own, columns = self.bounds_of(drafter, requests)
+            total += own * columns * sum(model.kv_bytes for model in drafter.models)
+        return total
+
+
+def _nodes(request: Request, row: RunningRow) -> int:
+    """The most nodes that a row brings to a pass, prompts left out."""
+    if request.drafter is None:
+        return row.width
+    level = 1 if row.task.branching is None else 2 * max(row.width, request.pacing.schedule.max_branches)
+    return row.width + min(level * (row.max_length - row.prompt_length), _MOST_NODES)

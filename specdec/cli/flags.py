@@ -1,0 +1,36 @@
+"""Flags that several commands have, said once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from specdec.cli.request import COPYING, METHODS
+from specdec.loading import OFFLOADS, QUANTIZATIONS
+from specdec.schedule import SCHEDULES
+
+Method = Annotated[
+    str | None,
+    typer.Option(
+        help=f"{METHODS}. auto: draft if there is a draft model, else {COPYING[0]}. hybrid: the draft model and "
+        f"{COPYING[0]}; hybrid:{COPYING[-1]}: the draft model and {COPYING[-1]}."
+    ),
+]
+DraftTokens = Annotated[int | None, typer.Option(help="Most tokens to draft per round.")]
+ScheduleName = Annotated[str | None, typer.Option(help=f"One of {', '.join(SCHEDULES)}.")]
+Dtype = Annotated[
+    str | None,
+    typer.Option(help="float32, bfloat16 …; auto, the default, is the checkpoint's, but float32 for float16 on a CPU."),
+]
+Quantization = Annotated[str | None, typer.Option(help=f"One of {', '.join(QUANTIZATIONS)}.")]
+DeviceMap = Annotated[str | None, typer.Option(help="cpu, cuda, auto …")]
+Offload = Annotated[str | None, typer.Option(help=f"{' or '.join(OFFLOADS)}: read weights from there in every pass.")]
+OffloadFolder = Annotated[str | None, typer.Option(help="For weights that must be written again.")]
+ConfigFile = Annotated[Path | None, typer.Option(help="YAML: target, draft, method and options. Flags win.")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any other option of generate; repeatable.")
+]
+Stats = Annotated[bool, typer.Option("--stats", help="A table of statistics on stderr.")]
+RemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with a model.")]

@@ -1,0 +1,57 @@
+"""What transformers and torch keep to themselves and this package needs all the same, one function each, with why.
+
+What is the very subject of one module is reached there and nowhere else: caches in `native_cache` and `store`, methods
+that derive positions in `positions`, rotary modules in `rotary`, accelerate's hooks in `offload`, bitsandbytes' layers
+in `quantize`, the compiler in `compiled`, Whisper's modules in `whisper` and `alignment`. `tests/models/test_compat.py`
+says of each name which release has changed it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.quantizers.base import get_keys_to_not_convert
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+TAKES_MASKS = ("sdpa", "eager")  # the attentions to whose scores a mask of ours is added
+
+
+def attention_of(config: Any) -> str:
+    """Which attention a model computes with: `attn_implementation` is an argument of loading, without a getter."""
+    kind: str = config._attn_implementation
+    return kind
+
+
+def loads(auto_class: Any, config: Any) -> bool:
+    """Whether an `AutoModelFor…` class has a model for this config: asking it for one would be the other way."""
+    return type(config) in auto_class._model_mapping
+
+
+def skipped_keys(model: Any) -> Any:
+    """Arguments that accelerate must not move between devices: `from_pretrained` knows them, `dispatch_model` asks."""
+    return model._skip_keys_device_placement
+
+
+def quantizes(model: Any) -> Callable[[str], bool]:
+    """Which modules quantization converts, by name: all but head, ties and float32, as for transformers' quantizers."""
+    kept = [*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or ())]
+    return partial(should_convert_module, patterns=kept)
+
+
+def int8_linear(rows: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """`rows` `[n, in]` times int8 `weight` `[out, in]` and `scale` `[out]`: no public kernel reads int8 as it is."""
+    return torch._weight_int8pack_mm(rows, weight, scale)
+
+
+def transcript(
+    tokenizer: Any, outputs: Sequence[Mapping[str, Any]], *, timestamps: Any, language: Any, seconds: float
+) -> tuple[str, dict[str, Any]]:
+    """Text and chunks of a Whisper tokenizer's overlapping outputs: the pipeline's merging, which has no other door."""
+    text, rest = tokenizer._decode_asr(
+        outputs, return_timestamps=timestamps, return_language=language, time_precision=seconds
+    )
+    return text, rest

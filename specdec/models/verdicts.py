@@ -1,0 +1,88 @@
+"""What was tried with the installed libraries: once per process, and not again where a file says that it held.
+
+The file is `specdec/verdicts.json` in `$XDG_CACHE_HOME` (by default `~/.cache`), or what `$SPECDEC_VERDICTS` names. It
+holds what succeeded, by releases; a failure is tried again in the next process, since an update may have repaired it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import transformers
+
+from specdec import __version__
+
+_TRYING = threading.Lock()
+_found: dict[str, bool] = {}
+
+
+def holds(what: str, trial: Callable[[], bool | None]) -> bool:
+    """Whether `what` holds, by `trial` where that is not known; None, that it cannot be tried, passes for this process.
+
+    Runs one trial at a time; what it raises is not caught, and nothing is remembered then.
+    """
+    with _TRYING:
+        if what not in _found and what in _read().get(_releases(), []):
+            _found[what] = True
+        if what not in _found:
+            verdict = trial()
+            _found[what] = verdict is not False
+            if verdict:
+                _write(what)
+        return _found[what]
+
+
+def _releases() -> str:
+    return f"transformers {transformers.__version__}, torch {torch.__version__}, specdec {__version__}"
+
+
+def _path() -> Path | None:
+    """The file; None where there is no home to keep it in."""
+    if named := os.environ.get("SPECDEC_VERDICTS"):
+        return Path(named)
+    try:
+        root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        return None
+    return Path(root) / "specdec" / "verdicts.json"
+
+
+def _read() -> dict[str, list[str]]:
+    """What held, by releases; nothing where the file is missing or broken."""
+    path = _path()
+    try:
+        known = json.loads(path.read_text("utf-8")) if path is not None else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+    if not isinstance(known, dict):
+        return {}
+    return {releases: held for releases, held in known.items() if isinstance(held, list)}
+
+
+def _write(what: str) -> None:
+    """Adds to the file, in one step; of two processes at once one may be lost, and is tried again some day."""
+    path, known = _path(), _read()
+    if path is None:
+        return
+    held = [one for one in known.get(_releases(), []) if isinstance(one, str)]
+    known[_releases()] = sorted({*held, what})
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json", delete=False, encoding="utf-8") as file:
+            json.dump(known, file, indent=1)
+        _move(file.name, path)
+    except OSError:
+        return  # the next process tries again
+
+
+def _move(source: str, target: Path) -> None:
+    try:
+        os.replace(source, target)
+    except OSError:
+        os.unlink(source)

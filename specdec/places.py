@@ -1,0 +1,133 @@
+"""The places of rows in the target's cache: whose keys and values a new row continues, and what stays of one that left.
+
+A prompt is read once: rows of one request that continue the same prompt wait for the first of them, and a prompt that
+begins like the text of another row, or of one that has left, continues from a copy of its keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specdec.models import LanguageModel
+from specdec.models.kv_session import KvSession
+from specdec.prefixes import LEAST, Prefixes, Text
+from specdec.request import Request
+from specdec.rows import RunningRow
+
+
+class Places:
+    """Gives the rows of a running set their places in the `target`'s session, and takes them back.
+
+    `prefixes` keeps texts whose rows have left; None where every prompt is read anew. Only models whose keys and values
+    can be cut anywhere, and mean the same in any text, can share them between requests.
+    """
+
+    def __init__(self, model: LanguageModel, prefixes: Prefixes | None = None) -> None:
+        self.target = model.session()
+        self._shares = isinstance(self.target, KvSession) and model.capability.boundary is None
+        self._keeps = self._shares and not model.is_encoder_decoder
+        self.prefixes = prefixes if self._keeps else None
+        self._leaders: dict[int, RunningRow] = {}  # by a row's key: whose reading of the same prompt it waits for
+        self._open: dict[int, RunningRow] = {}  # by key: rows whose texts others may continue
+
+    def __len__(self) -> int:
+        return len(self._open) + len(self._leaders)
+
+    def add(self, request: Request) -> None:
+        """Opens the rows of a request; of those that continue one prompt alike, only the first."""
+        first: dict[object, RunningRow] = {}
+        for row in request.rows:
+            alone = request.traced or row.embeds is not None or row.unconditional is not None or len(row.tokens) < 2
+            leader = row if alone else first.setdefault((row.task.source, tuple(row.tokens)), row)
+            if leader is not row:
+                self._leaders[row.key] = leader
+                continue
+            for one in row.batch_rows:
+                self._take(one, request)
+
+    def follow(self, row: RunningRow) -> bool:
+        """Whether a row has its place by now: one that waits gets it once all but its last token were read."""
+        leader = self._leaders.get(row.key)
+        if leader is None:
+            return True
+        assert leader.slot is not None
+        if self.target.length(leader.slot) < len(row.tokens) - 1:
+            return False
+        row.encoding = leader.encoding
+        self._set(row, self.target.fork(leader.slot, len(row.tokens) - 1))
+        del self._leaders[row.key]
+        return True
+
+    def leads(self, row: RunningRow) -> bool:
+        """Whether others wait for this row."""
+        return row in self._leaders.values()
+
+    def unread(self, row: RunningRow) -> int:
+        """Positions of the row's text that are not in the cache."""
+        assert row.slot is not None
+        return row.length - self.target.length(row.slot)
+
+    def remove(self, rows: Sequence[RunningRow], request_of: dict[int, Request]) -> None:
+        """Takes the places of rows back; their texts may stay."""
+        for row in rows:
+            self._leaders.pop(row.key, None)
+            if row.slot is not None and self.prefixes is not None and request_of[row.key].reuses_prefixes:
+                self._retain(row, self.prefixes)
+        slots = [one.slot for row in rows for one in row.batch_rows if one.slot is not None]
+        if slots:
+            self.target.remove(slots)
+        for row in rows:
+            self._open.pop(row.key, None)
+            for one in row.batch_rows:
+                one.slot = None
+
+    def _take(self, row: RunningRow, request: Request) -> None:
+        if request.encoding is not None:
+            row.encoding = request.encoding.select([row.task.place])
+        known = row.encoding is None or row.context  # what an encoder read must be told apart
+        if (
+            self._shares
+            and request.reuses_prefixes
+            and known
+            and not request.traced
+            and (length := self._continue(row))
+        ):
+            request.cached_prompt_tokens += length
+        else:
+            self._set(row, self.target.add(1, row.encoding)[0])
+
+    def _set(self, row: RunningRow, slot: int) -> None:
+        row.slot, row.cache_reset_length = slot, self.target.cache_reset_length
+        if row.key >= 0:
+            self._open[row.key] = row
+
+    def _continue(self, row: RunningRow) -> int:
+        """Lets a row continue what was read for another one, all but its last position; how much that is."""
+        assert isinstance(self.target, KvSession)
+        text = _text(row, row.length - 1)
+        running = {_text(one, self.target.length(one.slot)): one for one in self._open.values() if one.slot is not None}
+        best = max(running, key=text.common, default=None)
+        shared = 0 if best is None else text.common(best)
+        kept, length = (None, 0) if self.prefixes is None else self.prefixes.find(text)
+        if best is not None and shared >= max(LEAST, length):
+            slot = running[best].slot
+            assert slot is not None
+            self._set(row, self.target.fork(slot, shared))
+            return shared
+        if kept is not None:
+            self._set(row, self.target.read_from(kept, length))
+        return length
+
+    def _retain(self, row: RunningRow, prefixes: Prefixes) -> None:
+        assert isinstance(self.target, KvSession)
+        assert row.slot is not None
+        length = self.target.length(row.slot)
+        text = _text(row, length)
+        if prefixes.wants(text):
+            prefixes.keep(text, self.target.keep_prefix(row.slot, length))
+
+
+def _text(row: RunningRow, length: int) -> Text:
+    """The first `length` positions of a row."""
+    unseen = min(row.unseen, length)
+    return Text(tuple(row.tokens[: length - unseen]), row.context, unseen)

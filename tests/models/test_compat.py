@@ -1,0 +1,411 @@
+"""What libraries do not promise and this package needs: a failure tells which release has changed what, and who minds.
+
+One test for each internal, through the function that reaches it; what transformers documents is not tried here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import cpu_offload, disk_offload, dispatch_model
+from packaging.requirements import Requirement
+from packaging.version import Version
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, WhisperTokenizer
+from transformers.cache_utils import CacheLayerMixin, DynamicCache
+from transformers.modeling_outputs import BaseModelOutput
+
+from specdec.models import compat, native_cache, offload
+from specdec.models.alignment import attention_maps
+from specdec.models.positions import Lookup
+from specdec.models.rotary import Scaling
+from specdec.models.store import KvStore
+from tests.models.test_rotary import DYNAMIC, LONG
+from tests.tiny import tiny, tiny_inputs
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def contract(library: str, what: str, module: str) -> Iterator[None]:
+    """What happens inside needs `what` of a library; whatever goes wrong is told of that and of our `module`."""
+    try:
+        yield
+    except Exception as error:
+        cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        pytest.fail(f"{library} {version(library)} has changed {what}, needed by specdec/models/{module}.py ({cause})")
+
+
+def ids(length: int, seed: int = 0) -> Tensor:
+    return torch.randint(3, 60, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def logits(model: Any, name: str, tokens: Tensor) -> Tensor:
+    """All logits `[rows, tokens, vocab]`, of an encoder-decoder for some input of its encoder."""
+    given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}  # without a mask Bloom asks nobody
+    if model.config.is_encoder_decoder:
+        given = {**tiny_inputs(name), "decoder_input_ids": tokens}
+    with torch.no_grad():
+        return model(**given, use_cache=False).logits
+
+
+def test_a_contract_tells_who_broke_it() -> None:
+    """The message has the release, the attribute, our module and the cause."""
+    with pytest.raises(pytest.fail.Exception) as told, contract("torch", "`torch._gone`", "int8"):
+        _ = torch._gone
+    message = str(told.value)
+    assert f"torch {version('torch')} has changed `torch._gone`" in message
+    assert "specdec/models/int8.py" in message
+    assert "AttributeError" in message
+
+
+# compat.py
+
+
+@pytest.mark.parametrize("kind", ["eager", "sdpa"])
+def test_attention_implementation(kind: str) -> None:
+    """A config knows the attention that its model was loaded with."""
+    with contract("transformers", "`config._attn_implementation`", "compat"):
+        assert compat.attention_of(tiny("llama", attn_implementation=kind).config) == kind
+
+
+def test_model_mapping() -> None:
+    """An auto class knows for which configs it has models."""
+    with contract("transformers", "`AutoModelFor…` and its `_model_mapping`", "compat"):
+        assert compat.loads(AutoModelForSeq2SeqLM, tiny("t5").config)
+        assert compat.loads(AutoModelForSpeechSeq2Seq, tiny("whisper").config)
+        assert not compat.loads(AutoModelForSeq2SeqLM, tiny("whisper").config)
+
+
+def test_skipped_keys() -> None:
+    """A cache stays where it is when accelerate moves the arguments of a module."""
+    with contract("transformers", "`model._skip_keys_device_placement`", "compat"):
+        assert "past_key_values" in compat.skipped_keys(tiny("llama"))
+    with contract("accelerate", "`dispatch_model`'s arguments", "placement"):
+        assert {"offload_dir", "offload_index", "skip_keys"} <= inspect.signature(dispatch_model).parameters.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "converted", "kept"),
+    [
+        ("llama", "model.layers.0.self_attn.q_proj", "lm_head"),
+        ("t5", "decoder.block.0.layer.0.SelfAttention.q", "decoder.block.0.layer.2.DenseReluDense.wo"),
+    ],
+)
+def test_what_quantization_converts(name: str, converted: str, kept: str) -> None:
+    """Ordinary layers, but neither the head nor what a model keeps in float32."""
+    what = "`get_keys_to_not_convert`, `should_convert_module` or `_keep_in_fp32_modules`"
+    with contract("transformers", what, "compat"):
+        wanted = compat.quantizes(tiny(name))
+        assert wanted(converted)
+        assert not wanted(kept)
+
+
+def test_int8_kernel() -> None:
+    """The kernel multiplies by int8 as it is and scales every channel."""
+    with contract("torch", "`torch._weight_int8pack_mm`", "compat"):
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randn(3, 32, generator=generator).bfloat16()
+        weight = torch.randint(-127, 128, (16, 32), generator=generator, dtype=torch.int8)
+        scale = torch.rand(16, generator=generator).bfloat16()
+        expected = rows.float() @ weight.float().T * scale.float()
+        assert torch.allclose(compat.int8_linear(rows, weight, scale).float(), expected, rtol=0.02, atol=1)
+
+
+def test_merging_of_transcripts() -> None:
+    """A Whisper tokenizer merges overlapping outputs."""
+    with contract("transformers", "`WhisperTokenizer._decode_asr`", "compat"):
+        names = inspect.signature(WhisperTokenizer._decode_asr).parameters.keys()
+        assert {"model_outputs", "return_timestamps", "return_language", "time_precision"} <= names
+
+
+# native_cache.py, store.py
+
+
+def test_layers_of_a_cache() -> None:
+    """Ordinary layers replace their keys and values by longer ones, and take shorter ones that are put there."""
+    with contract("transformers", "`DynamicLayer`", "native_cache"):
+        cache = DynamicCache()
+        first = torch.randn(1, 2, 5, 4)
+        cache.update(first, first, 0)
+        held, before = cache.layers[0].keys, cache.layers[0].keys.clone()
+        cache.update(first, first, 0)
+        assert native_cache.is_plain(cache)
+        assert torch.equal(held, before)
+        native_cache.cut(cache, 3)
+        assert cache.get_seq_length() == 3
+        assert torch.equal(cache.layers[0].keys, first[:, :, :3])
+
+
+def test_pair_of_caches() -> None:
+    """An encoder-decoder notes which layers have projected the encoder's output, and the rows of it can be chosen."""
+    with contract("transformers", "`EncoderDecoderCache`", "native_cache"):
+        model = tiny("bart")
+        pair = native_cache.pair(DynamicCache())
+        native_cache.select_encoded(pair, torch.tensor([0]))  # nothing there yet
+        hidden = BaseModelOutput(last_hidden_state=torch.randn(2, 5, 32))
+        with torch.no_grad():
+            model(encoder_outputs=hidden, decoder_input_ids=ids(3).expand(2, -1), past_key_values=pair, use_cache=True)
+        held = [layer.keys for layer in pair.cross_attention_cache.layers]
+        assert len(pair.is_updated) == len(held) == 2
+        assert all(pair.is_updated.values())
+        native_cache.select_encoded(pair, torch.tensor([1]))
+        for old, layer in zip(held, pair.cross_attention_cache.layers, strict=True):
+            assert torch.equal(layer.keys, old[1:])
+        assert pair.self_attention_cache.get_seq_length() == 3
+
+
+@pytest.mark.parametrize("name", ["llama", "mamba", "falcon_mamba", "rwkv", "jamba", "lfm2"])
+def test_name_of_the_cache(name: str) -> None:
+    """A model takes its cache by a name that we know, and returns it by the same."""
+    with contract("transformers", f"the keyword of the cache of {name!r}", "native_cache"):
+        model = tiny(name)
+        keyword = native_cache.cache_name(frozenset(inspect.signature(model.forward).parameters))
+        assert keyword is not None
+        with torch.no_grad():
+            assert model(ids(4), use_cache=True).get(keyword) is not None
+
+
+def test_state_in_modules() -> None:
+    """RecurrentGemma keeps a row's state in its modules."""
+    names = native_cache.MODULE_STATE["recurrent_gemma"]
+    with contract("transformers", f"{' or '.join(names)} of RecurrentGemma's modules", "native_cache"):
+        model = tiny("recurrent_gemma")
+        with torch.no_grad():
+            model(ids(4), use_cache=True)
+        assert {name for _, name, value in native_cache.module_state(model, names) if value is not None} == {*names}
+
+
+def test_protocol_of_caches() -> None:
+    """Our layers have all that the library's layers must have, and answer as it asks."""
+    with contract("transformers", "`CacheLayerMixin`", "store"):
+        store = KvStore(2)
+        missing = CacheLayerMixin.__abstractmethods__ - {
+            name for kind in type(store.layers[0]).__mro__ if kind is not CacheLayerMixin for name in vars(kind)
+        }
+        assert not missing
+        assert store.get_seq_length() == 0
+        assert tuple(store.get_mask_sizes(3, 0)) == (3, 0)
+        assert store.is_sliding == [False, False]
+        assert not store.is_compileable
+
+
+# positions.py, rotary.py
+
+STYLES = {
+    **dict.fromkeys(["bart", "mbart", "marian", "pegasus", "blenderbot", "m2m_100"], "embedding"),
+    **dict.fromkeys(["t5", "mt5", "umt5"], "bias"),
+    "bloom": "alibi",
+}
+METHODS = {
+    "embedding": "`embed_positions`, its `weight` and `offset`, or `weights` and `padding_idx`",
+    "bias": "`compute_bias`, `has_relative_attention_bias` or `_relative_position_bucket`",
+    "alibi": "`build_alibi_tensor`",
+}
+
+
+@pytest.mark.parametrize("name", STYLES)
+def test_positions_that_are_looked_up(name: str) -> None:
+    """The positions that a model would take change nothing; others are seen."""
+    style = STYLES[name]
+    with contract("transformers", f"{METHODS[style]} of {name!r}", "positions"):
+        model, tokens, ordinary = tiny(name), ids(8), torch.arange(8)[None]
+        lookup, expected = Lookup(model.get_decoder(), style), logits(model, name, tokens)
+        with lookup.running(ordinary, ordinary):
+            assert torch.allclose(logits(model, name, tokens), expected, atol=2e-4)
+        with lookup.running(3 * ordinary, 3 * ordinary):
+            assert (logits(model, name, tokens) - expected).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_modules(kind: str) -> None:
+    """A module that has seen a long text can be asked for the angles of a short one."""
+    with contract("transformers", "`rope_type`, `original_inv_freq` or `max_seq_len_cached`", "rotary"):
+        options = DYNAMIC if kind == "dynamic" else LONG
+        boundary = 26 if kind == "dynamic" else 32
+        expected, used = logits(tiny("llama", **options), "llama", ids(20)), tiny("llama", **options)
+        logits(used, "llama", ids(60))
+        scaling = Scaling(used.get_decoder(), boundary)
+        with scaling.running(torch.arange(1, 21)[None]):
+            assert torch.allclose(logits(used, "llama", ids(20)), expected, atol=2e-4)
+        with scaling.running(torch.full((1, 20), 80)):
+            assert (logits(used, "llama", ids(20)) - expected).abs().max() > 0.01
+
+
+# offload.py
+
+
+def test_hooks_bring_weights_in() -> None:
+    """A hook says where its module computes, and has the weights there between `pre_forward` and `post_forward`."""
+    with contract("accelerate", "`_hf_hook`, `execution_device`, `pre_forward` or `post_forward`", "offload"):
+        model = tiny("llama")
+        cpu_offload(model, execution_device=CPU)
+        embeddings = model.get_input_embeddings()
+        assert offload.is_offloaded(model)
+        assert offload.execution_device(embeddings) == CPU
+        assert offload.execution_devices(model) == {CPU}
+        with offload.at_hand(embeddings):
+            assert not embeddings.weight.is_meta
+        assert embeddings.weight.is_meta
+
+
+def test_weights_in_files_of_their_own(tmp_path: Path) -> None:
+    """What accelerate writes to disk is `KEY.dat` in a folder, with type and shape in an index."""
+    with contract("accelerate", "`weights_map` or `OffloadedWeightsLoader`", "offload"):
+        model = tiny("llama")
+        shape = list(model.lm_head.weight.shape)
+        disk_offload(model, tmp_path, execution_device=CPU)
+        place = offload.home(model, "lm_head.weight")
+        assert place is not None
+        assert place.entry is not None
+        assert place.entry["dtype"] == "float32"
+        assert list(place.entry["shape"]) == shape
+        assert (Path(place.folder) / f"{place.key}.dat").stat().st_size == 4 * shape[0] * shape[1]
+        assert place.key in set(place.loader)
+
+
+def test_weights_in_checkpoints(tmp_path: Path) -> None:
+    """What transformers leaves in a checkpoint has its file in the index."""
+    with contract("transformers", "the offload index of `from_pretrained`", "stored"):
+        tiny("llama").save_pretrained(tmp_path / "model")
+        places = {"device_map": {"": "disk"}, "offload_folder": tmp_path / "off"}
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", **places)
+        place = offload.home(model, "model.layers.0.self_attn.q_proj.weight")
+        assert place is not None
+        assert place.entry is not None
+        assert Path(place.entry["safetensors_file"]).parent == tmp_path / "model"
+
+
+def test_hooks_come_off(tmp_path: Path) -> None:
+    """A hooked forward is a partial, and `detach` leaves modules as they were."""
+    with contract("accelerate", "`add_hook_to_module` or `remove_hook_from_module`", "offload"):
+        model = tiny("llama")
+        before = {name: {*vars(module)} for name, module in model.named_modules()}
+        disk_offload(model, tmp_path, execution_device=CPU)
+        assert "forward" in vars(model.lm_head)
+        assert not any(map(offload.wrapped_later, model.modules()))
+        offload.detach(model)
+        left = {name: {*vars(module)} - before[name] for name, module in model.named_modules()}
+        assert not {name for names in left.values() for name in names} & {"forward", "_hf_hook", "_old_forward"}
+
+
+# quantize.py, compiled.py, early_exit.py, reader.py
+
+
+def test_layers_of_bitsandbytes() -> None:
+    """4-bit layers say in which type they compute, and int8 layers cast their inputs aloud."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    with contract("bitsandbytes", "`Linear4bit.compute_dtype`", "quantize"):
+        layer = bitsandbytes.nn.Linear4bit(64, 64, compute_dtype=torch.float32)
+        assert layer.compute_dtype == torch.float32
+    with contract("bitsandbytes", "the logger of `bitsandbytes.autograd._functions`", "quantize"):
+        assert bitsandbytes.autograd._functions.logger.name == "bitsandbytes.autograd._functions"
+
+
+def test_compiler() -> None:
+    """Sizes can be marked one by one, guards can be chosen by kind, and failures have types."""
+    with contract("torch", "`torch._dynamo.maybe_mark_dynamic`", "compiled"):
+        from torch._dynamo import maybe_mark_dynamic
+
+        maybe_mark_dynamic(torch.zeros(3), 0)
+    with contract("torch", "`torch._dynamo.exc`", "compiled"):
+        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+        assert issubclass(FailOnRecompileLimitHit, Exception)
+        assert issubclass(TorchDynamoException, Exception)
+    with contract("torch", "`torch.compiler.skip_guard_on_all_nn_modules_unsafe` or `guard_filter_fn`", "compiled"):
+        seen: list[str] = []
+
+        def guards(entries: Any) -> list[bool]:
+            seen.extend(entry.guard_type for entry in entries)
+            return list(torch.compiler.skip_guard_on_all_nn_modules_unsafe(entries))
+
+        assert (
+            torch.compile(lambda x: x + 1, backend="eager", options={"guard_filter_fn": guards})(torch.ones(2))[0] == 2
+        )
+        assert "TENSOR_MATCH" in seen
+
+
+def test_modules_hold_their_parts() -> None:
+    """Weights, buffers and children are in dictionaries of a module, where they can be put without a copy."""
+    with contract("torch", "`nn.Module._parameters`, `_buffers` or `_modules`", "reader"):
+        layer = nn.Sequential(nn.BatchNorm1d(2))
+        assert "0" in layer._modules
+        assert "weight" in layer[0]._parameters
+        assert "running_mean" in layer[0]._buffers
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("llama", "num_hidden_layers"), ("gpt2", "n_layer"), ("t5", "num_decoder_layers")]
+)
+def test_fields_of_configs(name: str, count: str) -> None:
+    """Counts of layers are ordinary attributes of a config, under the name that is checked nowhere."""
+    with contract("transformers", f"`{count}` of the config of {name!r}", "early_exit"):
+        assert vars(tiny(name).config)[count] == 2
+
+
+# whisper.py, alignment.py
+
+
+def test_modules_of_whisper() -> None:
+    """The attention of a decoder to the sound is what its projections make of it."""
+    with contract("transformers", "`encoder_attn`, its projections, `scaling`, `num_heads` or `head_dim`", "alignment"):
+        model, tokens, hidden = tiny("whisper", attn_implementation="eager"), ids(6), torch.randn(1, 20, 32)
+        maps = attention_maps(model, hidden, tokens, [(0, 1), (1, 3)])
+        given = {"encoder_outputs": BaseModelOutput(last_hidden_state=hidden), "decoder_input_ids": tokens}
+        with torch.no_grad():
+            own = model(**given, output_attentions=True).cross_attentions
+        assert torch.allclose(maps, torch.stack([own[0][0, 1], own[1][0, 3]]), atol=1e-5)
+    with contract("transformers", "the convolutions of Whisper's encoder", "whisper"):
+        encoder = tiny("whisper").get_encoder()
+        assert encoder.conv1.stride[0] * encoder.conv2.stride[0] == 2
+
+
+def test_helpers_of_whisper() -> None:
+    """Languages, normalizers, timestamp rules and the search for a language are where they were."""
+    with contract("transformers", "the tables of `tokenization_whisper`", "whisper"):
+        from transformers.models.whisper.tokenization_whisper import LANGUAGES, TASK_IDS, TO_LANGUAGE_CODE
+
+        assert LANGUAGES["en"] == "english"
+        assert TO_LANGUAGE_CODE["english"] == "en"
+        assert {"transcribe", "translate"} == {*TASK_IDS}
+    with contract("transformers", "the normalizers of `english_normalizer`", "whisper"):
+        from transformers.models.whisper.english_normalizer import BasicTextNormalizer, EnglishTextNormalizer
+
+        assert BasicTextNormalizer()("A, b") == "a b"
+        assert EnglishTextNormalizer({})("it's") == "it is"
+    with contract("transformers", "`WhisperTimeStampLogitsProcessor` or `detect_language`", "whisper"):
+        from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
+
+        assert "begin_index" in inspect.signature(WhisperTimeStampLogitsProcessor).parameters
+        names = inspect.signature(type(tiny("whisper")).detect_language).parameters.keys()
+        assert {"encoder_outputs", "generation_config"} <= names
+
+
+# pyproject.toml
+
+
+def requirements() -> list[Requirement]:
+    """What the package needs, of these libraries among others."""
+    lines = (ROOT / "pyproject.toml").read_text().split("dependencies = [")[1].split("]")[0].splitlines()
+    return [Requirement(line.strip().strip('",')) for line in lines if line.strip()]
+
+
+def test_tested_releases_are_allowed() -> None:
+    """Every dependency has an upper bound, and the releases of constraints.txt lie within all bounds."""
+    pinned = [
+        Requirement(line.split("#")[0]) for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
+    ]
+    tested = {pin.name: Version(next(iter(pin.specifier)).version) for pin in pinned}
+    for need in requirements():
+        assert any(bound.operator == "<" for bound in need.specifier), f"{need.name} has no upper bound"
+        assert tested[need.name] in need.specifier

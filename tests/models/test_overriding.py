@@ -1,0 +1,197 @@
+"""Passes that need other positions or angles leave no trace on the user's modules, and no other thread sees them."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from accelerate import cpu_offload
+from torch import nn
+
+from specdec import LanguageModel, SpecGenerator
+from specdec.models.overriding import overridden
+from tests.models.test_rotary import DYNAMIC, LONG
+from tests.test_exact import prompt_for
+from tests.tiny import tiny
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "eos_token_id": [], "pad_token_id": 0}
+LOOKED_UP: dict[str, dict[str, Any]] = {"t5": {}, "umt5": {}, "bart": {}, "m2m_100": {}, "bloom": {}}
+MODELS = {**LOOKED_UP, "llama": DYNAMIC, "mistral": LONG, "llama4_text": DYNAMIC, "recurrent_gemma": {}}
+
+
+def traces(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """The attributes of every module itself, by its name."""
+    return {name: dict(vars(module)) for name, module in model.named_modules()}
+
+
+def differing(before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]]) -> list[str]:
+    """Names of attributes that came, went or became another object; plain values count by equality."""
+    assert before.keys() == after.keys()
+    return [
+        f"{module}.{name}"
+        for module, own in before.items()
+        for name in {*own, *after[module]}
+        if own.get(name, nn) is not after[module].get(name, nn) and own.get(name, nn) != after[module].get(name, nn)
+    ]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_trace_after_generate(name: str) -> None:
+    """Every module has the attributes it had. (Forwards stayed replaced for good.)"""
+    model = tiny(name, **MODELS[name])
+    before = traces(model)
+    generator = SpecGenerator(LanguageModel(model), "suffix")
+    assert not differing(before, traces(model))
+    generator.generate(**prompt_for(name, rows=2), **OPTIONS)
+    assert not differing(before, traces(model))
+
+
+@pytest.mark.parametrize("name", ["bart", "t5", "bloom"])
+def test_no_trace_after_an_error(name: str) -> None:
+    """A pass that breaks off leaves modules as they were, also those with accelerate's hooks."""
+    model = tiny(name)
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    generator = SpecGenerator(LanguageModel(model), "suffix")
+    before = traces(model)
+
+    def broken(*_: Any) -> None:
+        raise KeyError("broken")
+
+    hook = model.get_output_embeddings().register_forward_pre_hook(broken)
+    with pytest.raises(KeyError, match="broken"):
+        generator.generate(**prompt_for(name, rows=2), **OPTIONS)
+    hook.remove()
+    assert not differing(before, traces(model))
+
+
+class Doubling(nn.Module):
+    """A module whose forward and whose other method are overridden in tests."""
+
+    def forward(self, x: int) -> int:
+        """Twice `x`."""
+        return 2 * x
+
+    def half(self, x: int) -> int:
+        """Half of `x`."""
+        return x // 2
+
+
+def test_other_threads_see_the_original() -> None:
+    """While one thread's pass runs, another thread's call is the module's own; and so it is afterwards."""
+    module = Doubling()
+    seen: list[int] = []
+    with overridden({(module, "forward"): lambda x: -x, (module, "half"): lambda x: 0}):
+        thread = threading.Thread(target=lambda: seen.extend([module(3), module.half(8)]))
+        thread.start()
+        thread.join()
+        assert (module(3), module.half(8)) == (-3, 0)
+    assert (seen, module(3), module.half(8)) == ([6, 4], 6, 4)
+    assert not {"forward", "half"} & vars(module).keys()
+
+
+def test_passes_overlap() -> None:
+    """The pass that ends first takes nothing away from the one that still runs in another thread."""
+    module, inside, go_on = Doubling(), threading.Event(), threading.Event()
+    seen: list[int] = []
+
+    def longer() -> None:
+        with overridden({(module, "forward"): lambda x: x + 100}):
+            inside.set()
+            go_on.wait(30)
+            seen.append(module(1))
+
+    thread = threading.Thread(target=longer)
+    with overridden({(module, "forward"): lambda x: -x}):
+        thread.start()
+        inside.wait(30)
+        assert module(1) == -1
+    assert module(1) == 2
+    go_on.set()
+    thread.join()
+    assert seen == [101]
+    assert "forward" not in vars(module)
+
+
+def test_passes_nest() -> None:
+    """The inner pass's functions count while it runs, then the outer one's again; a replaced forward comes back."""
+    module = Doubling()
+    module.forward = own = lambda x: 7  # type: ignore[method-assign, assignment]
+    with overridden({(module, "forward"): lambda x: 1}):
+        with overridden({(module, "forward"): lambda x: 2}):
+            assert module(0) == 2
+        assert module(0) == 1
+    assert module(0) == 7
+    assert vars(module)["forward"] is own
+
+
+def test_replaced_meanwhile() -> None:
+    """What somebody else puts on a module during a pass stays there."""
+    module = Doubling()
+    with overridden({(module, "forward"): lambda x: 1}):
+        module.forward = later = lambda x: 9  # type: ignore[method-assign, assignment]
+    assert vars(module)["forward"] is later
+
+
+def test_many_threads() -> None:
+    """Passes of many threads that come and go: everyone sees its own, and nothing is left."""
+    module, wrong = Doubling(), []
+
+    def run(number: int) -> None:
+        for _ in range(300):
+            with overridden({(module, "forward"): lambda x: number}):
+                if module(5) != number:
+                    wrong.append(number)
+            if module(5) != 10:
+                wrong.append(-number)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(100, 106)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert "forward" not in vars(module)
+
+
+@pytest.mark.parametrize("name", ["t5", "bloom", "llama"])
+def test_ordinary_forwards_beside_passes(name: str) -> None:
+    """A model's own forward in one thread while another generates with it: the same logits every time."""
+    model = tiny(name, **MODELS[name])
+    ids = torch.arange(3, 20)[None]
+    given = {"input_ids": ids, "decoder_input_ids": ids} if name == "t5" else {"input_ids": ids}
+    generator, prompt, done = SpecGenerator(model, "suffix"), prompt_for(name, rows=2), threading.Event()
+
+    def generate() -> None:
+        for _ in range(8):
+            generator.generate(**prompt, **OPTIONS)
+        done.set()
+
+    with torch.no_grad():
+        expected = model(**given).logits
+        thread = threading.Thread(target=generate)
+        thread.start()
+        while not done.is_set() and thread.is_alive():
+            assert torch.equal(model(**given).logits, expected)
+        thread.join()
+    assert done.is_set()
+
+
+def test_only_the_model_that_runs() -> None:
+    """A pass touches its own model, and nothing where positions are an argument and no scaling depends on lengths."""
+    positions = torch.arange(4)[None]
+    one, other, plain = (LanguageModel(tiny(name)) for name in ("t5", "t5", "llama"))
+    scaled = LanguageModel(tiny("llama", **LONG))
+    models = [language.model for language in (one, other, plain, scaled)]
+    before = [traces(model) for model in models]
+
+    def touched() -> list[bool]:
+        return [bool(differing(old, traces(model))) for old, model in zip(before, models, strict=True)]
+
+    with one.looked_up(positions, positions), plain.looked_up(positions, positions), plain.scaled(positions):
+        assert touched() == [True, False, False, False]
+    with scaled.scaled(positions + 1), other.scaled(None):
+        assert touched() == [False, False, False, True]
+    assert not any(touched())

@@ -1,0 +1,241 @@
+"""What is known of families is tried with the installed libraries, once, and what was found is remembered."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec.models import LanguageModel, capability, probe, verdicts
+from specdec.models.capability import Kind
+from specdec.models.miniature import SIZES, miniature
+from tests.tiny import tiny
+
+
+@pytest.fixture(autouse=True)
+def file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty memory: nothing was tried in this process, and the file does not exist yet."""
+    path = tmp_path / "kept" / "verdicts.json"
+    monkeypatch.setenv("SPECDEC_VERDICTS", str(path))
+    monkeypatch.setattr(verdicts, "_found", {})
+    return path
+
+
+def succeeding(calls: list[str], verdict: bool | None = True) -> Callable[[], bool | None]:
+    def trial() -> bool | None:
+        calls.append("tried")
+        return verdict
+
+    return trial
+
+
+def test_every_known_family_has_a_size() -> None:
+    """A family in the table can be tried."""
+    assert SIZES.keys() == {*capability.KV, *capability.SLOT_BOUND}
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "bloom", "t5", "whisper", "mpt"])
+def test_known_families_hold(name: str, file: Path) -> None:
+    """A known family is tried once, silently, and torch's random numbers go on as if it were not."""
+    model = tiny(name)
+    before = torch.get_rng_state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = LanguageModel(model).capability
+    assert found == LanguageModel(model).capability
+    assert torch.equal(torch.get_rng_state(), before)
+    assert list(json.loads(file.read_text()).values()) == [[*verdicts._found]]
+
+
+WRONG: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("positions that are left to the model", {"KV": capability.KV | {"gpt2": "native"}}),
+    "bart": ("an argument that does not exist", {"KV": capability.KV | {"bart": "decoder_ids"}}),
+    "t5": ("positions that are nowhere", {"KV": capability.KV | {"t5": "embedding"}}),
+    "mistral": ("windows that are not seen", {"attention_kinds": lambda config: (Kind("all"),)}),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_entry_is_found_out(name: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A family that runs otherwise than the table says is probed, after a warning. (The table was trusted.)"""
+    right = LanguageModel(tiny(name)).capability
+    monkeypatch.setattr(verdicts, "_found", {})
+    file.unlink()
+    for attribute, value in WRONG[name][1].items():
+        monkeypatch.setattr(capability, attribute, value)
+    with pytest.warns(RuntimeWarning, match=f"'{name}' models do not run as specdec knows them"):
+        found = LanguageModel(tiny(name)).capability
+    assert (found.store, found.positions) == (right.store, right.positions)
+    assert not file.exists(), "a failure is tried again by the next process"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert LanguageModel(tiny(name)).capability == found, "the warning comes once"
+
+
+def test_a_family_without_miniature(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no tiny model can be built, the table is trusted, and one warning tells."""
+
+    def failing(*_: Any, **__: Any) -> None:
+        raise TypeError("no such option")
+
+    monkeypatch.setattr(probe, "miniature", failing)
+    with pytest.warns(RuntimeWarning, match=r"no tiny 'llama' model .*no such option"):
+        found = LanguageModel(tiny("llama")).capability
+    assert found.store == "kv"
+    assert LanguageModel(tiny("llama")).capability == found
+    assert not file.exists()
+
+
+def test_huge_and_offloaded_models_are_not_run(file: Path) -> None:
+    """The user's own weights are not touched, so they may as well be elsewhere."""
+    assert LanguageModel(tiny("llama").to("meta")).capability.store == "kv"
+    assert file.exists()
+
+
+def test_attention_and_options_are_tried_apart() -> None:
+    """Eager attention takes masks another way, and Falcon's two kinds of positions have nothing in common."""
+    for name, options in (("llama", {}), ("falcon", {}), ("falcon_alibi", {})):
+        LanguageModel(tiny(name, **options))
+    LanguageModel(tiny("llama", attn_implementation="eager"))
+    assert {*verdicts._found} == {"llama kv sdpa", "llama kv eager", "falcon kv sdpa", "falcon replay sdpa"}
+
+
+def test_autocast_changes_no_verdict() -> None:
+    """A model that is wrapped where everything is rounded is no reason to distrust its family."""
+    with warnings.catch_warnings(), torch.autocast("cpu", dtype=torch.bfloat16):
+        warnings.simplefilter("error")
+        assert LanguageModel(tiny("llama")).capability.store == "kv"
+
+
+def test_miniatures_are_loud() -> None:
+    """Tokens far back matter, or a wrong mask would go unnoticed."""
+    model = miniature("llama")
+    ids = torch.randint(3, 60, (1, 20), generator=torch.Generator().manual_seed(0))
+    other = ids.clone()
+    other[0, 0] += 1
+    with torch.no_grad():
+        change = (model(ids).logits - model(other).logits)[0, -1].abs().max()
+    assert change > 0.1
+
+
+def test_remembered_in_the_process() -> None:
+    """A trial runs once, whatever came of it; one that could not be run passes."""
+    for verdict, expected in ((True, True), (False, False), (None, True)):
+        calls: list[str] = []
+        for _ in range(3):
+            assert verdicts.holds(f"this {verdict}", succeeding(calls, verdict)) is expected
+        assert len(calls) == 1
+
+
+def test_remembered_on_disk(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process believes the file where the releases are the same, and adds to it otherwise."""
+    verdicts.holds("this", succeeding([]))
+    monkeypatch.setattr(verdicts, "_found", {})
+    calls: list[str] = []
+    assert verdicts.holds("this", succeeding(calls, False)) is True
+    assert not calls
+    monkeypatch.setattr(verdicts, "_found", {})
+    monkeypatch.setattr(torch, "__version__", "99.0")
+    assert verdicts.holds("this", succeeding(calls)) is True
+    assert calls
+    assert len(json.loads(file.read_text())) == 2
+
+
+def test_a_failing_trial_is_not_remembered() -> None:
+    """What a trial raises reaches the caller, and the next call tries again."""
+
+    def raising() -> bool:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        verdicts.holds("this", raising)
+    assert verdicts.holds("this", succeeding([]))
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"7", b'{"a": 3}', b"\xff\xfe", b"[" * 100_000, b'{"a": [[1], {}]}']
+)
+def test_a_broken_file(content: bytes, file: Path) -> None:
+    """Whatever lies there, what was tried counts, and the file is a good one afterwards."""
+    file.parent.mkdir()
+    file.write_bytes(content)
+    assert verdicts.holds("this", succeeding([]))
+    assert ["this"] in json.loads(file.read_text()).values()
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+
+
+def test_broken_entries_of_these_releases(file: Path) -> None:
+    """Entries that are no names are dropped."""
+    file.parent.mkdir()
+    file.write_text(json.dumps({verdicts._releases(): [None, ["x"], "that"]}))
+    assert verdicts.holds("this", succeeding([]))
+    assert json.loads(file.read_text()) == {verdicts._releases(): ["that", "this"]}
+
+
+def test_nowhere_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that is a file, a file that is a folder or no home at all: the trial decides, and nothing is raised."""
+    (tmp_path / "file").write_text("")
+    for number, path in enumerate((tmp_path / "file" / "verdicts.json", tmp_path)):
+        monkeypatch.setenv("SPECDEC_VERDICTS", str(path))
+        assert verdicts.holds(f"this {number}", succeeding([]))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    monkeypatch.delenv("SPECDEC_VERDICTS")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    assert verdicts.holds("this", succeeding([]))
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="needs a folder that this user cannot write to")
+def test_a_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read-only cache changes nothing but that every process tries."""
+    tmp_path.chmod(0o500)
+    monkeypatch.setenv("SPECDEC_VERDICTS", str(tmp_path / "verdicts.json"))
+    assert verdicts.holds("this", succeeding([]))
+
+
+def test_where_the_file_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the user's cache, unless the environment names another place."""
+    monkeypatch.delenv("SPECDEC_VERDICTS")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert verdicts.holds("this", succeeding([]))
+    assert (tmp_path / "specdec" / "verdicts.json").exists()
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+    assert verdicts.holds("that", succeeding([]))
+    assert (tmp_path / "home" / ".cache" / "specdec" / "verdicts.json").exists()
+
+
+def test_threads_try_once(file: Path) -> None:
+    """Several threads that ask at once wait for one trial."""
+    calls: list[str] = []
+    asked = [threading.Thread(target=verdicts.holds, args=("this", succeeding(calls))) for _ in range(8)]
+    for thread in asked:
+        thread.start()
+    for thread in asked:
+        thread.join()
+    assert len(calls) == 1
+    assert len(json.loads(file.read_text())) == 1
+
+
+def test_processes_at_once(file: Path) -> None:
+    """Writers that know nothing of each other leave a whole file at every moment, and no other files behind."""
+    verdicts._write("first")
+    writers = [threading.Thread(target=lambda n=n: [verdicts._write(f"{n}.{i}") for i in range(20)]) for n in range(6)]
+    for writer in writers:
+        writer.start()
+    while any(writer.is_alive() for writer in writers):
+        assert verdicts._read()[verdicts._releases()]
+    for writer in writers:
+        writer.join()
+    assert [path.name for path in file.parent.iterdir()] == [file.name]

@@ -1,0 +1,219 @@
+"""Prompts that were read before: what is reused, what is not, what gives way, and how much memory all of it takes."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from specdec import LanguageModel, OptionError, SpecGenerator
+from specdec.models import free_bytes
+from specdec.prefixes import Prefixes, Text
+from specdec.types import Tree
+from tests.tiny import NAMES, tiny, tiny_inputs
+
+COMMON = {"max_new_tokens": 12, "eos_token_id": [], "pad_token_id": 0}
+FIRST = [[(7 * i) % 50 + 5 for i in range(40)]]
+
+
+def alone(model: Any, prompt: Any, **options: Any) -> list[list[int]]:
+    """The texts of a generator that keeps nothing."""
+    return SpecGenerator(model, prefix_cache=False).generate(prompt, **{**COMMON, **options}).sequences.tolist()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "bloom", "gpt2"])
+@pytest.mark.parametrize("how", [{}, {"do_sample": True, "seed": 3}, {"num_beams": 3}])
+def test_the_next_turn_continues_the_last(name: str, how: dict[str, Any]) -> None:
+    """A chat so far is not read again, its answer included, and the text is as if it were."""
+    model = tiny(name)
+    generator = SpecGenerator(model, "suffix")
+    assert generator.generate(FIRST, **COMMON, **how).stats.cached_prompt_tokens == 0
+    for turn in range(3):
+        so_far = generator.generate(FIRST, **COMMON, **how).sequences[:, :50].tolist()
+        prompt = [[*so_far[0], 9, 10 + turn, 11]]
+        out = generator.generate(prompt, **COMMON, **how)
+        assert out.stats.cached_prompt_tokens >= 40
+        assert out.sequences.tolist() == alone(model, prompt, **how)
+
+
+def test_a_shared_beginning_is_enough() -> None:
+    """A system prompt serves other questions; what differs is read."""
+    model = tiny("llama")
+    generator = SpecGenerator(model)
+    generator.generate([FIRST[0] + [6, 7, 8]], **COMMON)
+    out = generator.generate([FIRST[0] + [20, 21]], **COMMON)
+    assert out.stats.cached_prompt_tokens == 40
+    assert out.sequences.tolist() == alone(model, [FIRST[0] + [20, 21]])
+    short = generator.generate([FIRST[0][:9]], **COMMON)
+    assert short.stats.cached_prompt_tokens == 0
+
+
+def test_running_rows_share_what_they_have_read() -> None:
+    """A request that comes while another one runs continues from its keys and values."""
+    model = tiny("llama")
+    generator = SpecGenerator(model)
+    stream = generator.stream(FIRST, **COMMON)
+    next(stream)
+    out = generator.generate([FIRST[0] + [30]], **COMMON)
+    assert out.stats.cached_prompt_tokens == 40
+    assert out.sequences.tolist() == alone(model, [FIRST[0] + [30]])
+    for _ in stream:
+        pass
+
+
+def test_embeddings_compare_by_content() -> None:
+    """The same embeddings are known again, others of the same length are not."""
+    model = tiny("llama")
+    embeds = torch.randn(1, 30, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    generator = SpecGenerator(model)
+    found = [generator.generate(inputs_embeds=e, **COMMON) for e in (embeds, embeds.clone(), embeds + 1)]
+    assert [out.stats.cached_prompt_tokens for out in found] == [0, 29, 0]
+    plain = SpecGenerator(model, prefix_cache=False)
+    for out, e in zip(found, (embeds, embeds, embeds + 1), strict=True):
+        assert out.sequences.tolist() == plain.generate(inputs_embeds=e, **COMMON).sequences.tolist()
+
+
+@pytest.mark.parametrize("name", ["t5", "whisper"])
+def test_encoder_inputs_compare_by_content(name: str) -> None:
+    """A running row shares with a call that hears the same, not with one that hears something else."""
+    model = tiny(name)
+    inputs = tiny_inputs(name, 2)
+    one, other = ({key: value[r : r + 1] for key, value in inputs.items()} for r in (0, 1))
+    begun = torch.tensor([[(5 * i) % 40 + 3 for i in range(24)]])
+    generator = SpecGenerator(model)
+    stream = generator.stream(**one, decoder_input_ids=begun, **COMMON)
+    next(stream)
+    for heard, cached in ((one, True), (other, False)):
+        out = generator.generate(**heard, decoder_input_ids=begun, **COMMON)
+        assert (out.stats.cached_prompt_tokens > 0) == cached
+        plain = SpecGenerator(model, prefix_cache=False).generate(**heard, decoder_input_ids=begun, **COMMON)
+        assert out.sequences.tolist() == plain.sequences.tolist()
+    stream.close()
+
+
+@pytest.mark.parametrize("name", ["mamba", "qwen3_next"])
+def test_recurrent_models_read_every_prompt(name: str) -> None:
+    """Their state cannot be cut back to where two texts part."""
+    generator = SpecGenerator(tiny(name))
+    for _ in range(2):
+        assert generator.generate(FIRST, **{**COMMON, "max_new_tokens": 3}).stats.cached_prompt_tokens == 0
+
+
+def test_prompts_whose_hidden_states_are_wanted_are_read() -> None:
+    """All of them are outputs."""
+    generator = SpecGenerator(tiny("llama"))
+    for _ in range(2):
+        out = generator.generate(FIRST, **COMMON, output_hidden_states=True)
+        assert out.stats.cached_prompt_tokens == 0
+        assert out.hidden_states[0][0].shape[1] == 40
+
+
+def test_only_where_it_changes_no_text() -> None:
+    """In half precision rounding may decide, so there it is asked for."""
+    half = tiny("llama").to(torch.bfloat16)
+    for wanted, found in ((None, 0), (True, 39), (False, 0)):
+        generator = SpecGenerator(half, prefix_cache=wanted)
+        generator.generate(FIRST, **COMMON)
+        assert generator.generate(FIRST, **COMMON).stats.cached_prompt_tokens == found
+    with pytest.raises(OptionError, match="prefix_cache"):
+        SpecGenerator(tiny("llama"), prefix_cache=-1)
+
+
+def test_the_least_recently_used_gives_way() -> None:
+    """Texts go when room is short, and one that goes on takes the place of what it continues."""
+    kept = Prefixes(4 * 40)
+
+    def text(begin: int, count: int = 20) -> Text:
+        return Text(tuple(range(begin, begin + count)))
+
+    def tensors(count: int) -> Any:
+        return [(torch.zeros(1, count, 1), torch.zeros(1, 0, 1))]
+
+    kept.keep(text(0), tensors(20))
+    kept.keep(text(100), tensors(20))
+    assert kept.find(text(0, 30))[1] == 20
+    kept.keep(text(200), tensors(20))  # 100 was used longest ago
+    assert [kept.find(text(begin))[1] for begin in (0, 100, 200)] == [20, 0, 20]
+    kept.keep(text(0, 40), tensors(40))
+    assert len(kept) == 1
+    assert kept.bytes == 160
+    assert not kept.wants(text(0, 30))
+    kept.room = 100
+    kept.shrink()
+    assert len(kept) == kept.bytes == 0
+
+
+def test_a_budget_is_kept() -> None:
+    """Buffers of target, draft and kept texts never take more; requests wait for their turn; all texts are right."""
+    model, draft = tiny("llama"), tiny("llama", seed=1)
+    budget = 150_000
+    generator = SpecGenerator(model, draft, kv_budget=budget, schedule="constant", num_assistant_tokens=3)
+    engine, step, seen = generator._dispatcher.engine, generator._dispatcher.engine.step, []
+
+    def counted() -> None:
+        step()
+        sessions = [engine.target, *(d.session.cache for d in engine._drafts.values())]
+        prefixes = generator._prefixes.bytes if generator._prefixes is not None else 0
+        seen.append((sum(s.bytes for s in sessions) + prefixes, len(engine.running)))
+
+    engine.step = counted
+    prompts = [[[(seed + 3 * i) % 50 + 5 for i in range(20 + 4 * seed)]] for seed in range(8)]
+    found: dict[int, Any] = {}
+
+    def call(i: int) -> None:
+        found[i] = generator.generate(prompts[i], **COMMON).sequences.tolist()
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert max(taken for taken, _ in seen) <= budget
+    assert max(rows for _, rows in seen) < 8
+    assert [found[i] for i in range(8)] == [alone(model, prompt) for prompt in prompts]
+
+
+def test_what_never_fits_is_an_error_at_once() -> None:
+    """Before any pass, with what it needs and what it may have; wrong budgets are named too."""
+    model = tiny("llama")
+    generator = SpecGenerator(model, kv_budget=20_000)
+    with pytest.raises(OptionError, match=r"may need [\d,]+ bytes.*kv_budget.* allows 20,000"):
+        generator.generate(FIRST, **{**COMMON, "max_new_tokens": 400})
+    assert generator._dispatcher.engine.target.passes == 0
+    assert generator.generate([[5, 6]], **COMMON).stats.num_new_tokens == 12
+    for wrong in (0, -5, 1.5, True, "much"):
+        with pytest.raises(OptionError, match="kv_budget"):
+            SpecGenerator(model, kv_budget=wrong)
+    assert SpecGenerator(model, kv_budget=0.5)._dispatcher.engine.budget.limit <= free_bytes(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_position_takes_is_known(name: str) -> None:
+    """What is expected of every model that keeps plain keys and values is what its store takes."""
+    language = LanguageModel(tiny(name))
+    if language.capability.store != "kv":
+        pytest.skip("keeps no plain keys and values")
+    encoding = language.encode(tiny_inputs(name)) if language.is_encoder_decoder else None
+    session: Any = language.session()
+    [row] = session.add(1, encoding)
+    session.forward([row], [Tree.chain([5, 6, 7])], [1])
+    assert session.store.bytes <= language.kv_bytes * session.store.capacity
+    latent = getattr(language.config, "kv_lora_rank", None)  # some versions keep less of these
+    assert latent or 2 * session.store.bytes >= language.kv_bytes * session.store.capacity
+
+
+def test_buffers_shrink() -> None:
+    """After a large batch a small one does not hold on to all its memory."""
+    model = tiny("llama", vocab=64)
+    session: Any = LanguageModel(model).session()
+    session.store.spare_bytes = 0
+    rows = session.add(16)
+    session.forward(rows, [Tree.chain([5] * 300)] * 16, [1] * 16)
+    session.commit(rows, [list(range(300))] * 16)
+    before = session.bytes
+    session.remove(rows[1:])
+    assert session.bytes < before / 4
+    session.remove(rows[:1])
+    assert session.bytes == 0

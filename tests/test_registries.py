@@ -1,0 +1,279 @@
+"""One file and one line: names come from the registries, and kinds are found by what they say about themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec import Loading, SpecGenerator, select
+from specdec.bench.suite import read_suite
+from specdec.bench.tune import snippet
+from specdec.cli import flags
+from specdec.cli.request import METHODS, WORDS
+from specdec.config import Options, resolve
+from specdec.draft import COPYING, DRAFTS
+from specdec.draft.text import TextDrafter
+from specdec.errors import OptionError, UnsupportedError
+from specdec.fields import DRAFT_WORDS, SAMPLING
+from specdec.loading import QUANTIZATIONS, Quantization
+from specdec.logits import Processors
+from specdec.models import quantize
+from specdec.models.quantize import BitsAndBytes, Quantizer, make_quantizer
+from specdec.pipelines import PIPELINES, Pipeline, Text, pipeline, summarize, text
+from specdec.schedule import SCHEDULES, Constant, Cost, Limit, ScheduleSetup, learns, make_schedule
+from specdec.select import STRATEGIES, RowSetup, Stopping, make_strategy
+from specdec.types import Round, Step
+from tests.folders import WIDTH, byte_tokenizer
+from tests.tiny import tiny
+
+ROOT = Path(__file__).parent.parent
+
+CASES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "coupled": {"do_sample": True},
+    **{name: {"do_sample": True, "sampling": name} for name in SAMPLING},
+    "beamsearch": {"num_beams": 3},
+    "groupsearch": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
+    "constrainedsearch": {"num_beams": 2, "force_words_ids": [[5, 6]]},
+    "contrastive": {"penalty_alpha": 0.6, "top_k": 4},
+}
+
+
+def setup(options: Options, **more: Any) -> RowSetup:
+    return RowSetup(options=options, processors=Processors(), stop=Stopping(max_length=9), width=64, **more)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_options_choose_a_strategy(name: str) -> None:
+    """Every strategy has its options, and says what it is."""
+    strategy = make_strategy(setup(resolve(CASES[name]), prompt=[0, 0, 1, 2], padding=2))
+    assert strategy.name == name
+    assert strategy.is_search == ("search" in name or name == "contrastive")
+    assert strategy.takes_draft == (name != "contrastive")
+    assert (strategy.rule is not None, strategy.branching is not None) == (strategy.takes_draft,) * 2
+    if strategy.is_search and strategy.takes_draft:
+        assert strategy.max_new_tokens == 7
+
+
+def test_every_strategy_has_its_options() -> None:
+    """The cases above name them all; the names of ways of sampling are those that options know."""
+    assert {strategy.name for strategy in STRATEGIES} == {*CASES}
+    for name, needs_q in SAMPLING.items():
+        assert make_strategy(setup(resolve(CASES[name]))).rule.needs_q == needs_q == resolve(CASES[name]).needs_q
+
+
+class Second(select.Greedy):
+    """Takes the second likeliest token."""
+
+    name = "second"
+
+    @classmethod
+    def serves(cls, options: Options) -> bool:
+        return options.suppress_tokens == [63]
+
+    def advance(self, row: Any, new: list[int], scores: Any, node: int) -> Step:
+        processed = self.processed(row, new, scores, node)
+        return self.step(int(processed.topk(2).indices[1]), scores, node, processed)
+
+
+def test_a_new_strategy_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class in the registry decodes what it serves."""
+    monkeypatch.setattr(select, "STRATEGIES", (Second, *STRATEGIES))
+    out = SpecGenerator(tiny("llama"), "suffix").generate([[5, 6]], max_new_tokens=3, suppress_tokens=[63])
+    assert out.stats.settings["strategy"] == "second"
+
+
+@dataclass(frozen=True)
+class Twos(Constant):
+    """Two tokens, whatever was asked."""
+
+    @classmethod
+    def of(cls, setup: ScheduleSetup) -> Twos:
+        return cls(2)
+
+
+def test_a_new_schedule_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name is an option, and in the error that lists them."""
+    monkeypatch.setitem(SCHEDULES, "twos", Twos)
+    assert make_schedule(resolve({"schedule": "twos"})) == Twos(2)
+    with pytest.raises(OptionError, match="twos"):
+        resolve({"schedule": "threes"})
+    out = SpecGenerator(tiny("llama"), tiny("llama"), schedule="twos").generate([[5, 6]], max_new_tokens=10)
+    assert out.stats.settings["schedule"] == "twos"
+    assert out.stats.mean_acceptance_length == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, SCHEDULES["heuristic"](5)),
+        ({"num_assistant_tokens": 3, "num_assistant_branches": 2}, SCHEDULES["heuristic"](3, 0.0, 2)),
+        ({"schedule": "constant", "num_assistant_branches": 512}, Constant(2, 0.0, 512)),
+        ({"schedule": "confidence"}, SCHEDULES["confidence"](20, 0.4)),
+        ({"schedule": "confidence", "assistant_confidence_threshold": 0.0}, SCHEDULES["confidence"](20, 0.0)),
+        ({"schedule": Constant(7)}, Constant(7)),
+    ],
+)
+def test_options_make_a_schedule(given: dict[str, Any], expected: Any) -> None:
+    """By name with its usual numbers, by numbers, or the caller's own."""
+    assert make_schedule(resolve(given)) == expected
+
+
+def test_prompt_lookup_drafts_as_much_as_it_says() -> None:
+    """By transformers' name, unless a schedule or a number was asked for."""
+    assert make_schedule(resolve({}), lookup_tokens=8) == Constant(8)
+    assert make_schedule(resolve({"num_assistant_tokens": 2}), lookup_tokens=8) == SCHEDULES["heuristic"](2)
+    assert isinstance(make_schedule(resolve({"schedule": "cost"}), lookup_tokens=8), Cost)
+
+
+@pytest.mark.parametrize(
+    ("given", "trees", "most"),
+    [
+        ({}, True, 32),
+        ({}, False, 1),
+        ({"num_beams": 2}, True, 1),
+        ({"do_sample": True, "sampling": "block"}, True, 1),
+        ({"num_assistant_branches": 3}, False, 3),
+        ({"num_assistant_tokens": 512}, True, 2),
+    ],
+)
+def test_where_the_cost_rule_may_take_trees(given: dict[str, Any], trees: bool, most: int) -> None:
+    """Not of beams, not where they are drawn node by node, not where the target cannot verify them in one pass."""
+    schedule = make_schedule(resolve({"schedule": "cost", **given}), trees=trees)
+    assert schedule.max_branches == most
+
+
+def test_the_cost_rule_goes_on_from_what_it_learned() -> None:
+    """The next request of its family gets it; other schedules have nothing to hand on."""
+    options = resolve({"schedule": "cost"})
+    learned = Cost(patience=99)
+    assert learns(options)
+    assert make_schedule(options, learned=learned, offloaded=True).patience == 99
+    assert make_schedule(options, learned=Constant(3)).patience != 99
+    assert not learns(resolve({}))
+    assert not learns(resolve({"schedule": Cost()}))
+
+
+def test_finished_rows_leave_the_heuristic() -> None:
+    """A generator that runs for days keeps no lengths of texts that ended."""
+    from tests.test_schedule import outcome
+
+    schedule = SCHEDULES["heuristic"]()
+    round_ = outcome(5, 5, key=3)
+    schedule = schedule.after(round_)
+    assert schedule.lengths == {3: 7}
+    from dataclasses import replace
+
+    ended = Round([replace(round_.rows[0], finish="eos")], 6, 0.1, 1.0, 0.0, 1.1)
+    assert schedule.after(ended).lengths == {}
+
+
+def test_a_threshold_alone_needs_confidence() -> None:
+    """Drafts may leave out the sum over the vocabulary where nobody asks."""
+    assert [Limit(5).needs_confidence, Limit(5, 0.1).needs_confidence] == [False, True]
+    assert Cost().plan([0])[0].needs_confidence  # type: ignore[list-item]
+
+
+def test_words_for_drafts_are_those_of_the_classes() -> None:
+    """The table that is read without torch says of each class what the class says of itself."""
+    kinds = {
+        word: getattr(import_module(f"specdec.draft.{known.module}"), known.kind) for word, known in DRAFT_WORDS.items()
+    }
+    assert kinds == DRAFTS
+    assert list(kinds) == list(DRAFTS)
+    assert tuple(word for word, known in DRAFT_WORDS.items() if known.copies) == COPYING
+    for word, known in DRAFT_WORDS.items():
+        assert known.copies == issubclass(DRAFTS[word], TextDrafter)
+        assert known.copies <= DRAFTS[word].reads_predictions
+        assert not known.takes("" if known.argument else "3")
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_every_word_for_a_draft_is_known_everywhere(word: str) -> None:
+    """On the command line, in the library and in what `tune` writes."""
+    name = word.replace(":N", ":1")
+    assert word in METHODS
+    assert SpecGenerator(tiny("llama"), name).drafter is not None
+    assert snippet("t", {"draft": name, "schedule": {}}) == {"target": "t", "method": name}
+
+
+def test_tune_names_the_copying_half_of_a_pair() -> None:
+    """`hybrid` alone means the usual one."""
+    methods = {snippet("t", {"draft": f"{word}+m", "schedule": {}})["method"] for word in COPYING}
+    assert methods == {"hybrid", *(f"hybrid:{word}" for word in COPYING[1:])}
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+def test_what_a_benchmark_compares(name: str) -> None:
+    """Texts whose sampling looks at the draft's distributions are other draws from the same law."""
+    strategies = [{"do_sample": True, "sampling": name}]
+    (group,) = read_suite({"targets": "t", "drafts": "d", "strategies": strategies}).groups()
+    assert group.strategy.comparable == (not SAMPLING[name])
+
+
+class Halves(Quantizer):
+    """Every weight loses half of itself."""
+
+    converts = True
+
+    def convert(self, model: Any) -> None:
+        for parameter in model.parameters():
+            parameter.data /= 2
+
+
+def test_a_new_quantization_is_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its name is an option, and in the error that lists them; what it needs and goes with is asked of it."""
+    tiny("llama").save_pretrained(tmp_path)
+    monkeypatch.setitem(QUANTIZATIONS, "halves", Quantization(f"{__name__}:Halves"))
+    loaded = SpecGenerator.from_pretrained(str(tmp_path), quantization="halves").target.model
+    assert loaded.lm_head.weight.equal(tiny("llama").lm_head.weight / 2)
+    with pytest.raises(OptionError, match="halves"):
+        Loading(quantization="thirds")
+    with pytest.raises(OptionError, match=r"'halves' and `offload` .* use 'int8-weight'"):
+        Loading(quantization="halves", offload="disk")
+    monkeypatch.setitem(QUANTIZATIONS, "halves", Quantization(Halves, package="no_such_package"))
+    with pytest.raises(UnsupportedError, match=r"pip install no_such_package, or use 'int8-weight'"):
+        SpecGenerator.from_pretrained(str(tmp_path), quantization="halves")
+
+
+def test_every_quantization_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its name; help and documents tell of it."""
+    monkeypatch.setattr(quantize, "find_spec", lambda name: name)
+    made = {name: make_quantizer(name) for name in QUANTIZATIONS}
+    assert {name for name, one in made.items() if isinstance(one, BitsAndBytes)} == {"int8", "nf4", "fp4"}
+    for name, one in made.items():
+        assert (one.name, one.converts) == (name, QUANTIZATIONS[name].offloads)
+        assert name in flags.Quantization.__metadata__[0].help
+        for document in ("README.md", "docs/quantization.md"):
+            assert f'"{name}"' in (ROOT / document).read_text(encoding="utf-8")
+    assert not make_quantizer(None).converts
+
+
+def test_a_new_pipeline_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its task makes it, from a model or a generator."""
+
+    class Twice(Text):
+        def __call__(self, inputs: Any, **options: Any) -> Any:
+            return super().__call__([inputs] * 2, **options)
+
+    monkeypatch.setitem(PIPELINES, "twice", Twice)
+    made: Pipeline = pipeline("twice", tiny("llama", vocab=WIDTH), "suffix", tokenizer=byte_tokenizer())
+    assert len(made("ab", max_new_tokens=2)) == 2
+    assert type(pipeline("twice", made.generator)) is Twice
+    with pytest.raises(OptionError, match=r"summarization.*'thrice'"):
+        pipeline("thrice", made.generator)
+
+
+def test_every_pipeline_is_there() -> None:
+    """Under the task whose settings it follows."""
+    for kind in PIPELINES.values():
+        assert isinstance(kind, str)
+        module, _, name = kind.partition(":")
+        found = getattr(import_module(f"specdec.pipelines.{module}"), name)
+        assert getattr(import_module("specdec.pipelines"), name) is found
+        assert callable(found.from_pretrained)
+    assert {text.TASK, summarize.TASK} < {*PIPELINES}

@@ -1,0 +1,468 @@
+"""Several threads on one generator: they share its passes, and nothing that one of them does reaches another."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from specdec import EngineError, LanguageModel, SpecGenerator
+from specdec.draft import FunctionDrafter, ModelDrafter, SuffixDrafter
+from specdec.types import BatchDrafter, DraftSession
+from tests.oracle import rows_in_drafts
+from tests.tiny import tiny
+
+pytestmark = pytest.mark.timeout(60)
+
+COMMON: dict[str, Any] = {"max_new_tokens": 16, "eos_token_id": [], "pad_token_id": 0}
+PATIENCE = 20.0  # seconds, after which a thread is taken to be stuck
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"do_sample": True, "seed": 3},
+    {"num_beams": 3},
+    {"do_sample": True, "seed": 4, "sampling": "rejection"},
+    {"num_beams": 2, "force_words_ids": [[20, 21]]},
+    {"penalty_alpha": 0.6, "top_k": 3},
+    {"repetition_penalty": 1.4},
+    {"do_sample": True, "seed": 6, "num_samples": 2},
+]
+
+
+def together(*works: Callable[[], Any]) -> list[Any]:
+    """What these return or raise when each has a thread, all starting at once; fails where one does not come back."""
+    start = threading.Barrier(len(works))
+    found: list[Any] = [None] * len(works)
+
+    def work(i: int) -> None:
+        start.wait(PATIENCE)
+        try:
+            found[i] = works[i]()
+        except BaseException as error:
+            found[i] = error
+
+    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(len(works))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert not any(thread.is_alive() for thread in threads), "a thread is stuck"
+    return found
+
+
+def generated(generator: SpecGenerator, prompt: Any, **options: Any) -> list[list[int]]:
+    """The texts of a call."""
+    return generator.generate(prompt, **{**COMMON, **options}).sequences.tolist()
+
+
+def streamed(generator: SpecGenerator, prompt: Any, **options: Any) -> list[list[int]]:
+    """The texts of a stream, which its events spell."""
+    stream = generator.stream(prompt, **{**COMMON, **options})
+    spelled: dict[int, list[int]] = {}
+    out = None
+    while out is None:
+        try:
+            event = next(stream)
+        except StopIteration as end:
+            out = end.value
+        else:
+            spelled.setdefault(event.row, []).extend(event.token_ids)
+    assert [spelled[row] for row in sorted(spelled)] == out.new_tokens()
+    return out.sequences.tolist()
+
+
+def is_clean(generator: SpecGenerator) -> bool:
+    """Whether no row is left in its engine."""
+    dispatcher = generator._dispatcher
+    engine = dispatcher.engine
+    left = (engine._requests, rows_in_drafts(engine), engine.target._rows, dispatcher._waiting)  # type: ignore[attr-defined]
+    return engine.idle and not any(left)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "t5", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gemma2", "mamba"))]
+)
+def test_eight_threads(name: str) -> None:
+    """All strategies with all kinds of drafts, half of them streamed: the texts are those of calls alone."""
+    model = LanguageModel(tiny(name))
+    drafts = [None, ModelDrafter(LanguageModel(tiny(name, seed=1))), SuffixDrafter(), "early_exit:1"]
+    drafts.append(FunctionDrafter(lambda tokens, k: [5] * k))
+    prompts = [[[5 + i, 9, 12, *range(20, 20 + 3 * i)]] for i in range(8)]
+    calls = []
+    for turn in range(2):
+        for i, kind in enumerate(KINDS):
+            draft = None if "penalty_alpha" in kind else drafts[(i + turn) % len(drafts)]
+            calls.append(
+                (
+                    prompts[i],
+                    {
+                        **kind,
+                        "assistant_model": draft,
+                        "prefill_chunk_size": 8 if i % 3 else None,
+                        "max_new_tokens": 10,
+                    },
+                )
+            )
+    expected = [generated(SpecGenerator(model), prompt, **options) for prompt, options in calls]
+    generator = SpecGenerator(model)
+
+    def some(i: int) -> list[Any]:
+        how = streamed if i % 2 else generated
+        return [how(generator, *calls[j][:1], **calls[j][1]) for j in (i, i + 8)]
+
+    found = together(*(lambda i=i: some(i) for i in range(8)))
+    assert found == [[expected[i], expected[i + 8]] for i in range(8)]
+    assert is_clean(generator)
+
+
+def test_passes_are_shared() -> None:
+    """The target runs far less often than for one after the other."""
+    model = tiny("llama")
+    generator = SpecGenerator(model, "suffix")
+    passes = 0
+
+    def count(*_: Any) -> None:
+        nonlocal passes
+        passes += 1
+
+    hook = model.register_forward_hook(count)
+    prompts = [[[5 + i, 9, 12]] for i in range(8)]
+    options = {"max_new_tokens": 60}
+    alone = [generated(generator, prompt, **options) for prompt in prompts]
+    one_by_one, passes = passes, 0
+    found = together(*(lambda prompt=prompt: generated(generator, prompt, **options) for prompt in prompts))
+    hook.remove()
+    assert found == alone
+    assert passes < one_by_one / 2
+
+
+class Failure(RuntimeError):
+    """What goes wrong in one call."""
+
+
+def raising(at: int, error: BaseException | None = None) -> Callable[..., torch.Tensor]:
+    """A processor that raises when it is called for the `at`-th time."""
+    calls = 0
+
+    def processor(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            raise error or Failure("no paper")
+        return logits
+
+    return processor
+
+
+class Jammed:
+    """A streamer that raises at its third piece."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        """Counts."""
+        self.count += 1
+        if self.count == 3:
+            raise Failure("no paper")
+
+    def end(self) -> None:
+        """Nothing."""
+
+
+@pytest.mark.parametrize("draft", [None, "early_exit:1"])
+def test_what_one_thread_raises_is_its_own(draft: Any) -> None:
+    """A processor and a streamer that raise end their calls, and no other."""
+    generator = SpecGenerator(tiny("llama"), draft)
+    prompts = [[[5 + i, 9, 12]] for i in range(6)]
+    alone = [generated(generator, prompt) for prompt in prompts]
+    more: list[dict[str, Any]] = [{} for _ in prompts]
+    more[1] = {"logits_processor": [raising(4)]}
+    more[4] = {"streamer": Jammed()}
+    found = together(*(lambda i=i: generated(generator, prompts[i], **more[i]) for i in range(6)))
+    assert [type(found[i]) for i in (1, 4)] == [Failure, Failure]
+    assert [found[i] for i in (0, 2, 3, 5)] == [alone[i] for i in (0, 2, 3, 5)]
+    assert is_clean(generator)
+
+
+def test_closing_a_stream_frees_its_rows() -> None:
+    """While another thread drives, the rows of a closed stream are gone after a round or two."""
+    generator = SpecGenerator(tiny("llama"), "suffix")
+    engine = generator._dispatcher.engine
+    alone = generated(generator, [[5, 9, 12]], max_new_tokens=300)
+    seen: list[int] = []
+    closed = threading.Event()
+    opened = threading.Event()
+
+    def watch(ids: torch.Tensor, scores: Any) -> torch.Tensor:
+        if not closed.is_set() and ids.shape[1] > 10:
+            opened.set()
+            closed.wait(PATIENCE)
+        elif closed.is_set():
+            seen.append(len(engine.running))
+        return torch.tensor([False])
+
+    stream = generator.stream([[6, 7], [8, 9]], **{**COMMON, "max_new_tokens": 300})
+    next(stream)
+
+    def close() -> None:
+        assert opened.wait(PATIENCE)
+        stream.close()
+        closed.set()
+
+    found = together(lambda: generated(generator, [[5, 9, 12]], max_new_tokens=300, stopping_criteria=[watch]), close)
+    assert found == [alone, None]
+    assert seen[2:] == [1] * len(seen[2:])
+    assert is_clean(generator)
+
+
+@pytest.mark.parametrize("how", ["closed", "dropped"])
+def test_a_stream_that_is_given_up_in_another_s_last_round(how: str) -> None:
+    """Nobody steps after it; its rows are gone all the same."""
+    generator = SpecGenerator(tiny("llama"))
+    streams = [generator.stream([[6, 7]], **COMMON)]
+    next(streams[0])
+    here, gone = threading.Event(), threading.Event()
+
+    def last(ids: torch.Tensor, scores: Any) -> torch.Tensor:
+        if ids.shape[1] == 2 + 6:
+            here.set()
+            assert gone.wait(PATIENCE)
+        return torch.tensor([False])
+
+    def give_up() -> None:
+        assert here.wait(PATIENCE)
+        if how == "closed":
+            streams[0].close()
+        streams.clear()
+        gc.collect()
+        gone.set()
+
+    together(lambda: generated(generator, [[5, 9]], max_new_tokens=6, stopping_criteria=[last]), give_up)
+    assert is_clean(generator)
+
+
+def test_a_slow_reader_holds_up_nobody() -> None:
+    """While one thread sits on its stream's first event, calls of others come to their end, and so does it later."""
+    generator = SpecGenerator(tiny("llama"), "suffix")
+    alone = [generated(generator, [[5 + i, 9, 12]]) for i in range(4)]
+    others = threading.Event()
+
+    def slow() -> Any:
+        stream = generator.stream([[5, 9, 12]], **COMMON)
+        ids = list(next(stream).token_ids)
+        assert others.wait(PATIENCE)
+        for event in stream:
+            ids += event.token_ids
+        return [[5, 9, 12, *ids]]
+
+    def quick() -> Any:
+        found = [generated(generator, [[5 + i, 9, 12]]) for i in (1, 2, 3)]
+        others.set()
+        return found
+
+    assert together(slow, quick) == [alone[0], alone[1:]]
+
+
+def test_a_dropped_stream_is_cancelled() -> None:
+    """One that is collected leaves nothing, whether or not somebody else drives meanwhile."""
+    generator = SpecGenerator(tiny("llama"), "early_exit:1")
+    stream = generator.stream([[5, 9]], **COMMON)
+    next(stream)
+    assert not is_clean(generator)
+    del stream
+    gc.collect()
+    assert is_clean(generator)
+    alone = generated(generator, [[6, 7]])
+
+    def drop() -> None:
+        for _ in range(5):
+            next(generator.stream([[5, 9]], **COMMON))
+
+    found = together(drop, drop, lambda: [generated(generator, [[6, 7]]) for _ in range(5)])
+    assert found == [None, None, [alone] * 5]
+    assert is_clean(generator)
+
+
+def test_an_interrupt_is_one_thread_s() -> None:
+    """The thread in which it was raised gets it, the others an EngineError; then all is as before."""
+    generator = SpecGenerator(tiny("llama"), "early_exit:1")
+    prompts = [[[5 + i, 9, 12]] for i in range(4)]
+    alone = [generated(generator, prompt) for prompt in prompts]
+    ready = threading.Event()
+    interrupted: list[int] = []
+
+    def processor(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        if ids.shape[1] == 8:
+            ready.wait(PATIENCE)
+        if ids.shape[1] == 10:
+            interrupted.append(threading.get_ident())
+            raise KeyboardInterrupt
+        return logits
+
+    def call(i: int, **more: Any) -> Any:
+        try:
+            return generated(generator, prompts[i], max_new_tokens=100, **more)
+        except BaseException as error:
+            return threading.get_ident(), error
+
+    def wait_and_see(i: int) -> Any:
+        if len(generator._dispatcher._arrived) >= 2:
+            ready.set()
+        return call(i)
+
+    arrivals = threading.Timer(1.0, ready.set)
+    arrivals.start()
+    found = together(lambda: call(0, logits_processor=[processor]), *(lambda i=i: wait_and_see(i) for i in (1, 2, 3)))
+    arrivals.join()
+    for ident, error in found:
+        if ident == interrupted[0]:
+            assert isinstance(error, KeyboardInterrupt)
+        else:
+            assert isinstance(error, EngineError)
+            assert "KeyboardInterrupt" in str(error)
+    assert is_clean(generator)
+    assert [generated(generator, prompt) for prompt in prompts] == alone
+
+
+class Interrupting(BatchDrafter):
+    """A draft at whose start the user presses a key."""
+
+    def start(self, vocab_size: int) -> DraftSession:
+        """Raises."""
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_while_another_s_request_is_admitted() -> None:
+    """The one that was just about to join is told as well. (It went on waiting for ever.)"""
+    generator = SpecGenerator(tiny("llama"))
+    dispatcher = generator._dispatcher
+    joined = threading.Event()
+
+    def wait(ids: torch.Tensor, scores: Any) -> torch.Tensor:
+        if ids.shape[1] > 4:
+            joined.set()
+            for _ in range(3000):
+                if dispatcher._arrived:
+                    break
+                threading.Event().wait(0.01)
+        return torch.tensor([False])
+
+    def join() -> Any:
+        assert joined.wait(PATIENCE)
+        return generated(generator, [[6, 7]], assistant_model=Interrupting())
+
+    found = together(lambda: generated(generator, [[5, 9]], stopping_criteria=[wait]), join)
+    assert sorted(type(error).__name__ for error in found) == ["EngineError", "KeyboardInterrupt"]
+    assert is_clean(generator)
+
+
+@pytest.mark.parametrize("how", ["generate", "stream", "open stream", "close"])
+@pytest.mark.parametrize("where", ["processor", "draft"])
+def test_calls_from_within_are_refused(how: str, where: str) -> None:
+    """A processor or draft that calls its own generator gets an EngineError, and never waits for itself."""
+    generator = SpecGenerator(tiny("llama"))
+    alone = generated(generator, [[5, 9]])
+    opened = generator.stream([[6, 7]], **COMMON)
+    next(opened)
+
+    def calls() -> None:
+        if how == "generate":
+            generated(generator, [[6, 7]])
+        elif how == "stream":
+            next(generator.stream([[6, 7]], **COMMON))
+        elif how == "open stream":
+            next(opened)
+        else:
+            opened.close()
+
+    def processor(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        calls()
+        return logits
+
+    def draft(tokens: list[int], k: int) -> list[int]:
+        calls()
+        return []
+
+    more = {"logits_processor": [processor]} if where == "processor" else {"assistant_model": draft}
+    (found,) = together(lambda: generated(generator, [[5, 9]], **more))
+    if how == "close":
+        assert found == alone
+    else:
+        assert isinstance(found, EngineError)
+        assert "another SpecGenerator" in str(found)
+    opened.close()
+    assert is_clean(generator)
+    assert generated(generator, [[5, 9]]) == alone
+
+
+def test_a_streamer_may_call() -> None:
+    """It runs outside of the engine."""
+    generator = SpecGenerator(tiny("llama"))
+    alone = generated(generator, [[5, 9]]), generated(generator, [[6, 7]], max_new_tokens=3)
+
+    class Calls:
+        def put(self, value: torch.Tensor) -> None:
+            assert generated(generator, [[6, 7]], max_new_tokens=3) == alone[1]
+
+        def end(self) -> None: ...
+
+    assert together(lambda: generated(generator, [[5, 9]], streamer=Calls())) == [alone[0]]
+
+
+def test_streams_in_one_thread() -> None:
+    """Two streams in turns, and calls in the midst of them."""
+    generator = SpecGenerator(tiny("llama"), "suffix")
+    prompts = [[[5, 9, 12]], [[6, 7]], [[8, 30, 31, 7]]]
+    alone = [generated(generator, prompt) for prompt in prompts]
+
+    def turns() -> Any:
+        texts = [list(prompt[0]) for prompt in prompts[:2]]
+        streams = {i: generator.stream(prompt, **COMMON) for i, prompt in enumerate(prompts[:2])}
+        while streams:
+            for i, stream in list(streams.items()):
+                event = next(stream, None)
+                if event is None:
+                    del streams[i]
+                    continue
+                texts[i] += event.token_ids
+                assert generated(generator, prompts[2], max_new_tokens=4)[0] == alone[2][0][:8]
+        return texts
+
+    (found,) = together(turns)
+    assert found == [alone[0][0], alone[1][0]]
+    assert is_clean(generator)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_many_rounds_of_everything() -> None:
+    """Threads that call, stream, give up and fail for a while: the texts stay right, and nothing is left."""
+    generator = SpecGenerator(tiny("llama"), "early_exit:1")
+    prompts = [[[5 + i, 9, 12]] for i in range(8)]
+    alone = [generated(generator, prompt) for prompt in prompts]
+
+    def work(i: int) -> None:
+        for turn in range(20):
+            kind = (i + turn) % 5
+            if kind == 0:
+                assert streamed(generator, prompts[i]) == alone[i]
+            elif kind == 1:
+                stream = generator.stream(prompts[i], **COMMON)
+                for _ in range(turn % 4):
+                    next(stream)
+                stream.close()
+            elif kind == 2:
+                with pytest.raises(Failure):
+                    generated(generator, prompts[i], logits_processor=[raising(turn % 7 + 1)])
+            elif kind == 3:
+                next(generator.stream(prompts[i], **COMMON))
+            else:
+                assert generated(generator, prompts[i]) == alone[i]
+
+    assert together(*(lambda i=i: work(i) for i in range(8))) == [None] * 8
+    gc.collect()
+    assert is_clean(generator)
