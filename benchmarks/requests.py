@@ -25,6 +25,7 @@ from measure import Watch, read_prompts, table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specdec import SpecGenerator
+from specdec.models import release_helpers
 from specdec.zoo import pair
 
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": [], "pad_token_id": 0}
@@ -68,6 +69,8 @@ def together(target: Any, draft: Any, prompts: list[torch.Tensor], tokens: int, 
     for turn in range(repeats):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             watch.look()
+            release_helpers()  # of the thread that has run the last system: they slow down every other one
+            time.sleep(0.1)
             began = time.perf_counter()
             systems[name]()
             seconds[name].append(time.perf_counter() - began)
@@ -151,7 +154,7 @@ def arrival(target: Any, draft: Any, prompts: list[torch.Tensor], repeats: int, 
         passes.remove()
         gaps = [after - before for row in times for before, after in pairwise(row[8:])]
         chunk = max(seconds for seconds, nodes in passes.seen if nodes >= 128)
-        round_ = statistics.median(after - before for row in times for before, after in pairwise(row[:8]))
+        round_ = statistics.median(gaps)
         found.append((max(gaps), chunk, round_))
     longest, chunk, round_ = (statistics.median(values) for values in zip(*found, strict=True))
     print(

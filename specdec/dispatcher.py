@@ -1,30 +1,38 @@
-"""Lets any number of threads share one engine: whoever waits for its own request drives the engine for all."""
+"""Lets threads share one engine: a caller alone runs it itself, those that overlap have one thread run it for all."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator
+from contextlib import suppress
 
 from specdec.engine import Engine
 from specdec.errors import EngineError
+from specdec.models import release_helpers
 from specdec.request import Request
 from specdec.types import Round
 
+_SOON, _IDLE = 0.01, 1.0  # seconds without anything to do until helper threads end, and until the thread itself does
+
 
 class Dispatcher:
-    """Threads take turns at `Engine.step`; a thread whose request has news hands the engine over to one that waits.
+    """Callers wait for their requests, and one thread at a time drives `Engine.step`.
 
-    There is no thread of its own: a caller alone runs the engine itself.
+    That is the caller's own while it is alone. Callers that overlap get a thread for all of them: every thread that
+    computes has helper threads of its own in the libraries below, which are in one another's way.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         # Reentrant: a stream may be collected, and so closed, while its thread is in here.
         self._lock = threading.RLock()
+        self._work = threading.Condition(self._lock)
         self._arrived: list[Request] = []
         self._cancelled: list[Request] = []
+        self._open = 0  # requests whose callers are not done with them
         self._waiting: dict[Request, tuple[threading.Condition, Callable[[], bool]]] = {}
         self._driver: int | None = None
+        self._resting = False  # the driver waits for callers
 
     def rounds(self, request: Request, *, stream: bool = False) -> Generator[Round]:
         """Every round of a request, one after the other as they come with `stream`, otherwise all at its end.
@@ -35,6 +43,8 @@ class Dispatcher:
         self._check()
         self.engine.budget.check(request)
         self._arrived.append(request)
+        with self._lock:
+            self._open += 1
         try:
             while not request.done:
                 self._wait(request, stream)
@@ -42,13 +52,16 @@ class Dispatcher:
                     yield request.rounds.popleft()
             yield from request.rounds
         finally:
+            with self._lock:
+                self._open -= 1
             if not request.done:
                 self._cancel(request)
+            release_helpers()
         if request.error is not None:
             raise request.error
 
     def _wait(self, request: Request, stream: bool) -> None:
-        """Returns when the request is done or, of a stream, has news; drives the engine while nobody else does."""
+        """Returns when the request is done or, of a stream, has news; drives the engine where nobody else would."""
 
         def ready() -> bool:
             return request.done or (stream and bool(request.rounds))
@@ -57,19 +70,29 @@ class Dispatcher:
         with self._lock:
             news = threading.Condition(self._lock)
             self._waiting[request] = (news, ready)
+            self._work.notify_all()
             try:
-                while not ready() and self._driver is not None:
+                while not ready():
+                    if self._driver is None and self._open == 1:
+                        self._driver = threading.get_ident()
+                        break
+                    if self._driver is None:
+                        thread = threading.Thread(target=self._drive_all, name="specdec-engine", daemon=True)
+                        self._driver = -1  # until it has begun
+                        thread.start()
+                    release_helpers()
                     news.wait()
-                if ready():
+                else:
                     return
-                self._driver = threading.get_ident()
             finally:
                 del self._waiting[request]
+        self._drive(lambda: not ready())
+
+    def _drive(self, wanted: Callable[[], bool]) -> None:
+        """Takes steps while they are `wanted`; whatever interrupts that ends all requests."""
         try:
-            while not ready():
+            while wanted():
                 self._step()
-                if self.engine.idle and not (ready() or self._arrived):
-                    raise EngineError("the engine has nothing left to do, but the request is not done")
         except BaseException as error:
             why = f"the thread that decoded for several calls was ended by {type(error).__name__}: call again"
             self.engine.abort(error if isinstance(error, Exception) else EngineError(why))
@@ -79,6 +102,27 @@ class Dispatcher:
                 self._driver = None
                 self._drop_cancelled()
                 self._wake()
+
+    def _drive_all(self) -> None:
+        """Drives the engine for callers that overlap, until none has come for a while."""
+        self._driver = threading.get_ident()
+
+        def wanted() -> bool:
+            with self._lock:
+                while all(ready() for _, ready in self._waiting.values()):
+                    self._resting = True
+                    self._drop_cancelled()
+                    came = self._work.wait(_SOON)
+                    if not came:
+                        release_helpers()
+                        came = self._work.wait(_IDLE)
+                    self._resting = False
+                    if not (came or self._open):
+                        return False
+                return True
+
+        with suppress(BaseException):  # its callers are told
+            self._drive(wanted)
 
     def _check(self) -> None:
         """Raises where the thread that runs the engine would wait for itself."""
@@ -99,7 +143,7 @@ class Dispatcher:
                 self._wake()
 
     def _wake(self) -> None:
-        """Wakes those whose request has come further, and anyone where nobody drives."""
+        """Wakes those whose request has come further, and everyone where nobody drives."""
         for news, ready in self._waiting.values():
             if self._driver is None or ready():
                 news.notify_all()
@@ -108,7 +152,8 @@ class Dispatcher:
         """Ends a request; at once where nobody drives, else before the next step."""
         self._cancelled.append(request)
         with self._lock:
-            if self._driver is None:
+            self._work.notify_all()
+            if self._driver is None or self._resting:
                 self._drop_cancelled()
 
     def _drop_cancelled(self) -> None:

@@ -2,10 +2,21 @@
 
 from specdec.models.capability import Capability
 from specdec.models.encoding import Encoding
+from specdec.models.helpers import release_helpers
 from specdec.models.language_model import LanguageModel
 from specdec.models.loading import load
 from specdec.models.memory import digest, free_bytes
 from specdec.models.session import Session
 from specdec.models.store import Prefix
 
-__all__ = ["Capability", "Encoding", "LanguageModel", "Prefix", "Session", "digest", "free_bytes", "load"]
+__all__ = [
+    "Capability",
+    "Encoding",
+    "LanguageModel",
+    "Prefix",
+    "Session",
+    "digest",
+    "free_bytes",
+    "load",
+    "release_helpers",
+]
