@@ -285,8 +285,9 @@ class Call:
         """The most positions that the encoder's output has."""
         if self.prompts.encoding is not None:
             return self.prompts.encoding.hidden.shape[1]
+        most = getattr(self.target.model.config, "max_source_positions", None) or 2**31
         lengths = [tensor.shape[-1] for tensor in (self.prompts.encoder or {}).values()]
-        return max(lengths, default=0)
+        return min(max(lengths, default=0), most)
 
     def _row(self, prompt: RowPrompt, strategy: Selector | Search, stop: Stopping, task: DraftTask) -> RunningRow:
         common: dict[str, Any] = {"max_length": stop.max_length, "device": self.target.device, "task": task}

@@ -79,7 +79,11 @@ class Dispatcher:
                     if self._driver is None:
                         thread = threading.Thread(target=self._drive_all, name="specdec-engine", daemon=True)
                         self._driver = -1  # until it has begun
-                        thread.start()
+                        try:
+                            thread.start()
+                        except BaseException:
+                            self._driver = None
+                            raise
                     release_helpers()
                     news.wait()
                 else:
@@ -99,9 +103,11 @@ class Dispatcher:
             raise
         finally:
             with self._lock:
-                self._driver = None
-                self._drop_cancelled()
-                self._wake()
+                try:
+                    self._drop_cancelled()  # still the driver: a stream that is collected meanwhile only says so
+                finally:
+                    self._driver = None
+                    self._wake()
 
     def _drive_all(self) -> None:
         """Drives the engine for callers that overlap, until none has come for a while."""
@@ -135,7 +141,8 @@ class Dispatcher:
     def _step(self) -> None:
         """Takes in what has come and what was given up, and runs one step."""
         while self._arrived:
-            self.engine.submit(self._arrived.pop(0))
+            self.engine.submit(self._arrived[0])
+            self._arrived.pop(0)
         self._drop_cancelled()
         self.engine.step()
         if self._waiting:

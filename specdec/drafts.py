@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
@@ -53,6 +54,8 @@ class Draft:
 
     drafter: BatchDrafter | None
     pacings: dict[Hashable, Pacing] = field(default_factory=dict)
+    _last: dict[Hashable, Pacing] = field(default_factory=dict)  # by family
+    _lock: Any = field(default_factory=threading.Lock)
 
     def pacing(self, options: Options, make: Callable[[Schedule | None], Schedule]) -> Pacing:
         """The pacing of a request: one of its own, or for schedules that learn, that of its family.
@@ -61,12 +64,16 @@ class Draft:
         """
         if not learns(options):
             return Pacing(make(None))
-        found = self.pacings.setdefault(options.family, Pacing(make(None)))
-        bounds = (options.num_assistant_tokens, options.num_assistant_branches)
-        if found.users and found.bounds != bounds:
-            return Pacing(make(found.schedule))  # others are at work with it, within bounds of their own
-        if not found.users:
-            found.schedule, found.bounds = make(found.schedule), bounds
+        family = options.family
+        key = (family, options.num_assistant_tokens, options.num_assistant_branches)
+        with self._lock:
+            found = self.pacings.get(key)
+            last = self._last.get(family)
+            if found is None:
+                found = self.pacings[key] = Pacing(make(None if last is None else last.schedule))
+            elif not found.users:
+                found.schedule = make((last or found).schedule)
+            self._last[family] = found
         return found
 
 
@@ -160,17 +167,19 @@ class Recent:
 
     def __init__(self, count: int) -> None:
         self._count = count
+        self._lock = threading.Lock()
         self._entries: list[tuple[tuple[Any, ...], Any]] = []  # the last first
 
     def get(self, parts: tuple[Any, ...], make: Callable[[], T]) -> T:
         """What was made of these very objects, or of equal names, or else what `make` makes."""
-        found = next((e for e in self._entries if all(map(_same, e[0], parts))), None)
-        others = [entry for entry in self._entries if entry is not found][: self._count - 1]
-        self._entries = others  # what must go does so before anything is loaded in its place
-        found = found or (parts, make())
-        self._entries = [found, *others]
-        value: T = found[1]
-        return value
+        with self._lock:
+            found = next((e for e in self._entries if all(map(_same, e[0], parts))), None)
+            others = [entry for entry in self._entries if entry is not found][: self._count - 1]
+            self._entries = others  # what must go does so before anything is loaded in its place
+            found = found or (parts, make())
+            self._entries = [found, *others]
+            value: T = found[1]
+            return value
 
 
 def is_name(draft: object) -> bool:

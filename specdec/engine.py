@@ -111,9 +111,13 @@ class Engine:
         self.reading, self.running, self._requests, self._drafts = [], [], {}, {}
         self.places = Places(self.model, self.places.prefixes)
 
-    @torch.no_grad()
     def step(self) -> None:
         """Admits requests, reads at most a chunk of their prompts, and takes a round with all rows that have begun."""
+        # Buffers outlive a call: made under a caller's inference mode, nobody could write to them outside.
+        with torch.inference_mode(False), torch.no_grad():
+            self._step()
+
+    def _step(self) -> None:
         while self.waiting and self.budget.fits(self.waiting[0], self._admitted):
             self._admit(self.waiting[0])
             self.waiting.popleft()
@@ -212,27 +216,39 @@ class Engine:
             if most is not None and not (draft.drafter.instant or self.model.is_offloaded):
                 continue
             named = [row for row in group if row.tokens and (most is None or self._ends(row, most))]
-            if not named:
-                continue
-            try:
-                plans = self._plans(named)
-                trees = draft.session.propose(named, plans)
-            except Exception as error:
-                self._fail(named, error)
-                continue
-            for row, plan, tree in zip(named, plans, trees, strict=True):
-                if tree.tokens and tree.depth >= row.remaining:
-                    self._fail([row], _too_much(row, tree))
-                if plan.limit > 0:
-                    proposals[row.key] = tree
+            plans = self._plans(named)
+            named = [row for row in named if row.key in plans]
+            # What needs no pass of a model is asked request by request: its failures are then one request's alone.
+            alone = _grouped(named, lambda row: self._requests[row.key]) if draft.drafter.instant else [(None, named)]
+            for _, rows_ in alone:
+                proposals |= self._proposals(draft.session, rows_, [plans[row.key] for row in rows_])
         return proposals
 
-    def _plans(self, rows: Sequence[RunningRow]) -> list[Plan]:
-        """Every row's plan, by the pacing of its request."""
+    def _proposals(self, session: DraftSession, rows: Sequence[RunningRow], plans: Sequence[Plan]) -> dict[int, Tree]:
+        """What a draft proposes for these rows, of those whose plans let it; its failure ends their requests."""
+        if not rows:
+            return {}
+        try:
+            trees = session.propose(rows, plans)
+            for row, tree in zip(rows, trees, strict=True):
+                if tree.tokens and tree.depth >= row.remaining:
+                    self._fail([row], _too_much(row, tree))
+                if tree.tokens and not 0 <= min(tree.tokens) <= max(tree.tokens) < self.model.vocab_size:
+                    self._fail([row], DraftError(f"the draft {tree.source!r} proposed ids that the target lacks"))
+        except Exception as error:
+            self._fail(rows, error)
+            return {}
+        return {row.key: tree for row, plan, tree in zip(rows, plans, trees, strict=True) if plan.limit > 0}
+
+    def _plans(self, rows: Sequence[RunningRow]) -> dict[int, Plan]:
+        """Every row's plan by its key, by its request's pacing; a schedule that raises ends those that go by it."""
         plans: dict[int, Plan] = {}
         for pacing, group in _grouped(rows, lambda row: self._requests[row.key].pacing):
-            plans |= {row.key: plan for row, plan in zip(group, pacing.schedule.plan(group), strict=True)}
-        return [plans[row.key] for row in rows]
+            try:
+                plans |= {row.key: plan for row, plan in zip(group, pacing.schedule.plan(group), strict=True)}
+            except Exception as error:
+                self._fail(group, error)
+        return plans
 
     def _by_draft(self, rows: Iterable[RunningRow]) -> list[tuple[_Draft, list[RunningRow]]]:
         """The rows that have a draft, by its session."""
@@ -357,9 +373,14 @@ class Engine:
     def _release(self, rows: Iterable[RunningRow]) -> None:
         """Rows leave, with their keys and values; a request whose rows are all gone is done."""
         gone = [row for row in rows if row.key in self._requests]
+        if not gone:
+            return
         self.places.remove(gone, self._requests)
         for draft, group in self._by_draft(gone):
-            draft.session.release([row.key for row in group])
+            try:
+                draft.session.release([row.key for row in group])
+            except Exception:  # of a session that forgets nothing: it is given up
+                del self._drafts[id(draft.drafter)]
         keys = {row.key for row in gone}
         requests = {self._requests.pop(key) for key in keys}
         self.running = [row for row in self.running if row.key not in keys]
@@ -379,8 +400,8 @@ class Engine:
 
     def _end(self, request: Request, error: Exception | None = None) -> None:
         """Ends a request early."""
-        self._release(request.rows)
         request.error = error
+        self._release(request.rows)
         self._finish(request)
 
     def _finish(self, request: Request) -> None:

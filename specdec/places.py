@@ -27,6 +27,7 @@ class Places:
         self._shares = isinstance(self.target, KvSession) and model.capability.boundary is None
         self._keeps = self._shares and not model.is_encoder_decoder
         self.prefixes = prefixes if self._keeps else None
+        self._model, self._weights = model, model.weights_state()
         self._leaders: dict[int, RunningRow] = {}  # by a row's key: whose reading of the same prompt it waits for
         self._open: dict[int, RunningRow] = {}  # by key: rows whose texts others may continue
 
@@ -35,6 +36,9 @@ class Places:
 
     def add(self, request: Request) -> None:
         """Opens the rows of a request; of those that continue one prompt alike, only the first."""
+        if self.prefixes is not None and not self._open and (now := self._model.weights_state()) != self._weights:
+            self.prefixes.clear()  # the model was trained since
+            self._weights = now
         first: dict[object, RunningRow] = {}
         for row in request.rows:
             alone = request.traced or row.embeds is not None or row.unconditional is not None or len(row.tokens) < 2

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from specdec.models import Prefix
+from specdec.values import common_length
 
 LEAST = 16
 """Tokens that must be in common before copying pays for itself."""
@@ -32,6 +32,8 @@ class Text(NamedTuple):
         """How many positions, from the beginning, are the same in both."""
         if self.context != other.context:
             return 0
+        if self.unseen != other.unseen:  # one of them is read in part
+            return min(self.unseen, other.unseen)
         return self.unseen + common_length(self.tokens, other.tokens)
 
 
@@ -65,34 +67,33 @@ class Prefixes:
 
     def wants(self, text: Text) -> bool:
         """Whether keeping this text would add something."""
+        if text.length < LEAST:
+            return False
         covered = next((known for known in self._entries if text.common(known) == text.length), None)
         if covered is not None:
             self._entries.move_to_end(covered)
-        return covered is None and text.length >= LEAST
+        return covered is None
 
     def keep(self, text: Text, prefix: Prefix) -> None:
         """Takes the keys and values of a text; those of texts that it continues go, and others where room is short."""
+        size = sum(t.numel() * t.element_size() for layer in prefix for t in layer)
+        if size > min(self.limit, self.room):
+            return
         for known in [known for known in self._entries if known.common(text) == known.length]:
             self._drop(known)
-        size = sum(t.numel() * t.element_size() for layer in prefix for t in layer)
-        if size <= min(self.limit, self.room):
-            self._entries[text] = _Entry(prefix, size)
-            self.bytes += size
-            self.shrink()
+        self._entries[text] = _Entry(prefix, size)
+        self.bytes += size
+        self.shrink()
 
     def shrink(self) -> None:
         """Forgets texts until the others fit."""
         while self._entries and self.bytes > min(self.limit, self.room):
             self._drop(next(iter(self._entries)))
 
+    def clear(self) -> None:
+        """Forgets all texts."""
+        self._entries.clear()
+        self.bytes = 0
+
     def _drop(self, text: Text) -> None:
         self.bytes -= self._entries.pop(text).bytes
-
-
-def common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two texts have in common at their beginning."""
-    least, most = 0, min(len(one), len(other))
-    while least < most:  # comparing slices is fast
-        middle = (least + most + 1) // 2
-        least, most = (middle, most) if one[least:middle] == other[least:middle] else (least, middle - 1)
-    return least

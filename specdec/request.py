@@ -14,14 +14,10 @@ from specdec.types import BatchDrafter, Round
 
 @dataclass(eq=False)
 class Pacing:
-    """How much to draft, as all rows that go by it have learned so far; `users` requests do at present.
-
-    `bounds` are the tokens and branches that its requests asked for.
-    """
+    """How much to draft, as all rows that go by it have learned so far; `users` requests do at present."""
 
     schedule: Schedule
     users: int = 0
-    bounds: tuple[int | None, int | None] = (None, None)
 
 
 @dataclass(eq=False, kw_only=True)

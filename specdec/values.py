@@ -20,3 +20,12 @@ def is_list(value: object) -> bool:
 def is_whole(value: object) -> bool:
     """Whether this is a whole number, of Python's, numpy's or torch's, and no truth value."""
     return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two texts have in common at their beginning."""
+    least, most = 0, min(len(one), len(other))
+    while least < most:  # comparing slices is fast
+        middle = (least + most + 1) // 2
+        least, most = (middle, most) if one[least:middle] == other[least:middle] else (least, middle - 1)
+    return least

@@ -75,6 +75,42 @@ def test_embeddings_compare_by_content() -> None:
         assert out.sequences.tolist() == plain.generate(inputs_embeds=e, **COMMON).sequences.tolist()
 
 
+def test_equal_embeddings_in_one_call() -> None:
+    """What another row has read in part is shared in part. (The length of the whole was taken.)"""
+    model = tiny("llama")
+    embeds = torch.randn(1, 24, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    how = {**COMMON, "do_sample": True, "seed": 5}
+    twice = SpecGenerator(model).generate(inputs_embeds=embeds.repeat(2, 1, 1), **how, prefill_chunk_size=7)
+    assert (
+        twice.sequences.tolist()
+        == SpecGenerator(model, prefix_cache=False)
+        .generate(inputs_embeds=embeds.repeat(2, 1, 1), **how)
+        .sequences.tolist()
+    )
+
+
+def test_a_model_that_is_trained_on_forgets() -> None:
+    """Keys and values of other weights are not this model's."""
+    model = tiny("llama")
+    generator = SpecGenerator(model)
+    generator.generate(FIRST, **COMMON)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    out = generator.generate(FIRST, **COMMON)
+    assert out.stats.cached_prompt_tokens == 0
+    assert out.sequences.tolist() == alone(model, FIRST)
+
+
+def test_modes_of_callers_do_not_stay() -> None:
+    """A call under inference mode leaves buffers that later calls can write to."""
+    model = tiny("llama")
+    generator = SpecGenerator(model, tiny("llama", seed=1))
+    with torch.inference_mode():
+        generator.generate(FIRST, **COMMON)
+    assert generator.generate([FIRST[0] + [9]], **COMMON).sequences.tolist() == alone(model, [FIRST[0] + [9]])
+
+
 @pytest.mark.parametrize("name", ["t5", "whisper"])
 def test_encoder_inputs_compare_by_content(name: str) -> None:
     """A running row shares with a call that hears the same, not with one that hears something else."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec.types import EMPTY, Commit, DraftSession, DraftTask, Plan, Row, Tree
+from specdec.values import common_length
 
 
 @dataclass(slots=True)
@@ -92,11 +93,3 @@ class BestLeaf(DraftSession):
 def branch_tokens(row: Row, leaf: int) -> list[int]:
     """The tokens between the row's text and the end of branch `leaf`, its last included."""
     return [row.tree.tokens[node] for node in row.tree.path(leaf)]
-
-
-def common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two texts have in common at their beginning."""
-    length = min(len(one), len(other))
-    if one[:length] == other[:length]:
-        return length
-    return next(i for i in range(length) if one[i] != other[i])

@@ -14,9 +14,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from specdec.draft.best_leaf import ReadRow, common_length
+from specdec.draft.best_leaf import ReadRow
 from specdec.draft.text import cut, known_tokens
 from specdec.types import EMPTY, BatchDrafter, Commit, DraftSession, Plan, Row, Tree
+from specdec.values import common_length
 
 _WINDOW = 12
 _SLACK = 8

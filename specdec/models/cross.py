@@ -56,6 +56,10 @@ class _CrossLayer(CacheLayerMixin):  # type: ignore[misc]
         self.keys, self.values = (_joined([part[kind] for part in parts], frames) for kind in (0, 1))
         self._point(first, [part[0].shape[2] for part in parts])
 
+    def forget(self) -> None:
+        """Lets the joined projections go; the rows keep theirs."""
+        self.keys = self.values = None  # type: ignore[assignment]
+
     def take(self, first: int, frames: list[int]) -> None:
         """Keeps what `update` was given for rows from `first` on, without padding."""
         assert self.pending is not None
@@ -93,7 +97,7 @@ class CrossAttention:
         self._projected += [False] * len(rows)
         for layer in self._layers:
             layer.parts += [None] * len(rows)
-        self._selected = None
+        self._forget_joined()
 
     def fork(self, index: int) -> None:
         """A row at the end of the store that reads what row `index` reads; projections are shared."""
@@ -101,7 +105,7 @@ class CrossAttention:
         self._projected.append(self._projected[index])
         for layer in self._layers:
             layer.parts.append(layer.parts[index])
-        self._selected = None
+        self._forget_joined()
 
     def remove(self, index: int) -> None:
         """Forgets a row; the last one takes its place."""
@@ -110,7 +114,13 @@ class CrossAttention:
             last = rows.pop()
             if index < len(rows):
                 rows[index] = last
-        self._selected = None
+        self._forget_joined()
+
+    def _forget_joined(self) -> None:
+        """Other rows will run next: what was joined for the last ones is let go."""
+        self._selected, self._joined = None, {}
+        for layer in self._layers:
+            layer.forget()
 
     def kind(self, index: int) -> tuple[Any, ...]:
         """Rows of different kinds cannot share a pass: new ones, and those whose frames no mask could pad."""
@@ -152,8 +162,8 @@ class CrossAttention:
 
 def _joined(parts: list[Tensor], frames: int) -> Tensor:
     """Rows `[1, heads, frames, width]` one below the other, the shorter ones padded with zeros to `frames`."""
-    if len(parts) == 1:
-        return parts[0]
+    if len(parts) == 1:  # its memory must not be that of all rows it was joined with
+        return parts[0] if parts[0].untyped_storage().nbytes() == parts[0].nbytes else parts[0].clone()
     if all(part.shape[2] == frames for part in parts):
         return torch.cat(parts)
     whole = parts[0].new_zeros(len(parts), parts[0].shape[1], frames, parts[0].shape[3])

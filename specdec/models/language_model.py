@@ -90,6 +90,10 @@ class LanguageModel:
         """What the keys and values of one position take, in all layers."""
         return self.num_layers * kv_width(self.config) * self.dtype.itemsize
 
+    def weights_state(self) -> tuple[tuple[int, int], ...]:
+        """What changes when weights are replaced or written to by torch's own operations."""
+        return tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in self.model.parameters())
+
     def cross_bytes(self, frames: int) -> int:
         """What one row's projections of so many encoder positions take; 0 without an encoder."""
         return frames * self.kv_bytes if self.is_encoder_decoder else 0
