@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -12,6 +14,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from specdec.models.layout import Layout
 
 _FIRST_CAPACITY = 128  # tokens
+_ALIGNMENT = 64  # bytes, for vector instructions
 _SPARE_BYTES = 2**24  # buffers up to this size stay when no row is left
 
 Prefix = list[tuple[Tensor, Tensor]]
@@ -34,7 +37,7 @@ class KvLayer(CacheLayerMixin):  # type: ignore[misc]
         """Allocates zeros: whatever lay in a masked slot before could be NaN, and 0 * NaN is NaN."""
         rows, capacity = self.store.row_capacity, self.store.capacity
         self.buffers = tuple(  # type: ignore[assignment]
-            t.new_zeros(rows, t.shape[1], capacity, t.shape[3]) for t in (key_states, value_states)
+            _zeros(t, rows, t.shape[1], capacity, t.shape[3]) for t in (key_states, value_states)
         )
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
 
@@ -75,7 +78,7 @@ class KvLayer(CacheLayerMixin):  # type: ignore[misc]
             return
         moved = []
         for old in self.buffers:
-            new = old.new_zeros(rows, old.shape[1], capacity, old.shape[3])
+            new = _zeros(old, rows, old.shape[1], capacity, old.shape[3])
             kept, columns = min(rows, old.shape[0]), min(capacity, old.shape[2])
             new[:kept, :, :columns] = old[:kept, :, :columns]
             moved.append(new)
@@ -243,3 +246,17 @@ class KvStore(Cache):  # type: ignore[misc]
         self._flat = {}
         for layer in self.layers:
             layer.resize(rows, capacity)
+
+
+def _zeros(like: Tensor, *shape: int) -> Tensor:
+    """Zeros of this shape, with the type and device of `like`.
+
+    On the CPU they are pages that the system hands out when they are touched: a long row beside short ones must not
+    stop everybody until memory for all of them is written.
+    """
+    if like.device.type != "cpu":
+        return like.new_zeros(shape)
+    size = math.prod(shape) * like.element_size()
+    memory = np.zeros(size + _ALIGNMENT, dtype=np.uint8)
+    begin = -memory.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(memory[begin : begin + size]).view(like.dtype).view(shape)
