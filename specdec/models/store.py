@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -14,8 +14,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from specdec.models.layout import Layout
 
 _FIRST_CAPACITY = 128  # tokens
-_ALIGNMENT = 64  # bytes, for vector instructions
-_SPARE_BYTES = 2**24  # buffers up to this size stay when no row is left
+_PAGES = 2**20  # bytes from which a buffer gets pages of its own
+_SPARE_BYTES = 2**26  # buffers up to this size stay when no row is left
 
 Prefix = list[tuple[Tensor, Tensor]]
 """Keys and values of a text, per layer `[heads, tokens, head width]`."""
@@ -72,15 +72,16 @@ class KvLayer(CacheLayerMixin):  # type: ignore[misc]
         """No limit: the store grows."""
         return -1
 
-    def resize(self, rows: int, capacity: int) -> None:
-        """Moves to buffers of another size, with whatever of the content fits."""
+    def resize(self, rows: int, capacity: int, written: Sequence[int]) -> None:
+        """Moves to buffers of another size, with the columns that were `written` of every row, as far as they fit."""
         if self.buffers is None:
             return
         moved = []
         for old in self.buffers:
             new = _zeros(old, rows, old.shape[1], capacity, old.shape[3])
-            kept, columns = min(rows, old.shape[0]), min(capacity, old.shape[2])
-            new[:kept, :, :columns] = old[:kept, :, :columns]
+            for row, columns in enumerate(written[: min(rows, old.shape[0])]):
+                columns = min(capacity, old.shape[2], columns)
+                new[row, :, :columns] = old[row, :, :columns]
             moved.append(new)
         self.buffers = (moved[0], moved[1])
 
@@ -245,7 +246,7 @@ class KvStore(Cache):  # type: ignore[misc]
         self._written = [min(written, capacity) for written in self._written]
         self._flat = {}
         for layer in self.layers:
-            layer.resize(rows, capacity)
+            layer.resize(rows, capacity, self._written)
 
 
 def _zeros(like: Tensor, *shape: int) -> Tensor:
@@ -254,9 +255,7 @@ def _zeros(like: Tensor, *shape: int) -> Tensor:
     On the CPU they are pages that the system hands out when they are touched: a long row beside short ones must not
     stop everybody until memory for all of them is written.
     """
-    if like.device.type != "cpu":
-        return like.new_zeros(shape)
     size = math.prod(shape) * like.element_size()
-    memory = np.zeros(size + _ALIGNMENT, dtype=np.uint8)
-    begin = -memory.ctypes.data % _ALIGNMENT
-    return torch.from_numpy(memory[begin : begin + size]).view(like.dtype).view(shape)
+    if like.device.type != "cpu" or size < _PAGES:
+        return like.new_zeros(shape)
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=like.dtype).view(shape)
