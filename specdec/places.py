@@ -31,9 +31,6 @@ class Places:
         self._leaders: dict[int, RunningRow] = {}  # by a row's key: whose reading of the same prompt it waits for
         self._open: dict[int, RunningRow] = {}  # by key: rows whose texts others may continue
 
-    def __len__(self) -> int:
-        return len(self._open) + len(self._leaders)
-
     def add(self, request: Request) -> None:
         """Opens the rows of a request; of those that continue one prompt alike, only the first."""
         if self.prefixes is not None and not self._open and (now := self._model.weights_state()) != self._weights:
