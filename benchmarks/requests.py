@@ -148,7 +148,7 @@ def arrival(target: Any, draft: Any, prompts: list[torch.Tensor], repeats: int, 
 
         def join(generator: Any = generator, begun: Any = begun) -> None:
             begun.wait()
-            generator.generate(long, max_new_tokens=2, **GREEDY)
+            generator.generate(long, max_new_tokens=20, **GREEDY)
 
         at_once([*(lambda row=row: run(row) for row in range(7)), join])
         passes.remove()

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import suppress
 
+import torch
+
 from specdec.engine import Engine
 from specdec.errors import EngineError
 from specdec.models import release_helpers
@@ -95,8 +97,9 @@ class Dispatcher:
     def _drive(self, wanted: Callable[[], bool]) -> None:
         """Takes steps while they are `wanted`; whatever interrupts that ends all requests."""
         try:
-            while wanted():
-                self._step()
+            with torch.inference_mode(False), torch.no_grad():
+                while wanted():
+                    self._step()
         except BaseException as error:
             why = f"the thread that decoded for several calls was ended by {type(error).__name__}: call again"
             self.engine.abort(error if isinstance(error, Exception) else EngineError(why))

@@ -71,6 +71,7 @@ class Engine:
         prefixes: Prefixes | None = None,
     ) -> None:
         self.model = model
+        self._device, self._is_offloaded = model.device, model.is_offloaded  # both are searched for in the model
         self.budget = KvBudget(kv_budget, model)
         self.places = Places(model, prefixes)
         self.waiting: deque[Request] = deque()
@@ -114,17 +115,22 @@ class Engine:
     def step(self) -> None:
         """Admits requests, reads at most a chunk of their prompts, and takes a round with all rows that have begun."""
         # Buffers outlive a call: made under a caller's inference mode, nobody could write to them outside.
-        with torch.inference_mode(False), torch.no_grad():
+        if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                self._step()
+        else:
             self._step()
 
     def _step(self) -> None:
         while self.waiting and self.budget.fits(self.waiting[0], self._admitted):
             self._admit(self.waiting[0])
             self.waiting.popleft()
+        running = list(self.running)
         if self.reading:
-            self._read()
-        if self.running:
-            self._round(list(self.running))
+            self._read()  # of rows that begin here the first token is told before anything else is done
+        running = [row for row in running if row.key in self._requests]
+        if running:
+            self._round(running)
 
     @property
     def _admitted(self) -> list[Request]:
@@ -165,7 +171,8 @@ class Engine:
         """One pass over prompts that are not read yet: the first ones, as many as a chunk has room for."""
         request = self._requests[self.reading[0].key]
         waited_for = any(self._requests[row.key] is not request for row in self.running)
-        most = request.prefill_chunk or (SHARED_CHUNK if waited_for else CHUNK)
+        usual = SHARED_CHUNK if waited_for else CHUNK
+        most = min(request.prefill_chunk or usual, usual)
         if request.traced:
             most = max(row.length for row in request.rows)
         self._round(self._batch([row for row in self.reading if self.places.follow(row)], request, most), most)
@@ -189,7 +196,7 @@ class Engine:
 
     def _round(self, rows: list[RunningRow], most: int | None = None) -> None:
         """One round: draft, verify, select, commit; of prompts that are longer than `most` a chunk is read."""
-        watch, passes = Stopwatch(self.model.device), self.target.passes
+        watch, passes = Stopwatch(self._device), self.target.passes
         proposals = self._propose(rows, most)
         watch.lap("draft")
         turns = [self._turn(row, proposals.get(row.key), most) for row in rows if row.key in self._requests]
@@ -213,7 +220,7 @@ class Engine:
         """
         proposals: dict[int, Tree] = {}
         for draft, group in self._by_draft(rows):
-            if most is not None and not (draft.drafter.instant or self.model.is_offloaded):
+            if most is not None and not (draft.drafter.instant or self._is_offloaded):
                 continue
             named = [row for row in group if row.tokens and (most is None or self._ends(row, most))]
             plans = self._plans(named)

@@ -233,6 +233,7 @@ def test_what_a_position_takes_is_known(name: str) -> None:
         pytest.skip("keeps no plain keys and values")
     encoding = language.encode(tiny_inputs(name)) if language.is_encoder_decoder else None
     session: Any = language.session()
+    session.bound(1, 128)
     [row] = session.add(1, encoding)
     session.forward([row], [Tree.chain([5, 6, 7])], [1])
     assert session.store.bytes <= language.kv_bytes * session.store.capacity

@@ -30,3 +30,9 @@ def first_best(values: Tensor) -> int:
     if is_local(values):  # on one row numpy takes a tenth of torch's time
         return int(values.detach().float().numpy().argmax())
     return int(values.argmax())
+
+
+def first_bests(values: Tensor) -> list[int]:
+    """The first of the largest of every row of local `values` `[rows, vocab]`."""
+    best: list[int] = values.detach().float().numpy().argmax(axis=-1).tolist()
+    return best

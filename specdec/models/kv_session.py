@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from specdec.models.language_model import LanguageModel
 
 _SLACK = 64  # slots that branches may leave void before what is left of them is moved together
-_PADDING = 64  # nodes that rows between those of a pass may cost before it is split
+_NODES = 64  # nodes that take a pass as long as its weights
 
 
 @dataclass(eq=False, slots=True)
@@ -46,7 +46,12 @@ class KvSession(Session):
     def __init__(self, language: LanguageModel) -> None:
         self.passes = 0
         self.cache_reset_length = language.capability.cache_reset_length
-        self.store = KvStore(language.num_layers, lambda: max((row.slots.top for row in self._rows), default=0))
+        self.store = KvStore(
+            language.num_layers,
+            column_bytes=language.kv_bytes,
+            lazy=language.device.type == "cpu",
+            held=lambda: max((row.slots.top for row in self._rows), default=0),
+        )
         self._rows: list[_Row] = []  # in the order of the store
         self._index: dict[int, int] = {}  # row -> its place in that order
         self._numbers = 0
@@ -174,7 +179,7 @@ class KvSession(Session):
         else:
             logits = self._language.model(**inputs).logits[0]
         self.passes += 1
-        return Scores(tree, first, logits[len(logits) - keep :])
+        return Scores(tree, first, logits if len(logits) == keep else logits[len(logits) - keep :])
 
     def _general(
         self,
@@ -267,21 +272,44 @@ class KvSession(Session):
     def _spans(self, parts: dict[int, _Part]) -> list[tuple[int, int]]:
         """The stretches of the store that are run one after the other, `(first, last)` rows of each."""
         order = sorted(parts)
-        if not order:
-            return []
-        widest = max(part.size for part in parts.values())
+        if self._cross is None:
+            return self._cheapest(order, parts)
+        kinds = [(self._cross.kind(index), index - place) for place, index in enumerate(order)]  # without gaps
+        groups = groupby(zip(order, kinds, strict=True), key=lambda pair: pair[1])
+        return [span for _, group in groups for span in self._cheapest([index for index, _ in group], parts)]
+
+    def _cheapest(self, order: list[int], parts: dict[int, _Part]) -> list[tuple[int, int]]:
+        """The stretches that cover these rows at the least cost, in bytes that are read.
+
+        A pass reads the weights, and for each of its rows, those between them included, as many keys and values as the
+        longest row has and as many nodes as the widest.
+        """
+        weights, column = self._language.weight_bytes, self._language.kv_bytes
+        reach = [parts[index].row.slots.top + parts[index].size for index in order]
+        nodes = [parts[index].size for index in order]
+
+        def padded(rows: int, longest: int, widest: int) -> float:
+            return rows * (longest * column + widest * weights / _NODES)
+
+        needed = sum(padded(1, *own) for own in zip(reach, nodes, strict=True))
+        if not order or padded(order[-1] - order[0] + 1, max(reach), max(nodes)) - needed <= weights:
+            return [(order[0], order[-1])] if order else []
+        best: list[tuple[float, int]] = [(0.0, 0)]  # cost of the first rows, and where their last stretch begins
+        for end in range(1, len(order) + 1):
+            longest = widest = 0
+            options = []
+            for begin in reversed(range(end)):
+                longest, widest = max(longest, reach[begin]), max(widest, nodes[begin])
+                cost = weights + padded(order[end - 1] - order[begin] + 1, longest, widest)
+                options.append((best[begin][0] + cost, begin))
+            best.append(min(options))
         spans = []
-        kinds = [None] * len(order) if self._cross is None else [self._cross.kind(index) for index in order]
-        for _, group in groupby(zip(order, kinds, strict=True), key=lambda pair: pair[1]):
-            indices = [index for index, _ in group]
-            begin = indices[0]
-            for before, after in pairwise(indices):
-                gap = after - before - 1
-                if gap and (gap * widest > _PADDING or gap > len(indices) or self._cross is not None):
-                    spans.append((begin, before))
-                    begin = after
-            spans.append((begin, indices[-1]))
-        return spans
+        end = len(order)
+        while end:
+            begin = best[end][1]
+            spans.append((order[begin], order[end - 1]))
+            end = begin
+        return spans[::-1]
 
     def _pass(self, parts: dict[int, _Part], first: int, last: int, extras: dict[str, bool]) -> dict[int, Scores]:
         """One forward over the rows of the store from `first` to `last`; those without a part are padding."""

@@ -90,6 +90,12 @@ class LanguageModel:
         """What the keys and values of one position take, in all layers."""
         return self.num_layers * kv_width(self.config) * self.dtype.itemsize
 
+    @cached_property
+    def weight_bytes(self) -> int:
+        """What a pass of the decoder reads of weights."""
+        encoder = set(self.model.get_encoder().parameters()) if self.is_encoder_decoder else set()
+        return sum(p.numel() * p.element_size() for p in self.model.parameters() if p not in encoder)
+
     def weights_state(self) -> tuple[tuple[int, int], ...]:
         """What changes when weights are replaced or written to by torch's own operations."""
         return tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in self.model.parameters())

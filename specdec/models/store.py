@@ -12,8 +12,11 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from specdec.models.layout import Layout
+from specdec.models.memory import free_bytes
 
 _FIRST_CAPACITY = 128  # tokens
+_LAZY_ROWS, _LAZY_COLUMNS = 16, 4160  # what is reserved where memory is taken page by page, as it is written to
+_PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 _PAGES = 2**20  # bytes from which a buffer gets pages of its own
 _SPARE_BYTES = 2**26  # buffers up to this size stay when no row is left
 
@@ -94,12 +97,17 @@ class KvStore(Cache):  # type: ignore[misc]
     """All layers of one session; `prepare` says where the next pass writes, everything else is O(1) or a copy.
 
     Buffers double when they are full, but never beyond `bounds`, so many rows of so many tokens, unless the passes need
-    more; they shrink when most of their rows have left. `held` tells how many columns hold anything.
+    more; they shrink when most of what they took is no longer used. `lazy` buffers without bounds reserve far more than
+    they take, so that rows seldom wait until all is copied. A position takes `column_bytes` in all layers; `held` tells
+    how many columns hold anything.
     """
 
-    def __init__(self, layers: int, held: Callable[[], int] = lambda: 0) -> None:
+    def __init__(
+        self, layers: int, *, column_bytes: int = 0, lazy: bool = False, held: Callable[[], int] = lambda: 0
+    ) -> None:
         self.row_capacity, self.capacity = 0, _FIRST_CAPACITY
-        self._held = held
+        self._held, self._column_bytes, self._lazy = held, column_bytes, lazy
+        self._touched: list[int] = []  # per row of the buffers, one past the last column that was ever written
         self.bounds: tuple[int, int] | None = None
         self.spare_bytes = _SPARE_BYTES
         self.first = self.start = self.end = 0
@@ -120,8 +128,12 @@ class KvStore(Cache):  # type: ignore[misc]
 
     @property
     def bytes(self) -> int:
-        """What the buffers take."""
-        return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers())
+        """What the buffers take; of those that are taken page by page, what was ever written to."""
+        whole = sum(buffer.numel() * buffer.element_size() for buffer in self._buffers())
+        if not whole or not all(_is_lazy(buffer) for buffer in self._buffers()):
+            return whole
+        self._note_touched()
+        return whole * sum(self._touched) // (self.row_capacity * self.capacity)
 
     def flat(self, rows: int, prepared: Callable[[Tensor], Tensor]) -> list[Tensor]:
         """The rows of this pass of all buffers (keys, values, keys, ...), `prepared` once until the buffers change."""
@@ -153,8 +165,8 @@ class KvStore(Cache):  # type: ignore[misc]
         # Strictly larger: `end == capacity` is a special case that compiled code would specialise on.
         if self.end >= self.capacity:
             self._widen(self.end + 1)
-        for row in range(first, first + len(layout.maps)):
-            self._written[row] = max(self._written[row], self.end)
+        for row, own in enumerate(layout.maps, first):
+            self._written[row] = max(self._written[row], own.top + layout.nodes)
 
     def point(self, row: int, start: int, nodes: int) -> None:
         """`prepare` for one row, whose nodes follow its text one by one."""
@@ -167,12 +179,13 @@ class KvStore(Cache):  # type: ignore[misc]
     def reserve(self, rows: int) -> None:
         """Makes room for `rows` rows."""
         self._written += [0] * (rows - len(self._written))
-        if rows > self.row_capacity:
-            most, columns = (
-                (rows, self.capacity) if self.bounds is None else (max(rows, self.bounds[0]), self.bounds[1])
-            )
-            kept = min(self.capacity, max(columns, self._held() + 1))
-            self._resize(min(max(rows, 2 * self.row_capacity), most), kept)
+        if rows <= self.row_capacity:
+            return
+        if self.bounds is not None:
+            kept = min(self.capacity, max(self.bounds[1], self._held() + 1))
+            self._resize(min(max(rows, 2 * self.row_capacity), max(rows, self.bounds[0])), kept)
+        else:
+            self._resize(*self._ample(max(rows, 2 * self.row_capacity), self.capacity))
 
     def bound(self, rows: int, columns: int) -> None:
         """Sets the bounds, and gives back what lies beyond them."""
@@ -188,11 +201,13 @@ class KvStore(Cache):  # type: ignore[misc]
                 for layer in self.layers:
                     layer.forget()
                 self._flat, self.row_capacity, self.capacity = {}, 0, _FIRST_CAPACITY
-        elif 4 * rows <= self.row_capacity and self.bytes > self.spare_bytes:
-            self._resize(2 * rows, max(_FIRST_CAPACITY, self._held() + 1))
+        elif self.bytes > self.spare_bytes and 4 * self._used() <= self.bytes:
+            least = 2 * rows, max(_FIRST_CAPACITY, self._held() + 1)
+            self._resize(*(least if self.bounds is not None else self._ample(*least)))
 
     def clear_row(self, row: int) -> None:
         """Zeros what passes wrote of a row, as the next one may see it masked; the row is the last."""
+        self._note_touched()
         written = self._written.pop()
         for buffer in self._buffers():
             buffer[row, :, :written].zero_()
@@ -235,18 +250,41 @@ class KvStore(Cache):  # type: ignore[misc]
     def _buffers(self) -> list[Tensor]:
         return [buffer for layer in self.layers for buffer in layer.buffers or ()]
 
+    def _used(self) -> int:
+        """What the columns take that hold anything."""
+        return sum(self._written) * self._column_bytes
+
     def _widen(self, columns: int) -> None:
         rows, wanted = self.row_capacity, max(2 * self.capacity, columns + _FIRST_CAPACITY)
         if self.bounds is not None:
             rows, wanted = min(rows, max(len(self._written), self.bounds[0])), min(wanted, max(columns, self.bounds[1]))
-        self._resize(rows, wanted)
+            self._resize(rows, wanted)
+        else:
+            self._resize(*self._ample(rows, wanted))
+
+    def _ample(self, rows: int, columns: int) -> tuple[int, int]:
+        """At least so many rows and columns, and more where that costs nothing yet."""
+        more, wider = max(rows, _LAZY_ROWS), max(columns, _LAZY_COLUMNS)
+        if not self._lazy or 2 * more * wider * self._column_bytes > free_bytes(torch.device("cpu")):
+            return rows, columns
+        return more, wider
+
+    def _note_touched(self) -> None:
+        self._touched += [0] * (self.row_capacity - len(self._touched))
+        for row, written in enumerate(self._written):
+            self._touched[row] = max(self._touched[row], written)
 
     def _resize(self, rows: int, capacity: int) -> None:
         self.row_capacity, self.capacity = rows, capacity
         self._written = [min(written, capacity) for written in self._written]
+        self._touched = []
         self._flat = {}
         for layer in self.layers:
             layer.resize(rows, capacity, self._written)
+
+
+def _is_lazy(like: Tensor) -> bool:
+    return like.device.type == "cpu" and like.numel() * like.element_size() >= _PAGES
 
 
 def _zeros(like: Tensor, *shape: int) -> Tensor:
@@ -258,4 +296,4 @@ def _zeros(like: Tensor, *shape: int) -> Tensor:
     size = math.prod(shape) * like.element_size()
     if like.device.type != "cpu" or size < _PAGES:
         return like.new_zeros(shape)
-    return torch.frombuffer(mmap.mmap(-1, size), dtype=like.dtype).view(shape)
+    return torch.frombuffer(mmap.mmap(-1, size, **_PRIVATE), dtype=like.dtype).view(shape)

@@ -35,8 +35,17 @@ class Greedy(TextStrategy):
         """The next token after `node`, where `new` are the tokens already emitted in this round."""
         plain = not (self.keep_scores or self.keep_logits or len(self.processors) or scores.unconditional is not None)
         if plain and host.is_local(scores.logits):
-            return Step(host.first_best(scores.logits[node - scores.first]), node)
+            return Step(self._best(scores, node - scores.first), node)
         return super().advance(row, new, scores, node)
+
+    def _best(self, scores: Scores, at: int) -> int:
+        """The first of the likeliest tokens of logits number `at`; of a small pass all are looked for at once."""
+        if not self._is_small(scores):
+            return host.first_best(scores.logits[at])
+        if "best" not in scores.cache:
+            scores.cache["best"] = host.first_bests(scores.logits)
+        best: list[int] = scores.cache["best"]
+        return best[at]
 
     def choose(self, row: Row, new: list[int], scores: Scores, node: int, processed: Tensor) -> int:
         """The first of the likeliest tokens."""

@@ -430,6 +430,31 @@ def test_small_buffers_stay() -> None:
     assert twin.session.bytes == full > 0
 
 
+@pytest.mark.parametrize(("weights", "passes"), [(1, 5), (50_000, 3), (10**9, 1)])
+def test_a_long_row_is_nobody_s_padding(weights: int, passes: int) -> None:
+    """Short rows share no pass with a long one that would cost them more than the weights, and all texts are right."""
+    language = LanguageModel(tiny("llama"))
+    language.weight_bytes = weights  # type: ignore[misc]
+    twin = Twin(language, 5)
+    twin.prefill(6, 7, 190, 6, 7)
+    before = twin.session.passes
+    twin.some(range(5))
+    assert twin.session.passes - before == passes
+
+
+def test_a_long_row_lets_the_others_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is copied while rows come and grow, but what they need is all that is taken."""
+    twin = twin_of("llama", 1)
+    twin.prefill(20)
+    session: Any = twin.session
+    monkeypatch.setattr(type(session.store), "_resize", lambda *_: pytest.fail("the buffers were copied"))
+    twin.join(3, None)
+    twin.some(range(4))
+    twin.step([twin.chain(200), *[twin.chain(1)] * 3], [1] * 4, [list(range(200)), [0], [0], [0]])
+    twin.some(range(4))
+    assert 200 * twin.language.kv_bytes < session.bytes < 400 * twin.language.kv_bytes
+
+
 def test_bounds() -> None:
     """Buffers grow no further than was said, unless more is needed after all."""
     twin = twin_of("llama", 1)
