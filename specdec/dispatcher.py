@@ -21,7 +21,9 @@ class Dispatcher:
     """Callers wait for their requests, and one thread at a time drives `Engine.step`.
 
     That is the caller's own while it is alone. Callers that overlap get a thread for all of them: every thread that
-    computes has helper threads of its own in the libraries below, which are in one another's way.
+    computes has helper threads of its own in the libraries below, which are in one another's way. So whatever runs
+    inside a request (a processor, say) must not wait for another call of the same generator: called directly it raises
+    EngineError, but one that waits for another thread's call waits for itself.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -99,6 +101,8 @@ class Dispatcher:
         try:
             with torch.inference_mode(False), torch.no_grad():
                 while wanted():
+                    if self.engine.idle and not (self._arrived or self._cancelled):
+                        raise EngineError("a request was lost: this is a defect of specdec, please report it")
                     self._step()
         except BaseException as error:
             why = f"the thread that decoded for several calls was ended by {type(error).__name__}: call again"

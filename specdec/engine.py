@@ -124,7 +124,8 @@ class Engine:
     def _step(self) -> None:
         while self.waiting and self.budget.fits(self.waiting[0], self._admitted):
             self._admit(self.waiting[0])
-            self.waiting.popleft()
+            if self.waiting.popleft().encode is not None and self.running:
+                break  # running rows wait for one encoder at a time
         running = list(self.running)
         if self.reading:
             self._read()  # of rows that begin here the first token is told before anything else is done
@@ -169,15 +170,26 @@ class Engine:
 
     def _read(self) -> None:
         """One pass over prompts that are not read yet: the first ones, as many as a chunk has room for."""
-        request = self._requests[self.reading[0].key]
+        ready = [row for row in list(self.reading) if self._has_place(row)]
+        if not ready:
+            return
+        request = self._requests[ready[0].key]
         waited_for = any(self._requests[row.key] is not request for row in self.running)
         usual = SHARED_CHUNK if waited_for else CHUNK
         most = min(request.prefill_chunk or usual, usual)
         if request.traced:
             most = max(row.length for row in request.rows)
-        self._round(self._batch([row for row in self.reading if self.places.follow(row)], request, most), most)
+        self._round(self._batch(ready, request, most), most)
         self.running += [row for row in self.reading if row.begun]
         self.reading = [row for row in self.reading if not row.begun]
+
+    def _has_place(self, row: RunningRow) -> bool:
+        """Whether the row may be read by now; where its place cannot be had its request ends."""
+        try:
+            return row.key in self._requests and self.places.follow(row, self._requests[row.key])
+        except Exception as error:
+            self._fail([row], error)
+            return False
 
     def _batch(self, rows: Sequence[RunningRow], request: Request, most: int) -> list[RunningRow]:
         """The first of these rows that read alike, as many as `most` tokens have room for; half may be padding."""

@@ -1,7 +1,8 @@
 """The places of rows in the target's cache: whose keys and values a new row continues, and what stays of one that left.
 
 A prompt is read once: rows of one request that continue the same prompt wait for the first of them, and a prompt that
-begins like the text of another row, or of one that has left, continues from a copy of its keys and values.
+begins like the text of another row, or of one that has left, continues from a copy of its keys and values. It waits for
+a row that is just reading what both have in common.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from specdec.models.kv_session import KvSession
 from specdec.prefixes import LEAST, Prefixes, Text
 from specdec.request import Request
 from specdec.rows import RunningRow
+
+_WORTH_WAITING = 64  # tokens in common: computing them takes about as long as the pass more that waiting costs
 
 
 class Places:
@@ -29,6 +32,7 @@ class Places:
         self.prefixes = prefixes if self._keeps else None
         self._model, self._weights = model, model.weights_state()
         self._leaders: dict[int, RunningRow] = {}  # by a row's key: whose reading of the same prompt it waits for
+        self._arrived: set[int] = set()  # keys of rows that may yet continue what another one reads
         self._open: dict[int, RunningRow] = {}  # by key: rows whose texts others may continue
 
     def add(self, request: Request) -> None:
@@ -43,19 +47,32 @@ class Places:
             if leader is not row:
                 self._leaders[row.key] = leader
                 continue
-            for one in row.batch_rows:
-                self._take(one, request)
+            if request.encoding is not None:
+                row.encoding = request.encoding.select([row.task.place])
+            known = row.encoding is None or row.context  # what an encoder read must be told apart
+            if self._shares and request.reuses_prefixes and known and not request.traced:
+                self._arrived.add(row.key)
+            else:
+                for one in row.batch_rows:
+                    self._set(one, self.target.add(1, row.encoding)[0])
 
-    def follow(self, row: RunningRow) -> bool:
-        """Whether a row has its place by now: one that waits gets it once all but its last token were read."""
+    def follow(self, row: RunningRow, request: Request) -> bool:
+        """Whether a row has its place by now: it gets one once what it continues was read."""
+        if row.key in self._arrived:
+            if self._awaits(row):
+                return False
+            self._arrived.remove(row.key)
+            for one in row.batch_rows:
+                request.cached_prompt_tokens += self._continue(one)
+            return True
         leader = self._leaders.get(row.key)
         if leader is None:
             return True
-        assert leader.slot is not None
-        if self.target.length(leader.slot) < len(row.tokens) - 1:
+        if leader.slot is None or self.target.length(leader.slot) < len(row.tokens) - 1:
             return False
         row.encoding = leader.encoding
         self._set(row, self.target.fork(leader.slot, len(row.tokens) - 1))
+        request.cached_prompt_tokens += len(row.tokens) - 1
         del self._leaders[row.key]
         return True
 
@@ -72,6 +89,7 @@ class Places:
         """Takes the places of rows back; their texts may stay."""
         for row in rows:
             self._leaders.pop(row.key, None)
+            self._arrived.discard(row.key)
             if row.slot is not None and self.prefixes is not None and request_of[row.key].reuses_prefixes:
                 self._retain(row, self.prefixes)
         slots = [one.slot for row in rows for one in row.batch_rows if one.slot is not None]
@@ -82,28 +100,23 @@ class Places:
             for one in row.batch_rows:
                 one.slot = None
 
-    def _take(self, row: RunningRow, request: Request) -> None:
-        if request.encoding is not None:
-            row.encoding = request.encoding.select([row.task.place])
-        known = row.encoding is None or row.context  # what an encoder read must be told apart
-        if (
-            self._shares
-            and request.reuses_prefixes
-            and known
-            and not request.traced
-            and (length := self._continue(row))
-        ):
-            request.cached_prompt_tokens += length
-        else:
-            self._set(row, self.target.add(1, row.encoding)[0])
-
     def _set(self, row: RunningRow, slot: int) -> None:
         row.slot, row.cache_reset_length = slot, self.target.cache_reset_length
         if row.key >= 0:
             self._open[row.key] = row
 
+    def _awaits(self, row: RunningRow) -> bool:
+        """Whether another row is about to read more of this one's text than it has."""
+        text = _text(row, row.length - 1)
+        for other in self._open.values():
+            if not other.begun and other.slot is not None:
+                shared = text.common(_text(other, other.length - 1))
+                if shared >= self.target.length(other.slot) + _WORTH_WAITING:
+                    return True
+        return False
+
     def _continue(self, row: RunningRow) -> int:
-        """Lets a row continue what was read for another one, all but its last position; how much that is."""
+        """Gives a row a place, where it continues what was read for another one, if there is such; how much that is."""
         assert isinstance(self.target, KvSession)
         text = _text(row, row.length - 1)
         running = {_text(one, self.target.length(one.slot)): one for one in self._open.values() if one.slot is not None}
@@ -115,8 +128,7 @@ class Places:
             assert slot is not None
             self._set(row, self.target.fork(slot, shared))
             return shared
-        if kept is not None:
-            self._set(row, self.target.read_from(kept, length))
+        self._set(row, self.target.add(1, row.encoding)[0] if kept is None else self.target.read_from(kept, length))
         return length
 
     def _retain(self, row: RunningRow, prefixes: Prefixes) -> None:

@@ -63,6 +63,39 @@ def test_running_rows_share_what_they_have_read() -> None:
         pass
 
 
+@pytest.mark.parametrize("seeds", [[0, 1, 2], [5, 5, 5]])
+def test_what_arrives_together_is_read_once(seeds: list[int]) -> None:
+    """Prompts that begin alike wait for the first of them, whoever asked; nobody waits who has little to gain."""
+    model = tiny("llama")
+    generator = SpecGenerator(model)
+    engine = generator._dispatcher.engine
+    shared = [(5 * i) % 50 + 5 for i in range(100)]
+    prompts = [[shared + [seed + 6, 7, 8]] for seed in seeds] + [[[9, 9, *shared]], [shared[:30]]]
+    calls = [generator._prepare(torch.tensor(prompt), None, dict(COMMON)) for prompt in prompts]
+    read = []
+    hook = model.register_forward_pre_hook(
+        lambda _, args, given: read.append(given["input_ids"].shape), with_kwargs=True
+    )
+    for call in calls:
+        engine.submit(call.request)
+    engine.step()
+    assert sum(rows * nodes for rows, nodes in read) <= 3 * 103
+    while not engine.idle:
+        engine.step()
+    hook.remove()
+    cached = [call.request.cached_prompt_tokens for call in calls]
+    assert cached[0] == cached[3] == cached[4] == 0
+    assert min(cached[1:3]) >= 100
+    for call, prompt in zip(calls, prompts, strict=True):
+        assert [row.texts[0] for row in call.request.rows] == [alone(model, prompt)[0][len(prompt[0]) :]]
+
+
+def test_copies_of_a_prompt_count_as_cached() -> None:
+    """Three samples of one prompt read it once."""
+    out = SpecGenerator(tiny("llama")).generate(FIRST, do_sample=True, num_return_sequences=3, seed=1, **COMMON)
+    assert out.stats.cached_prompt_tokens == 2 * 39
+
+
 def test_embeddings_compare_by_content() -> None:
     """The same embeddings are known again, others of the same length are not."""
     model = tiny("llama")

@@ -315,7 +315,7 @@ class KvSession(Session):
         """One forward over the rows of the store from `first` to `last`; those without a part are padding."""
         here = [parts.get(index) or _Part.idle(self._rows[index]) for index in range(first, last + 1)]
         trees, slots = [part.tree for part in here], [part.row.slots for part in here]
-        layout = Layout.of(trees, slots)
+        layout = Layout.of(trees, slots, self._device)
         if layout.view is None and layout.nodes > 1 and self._language.forgets_order:
             layout = replace(layout, view=layout.causal())
         kept = LogitNodes.of(layout, [part.keep for part in here])
@@ -374,11 +374,11 @@ class KvSession(Session):
                 f"attention {attention!r} takes no mask of ours, which trees and rows"
                 ' of different lengths need: load the model with attn_implementation="sdpa"'
             )
-        masks = {kind.name: view.mask(kind, self._dtype).to(self._device) for kind in capability.kinds}
+        masks = {kind.name: view.mask(kind, self._dtype) for kind in capability.kinds}
         inputs[prefix + "attention_mask"] = masks if capability.masks == "dict" else next(iter(masks.values()))
         name = {"ids": "position_ids", "decoder_ids": "decoder_position_ids"}.get(capability.positions)
         if name is not None:
-            inputs[name] = view.positions.to(self._device)
+            inputs[name] = view.positions
 
     def _embed(self, ids: Tensor, parts: list[_Part]) -> Tensor:
         if self._cross is not None:

@@ -42,7 +42,9 @@ class AttentionView:
         if kind.chunk is not None:
             visible = visible & (key // kind.chunk == query // kind.chunk)
         # Additive, because eager attention adds whatever it is given; finite, because rows of -inf are NaN.
-        mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)
+        mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
+            ~visible, torch.finfo(dtype).min
+        )
         return mask[:, None]
 
 
@@ -145,19 +147,20 @@ class Layout:
     start: int
     slots: Tensor | None
     view: AttentionView | None
+    device: torch.device
 
     @classmethod
-    def of(cls, trees: Sequence[Tree], maps: list[SlotMap]) -> Layout:
-        """The layout of `trees`, the first nodes of which are the pending branches of `maps` (on the CPU)."""
+    def of(cls, trees: Sequence[Tree], maps: list[SlotMap], device: torch.device) -> Layout:
+        """The layout of `trees`, which begin with the pending branches of `maps`, for a pass on `device`."""
         sizes = [len(tree) - own.pending for tree, own in zip(trees, maps, strict=True)]
         tops = [own.top for own in maps]
         nodes, start = max(sizes), max(tops)
         level = min(tops) == start
         scattered = any(own.slots for own in maps)
         if level and not scattered and min(sizes) == nodes and all(tree.is_chain for tree in trees):
-            return cls(maps, sizes, nodes, start, None, None)
-        slots = None if level else torch.tensor(tops)[:, None] + torch.arange(nodes)
-        return cls(maps, sizes, nodes, start, slots, _view(trees, maps, nodes, start + nodes))
+            return cls(maps, sizes, nodes, start, None, None, device)
+        slots = None if level else _consecutive(tops, nodes, device)
+        return cls(maps, sizes, nodes, start, slots, _view(trees, maps, nodes, start + nodes, device), device)
 
     @property
     def end(self) -> int:
@@ -166,17 +169,17 @@ class Layout:
 
     def all_slots(self) -> Tensor:
         """`[rows, nodes]`, also where every row starts at the same slot."""
-        return torch.tensor([own.top for own in self.maps])[:, None] + torch.arange(self.nodes)
+        return _consecutive([own.top for own in self.maps], self.nodes, self.device)
 
     def causal(self) -> AttentionView:
         """What a layout without `view` means, for a forward that derives nothing itself."""
-        key_positions = torch.arange(self.end).expand(len(self.maps), -1)
+        key_positions = torch.arange(self.end, device=self.device).expand(len(self.maps), -1)
         positions = key_positions[:, self.start :]
         return AttentionView(positions, key_positions, key_positions[:, None] <= positions[:, :, None])
 
     def spans(self) -> Tensor:
         """How long the text was when plain decoding read it, for every node `[rows, nodes]`."""
-        wholes = torch.tensor([own.whole for own in self.maps])[:, None]
+        wholes = torch.tensor([own.whole for own in self.maps], device=self.device)[:, None]
         return torch.maximum((self.view or self.causal()).positions + 1, wholes)
 
     def columns(self, row: int) -> list[int]:
@@ -185,23 +188,35 @@ class Layout:
         return [*range(own.base), *own.slots, *range(own.top, own.top + self.sizes[row])]
 
 
-def _view(trees: Sequence[Tree], maps: list[SlotMap], nodes: int, end: int) -> AttentionView:
-    rows = len(maps)
-    positions = np.zeros((rows, nodes), dtype=np.int64)
-    key_positions = np.tile(np.arange(end), (rows, 1))
-    visible = np.zeros((rows, nodes, end), dtype=bool)
-    for row, (tree, own) in enumerate(zip(trees, maps, strict=True)):
-        slots, parents = own.with_new(tree)
-        scattered, size = len(own.slots), len(tree) - own.pending
-        depths = np.array(_depths(parents), dtype=np.int64) + own.base
-        positions[row, :size] = depths[scattered:]
-        key_positions[row, slots] = depths
-        visible[row, :size, : own.base] = True
-        visible[row, :size][:, slots] = _ancestry(parents)[scattered:]
+def _consecutive(starts: list[int], count: int, device: torch.device) -> Tensor:
+    """`[starts, count]`: so many numbers from each start on."""
+    return torch.tensor(starts, device=device)[:, None] + torch.arange(count, device=device)
+
+
+def _view(trees: Sequence[Tree], maps: list[SlotMap], nodes: int, end: int, device: torch.device) -> AttentionView:
+    """Every node sees the settled text, which is all that is long, and of `slots` `[rows, few]` those it is told of."""
+    placed = [own.with_new(tree) for tree, own in zip(trees, maps, strict=True)]
+    few = max(len(own.slots) for own in maps) + nodes
+    slots = np.full((len(maps), few), end, dtype=np.int64)  # a column that is cut off takes what is left over
+    depths, seen = np.zeros_like(slots), np.zeros((len(maps), nodes, few), dtype=bool)
+    positions = np.zeros((len(maps), nodes), dtype=np.int64)
+    for row, (own, (used, parents)) in enumerate(zip(maps, placed, strict=True)):
+        scattered, count = len(own.slots), len(used)
+        size = count - scattered
+        slots[row, :count], depths[row, :count] = used, np.array(_depths(parents), dtype=np.int64) + own.base
+        positions[row, :size] = depths[row, scattered:count]
+        seen[row, :size, :count] = _ancestry(parents)[scattered:]
         # Padding keeps position 0 and sees only itself: a softmax over nothing would be NaN.
-        padding = np.arange(size, nodes)
-        visible[row, padding, own.top + padding] = True
-    return AttentionView(torch.from_numpy(positions), torch.from_numpy(key_positions), torch.from_numpy(visible))
+        padding = np.arange(nodes - size)
+        slots[row, count + padding] = depths[row, count + padding] = own.top + size + padding
+        seen[row, size + padding, count + padding] = True
+    base = torch.tensor([own.base for own in maps], device=device)[:, None, None]
+    at, depth, kin = (torch.from_numpy(part).to(device) for part in (slots, depths, seen))
+    columns = torch.arange(end + 1, device=device)
+    visible = (columns < base).repeat(1, nodes, 1)  # padding sees the text as well
+    visible.scatter_(2, at[:, None].expand(-1, nodes, -1), kin)
+    key_positions = columns.repeat(len(maps), 1).scatter_(1, at, depth)
+    return AttentionView(torch.from_numpy(positions).to(device), key_positions[:, :end], visible[..., :end])
 
 
 def _depths(parents: list[int]) -> list[int]:
