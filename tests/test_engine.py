@@ -12,7 +12,7 @@ from transformers import LogitsProcessor
 
 from specdec import DraftError, EngineError, LanguageModel, SpecGenerator
 from specdec.draft import FunctionDrafter, ModelDrafter
-from specdec.engine import Engine
+from specdec.engine import Engine, Stopwatch
 from specdec.logits import Processors
 from specdec.models import Session
 from specdec.models.kv_session import KvSession
@@ -398,3 +398,16 @@ def test_a_draft_must_start_a_session() -> None:
 
     with pytest.raises(DraftError, match="DraftSession"):
         SpecGenerator(tiny("llama"), Odd()).generate([[5, 9]], **COMMON)
+
+
+def test_time_is_taken_when_the_kernels_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds of a phase hold the work that it began on an accelerator; a CPU is never asked to wait."""
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: (time.sleep(0.01), waited.append(device)))
+    there, here = Stopwatch(torch.device("cuda")), Stopwatch(torch.device("cpu"))
+    for phase in ("draft", "verify", "select"):
+        there.lap(phase)
+        here.lap(phase)
+    assert waited == [torch.device("cuda")] * 3
+    assert min(there.spent.values()) >= 0.01
+    assert here.round([], 0).verify_seconds == here.spent["verify"]

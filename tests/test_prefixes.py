@@ -70,7 +70,7 @@ def test_what_arrives_together_is_read_once(seeds: list[int]) -> None:
     generator = SpecGenerator(model)
     engine = generator._dispatcher.engine
     shared = [(5 * i) % 50 + 5 for i in range(100)]
-    prompts = [[shared + [seed + 6, 7, 8]] for seed in seeds] + [[[9, 9, *shared]], [shared[:30]]]
+    prompts = [[[*shared, seed + 6, 7, 8]] for seed in seeds] + [[[9, 9, *shared]], [shared[:30]]]
     calls = [generator._prepare(torch.tensor(prompt), None, dict(COMMON)) for prompt in prompts]
     read = []
     hook = model.register_forward_pre_hook(
