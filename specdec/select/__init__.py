@@ -10,7 +10,7 @@ from typing import Any
 
 from specdec.errors import OptionError
 from specdec.select.base import Processing, RowSetup, TextStrategy
-from specdec.select.beam import Beams, BeamSearch
+from specdec.select.beam import BeamSearch
 from specdec.select.block import Block
 from specdec.select.constrained import ConstrainedSearch
 from specdec.select.constraints import Constraint, DisjunctiveConstraint, PhrasalConstraint, Progress, wanted
@@ -21,6 +21,7 @@ from specdec.select.group import GroupSearch
 from specdec.select.noise import fold
 from specdec.select.rejection import Rejection
 from specdec.select.rules import CoupledRule, GreedyRule, SampledRule
+from specdec.select.scoring import Beams
 from specdec.select.stopping import Stopping
 from specdec.types import Search, Selector
 
