@@ -4,38 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from specdec.config import Options
-from specdec.logits import host
+from specdec.logits import Processors, host
 from specdec.select import noise
 from specdec.select.stopping import Stopping
 from specdec.types import BranchRule, DraftRule, Row, Scores, Step
-
-
-class Processing(Protocol):
-    """Logits processors of one row: `(ids [1, length] or None, logits [1, vocab]) -> [1, vocab]` in float32.
-
-    `drafting` are those that may see draft logits; `ids` may be None unless `reads_ids`; `pure` promises that they can
-    be asked about the same prefix twice. `groups` are told to those that know of groups of beams.
-    """
-
-    @property
-    def drafting(self) -> Processing: ...
-
-    @property
-    def reads_ids(self) -> bool: ...
-
-    @property
-    def pure(self) -> bool: ...
-
-    def __len__(self) -> int: ...
-
-    def __call__(self, ids: Tensor | None, logits: Tensor, **groups: Any) -> Tensor: ...
-
 
 _SMALL = 1 << 16  # logits of a round
 
@@ -50,7 +28,7 @@ class RowSetup:
     """
 
     options: Options
-    processors: Processing
+    processors: Processors
     stop: Stopping
     width: int
     seed: int = 0
@@ -79,12 +57,16 @@ class RowSetup:
         }
 
 
-def process(processors: Processing, row: Row, extra: Sequence[int], logits: Tensor) -> Tensor:
+def process(processors: Processors, row: Row, extra: Sequence[int], logits: Tensor) -> Tensor:
     """Processed `logits` `[vocab]` after the row's text and `extra`, float32; the input is not written to."""
-    if not len(processors):
-        return logits.float()
-    ids = row.prefix(extra) if processors.reads_ids else None
-    return processors(ids, logits.unsqueeze(0)).squeeze(0)
+    return processors(row.prefix(extra) if processors.reads_ids else None, logits[None])[0]
+
+
+def process_all(processors: Processors, row: Row, extras: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
+    """The same of `logits` `[n, vocab]` after the row's text and each of `extras`, in one call where that will do."""
+    if not processors.reads_ids:
+        return processors(None, logits)
+    return torch.stack([process(processors, row, extra, one) for extra, one in zip(extras, logits, strict=True)])
 
 
 def guide(logits: Tensor, unconditional: Tensor, scale: float) -> Tensor:
@@ -103,7 +85,7 @@ class TextStrategy:
     under the target, before all processors. A subclass says its `name`, its draft `rule` and which options it serves.
     """
 
-    processors: Processing
+    processors: Processors
     _: KW_ONLY
     width: int | None = None
     guidance_scale: float | None = None
@@ -159,9 +141,12 @@ class TextStrategy:
     def processed(self, row: Row, new: Sequence[int], scores: Scores, node: int) -> Tensor:
         """The target's logits `[vocab]` after `node`, guided and processed, float32; read only."""
         at = node - scores.first
-        if not len(self.processors) and not self._guides(scores):
+        guides = scores.unconditional is not None and self.guidance_scale is not None
+        if not (len(self.processors) or guides):
             return scores.logits[at].float()
-        if self.reads_once(scores) or self._is_small(scores):
+        # One call for all nodes may cost less than one for each that the walk comes to.
+        is_small = not self.processors.reads_ids and scores.logits.numel() <= _SMALL
+        if is_small or self.reads_once(scores):
             return self.all_processed(row, scores)[at]
         return process(self.processors, row, new, self._guided(scores, slice(at, at + 1))[0])
 
@@ -169,25 +154,9 @@ class TextStrategy:
         """The same of all nodes that have logits, `[nodes, vocab]`, worked out once in a round."""
         if "processed" not in scores.cache:
             guided = self._guided(scores, slice(None))
-            scores.cache["processed"] = self._process_all(row, scores, guided)
+            scores.cache["processed"] = process_all(self.processors, row, paths(scores), guided)
         found: Tensor = scores.cache["processed"]
         return found
-
-    def _process_all(self, row: Row, scores: Scores, logits: Tensor) -> Tensor:
-        if not len(self.processors):
-            return logits.float()
-        if not self.processors.reads_ids:
-            return self.processors(None, logits)
-        return torch.stack(
-            [process(self.processors, row, path, one) for path, one in zip(paths(scores), logits, strict=True)]
-        )
-
-    def _is_small(self, scores: Scores) -> bool:
-        """Whether one call for all nodes costs less than one call for each that the walk comes to."""
-        return not self.processors.reads_ids and scores.logits.numel() <= _SMALL
-
-    def _guides(self, scores: Scores) -> bool:
-        return scores.unconditional is not None and self.guidance_scale is not None
 
     def _guided(self, scores: Scores, nodes: slice) -> Tensor:
         logits = scores.logits[nodes]

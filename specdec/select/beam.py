@@ -55,7 +55,6 @@ class BeamSearch(Scoring):
 
     @classmethod
     def of(cls, setup: RowSetup) -> BeamSearch:
-        """The search of one row."""
         return cls(seed=setup.seed if setup.options.samples else None, **cls.parts(setup))
 
     def advance(self, row: Row, state: Beams, outputs: Sequence[NodeOutput]) -> SearchStep:

@@ -104,7 +104,6 @@ class Block(Rejection):
         self._verdict: _Verdict | None = None
 
     def advance(self, row: Row, new: list[int], scores: Scores, node: int) -> Step:
-        """The next token after `node`, where `new` are the tokens already emitted in this round."""
         verdict = self._verdict
         if verdict is None or verdict.scores is not scores:
             if not _is_drawn(scores.tree, node):

@@ -49,7 +49,6 @@ class ConstrainedSearch(PoolSearch):
         return cls(progress=progress, returned=returned, end_id=setup.end_id, **cls.parts(setup))
 
     def begin(self) -> Beams:
-        """The state before the first token."""
         return Beams((Pool.of(self.num_beams, progress=self.progress),))
 
     def turns(self, pools: Sequence[Pool], ids: Tensor | None, own: Tensor) -> Iterator[Turn]:

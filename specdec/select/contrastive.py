@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from specdec.config import Options
-from specdec.select.base import Processing, RowSetup, guide, process
+from specdec.logits import Processors
+from specdec.select.base import RowSetup, guide, process
 from specdec.select.scoring import Hypothesis
 from specdec.select.stopping import Stopping
 from specdec.types import NodeOutput, Row, SearchStep, Step
@@ -60,7 +61,7 @@ class Contrastive:
     `keep_traces` says that hidden states or attentions are wanted as outputs.
     """
 
-    processors: Processing
+    processors: Processors
     stop: Stopping
     top_k: int
     penalty_alpha: float
@@ -83,14 +84,12 @@ class Contrastive:
 
     @classmethod
     def of(cls, setup: RowSetup) -> Contrastive:
-        """The search of one row."""
         o = setup.options
         traces = bool(o.output_hidden_states or o.output_attentions)
         parts: dict[str, Any] = {"processors": setup.processors, "stop": setup.stop, **setup.common}
         return cls(top_k=o.top_k or 2, penalty_alpha=o.penalty_alpha or 0.0, keep_traces=traces, **parts)
 
     def begin(self) -> Contrast:
-        """The state before the prompt was read."""
         return Contrast()
 
     def advance(self, row: Row, state: Contrast, outputs: Sequence[NodeOutput]) -> SearchStep:

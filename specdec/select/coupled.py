@@ -32,14 +32,12 @@ class Coupled(TextStrategy):
 
     @classmethod
     def of(cls, setup: RowSetup) -> Coupled:
-        """The strategy of one row."""
         ranked = setup.options.num_samples is not None
         return cls(setup.processors, setup.seed, width=setup.width, ranked=ranked, **setup.common)
 
     @property
     def rule(self) -> DraftRule:
-        """The draft guesses with the target's noise."""
-        return CoupledRule(self.processors.drafting, self.seed, self.width)
+        return CoupledRule(self.processors.drafting, self.width, self.seed)
 
     def choose(self, row: Row, new: list[int], scores: Scores, node: int, processed: Tensor) -> int:
         """The draw at the position of the token to come."""
@@ -48,9 +46,8 @@ class Coupled(TextStrategy):
     def choose_all(self, row: Row, scores: Scores, processed: Tensor) -> Tensor:
         """The draws after every node."""
         start = generated(row)
-        return noise.draws(
-            processed, [noise.key(self.seed, noise.COUPLED, start + len(path)) for path in paths(scores)]
-        )
+        keys = [noise.key(self.seed, noise.COUPLED, start + len(path)) for path in paths(scores)]
+        return noise.draws(processed, keys)
 
 
 class Match(Coupled):
@@ -60,5 +57,4 @@ class Match(Coupled):
 
     @property
     def rule(self) -> DraftRule:
-        """The draft guesses its likeliest token."""
         return GreedyRule(self.processors.drafting, self.width)

@@ -23,16 +23,13 @@ class Greedy(TextStrategy):
 
     @classmethod
     def of(cls, setup: RowSetup) -> Greedy:
-        """The strategy of one row."""
         return cls(setup.processors, width=setup.width, **setup.common)
 
     @property
     def rule(self) -> GreedyRule:
-        """The draft guesses its likeliest token."""
         return GreedyRule(self.processors.drafting, self.width)
 
     def advance(self, row: Row, new: list[int], scores: Scores, node: int) -> Step:
-        """The next token after `node`, where `new` are the tokens already emitted in this round."""
         plain = not (self.keep_scores or self.keep_logits or len(self.processors) or scores.unconditional is not None)
         if plain and host.is_local(scores.logits):
             return Step(host.first_best(scores.logits[node - scores.first]), node)

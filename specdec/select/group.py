@@ -37,7 +37,6 @@ class GroupSearch(PoolSearch):
 
     @classmethod
     def of(cls, setup: RowSetup) -> GroupSearch:
-        """The search of one row."""
         penalty = setup.options.diversity_penalty or 0.0
         return cls(diversity_penalty=penalty, pad_id=setup.pad_id, end_id=setup.end_id, **cls.parts(setup))
 
@@ -74,18 +73,14 @@ class GroupSearch(PoolSearch):
                 chosen += [self.pad_id] * self.size
                 continue
             mine = slice(at, at + self.size)
-            scores = self._processed(None if ids is None else ids[mine], own[mine], chosen, group)
+            known = torch.tensor([*chosen, *[0] * (self.num_beams - len(chosen))], device=own.device)
+            told = {"current_tokens": known, "beam_group_idx": group}
+            scores = self.processors(None if ids is None else ids[mine], own[mine], **told)
             found = best_of(scores, pool.running, self.candidates(self.size))
             going, pool = self.walk(pool, found)
             best = found.part(going)
             yield Turn(self.step(pool, best, found.scores[0]), best, scores)
             chosen, at = chosen + best.tokens, at + self.size
-
-    def _processed(self, ids: Tensor | None, scores: Tensor, chosen: Sequence[int], group: int) -> Tensor:
-        if not len(self.processors):
-            return scores
-        known = torch.tensor([*chosen, *[0] * (self.num_beams - len(chosen))], device=scores.device)
-        return self.processors(ids, scores, current_tokens=known, beam_group_idx=group)
 
     def _served(self, end: Branch, i: int, ends: int) -> Collection[int]:
         """The groups of a draft's end; of the target's own leaves it is told by their order."""

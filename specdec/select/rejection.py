@@ -51,8 +51,7 @@ class Rejection(Coupled):
 
     @property
     def rule(self) -> DraftRule:
-        """The draft draws from q and tells it."""
-        return SampledRule(self.processors.drafting, self.seed, self.width)
+        return SampledRule(self.processors.drafting, self.width, self.seed)
 
     def choose(self, row: Row, new: list[int], scores: Scores, node: int, processed: Tensor) -> int:
         """The first accepted child's token, or a draw from what p has beyond the children's distributions."""

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specdec.logits import host
-from specdec.select.base import Processing, RowSetup, guide
+from specdec.logits import Processors, host
+from specdec.select.base import RowSetup, guide
 from specdec.select.constraints import Progress
 from specdec.select.rules import GreedyRule, fit
 from specdec.select.stopping import Stopping
@@ -140,7 +140,7 @@ class Scoring:
     A hypothesis is scored by its sum of log-probabilities over (generated tokens, end included) ** `length_penalty`.
     """
 
-    processors: Processing
+    processors: Processors
     stop: Stopping
     num_beams: int
     max_new_tokens: int
