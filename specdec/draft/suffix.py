@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specdec.draft.text import SEPARATOR, Calibration, TextDrafter, TextSession, until_separator
+from specdec.draft.text import SEPARATOR, TextDrafter, until_separator
 from specdec.errors import OptionError
 
 _ROOT = 0
@@ -164,6 +164,8 @@ class SuffixDrafter(TextDrafter):
     default) an encoder-decoder target's input is searched too.
     """
 
+    source = "suffix"
+
     def __init__(
         self, *, growth: float = 2.0, min_match: int = 1, frequent: bool = False, encoder: bool = True
     ) -> None:
@@ -171,18 +173,11 @@ class SuffixDrafter(TextDrafter):
             raise OptionError.of("growth", "at least 0", growth)
         if min_match < 1:
             raise OptionError.of("min_match", "at least 1", min_match)
-        self.growth, self.min_match, self.frequent, self.encoder = growth, min_match, frequent, encoder
-        self.calibration = Calibration()
+        super().__init__(encoder=encoder)
+        self.growth, self.min_match, self.frequent = growth, min_match, frequent
 
     def __repr__(self) -> str:
         return f"SuffixDrafter(growth={self.growth}, min_match={self.min_match}, frequent={self.frequent})"
 
-    def start(self, vocab_size: int) -> TextSession:
-        """A session without rows; what was learned about confidence is kept across sessions."""
-        return TextSession(
-            lambda: SuffixIndex(self.growth, self.min_match, self.frequent),
-            self.calibration,
-            vocab_size,
-            encoder=self.encoder,
-            source="suffix",
-        )
+    def index(self) -> SuffixIndex:
+        return SuffixIndex(self.growth, self.min_match, self.frequent)

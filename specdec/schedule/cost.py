@@ -265,7 +265,7 @@ class Cost:
         """With this round's outcomes, seconds and rate; a round that reads a prompt teaches only acceptance."""
         acceptance = self.acceptance
         for row in round.rows:
-            acceptance = acceptance.after(row)
+            acceptance = acceptance.after(row.tested, row.levels)
         learned = replace(self, acceptance=acceptance)
         if any(row.prefill for row in _everyone(round)):
             return learned
