@@ -95,7 +95,6 @@ class ForeignSession(DraftSession):
         """The draft's guess in the target's tokens."""
 
     def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
-        """One chain per row."""
         if not any(plan.limit > 0 for plan in plans):
             return [EMPTY] * len(rows)
         try:

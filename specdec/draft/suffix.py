@@ -34,15 +34,6 @@ class SuffixAutomaton:
             self._append(token)
             self.text.append(token)
 
-    def matches(self) -> list[int]:
-        """The states of the text's suffixes that occurred before, longest first."""
-        states = []
-        state = self.link[self.whole]
-        while state > _ROOT:
-            states.append(state)
-            state = self.link[state]
-        return states
-
     def after(self, tail: Sequence[int]) -> tuple[int, int]:
         """The state of the longest suffix of the text and `tail` that occurs in the text, and that suffix's length."""
         state, length = self.whole, self.length[self.whole]
@@ -53,15 +44,6 @@ class SuffixAutomaton:
             if token in self.next[state]:
                 state, length = self.next[state][token], length + 1
         return state, length
-
-    def find(self, tokens: Sequence[int]) -> int | None:
-        """The state of the substring `tokens`, None if it does not occur."""
-        state: int | None = _ROOT
-        for token in tokens:
-            if state is None:
-                return None
-            state = self.next[state].get(token)
-        return state
 
     def _settle(self) -> None:
         """Counts the end of the text so far, now that something follows it."""

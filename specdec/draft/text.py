@@ -166,7 +166,6 @@ class TextSession(DraftSession):
         return guess, self._calibration.rates(match, len(guess))
 
     def rewind(self, row: Row, length: int) -> None:
-        """Forgets the row's index: it is made again."""
         self._readings.pop(row.key, None)
 
     def release(self, keys: Sequence[int]) -> None:

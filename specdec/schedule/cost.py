@@ -156,7 +156,6 @@ class Cost:
 
     @property
     def max_branches(self) -> int:
-        """The widest that a tree may become."""
         return self.branches or self.widest or 1
 
     def fresh(self, k: int, branches: int | None = None, widest: int | None = None, *, offloaded: bool = False) -> Cost:

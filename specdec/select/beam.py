@@ -50,7 +50,6 @@ class BeamSearch(Scoring):
 
     @classmethod
     def serves(cls, options: Options) -> bool:
-        """Wherever there are beams."""
         return options.beams > 1
 
     @classmethod
@@ -58,7 +57,6 @@ class BeamSearch(Scoring):
         return cls(seed=setup.seed if setup.options.samples else None, **cls.parts(setup))
 
     def advance(self, row: Row, state: Beams, outputs: Sequence[NodeOutput]) -> SearchStep:
-        """One step from the target's logits at all live beams."""
         ids = self.texts(row, state.ids)
         scores = self._scores(ids, outputs)
         found = self._choose(state, scores, outputs)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specdec.errors import OptionError
 from specdec.select import noise
-from specdec.select.rejection import Rejection, draft_distribution, siblings
+from specdec.select.rejection import Rejection, draft_distribution, drawn_children
 from specdec.select.rules import generated
 from specdec.types import Row, Scores, Step, Tree
 
@@ -51,24 +51,19 @@ class _Stop:
     node: int
     weight: float
     processed: Tensor
-    children: Iterator[int]
+    children: Iterator[tuple[int, Tensor]]
     left: Tensor
     p: Tensor
 
     @classmethod
     def at(cls, tree: Tree, node: int, weight: float, processed: Tensor) -> _Stop:
         """`node` when the way first comes there."""
-        return cls(node, weight, processed, iter(siblings(tree, node)), processed, torch.softmax(processed, dim=-1))
+        children = iter(drawn_children(tree, node))
+        return cls(node, weight, processed, children, processed, torch.softmax(processed, dim=-1))
 
-    def q(self, tree: Tree, child: int) -> Tensor:
-        """What `child` was drawn from."""
-        drawn = draft_distribution(tree, child)
-        assert drawn is not None
-        return drawn.to(self.p.device)
-
-    def leave_out(self, tree: Tree, child: int) -> None:
-        """Takes `child`, at or below which the path does not end, out of the tree."""
-        self.weight, self.p = without_child(self.weight, self.p, self.q(tree, child))
+    def leave_out(self, q: Tensor) -> None:
+        """Takes the child that was drawn from `q`, at or below which the path does not end, out of the tree."""
+        self.weight, self.p = without_child(self.weight, self.p, q.to(self.p.device))
         self.left = self.p.log()
 
 
@@ -137,10 +132,11 @@ class Block(Rejection):
         way, path = [stop(root, 1.0, [])], list[int]()
         while True:
             here, place = way[-1], len(new) + len(path)
-            child = next(here.children, None)
-            if child is not None:
+            found = next(here.children, None)
+            if found is not None:
+                child, q = found
                 path.append(tree.tokens[child])
-                way.append(stop(child, child_weight(here.weight, here.p, here.q(tree, child), path[-1]), path))
+                way.append(stop(child, child_weight(here.weight, here.p, q.to(here.p.device), path[-1]), path))
             elif not path or noise.uniform(noise.key(self.seed, noise.ACCEPT, start, place, here.node)) < here.weight:
                 final = noise.draw(here.left, noise.key(self.seed, noise.DRAW, start, place))
                 verdict.tokens = [*path, final]
@@ -148,7 +144,9 @@ class Block(Rejection):
             else:
                 path.pop()
                 way.pop()
-                way[-1].leave_out(tree, here.node)
+                left_out = draft_distribution(tree, here.node)
+                assert left_out is not None
+                way[-1].leave_out(left_out)
 
 
 def _copied(tree: Tree, first: int, kinds: Sequence[Tensor]) -> tuple[Any, ...]:

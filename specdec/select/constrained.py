@@ -37,7 +37,6 @@ class ConstrainedSearch(PoolSearch):
 
     @classmethod
     def serves(cls, options: Options) -> bool:
-        """Where texts must contain given words."""
         return options.constrained
 
     @classmethod

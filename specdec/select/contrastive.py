@@ -40,12 +40,10 @@ class Contrast:
 
     @property
     def length(self) -> int:
-        """How many tokens have been chosen."""
         return len(self.tokens)
 
     @property
     def leaf_scores(self) -> list[float]:
-        """No candidate is ahead."""
         return [0.0] * max(len(self.candidates), 1)
 
     @property
@@ -79,7 +77,6 @@ class Contrastive:
 
     @classmethod
     def serves(cls, options: Options) -> bool:
-        """Where a penalty for likeness was asked for."""
         return options.contrastive
 
     @classmethod

@@ -40,11 +40,9 @@ class Coupled(TextStrategy):
         return CoupledRule(self.processors.drafting, self.width, self.seed)
 
     def choose(self, row: Row, new: list[int], scores: Scores, node: int, processed: Tensor) -> int:
-        """The draw at the position of the token to come."""
         return noise.draw(processed, noise.key(self.seed, noise.COUPLED, generated(row) + len(new)))
 
     def choose_all(self, row: Row, scores: Scores, processed: Tensor) -> Tensor:
-        """The draws after every node."""
         start = generated(row)
         keys = [noise.key(self.seed, noise.COUPLED, start + len(path)) for path in paths(scores)]
         return noise.draws(processed, keys)

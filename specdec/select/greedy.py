@@ -18,7 +18,6 @@ class Greedy(TextStrategy):
 
     @classmethod
     def serves(cls, options: Options) -> bool:
-        """Where nothing else was asked for."""
         return not options.samples
 
     @classmethod
@@ -36,9 +35,7 @@ class Greedy(TextStrategy):
         return super().advance(row, new, scores, node)
 
     def choose(self, row: Row, new: list[int], scores: Scores, node: int, processed: Tensor) -> int:
-        """The first of the likeliest tokens."""
         return host.first_best(processed)
 
     def choose_all(self, row: Row, scores: Scores, processed: Tensor) -> Tensor:
-        """The first of the likeliest tokens after every node."""
         return processed.argmax(dim=-1)

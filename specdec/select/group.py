@@ -32,7 +32,6 @@ class GroupSearch(PoolSearch):
 
     @classmethod
     def serves(cls, options: Options) -> bool:
-        """Where the beams are divided."""
         return options.groups > 1
 
     @classmethod

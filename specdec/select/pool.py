@@ -42,7 +42,6 @@ class PoolSearch(Scoring):
         raise NotImplementedError
 
     def advance(self, row: Row, state: Beams, outputs: Sequence[NodeOutput]) -> SearchStep:
-        """One step of every open pool, from the target's logits at their beams."""
         open_ = [pool for pool in state.pools if not pool.done]
         ids, own = self.texts(row, state.ids), self.log_probs(outputs, len(open_) * self.size)
         turns = list(self.turns(state.pools, ids, own))

@@ -33,11 +33,6 @@ def fit(logits: Tensor, width: int | None) -> Tensor:
     return torch.nn.functional.pad(logits, (0, width - have), value=float("-inf"))
 
 
-def confidence(logits: Tensor, token: int) -> float:
-    """The probability of `token` under `softmax(logits)`, `logits` `[vocab]` float32."""
-    return float(torch.exp(logits[token] - logits.logsumexp(-1)))
-
-
 def likeliest(scores: Tensor, *, confident: bool = True) -> tuple[int, float]:
     """The first of the likeliest tokens of `scores` `[vocab]` float32, and its probability, as `DraftRule.pick` says.
 
@@ -61,7 +56,7 @@ def drawn(scores: Tensor, address: int, *, confident: bool = True) -> tuple[int,
         if not math.isfinite(float(scores.detach().numpy().max())):
             return 0, math.nan
         token = noise.draw(scores, address)
-        return token, confidence(scores, token) if confident else 1.0
+        return token, float(torch.exp(scores[token] - scores.logsumexp(-1))) if confident else 1.0
     token_ = noise.draws(scores[None], [address])
     chosen = scores.gather(-1, token_.to(scores.device).clamp(min=0))
     prob = torch.exp(chosen - scores.logsumexp(-1)) if confident else chosen
