@@ -12,6 +12,7 @@ from torch import Tensor
 from specdec.config import Options
 from specdec.logits import Processors, host
 from specdec.select import noise
+from specdec.select.rules import GreedyRule, process, process_all
 from specdec.select.stopping import Stopping
 from specdec.types import BranchRule, DraftRule, Row, Scores, Step
 
@@ -57,18 +58,6 @@ class RowSetup:
         }
 
 
-def process(processors: Processors, row: Row, extra: Sequence[int], logits: Tensor) -> Tensor:
-    """Processed `logits` `[vocab]` after the row's text and `extra`, float32; the input is not written to."""
-    return processors(row.prefix(extra) if processors.reads_ids else None, logits[None])[0]
-
-
-def process_all(processors: Processors, row: Row, extras: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
-    """The same of `logits` `[n, vocab]` after the row's text and each of `extras`, in one call where that will do."""
-    if not processors.reads_ids:
-        return processors(None, logits)
-    return torch.stack([process(processors, row, extra, one) for extra, one in zip(extras, logits, strict=True)])
-
-
 def guide(logits: Tensor, unconditional: Tensor, scale: float) -> Tensor:
     """Classifier-free guidance on log-probabilities (arXiv 2306.17806), `[..., vocab]` float32."""
     known = torch.log_softmax(unconditional.float(), dim=-1)
@@ -79,13 +68,14 @@ def guide(logits: Tensor, unconditional: Tensor, scale: float) -> Tensor:
 class TextStrategy:
     """Base of the strategies that follow one text.
 
-    `width` is the target's vocabulary, to which draft logits are cropped or padded.
+    `seed` is the row's own, `width` the target's vocabulary, to which draft logits are cropped or padded.
     `guidance_scale` combines with `scores.unconditional` before all processors; `keep_scores` and `keep_logits` put
     copies of the processed and of the target's own logits into every step, `ranked` the log-probability of its token
-    under the target, before all processors. A subclass says its `name`, its draft `rule` and which options it serves.
+    under the target, before all processors. A subclass says its `name` and which options it serves.
     """
 
     processors: Processors
+    seed: int = 0
     _: KW_ONLY
     width: int | None = None
     guidance_scale: float | None = None
@@ -97,13 +87,19 @@ class TextStrategy:
     needs_hidden: ClassVar[bool] = False
     takes_draft: ClassVar[bool] = True
 
+    @classmethod
+    def of(cls, setup: RowSetup) -> TextStrategy:
+        """The strategy of one row."""
+        ranked = setup.options.num_samples is not None
+        return cls(setup.processors, setup.seed, width=setup.width, ranked=ranked, **setup.common)
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.processors!r})"
 
     @property
     def rule(self) -> DraftRule:
-        """How a draft guesses so that it tends to agree."""
-        raise NotImplementedError
+        """How a draft guesses so that it tends to agree: unless a subclass knows better, its likeliest token."""
+        return GreedyRule(self.processors.drafting, self.width)
 
     @property
     def branching(self) -> BranchRule:

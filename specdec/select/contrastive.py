@@ -16,7 +16,8 @@ from torch.nn.functional import normalize
 
 from specdec.config import Options
 from specdec.logits import Processors
-from specdec.select.base import RowSetup, guide, process
+from specdec.select.base import RowSetup, guide
+from specdec.select.rules import process
 from specdec.select.scoring import Hypothesis
 from specdec.select.stopping import Stopping
 from specdec.types import NodeOutput, Row, SearchStep, Step

@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from torch import Tensor
 
 from specdec.config import Options
 from specdec.select import noise
-from specdec.select.base import RowSetup, TextStrategy, paths
-from specdec.select.rules import CoupledRule, GreedyRule, generated
+from specdec.select.base import TextStrategy, paths
+from specdec.select.rules import CoupledRule, generated
 from specdec.types import DraftRule, Row, Scores
 
 
-@dataclass(eq=False, repr=False)
 class Coupled(TextStrategy):
     """Samples `argmax(log p + G)` with Gumbel noise G addressed by (seed, position, token id) (arXiv 2408.07978).
 
     p is the processed target distribution, the position counts generated tokens, and the draft guesses with the same
-    G, so that it tends to agree: P(match) >= (1 - TV(p, q)) / (1 + TV(p, q)). `seed` belongs to the row.
+    G, so that it tends to agree: P(match) >= (1 - TV(p, q)) / (1 + TV(p, q)).
     """
 
-    seed: int
-    name: ClassVar[str] = "coupled"
+    name = "coupled"
 
     @classmethod
     def serves(cls, options: Options) -> bool:
         """Sampling by the class's own name, which for coupled sampling goes without saying."""
         return options.samples and (options.sampling or "coupled") == cls.name
-
-    @classmethod
-    def of(cls, setup: RowSetup) -> Coupled:
-        ranked = setup.options.num_samples is not None
-        return cls(setup.processors, setup.seed, width=setup.width, ranked=ranked, **setup.common)
 
     @property
     def rule(self) -> DraftRule:
@@ -53,6 +43,4 @@ class Match(Coupled):
 
     name = "match"
 
-    @property
-    def rule(self) -> DraftRule:
-        return GreedyRule(self.processors.drafting, self.width)
+    rule = TextStrategy.rule

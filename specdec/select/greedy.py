@@ -6,8 +6,7 @@ from torch import Tensor
 
 from specdec.config import Options
 from specdec.logits import host
-from specdec.select.base import RowSetup, TextStrategy
-from specdec.select.rules import GreedyRule
+from specdec.select.base import TextStrategy
 from specdec.types import Row, Scores, Step
 
 
@@ -19,14 +18,6 @@ class Greedy(TextStrategy):
     @classmethod
     def serves(cls, options: Options) -> bool:
         return not options.samples
-
-    @classmethod
-    def of(cls, setup: RowSetup) -> Greedy:
-        return cls(setup.processors, width=setup.width, **setup.common)
-
-    @property
-    def rule(self) -> GreedyRule:
-        return GreedyRule(self.processors.drafting, self.width)
 
     def advance(self, row: Row, new: list[int], scores: Scores, node: int) -> Step:
         plain = not (self.keep_scores or self.keep_logits or len(self.processors) or scores.unconditional is not None)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from specdec.logits import Processors, host
 from specdec.select import noise
-from specdec.select.base import process, process_all
 from specdec.select.branching import drawn_children, likeliest_children, noisy
 from specdec.types import Branch, Plan, Row
 
@@ -21,6 +20,18 @@ from specdec.types import Branch, Plan, Row
 def generated(row: Row) -> int:
     """How many tokens the row has generated so far."""
     return len(row.tokens) - row.prompt_length
+
+
+def process(processors: Processors, row: Row, extra: Sequence[int], logits: Tensor) -> Tensor:
+    """Processed `logits` `[vocab]` after the row's text and `extra`, float32; the input is not written to."""
+    return processors(row.prefix(extra) if processors.reads_ids else None, logits[None])[0]
+
+
+def process_all(processors: Processors, row: Row, extras: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
+    """The same of `logits` `[n, vocab]` after the row's text and each of `extras`, in one call where that will do."""
+    if not processors.reads_ids:
+        return processors(None, logits)
+    return torch.stack([process(processors, row, extra, one) for extra, one in zip(extras, logits, strict=True)])
 
 
 def fit(logits: Tensor, width: int | None) -> Tensor:
