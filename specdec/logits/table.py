@@ -83,16 +83,6 @@ def _number(value: Any) -> Any:
     return float(value) if isinstance(value, int) else value
 
 
-def _diversity(r: Request, penalty: Any) -> Arguments:
-    groups = getattr(r.options, "num_beam_groups", None) or 1
-    return (penalty, r.options.num_beams, groups) if groups > 1 else None
-
-
-def _forced_eos(r: Request, tokens: Any) -> Arguments:
-    longest = r.options.max_length
-    return None if longest is None else (longest - r.padding, tokens, r.device)
-
-
 def _exponential_decay(r: Request, penalty: Any) -> Arguments:
     if r.eos is None:
         raise OptionError("`exponential_decay_length_penalty` needs an `eos_token_id` to act on, and there is none")
@@ -117,7 +107,11 @@ Entry = tuple[str, Callable[..., Any], Callable[[Request, Any], Arguments]]
 
 PROCESSORS: tuple[Entry, ...] = (
     ("sequence_bias", stock.SequenceBiasLogitsProcessor, lambda r, v: (v,)),
-    ("diversity_penalty", HammingDiversityLogitsProcessor, _diversity),
+    (
+        "diversity_penalty",
+        HammingDiversityLogitsProcessor,
+        lambda r, v: (v, r.options.num_beams, g) if (g := getattr(r.options, "num_beam_groups", 1) or 1) > 1 else None,
+    ),
     (
         "encoder_repetition_penalty",
         EncoderPenalty,
@@ -148,7 +142,11 @@ PROCESSORS: tuple[Entry, ...] = (
     ("prefix_allowed_tokens_fn", RowPrefix, lambda r, v: (v, r.row)),
     # It acts when one token is known. Padding counts, so a padded row never gets there.
     ("forced_bos_token_id", stock.ForcedBOSTokenLogitsProcessor, lambda r, v: None if r.padding else (v,)),
-    ("forced_eos_token_id", stock.ForcedEOSTokenLogitsProcessor, _forced_eos),
+    (
+        "forced_eos_token_id",
+        stock.ForcedEOSTokenLogitsProcessor,
+        lambda r, v: None if r.options.max_length is None else (r.options.max_length - r.padding, v, r.device),
+    ),
     ("remove_invalid_values", stock.InfNanRemoveLogitsProcessor, lambda r, v: () if v is True else None),
     ("exponential_decay_length_penalty", stock.ExponentialDecayLengthPenalty, _exponential_decay),
     ("suppress_tokens", stock.SuppressTokensLogitsProcessor, lambda r, v: (v, r.device)),

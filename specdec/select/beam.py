@@ -119,15 +119,12 @@ class BeamSearch(Scoring):
             ended = [self._hypothesis(pool, found, i, end) for i, end in enumerate(ends[:beams]) if end is not None]
             finished = sorted([*finished, *ended], key=lambda h: -h.score)[:beams]
         full = len(finished) == beams
-        done = pool.done or (full and not self._may_improve(live[0].score, finished[-1].score, length))
+        judged = full and self.early_stopping != "exhaustive"
+        best = self._penalised(live[0].score, self.horizon(length))
+        done = pool.done or (judged and not best > finished[-1].score)
         over = done or (full and self.early_stopping is True) or None not in ends
         finish = (finished[0].reason if finished else "length") if over else None
         return Beams((replace(pool, live=live, ended=tuple(finished[::-1]), done=done),), finish), chosen
-
-    def _may_improve(self, best: float, worst: float, length: int) -> bool:
-        if self.early_stopping == "exhaustive":
-            return True
-        return self._penalised(best, self.horizon(length)) > worst
 
     def _penalised(self, score: float, length: int) -> float:
         return float(np.float32(score) / np.float32(length**self.length_penalty))

@@ -61,11 +61,6 @@ class _Stop:
         children = iter(drawn_children(tree, node))
         return cls(node, weight, processed, children, processed, torch.softmax(processed, dim=-1))
 
-    def leave_out(self, q: Tensor) -> None:
-        """Takes the child that was drawn from `q`, at or below which the path does not end, out of the tree."""
-        self.weight, self.p = without_child(self.weight, self.p, q.to(self.p.device))
-        self.left = self.p.log()
-
 
 def child_weight(weight: float, p: Tensor, q: Tensor, token: int) -> float:
     """The chance that the path goes on through `token`, which was drawn from `q`, given its parent's weight and p."""
@@ -144,9 +139,11 @@ class Block(Rejection):
             else:
                 path.pop()
                 way.pop()
-                left_out = draft_distribution(tree, here.node)
-                assert left_out is not None
-                way[-1].leave_out(left_out)
+                # The path does not end at this node or below it, which is out of the tree.
+                parent, q_ = way[-1], draft_distribution(tree, here.node)
+                assert q_ is not None
+                parent.weight, parent.p = without_child(parent.weight, parent.p, q_.to(parent.p.device))
+                parent.left = parent.p.log()
 
 
 def _copied(tree: Tree, first: int, kinds: Sequence[Tensor]) -> tuple[Any, ...]:
