@@ -50,56 +50,68 @@ class RowSetup:
 
     @property
     def common(self) -> dict[str, Any]:
-        """What every strategy takes as it is: guidance, and which of its numbers are wanted as outputs."""
+        """What every strategy takes as it is, besides processors."""
         return {
+            "width": self.width,
             "guidance_scale": self.guidance_scale,
             "keep_scores": bool(self.options.output_scores),
             "keep_logits": bool(self.options.output_logits),
         }
 
 
-def guide(logits: Tensor, unconditional: Tensor, scale: float) -> Tensor:
-    """Classifier-free guidance on log-probabilities (arXiv 2306.17806), `[..., vocab]` float32."""
-    known = torch.log_softmax(unconditional.float(), dim=-1)
-    return scale * (torch.log_softmax(logits.float(), dim=-1) - known) + known
+@dataclass(frozen=True, eq=False, repr=False)
+class StrategyBase:
+    """What all strategies are made of.
 
-
-@dataclass(eq=False, repr=False)
-class TextStrategy:
-    """Base of the strategies that follow one text.
-
-    `seed` is the row's own, `width` the target's vocabulary, to which draft logits are cropped or padded.
-    `guidance_scale` combines with `scores.unconditional` before all processors; `keep_scores` and `keep_logits` put
-    copies of the processed and of the target's own logits into every step, `ranked` the log-probability of its token
-    under the target, before all processors. A subclass says its `name` and which options it serves.
+    `width` is the target's vocabulary, to which draft logits are cropped or padded. `guidance_scale` combines the
+    target's logits with those of the unconditional row before all processors; `keep_scores` and `keep_logits` put
+    copies of the processed and of the target's own logits into every step.
     """
 
     processors: Processors
-    seed: int = 0
     _: KW_ONLY
     width: int | None = None
     guidance_scale: float | None = None
     keep_scores: bool = False
     keep_logits: bool = False
-    ranked: bool = False
     name: ClassVar[str]
-    is_search: ClassVar[Literal[False]] = False
     needs_hidden: ClassVar[bool] = False
     takes_draft: ClassVar[bool] = True
-
-    @classmethod
-    def of(cls, setup: RowSetup) -> TextStrategy:
-        """The strategy of one row."""
-        ranked = setup.options.num_samples is not None
-        return cls(setup.processors, setup.seed, width=setup.width, ranked=ranked, **setup.common)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.processors!r})"
 
     @property
-    def rule(self) -> DraftRule:
+    def rule(self) -> DraftRule | None:
         """How a draft guesses so that it tends to agree: unless a subclass knows better, its likeliest token."""
         return GreedyRule(self.processors.drafting, self.width)
+
+    def guided(self, logits: Tensor, unconditional: Tensor | None) -> Tensor:
+        """`logits` `[..., vocab]`, away from the unconditional ones where there is guidance (arXiv 2306.17806)."""
+        if unconditional is None or self.guidance_scale is None:
+            return logits
+        known = torch.log_softmax(unconditional.float(), dim=-1)
+        return self.guidance_scale * (torch.log_softmax(logits.float(), dim=-1) - known) + known
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TextStrategy(StrategyBase):
+    """Base of the strategies that follow one text.
+
+    `seed` is the row's own. `ranked` puts the log-probability of its token under the target, before all processors,
+    into every step. A subclass says its `name` and which options it serves.
+    """
+
+    seed: int = 0
+    _: KW_ONLY
+    ranked: bool = False
+    is_search: ClassVar[Literal[False]] = False
+
+    @classmethod
+    def of(cls, setup: RowSetup) -> TextStrategy:
+        """The strategy of one row."""
+        ranked = setup.options.num_samples is not None
+        return cls(setup.processors, setup.seed, ranked=ranked, **setup.common)
 
     @property
     def branching(self) -> BranchRule:
@@ -144,21 +156,16 @@ class TextStrategy:
         is_small = not self.processors.reads_ids and scores.logits.numel() <= _SMALL
         if is_small or self.reads_once(scores):
             return self.all_processed(row, scores)[at]
-        return process(self.processors, row, new, self._guided(scores, slice(at, at + 1))[0])
+        unconditional = None if scores.unconditional is None else scores.unconditional[at]
+        return process(self.processors, row, new, self.guided(scores.logits[at], unconditional))
 
     def all_processed(self, row: Row, scores: Scores) -> Tensor:
         """The same of all nodes that have logits, `[nodes, vocab]`, worked out once in a round."""
         if "processed" not in scores.cache:
-            guided = self._guided(scores, slice(None))
+            guided = self.guided(scores.logits, scores.unconditional)
             scores.cache["processed"] = process_all(self.processors, row, paths(scores), guided)
         found: Tensor = scores.cache["processed"]
         return found
-
-    def _guided(self, scores: Scores, nodes: slice) -> Tensor:
-        logits = scores.logits[nodes]
-        if scores.unconditional is None or self.guidance_scale is None:
-            return logits
-        return guide(logits, scores.unconditional[nodes], self.guidance_scale)
 
     def _decided(self, row: Row, scores: Scores) -> tuple[list[int], list[float] | None]:
         """The tokens after all nodes, and their log-probabilities if they are `ranked`, read once in a round."""

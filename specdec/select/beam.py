@@ -36,7 +36,7 @@ from specdec.select.scoring import (
 from specdec.types import Branch, NodeOutput, Plan, Row, SearchStep, Step
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class BeamSearch(Scoring):
     """Beam search, and with a `seed` beam sample: continuations are then drawn without replacement.
 

@@ -76,7 +76,7 @@ def without_child(weight: float, p: Tensor, q: Tensor) -> tuple[float, Tensor]:
     return mass / rest if rest > 0 else 1.0, excess / mass if mass > 0 else p
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Block(Rejection):
     """Block verification of drawn chains, traversal verification of drawn trees; the token rule on guesses.
 
@@ -91,14 +91,13 @@ class Block(Rejection):
                 f'`sampling="block"` asks processors about text that may not come true, which {self.processors!r} may '
                 'not allow: use `sampling="rejection"`'
             )
-        self._verdict: _Verdict | None = None
 
     def advance(self, row: Row, new: list[int], scores: Scores, node: int) -> Step:
-        verdict = self._verdict
-        if verdict is None or verdict.scores is not scores:
+        verdict: _Verdict | None = scores.cache.get("verdict")
+        if verdict is None:
             if not _is_drawn(scores.tree, node):
                 return super().advance(row, new, scores, node)
-            self._verdict = verdict = self._judge(row, new, scores, node)
+            scores.cache["verdict"] = verdict = self._judge(row, new, scores, node)
         at = len(new) - verdict.base
         processed = self.processed(row, new, scores, node)
         if at < len(verdict.tokens):

@@ -24,7 +24,7 @@ _STEP = 100
 """What a step towards the constraints weighs against a beam's log-probability."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ConstrainedSearch(PoolSearch):
     """Beam search for texts that fulfil constraints; `progress` is that of the prompt, which counts towards them.
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from specdec.config import Options
-from specdec.logits import Processors
-from specdec.select.base import RowSetup, guide
+from specdec.select.base import RowSetup, StrategyBase
 from specdec.select.rules import process
 from specdec.select.scoring import Hypothesis
 from specdec.select.stopping import Stopping
@@ -53,20 +52,16 @@ class Contrast:
         return (Hypothesis(self.tokens, 0.0, (), self.finish or ""),)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Contrastive:
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Contrastive(StrategyBase):
     """Picks the best of `top_k` by (1 - `penalty_alpha`) * probability - `penalty_alpha` * largest cosine.
 
     `keep_traces` says that hidden states or attentions are wanted as outputs.
     """
 
-    processors: Processors
     stop: Stopping
     top_k: int
     penalty_alpha: float
-    guidance_scale: float | None = None
-    keep_scores: bool = False
-    keep_logits: bool = False
     keep_traces: bool = False
     num_beams: ClassVar[int] = 1
     name: ClassVar[str] = "contrastive"
@@ -113,9 +108,7 @@ class Contrastive:
 
     def _ask(self, row: Row, state: Contrast, output: NodeOutput) -> Contrast:
         """The state with the candidates for its next token, by what the target said of its text."""
-        logits = output.logits
-        if output.unconditional is not None and self.guidance_scale is not None:
-            logits = guide(logits, output.unconditional, self.guidance_scale)
+        logits = self.guided(output.logits, output.unconditional)
         processed = process(self.processors, row, _new(row, state.tokens), logits)
         probs, ids = torch.softmax(processed, dim=-1).topk(min(self.top_k, processed.shape[-1]))
         step = Step(

@@ -26,7 +26,7 @@ class Coupled(TextStrategy):
         return options.samples and (options.sampling or "coupled") == cls.name
 
     @property
-    def rule(self) -> DraftRule:
+    def rule(self) -> DraftRule | None:
         return CoupledRule(self.processors.drafting, self.width, self.seed)
 
     def choose(self, row: Row, new: list[int], scores: Scores, node: int, processed: Tensor) -> int:

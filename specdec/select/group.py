@@ -20,7 +20,7 @@ from specdec.select.scoring import Pool, best_of, branches
 from specdec.types import Branch, Plan, Row
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class GroupSearch(PoolSearch):
     """`groups` beam searches of `num_beams / groups` beams, each of which pays for tokens that earlier ones chose.
 

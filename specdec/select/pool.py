@@ -26,7 +26,7 @@ class Turn(NamedTuple):
     scores: Tensor
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class PoolSearch(Scoring):
     """Base of the searches that are scored as in transformers 4.49.
 

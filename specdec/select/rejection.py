@@ -49,7 +49,7 @@ class Rejection(Coupled):
     name = "rejection"
 
     @property
-    def rule(self) -> DraftRule:
+    def rule(self) -> DraftRule | None:
         return SampledRule(self.processors.drafting, self.width, self.seed)
 
     def choose(self, row: Row, new: list[int], scores: Scores, node: int, processed: Tensor) -> int:

@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specdec.logits import Processors, host
-from specdec.select.base import RowSetup, guide
+from specdec.logits import host
+from specdec.select.base import RowSetup, StrategyBase
 from specdec.select.constraints import Progress
-from specdec.select.rules import GreedyRule, fit
+from specdec.select.rules import fit
 from specdec.select.stopping import Stopping
 from specdec.types import Branch, BranchRule, NodeOutput, Plan, Row
 
@@ -133,28 +133,20 @@ LeafCandidates = tuple[NDArray[np.float32], list[int]]
 """The best tokens after one leaf: their log-probabilities, best first, and their ids."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Scoring:
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Scoring(StrategyBase):
     """Base of the searches over beams.
 
     A hypothesis is scored by its sum of log-probabilities over (generated tokens, end included) ** `length_penalty`.
     """
 
-    processors: Processors
     stop: Stopping
     num_beams: int
     max_new_tokens: int
     groups: int = 1
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = False
-    width: int | None = None
-    guidance_scale: float | None = None
-    keep_scores: bool = False
-    keep_logits: bool = False
-    name: ClassVar[str]
     is_search: ClassVar[Literal[True]] = True
-    needs_hidden: ClassVar[bool] = False
-    takes_draft: ClassVar[bool] = True
 
     @classmethod
     def parts(cls, setup: RowSetup) -> dict[str, Any]:
@@ -168,7 +160,6 @@ class Scoring:
             "max_new_tokens": setup.max_new_tokens,
             "length_penalty": 1.0 if o.length_penalty is None else o.length_penalty,
             "early_stopping": o.early_stopping or False,
-            "width": setup.width,
             **setup.common,
         }
 
@@ -180,11 +171,6 @@ class Scoring:
     def begin(self) -> Beams:
         """The state before the first token."""
         return Beams(tuple(Pool.of(self.size, group * self.size) for group in range(self.groups)))
-
-    @property
-    def rule(self) -> GreedyRule:
-        """What a draft that only knows sequences guesses after the best beam."""
-        return GreedyRule(self.processors.drafting, self.width)
 
     @property
     def branching(self) -> BranchRule:
@@ -217,12 +203,11 @@ class Scoring:
     def log_probs(self, outputs: Sequence[NodeOutput], beams: int) -> Tensor:
         """Log-probabilities `[beams, vocab]` before processors, guided."""
         unconditional = [output.unconditional for output in outputs if output.unconditional is not None]
-        return self._guided(self.logits(outputs, beams), torch.stack(unconditional) if unconditional else None)
+        return self._log_probs(self.logits(outputs, beams), torch.stack(unconditional) if unconditional else None)
 
-    def _guided(self, logits: Tensor, unconditional: Tensor | None) -> Tensor:
-        if unconditional is None or self.guidance_scale is None:
-            return torch.log_softmax(logits, dim=-1)
-        return guide(logits, unconditional, self.guidance_scale)
+    def _log_probs(self, logits: Tensor, unconditional: Tensor | None) -> Tensor:
+        guided = self.guided(logits, unconditional)
+        return torch.log_softmax(logits, dim=-1) if guided is logits else guided
 
     def leading(self, outputs: Sequence[NodeOutput], count: int) -> list[LeafCandidates] | None:
         """The `count` best tokens of every leaf, read once for all nodes of a target pass.
@@ -243,7 +228,7 @@ class Scoring:
         """The `count` best tokens after each of `logits` `[leaves, vocab]`, by processors that read no ids."""
         count = min(count, logits.shape[-1])
         if len(self.processors) or (unconditional is not None and self.guidance_scale is not None):
-            values, ids = self.processors(None, self._guided(logits, unconditional)).topk(count, dim=-1)
+            values, ids = self.processors(None, self._log_probs(logits, unconditional)).topk(count, dim=-1)
         else:  # only the best are normalised, from one logsumexp each
             values, ids = logits.topk(count, dim=-1)
             values = values - logits.logsumexp(-1, keepdim=True)
