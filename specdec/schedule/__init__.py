@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from specdec.schedule.base import MOST_NODES, Limit, NamedSchedule, Schedule, ScheduleSetup
+from specdec.schedule.base import Limit, NamedSchedule, Schedule, ScheduleSetup
 from specdec.schedule.cost import WIDEST, Cost
 from specdec.schedule.rules import Confidence, Constant, Heuristic
 
@@ -59,8 +59,6 @@ def learns(options: Any) -> bool:
 
 
 __all__ = [
-    "DEFAULT",
-    "MOST_NODES",
     "SCHEDULES",
     "WIDEST",
     "Confidence",
@@ -68,7 +66,6 @@ __all__ = [
     "Cost",
     "Heuristic",
     "Limit",
-    "NamedSchedule",
     "Schedule",
     "ScheduleSetup",
     "learns",

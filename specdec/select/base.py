@@ -144,7 +144,7 @@ class TextStrategy(StrategyBase):
 
         Processors that may not be asked about text that never comes true are asked as the walk goes.
         """
-        return not host.is_local(scores.logits) and (self.processors.pure or not len(self.processors))
+        return not host.is_local(scores.logits) and self.processors.pure
 
     def processed(self, row: Row, new: Sequence[int], scores: Scores, node: int) -> Tensor:
         """The target's logits `[vocab]` after `node`, guided and processed, float32; read only."""

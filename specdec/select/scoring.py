@@ -192,7 +192,7 @@ class Scoring(StrategyBase):
 
     def texts(self, row: Row, ids: Tensor | None) -> Tensor | None:
         """The beams' ids `[beams, length]`, where anything reads them; before the first token they are the prompt."""
-        if not (self.stop.reads_ids or (len(self.processors) and self.processors.reads_ids)):
+        if not (self.stop.reads_ids or self.processors.reads_ids):
             return None
         return ids if ids is not None else row.prefix()[:, : row.prompt_length].expand(self.num_beams, -1).clone()
 
@@ -217,7 +217,7 @@ class Scoring(StrategyBase):
         wholes = [
             whole for output in outputs if (whole := output.whole) is not None and not host.is_local(whole.logits)
         ]
-        if len(wholes) < len(outputs) or (len(self.processors) and self.processors.reads_ids):
+        if len(wholes) < len(outputs) or self.processors.reads_ids:
             return None
         for whole in wholes:
             if "leading" not in whole.cache:
