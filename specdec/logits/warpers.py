@@ -56,10 +56,10 @@ def _only(like: Tensor, values: Tensor, ids: Tensor, kept: Tensor) -> Tensor:
 class TopK:
     """Keeps the `k` largest logits and all ties of the last of them; the rest becomes -inf."""
 
-    def __init__(self, k: int) -> None:
+    def __init__(self, k: int, *, min_tokens_to_keep: int = 1) -> None:
         if not isinstance(k, int) or k <= 0:
             raise ValueError("`top_k` must be a positive integer")
-        self.k = k
+        self.k = max(k, min_tokens_to_keep)
 
     def __repr__(self) -> str:
         return f"TopK({self.k})"
@@ -77,10 +77,11 @@ class TopP:
     which only the bin with the cut is sorted.
     """
 
-    def __init__(self, p: float) -> None:
+    def __init__(self, p: float, *, min_tokens_to_keep: int = 1) -> None:
         if not 0 <= p <= 1:
             raise ValueError("`top_p` must be between 0 and 1")
         self.p = float(p)
+        self.min_tokens_to_keep = min_tokens_to_keep
 
     def __repr__(self) -> str:
         return f"TopP({self.p})"
@@ -92,7 +93,7 @@ class TopP:
             places = torch.arange(logits.shape[-1], device=logits.device).expand_as(logits)
             values, places = _ordered(logits, places)
             return _only(logits, values, places, self.kept(probs.gather(-1, places)))
-        first = min(_FIRST, logits.shape[-1])
+        first = min(max(_FIRST, self.min_tokens_to_keep), logits.shape[-1])
         # One more than is decided upon: it shows whether a tie of the last one was left out.
         values, places = _ordered(*top_values(logits, min(first + 1, logits.shape[-1])))
         mass = probs.gather(-1, places)
@@ -106,7 +107,7 @@ class TopP:
         above = probs.double().cumsum(-1) - probs
         kept = above + before < self.p
         if before == 0.0:
-            kept[..., :1] = True
+            kept[..., : self.min_tokens_to_keep] = True
         return kept
 
     def _cut(self, logits: Tensor, probs: Tensor) -> Tensor:
@@ -130,9 +131,9 @@ class TopP:
 class TopKTopP:
     """`TopK` followed by `TopP`, in one pass over the vocabulary."""
 
-    def __init__(self, k: int, p: float) -> None:
-        self.top_k = TopK(k)
-        self.top_p = TopP(p)
+    def __init__(self, k: int, p: float, *, min_tokens_to_keep: int = 1) -> None:
+        self.top_k = TopK(k, min_tokens_to_keep=min_tokens_to_keep)
+        self.top_p = TopP(p, min_tokens_to_keep=min_tokens_to_keep)
 
     def __repr__(self) -> str:
         return f"TopKTopP({self.top_k.k}, {self.top_p.p})"

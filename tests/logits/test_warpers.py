@@ -75,6 +75,17 @@ def test_ties_at_the_cut_stay_as_in_transformers(kind, vocab) -> None:
         assert (got.isfinite() != expected.isfinite()).sum(-1).max() <= 1
 
 
+def test_min_tokens_to_keep_is_honoured() -> None:
+    """Beam sampling needs tokens besides the end-of-sequence ones."""
+    logits = torch.tensor([[9.0, 1.0, 0.0, -1.0, -2.0]])
+    for ours, theirs in (
+        (TopP(0.1, min_tokens_to_keep=3), TopPLogitsWarper(0.1, min_tokens_to_keep=3)),
+        (TopK(1, min_tokens_to_keep=2), TopKLogitsWarper(1, min_tokens_to_keep=2)),
+    ):
+        assert torch.equal(ours(None, logits), theirs(None, logits))
+    assert TopKTopP(1, 0.1, min_tokens_to_keep=3)(None, logits).isfinite().sum() == 3
+
+
 def test_flat_row_beside_a_peaked_one() -> None:
     """Rows of one batch may need different ways to the cut."""
     flat, peaked = torch.zeros(5000), torch.zeros(5000)
