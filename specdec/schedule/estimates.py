@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -43,10 +42,6 @@ class Acceptance:
     def of(self, confidence: float) -> float:
         """The acceptance of a token that the draft believes in this much."""
         return min(confidence * self._rates[_bin(confidence)], 1.0)
-
-    def path(self, confidence: Sequence[float]) -> float:
-        """The chance that all of these, one after the other, are accepted."""
-        return math.prod(map(self.of, confidence))
 
     def after(self, tested: Iterable[tuple[float, bool]], levels: float) -> Acceptance:
         """With the outcome of guesses on so many more levels; old outcomes fade with a memory of about 200 of them."""
