@@ -6,6 +6,8 @@ from typing import Annotated, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from specdec.values import plain
+
 # Field -> (the value at which it does nothing, what to do instead). The README lists them; a test compares.
 REFUSED: dict[str, tuple[object, str]] = {
     "assistant_ensemble_weight": (None, "specdec never mixes the draft into the target's distribution"),
@@ -100,16 +102,9 @@ EXPECTED = {
 }
 
 
-def _plain(value: object) -> object:
-    """Numbers and arrays of numpy and torch as Python's own; one number in brackets stays a list."""
-    if isinstance(value, bool) or not hasattr(value, "tolist"):
-        return value
-    return value.tolist()
-
-
 def _one(value: object) -> object:
     """A single id, also from a list or tensor of one."""
-    value = _plain(value)
+    value = plain(value)
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
@@ -120,13 +115,13 @@ def _sampling(name: str) -> str:
 
 
 Flag = Annotated[bool, Field(strict=True)]
-Whole = Annotated[int, Field(strict=True), BeforeValidator(_plain)]
+Whole = Annotated[int, Field(strict=True), BeforeValidator(plain)]
 Count = Annotated[Whole, Field(ge=0)]
 Positive = Annotated[Whole, Field(ge=1)]
-Number = Annotated[float, Field(strict=True, allow_inf_nan=False), BeforeValidator(_plain)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False), BeforeValidator(plain)]
 Share = Annotated[Number, Field(ge=0, le=1)]
 TokenId = Annotated[int, Field(strict=True, ge=0), BeforeValidator(_one)]
-IdList = Annotated[list[Whole], BeforeValidator(_plain)]
+IdList = Annotated[list[Whole], BeforeValidator(plain)]
 TokenIds = Whole | IdList | None
 Text = Annotated[str, Field(min_length=1)]
 Sampling = Annotated[str, AfterValidator(_sampling)]

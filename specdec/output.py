@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from specdec.rows import RunningRow
-from specdec.types import Round, Stats, Step
+from specdec.types import Round, RowRound, Stats
 
 PerToken = tuple[Tensor, ...]
 PerTokenAndLayer = tuple[tuple[Tensor, ...], ...]
@@ -101,15 +101,12 @@ class Detokenizer:
     def _text(self, ids: Sequence[int], last: bool) -> str:
         """What these ids add, as far as it is complete."""
         self._ids += ids
-        before = self._decode(self._ids[self._start : self._given])
-        after = self._decode(self._ids[self._start :])
+        before = decode(self._tokenizer, self._ids[self._start : self._given])
+        after = decode(self._tokenizer, self._ids[self._start :])
         if not last and (after.endswith("\ufffd") or len(after) <= len(before)):
             return ""
         self._start, self._given = self._given, len(self._ids)
         return after[len(before) :]
-
-    def _decode(self, ids: list[int]) -> str:
-        return decode(self._tokenizer, ids)
 
 
 def sequences(padded: Tensor, new: Sequence[list[int]], pad: int) -> Tensor:
@@ -180,7 +177,7 @@ class Recorder:
     """Counts of a request, collected round by round."""
 
     def __init__(self) -> None:
-        self._rows: dict[int, _Counts] = {}
+        self._rows: dict[int, list[RowRound]] = {}
         self._seconds = [0.0, 0.0, 0.0]  # of drafting, verification, selection
 
     def add(self, round: Round) -> None:
@@ -188,56 +185,31 @@ class Recorder:
         for phase, seconds in enumerate((round.draft_seconds, round.verify_seconds, round.select_seconds)):
             self._seconds[phase] += seconds
         for row in round.rows:
-            self._rows.setdefault(row.key, _Counts()).add(row.drafted, row.accepted, row.steps, row.finish)
+            self._rows.setdefault(row.key, []).append(row)
 
     def stats(self, keys: Sequence[int], **known: Any) -> Stats:
         """Statistics of the request and of every row, in the order of `keys`; `known` are fields counted elsewhere."""
-        per_row = tuple(self._rows.get(key, _Counts()).stats() for key in keys)
-        return Stats(
-            num_new_tokens=sum(row.num_new_tokens for row in per_row),
-            num_spec_steps=sum(row.num_spec_steps for row in per_row),
-            num_draft_tokens=sum(row.num_draft_tokens for row in per_row),
-            num_accepted_draft_tokens=sum(row.num_accepted_draft_tokens for row in per_row),
-            per_step_drafted=_joined(row.per_step_drafted for row in per_row),
-            per_step_accepted=_joined(row.per_step_accepted for row in per_row),
-            draft_seconds=self._seconds[0],
-            verify_seconds=self._seconds[1],
-            select_seconds=self._seconds[2],
-            finish_reasons=_joined(row.finish_reasons for row in per_row),
-            per_row=per_row,
-            **known,
-        )
+        per_row = tuple(_stats(self._rows.get(key, [])) for key in keys)
+        draft, verify, select = self._seconds
+        summed = ("num_new_tokens", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
+        joined = ("per_step_drafted", "per_step_accepted", "finish_reasons")
+        counts: dict[str, Any] = {name: sum(getattr(row, name) for row in per_row) for name in summed}
+        counts |= {name: tuple(item for row in per_row for item in getattr(row, name)) for name in joined}
+        counts |= {"draft_seconds": draft, "verify_seconds": verify, "select_seconds": select}
+        return Stats(per_row=per_row, **counts, **known)
 
 
-class _Counts:
+def _stats(rounds: Sequence[RowRound]) -> Stats:
     """One row's part of the statistics."""
-
-    def __init__(self) -> None:
-        self.tokens = self.passes = 0
-        self.drafted: list[int] = []
-        self.accepted: list[int] = []
-        self.finish = "unfinished"
-
-    def add(self, drafted: int, accepted: int, steps: Sequence[Step], finish: str | None) -> None:
-        self.tokens += len(steps)
-        self.passes += 1
-        if drafted:
-            self.drafted.append(drafted)
-            self.accepted.append(accepted)
-        self.finish = finish or self.finish
-
-    def stats(self) -> Stats:
-        return Stats(
-            num_new_tokens=self.tokens,
-            num_target_passes=self.passes,
-            num_spec_steps=len(self.drafted),
-            num_draft_tokens=sum(self.drafted),
-            num_accepted_draft_tokens=sum(self.accepted),
-            per_step_drafted=tuple(self.drafted),
-            per_step_accepted=tuple(self.accepted),
-            finish_reasons=(self.finish,),
-        )
-
-
-def _joined(parts: Iterable[Sequence[Any]]) -> tuple[Any, ...]:
-    return tuple(item for part in parts for item in part)
+    drafted = [row.drafted for row in rounds if row.drafted]
+    accepted = [row.accepted for row in rounds if row.drafted]
+    return Stats(
+        num_new_tokens=sum(len(row.steps) for row in rounds),
+        num_target_passes=len(rounds),
+        num_spec_steps=len(drafted),
+        num_draft_tokens=sum(drafted),
+        num_accepted_draft_tokens=sum(accepted),
+        per_step_drafted=tuple(drafted),
+        per_step_accepted=tuple(accepted),
+        finish_reasons=(next((row.finish for row in rounds if row.finish), "unfinished"),),
+    )

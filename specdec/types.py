@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -255,42 +255,24 @@ class Row(Protocol):
     the row's request wants of a draft.
     """
 
-    @property
-    def key(self) -> int: ...
-
-    @property
-    def tokens(self) -> list[int]: ...
-
-    @property
-    def tree(self) -> Tree: ...
-
-    @property
-    def leaves(self) -> Sequence[int]: ...
+    key: int
+    tokens: list[int]
+    tree: Tree
+    leaves: Sequence[int]
+    prompt_length: int
+    encoder_tokens: list[int] | None
+    encoding: object | None
+    prediction: list[int] | None
+    task: DraftTask
 
     @property
     def leaf_scores(self) -> Sequence[float]: ...
 
     @property
-    def prompt_length(self) -> int: ...
-
-    @property
     def remaining(self) -> int: ...
-
-    @property
-    def encoder_tokens(self) -> list[int] | None: ...
-
-    @property
-    def encoding(self) -> object | None: ...
-
-    @property
-    def prediction(self) -> list[int] | None: ...
-
-    @property
-    def task(self) -> DraftTask: ...
 
     def prefix(self, extra: Sequence[int] = ()) -> Tensor:
         """The text so far, followed by `extra`, as ids `[1, length]` where the logits are, to be read at once."""
-        ...
 
 
 class Strategy(Protocol):
@@ -300,35 +282,26 @@ class Strategy(Protocol):
     reads the target's last hidden states. `takes_draft`: proposals may help it; only then it has `rule`, `branching`.
     """
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def needs_hidden(self) -> bool: ...
-
-    @property
-    def takes_draft(self) -> bool: ...
+    name: ClassVar[str]
+    needs_hidden: ClassVar[bool]
+    takes_draft: ClassVar[bool]
 
     @property
     def rule(self) -> DraftRule | None:
         """How a draft guesses one token after the other; for a search, after its best branch."""
-        ...
 
     @property
     def branching(self) -> BranchRule | None:
         """How a draft guesses several continuations at once."""
-        ...
 
 
 class Selector(Strategy, Protocol):
     """A strategy of one text: turns genuine target scores into tokens, one ordinary step at a time."""
 
-    @property
-    def is_search(self) -> Literal[False]: ...
+    is_search: ClassVar[Literal[False]]
 
     def advance(self, row: Row, new: list[int], scores: Scores, node: int) -> Step:
         """The next token after `node`, where `new` are the tokens already emitted in this round."""
-        ...
 
 
 class Trace(NamedTuple):
@@ -374,19 +347,16 @@ class SearchStep(NamedTuple):
 class Search(Strategy, Protocol):
     """A strategy with several live branches; its states are values, with `finish`, `length` and `leaf_scores`."""
 
-    @property
-    def is_search(self) -> Literal[True]: ...
+    is_search: ClassVar[Literal[True]]
 
     @property
     def num_beams(self) -> int: ...
 
     def begin(self) -> Any:
         """The state before the first token."""
-        ...
 
     def advance(self, row: Row, state: Any, outputs: Sequence[NodeOutput]) -> SearchStep:
         """The next state, from what the target said at every leaf."""
-        ...
 
 
 class Branch(NamedTuple):
@@ -414,7 +384,6 @@ class DraftRule(Protocol):
 
         Under rejection a node drawn at random must never be dropped after it was seen.
         """
-        ...
 
     def pick(
         self, row: Row, guesses: list[int], logits: Tensor, *, confident: bool = True
@@ -424,7 +393,6 @@ class DraftRule(Protocol):
         Unless it must be `confident`, the probability is told as 1, which spares a sum over the vocabulary. A
         probability of NaN says that the draft has no guess.
         """
-        ...
 
 
 class BranchRule(Protocol):
@@ -435,7 +403,6 @@ class BranchRule(Protocol):
 
         `ends` are equally long. Only the first `plan.branches` will be continued, all of them where that is None.
         """
-        ...
 
 
 class Plan(Protocol):
@@ -444,28 +411,23 @@ class Plan(Protocol):
     @property
     def limit(self) -> int:
         """The most nodes on a path; 0 means no draft."""
-        ...
 
     @property
     def branches(self) -> int | None:
         """The most nodes that one draft pass continues; None leaves that to the strategy, one for most."""
-        ...
 
     @property
     def needs_confidence(self) -> bool:
         """Whether the answers below depend on the draft's confidence."""
-        ...
 
     def go_on(self, paths: Sequence[Sequence[float]], width: int = 1) -> bool:
         """Whether the next draft pass pays, given the confidence of the nodes on the paths that it would continue.
 
         `width` is how many nodes the pass brings. The branches of a search count as one path.
         """
-        ...
 
     def keep(self, confidence: Sequence[float]) -> bool:
         """Whether the last of these nodes is worth the target's time (match verification and one-hot drafts only)."""
-        ...
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -12,10 +12,10 @@ import specdec
 ROOT = Path(specdec.__file__).parent
 RANKS = {
     "errors": 0,
-    "fields": 0,
     "types": 0,
     "values": 0,
     "versions": 0,
+    "fields": 1,
     "loading": 1,
     "zoo": 1,
     "logits": 1,

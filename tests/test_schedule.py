@@ -229,12 +229,11 @@ def test_unlikely_guesses_are_not_given_up_early() -> None:
     """
     acceptance = Acceptance()
     for _ in range(20):
-        row = outcome(2, 0).rows[0]
-        acceptance = acceptance.after(replace(row, tested=[(0.7, True), (0.06, False)], levels=1))
+        acceptance = acceptance.after([(0.7, True), (0.06, False)], 1)
     assert acceptance.of(0.06) > 0.03
     assert acceptance.of(0.7) > 0.7
     for _ in range(20):
-        acceptance = acceptance.after(replace(row, tested=[(0.5, False)], levels=1))
+        acceptance = acceptance.after([(0.5, False)], 1)
     assert acceptance.of(0.5) < 0.1
 
 
@@ -374,7 +373,7 @@ def test_rows_of_other_requests_share_passes_and_nothing_else() -> None:
     cost = Cost().after(Round([own], 14, 0.9, 1.0, 0.1, 2.0, others=[other]))
     assert cost.tokens == 5
     assert (cost.passes.nodes, cost.passes.seconds) == (14, 1.1)
-    assert cost.acceptance == Cost().acceptance.after(own)
+    assert cost.acceptance == Cost().acceptance.after(own.tested, own.levels)
     assert (dict(cost.drafts), cost.plain.weight) == ({}, 0)
     assert (cost.other_rows, cost.drafting_rows) == (1, 0)
     shared = Cost().after(Round([own], 8, 0.3, 1.0, 0.0, 1.3, others=[replace(own, key=1)]))

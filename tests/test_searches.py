@@ -19,7 +19,7 @@ from specdec import (
     SpecGenerator,
     UnsupportedError,
 )
-from specdec.select import Progress
+from specdec.select.constraints import Progress
 from tests.oracle import oracle
 from tests.test_exact import prompt_for
 from tests.tiny import tiny

@@ -51,7 +51,6 @@ class BestLeaf(DraftSession):
 
     @property
     def cache(self) -> Any:
-        """The inner session's."""
         return self._session.cache
 
     def commit(self, commits: Sequence[Commit]) -> None:
@@ -59,11 +58,9 @@ class BestLeaf(DraftSession):
         self._session.commit([commit for commit in commits if commit.row.key not in self._texts])
 
     def rewind(self, row: Row, length: int) -> None:
-        """Passed on."""
         self._session.rewind(row, length)
 
     def release(self, keys: Sequence[int]) -> None:
-        """Passed on."""
         for key in keys:
             self._texts.pop(key, None)
         self._session.release(keys)
@@ -73,16 +70,12 @@ class BestLeaf(DraftSession):
         if not row.tree.tokens:
             return row
         tokens = row.tokens + branch_tokens(row, row.leaves[0])
-        leader = ReadRow(
-            row.key,
-            tokens,
-            row.prompt_length,
-            row.task,
-            row.remaining,
-            row.encoder_tokens,
-            row.encoding,
-            row.prediction,
-        )
+        inputs: dict[str, Any] = {
+            "encoder_tokens": row.encoder_tokens,
+            "encoding": row.encoding,
+            "prediction": row.prediction,
+        }
+        leader = ReadRow(row.key, tokens, row.prompt_length, row.task, row.remaining, **inputs)
         before = self._texts.get(row.key, [])
         if (same := common_length(before, tokens)) < len(before):
             self._session.rewind(leader, same)

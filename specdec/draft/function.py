@@ -34,7 +34,6 @@ class FunctionDrafter(BatchDrafter):
         return f"FunctionDrafter({self._name})"
 
     def start(self, vocab_size: int) -> FunctionSession:
-        """A session without rows."""
         return FunctionSession(self._propose, self._name, vocab_size)
 
 

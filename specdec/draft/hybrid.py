@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
 from specdec.draft.text import TextDrafter, TextSession, cut
 from specdec.errors import OptionError
+from specdec.schedule.estimates import Acceptance
 from specdec.types import EMPTY, BatchDrafter, Commit, DraftSession, Plan, Row, Tree
 
 _MEMORY = 0.9
-_TESTED_AT_MOST = 200.0
 
 
 @dataclass
 class Odds:
-    """What is known of the model draft: accepted share of its tested nodes, seconds of a pass, nodes it tends to draft.
+    """What is known of the model draft: how often it is right, seconds of a pass, nodes it tends to draft.
 
     `gap` are the seconds between two proposals, which is the target's pass and everything around it.
     """
 
-    accepted: float = 1.6
-    tested: float = 2.0
+    acceptance: Acceptance = field(default_factory=Acceptance)
     pass_seconds: float | None = None
     gap: float | None = None
     nodes: float = 4.0
@@ -38,15 +37,13 @@ class Odds:
         gap = self.gap or 1.0
         # Before anything was measured a draft pass is taken for a fifth of the target's.
         seconds = 0.2 * gap if self.pass_seconds is None else self.pass_seconds
-        return _expected([self.accepted / self.tested] * count) / (gap + count * seconds)
+        return _expected([self.acceptance.mean] * count) / (gap + count * seconds)
 
     def outcome(self, guess: Tree, emitted: Sequence[int]) -> None:
         """Learns from a model draft at what share of depths it guesses right."""
         right, missed = guess.follow(emitted)
-        self.accepted += right
-        self.tested += right + missed
-        if self.tested > _TESTED_AT_MOST:
-            self.accepted, self.tested = self.accepted / 2.0, self.tested / 2.0
+        tested = [(1.0, True)] * right + [(1.0, False)] * missed
+        self.acceptance = self.acceptance.after(tested, len(tested))
 
     def drafted(self, seconds: float, nodes: int) -> None:
         """Learns from one proposal of the model what a pass costs; it ran one per node of the longest chain."""
@@ -84,21 +81,20 @@ class HybridDrafter(BatchDrafter):
 
     def start(self, vocab_size: int) -> HybridSession:
         """A session without rows; what was learned about the model draft is kept across sessions."""
-        return HybridSession(self.text.start(vocab_size), self.model.start(vocab_size), self._odds)
+        return HybridSession(self.text.start(vocab_size), self.model.start(vocab_size), self.text.source, self._odds)
 
 
 class HybridSession(DraftSession):
     """Both drafts at work."""
 
-    def __init__(self, text: TextSession, model: DraftSession, odds: Odds) -> None:
-        self._text, self._model, self._odds = text, model, odds
+    def __init__(self, text: TextSession, model: DraftSession, source: str, odds: Odds) -> None:
+        self._text, self._model, self._source, self._odds = text, model, source, odds
         self._ended: float | None = None
         self._read: set[int] = set()
         self._pending: dict[int, tuple[int, Tree]] = {}
 
     @property
     def guesses_branches(self) -> bool:  # type: ignore[override]
-        """Whether the model draft looks after all branches of a search."""
         return self._model.guesses_branches
 
     def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
@@ -109,7 +105,7 @@ class HybridSession(DraftSession):
         for row in rows:
             self._learn(row)
         trees = [
-            cut(*self._text.guess(row, plan.limit), row, plan, self._text.source)
+            cut(*self._text.guess(row, plan.limit), row, plan, self._source)
             for row, plan in zip(rows, plans, strict=True)
         ]
         chosen = [i for i, tree in enumerate(trees) if self._prefers_model(rows[i], plans[i], tree)]
@@ -122,7 +118,6 @@ class HybridSession(DraftSession):
 
     @property
     def cache(self) -> Any:
-        """The model's."""
         return self._model.cache
 
     def commit(self, commits: Sequence[Commit]) -> None:
@@ -130,12 +125,10 @@ class HybridSession(DraftSession):
         self._model.commit(commits)
 
     def rewind(self, row: Row, length: int) -> None:
-        """Passed on."""
         self._text.rewind(row, length)
         self._model.rewind(row, length)
 
     def release(self, keys: Sequence[int]) -> None:
-        """Forgets rows, in both drafts."""
         for key in keys:
             self._pending.pop(key, None)
             self._read.discard(key)

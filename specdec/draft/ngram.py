@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specdec.draft.text import SEPARATOR, Calibration, TextDrafter, TextSession, until_separator
+from specdec.draft.text import SEPARATOR, TextDrafter, until_separator
 from specdec.errors import OptionError
 
 
@@ -44,22 +44,17 @@ class NgramDrafter(TextDrafter):
     an encoder-decoder target's input is searched before its output.
     """
 
+    source = "ngram"
+
     def __init__(self, num_tokens: int = 10, max_ngram: int = 2, *, encoder: bool = False) -> None:
         for name, value in (("num_tokens", num_tokens), ("max_ngram", max_ngram)):
             if value < 1:
                 raise OptionError.of(name, "at least 1", value)
-        self.num_tokens, self.max_ngram, self.encoder = num_tokens, max_ngram, encoder
-        self.calibration = Calibration()
+        super().__init__(encoder=encoder)
+        self.num_tokens, self.max_ngram = num_tokens, max_ngram
 
     def __repr__(self) -> str:
         return f"NgramDrafter({self.num_tokens}, {self.max_ngram}, encoder={self.encoder})"
 
-    def start(self, vocab_size: int) -> TextSession:
-        """A session without rows; what was learned about confidence is kept across sessions."""
-        return TextSession(
-            lambda: NgramIndex(self.num_tokens, self.max_ngram),
-            self.calibration,
-            vocab_size,
-            encoder=self.encoder,
-            source="ngram",
-        )
+    def index(self) -> NgramIndex:
+        return NgramIndex(self.num_tokens, self.max_ngram)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specdec.draft.text import SEPARATOR, Calibration, TextDrafter, TextSession, until_separator
+from specdec.draft.text import SEPARATOR, TextDrafter, until_separator
 from specdec.errors import OptionError
 
 _ROOT = 0
@@ -34,15 +34,6 @@ class SuffixAutomaton:
             self._append(token)
             self.text.append(token)
 
-    def matches(self) -> list[int]:
-        """The states of the text's suffixes that occurred before, longest first."""
-        states = []
-        state = self.link[self.whole]
-        while state > _ROOT:
-            states.append(state)
-            state = self.link[state]
-        return states
-
     def after(self, tail: Sequence[int]) -> tuple[int, int]:
         """The state of the longest suffix of the text and `tail` that occurs in the text, and that suffix's length."""
         state, length = self.whole, self.length[self.whole]
@@ -53,15 +44,6 @@ class SuffixAutomaton:
             if token in self.next[state]:
                 state, length = self.next[state][token], length + 1
         return state, length
-
-    def find(self, tokens: Sequence[int]) -> int | None:
-        """The state of the substring `tokens`, None if it does not occur."""
-        state: int | None = _ROOT
-        for token in tokens:
-            if state is None:
-                return None
-            state = self.next[state].get(token)
-        return state
 
     def _settle(self) -> None:
         """Counts the end of the text so far, now that something follows it."""
@@ -164,6 +146,8 @@ class SuffixDrafter(TextDrafter):
     default) an encoder-decoder target's input is searched too.
     """
 
+    source = "suffix"
+
     def __init__(
         self, *, growth: float = 2.0, min_match: int = 1, frequent: bool = False, encoder: bool = True
     ) -> None:
@@ -171,18 +155,11 @@ class SuffixDrafter(TextDrafter):
             raise OptionError.of("growth", "at least 0", growth)
         if min_match < 1:
             raise OptionError.of("min_match", "at least 1", min_match)
-        self.growth, self.min_match, self.frequent, self.encoder = growth, min_match, frequent, encoder
-        self.calibration = Calibration()
+        super().__init__(encoder=encoder)
+        self.growth, self.min_match, self.frequent = growth, min_match, frequent
 
     def __repr__(self) -> str:
         return f"SuffixDrafter(growth={self.growth}, min_match={self.min_match}, frequent={self.frequent})"
 
-    def start(self, vocab_size: int) -> TextSession:
-        """A session without rows; what was learned about confidence is kept across sessions."""
-        return TextSession(
-            lambda: SuffixIndex(self.growth, self.min_match, self.frequent),
-            self.calibration,
-            vocab_size,
-            encoder=self.encoder,
-            source="suffix",
-        )
+    def index(self) -> SuffixIndex:
+        return SuffixIndex(self.growth, self.min_match, self.frequent)

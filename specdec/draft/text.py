@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from specdec.draft.best_leaf import branch_tokens
 from specdec.errors import OptionError
@@ -24,11 +24,9 @@ class Index(Protocol):
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Appends `tokens`."""
-        ...
 
     def lookup(self, limit: int, tail: Sequence[int] = ()) -> tuple[list[int], int]:
         """At most `limit` tokens that may follow the text and `tail`, and how many tokens before them matched."""
-        ...
 
 
 class Calibration:
@@ -100,11 +98,17 @@ class _Reading:
 
 
 class TextDrafter(BatchDrafter):
-    """A draft that copies from the text: its guess is deterministic and costs next to nothing."""
+    """A draft that copies from the text: its guess is deterministic and costs next to nothing.
+
+    `encoder`: it searches an encoder-decoder target's input too. `source` names it in its proposals.
+    """
 
     guesses_trees = False
     instant = True
-    calibration: Calibration
+    source: ClassVar[str]
+
+    def __init__(self, *, encoder: bool = False) -> None:
+        self.encoder, self.calibration = encoder, Calibration()
 
     @classmethod
     def of(cls, target: object, argument: str | None, name: str = "draft") -> TextDrafter:
@@ -114,8 +118,12 @@ class TextDrafter(BatchDrafter):
         return cls()
 
     @abstractmethod
+    def index(self) -> Index:
+        """The index of one row."""
+
     def start(self, vocab_size: int) -> TextSession:
         """A session without rows; what was learned about confidence is kept across sessions."""
+        return TextSession(self, vocab_size)
 
 
 class TextSession(DraftSession):
@@ -123,17 +131,8 @@ class TextSession(DraftSession):
 
     guesses_branches = True
 
-    def __init__(
-        self,
-        make_index: Callable[[], Index],
-        calibration: Calibration,
-        vocab_size: int,
-        *,
-        encoder: bool,
-        source: str,
-    ) -> None:
-        self._make_index, self._calibration = make_index, calibration
-        self._vocab_size, self._encoder, self.source = vocab_size, encoder, source
+    def __init__(self, drafter: TextDrafter, vocab_size: int) -> None:
+        self._drafter, self._vocab_size, self._calibration = drafter, vocab_size, drafter.calibration
         self._readings: dict[int, _Reading] = {}
 
     def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
@@ -145,35 +144,37 @@ class TextSession(DraftSession):
         reading = self._readings.pop(row.key, None) or self._open(row)
         self._read(reading, row.tokens)
         found, reading.match = reading.index.lookup(max(limit, 1))
-        reading.guess = known_tokens(found, self._vocab_size, row.task.ends)
+        reading.guess, confidence = self._believed(row, found, reading.match)
         # Put back only here: a reading that an exception left half way is read anew.
         self._readings[row.key] = reading
-        return reading.guess, self._calibration.rates(reading.match, len(reading.guess))
+        return reading.guess, confidence
 
     def _propose(self, row: Row, plan: Plan) -> Tree:
-        first = cut(*self.guess(row, plan.limit), row, plan, self.source)
+        first = cut(*self.guess(row, plan.limit), row, plan, self._drafter.source)
         if not row.tree.tokens:
             return first
-        return merge_chains([cut(*self._branch(row, leaf, plan.limit), row, plan, self.source) for leaf in row.leaves])
+        # After the branches of a search, whose shared text is read by now.
+        index, chains = self._readings[row.key].index, []
+        for leaf in row.leaves:
+            found, match = index.lookup(max(plan.limit, 1), branch_tokens(row, leaf))
+            chains.append(cut(*self._believed(row, found, match), row, plan, self._drafter.source))
+        return merge_chains(chains)
 
-    def _branch(self, row: Row, leaf: int, limit: int) -> tuple[list[int], list[float]]:
-        """Guesses after one branch of a search, whose shared text was read."""
-        found, match = self._readings[row.key].index.lookup(max(limit, 1), branch_tokens(row, leaf))
+    def _believed(self, row: Row, found: list[int], match: int) -> tuple[list[int], list[float]]:
+        """What may be proposed of `found` after a match of so many tokens, and its confidence."""
         guess = known_tokens(found, self._vocab_size, row.task.ends)
         return guess, self._calibration.rates(match, len(guess))
 
     def rewind(self, row: Row, length: int) -> None:
-        """Forgets the row's index: it is made again."""
         self._readings.pop(row.key, None)
 
     def release(self, keys: Sequence[int]) -> None:
-        """Forgets the indices of rows."""
         for key in keys:
             self._readings.pop(key, None)
 
     def _open(self, row: Row) -> _Reading:
-        reading = _Reading(self._make_index())
-        if self._encoder and row.encoder_tokens:
+        reading = _Reading(self._drafter.index())
+        if self._drafter.encoder and row.encoder_tokens:
             reading.index.extend([*row.encoder_tokens, SEPARATOR])
         if row.prediction:
             # After the end of the prompt, so that the prompt's own end is followed by its beginning.

@@ -89,8 +89,12 @@ def read_prompts(
     value = prompt if prompt is not None else given.get("inputs", given.get("input_ids"))
     if messages is not None:
         value = _chat(messages, tokenizer)
-    read = _encoder_decoder if target.is_encoder_decoder else _embedded if "inputs_embeds" in given else _decoder_only
-    return _with_negatives(read(value, given, options, target, tokenizer), given, options, target)
+    how = given, options, target, tokenizer
+    if target.is_encoder_decoder:
+        prompts = _encoder_decoder(value, *how)
+    else:
+        prompts = _embedded(value, *how) if "inputs_embeds" in given else _prompts(_read(value, *how), options)
+    return _with_negatives(prompts, given, options, target)
 
 
 def _unpacked(prompt: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,12 +138,6 @@ def _chat(messages: Sequence[Any], tokenizer: Any) -> list[list[int]]:
         return [tokenizer.apply_chat_template(c, **how)["input_ids"] for c in conversations]
     except Exception as error:  # whatever a template raises
         raise OptionError(f"the tokenizer's chat template refused `messages`: {error}") from error
-
-
-def _decoder_only(
-    value: Any, given: Mapping[str, Any], options: Options, target: LanguageModel, tokenizer: Any
-) -> Prompts:
-    return _prompts(_read(value, given, options, target, tokenizer), options)
 
 
 def _embedded(value: Any, given: Mapping[str, Any], options: Options, target: LanguageModel, tokenizer: Any) -> Prompts:

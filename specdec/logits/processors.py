@@ -75,20 +75,18 @@ def build_processors(
     padding: int = 0,
     eos_ids: Sequence[int] = (),
     encoder_ids: Tensor | None = None,
-    prompt_ignore_length: int | None = None,
     extra: Sequence[Any] = (),
     prefix_allowed_tokens_fn: PrefixFn | None = None,
     row: int = 0,
     device: torch.device | str = "cpu",
-    min_tokens_to_keep: int = 1,
 ) -> Processors:
     """The processors of one row from `options`, an object with `GenerationConfig`'s attribute names.
 
     `prompt_length` counts `padding` left-padded tokens, which the ids given later do not hold: lengths mean what they
     mean in transformers for the padded row. `encoder_ids` `[1, n]` are the encoder's input (or a decoder-only model's
-    prompt), `prompt_ignore_length` the leading ids that `repetition_penalty` overlooks. `extra` are the user's own
-    processors: one of a kind that the options make takes its place, others follow, before the warpers. `row` is the
-    batch number told to `prefix_allowed_tokens_fn`. Guidance and watermarking are not made here.
+    prompt). `extra` are the user's own processors: one of a kind that the options make takes its place, others follow,
+    before the warpers. `row` is the batch number told to `prefix_allowed_tokens_fn`. Guidance and watermarking are not
+    made here.
 
     Raises `OptionError` for a value that its processor refuses and for a processor that needs more than ids and logits.
     """
@@ -96,13 +94,11 @@ def build_processors(
         options,
         prompt_length,
         padding,
-        prompt_ignore_length,
         eos_ids,
         encoder_ids if encoder_ids is not None and not bool((encoder_ids < 0).any()) else None,
         prefix_allowed_tokens_fn,
         row,
         device,
-        min_tokens_to_keep,
     )
     _check(options, extra)
     items = _merge(table.build(table.PROCESSORS, request), extra)
@@ -146,9 +142,6 @@ def _check(options: Any, extra: Sequence[Any]) -> None:
         ]
         if len(needed) > 2:
             raise OptionError.of("logits_processor", "callables of (ids, logits)", own, f"bind {needed[2:]} first")
-        if type(own) is UnbatchedClassifierFreeGuidanceLogitsProcessor and _guides(options):
+        guides = getattr(options, "guidance_scale", None) not in (None, 1)
+        if guides and type(own) is UnbatchedClassifierFreeGuidanceLogitsProcessor:
             raise OptionError("`guidance_scale` and a guidance processor in `logits_processor` contradict: pass one")
-
-
-def _guides(options: Any) -> bool:
-    return getattr(options, "guidance_scale", None) not in (None, 1, 1.0)

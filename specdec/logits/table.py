@@ -19,7 +19,7 @@ PrefixFn = Callable[[int, Tensor], list[int]]
 
 @dataclass(frozen=True)
 class Request:
-    """What the builders need to know about one row besides the value of their own option.
+    """What is known of one row besides the value of an option.
 
     `prompt_length` is the padded one, as transformers counts; `padding` of its tokens are not in the ids of the row.
     """
@@ -27,13 +27,11 @@ class Request:
     options: Any
     prompt_length: int
     padding: int
-    prompt_ignore_length: int | None
     eos_ids: Sequence[int]
     encoder_ids: Tensor | None
     prefix_allowed_tokens_fn: PrefixFn | None
     row: int
     device: torch.device | str
-    min_tokens_to_keep: int
 
     @property
     def own_length(self) -> int:
@@ -44,9 +42,6 @@ class Request:
     def eos(self) -> Tensor | None:
         """The end-of-sequence ids `[n]`, or None without any, as transformers prepares them."""
         return torch.tensor(list(self.eos_ids), device=self.device) if self.eos_ids else None
-
-
-Builder = Callable[[Request, Any], Any]
 
 
 class RowPrefix:
@@ -83,186 +78,124 @@ class EncoderPenalty(stock.EncoderRepetitionPenaltyLogitsProcessor):  # type: ig
         return torch.cat([super(EncoderPenalty, self).__call__(ids, text[None]) for text in logits])
 
 
-def _number(value: Any) -> float:
+def _number(value: Any) -> Any:
     """Integers where transformers insists on floats: `temperature=2` is clear enough."""
     return float(value) if isinstance(value, int) else value
 
 
-def _encoder_penalty(request: Request, penalty: Any) -> Any:
-    if penalty == 1.0 or request.encoder_ids is None:
-        return None
-    return EncoderPenalty(_number(penalty), request.encoder_ids)
-
-
-def _encoder_ngrams(request: Request, size: Any) -> Any:
-    if size <= 0 or request.encoder_ids is None:
-        return None
-    return stock.EncoderNoRepeatNGramLogitsProcessor(size, request.encoder_ids)
-
-
-def _diversity(request: Request, penalty: Any) -> Any:
-    groups = getattr(request.options, "num_beam_groups", None) or 1
-    return HammingDiversityLogitsProcessor(penalty, request.options.num_beams, groups) if groups > 1 else None
-
-
-def _repetition(request: Request, penalty: Any) -> Any:
-    if penalty == 1.0:
-        return None
-    return stock.RepetitionPenaltyLogitsProcessor(_number(penalty), request.prompt_ignore_length)
-
-
-def _min_length(request: Request, length: Any) -> Any:
-    if length <= 0 or request.eos is None:
-        return None
-    return stock.MinLengthLogitsProcessor(max(length - request.padding, 0), request.eos, device=request.device)
-
-
-def _min_new_tokens(request: Request, length: Any) -> Any:
-    if length <= 0 or request.eos is None:
-        return None
-    return stock.MinNewTokensLengthLogitsProcessor(request.own_length, length, request.eos, device=request.device)
-
-
-def _forced_bos(request: Request, token: Any) -> Any:
-    # It acts when one token is known. Padding counts, so a padded row never gets there.
-    return None if request.padding else stock.ForcedBOSTokenLogitsProcessor(token)
-
-
-def _forced_eos(request: Request, token: Any) -> Any:
-    if request.options.max_length is None:
-        return None
-    return stock.ForcedEOSTokenLogitsProcessor(request.options.max_length - request.padding, token, request.device)
-
-
-def _exponential_decay(request: Request, penalty: Any) -> Any:
-    if request.eos is None:
+def _exponential_decay(r: Request, penalty: Any) -> Arguments:
+    if r.eos is None:
         raise OptionError("`exponential_decay_length_penalty` needs an `eos_token_id` to act on, and there is none")
-    return stock.ExponentialDecayLengthPenalty(penalty, request.eos, request.own_length)
+    return penalty, r.eos, r.own_length
 
 
-def _begin_suppress(request: Request, tokens: Any) -> Any:
-    forced = request.prompt_length <= 1 and request.options.forced_bos_token_id is not None
-    return stock.SuppressTokensAtBeginLogitsProcessor(tokens, request.own_length + forced, device=request.device)
+def _begin_suppress(r: Request, tokens: Any) -> Arguments:
+    forced = r.prompt_length <= 1 and r.options.forced_bos_token_id is not None
+    return tokens, r.own_length + forced, r.device
 
 
-def _typical(request: Request, mass: Any) -> Any:
-    keep = request.min_tokens_to_keep
-    return stock.TypicalLogitsWarper(mass, min_tokens_to_keep=keep) if mass < 1.0 else None
-
-
-def _epsilon(request: Request, value: Any) -> Any:
-    keep = request.min_tokens_to_keep
-    return stock.EpsilonLogitsWarper(value, min_tokens_to_keep=keep) if 0.0 < value < 1.0 else None
-
-
-def _eta(request: Request, value: Any) -> Any:
-    keep = request.min_tokens_to_keep
-    return stock.EtaLogitsWarper(value, min_tokens_to_keep=keep, device=request.device) if 0.0 < value < 1.0 else None
-
-
-def _top_k_top_p(request: Request, k: Any) -> Any:
-    top_p = request.options.top_p
+def _top_k_top_p(k: int, p: float | None) -> Any:
+    """One warper for both; a value that does nothing leaves its part out."""
     if k == 0:
-        return _top_p(request, top_p) if top_p is not None else None
-    if top_p is not None and top_p < 1.0:
-        return TopKTopP(k, top_p, min_tokens_to_keep=request.min_tokens_to_keep)
-    return TopK(k, min_tokens_to_keep=request.min_tokens_to_keep)
+        return None if p is None or p >= 1.0 else TopP(p)
+    return TopK(k) if p is None or p >= 1.0 else TopKTopP(k, p)
 
 
-def _top_p(request: Request, p: Any) -> Any:
-    return TopP(p, min_tokens_to_keep=request.min_tokens_to_keep) if p < 1.0 else None
+Arguments = tuple[Any, ...] | None
+Entry = tuple[str, Callable[..., Any], Callable[[Request, Any], Arguments]]
+"""An option, what it makes, and from which arguments, None where the option's value does nothing."""
 
-
-def _top_p_alone(request: Request, p: Any) -> Any:
-    return _top_p(request, p) if request.options.top_k is None else None  # else `top_k` has built both
-
-
-PROCESSORS: tuple[tuple[str, Builder], ...] = (
-    ("sequence_bias", lambda r, v: stock.SequenceBiasLogitsProcessor(v)),
-    ("diversity_penalty", _diversity),
-    ("encoder_repetition_penalty", _encoder_penalty),
-    ("repetition_penalty", _repetition),
-    ("no_repeat_ngram_size", lambda r, v: stock.NoRepeatNGramLogitsProcessor(v) if v > 0 else None),
-    ("encoder_no_repeat_ngram_size", _encoder_ngrams),
-    ("bad_words_ids", lambda r, v: stock.NoBadWordsLogitsProcessor(v, r.eos)),
-    ("min_length", _min_length),
-    ("min_new_tokens", _min_new_tokens),
-    ("prefix_allowed_tokens_fn", lambda r, v: RowPrefix(v, r.row)),
-    ("forced_bos_token_id", _forced_bos),
-    ("forced_eos_token_id", _forced_eos),
-    ("remove_invalid_values", lambda r, v: stock.InfNanRemoveLogitsProcessor() if v is True else None),
-    ("exponential_decay_length_penalty", _exponential_decay),
-    ("suppress_tokens", lambda r, v: stock.SuppressTokensLogitsProcessor(v, device=r.device)),
-    ("begin_suppress_tokens", _begin_suppress),
+PROCESSORS: tuple[Entry, ...] = (
+    ("sequence_bias", stock.SequenceBiasLogitsProcessor, lambda r, v: (v,)),
+    (
+        "diversity_penalty",
+        HammingDiversityLogitsProcessor,
+        lambda r, v: (v, r.options.num_beams, g) if (g := getattr(r.options, "num_beam_groups", 1) or 1) > 1 else None,
+    ),
+    (
+        "encoder_repetition_penalty",
+        EncoderPenalty,
+        lambda r, v: None if v == 1.0 or r.encoder_ids is None else (_number(v), r.encoder_ids),
+    ),
+    (
+        "repetition_penalty",
+        stock.RepetitionPenaltyLogitsProcessor,
+        lambda r, v: None if v == 1.0 else (_number(v),),
+    ),
+    ("no_repeat_ngram_size", stock.NoRepeatNGramLogitsProcessor, lambda r, v: (v,) if v > 0 else None),
+    (
+        "encoder_no_repeat_ngram_size",
+        stock.EncoderNoRepeatNGramLogitsProcessor,
+        lambda r, v: None if v <= 0 or r.encoder_ids is None else (v, r.encoder_ids),
+    ),
+    ("bad_words_ids", stock.NoBadWordsLogitsProcessor, lambda r, v: (v, r.eos)),
+    (
+        "min_length",
+        stock.MinLengthLogitsProcessor,
+        lambda r, v: None if v <= 0 or r.eos is None else (max(v - r.padding, 0), r.eos, r.device),
+    ),
+    (
+        "min_new_tokens",
+        stock.MinNewTokensLengthLogitsProcessor,
+        lambda r, v: None if v <= 0 or r.eos is None else (r.own_length, v, r.eos, r.device),
+    ),
+    ("prefix_allowed_tokens_fn", RowPrefix, lambda r, v: (v, r.row)),
+    # It acts when one token is known. Padding counts, so a padded row never gets there.
+    ("forced_bos_token_id", stock.ForcedBOSTokenLogitsProcessor, lambda r, v: None if r.padding else (v,)),
+    (
+        "forced_eos_token_id",
+        stock.ForcedEOSTokenLogitsProcessor,
+        lambda r, v: None if r.options.max_length is None else (r.options.max_length - r.padding, v, r.device),
+    ),
+    ("remove_invalid_values", stock.InfNanRemoveLogitsProcessor, lambda r, v: () if v is True else None),
+    ("exponential_decay_length_penalty", stock.ExponentialDecayLengthPenalty, _exponential_decay),
+    ("suppress_tokens", stock.SuppressTokensLogitsProcessor, lambda r, v: (v, r.device)),
+    ("begin_suppress_tokens", stock.SuppressTokensAtBeginLogitsProcessor, _begin_suppress),
 )
 """Before the user's own; guidance, the first of all, is a paired row and lives with the strategies."""
 
-WARPERS: tuple[tuple[str, Builder], ...] = (
-    ("temperature", lambda r, v: stock.TemperatureLogitsWarper(_number(v)) if v != 1.0 else None),
-    ("top_h", lambda r, v: stock.TopHLogitsWarper(v)),
-    ("top_k", _top_k_top_p),
-    ("top_p", _top_p_alone),
-    ("min_p", lambda r, v: stock.MinPLogitsWarper(v, min_tokens_to_keep=r.min_tokens_to_keep)),
-    ("typical_p", _typical),
-    ("epsilon_cutoff", _epsilon),
-    ("eta_cutoff", _eta),
+WARPERS: tuple[Entry, ...] = (
+    ("temperature", stock.TemperatureLogitsWarper, lambda r, v: (_number(v),) if v != 1.0 else None),
+    ("top_h", stock.TopHLogitsWarper, lambda r, v: (v,)),
+    ("top_k", _top_k_top_p, lambda r, v: (v, r.options.top_p)),
+    ("top_p", _top_k_top_p, lambda r, v: (0, v) if r.options.top_k is None else None),  # else `top_k` has made both
+    ("min_p", stock.MinPLogitsWarper, lambda r, v: (v,)),
+    ("typical_p", stock.TypicalLogitsWarper, lambda r, v: (v,) if v < 1.0 else None),
+    ("epsilon_cutoff", stock.EpsilonLogitsWarper, lambda r, v: (v,) if 0.0 < v < 1.0 else None),
+    ("eta_cutoff", stock.EtaLogitsWarper, lambda r, v: (v, -torch.inf, 1, r.device) if 0.0 < v < 1.0 else None),
 )
 """After the user's own, and only when sampling."""
 
-NORMALIZE: tuple[tuple[str, Builder], ...] = (
-    ("renormalize_logits", lambda r, v: stock.LogitNormalization() if v is True else None),
+NORMALIZE: tuple[Entry, ...] = (
+    ("renormalize_logits", stock.LogitNormalization, lambda r, v: () if v is True else None),
 )
 """Always last."""
 
 WITHOUT_IDS: frozenset[Any] = frozenset(
-    {
-        stock.EpsilonLogitsWarper,
-        stock.EtaLogitsWarper,
-        stock.InfNanRemoveLogitsProcessor,
-        stock.LogitNormalization,
-        stock.MinPLogitsWarper,
-        stock.SuppressTokensLogitsProcessor,
-        stock.TemperatureLogitsWarper,
-        stock.TopHLogitsWarper,
-        stock.TopKLogitsWarper,
-        stock.TopPLogitsWarper,
-        stock.TypicalLogitsWarper,
-        HammingDiversityLogitsProcessor,
-        TopK,
-        TopKTopP,
-        TopP,
-    }
+    {kind for _, kind, _ in (*WARPERS, *NORMALIZE)}
+    | {TopK, TopP, TopKTopP, stock.TopKLogitsWarper, stock.TopPLogitsWarper}
+    | {HammingDiversityLogitsProcessor, stock.InfNanRemoveLogitsProcessor, stock.SuppressTokensLogitsProcessor}
 )
 """Functions of the logits alone."""
 
-PURE: frozenset[Any] = WITHOUT_IDS | {
-    stock.EncoderNoRepeatNGramLogitsProcessor,
-    stock.EncoderRepetitionPenaltyLogitsProcessor,
-    EncoderPenalty,
-    stock.ExponentialDecayLengthPenalty,
-    stock.ForcedBOSTokenLogitsProcessor,
-    stock.ForcedEOSTokenLogitsProcessor,
-    stock.MinLengthLogitsProcessor,
-    stock.MinNewTokensLengthLogitsProcessor,
-    stock.NoBadWordsLogitsProcessor,
-    stock.NoRepeatNGramLogitsProcessor,
-    stock.RepetitionPenaltyLogitsProcessor,
-    stock.SequenceBiasLogitsProcessor,
-    stock.SuppressTokensAtBeginLogitsProcessor,
-    stock.WhisperTimeStampLogitsProcessor,
-}
+PURE: frozenset[Any] = (
+    WITHOUT_IDS
+    | {kind for _, kind, _ in PROCESSORS if kind is not RowPrefix}
+    | {stock.EncoderRepetitionPenaltyLogitsProcessor, stock.WhisperTimeStampLogitsProcessor}
+)
 """Functions of ids and logits: they may be asked about text that never comes true. Subclasses are not trusted."""
 
 
-def build(entries: Sequence[tuple[str, Builder]], request: Request) -> list[Any]:
+def build(entries: Sequence[Entry], request: Request) -> list[Any]:
     """The processors that the options of `request` ask for; a bad value raises `OptionError` with its option's name."""
     made = []
-    for name, builder in entries:
+    for name, kind, arguments in entries:
         value = getattr(request, name) if name == "prefix_allowed_tokens_fn" else getattr(request.options, name, None)
         if value is None:
             continue
         try:
-            processor = builder(request, value)
+            given = arguments(request, value)
+            processor = None if given is None else kind(*given)
         except OptionError:
             raise
         except (TypeError, ValueError) as error:

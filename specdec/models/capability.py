@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from specdec.models.layout import Kind
+from specdec.models.miniature import SIZES
 
 Store = Literal["kv", "replay", "none"]
 Positions = Literal["ids", "decoder_ids", "embedding", "bias", "alibi", "native"]
@@ -36,51 +37,6 @@ class Capability:
     reason: str = ""
 
 
-# model_type -> how positions reach the model; all of these keep plain keys and values.
-KV: dict[str, Positions] = {
-    **dict.fromkeys(
-        [
-            "llama",
-            "mistral",
-            "mixtral",
-            "qwen2",
-            "qwen3",
-            "qwen2_moe",
-            "qwen3_moe",
-            "gemma",
-            "gemma2",
-            "gemma3_text",
-            "gpt2",
-            "gpt_bigcode",
-            "gpt_neox",
-            "gptj",
-            "codegen",
-            "opt",
-            "phi",
-            "phi3",
-            "falcon",
-            "stablelm",
-            "starcoder2",
-            "cohere",
-            "cohere2",
-            "olmo",
-            "olmo2",
-            "olmoe",
-            "granite",
-            "gpt_oss",
-            "llama4_text",
-            "smollm3",
-            "glm4",
-            "deepseek_v3",
-        ],
-        "ids",
-    ),
-    "whisper": "decoder_ids",
-    **dict.fromkeys(["bart", "mbart", "pegasus", "marian", "blenderbot", "m2m_100"], "embedding"),
-    **dict.fromkeys(["t5", "mt5", "umt5"], "bias"),
-    "bloom": "alibi",
-}  # type: ignore[assignment]
-
 # model_type -> why its rows keep the library's own cache. How much of it works depends on versions and kernels, so
 # these are probed; attention models among them are known to work.
 REPLAY: dict[str, str] = dict.fromkeys(
@@ -88,6 +44,16 @@ REPLAY: dict[str, str] = dict.fromkeys(
     "its recurrent state cannot be cut back, only restored",
 )
 SLOT_BOUND: dict[str, str] = dict.fromkeys(["gpt_neo", "mpt"], "its attention counts slots of the cache, not positions")
+
+# model_type -> how positions reach the model; all other families that there are tiny models of keep plain keys and
+# values.
+KV: dict[str, Positions] = {
+    **dict.fromkeys(SIZES.keys() - SLOT_BOUND.keys(), "ids"),
+    "whisper": "decoder_ids",
+    **dict.fromkeys(["bart", "mbart", "pegasus", "marian", "blenderbot", "m2m_100"], "embedding"),
+    **dict.fromkeys(["t5", "mt5", "umt5"], "bias"),
+    "bloom": "alibi",
+}  # type: ignore[assignment]
 
 # Where their scaling switches, these read the whole text again (`prepare_inputs_for_generation`).
 _REREADING = {"phi3", "phimoe", "phi4_multimodal"}

@@ -62,23 +62,17 @@ class WeightOnly(Quantizer):
 
     converts = True
 
+    @torch.no_grad()
     def convert(self, model: Any) -> None:
-        """Puts an `Int8Linear` in the place of every linear layer."""
-        quantize_weights(model)
+        """Puts an `Int8Linear` in the place of every linear layer, one after the other.
 
-
-@torch.no_grad()
-def quantize_weights(model: Any) -> None:
-    """Puts an `Int8Linear` in the place of every linear layer, one after the other.
-
-    As bitsandbytes does it, the language head, tied embeddings and layers that a model keeps in float32 stay as they
-    are. Raises UnsupportedError for weights that are offloaded already.
-    """
-    wanted = quantizes(model)
-    linear = [name for name, module in model.named_modules() if type(module) is nn.Linear or isinstance(module, Conv1D)]
-    for name in linear:
-        if wanted(name):
-            module = model.get_submodule(name)
+        As bitsandbytes does it, the language head, tied embeddings and layers that a model keeps in float32 stay as
+        they are. Raises UnsupportedError for weights that are offloaded already.
+        """
+        wanted = quantizes(model)
+        linear = [name for name, m in model.named_modules() if type(m) is nn.Linear or isinstance(m, Conv1D)]
+        for name in filter(wanted, linear):
+            module = model.get_submodule(name)  # not held before its turn, so that its weights can go
             if module.weight.is_meta:
                 raise UnsupportedError(
                     "`quantization`='int8-weight' reads all weights, and `device_map` left some out of reach: "

@@ -18,7 +18,6 @@ from specdec.models.compat import TAKES_MASKS, attention_of
 from specdec.models.encoding import Encoding
 from specdec.models.miniature import miniature
 from specdec.models.native_cache import MODULE_STATE, module_state, set_module_state
-from specdec.models.session import Session
 from specdec.models.verdicts import holds
 from specdec.types import Tree
 
@@ -144,27 +143,14 @@ def _trial(language: LanguageModel) -> Iterator[tuple[Tensor, Tensor]]:
         ([Tree.chain(_ids(source, language, 1)) for _ in lengths], [1, 1], [[0], [0]]),
     ]
     for trees, keep, committed in steps:
-        yield from _step(language, session, rows, texts, trees, keep, encoding)
+        for row, scores in enumerate(session.forward(rows, trees, keep)):
+            for node in range(scores.first, len(scores.tree)):
+                tokens = texts[row] + [scores.tree.tokens[n] for n in scores.tree.path(node)]
+                own = reference(language, tokens, None if encoding is None else encoding.select([row]))
+                yield scores.logits[node - scores.first], own
         session.commit(rows, committed)
         for text, tree, path in zip(texts, trees, committed, strict=True):
             text += [tree.tokens[node] for node in path]
-
-
-def _step(
-    language: LanguageModel,
-    session: Session,
-    rows: list[int],
-    texts: list[list[int]],
-    trees: list[Tree],
-    keep: list[int],
-    encoding: Encoding | None,
-) -> Iterator[tuple[Tensor, Tensor]]:
-    for row, scores in enumerate(session.forward(rows, trees, keep)):
-        tree = scores.tree
-        for node in range(scores.first, len(tree)):
-            tokens = texts[row] + [tree.tokens[n] for n in tree.path(node)]
-            own = reference(language, tokens, None if encoding is None else encoding.select([row]))
-            yield scores.logits[node - scores.first], own
 
 
 @torch.no_grad()

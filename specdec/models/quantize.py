@@ -66,21 +66,16 @@ class BitsAndBytes(Quantizer):
 
     def config(self, dtype: torch.dtype) -> Any:
         """bitsandbytes' own; warns where its int8 is slow."""
-        return bitsandbytes_config(self.name, dtype)
-
-
-def bitsandbytes_config(quantization: str, dtype: torch.dtype) -> Any:
-    """What transformers takes for "int8", "nf4" and "fp4"; warns where int8 is slow."""
-    logging.getLogger("bitsandbytes.autograd._functions").addFilter(_is_news)
-    if quantization != "int8":
-        return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=quantization, bnb_4bit_compute_dtype=dtype)
-    if not torch.cuda.is_available() and torch.backends.cpu.get_cpu_capability() != "AVX512":
-        warnings.warn(
-            "`quantization`='int8' is slower than float32 on this CPU, which has no AVX-512: 'int8-weight' takes as "
-            "little memory",
-            stacklevel=2,
-        )
-    return BitsAndBytesConfig(load_in_8bit=True)
+        logging.getLogger("bitsandbytes.autograd._functions").addFilter(_is_news)
+        if self.name != "int8":
+            return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=self.name, bnb_4bit_compute_dtype=dtype)
+        if not torch.cuda.is_available() and torch.backends.cpu.get_cpu_capability() != "AVX512":
+            warnings.warn(
+                "`quantization`='int8' is slower than float32 on this CPU, which has no AVX-512: 'int8-weight' takes "
+                "as little memory",
+                stacklevel=2,
+            )
+        return BitsAndBytesConfig(load_in_8bit=True)
 
 
 @torch.no_grad()

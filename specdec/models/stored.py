@@ -123,28 +123,21 @@ def check(model: nn.Module) -> None:
 
 
 def _stored(place: Home, entry: Mapping[str, Any], header: Any, tensor: Tensor) -> Stored:
-    """Where `tensor` lies, whose shape is the model's."""
-    stored = _in_checkpoint(place, entry, header) if "safetensors_file" in entry else _by_itself(place, entry)
+    """Where `tensor` lies, whose shape is the model's: in a checkpoint's file, or in one of its own."""
+    if "safetensors_file" in entry:
+        path, name = entry["safetensors_file"], entry.get("weight_name", place.key)
+        stored: Stored | None = header(path).get(name)
+        if stored is None:
+            raise LoadError(f"{path} has no weight {name!r} of a known type: download or save it again")
+    else:
+        path, dtype = os.path.join(place.folder, f"{place.key}.dat"), getattr(torch, entry["dtype"])
+        stored = Stored(path, 0, dtype, tuple(entry["shape"]))
+        _check_length(path, stored.nbytes)
     if stored.shape != tuple(tensor.shape):
         raise LoadError(
             f"weight {place.key!r} has shape {list(stored.shape)} in {stored.path}, the model expects "
             f"{list(tensor.shape)}: the checkpoint's files do not belong together; download or save it again"
         )
-    return stored
-
-
-def _in_checkpoint(place: Home, entry: Mapping[str, Any], header: Any) -> Stored:
-    path, name = entry["safetensors_file"], entry.get("weight_name", place.key)
-    found: Stored | None = header(path).get(name)
-    if found is None:
-        raise LoadError(f"{path} has no weight {name!r} of a known type: download or save it again")
-    return found
-
-
-def _by_itself(place: Home, entry: Mapping[str, Any]) -> Stored:
-    dtype, shape = getattr(torch, entry["dtype"]), tuple(entry["shape"])
-    stored = Stored(os.path.join(place.folder, f"{place.key}.dat"), 0, dtype, shape)
-    _check_length(stored.path, stored.nbytes)
     return stored
 
 

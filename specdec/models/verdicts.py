@@ -76,13 +76,9 @@ def _write(what: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json", delete=False, encoding="utf-8") as file:
             json.dump(known, file, indent=1)
-        _move(file.name, path)
+        try:
+            os.replace(file.name, path)
+        finally:
+            Path(file.name).unlink(missing_ok=True)
     except OSError:
         return  # the next process tries again
-
-
-def _move(source: str, target: Path) -> None:
-    try:
-        os.replace(source, target)
-    except OSError:
-        os.unlink(source)

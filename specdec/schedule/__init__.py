@@ -6,14 +6,9 @@ benchmark take its name from there. Nothing here loads torch.
 
 from __future__ import annotations
 
-from specdec.schedule.base import (
-    MOST_NODES,
-    DraftOptions,
-    Limit,
-    NamedSchedule,
-    Schedule,
-    ScheduleSetup,
-)
+from typing import Any
+
+from specdec.schedule.base import Limit, NamedSchedule, Schedule, ScheduleSetup
 from specdec.schedule.cost import WIDEST, Cost
 from specdec.schedule.rules import Confidence, Constant, Heuristic
 
@@ -28,14 +23,14 @@ DEFAULT = "heuristic"
 
 
 def make_schedule(
-    options: DraftOptions,
+    options: Any,
     *,
     offloaded: bool = False,
     trees: bool = True,
     learned: Schedule | None = None,
     lookup_tokens: int | None = None,
 ) -> Schedule:
-    """The schedule that `options` name, or the caller's own.
+    """The schedule that the call's `options` name, or the caller's own.
 
     `offloaded`, `learned`: as in `ScheduleSetup`. `trees`: whether the target verifies a tree in one pass.
     `lookup_tokens` is transformers' `prompt_lookup_num_tokens`, which drafts as much as it says in every round.
@@ -58,23 +53,19 @@ def make_schedule(
     return SCHEDULES[name].of(setup)
 
 
-def learns(options: DraftOptions) -> bool:
+def learns(options: Any) -> bool:
     """Whether what the schedule of a request with these `options` found out serves the next one of its family."""
     return isinstance(options.schedule, str) and SCHEDULES[options.schedule].learns
 
 
 __all__ = [
-    "DEFAULT",
-    "MOST_NODES",
     "SCHEDULES",
     "WIDEST",
     "Confidence",
     "Constant",
     "Cost",
-    "DraftOptions",
     "Heuristic",
     "Limit",
-    "NamedSchedule",
     "Schedule",
     "ScheduleSetup",
     "learns",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from specdec.errors import OptionError
 
@@ -27,11 +27,9 @@ class Schedule(Protocol):
 
     def plan(self, rows: Sequence[Row]) -> Sequence[Plan]:
         """One plan per row for the coming round."""
-        ...
 
     def after(self, round: Round) -> Schedule:
         """The schedule that has learned from this round."""
-        ...
 
 
 class NamedSchedule(Schedule, Protocol):
@@ -48,7 +46,6 @@ class NamedSchedule(Schedule, Protocol):
     @classmethod
     def of(cls, setup: ScheduleSetup) -> NamedSchedule:
         """The schedule of a request; raises OptionError for trees of more than `MOST_NODES` nodes."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -71,28 +68,6 @@ class ScheduleSetup:
     def tokens_or(self, usual: int) -> int:
         """The tokens asked for, or the usual number, as far as so many branches leave room for it."""
         return self.tokens or max(min(usual, MOST_NODES // (self.branches or 1)), 1)
-
-
-class DraftOptions(Protocol):
-    """The options of a request that say how much to draft."""
-
-    @property
-    def schedule(self) -> Any: ...
-
-    @property
-    def num_assistant_tokens(self) -> int | None: ...
-
-    @property
-    def num_assistant_branches(self) -> int | None: ...
-
-    @property
-    def assistant_confidence_threshold(self) -> float | None: ...
-
-    @property
-    def beams(self) -> int: ...
-
-    @property
-    def needs_q(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ compared with those that the same tokens take without one, and drafting that was
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
@@ -84,13 +85,10 @@ class CostPlan:
         if not path:
             return 1.0
         whole = tuple(path)
-        chance = self._chances.get(whole)
-        if chance is None:
-            before = self._chances.get(whole[:-1])
-            if before is None:
-                before = self.acceptance.path(whole[:-1])
-            chance = self._chances[whole] = before * self.acceptance.of(whole[-1])
-        return chance
+        if whole not in self._chances:
+            before = self._chances.get(whole[:-1]) or math.prod(map(self.acceptance.of, whole[:-1]))
+            self._chances[whole] = before * self.acceptance.of(whole[-1])
+        return self._chances[whole]
 
 
 @dataclass(frozen=True)
@@ -156,7 +154,6 @@ class Cost:
 
     @property
     def max_branches(self) -> int:
-        """The widest that a tree may become."""
         return self.branches or self.widest or 1
 
     def fresh(self, k: int, branches: int | None = None, widest: int | None = None, *, offloaded: bool = False) -> Cost:
@@ -265,7 +262,7 @@ class Cost:
         """With this round's outcomes, seconds and rate; a round that reads a prompt teaches only acceptance."""
         acceptance = self.acceptance
         for row in round.rows:
-            acceptance = acceptance.after(row)
+            acceptance = acceptance.after(row.tested, row.levels)
         learned = replace(self, acceptance=acceptance)
         if any(row.prefill for row in _everyone(round)):
             return learned

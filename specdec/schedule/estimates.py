@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from specdec.types import RowRound
 
 _EDGES = (0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.4, 0.55, 0.7, 0.85, 0.95)
 BINS = len(_EDGES) + 1
@@ -48,18 +43,14 @@ class Acceptance:
         """The acceptance of a token that the draft believes in this much."""
         return min(confidence * self._rates[_bin(confidence)], 1.0)
 
-    def path(self, confidence: Sequence[float]) -> float:
-        """The chance that all of these, one after the other, are accepted."""
-        return math.prod(map(self.of, confidence))
-
-    def after(self, row: RowRound) -> Acceptance:
-        """With one row's outcome added; old outcomes fade with a memory of about 200 levels."""
+    def after(self, tested: Iterable[tuple[float, bool]], levels: float) -> Acceptance:
+        """With the outcome of guesses on so many more levels; old outcomes fade with a memory of about 200 of them."""
         accepted, believed = list(self.accepted), list(self.believed)
-        for confidence, came_true in row.tested:
+        for confidence, came_true in tested:
             b = _bin(confidence)
             accepted[b] += came_true
             believed[b] += confidence
-        levels = self.levels + row.levels
+        levels += self.levels
         fade = min(1.0, 200 / max(levels, 1.0))
         return Acceptance(tuple(n * fade for n in accepted), tuple(n * fade for n in believed), levels * fade)
 

@@ -32,21 +32,17 @@ class Constant:
 
     @classmethod
     def of(cls, setup: ScheduleSetup) -> Constant:
-        """As asked, and by the class's own values where nothing was asked."""
         threshold = cls.threshold if setup.threshold is None else setup.threshold
         return cls(setup.tokens_or(cls.k), threshold, setup.branches)
 
     @property
     def max_branches(self) -> int:
-        """Trees only where they were asked for."""
         return self.branches or 1
 
     def plan(self, rows: Sequence[Row]) -> list[Plan]:
-        """The same limit for every row."""
         return [Limit(self.k, self.threshold, self.branches)] * len(rows)
 
     def after(self, round: Round) -> Constant:
-        """Nothing to learn."""
         return self
 
 
@@ -59,37 +55,17 @@ class Confidence(Constant):
 
 
 @dataclass(frozen=True)
-class Heuristic:
+class Heuristic(Constant):
     """The dynamic rule of the original report, per row: all drafted tokens accepted, +2; otherwise −1, at least 1.
 
-    `threshold` and `branches` as in `Constant`; a tree never grows beyond `MOST_NODES`. `lengths` are the tokens that
-    every row may draft next, by its key.
+    A row begins with `k` tokens; `lengths` are what it may draft next, by its key. A tree never grows beyond
+    `MOST_NODES`.
     """
 
-    start: int = 5
-    threshold: float = 0.0
-    branches: int | None = None
     lengths: Mapping[int, int] = field(default_factory=dict)
-    takes_threshold: ClassVar[bool] = True
-    grows_trees: ClassVar[bool] = False
-    learns: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        check_nodes(self.start, self.branches)
-
-    @classmethod
-    def of(cls, setup: ScheduleSetup) -> Heuristic:
-        """It starts with the tokens that were asked for."""
-        return cls(setup.tokens_or(cls.start), setup.threshold or 0.0, setup.branches)
-
-    @property
-    def max_branches(self) -> int:
-        """Trees only where they were asked for."""
-        return self.branches or 1
 
     def plan(self, rows: Sequence[Row]) -> list[Plan]:
-        """Every row's own length."""
-        return [Limit(self.lengths.get(row.key, self.start), self.threshold, self.branches) for row in rows]
+        return [Limit(self.lengths.get(row.key, self.k), self.threshold, self.branches) for row in rows]
 
     def after(self, round: Round) -> Heuristic:
         """Lengths after this round; rows that had nothing drafted keep theirs, and those that ended leave."""
@@ -98,6 +74,6 @@ class Heuristic:
             if row.finish is not None:
                 lengths.pop(row.key, None)
             elif row.drafted:
-                k = lengths.get(row.key, self.start)
+                k = lengths.get(row.key, self.k)
                 lengths[row.key] = min(k + 2, most) if row.accepted >= row.depth else max(1, k - 1)
         return replace(self, lengths=lengths)

@@ -9,18 +9,19 @@ from __future__ import annotations
 from typing import Any
 
 from specdec.errors import OptionError
-from specdec.select.base import Processing, RowSetup, TextStrategy
-from specdec.select.beam import Beams, BeamSearch
+from specdec.select.base import RowSetup
+from specdec.select.beam import BeamSearch
 from specdec.select.block import Block
 from specdec.select.constrained import ConstrainedSearch
-from specdec.select.constraints import Constraint, DisjunctiveConstraint, PhrasalConstraint, Progress, wanted
+from specdec.select.constraints import Constraint, DisjunctiveConstraint, PhrasalConstraint, wanted
 from specdec.select.contrastive import Contrastive
 from specdec.select.coupled import Coupled, Match
 from specdec.select.greedy import Greedy
 from specdec.select.group import GroupSearch
 from specdec.select.noise import fold
 from specdec.select.rejection import Rejection
-from specdec.select.rules import CoupledRule, GreedyRule, SampledRule
+from specdec.select.rules import GreedyRule
+from specdec.select.scoring import Beams
 from specdec.select.stopping import Stopping
 from specdec.types import Search, Selector
 
@@ -53,24 +54,15 @@ __all__ = [
     "BeamSearch",
     "Beams",
     "Block",
-    "ConstrainedSearch",
     "Constraint",
-    "Contrastive",
     "Coupled",
-    "CoupledRule",
     "DisjunctiveConstraint",
     "Greedy",
     "GreedyRule",
-    "GroupSearch",
-    "Match",
     "PhrasalConstraint",
-    "Processing",
-    "Progress",
     "Rejection",
     "RowSetup",
-    "SampledRule",
     "Stopping",
-    "TextStrategy",
     "fold",
     "make_strategy",
     "wanted",

@@ -4,38 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from specdec.config import Options
-from specdec.logits import host
+from specdec.logits import Processors, host
 from specdec.select import noise
+from specdec.select.rules import GreedyRule, process, process_all
 from specdec.select.stopping import Stopping
 from specdec.types import BranchRule, DraftRule, Row, Scores, Step
-
-
-class Processing(Protocol):
-    """Logits processors of one row: `(ids [1, length] or None, logits [1, vocab]) -> [1, vocab]` in float32.
-
-    `drafting` are those that may see draft logits; `ids` may be None unless `reads_ids`; `pure` promises that they can
-    be asked about the same prefix twice. `groups` are told to those that know of groups of beams.
-    """
-
-    @property
-    def drafting(self) -> Processing: ...
-
-    @property
-    def reads_ids(self) -> bool: ...
-
-    @property
-    def pure(self) -> bool: ...
-
-    def __len__(self) -> int: ...
-
-    def __call__(self, ids: Tensor | None, logits: Tensor, **groups: Any) -> Tensor: ...
-
 
 _SMALL = 1 << 16  # logits of a round
 
@@ -50,7 +29,7 @@ class RowSetup:
     """
 
     options: Options
-    processors: Processing
+    processors: Processors
     stop: Stopping
     width: int
     seed: int = 0
@@ -71,47 +50,31 @@ class RowSetup:
 
     @property
     def common(self) -> dict[str, Any]:
-        """What every strategy takes as it is: guidance, and which of its numbers are wanted as outputs."""
+        """What every strategy takes as it is, besides processors."""
         return {
+            "width": self.width,
             "guidance_scale": self.guidance_scale,
             "keep_scores": bool(self.options.output_scores),
             "keep_logits": bool(self.options.output_logits),
         }
 
 
-def process(processors: Processing, row: Row, extra: Sequence[int], logits: Tensor) -> Tensor:
-    """Processed `logits` `[vocab]` after the row's text and `extra`, float32; the input is not written to."""
-    if not len(processors):
-        return logits.float()
-    ids = row.prefix(extra) if processors.reads_ids else None
-    return processors(ids, logits.unsqueeze(0)).squeeze(0)
+@dataclass(frozen=True, eq=False, repr=False)
+class StrategyBase:
+    """What all strategies are made of.
 
-
-def guide(logits: Tensor, unconditional: Tensor, scale: float) -> Tensor:
-    """Classifier-free guidance on log-probabilities (arXiv 2306.17806), `[..., vocab]` float32."""
-    known = torch.log_softmax(unconditional.float(), dim=-1)
-    return scale * (torch.log_softmax(logits.float(), dim=-1) - known) + known
-
-
-@dataclass(eq=False, repr=False)
-class TextStrategy:
-    """Base of the strategies that follow one text.
-
-    `width` is the target's vocabulary, to which draft logits are cropped or padded.
-    `guidance_scale` combines with `scores.unconditional` before all processors; `keep_scores` and `keep_logits` put
-    copies of the processed and of the target's own logits into every step, `ranked` the log-probability of its token
-    under the target, before all processors. A subclass says its `name`, its draft `rule` and which options it serves.
+    `width` is the target's vocabulary, to which draft logits are cropped or padded. `guidance_scale` combines the
+    target's logits with those of the unconditional row before all processors; `keep_scores` and `keep_logits` put
+    copies of the processed and of the target's own logits into every step.
     """
 
-    processors: Processing
+    processors: Processors
     _: KW_ONLY
     width: int | None = None
     guidance_scale: float | None = None
     keep_scores: bool = False
     keep_logits: bool = False
-    ranked: bool = False
     name: ClassVar[str]
-    is_search: ClassVar[Literal[False]] = False
     needs_hidden: ClassVar[bool] = False
     takes_draft: ClassVar[bool] = True
 
@@ -119,9 +82,36 @@ class TextStrategy:
         return f"{type(self).__name__}({self.processors!r})"
 
     @property
-    def rule(self) -> DraftRule:
-        """How a draft guesses so that it tends to agree."""
-        raise NotImplementedError
+    def rule(self) -> DraftRule | None:
+        """How a draft guesses so that it tends to agree: unless a subclass knows better, its likeliest token."""
+        return GreedyRule(self.processors.drafting, self.width)
+
+    def guided(self, logits: Tensor, unconditional: Tensor | None) -> Tensor:
+        """`logits` `[..., vocab]`, away from the unconditional ones where there is guidance (arXiv 2306.17806)."""
+        if unconditional is None or self.guidance_scale is None:
+            return logits
+        known = torch.log_softmax(unconditional.float(), dim=-1)
+        return self.guidance_scale * (torch.log_softmax(logits.float(), dim=-1) - known) + known
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TextStrategy(StrategyBase):
+    """Base of the strategies that follow one text.
+
+    `seed` is the row's own. `ranked` puts the log-probability of its token under the target, before all processors,
+    into every step. A subclass says its `name` and which options it serves.
+    """
+
+    seed: int = 0
+    _: KW_ONLY
+    ranked: bool = False
+    is_search: ClassVar[Literal[False]] = False
+
+    @classmethod
+    def of(cls, setup: RowSetup) -> TextStrategy:
+        """The strategy of one row."""
+        ranked = setup.options.num_samples is not None
+        return cls(setup.processors, setup.seed, ranked=ranked, **setup.common)
 
     @property
     def branching(self) -> BranchRule:
@@ -154,46 +144,28 @@ class TextStrategy:
 
         Processors that may not be asked about text that never comes true are asked as the walk goes.
         """
-        return not host.is_local(scores.logits) and (self.processors.pure or not len(self.processors))
+        return not host.is_local(scores.logits) and self.processors.pure
 
     def processed(self, row: Row, new: Sequence[int], scores: Scores, node: int) -> Tensor:
         """The target's logits `[vocab]` after `node`, guided and processed, float32; read only."""
         at = node - scores.first
-        if not len(self.processors) and not self._guides(scores):
+        guides = scores.unconditional is not None and self.guidance_scale is not None
+        if not (len(self.processors) or guides):
             return scores.logits[at].float()
-        if self.reads_once(scores) or self._is_small(scores):
+        # One call for all nodes may cost less than one for each that the walk comes to.
+        is_small = not self.processors.reads_ids and scores.logits.numel() <= _SMALL
+        if is_small or self.reads_once(scores):
             return self.all_processed(row, scores)[at]
-        return process(self.processors, row, new, self._guided(scores, slice(at, at + 1))[0])
+        unconditional = None if scores.unconditional is None else scores.unconditional[at]
+        return process(self.processors, row, new, self.guided(scores.logits[at], unconditional))
 
     def all_processed(self, row: Row, scores: Scores) -> Tensor:
         """The same of all nodes that have logits, `[nodes, vocab]`, worked out once in a round."""
         if "processed" not in scores.cache:
-            guided = self._guided(scores, slice(None))
-            scores.cache["processed"] = self._process_all(row, scores, guided)
+            guided = self.guided(scores.logits, scores.unconditional)
+            scores.cache["processed"] = process_all(self.processors, row, paths(scores), guided)
         found: Tensor = scores.cache["processed"]
         return found
-
-    def _process_all(self, row: Row, scores: Scores, logits: Tensor) -> Tensor:
-        if not len(self.processors):
-            return logits.float()
-        if not self.processors.reads_ids:
-            return self.processors(None, logits)
-        return torch.stack(
-            [process(self.processors, row, path, one) for path, one in zip(paths(scores), logits, strict=True)]
-        )
-
-    def _is_small(self, scores: Scores) -> bool:
-        """Whether one call for all nodes costs less than one call for each that the walk comes to."""
-        return not self.processors.reads_ids and scores.logits.numel() <= _SMALL
-
-    def _guides(self, scores: Scores) -> bool:
-        return scores.unconditional is not None and self.guidance_scale is not None
-
-    def _guided(self, scores: Scores, nodes: slice) -> Tensor:
-        logits = scores.logits[nodes]
-        if scores.unconditional is None or self.guidance_scale is None:
-            return logits
-        return guide(logits, scores.unconditional[nodes], self.guidance_scale)
 
     def _decided(self, row: Row, scores: Scores) -> tuple[list[int], list[float] | None]:
         """The tokens after all nodes, and their log-probabilities if they are `ranked`, read once in a round."""

@@ -22,47 +22,21 @@ from specdec.select import noise
 from specdec.select.base import RowSetup
 from specdec.select.scoring import (
     FAR,
-    Beam,
+    Beams,
     Candidates,
     Hypothesis,
+    Pool,
     Scoring,
-    best,
     best_of,
     best_of_leaves,
     branches,
     extended,
-    first_beams,
     totals,
 )
 from specdec.types import Branch, NodeOutput, Plan, Row, SearchStep, Step
 
 
-@dataclass(frozen=True)
-class Beams:
-    """Where a search stands: live beams and finished hypotheses, both best first.
-
-    `open` is False once no live beam is expected to beat the worst hypothesis. `ids` `[beams, length]` are kept where
-    processors or criteria read them.
-    """
-
-    live: tuple[Beam, ...]
-    finished: tuple[Hypothesis, ...] = ()
-    open: bool = True
-    finish: str | None = None
-    ids: Tensor | None = None
-
-    @property
-    def length(self) -> int:
-        """How many tokens every live beam has generated."""
-        return len(self.live[0].tokens)
-
-    @property
-    def leaf_scores(self) -> list[float]:
-        """The live beams' scores; before the first token they have one leaf in common."""
-        return [beam.score for beam in self.live] if self.length else [0.0]
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class BeamSearch(Scoring):
     """Beam search, and with a `seed` beam sample: continuations are then drawn without replacement.
 
@@ -76,20 +50,13 @@ class BeamSearch(Scoring):
 
     @classmethod
     def serves(cls, options: Options) -> bool:
-        """Wherever there are beams."""
         return options.beams > 1
 
     @classmethod
     def of(cls, setup: RowSetup) -> BeamSearch:
-        """The search of one row."""
         return cls(seed=setup.seed if setup.options.samples else None, **cls.parts(setup))
 
-    def begin(self) -> Beams:
-        """The state before the first token."""
-        return Beams(first_beams(self.num_beams))
-
     def advance(self, row: Row, state: Beams, outputs: Sequence[NodeOutput]) -> SearchStep:
-        """One step from the target's logits at all live beams."""
         ids = self.texts(row, state.ids)
         scores = self._scores(ids, outputs)
         found = self._choose(state, scores, outputs)
@@ -98,14 +65,8 @@ class BeamSearch(Scoring):
         after, chosen = self._after(state, found, ends)
         if texts is not None:
             after = replace(after, ids=texts[chosen])
-        step = Step(
-            found.tokens[chosen[0]],
-            -1,
-            torch.stack([output.logits for output in outputs]).to(torch.float32, copy=True)
-            if self.keep_logits
-            else None,
-            scores.clone() if self.keep_scores and scores is not None else None,
-        )
+        logits = self.logits(outputs, len(outputs)) if self.keep_logits else None
+        step = Step(found.tokens[chosen[0]], -1, logits, scores if self.keep_scores else None)
         leaves = [found.parents[i] if state.length else 0 for i in chosen]
         return SearchStep(after, leaves, [found.tokens[i] for i in chosen], step)
 
@@ -124,54 +85,52 @@ class BeamSearch(Scoring):
 
     def _scores(self, ids: Tensor | None, outputs: Sequence[NodeOutput]) -> Tensor | None:
         """Processed log-probabilities `[beams, vocab]`; None where the logits themselves will do."""
-        if not (len(self.processors) or self.guides(outputs) or self.keep_scores or self.seed is not None):
+        guides = outputs[0].unconditional is not None and self.guidance_scale is not None
+        if not (len(self.processors) or guides or self.keep_scores or self.seed is not None):
             return None
         return self.processors(ids, self.log_probs(outputs, self.num_beams))
 
     def _choose(self, state: Beams, scores: Tensor | None, outputs: Sequence[NodeOutput]) -> Candidates:
-        running, count = [beam.score for beam in state.live], self.candidates(self.num_beams)
-        leaves = self.leading(outputs, count) if self.seed is None else None
+        running, count = state.pools[0].running, self.candidates(self.num_beams)
+        if self.seed is not None and scores is not None:
+            found = drawn(scores, running, count, noise.key(self.seed, noise.BEAMS, state.length))
+            if not found.tokens:
+                raise SpecdecError(noise.NONE_LEFT)
+            return found
+        leaves = self.leading(outputs, count)
         if leaves is not None:
             return best_of_leaves(leaves, running, count)
-        if scores is None:
-            return best(self.logits(outputs, self.num_beams), running, count)
-        if self.seed is None:
+        if scores is not None:
             return best_of(scores, running, count)
-        found = drawn(scores, running, count, noise.key(self.seed, noise.BEAMS, state.length))
-        if not found.tokens:
-            raise SpecdecError(noise.NONE_LEFT)
-        return found
+        return best_of_leaves(self.leaders(self.logits(outputs, len(outputs)), None, count), running, count)
 
     def _after(self, state: Beams, found: Candidates, ends: list[str | None]) -> tuple[Beams, list[int]]:
         """The next state, and which candidates are its live beams."""
-        beams, length = self.num_beams, state.length + 1
+        [pool], beams, length = state.pools, self.num_beams, state.length + 1
         running = [
             float(np.float32(score) + np.float32(FAR if end else 0))
             for score, end in zip(found.scores, ends, strict=True)
         ]
         chosen = sorted(range(len(running)), key=lambda i: -running[i])[:beams]
-        live = tuple(found.extend(state.live, i)._replace(score=running[i]) for i in chosen)
-        finished = state.finished
+        live = tuple(pool.extend(found, i)._replace(score=running[i]) for i in chosen)
+        finished = list(state.finished)
         full = len(finished) == beams
-        if state.open and not (full and self.early_stopping is True):
-            ended = [self._hypothesis(state, found, i, end) for i, end in enumerate(ends[:beams]) if end is not None]
-            finished = tuple(sorted([*finished, *ended], key=lambda h: -h.score)[:beams])
+        if not (pool.done or (full and self.early_stopping is True)):
+            ended = [self._hypothesis(pool, found, i, end) for i, end in enumerate(ends[:beams]) if end is not None]
+            finished = sorted([*finished, *ended], key=lambda h: -h.score)[:beams]
         full = len(finished) == beams
-        open_ = state.open and (not full or self._may_improve(live[0].score, finished[-1].score, length))
-        over = not open_ or (full and self.early_stopping is True) or None not in ends
+        judged = full and self.early_stopping != "exhaustive"
+        best = self._penalised(live[0].score, self.horizon(length))
+        done = pool.done or (judged and not best > finished[-1].score)
+        over = done or (full and self.early_stopping is True) or None not in ends
         finish = (finished[0].reason if finished else "length") if over else None
-        return replace(state, live=live, finished=finished, open=open_, finish=finish), chosen
-
-    def _may_improve(self, best: float, worst: float, length: int) -> bool:
-        if self.early_stopping == "exhaustive":
-            return True
-        return self._penalised(best, self.horizon(length)) > worst
+        return Beams((replace(pool, live=live, ended=tuple(finished[::-1]), done=done),), finish), chosen
 
     def _penalised(self, score: float, length: int) -> float:
         return float(np.float32(score) / np.float32(length**self.length_penalty))
 
-    def _hypothesis(self, state: Beams, found: Candidates, i: int, reason: str) -> Hypothesis:
-        beam = found.extend(state.live, i)
+    def _hypothesis(self, pool: Pool, found: Candidates, i: int, reason: str) -> Hypothesis:
+        beam = pool.extend(found, i)
         return Hypothesis(beam.tokens, self._penalised(beam.score, len(beam.tokens)), beam.origins, reason)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specdec.errors import OptionError
 from specdec.select import noise
-from specdec.select.rejection import Rejection, draft_distribution, siblings
+from specdec.select.rejection import Rejection, draft_distribution, drawn_children
 from specdec.select.rules import generated
 from specdec.types import Row, Scores, Step, Tree
 
@@ -51,25 +51,15 @@ class _Stop:
     node: int
     weight: float
     processed: Tensor
-    children: Iterator[int]
+    children: Iterator[tuple[int, Tensor]]
     left: Tensor
     p: Tensor
 
     @classmethod
     def at(cls, tree: Tree, node: int, weight: float, processed: Tensor) -> _Stop:
         """`node` when the way first comes there."""
-        return cls(node, weight, processed, iter(siblings(tree, node)), processed, torch.softmax(processed, dim=-1))
-
-    def q(self, tree: Tree, child: int) -> Tensor:
-        """What `child` was drawn from."""
-        drawn = draft_distribution(tree, child)
-        assert drawn is not None
-        return drawn.to(self.p.device)
-
-    def leave_out(self, tree: Tree, child: int) -> None:
-        """Takes `child`, at or below which the path does not end, out of the tree."""
-        self.weight, self.p = without_child(self.weight, self.p, self.q(tree, child))
-        self.left = self.p.log()
+        children = iter(drawn_children(tree, node))
+        return cls(node, weight, processed, children, processed, torch.softmax(processed, dim=-1))
 
 
 def child_weight(weight: float, p: Tensor, q: Tensor, token: int) -> float:
@@ -86,7 +76,7 @@ def without_child(weight: float, p: Tensor, q: Tensor) -> tuple[float, Tensor]:
     return mass / rest if rest > 0 else 1.0, excess / mass if mass > 0 else p
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Block(Rejection):
     """Block verification of drawn chains, traversal verification of drawn trees; the token rule on guesses.
 
@@ -101,15 +91,13 @@ class Block(Rejection):
                 f'`sampling="block"` asks processors about text that may not come true, which {self.processors!r} may '
                 'not allow: use `sampling="rejection"`'
             )
-        self._verdict: _Verdict | None = None
 
     def advance(self, row: Row, new: list[int], scores: Scores, node: int) -> Step:
-        """The next token after `node`, where `new` are the tokens already emitted in this round."""
-        verdict = self._verdict
-        if verdict is None or verdict.scores is not scores:
+        verdict: _Verdict | None = scores.cache.get("verdict")
+        if verdict is None:
             if not _is_drawn(scores.tree, node):
                 return super().advance(row, new, scores, node)
-            self._verdict = verdict = self._judge(row, new, scores, node)
+            scores.cache["verdict"] = verdict = self._judge(row, new, scores, node)
         at = len(new) - verdict.base
         processed = self.processed(row, new, scores, node)
         if at < len(verdict.tokens):
@@ -138,10 +126,11 @@ class Block(Rejection):
         way, path = [stop(root, 1.0, [])], list[int]()
         while True:
             here, place = way[-1], len(new) + len(path)
-            child = next(here.children, None)
-            if child is not None:
+            found = next(here.children, None)
+            if found is not None:
+                child, q = found
                 path.append(tree.tokens[child])
-                way.append(stop(child, child_weight(here.weight, here.p, here.q(tree, child), path[-1]), path))
+                way.append(stop(child, child_weight(here.weight, here.p, q.to(here.p.device), path[-1]), path))
             elif not path or noise.uniform(noise.key(self.seed, noise.ACCEPT, start, place, here.node)) < here.weight:
                 final = noise.draw(here.left, noise.key(self.seed, noise.DRAW, start, place))
                 verdict.tokens = [*path, final]
@@ -149,7 +138,11 @@ class Block(Rejection):
             else:
                 path.pop()
                 way.pop()
-                way[-1].leave_out(tree, here.node)
+                # The path does not end at this node or below it, which is out of the tree.
+                parent, q_ = way[-1], draft_distribution(tree, here.node)
+                assert q_ is not None
+                parent.weight, parent.p = without_child(parent.weight, parent.p, q_.to(parent.p.device))
+                parent.left = parent.p.log()
 
 
 def _copied(tree: Tree, first: int, kinds: Sequence[Tensor]) -> tuple[Any, ...]:

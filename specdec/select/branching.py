@@ -61,29 +61,18 @@ def drawn_children(scores: Tensor, ends: Sequence[Branch], plan: Plan, address: 
 
 def _drawn(scores: Tensor, end: Branch, share: int, address: int) -> list[tuple[int, Tensor]]:
     """Up to `share` tokens after `end`, each with the q `[vocab]` that it was drawn from, from `scores` `[vocab]`."""
-    left, pairs = scores.clone(), list[tuple[Tensor, Tensor]]()
-    keys = [noise.key(address, len(end.tokens), *end.tokens, order) for order in range(share)]
-    if host.is_local(scores):
-        return _drawn_here(left, keys)
-    for key in keys:
-        token = noise.draws(left[None], [key]).to(left.device)
+    left, pairs, local = scores, list[tuple[Tensor, Tensor]](), host.is_local(scores)
+    for order in range(share):
+        key = noise.key(address, len(end.tokens), *end.tokens, order)
+        if local and not math.isfinite(float(left.max())):
+            break
+        token = torch.tensor([noise.draw(left, key)]) if local else noise.draws(left[None], [key]).to(left.device)
         pairs.append((token, torch.softmax(left, dim=-1)))
         left = left.scatter(0, token.clamp(min=0), -torch.inf)
+    # Read once: below 0 is what was drawn of nothing.
     tokens = torch.cat([token for token, _ in pairs]).tolist() if pairs else []
     count = next((i for i, token in enumerate(tokens) if token < 0), len(tokens))
     return [(token, q) for token, (_, q) in zip(tokens[:count], pairs, strict=False)]
-
-
-def _drawn_here(left: Tensor, keys: Sequence[int]) -> list[tuple[int, Tensor]]:
-    """The same, token by token, until nothing is left to draw."""
-    found = []
-    for key in keys:
-        if not math.isfinite(float(left.max())):
-            break
-        token = noise.draw(left, key)
-        found.append((token, torch.softmax(left, dim=-1)))
-        left[token] = -torch.inf
-    return found
 
 
 def _child(end: Branch, order: int, token: int, q: Tensor) -> Branch:

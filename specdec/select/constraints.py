@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from numbers import Integral
 from typing import Any, NamedTuple
 
 from specdec.errors import OptionError
+from specdec.values import is_list, is_whole, plain
 
 
 class Constraint:
@@ -56,7 +56,7 @@ class DisjunctiveConstraint(Constraint):
     """
 
     def __init__(self, nested_token_ids: Sequence[Sequence[int]]) -> None:
-        if not _is_list(nested_token_ids) or not len(nested_token_ids):
+        if not is_list(nested_token_ids) or not len(nested_token_ids):
             raise OptionError.of("nested_token_ids", "a list of phrases, each a list of ids", nested_token_ids)
         self.token_ids = tuple(_phrase("nested_token_ids", phrase) for phrase in nested_token_ids)
         for i, phrase in enumerate(self.token_ids):
@@ -163,11 +163,11 @@ class Progress:
 def wanted(constraints: Any, force_words_ids: Any) -> list[Constraint]:
     """All constraints of a call, objects first; raises OptionError for what is none."""
     objects = [] if constraints is None else constraints
-    if not _is_list(objects) or not all(isinstance(item, Constraint) for item in objects):
+    if not is_list(objects) or not all(isinstance(item, Constraint) for item in objects):
         expected = "a list of specdec.PhrasalConstraint and specdec.DisjunctiveConstraint"
         raise OptionError.of("constraints", expected, constraints)
     words = [] if force_words_ids is None else force_words_ids
-    if not _is_list(words):
+    if not is_list(words):
         raise OptionError.of("force_words_ids", "a list of phrases, or of lists of phrases", force_words_ids)
     if any(given is not None and not len(given) for given in (constraints, force_words_ids)):
         name = "constraints" if constraints is not None and not len(constraints) else "force_words_ids"
@@ -177,22 +177,14 @@ def wanted(constraints: Any, force_words_ids: Any) -> list[Constraint]:
 
 def _word(ids: Any) -> Constraint:
     try:
-        nested = _is_list(ids) and len(ids) > 0 and _is_list(ids[0])
+        nested = is_list(ids) and len(ids) > 0 and is_list(ids[0])
         return DisjunctiveConstraint(ids) if nested else PhrasalConstraint(ids)
     except OptionError as error:
         raise OptionError(f"`force_words_ids` holds {ids!r}: {error}") from None
 
 
 def _phrase(name: str, ids: Any) -> tuple[int, ...]:
-    ids = ids.tolist() if hasattr(ids, "tolist") else ids
-    if not _is_list(ids) or not len(ids) or not all(map(_is_id, ids)):
+    ids = plain(ids)
+    if not is_list(ids) or not len(ids) or not all(is_whole(item) and item >= 0 for item in ids):
         raise OptionError.of(name, "phrases: lists of at least one id", ids)
     return tuple(map(int, ids))
-
-
-def _is_id(item: object) -> bool:
-    return isinstance(item, Integral) and not isinstance(item, bool) and int(item) >= 0
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes)

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from specdec.config import Options
-from specdec.select.base import Processing, RowSetup, guide, process
+from specdec.select.base import RowSetup, StrategyBase
+from specdec.select.rules import process
 from specdec.select.scoring import Hypothesis
 from specdec.select.stopping import Stopping
 from specdec.types import NodeOutput, Row, SearchStep, Step
@@ -39,12 +40,10 @@ class Contrast:
 
     @property
     def length(self) -> int:
-        """How many tokens have been chosen."""
         return len(self.tokens)
 
     @property
     def leaf_scores(self) -> list[float]:
-        """No candidate is ahead."""
         return [0.0] * max(len(self.candidates), 1)
 
     @property
@@ -53,20 +52,16 @@ class Contrast:
         return (Hypothesis(self.tokens, 0.0, (), self.finish or ""),)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Contrastive:
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Contrastive(StrategyBase):
     """Picks the best of `top_k` by (1 - `penalty_alpha`) * probability - `penalty_alpha` * largest cosine.
 
     `keep_traces` says that hidden states or attentions are wanted as outputs.
     """
 
-    processors: Processing
     stop: Stopping
     top_k: int
     penalty_alpha: float
-    guidance_scale: float | None = None
-    keep_scores: bool = False
-    keep_logits: bool = False
     keep_traces: bool = False
     num_beams: ClassVar[int] = 1
     name: ClassVar[str] = "contrastive"
@@ -78,19 +73,16 @@ class Contrastive:
 
     @classmethod
     def serves(cls, options: Options) -> bool:
-        """Where a penalty for likeness was asked for."""
         return options.contrastive
 
     @classmethod
     def of(cls, setup: RowSetup) -> Contrastive:
-        """The search of one row."""
         o = setup.options
         traces = bool(o.output_hidden_states or o.output_attentions)
         parts: dict[str, Any] = {"processors": setup.processors, "stop": setup.stop, **setup.common}
         return cls(top_k=o.top_k or 2, penalty_alpha=o.penalty_alpha or 0.0, keep_traces=traces, **parts)
 
     def begin(self) -> Contrast:
-        """The state before the prompt was read."""
         return Contrast()
 
     def advance(self, row: Row, state: Contrast, outputs: Sequence[NodeOutput]) -> SearchStep:
@@ -116,9 +108,7 @@ class Contrastive:
 
     def _ask(self, row: Row, state: Contrast, output: NodeOutput) -> Contrast:
         """The state with the candidates for its next token, by what the target said of its text."""
-        logits = output.logits
-        if output.unconditional is not None and self.guidance_scale is not None:
-            logits = guide(logits, output.unconditional, self.guidance_scale)
+        logits = self.guided(output.logits, output.unconditional)
         processed = process(self.processors, row, _new(row, state.tokens), logits)
         probs, ids = torch.softmax(processed, dim=-1).topk(min(self.top_k, processed.shape[-1]))
         step = Step(

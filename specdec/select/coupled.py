@@ -2,55 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from torch import Tensor
 
 from specdec.config import Options
 from specdec.select import noise
-from specdec.select.base import RowSetup, TextStrategy, paths
-from specdec.select.rules import CoupledRule, GreedyRule, generated
+from specdec.select.base import TextStrategy, paths
+from specdec.select.rules import CoupledRule, generated
 from specdec.types import DraftRule, Row, Scores
 
 
-@dataclass(eq=False, repr=False)
 class Coupled(TextStrategy):
     """Samples `argmax(log p + G)` with Gumbel noise G addressed by (seed, position, token id) (arXiv 2408.07978).
 
     p is the processed target distribution, the position counts generated tokens, and the draft guesses with the same
-    G, so that it tends to agree: P(match) >= (1 - TV(p, q)) / (1 + TV(p, q)). `seed` belongs to the row.
+    G, so that it tends to agree: P(match) >= (1 - TV(p, q)) / (1 + TV(p, q)).
     """
 
-    seed: int
-    name: ClassVar[str] = "coupled"
+    name = "coupled"
 
     @classmethod
     def serves(cls, options: Options) -> bool:
         """Sampling by the class's own name, which for coupled sampling goes without saying."""
         return options.samples and (options.sampling or "coupled") == cls.name
 
-    @classmethod
-    def of(cls, setup: RowSetup) -> Coupled:
-        """The strategy of one row."""
-        ranked = setup.options.num_samples is not None
-        return cls(setup.processors, setup.seed, width=setup.width, ranked=ranked, **setup.common)
-
     @property
-    def rule(self) -> DraftRule:
-        """The draft guesses with the target's noise."""
-        return CoupledRule(self.processors.drafting, self.seed, self.width)
+    def rule(self) -> DraftRule | None:
+        return CoupledRule(self.processors.drafting, self.width, self.seed)
 
     def choose(self, row: Row, new: list[int], scores: Scores, node: int, processed: Tensor) -> int:
-        """The draw at the position of the token to come."""
         return noise.draw(processed, noise.key(self.seed, noise.COUPLED, generated(row) + len(new)))
 
     def choose_all(self, row: Row, scores: Scores, processed: Tensor) -> Tensor:
-        """The draws after every node."""
         start = generated(row)
-        return noise.draws(
-            processed, [noise.key(self.seed, noise.COUPLED, start + len(path)) for path in paths(scores)]
-        )
+        keys = [noise.key(self.seed, noise.COUPLED, start + len(path)) for path in paths(scores)]
+        return noise.draws(processed, keys)
 
 
 class Match(Coupled):
@@ -58,7 +43,4 @@ class Match(Coupled):
 
     name = "match"
 
-    @property
-    def rule(self) -> DraftRule:
-        """The draft guesses its likeliest token."""
-        return GreedyRule(self.processors.drafting, self.width)
+    rule = TextStrategy.rule

@@ -6,8 +6,7 @@ from torch import Tensor
 
 from specdec.config import Options
 from specdec.logits import host
-from specdec.select.base import RowSetup, TextStrategy
-from specdec.select.rules import GreedyRule
+from specdec.select.base import TextStrategy
 from specdec.types import Row, Scores, Step
 
 
@@ -18,21 +17,9 @@ class Greedy(TextStrategy):
 
     @classmethod
     def serves(cls, options: Options) -> bool:
-        """Where nothing else was asked for."""
         return not options.samples
 
-    @classmethod
-    def of(cls, setup: RowSetup) -> Greedy:
-        """The strategy of one row."""
-        return cls(setup.processors, width=setup.width, **setup.common)
-
-    @property
-    def rule(self) -> GreedyRule:
-        """The draft guesses its likeliest token."""
-        return GreedyRule(self.processors.drafting, self.width)
-
     def advance(self, row: Row, new: list[int], scores: Scores, node: int) -> Step:
-        """The next token after `node`, where `new` are the tokens already emitted in this round."""
         plain = not (self.keep_scores or self.keep_logits or len(self.processors) or scores.unconditional is not None)
         if plain and host.is_local(scores.logits):
             return Step(self._best(scores, node - scores.first), node)
@@ -48,9 +35,7 @@ class Greedy(TextStrategy):
         return best[at]
 
     def choose(self, row: Row, new: list[int], scores: Scores, node: int, processed: Tensor) -> int:
-        """The first of the likeliest tokens."""
         return host.first_best(processed)
 
     def choose_all(self, row: Row, scores: Scores, processed: Tensor) -> Tensor:
-        """The first of the likeliest tokens after every node."""
         return processed.argmax(dim=-1)

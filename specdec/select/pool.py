@@ -6,98 +6,124 @@ where that one ends, and of equal hypotheses the later wins.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
+from typing import NamedTuple
 
-from specdec.select.scoring import Beam, Candidates, Hypothesis, Scoring, first_beams
+import torch
+from torch import Tensor
 
-
-@dataclass(frozen=True)
-class Pool:
-    """Beams that compete with one another, and the texts of theirs that ended, in the order they came.
-
-    `offset` is the number of its first beam in the whole search. A pool that is `done` takes part no more.
-    """
-
-    live: tuple[Beam, ...]
-    ended: tuple[Hypothesis, ...] = ()
-    done: bool = False
-    offset: int = 0
-
-    @classmethod
-    def of(cls, size: int, offset: int = 0) -> Pool:
-        """A pool before its first token."""
-        return cls(first_beams(size), offset=offset)
-
-    @property
-    def length(self) -> int:
-        """How many tokens every live beam has generated."""
-        return len(self.live[0].tokens)
-
-    @property
-    def running(self) -> list[float]:
-        """The live beams' scores."""
-        return [beam.score for beam in self.live]
-
-    def extend(self, found: Candidates, i: int) -> Beam:
-        """Candidate `i` as a beam."""
-        return found.extend(self.live, i, self.offset)
+from specdec.select.scoring import Beam, Beams, Candidates, Hypothesis, Pool, Scoring, extended
+from specdec.types import NodeOutput, Row, SearchStep, Step
 
 
-@dataclass(frozen=True, kw_only=True)
+class Turn(NamedTuple):
+    """What one pool made of a step: itself afterwards, its beams as continuations of former ones, its scores."""
+
+    pool: Pool
+    found: Candidates
+    scores: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class PoolSearch(Scoring):
     """Base of the searches that are scored as in transformers 4.49.
 
-    `end_id` is written at the end of a text, whichever of several it chose: transformers does so.
+    `end_id` is written at the end of a text, whichever of several it chose: transformers does so. `pad_id` follows the
+    texts of a pool that is done.
     """
 
     end_id: int = 0
+    pad_id: int = 0
 
-    def walk(
-        self, pool: Pool, found: Candidates, may_end: Callable[[int], bool] = lambda beam: True
-    ) -> tuple[list[int], Pool]:
+    def turns(self, pools: Sequence[Pool], ids: Tensor | None, own: Tensor) -> Iterator[Turn]:
+        """The open pools' steps in order; `ids` and `own` log-probabilities are those of all their beams."""
+        raise NotImplementedError
+
+    def advance(self, row: Row, state: Beams, outputs: Sequence[NodeOutput]) -> SearchStep:
+        open_ = [pool for pool in state.pools if not pool.done]
+        ids, own = self.texts(row, state.ids), self.log_probs(outputs, len(open_) * self.size)
+        turns = list(self.turns(state.pools, ids, own))
+        parents = [i * self.size + parent for i, turn in enumerate(turns) for parent in turn.found.parents]
+        tokens = [token for turn in turns for token in turn.found.tokens]
+        texts = None if ids is None else extended(ids, parents, tokens)
+        ends = self.stop.each(tokens, row.prompt_length + state.length + 1, texts, None)
+        kept = [i for i in range(len(tokens)) if not turns[i // self.size].pool.done]
+        after = self._after(state, [turn.pool for turn in turns], ends, None if texts is None else texts[kept])
+        step = Step(
+            tokens[0],
+            -1,
+            self._placed(open_, self.logits(outputs, len(own))) if self.keep_logits else None,
+            self._placed(open_, torch.cat([turn.scores for turn in turns])) if self.keep_scores else None,
+        )
+        leaves = [parents[i] if state.length else 0 for i in kept]
+        shown = self._shown(state.pools) if state.length else None
+        return SearchStep(after, leaves, [tokens[i] for i in kept], step, shown)
+
+    def walk(self, pool: Pool, found: Candidates) -> tuple[list[int], Pool]:
         """Which candidates go on, best first, and the pool with what ended before them."""
-        size, going = len(pool.live), []
-        for rank, token in enumerate(found.tokens):
+        going: list[int] = []
+        for rank, (parent, token) in enumerate(zip(found.parents, found.tokens, strict=True)):
             if token not in self.stop.eos_ids:
                 going.append(rank)
-            elif rank < size and may_end(found.parents[rank]):
+            elif rank < self.size and (not pool.progress or pool.progress[parent].fulfilled):
                 beam = pool.extend(found, rank)
-                pool = self.ended(pool, beam._replace(tokens=(*beam.tokens[:-1], self.end_id)), "eos")
-            if len(going) == size:
+                pool = self._ended(pool, beam._replace(tokens=(*beam.tokens[:-1], self.end_id)), "eos")
+            if len(going) == self.size:
                 break
         return going, pool
 
-    def step(self, pool: Pool, live: Sequence[Beam], best: float) -> Pool:
+    def step(self, pool: Pool, chosen: Candidates, best: float) -> Pool:
         """The pool with its next beams; `best` is the step's best candidate."""
-        return replace(pool, live=tuple(live), done=self._is_done(pool.ended, len(live), best, pool.length + 1))
-
-    def ended(self, pool: Pool, beam: Beam, reason: str) -> Pool:
-        """The pool with `beam` among its hypotheses, if it is better than the worst of as many as there are beams."""
-        score = beam.score / len(beam.tokens) ** self.length_penalty
-        new = Hypothesis(beam.tokens, score, beam.origins, reason)
-        kept = pool.ended
-        if len(kept) >= len(pool.live):
-            worst = min(range(len(kept)), key=lambda i: kept[i].score)
-            if not score > kept[worst].score:
-                return pool
-            kept = kept[:worst] + kept[worst + 1 :]
-        return replace(pool, ended=(*kept, new))
+        live = tuple(pool.extend(chosen, i) for i in range(len(chosen.tokens)))
+        return replace(pool, live=live, done=self._is_done(pool.ended, best, len(live[0].tokens)))
 
     def closed(self, pool: Pool, beams: Iterable[tuple[Beam, str]]) -> Pool:
         """The pool with these of its `beams` among its hypotheses, each with why it ends."""
         for beam, reason in beams:
-            pool = self.ended(pool, beam, reason)
+            pool = self._ended(pool, beam, reason)
         return pool
 
-    def _is_done(self, ended: Sequence[Hypothesis], size: int, best: float, length: int) -> bool:
-        if len(ended) < size or self.early_stopping == "exhaustive":
+    def _ended(self, pool: Pool, beam: Beam, reason: str) -> Pool:
+        """The pool with `beam` among its hypotheses, if it is better than the worst of as many as there are beams."""
+        score = beam.score / len(beam.tokens) ** self.length_penalty
+        kept = pool.ended
+        if len(kept) >= self.size:
+            worst = min(range(len(kept)), key=lambda i: kept[i].score)
+            if not score > kept[worst].score:
+                return pool
+            kept = kept[:worst] + kept[worst + 1 :]
+        return replace(pool, ended=(*kept, Hypothesis(beam.tokens, score, beam.origins, reason)))
+
+    def _is_done(self, ended: Sequence[Hypothesis], best: float, length: int) -> bool:
+        if len(ended) < self.size or self.early_stopping == "exhaustive":
             return False
         if self.early_stopping is True:
             return True
         return min(h.score for h in ended) >= best / self.horizon(length) ** self.length_penalty
 
+    def _after(self, state: Beams, stepped: list[Pool], ends: list[str | None], ids: Tensor | None) -> Beams:
+        """The next state, from the open pools after their step and why each of their beams would end here."""
+        reasons = [end for end in ends if end is not None]
+        if len(reasons) == len(ends):
+            stepped = [
+                pool if pool.done else self.closed(pool, zip(pool.live, reasons[i * self.size :], strict=False))
+                for i, pool in enumerate(stepped)
+            ]
+        fresh = iter(stepped)
+        after = Beams(tuple(pool if pool.done else next(fresh) for pool in state.pools), ids=ids)
+        over = len(reasons) == len(ends) or all(pool.done for pool in after.pools)
+        return replace(after, finish=after.finished[0].reason) if over else after
 
-def ranked(ended: Iterable[Hypothesis]) -> tuple[Hypothesis, ...]:
-    """Hypotheses, best first; of equals the later."""
-    return tuple(sorted(ended, key=lambda h: h.score)[::-1])
+    def _placed(self, open_: Sequence[Pool], values: Tensor) -> Tensor:
+        """`values` `[open beams, vocab]` as rows of all beams; a finished pool is certain of its padding."""
+        whole = values.new_full((self.num_beams, values.shape[1]), -torch.inf)
+        whole[:, self.pad_id : self.pad_id + 1] = 0.0
+        whole[[pool.offset + i for pool in open_ for i in range(self.size)]] = values
+        return whole
+
+    def _shown(self, pools: Sequence[Pool]) -> list[int]:
+        """For every beam the leaf that it is, -1 in pools that are done."""
+        leaves = count()
+        return [-1 if pool.done else next(leaves) for pool in pools for _ in pool.live]

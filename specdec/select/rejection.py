@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import takewhile
-
 import torch
 from torch import Tensor
 
@@ -21,14 +19,15 @@ def draft_distribution(tree: Tree, node: int) -> Tensor | None:
     return tree.q[node]
 
 
-def siblings(tree: Tree, node: int) -> list[int]:
-    """The nodes that continue `node`, in the order in which they were drawn."""
-    return [child for child in range(node + 1, len(tree)) if tree.parents[child] == node]
-
-
-def drawn_siblings(tree: Tree, node: int) -> list[int]:
-    """Those of them that were drawn from the draft; a guess and whatever comes after it is none."""
-    return list(takewhile(lambda child: draft_distribution(tree, child) is not None, siblings(tree, node)))
+def drawn_children(tree: Tree, node: int) -> list[tuple[int, Tensor]]:
+    """The nodes that were drawn to continue `node`, in order, each with its q; a guess and what follows it is none."""
+    found = []
+    for child in range(node + 1, len(tree)):
+        if tree.parents[child] == node:
+            if (q := draft_distribution(tree, child)) is None:
+                break
+            found.append((child, q))
+    return found
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
@@ -50,17 +49,14 @@ class Rejection(Coupled):
     name = "rejection"
 
     @property
-    def rule(self) -> DraftRule:
-        """The draft draws from q and tells it."""
-        return SampledRule(self.processors.drafting, self.seed, self.width)
+    def rule(self) -> DraftRule | None:
+        return SampledRule(self.processors.drafting, self.width, self.seed)
 
     def choose(self, row: Row, new: list[int], scores: Scores, node: int, processed: Tensor) -> int:
         """The first accepted child's token, or a draw from what p has beyond the children's distributions."""
         tree, place, left = scores.tree, (generated(row), len(new)), processed
-        for order, child in enumerate(siblings(tree, node)):  # left: log-probabilities of what may still come
-            q, token = draft_distribution(tree, child), tree.tokens[child]
-            if q is None:
-                break
+        for order, (child, q) in enumerate(drawn_children(tree, node)):  # left: log-probabilities of what may come
+            token = tree.tokens[child]
             p, q = torch.softmax(left, dim=-1), q.to(left.device)
             r = noise.uniform(noise.key(self.seed, noise.ACCEPT, *place, order))
             if r * float(q[token]) < float(p[token]):  # strict: p = 0 never passes; multiplied: q = 0 divides nothing
@@ -71,12 +67,12 @@ class Rejection(Coupled):
     def choose_all(self, row: Row, scores: Scores, processed: Tensor) -> Tensor:
         """The same after every node at once: the eldest children of all nodes, then the second ones, and so on."""
         tree, start, depths = scores.tree, generated(row), [len(path) for path in paths(scores)]
-        children = [drawn_siblings(tree, scores.first + at) for at in range(len(processed))]
+        children = [drawn_children(tree, scores.first + at) for at in range(len(processed))]
         left, chosen = processed.clone(), torch.full((len(processed),), -1, device=processed.device)
         for order in range(max(map(len, children))):
             nodes = [at for at, own in enumerate(children) if len(own) > order]
-            q = torch.stack([one for at in nodes if (one := draft_distribution(tree, children[at][order])) is not None])
-            tokens = torch.tensor([tree.tokens[children[at][order]] for at in nodes], device=left.device)
+            q = torch.stack([children[at][order][1] for at in nodes])
+            tokens = torch.tensor([tree.tokens[children[at][order][0]] for at in nodes], device=left.device)
             keys = [noise.key(self.seed, noise.ACCEPT, start, depths[at], order) for at in nodes]
             r = torch.tensor([noise.uniform(key) for key in keys], dtype=torch.float64, device=left.device)
             rows = torch.tensor(nodes, device=left.device)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.logits import host
+from specdec.logits import Processors, host
 from specdec.select import noise
-from specdec.select.base import Processing, process
 from specdec.select.branching import drawn_children, likeliest_children, noisy
 from specdec.types import Branch, Plan, Row
 
@@ -20,6 +20,18 @@ from specdec.types import Branch, Plan, Row
 def generated(row: Row) -> int:
     """How many tokens the row has generated so far."""
     return len(row.tokens) - row.prompt_length
+
+
+def process(processors: Processors, row: Row, extra: Sequence[int], logits: Tensor) -> Tensor:
+    """Processed `logits` `[vocab]` after the row's text and `extra`, float32; the input is not written to."""
+    return processors(row.prefix(extra) if processors.reads_ids else None, logits[None])[0]
+
+
+def process_all(processors: Processors, row: Row, extras: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
+    """The same of `logits` `[n, vocab]` after the row's text and each of `extras`, in one call where that will do."""
+    if not processors.reads_ids:
+        return processors(None, logits)
+    return torch.stack([process(processors, row, extra, one) for extra, one in zip(extras, logits, strict=True)])
 
 
 def fit(logits: Tensor, width: int | None) -> Tensor:
@@ -30,21 +42,6 @@ def fit(logits: Tensor, width: int | None) -> Tensor:
     if have > width:
         return logits[..., :width]
     return torch.nn.functional.pad(logits, (0, width - have), value=float("-inf"))
-
-
-def process_all(processors: Processing, row: Row, ends: Sequence[Branch], logits: Tensor) -> Tensor:
-    """Processed `logits` `[ends, vocab]` after the row's text and each of `ends`, float32."""
-    if not len(processors):
-        return logits.float()
-    if not processors.reads_ids:
-        return processors(None, logits)
-    each = [process(processors, row, end.tokens, one) for end, one in zip(ends, logits, strict=True)]
-    return torch.stack(each)
-
-
-def confidence(logits: Tensor, token: int) -> float:
-    """The probability of `token` under `softmax(logits)`, `logits` `[vocab]` float32."""
-    return float(torch.exp(logits[token] - logits.logsumexp(-1)))
 
 
 def likeliest(scores: Tensor, *, confident: bool = True) -> tuple[int, float]:
@@ -70,7 +67,7 @@ def drawn(scores: Tensor, address: int, *, confident: bool = True) -> tuple[int,
         if not math.isfinite(float(scores.detach().numpy().max())):
             return 0, math.nan
         token = noise.draw(scores, address)
-        return token, confidence(scores, token) if confident else 1.0
+        return token, float(torch.exp(scores[token] - scores.logsumexp(-1))) if confident else 1.0
     token_ = noise.draws(scores[None], [address])
     chosen = scores.gather(-1, token_.to(scores.device).clamp(min=0))
     prob = torch.exp(chosen - scores.logsumexp(-1)) if confident else chosen
@@ -87,70 +84,67 @@ def _told(value: float) -> float:
 
 @dataclass(frozen=True)
 class GreedyRule:
-    """Guesses the likeliest token."""
+    """Guesses the likeliest token; `width` is the target's vocabulary."""
 
-    processors: Processing
+    processors: Processors
     width: int | None = None
-    needs_q: bool = False
+    needs_q: ClassVar[bool] = False
 
     def pick(
         self, row: Row, guesses: list[int], logits: Tensor, *, confident: bool = True
     ) -> tuple[int, float, Tensor | None]:
         """The argmax of draft `logits` `[vocab]` after `guesses`, its probability, and no q."""
-        scores = process(self.processors, row, guesses, fit(logits, self.width))
-        token, prob = likeliest(scores, confident=confident)
-        return token, prob, None
+        return *likeliest(self._after(row, guesses, logits), confident=confident), None
 
     def expand(self, row: Row, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
         """The likeliest continuations of `ends`, from draft `logits` `[ends, vocab]`."""
-        scores = torch.log_softmax(process_all(self.processors, row, ends, fit(logits, self.width)), dim=-1)
-        return likeliest_children(scores, ends, plan)
+        return likeliest_children(torch.log_softmax(self._after_all(row, ends, logits), dim=-1), ends, plan)
+
+    def _after(self, row: Row, guesses: list[int], logits: Tensor) -> Tensor:
+        """Processed draft `logits` `[vocab]`, float32, as wide as the target's."""
+        return process(self.processors, row, guesses, fit(logits, self.width))
+
+    def _after_all(self, row: Row, ends: Sequence[Branch], logits: Tensor) -> Tensor:
+        """The same of `logits` `[ends, vocab]`."""
+        return process_all(self.processors, row, [end.tokens for end in ends], fit(logits, self.width))
 
 
 @dataclass(frozen=True)
-class CoupledRule:
+class CoupledRule(GreedyRule):
     """Guesses with the very noise the target will use: `argmax(log q + G)` (arXiv 2408.07978)."""
 
-    processors: Processing
-    seed: int
-    width: int | None = None
-    needs_q: bool = False
+    seed: int = 0
 
     def pick(
         self, row: Row, guesses: list[int], logits: Tensor, *, confident: bool = True
     ) -> tuple[int, float, Tensor | None]:
         """The coupled draw from draft `logits` `[vocab]` after `guesses`, its probability, and no q."""
-        scores = process(self.processors, row, guesses, fit(logits, self.width))
         address = noise.key(self.seed, noise.COUPLED, generated(row) + len(guesses))
-        return *drawn(scores, address, confident=confident), None
+        return *drawn(self._after(row, guesses, logits), address, confident=confident), None
 
     def expand(self, row: Row, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
         """The continuations of `ends` that the target's own noise favours, from draft `logits` `[ends, vocab]`."""
-        scores = process_all(self.processors, row, ends, fit(logits, self.width))
-        place = generated(row) + len(ends[0].tokens)
-        return likeliest_children(noisy(scores, noise.key(self.seed, noise.COUPLED, place)), ends, plan)
+        address = noise.key(self.seed, noise.COUPLED, generated(row) + len(ends[0].tokens))
+        return likeliest_children(noisy(self._after_all(row, ends, logits), address), ends, plan)
 
 
 @dataclass(frozen=True)
-class SampledRule:
+class SampledRule(GreedyRule):
     """Draws from q with its own stream, and tells q."""
 
-    processors: Processing
-    seed: int
-    width: int | None = None
-    needs_q: bool = True
+    seed: int = 0
+    needs_q: ClassVar[bool] = True
 
     def pick(
         self, row: Row, guesses: list[int], logits: Tensor, *, confident: bool = True
     ) -> tuple[int, float, Tensor | None]:
         """A draw from draft `logits` `[vocab]` after `guesses`, its probability, and q `[width]` float32."""
-        scores = process(self.processors, row, guesses, fit(logits, self.width))
-        token, prob = drawn(
-            scores, noise.key(self.seed, noise.DRAFT, generated(row), len(guesses)), confident=confident
-        )
+        scores = self._after(row, guesses, logits)
+        address = noise.key(self.seed, noise.DRAFT, generated(row), len(guesses))
+        token, prob = drawn(scores, address, confident=confident)
         return token, prob, None if math.isnan(prob) else torch.softmax(scores, dim=-1)
 
     def expand(self, row: Row, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
         """Draws from q after every one of `ends`, without replacement, from draft `logits` `[ends, vocab]`."""
-        scores = process_all(self.processors, row, ends, fit(logits, self.width))
-        return drawn_children(scores, ends, plan, noise.key(self.seed, noise.DRAFT, generated(row)))
+        address = noise.key(self.seed, noise.DRAFT, generated(row))
+        return drawn_children(self._after_all(row, ends, logits), ends, plan, address)

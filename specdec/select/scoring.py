@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.logits import host
-from specdec.select.base import Processing, RowSetup, guide
-from specdec.select.rules import GreedyRule, fit
+from specdec.select.base import RowSetup, StrategyBase
+from specdec.select.constraints import Progress
+from specdec.select.rules import fit
 from specdec.select.stopping import Stopping
-from specdec.types import Branch, BranchRule, NodeOutput, Plan, Row, Scores
+from specdec.types import Branch, BranchRule, NodeOutput, Plan, Row
 
 EarlyStopping = bool | Literal["never", "exhaustive"]
 FAR = -1e9
@@ -43,11 +44,6 @@ class Beam(NamedTuple):
     origins: tuple[int, ...] = ()
 
 
-def first_beams(count: int) -> tuple[Beam, ...]:
-    """The beams before the first token: one, and spare ones that count where it has too few continuations."""
-    return (Beam(), *(Beam(score=FAR) for _ in range(count - 1)))
-
-
 class Candidates(NamedTuple):
     """Continuations of live beams, in the order in which they were chosen: score, beam, token."""
 
@@ -61,37 +57,96 @@ class Candidates(NamedTuple):
         values, beams, ids = host.read(scores, parents, tokens)
         return cls(values, host.whole(beams), host.whole(ids))
 
-    def extend(self, live: Sequence[Beam], i: int, offset: int = 0) -> Beam:
-        """Candidate `i` as a beam; `offset` is the number of the first live one."""
-        parent = live[self.parents[i]]
-        return Beam((*parent.tokens, self.tokens[i]), self.scores[i], (*parent.origins, offset + self.parents[i]))
+    def part(self, kept: Sequence[int]) -> Candidates:
+        """Some of them, in this order."""
+        scores, parents, tokens = self
+        return Candidates([scores[i] for i in kept], [parents[i] for i in kept], [tokens[i] for i in kept])
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Beams that compete with one another, and the texts of theirs that ended, in the order they came.
+
+    `offset` is the number of its first beam in the whole search. A pool that is `done` takes part no more. `progress`
+    is how far every beam is with its constraints.
+    """
+
+    live: tuple[Beam, ...]
+    ended: tuple[Hypothesis, ...] = ()
+    done: bool = False
+    offset: int = 0
+    progress: tuple[Progress, ...] = ()
+
+    @classmethod
+    def of(cls, size: int, offset: int = 0, progress: Progress | None = None) -> Pool:
+        """A pool before its first token: one beam, and spare ones that count where it has too few continuations."""
+        spare = Beam(score=FAR)
+        return cls(
+            (Beam(), *[spare] * (size - 1)), offset=offset, progress=() if progress is None else (progress,) * size
+        )
+
+    @property
+    def running(self) -> list[float]:
+        """The live beams' scores."""
+        return [beam.score for beam in self.live]
+
+    def extend(self, found: Candidates, i: int) -> Beam:
+        """Candidate `i` as a beam."""
+        at = found.parents[i]
+        parent = self.live[at]
+        return Beam((*parent.tokens, found.tokens[i]), found.scores[i], (*parent.origins, self.offset + at))
+
+
+@dataclass(frozen=True)
+class Beams:
+    """Where a search stands: its pools in order.
+
+    `ids` `[beams of open pools, length]` are kept where processors or criteria read them.
+    """
+
+    pools: tuple[Pool, ...]
+    finish: str | None = None
+    ids: Tensor | None = None
+
+    @property
+    def live(self) -> tuple[Beam, ...]:
+        """The live beams of all pools; of one that is done, the last."""
+        return tuple(beam for pool in self.pools for beam in pool.live)
+
+    @property
+    def finished(self) -> tuple[Hypothesis, ...]:
+        """The hypotheses of all pools, best first; of equals the later."""
+        return tuple(sorted((found for pool in self.pools for found in pool.ended), key=lambda h: h.score)[::-1])
+
+    @property
+    def length(self) -> int:
+        """How many tokens every live beam has generated."""
+        return max(len(beam.tokens) for beam in self.live)
+
+    @property
+    def leaf_scores(self) -> list[float]:
+        """The scores of the open pools' beams; before the first token they have one leaf in common."""
+        return [score for pool in self.pools if not pool.done for score in pool.running] if self.length else [0.0]
 
 
 LeafCandidates = tuple[NDArray[np.float32], list[int]]
 """The best tokens after one leaf: their log-probabilities, best first, and their ids."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Scoring:
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Scoring(StrategyBase):
     """Base of the searches over beams.
 
     A hypothesis is scored by its sum of log-probabilities over (generated tokens, end included) ** `length_penalty`.
     """
 
-    processors: Processing
     stop: Stopping
     num_beams: int
     max_new_tokens: int
+    groups: int = 1
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = False
-    width: int | None = None
-    guidance_scale: float | None = None
-    keep_scores: bool = False
-    keep_logits: bool = False
-    name: ClassVar[str]
     is_search: ClassVar[Literal[True]] = True
-    needs_hidden: ClassVar[bool] = False
-    takes_draft: ClassVar[bool] = True
 
     @classmethod
     def parts(cls, setup: RowSetup) -> dict[str, Any]:
@@ -101,17 +156,21 @@ class Scoring:
             "processors": setup.processors,
             "stop": setup.stop,
             "num_beams": o.beams,
+            "groups": o.groups,
             "max_new_tokens": setup.max_new_tokens,
             "length_penalty": 1.0 if o.length_penalty is None else o.length_penalty,
             "early_stopping": o.early_stopping or False,
-            "width": setup.width,
             **setup.common,
         }
 
     @property
-    def rule(self) -> GreedyRule:
-        """What a draft that only knows sequences guesses after the best beam."""
-        return GreedyRule(self.processors.drafting, self.width)
+    def size(self) -> int:
+        """Beams of one pool."""
+        return self.num_beams // self.groups
+
+    def begin(self) -> Beams:
+        """The state before the first token."""
+        return Beams(tuple(Pool.of(self.size, group * self.size) for group in range(self.groups)))
 
     @property
     def branching(self) -> BranchRule:
@@ -133,7 +192,7 @@ class Scoring:
 
     def texts(self, row: Row, ids: Tensor | None) -> Tensor | None:
         """The beams' ids `[beams, length]`, where anything reads them; before the first token they are the prompt."""
-        if not (self.stop.reads_ids or (len(self.processors) and self.processors.reads_ids)):
+        if not (self.stop.reads_ids or self.processors.reads_ids):
             return None
         return ids if ids is not None else row.prefix()[:, : row.prompt_length].expand(self.num_beams, -1).clone()
 
@@ -141,54 +200,43 @@ class Scoring:
         """The target's own `[beams, vocab]` float32; before the first token all beams have the prompt's."""
         return torch.stack([output.logits for output in outputs]).float().expand(beams, -1)
 
-    def guides(self, outputs: Sequence[NodeOutput]) -> bool:
-        """Whether an unconditional row's logits belong into the scores."""
-        return outputs[0].unconditional is not None and self.guidance_scale is not None
-
     def log_probs(self, outputs: Sequence[NodeOutput], beams: int) -> Tensor:
         """Log-probabilities `[beams, vocab]` before processors, guided."""
-        logits = self.logits(outputs, beams)
-        if not self.guides(outputs):
-            return torch.log_softmax(logits, dim=-1)
-        unconditional = torch.stack([output.unconditional for output in outputs if output.unconditional is not None])
-        return guide(logits, unconditional, self.guidance_scale or 1.0)
+        unconditional = [output.unconditional for output in outputs if output.unconditional is not None]
+        return self._log_probs(self.logits(outputs, beams), torch.stack(unconditional) if unconditional else None)
+
+    def _log_probs(self, logits: Tensor, unconditional: Tensor | None) -> Tensor:
+        guided = self.guided(logits, unconditional)
+        return torch.log_softmax(logits, dim=-1) if guided is logits else guided
 
     def leading(self, outputs: Sequence[NodeOutput], count: int) -> list[LeafCandidates] | None:
         """The `count` best tokens of every leaf, read once for all nodes of a target pass.
 
         None where values are looked at for nothing, and where they depend on the texts that led to the leaves.
         """
-        wholes = [output.whole for output in outputs]
-        reads = len(self.processors) and self.processors.reads_ids
-        if reads or any(whole is None or host.is_local(whole.logits) for whole in wholes):
+        wholes = [
+            whole for output in outputs if (whole := output.whole) is not None and not host.is_local(whole.logits)
+        ]
+        if len(wholes) < len(outputs) or self.processors.reads_ids:
             return None
-        found = [self._read(whole, count) for whole in wholes if whole is not None]
-        return [leaves[output.at] for leaves, output in zip(found, outputs, strict=True)]
+        for whole in wholes:
+            if "leading" not in whole.cache:
+                whole.cache["leading"] = self.leaders(whole.logits.float(), whole.unconditional, count)
+        return [whole.cache["leading"][output.at] for whole, output in zip(wholes, outputs, strict=True)]
 
-    def _read(self, whole: Scores, count: int) -> list[LeafCandidates]:
-        if "leading" not in whole.cache:
-            values, ids = self._leading(whole, min(count, whole.logits.shape[-1]))
-            flat, numbers = host.read(values.flatten(), ids.flatten())
-            size = values.shape[1]
-            whole.cache["leading"] = [
-                (np.array(flat[i : i + size], dtype=np.float32), host.whole(numbers[i : i + size]))
-                for i in range(0, len(flat), size)
-            ]
-        leaves: list[LeafCandidates] = whole.cache["leading"]
-        return leaves
-
-    def _leading(self, whole: Scores, count: int) -> tuple[Tensor, Tensor]:
-        logits = whole.logits.float()
-        guides = whole.unconditional is not None and self.guidance_scale is not None
-        if not (len(self.processors) or guides):
+    def leaders(self, logits: Tensor, unconditional: Tensor | None, count: int) -> list[LeafCandidates]:
+        """The `count` best tokens after each of `logits` `[leaves, vocab]`, by processors that read no ids."""
+        count = min(count, logits.shape[-1])
+        if len(self.processors) or (unconditional is not None and self.guidance_scale is not None):
+            values, ids = self.processors(None, self._log_probs(logits, unconditional)).topk(count, dim=-1)
+        else:  # only the best are normalised, from one logsumexp each
             values, ids = logits.topk(count, dim=-1)
-            return values - logits.logsumexp(-1, keepdim=True), ids
-        if whole.unconditional is not None and self.guidance_scale is not None:
-            scores = guide(logits, whole.unconditional, self.guidance_scale)
-        else:
-            scores = torch.log_softmax(logits, dim=-1)
-        values, ids = self.processors(None, scores).topk(count, dim=-1)
-        return values, ids
+            values = values - logits.logsumexp(-1, keepdim=True)
+        flat, numbers = host.read(values.flatten(), ids.flatten())
+        return [
+            (np.array(flat[i : i + count], dtype=np.float32), host.whole(numbers[i : i + count]))
+            for i in range(0, len(flat), count)
+        ]
 
     def draft_scores(self, row: Row, ends: Sequence[Branch], logits: Tensor) -> Tensor:
         """A draft's log-probabilities `[ends, vocab]` of texts that go on, after the processors that may see them."""
@@ -218,18 +266,6 @@ def branches(found: Candidates, ends: Sequence[Branch]) -> list[tuple[int, Branc
         if math.isfinite(score)
     ]
     return sorted(finite, key=lambda branch: -branch[1].score)
-
-
-def best(logits: Tensor, running: Sequence[float], count: int) -> Candidates:
-    """The `count` best continuations by `log_softmax(logits) + running`, `logits` `[beams, vocab]` float32.
-
-    Only the best of every beam are normalised, from one logsumexp each.
-    """
-    values, ids = logits.topk(min(count, logits.shape[-1]), dim=-1)
-    values = values - logits.logsumexp(-1, keepdim=True) + torch.tensor(running, device=logits.device)[:, None]
-    top, places = values.flatten().topk(min(count, values.numel()))
-    per_beam = values.shape[1]
-    return Candidates.read(top, places // per_beam, ids.flatten()[places])
 
 
 def best_of(scores: Tensor, running: Sequence[float], count: int) -> Candidates:

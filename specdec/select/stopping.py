@@ -40,12 +40,9 @@ class Stopping:
 
     def __call__(self, row: Row, new: list[int], scores: tuple[Tensor, ...] | None = None) -> str | None:
         """Why the row ends with the last token of `new`: "eos", "length", "stop", "time", "criteria", or None."""
-        asked = self._ask(row, new, scores) if self.criteria else None
-        if new[-1] in self.eos_ids:
-            return "eos"
-        if self.max_length is not None and len(row.tokens) + len(new) >= self.max_length:
-            return "length" if asked is None else asked
-        return asked
+        ids = row.prefix(new) if self.reads_ids else None
+        [reason] = self.each(new[-1:], len(row.tokens) + len(new), ids, scores)
+        return reason
 
     @property
     def reads_ids(self) -> bool:
@@ -55,7 +52,8 @@ class Stopping:
     def each(self, tokens: Sequence[int], length: int, ids: Tensor | None, scores: Any = None) -> list[str | None]:
         """Why each of several texts of `length` ends with its last token, the criteria asked about all in one call.
 
-        `ids` `[texts, length]` may be None unless `reads_ids`.
+        `ids` `[texts, length]` may be None unless `reads_ids`. All criteria are asked, since they may count their calls
+        as in plain decoding; the first that holds tells the reason.
         """
         asked: list[str | None] = [None] * len(tokens)
         for criterion in self.criteria or ():
@@ -68,9 +66,3 @@ class Stopping:
             "eos" if token in self.eos_ids else a or ("length" if full else None)
             for token, a in zip(tokens, asked, strict=True)
         ]
-
-    def _ask(self, row: Row, new: list[int], scores: tuple[Tensor, ...] | None) -> str | None:
-        """The first criterion that holds; all are asked, since they may count their calls as in plain decoding."""
-        ids = row.prefix(new)
-        held = [_reason(criterion) for criterion in self.criteria or () if _holds(criterion(ids, scores))]
-        return held[0] if held else None

@@ -18,6 +18,23 @@ def ends(text: list[int], part: list[int]) -> list[int]:
     return [end for end in range(n - 1, len(text)) if text[end - n + 1 : end + 1] == part]
 
 
+def find(automaton: SuffixAutomaton, tokens: list[int]) -> int | None:
+    """The state of the substring `tokens`, None if it does not occur."""
+    state: int | None = 0
+    for token in tokens:
+        state = None if state is None else automaton.next[state].get(token)
+    return state
+
+
+def matches(automaton: SuffixAutomaton) -> list[int]:
+    """The states of the text's suffixes that occurred before, longest first."""
+    states, state = [], automaton.link[automaton.whole]
+    while state > 0:
+        states.append(state)
+        state = automaton.link[state]
+    return states
+
+
 @given(texts, texts)
 @settings(max_examples=60)
 def test_knows_every_substring_and_its_ends(text: list[int], other: list[int]) -> None:
@@ -26,7 +43,7 @@ def test_knows_every_substring_and_its_ends(text: list[int], other: list[int]) -
     automaton.extend(text)
     for start in range(len(text)):
         for stop in range(start + 1, len(text) + 1):
-            state = automaton.find(text[start:stop])
+            state = find(automaton, text[start:stop])
             found = ends(text, text[start:stop])
             followed = [end for end in found if end < len(text) - 1]
             assert state is not None
@@ -34,7 +51,7 @@ def test_knows_every_substring_and_its_ends(text: list[int], other: list[int]) -
             assert automaton.count[state] == len(followed)
             if followed:
                 assert automaton.latest[state] == followed[-1]
-    assert (automaton.find(other) is not None) == (not other or bool(ends(text, other)))
+    assert (find(automaton, other) is not None) == (not other or bool(ends(text, other)))
 
 
 @given(texts)
@@ -43,7 +60,7 @@ def test_matches_are_the_suffixes_that_occurred_before(text: list[int]) -> None:
     automaton = SuffixAutomaton()
     for token in text:
         automaton.extend([token])
-    lengths = [automaton.length[state] for state in automaton.matches()]
+    lengths = [automaton.length[state] for state in matches(automaton)]
     repeated = [n for n in range(1, len(text)) if len(ends(text, text[-n:])) > 1]
     assert lengths == sorted(lengths, reverse=True)
     assert set(lengths) <= set(repeated)
@@ -65,6 +82,6 @@ def test_one_repeated_token_stays_linear() -> None:
     began = time.process_time()
     automaton.extend([7] * 20_000)
     assert time.process_time() - began < 5.0
-    longest = automaton.matches()[0]
+    longest = matches(automaton)[0]
     assert automaton.length[longest] == 19_999
     assert automaton.latest[longest] == 19_998

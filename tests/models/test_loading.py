@@ -224,7 +224,7 @@ def test_slow_and_idle_modes_warn(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.warns(UserWarning, match="AVX-512"):
-        quantize.bitsandbytes_config("int8", torch.float32)
+        quantize.BitsAndBytes("int8").config(torch.float32)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     with pytest.warns(UserWarning, match="changes nothing"):
         load(folder, Loading(offload="cpu"))

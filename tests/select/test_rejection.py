@@ -13,7 +13,7 @@ from specdec.errors import OptionError
 from specdec.logits import Processors, TopK
 from specdec.select import Block, Match, Rejection, noise
 from specdec.select.block import child_weight, without_child
-from specdec.select.rejection import residual, siblings
+from specdec.select.rejection import drawn_children, residual
 from specdec.types import Scores, Tree
 from tests.select.toys import (
     NOTHING,
@@ -147,7 +147,10 @@ def shares(trees) -> dict[tuple[tuple[int, int], ...], set[int]]:
     """The numbers of children that a node has in all trees, by the tokens and places among siblings that lead to it."""
     counts = defaultdict(set)
     for tree in trees:
-        lineage, children = {-1: ()}, {node: siblings(tree, node) for node in range(-1, len(tree))}
+        lineage, children = (
+            {-1: ()},
+            {node: [child for child, _ in drawn_children(tree, node)] for node in range(-1, len(tree))},
+        )
         for node, below in children.items():
             counts[lineage[node]].add(len(below))
             lineage |= {child: (*lineage[node], (tree.tokens[child], i)) for i, child in enumerate(below)}

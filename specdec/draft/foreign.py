@@ -1,0 +1,136 @@
+"""What drafts share that speak another tokenizer: rows in the draft's own tokens, read as the text goes on."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from specdec.draft.best_leaf import ReadRow
+from specdec.types import EMPTY, BatchDrafter, Commit, DraftSession, DraftTask, Plan, Row, Tree
+from specdec.values import common_length
+
+
+class Tokenizer(Protocol):
+    """What is needed of a transformers tokenizer."""
+
+    bos_token_id: int | None
+    eos_token_id: int | None
+
+    def encode(self, text: str, **options: Any) -> list[int]: ...
+
+    def decode(self, token_ids: list[int], **options: Any) -> str: ...
+
+    def get_vocab(self) -> dict[str, int]: ...
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]: ...
+
+    @property
+    def all_special_tokens(self) -> list[str]: ...
+
+    def __len__(self) -> int: ...
+
+
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of `text` as the middle of a longer one."""
+    return tokenizer.encode(text, add_special_tokens=False, verbose=False) if text else []
+
+
+def decode(tokenizer: Tokenizer, ids: list[int]) -> str:
+    """The text of `ids`, special tokens and spaces as they are."""
+    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) if ids else ""
+
+
+class ForeignDrafter(BatchDrafter):
+    """A draft of another vocabulary than the target's."""
+
+    guesses_trees = reads_predictions = False
+
+    def __init__(self, drafter: BatchDrafter, target_tokenizer: Tokenizer, draft_tokenizer: Tokenizer) -> None:
+        self.drafter, self.models = drafter, drafter.models
+        self.target_tokenizer, self.draft_tokenizer = target_tokenizer, draft_tokenizer
+
+
+@dataclass(slots=True)
+class DraftRow(ReadRow):
+    """A row as the draft reads it, in the draft's tokens; `seen` tokens of the target's row `outer` are in it.
+
+    Its `prompt_length` covers the beginning of text alone: everything after that may be encoded anew. `guess` is what
+    the draft said last.
+    """
+
+    outer: Row | None = None
+    seen: int = 0
+    guess: list[int] = field(default_factory=list)
+
+    def tell(self, draft: DraftSession, before: list[int]) -> None:
+        """Tells the draft how its guess compares with the row's text, and what of the text was `before` another one."""
+        same = common_length(before, self.tokens)
+        new = self.tokens[same:] if same == len(before) else []
+        right = common_length(self.guess, new)
+        self.guess = []
+        draft.commit([Commit(self, list(range(right)), right)])
+        if same < len(before):
+            draft.rewind(self, same)
+
+
+class ForeignSession(DraftSession):
+    """A draft of another vocabulary at work; `target` and `drafts` are the two tokenizers."""
+
+    def __init__(self, draft: DraftSession, target: Tokenizer, drafts: Tokenizer) -> None:
+        self._draft, self._target, self._drafts = draft, target, drafts
+        self._rows: dict[int, DraftRow] = {}
+
+    @abstractmethod
+    def task(self, row: Row) -> DraftTask:
+        """What the draft is asked for in place of the row's own task."""
+
+    @abstractmethod
+    def read(self, row: Row, draft: DraftRow) -> None:
+        """Adds what is new of the row's text to the draft's."""
+
+    @abstractmethod
+    def translated(self, row: Row, draft: DraftRow, guess: Tree, plan: Plan) -> Tree:
+        """The draft's guess in the target's tokens."""
+
+    def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
+        if not any(plan.limit > 0 for plan in plans):
+            return [EMPTY] * len(rows)
+        try:
+            read = [self._read(row) for row in rows]
+            guesses = self._draft.propose(read, plans)
+            for draft, guess in zip(read, guesses, strict=True):
+                draft.guess = guess.tokens
+            return [self.translated(*parts) for parts in zip(rows, read, guesses, plans, strict=True)]
+        except BaseException:
+            self.release([row.key for row in rows])
+            raise
+
+    @property
+    def cache(self) -> Any:
+        return self._draft.cache
+
+    def rewind(self, row: Row, length: int) -> None:
+        """Reads the row's text anew."""
+        self.release([row.key])
+
+    def release(self, keys: Sequence[int]) -> None:
+        for key in keys:
+            self._rows.pop(key, None)
+        self._draft.release(keys)
+
+    def _read(self, row: Row) -> DraftRow:
+        """The row in the draft's tokens; with a beginning of text if the draft wants one, or the target has its own."""
+        draft = self._rows.get(row.key)
+        if draft is None:
+            bos = self._drafts.bos_token_id
+            begun = self._target.bos_token_id is not None and row.tokens[:1] == [self._target.bos_token_id]
+            opening = [bos] if bos is not None and (begun or self._drafts.encode("")[:1] == [bos]) else []
+            draft = DraftRow(row.key, opening, len(opening), self.task(row), seen=int(begun))
+            self._rows[row.key] = draft
+        draft.outer, draft.remaining = row, row.remaining
+        before = list(draft.tokens)
+        self.read(row, draft)
+        draft.tell(self._draft, before)
+        return draft
