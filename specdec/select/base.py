@@ -16,7 +16,8 @@ from specdec.select.rules import GreedyRule, process, process_all
 from specdec.select.stopping import Stopping
 from specdec.types import BranchRule, DraftRule, Row, Scores, Step
 
-_SMALL = 1 << 16  # logits of a round
+SMALL = 1 << 16
+"""Logits of a round that are looked at all at once, as that costs less than one call for each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +154,7 @@ class TextStrategy(StrategyBase):
         if not (len(self.processors) or guides):
             return scores.logits[at].float()
         # One call for all nodes may cost less than one for each that the walk comes to.
-        is_small = not self.processors.reads_ids and scores.logits.numel() <= _SMALL
+        is_small = not self.processors.reads_ids and scores.logits.numel() <= SMALL
         if is_small or self.reads_once(scores):
             return self.all_processed(row, scores)[at]
         unconditional = None if scores.unconditional is None else scores.unconditional[at]

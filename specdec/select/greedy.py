@@ -6,7 +6,7 @@ from torch import Tensor
 
 from specdec.config import Options
 from specdec.logits import host
-from specdec.select.base import TextStrategy
+from specdec.select.base import SMALL, TextStrategy
 from specdec.types import Row, Scores, Step
 
 
@@ -27,7 +27,7 @@ class Greedy(TextStrategy):
 
     def _best(self, scores: Scores, at: int) -> int:
         """The first of the likeliest tokens of logits number `at`; of a small pass all are looked for at once."""
-        if not self._is_small(scores):
+        if scores.logits.numel() > SMALL:
             return host.first_best(scores.logits[at])
         if "best" not in scores.cache:
             scores.cache["best"] = host.first_bests(scores.logits)
