@@ -43,6 +43,11 @@ class Request:
         """The end-of-sequence ids `[n]`, or None without any, as transformers prepares them."""
         return torch.tensor(list(self.eos_ids), device=self.device) if self.eos_ids else None
 
+    @property
+    def least(self) -> int:
+        """How many tokens a warper must leave: of beams one at least that goes on."""
+        return max(len(self.eos_ids), 1) + 1 if (getattr(self.options, "num_beams", None) or 1) > 1 else 1
+
 
 class RowPrefix:
     """`prefix_allowed_tokens_fn` for the row alone, which keeps the number it has in the batch."""
@@ -94,11 +99,17 @@ def _begin_suppress(r: Request, tokens: Any) -> Arguments:
     return tokens, r.own_length + forced, r.device
 
 
-def _top_k_top_p(k: int, p: float | None) -> Any:
+def _cutoff(r: Request, value: float) -> Arguments:
+    return (value, -torch.inf, r.least) if 0.0 < value < 1.0 else None
+
+
+def _top_k_top_p(k: int, p: float | None, least: int) -> Any:
     """One warper for both; a value that does nothing leaves its part out."""
     if k == 0:
-        return None if p is None or p >= 1.0 else TopP(p)
-    return TopK(k) if p is None or p >= 1.0 else TopKTopP(k, p)
+        return None if p is None or p >= 1.0 else TopP(p, min_tokens_to_keep=least)
+    if p is None or p >= 1.0:
+        return TopK(k, min_tokens_to_keep=least)
+    return TopKTopP(k, p, min_tokens_to_keep=least)
 
 
 Arguments = tuple[Any, ...] | None
@@ -157,12 +168,12 @@ PROCESSORS: tuple[Entry, ...] = (
 WARPERS: tuple[Entry, ...] = (
     ("temperature", stock.TemperatureLogitsWarper, lambda r, v: (_number(v),) if v != 1.0 else None),
     ("top_h", stock.TopHLogitsWarper, lambda r, v: (v,)),
-    ("top_k", _top_k_top_p, lambda r, v: (v, r.options.top_p)),
-    ("top_p", _top_k_top_p, lambda r, v: (0, v) if r.options.top_k is None else None),  # else `top_k` has made both
-    ("min_p", stock.MinPLogitsWarper, lambda r, v: (v,)),
-    ("typical_p", stock.TypicalLogitsWarper, lambda r, v: (v,) if v < 1.0 else None),
-    ("epsilon_cutoff", stock.EpsilonLogitsWarper, lambda r, v: (v,) if 0.0 < v < 1.0 else None),
-    ("eta_cutoff", stock.EtaLogitsWarper, lambda r, v: (v, -torch.inf, 1, r.device) if 0.0 < v < 1.0 else None),
+    ("top_k", _top_k_top_p, lambda r, v: (v, r.options.top_p, r.least)),
+    ("top_p", _top_k_top_p, lambda r, v: None if r.options.top_k is not None else (0, v, r.least)),  # see `top_k`
+    ("min_p", stock.MinPLogitsWarper, lambda r, v: (v, -torch.inf, r.least)),
+    ("typical_p", stock.TypicalLogitsWarper, lambda r, v: (v, -torch.inf, r.least) if v < 1.0 else None),
+    ("epsilon_cutoff", stock.EpsilonLogitsWarper, _cutoff),
+    ("eta_cutoff", stock.EtaLogitsWarper, lambda r, v: (*c, r.device) if (c := _cutoff(r, v)) else None),
 )
 """After the user's own, and only when sampling."""
 

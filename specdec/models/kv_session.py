@@ -272,6 +272,8 @@ class KvSession(Session):
     def _spans(self, parts: dict[int, _Part]) -> list[tuple[int, int]]:
         """The stretches of the store that are run one after the other, `(first, last)` rows of each."""
         order = sorted(parts)
+        if len(order) == 1:
+            return [(order[0], order[0])]
         if self._cross is None:
             return self._cheapest(order, parts)
         kinds = [(self._cross.kind(index), index - place) for place, index in enumerate(order)]  # without gaps

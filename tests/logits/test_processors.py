@@ -113,6 +113,18 @@ def test_each_field_makes_transformers_processor(model, field) -> None:
     assert_equal(model, options(**{field: FIELDS[field]}))
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("top_k", 1), ("top_p", 0.05), ("min_p", 0.99), ("typical_p", 0.05), ("epsilon_cutoff", 0.9), ("eta_cutoff", 0.9)],
+)
+def test_beams_keep_more_than_the_ends(model, field, value) -> None:
+    """However narrow a warper, beams that sample are left one token more than can end a text."""
+    config = options(num_beams=2, **{field: value})
+    assert_equal(model, config)
+    logits = torch.randn(1, VOCAB)
+    assert (ours(config, torch.tensor([[1, 5]]))(None, logits) > -torch.inf).sum() >= len(EOS) + 1
+
+
 @wrong_before("length penalties of impossible tokens")
 def test_all_fields_keep_transformers_order(model) -> None:
     """All options together, whose result depends on their order."""
