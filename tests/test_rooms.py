@@ -16,6 +16,7 @@ RANKS = {
     "types": 0,
     "values": 0,
     "versions": 0,
+    "kernels": 1,
     "loading": 1,
     "zoo": 1,
     "logits": 1,
