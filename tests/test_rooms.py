@@ -16,6 +16,7 @@ RANKS = {
     "values": 0,
     "versions": 0,
     "fields": 1,
+    "kernels": 1,
     "loading": 1,
     "zoo": 1,
     "logits": 1,

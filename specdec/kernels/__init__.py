@@ -1,0 +1,20 @@
+"""Linear layers at the speed of the memory: packed weights, operators, and the library that is built for them."""
+
+from specdec.kernels.build import available, why_not
+from specdec.kernels.packed import KINDS, AnyLinear, HeldLinear, PackedLinear, ReorderedLinear
+from specdec.kernels.packing import pack
+from specdec.kernels.quantize import Quantized, to_int4, to_int8
+
+__all__ = [
+    "KINDS",
+    "AnyLinear",
+    "HeldLinear",
+    "PackedLinear",
+    "Quantized",
+    "ReorderedLinear",
+    "available",
+    "pack",
+    "to_int4",
+    "to_int8",
+    "why_not",
+]

@@ -1,0 +1,57 @@
+"""Where a packed weight has its entries: blocks of 32 outputs, in them chunks of 128 bytes (see linear.cpp).
+
+A packed tensor is `[blocks, chunks, 32, columns of a chunk]`; int8 has its last two dimensions the other way round, and
+4 bits have two columns in a byte, so that the last one is 4.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+BLOCK = 32
+COLUMNS = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 4, torch.uint8: 8}
+"""How many columns a chunk has, by the dtype of the packed tensor; uint8 are pairs of 4 bits."""
+
+_LOW, _HIGH = [0, 4, 1, 5], [2, 6, 3, 7]  # the columns in the halves of a chunk's four bytes: even ones first
+_BACK = [0, 2, 4, 6, 1, 3, 5, 7]
+
+
+def packed(values: Tensor, dtype: torch.dtype, multiple: int = 0) -> Tensor:
+    """`values` `[outputs, inputs]` packed as `dtype`, which is theirs or, for 4 bits, uint8.
+
+    Inputs are filled up with zeros to whole chunks, and to a multiple of `multiple`, the length of a group.
+    """
+    outputs, inputs = values.shape
+    columns = COLUMNS[dtype]
+    whole = F.pad(values, (0, -inputs % max(columns, multiple), 0, -outputs % BLOCK))
+    chunks = whole.view(-1, BLOCK, whole.shape[1] // columns, columns)
+    if dtype == torch.uint8:
+        halves = chunks.to(torch.uint8)
+        chunks = halves[..., _LOW] | halves[..., _HIGH] << 4
+    return chunks.permute((0, 2, 3, 1) if dtype == torch.int8 else (0, 2, 1, 3)).contiguous()
+
+
+def rows(packed: Tensor, ids: Tensor, inputs: int) -> Tensor:
+    """The values `[n, inputs]` of the outputs `ids` `[n]`; 4 bits as int8 from 0 to 15."""
+    if packed.dtype == torch.int8:
+        return packed.permute(0, 3, 1, 2)[ids // BLOCK, ids % BLOCK].flatten(1)[:, :inputs]
+    lanes = packed.view(torch.int32).permute(0, 2, 1, 3)[ids // BLOCK, ids % BLOCK]
+    values = lanes.view(packed.dtype)
+    if packed.dtype == torch.uint8:
+        values = torch.cat([values & 15, values >> 4], -1)[..., _BACK].to(torch.int8)
+    return values.flatten(1)[:, :inputs]
+
+
+def packed_groups(of_groups: Tensor | None) -> Tensor | None:
+    """Scales or mins `[outputs, groups]` as `[blocks, groups, 32]`; None stays None."""
+    if of_groups is None:
+        return None
+    whole = F.pad(of_groups, (0, 0, 0, -len(of_groups) % BLOCK))
+    return whole.view(-1, BLOCK, of_groups.shape[1]).transpose(1, 2).contiguous()
+
+
+def groups_of(packed: Tensor | None, ids: Tensor) -> Tensor | None:
+    """Scales or mins `[n, groups]` of the outputs `ids` `[n]`; None stays None."""
+    return None if packed is None else packed.transpose(1, 2)[ids // BLOCK, ids % BLOCK]

@@ -1,0 +1,403 @@
+// A packed linear layer for few rows: y[m, n] = sum over k of x[m, k] * weight[n, k].
+//
+// A few rows cost what reading the weights from memory costs, so the weights lie in the order in which they are read: in
+// blocks of 32 outputs, and in each of them chunk after chunk. A chunk is 128 bytes, whatever it is made of: 32 outputs
+// times 1 column (float32), 2 (bfloat16), 4 (int8) or 8 (4 bits). `layout.py` packs and unpacks them.
+//
+//   float32    [blocks, columns, 32, 1]
+//   bfloat16   [blocks, columns / 2, 32, 2]       two neighbouring columns side by side, as the dot product wants them
+//   int8       [blocks, columns / 4, 4, 32]
+//   uint8      [blocks, columns / 8, 32, 4]       eight columns in 32 bits, the even ones in the lower half
+//   scales, mins   float16 [blocks, groups, 32]   weight = integer * scale + min; 4 bits without mins are -8..7
+//
+// Every output is summed up column by column, one chain of fused multiply-adds in float32, whichever rows stand beside
+// it, in whichever block of rows or columns, and on whichever thread: a row's result is the same, bit for bit, alone and
+// among others. Vectors are those of GCC and Clang, so that one source serves AVX-512, AVX2 and NEON; intrinsics
+// stand only where compilers have no word for an instruction.
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <numeric>
+#include <utility>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+namespace {
+
+constexpr int64_t BLOCK = 32;       // outputs
+constexpr int64_t CHUNK = 128;      // bytes
+constexpr int64_t TILE = 128 << 10; // bytes of a block that several blocks of rows read again, from the second cache
+constexpr int64_t AHEAD = 4 << 10;  // bytes between what is read and what is asked for
+constexpr int64_t BATCH = 64;       // rows whose sums wait in the first cache
+
+// As many sums as the registers hold: rows times 32 outputs.
+#if defined(__AVX512F__)
+constexpr int LANES = 16, ROWS = 12;
+#elif defined(__AVX2__)
+constexpr int LANES = 8, ROWS = 3;
+#else
+constexpr int LANES = 4, ROWS = 3;
+#endif
+constexpr int VECTORS = BLOCK / LANES;
+
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef int8_t Bytes __attribute__((vector_size(LANES)));
+
+template <class Vector>
+inline Vector load(const void* from) {
+  Vector vector;
+  std::memcpy(&vector, from, sizeof vector);
+  return vector;
+}
+
+inline Floats floats(Ints integers) { return __builtin_convertvector(integers, Floats); }
+
+inline Floats floats(const int8_t* bytes) {  // GCC takes them one by one if asked for a conversion
+#if defined(__AVX512F__)
+  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(bytes)));
+#elif defined(__AVX2__)
+  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)bytes)));
+#else
+  return __builtin_convertvector(load<Bytes>(bytes), Floats);
+#endif
+}
+
+inline Floats floats(const at::Half* halves) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_cvtph_ps(load<__m256i>(halves));
+#elif defined(__AVX2__) && defined(__F16C__)
+  return (Floats)_mm256_cvtph_ps(load<__m128i>(halves));
+#elif defined(__aarch64__)
+  return (Floats)vcvt_f32_f16(load<float16x4_t>(halves));
+#else
+  Floats wide;
+  for (int lane = 0; lane < LANES; lane++) wide[lane] = halves[lane];
+  return wide;
+#endif
+}
+
+struct Packed {
+  const char* chunks;
+  const at::Half *scales, *mins;
+  const float *factors, *bias;
+  int64_t inputs, outputs, columns, group;  // columns: inputs and padding; group: columns of one scale, or all
+
+  int64_t groups() const { return (columns + group - 1) / group; }
+};
+
+// What a chunk is made of. `weights` are a vector of outputs, of column `i` of the chunk or, where one step takes pairs of
+// columns, of `i` and `i + 1`; `add` multiplies them by the entries of one row.
+
+struct Float32 {
+  using Row = float;
+  using Weights = Floats;
+  static constexpr int COLUMNS = 1, STEP = 1;
+
+  explicit Float32(const Packed&) {}
+  Weights weights(const char* chunk, int, int v) const { return load<Floats>(chunk + v * sizeof(Floats)); }
+  static Floats add(Floats sum, const Row* x, Weights weights) { return sum + *x * weights; }
+};
+
+struct Int8 : Float32 {
+  static constexpr int COLUMNS = 4;
+
+  using Float32::Float32;
+  Weights weights(const char* chunk, int i, int v) const {
+    return floats(reinterpret_cast<const int8_t*>(chunk) + i * BLOCK + v * LANES);
+  }
+};
+
+// In a lane of 32 bits the even columns come first: 0 2 4 6 1 3 5 7.
+struct Int4 : Float32 {
+  static constexpr int COLUMNS = 8;
+  float zero;
+
+  explicit Int4(const Packed& packed) : Float32(packed), zero(packed.mins ? 0 : 8) {}
+  Weights weights(const char* chunk, int i, int v) const {
+    auto lanes = load<Words>(chunk + v * sizeof(Words)) >> (i / 2 + i % 2 * 4) * 4;
+    return floats((Ints)(lanes & 15)) - zero;
+  }
+};
+
+#if defined(__AVX512BF16__)
+// Pairs of columns in bfloat16; small integers are exact in it.
+struct Pairs {
+  using Row = at::BFloat16;
+  using Weights = Words;
+  static constexpr int STEP = 2;
+
+  explicit Pairs(const Packed&) {}
+  static Floats add(Floats sum, const Row* x, Weights weights) {
+    auto pair = _mm512_set1_epi32(load<int32_t>(x));
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pair, (__m512bh)weights);
+  }
+};
+
+struct BFloat16 : Pairs {
+  static constexpr int COLUMNS = 2;
+
+  using Pairs::Pairs;
+  Weights weights(const char* chunk, int, int v) const { return load<Words>(chunk + v * sizeof(Words)); }
+};
+
+struct Int8Pairs : Pairs {
+  static constexpr int COLUMNS = 4;
+  Int8 single;
+
+  explicit Int8Pairs(const Packed& packed) : Pairs(packed), single(packed) {}
+  Weights weights(const char* chunk, int i, int v) const {
+    return (Words)single.weights(chunk, i, v) >> 16 | (Words)single.weights(chunk, i + 1, v);
+  }
+};
+
+struct Int4Pairs : Pairs {
+  static constexpr int COLUMNS = 8;
+  __m512i table;  // the bfloat16 of every nibble, twice: of an index only five bits are looked at
+
+  explicit Int4Pairs(const Packed& packed) : Pairs(packed) {
+    at::BFloat16 values[32];
+    for (int n = 0; n < 32; n++) values[n] = n % 16 - (packed.mins ? 0 : 8);
+    table = load<__m512i>(values);
+  }
+  Weights weights(const char* chunk, int i, int v) const {
+    auto lanes = load<Words>(chunk + v * sizeof(Words)) >> i / 2 * 4;
+    return (Words)_mm512_permutexvar_epi16((__m512i)lanes, table);
+  }
+};
+#else
+struct BFloat16 : Float32 {
+  static constexpr int COLUMNS = 2;
+
+  using Float32::Float32;
+  Weights weights(const char* chunk, int i, int v) const {
+    auto pairs = load<Words>(chunk + v * sizeof(Words));
+    return (Floats)(i ? pairs & 0xffff0000u : pairs << 16);
+  }
+};
+
+using Int8Pairs = Int8;
+using Int4Pairs = Int4;
+#endif
+
+template <class Row>
+struct Rows {
+  const Row* x;           // [rows, columns]
+  const float* in_group;  // [rows, groups]: the sum of a row over a group's columns, where there are mins
+
+  Rows from(int64_t row, const Packed& packed) const {
+    return {x + row * packed.columns, in_group ? in_group + row * packed.groups() : nullptr};
+  }
+};
+
+// Adds columns `[begin, end)` of one block to the sums `[R, 32]` of R rows; asks for memory at `ahead`, which moves on by
+// `stride` bytes a chunk. A group is summed up in integers' units, and scaled then.
+template <class Kind, int R>
+void add_columns(const Packed& packed, int64_t block, int64_t begin, int64_t end, Rows<typename Kind::Row> rows,
+                 float* sums, const char* ahead, int64_t stride) {
+  const Kind kind(packed);
+  auto chunk = packed.chunks + (block * packed.columns + begin) / Kind::COLUMNS * CHUNK;
+  for (int64_t first = begin; first < end; first += packed.group) {
+    auto last = std::min(first + packed.group, end);
+    Floats sum[R][VECTORS];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+      for (int v = 0; v < VECTORS; v++)
+        sum[r][v] = packed.scales ? Floats{} : load<Floats>(sums + r * BLOCK + v * LANES);
+
+    for (int64_t column = first; column < last; column += Kind::COLUMNS, chunk += CHUNK, ahead += stride) {
+      __builtin_prefetch(ahead);
+      __builtin_prefetch(ahead + CHUNK / 2);
+#pragma GCC unroll 8
+      for (int i = 0; i < Kind::COLUMNS; i += Kind::STEP) {
+        typename Kind::Weights weights[VECTORS];
+#pragma GCC unroll 16
+        for (int v = 0; v < VECTORS; v++) weights[v] = kind.weights(chunk, i, v);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+          for (int v = 0; v < VECTORS; v++)
+            sum[r][v] = Kind::add(sum[r][v], rows.x + r * packed.columns + column + i, weights[v]);
+      }
+    }
+
+    auto group = first / packed.group;
+    auto at = (block * packed.groups() + group) * BLOCK;
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+      for (int v = 0; v < VECTORS; v++) {
+        auto to = sums + r * BLOCK + v * LANES;
+        auto total = sum[r][v];
+        if (packed.scales) total = load<Floats>(to) + total * floats(packed.scales + at + v * LANES);
+        if (packed.mins) total += rows.in_group[r * packed.groups() + group] * floats(packed.mins + at + v * LANES);
+        std::memcpy(to, &total, sizeof total);
+      }
+  }
+}
+
+template <class Kind, int... R>
+constexpr auto by_rows(std::integer_sequence<int, R...>) {
+  return std::array{&add_columns<Kind, R + 1>...};
+}
+
+// The sums `[rows, 32]` of one block. Where rows need several turns, each asks for its share of the next tile.
+template <class Kind>
+void add_block(const Packed& packed, int64_t block, Rows<typename Kind::Row> rows, int64_t count, float* sums) {
+  static constexpr auto add = by_rows<Kind>(std::make_integer_sequence<int, ROWS>());
+  std::memset(sums, 0, count * BLOCK * sizeof(float));
+  auto turns = (count + ROWS - 1) / ROWS, most = (count + turns - 1) / turns;
+  auto unit = packed.scales ? packed.group : int64_t{Kind::COLUMNS};
+  auto tile = turns == 1 ? packed.columns : std::max<int64_t>(TILE / CHUNK * Kind::COLUMNS / unit, 1) * unit;
+  for (int64_t begin = 0; begin < packed.columns; begin += tile) {
+    auto end = std::min(begin + tile, packed.columns);
+    auto bytes = (end - begin) / Kind::COLUMNS * CHUNK;
+    auto here = packed.chunks + (block * packed.columns + begin) / Kind::COLUMNS * CHUNK;
+    auto ahead = here + (turns == 1 ? AHEAD : bytes);
+    for (int64_t row = 0; row < count; row += most, ahead += bytes / turns)
+      add[std::min(most, count - row) - 1](packed, block, begin, end, rows.from(row, packed), sums + row * BLOCK, ahead,
+                                           CHUNK / turns);
+  }
+}
+
+// Sums to outputs: one block's columns of `y` `[rows, outputs]`.
+template <class Out>
+void finish(const Packed& packed, int64_t block, const float* sums, int64_t rows, Out* y) {
+  auto first = block * BLOCK, count = std::min(BLOCK, packed.outputs - first);
+  for (int64_t row = 0; row < rows; row++, sums += BLOCK, y += packed.outputs)
+    for (int64_t n = 0; n < count; n++) {
+      auto sum = packed.factors ? sums[n] * packed.factors[first + n] : sums[n];
+      y[first + n] = static_cast<Out>(packed.bias ? sum + packed.bias[first + n] : sum);
+    }
+}
+
+template <class Kind, class Out>
+void multiply(const Packed& packed, Rows<typename Kind::Row> rows, int64_t count, Out* y) {
+  at::parallel_for(0, (packed.outputs + BLOCK - 1) / BLOCK, 1, [&](int64_t begin, int64_t end) {
+    alignas(64) float sums[BATCH * BLOCK];
+    for (int64_t row = 0; row < count; row += BATCH)
+      for (int64_t block = begin; block < end; block++) {
+        auto now = std::min(BATCH, count - row);
+        add_block<Kind>(packed, block, rows.from(row, packed), now, sums);
+        finish(packed, block, sums, now, y + row * packed.outputs);
+      }
+  });
+}
+
+// `[rows, inputs]` as `[rows, columns]` of the type that the kind reads, zeros in the padding.
+template <class Row, class In>
+at::Tensor padded(const at::Tensor& x, int64_t rows, const Packed& packed) {
+  at::Tensor wide = at::empty({rows, packed.columns}, x.options().dtype(c10::CppTypeToScalarType<Row>::value));
+  auto from = x.const_data_ptr<In>();
+  auto to = wide.mutable_data_ptr<Row>();
+  for (int64_t row = 0; row < rows; row++, from += packed.inputs, to += packed.columns) {
+    for (int64_t k = 0; k < packed.inputs; k++) to[k] = static_cast<Row>(from[k]);
+    std::fill(to + packed.inputs, to + packed.columns, Row(0));
+  }
+  return wide;
+}
+
+template <class Row>
+at::Tensor group_sums(const Row* x, int64_t rows, const Packed& packed) {
+  constexpr int PARTS = 8;  // divides every group
+  at::Tensor sums = at::empty({rows * packed.groups()}, at::kFloat);
+  auto to = sums.mutable_data_ptr<float>();
+  for (int64_t group = 0; group < sums.numel(); group++, x += packed.group) {
+    float parts[PARTS] = {};
+    for (int64_t k = 0; k < packed.group; k += PARTS)
+      for (int part = 0; part < PARTS; part++) parts[part] += static_cast<float>(x[k + part]);
+    to[group] = std::accumulate(parts, parts + PARTS, 0.0f);
+  }
+  return sums;
+}
+
+template <class Kind, class In>
+at::Tensor linear_of(Packed packed, const at::Tensor& x) {
+  using Row = typename Kind::Row;
+  packed.columns *= Kind::COLUMNS;
+  if (!packed.scales) packed.group = std::max<int64_t>(packed.columns, 1);
+  auto sizes = x.sizes().vec();
+  sizes.back() = packed.outputs;
+  at::Tensor y = at::empty(sizes, x.options());
+  auto count = c10::multiply_integers(x.sizes().begin(), x.sizes().end() - 1);
+  auto as_it_is = std::is_same_v<Row, In> && packed.columns == packed.inputs;
+  at::Tensor wide = as_it_is ? x : padded<Row, In>(x, count, packed);
+  Rows<Row> rows{wide.const_data_ptr<Row>(), nullptr};
+  at::Tensor in_group = packed.mins ? group_sums(rows.x, count, packed) : at::Tensor();
+  if (packed.mins) rows.in_group = in_group.const_data_ptr<float>();
+  multiply<Kind>(packed, rows, count, y.mutable_data_ptr<In>());
+  return y;
+}
+
+template <class T>
+const T* pointer(const std::optional<at::Tensor>& tensor) {
+  return tensor ? tensor->const_data_ptr<T>() : nullptr;
+}
+
+void check(const char* name, const std::optional<at::Tensor>& tensor, at::ScalarType type, at::IntArrayRef sizes) {
+  if (tensor)
+    TORCH_CHECK_VALUE(tensor->scalar_type() == type && tensor->sizes() == sizes && tensor->is_contiguous(), "`", name,
+                      "` must be contiguous ", type, " ", sizes, ", got ", tensor->scalar_type(), " ", tensor->sizes());
+}
+
+int64_t columns_of_chunk(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat: return 1;
+    case at::kBFloat16: return 2;
+    case at::kChar: return 4;
+    case at::kByte: return 8;
+    default: TORCH_CHECK_VALUE(false, "`weight` must be packed float32, bfloat16, int8 or uint8, got ", type);
+  }
+}
+
+void check(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& factors,
+           const std::optional<at::Tensor>& scales, const std::optional<at::Tensor>& mins,
+           const std::optional<at::Tensor>& bias, int64_t outputs, int64_t group) {
+  auto type = weight.scalar_type();
+  auto columns = columns_of_chunk(type), blocks = (outputs + BLOCK - 1) / BLOCK;
+  TORCH_CHECK_VALUE(x.dim() > 0, "`x` must be [..., inputs], got a single number");
+  TORCH_CHECK_VALUE(x.scalar_type() == type || (!weight.is_floating_point() && (x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16)),
+                    "`x` must be of the dtype of a float `weight`, and float32 or bfloat16 for integers, got ",
+                    x.scalar_type(), " for ", type, ": convert it");
+  TORCH_CHECK_VALUE(!scales || (group > 0 && group % 8 == 0), "`group` must be a multiple of 8 where there are `scales`, got ", group);
+  TORCH_CHECK_VALUE(!mins || scales, "`mins` go with `scales`: pass both");
+  auto unit = scales ? std::max(group, columns) : columns, units = (x.size(-1) + unit - 1) / unit;
+  auto chunks = units * unit / columns;
+  check("weight", weight, type, type == at::kChar ? at::IntArrayRef{blocks, chunks, 4, BLOCK} : at::IntArrayRef{blocks, chunks, BLOCK, 4 / weight.element_size()});
+  check("factors", factors, at::kFloat, {outputs});
+  check("bias", bias, at::kFloat, {outputs});
+  check("scales", scales, at::kHalf, {blocks, units, BLOCK});
+  check("mins", mins, at::kHalf, {blocks, units, BLOCK});
+}
+
+at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& factors,
+                         const std::optional<at::Tensor>& scales, const std::optional<at::Tensor>& mins,
+                         const std::optional<at::Tensor>& bias, int64_t outputs, int64_t group) {
+  check(x, weight, factors, scales, mins, bias, outputs, group);
+  Packed packed{static_cast<const char*>(weight.const_data_ptr()), pointer<at::Half>(scales), pointer<at::Half>(mins),
+                pointer<float>(factors), pointer<float>(bias), x.size(-1), outputs, weight.size(1), group};
+  auto rows = x.expect_contiguous();
+  auto wide = x.scalar_type() == at::kFloat;
+  switch (weight.scalar_type()) {
+    case at::kFloat: return linear_of<Float32, float>(packed, *rows);
+    case at::kBFloat16: return linear_of<BFloat16, at::BFloat16>(packed, *rows);
+    case at::kChar: return wide ? linear_of<Int8, float>(packed, *rows) : linear_of<Int8Pairs, at::BFloat16>(packed, *rows);
+    default: return wide ? linear_of<Int4, float>(packed, *rows) : linear_of<Int4Pairs, at::BFloat16>(packed, *rows);
+  }
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(specdec, CPU, m) { m.impl("packed_linear", packed_linear); }

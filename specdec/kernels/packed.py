@@ -1,0 +1,209 @@
+"""Linear layers whose weight lies in the order in which a pass over a few rows reads it."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from specdec.errors import OptionError
+from specdec.kernels import layout, ops
+from specdec.kernels.quantize import Quantized, to_int4, to_int8
+
+FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+INTEGERS = {"int8": torch.int8, "int4": torch.uint8}  # as they are packed
+KINDS = (*FLOATS, *INTEGERS)
+_FEW = 8  # rows for which oneDNN orders a weight
+_MANY = 64  # rows beyond which unpacking the weight may pay
+_SAMPLE = 1024  # outputs and inputs of a layer on which ways are measured
+
+Weight = Tensor | Quantized
+
+
+class AnyLinear(nn.Module, ABC):
+    """A linear layer that holds its weight once, in a way of its own.
+
+    `weight` is float32, bfloat16 or `Quantized` `[outputs, inputs]`, `bias` `[outputs]` or None. `kind` is one of
+    `KINDS`, and `takes` are the dtypes of rows that go with it. Raises OptionError for other weights and biases.
+    """
+
+    bias: Tensor | None
+
+    def __init__(self, weight: Weight, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.outputs, self.inputs = (weight.values if isinstance(weight, Quantized) else weight).shape
+        self.kind = kind_of(weight)
+        if self.kind not in KINDS:
+            raise OptionError.of("weight", "float32, bfloat16 or Quantized", self.kind, "convert it")
+        if bias is not None and tuple(bias.shape) != (self.outputs,):
+            raise OptionError.of("bias", f"[{self.outputs}], one for each output", list(bias.shape))
+        self.takes = (FLOATS[self.kind],) if self.kind in FLOATS else tuple(FLOATS.values())
+        self.register_buffer("bias", None if bias is None else bias.detach().float().contiguous())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., inputs]` to `[..., outputs]`, in the dtype of `x`; raises OptionError for one that does not fit."""
+        if x.dtype not in self.takes:
+            names = " or ".join(str(dtype) for dtype in self.takes)
+            raise OptionError.of("x", f"{names} for {self.kind} weights", x.dtype, "convert it, or pack another kind")
+        if not x.dim() or x.shape[-1] != self.inputs:
+            raise OptionError.of("x", f"[..., {self.inputs}]", list(x.shape), "is it meant for another layer?")
+        return self._multiplied(x)
+
+    @abstractmethod
+    def _multiplied(self, x: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def weight(self) -> Tensor:
+        """The weight `[outputs, inputs]`: as it was, or in float32 what integers stand for."""
+
+    @abstractmethod
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows of the weight, for an embedding that shares it: `[...]` to `[..., inputs]`; `ids` are not checked."""
+
+    @abstractmethod
+    def cut(self, ids: Tensor) -> AnyLinear:
+        """A layer of the outputs `ids` `[n]` alone."""
+
+    def extra_repr(self) -> str:
+        return f"{self.kind}, inputs={self.inputs}, outputs={self.outputs}, bias={self.bias is not None}"
+
+    def _plain(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight().to(x.dtype), self._bias_as(x.dtype))
+
+    def _bias_as(self, dtype: torch.dtype) -> Tensor | None:
+        return None if self.bias is None else self.bias.to(dtype)
+
+    def _bias_of(self, ids: Tensor) -> Tensor | None:
+        return None if self.bias is None else self.bias[ids]
+
+
+class PackedLinear(AnyLinear):
+    """Over the kernels: passes over a few rows read the weight at the speed of the memory.
+
+    A row's result does not depend, bit for bit, on the rows beside it nor on the number of threads. Only more than 64
+    rows of a dtype in `unpacks` do depend: this machine is faster there with the weight unpacked for them.
+    """
+
+    packed: Tensor
+    factors: Tensor | None
+    scales: Tensor | None
+    mins: Tensor | None
+
+    def __init__(self, weight: Weight, bias: Tensor | None = None, unpacks: tuple[torch.dtype, ...] = ()) -> None:
+        super().__init__(weight, bias)
+        self.unpacks = unpacks
+        if isinstance(weight, Quantized):
+            self.group = weight.group or 0
+            packed = layout.packed(weight.values, INTEGERS[self.kind], self.group)
+            others = weight.factors, layout.packed_groups(weight.scales), layout.packed_groups(weight.mins)
+        else:
+            self.group, packed, others = 0, layout.packed(weight.detach(), weight.dtype), (None, None, None)
+        for name, tensor in zip(("packed", "factors", "scales", "mins"), (packed, *others), strict=True):
+            self.register_buffer(name, tensor)
+
+    def _multiplied(self, x: Tensor) -> Tensor:
+        if x.dtype in self.unpacks and x.numel() > _MANY * self.inputs:
+            return self._plain(x)
+        of_groups = self.scales, self.mins
+        return ops.packed_linear(x, self.packed, self.factors, *of_groups, self.bias, self.outputs, self.group)
+
+    def weight(self) -> Tensor:
+        return self.rows(torch.arange(self.outputs))
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return ops.packed_rows(ids, self.packed, self.factors, self.scales, self.mins, self.inputs, self.group)
+
+    def cut(self, ids: Tensor) -> PackedLinear:
+        if self.kind in FLOATS:
+            return PackedLinear(self.rows(ids), self._bias_of(ids), self.unpacks)
+        held = self.packed, self.factors, self.scales, self.mins
+        return PackedLinear(ops.quantized_rows(ids, *held, self.inputs, self.group), self._bias_of(ids), self.unpacks)
+
+
+class HeldLinear(AnyLinear):
+    """Over torch's `F.linear`: the weight is held as it came, and every pass makes floats of integers."""
+
+    def __init__(self, weight: Weight, bias: Tensor | None = None) -> None:
+        super().__init__(weight, bias)
+        self.held = weight if isinstance(weight, Quantized) else weight.detach()
+
+    def _multiplied(self, x: Tensor) -> Tensor:
+        return self._plain(x)
+
+    def weight(self) -> Tensor:
+        return self.held.weight() if isinstance(self.held, Quantized) else self.held
+
+    def rows(self, ids: Tensor) -> Tensor:
+        if isinstance(self.held, Quantized):
+            return self.held.rows(ids.flatten()).weight().view(*ids.shape, self.inputs)
+        return self.held[ids]
+
+    def cut(self, ids: Tensor) -> HeldLinear:
+        weight = self.held.rows(ids) if isinstance(self.held, Quantized) else self.held[ids]
+        return HeldLinear(weight, self._bias_of(ids))
+
+
+class ReorderedLinear(AnyLinear):
+    """Over oneDNN: a float weight in the order that it likes for a few rows; looking up rows of it is slow."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__(weight, bias)
+        self.reordered = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _FEW)
+
+    def _multiplied(self, x: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self.reordered, self._bias_as(x.dtype), "none", [], "")
+
+    def weight(self) -> Tensor:
+        return self.reordered.to_dense()
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return self.weight()[ids]
+
+    def cut(self, ids: Tensor) -> ReorderedLinear:
+        return ReorderedLinear(self.rows(ids), self._bias_of(ids))
+
+
+def kind_of(weight: Weight) -> str:
+    """Its name among `KINDS`; of other tensors the name of their dtype."""
+    return f"int{weight.bits}" if isinstance(weight, Quantized) else str(weight.dtype).removeprefix("torch.")
+
+
+@cache
+def reorders(dtype: torch.dtype) -> bool:
+    """Whether oneDNN's packed linear works here in this dtype: its operators are internal ones of torch."""
+    weight = torch.eye(_FEW, dtype=dtype)
+    with suppress(RuntimeError, AttributeError, TypeError):
+        layer = ReorderedLinear(weight)
+        return torch.equal(layer(weight), weight) and torch.equal(layer.weight(), weight)
+    return False
+
+
+@cache
+def unpacks(kind: str, grouped: bool) -> tuple[torch.dtype, ...]:
+    """The dtypes of which many rows are faster with the weight unpacked for them; measured in some 50 ms, once."""
+    sample = torch.linspace(-1, 1, _SAMPLE * _SAMPLE).view(_SAMPLE, _SAMPLE)
+    if kind in FLOATS:
+        packed = PackedLinear(sample.to(FLOATS[kind]))
+    else:
+        packed = PackedLinear(to_int8(sample, 32 if grouped else None) if kind == "int8" else to_int4(sample))
+    return tuple(dtype for dtype in packed.takes if _unpacking_pays(packed, dtype))
+
+
+def _unpacking_pays(layer: PackedLinear, dtype: torch.dtype) -> bool:
+    x = torch.ones(4 * _MANY, _SAMPLE, dtype=dtype)
+    return _best_seconds(lambda: layer._plain(x)) < _best_seconds(lambda: layer(x))
+
+
+def _best_seconds(work: Callable[[], object], times: int = 4) -> float:
+    def once() -> float:
+        began = time.perf_counter()
+        work()
+        return time.perf_counter() - began
+
+    return min(once() for _ in range(times))

@@ -1,0 +1,196 @@
+"""Weights as small integers with scales: rounded here, or given as a file holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.errors import OptionError
+
+GROUP_UNIT = 8  # a group is a multiple of it
+_LEVELS = {8: (-128, 127), 4: (0, 15)}
+_SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)  # of a group's range, to find the least squared error
+_AT_ONCE = 1 << 24  # weights that are rounded at a time, for the memory of it
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A weight `[outputs, inputs]` as integers: `(value * scale + min) * factor`.
+
+    `values` int8 `[outputs, inputs]`, for 4 `bits` from 0 to 15, of which 8 is taken away where there are no `mins`;
+    `scales` and `mins` float16 `[outputs, groups]`, each for `group` inputs (the last group may be shorter);
+    `factors` float32 `[outputs]`. None stands for ones, and `mins` for zeros. GGUF's Q8_0, Q4_0 and Q4_1 are such
+    weights in groups of 32. Raises OptionError for values, types and shapes that do not fit one another.
+    """
+
+    values: Tensor
+    bits: int = 8
+    group: int | None = None
+    scales: Tensor | None = None
+    mins: Tensor | None = None
+    factors: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.bits not in _LEVELS:
+            raise OptionError.of("bits", "4 or 8", self.bits)
+        if self.values.dtype != torch.int8 or self.values.dim() != 2:
+            raise OptionError.of("values", "int8 [outputs, inputs]", _told(self.values))
+        if (self.group is None) != (self.scales is None):
+            raise OptionError("`group` and `scales` belong together: pass both, or `factors` for whole rows")
+        if self.group is not None and (self.group < GROUP_UNIT or self.group % GROUP_UNIT):
+            raise OptionError.of("group", f"a multiple of {GROUP_UNIT}", self.group)
+        if self.mins is not None and (self.scales is None or self.bits == 8):
+            raise OptionError("`mins` go with the `scales` of 4-bit groups only: leave them out")
+        outputs = self.values.shape[0]
+        self._expect("scales", torch.float16, (outputs, self.groups))
+        self._expect("mins", torch.float16, (outputs, self.groups))
+        self._expect("factors", torch.float32, (outputs,))
+
+    def _expect(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        given: Tensor | None = getattr(self, name)
+        if given is not None and (given.dtype != dtype or tuple(given.shape) != shape):
+            raise OptionError.of(name, f"{str(dtype).removeprefix('torch.')} {list(shape)}", _told(given))
+
+    @property
+    def groups(self) -> int:
+        """How many groups a row has; 0 for a row as a whole."""
+        return 0 if self.group is None else -(-self.values.shape[1] // self.group)
+
+    @property
+    def tensors(self) -> dict[str, Any]:
+        """Its tensors by their names; all have outputs as their first dimension."""
+        return {name: getattr(self, name) for name in ("values", "scales", "mins", "factors")}
+
+    def rows(self, ids: Tensor) -> Quantized:
+        """The outputs `ids` `[n]` alone."""
+        picked: dict[str, Any] = {name: None if one is None else one[ids] for name, one in self.tensors.items()}
+        return replace(self, **picked)
+
+    def weight(self) -> Tensor:
+        """The weight that this stands for, float32 `[outputs, inputs]`."""
+        weight = self.values.float()
+        if self.bits == 4 and self.mins is None:
+            weight -= 8
+        if self.group is not None and self.scales is not None:
+            weight *= self._wide(self.scales)
+        if self.mins is not None:
+            weight += self._wide(self.mins)
+        return weight if self.factors is None else weight.mul_(self.factors[:, None])
+
+    def _wide(self, of_groups: Tensor) -> Tensor:
+        assert self.group is not None
+        return of_groups.float().repeat_interleave(self.group, 1)[:, : self.values.shape[1]]
+
+
+def concatenated(parts: list[Quantized]) -> Quantized:
+    """The outputs of several weights, one after the other; raises OptionError where their kinds or inputs differ."""
+    kinds = {(part.bits, part.group, part.mins is None, part.values.shape[1]) for part in parts}
+    if len(kinds) > 1:
+        raise OptionError(f"weights of one layer must have the same bits, group, mins and inputs, got {sorted(kinds)}")
+    if any(part.factors is not None for part in parts):
+        parts = [
+            replace(part, factors=torch.ones(len(part.values))) if part.factors is None else part for part in parts
+        ]
+    first = parts[0]
+    joined: dict[str, Any] = {
+        name: torch.cat([part.tensors[name] for part in parts])
+        for name, one in first.tensors.items()
+        if one is not None
+    }
+    return replace(first, **joined)
+
+
+def to_int8(weight: Tensor, group: int | None = None) -> Quantized:
+    """Rounded to 8 bits: the largest weight of each output, or of each `group` inputs of it, becomes ±127."""
+    return _in_parts(weight, lambda part: _int8(part, group))
+
+
+def to_int4(weight: Tensor, group: int = 32, *, symmetric: bool = True) -> Quantized:
+    """Rounded to 4 bits in groups of `group` inputs, with the scales that leave the least squared error.
+
+    Symmetric ones are -8..7 times a scale; the others reach from each group's minimum on.
+    """
+    return _in_parts(weight, lambda part: _int4(part, group, symmetric))
+
+
+def _in_parts(weight: Tensor, rounded: Callable[[Tensor], Quantized]) -> Quantized:
+    if weight.dim() != 2 or not weight.is_floating_point():
+        raise OptionError.of("weight", "floating-point [outputs, inputs]", _told(weight))
+    rows = max(1, _AT_ONCE // max(1, weight.shape[1]))
+    return concatenated([rounded(part.detach().float()) for part in torch.split(weight, rows)])
+
+
+def _int8(weight: Tensor, group: int | None) -> Quantized:
+    if group is None:
+        factors = weight.abs().amax(1) / 127
+        return Quantized(_levels(weight, factors[:, None], -127, 127), factors=factors)
+    grouped = _grouped(weight, group)
+    scales = grouped.abs().amax(2) / 127
+    factors = _powers(scales)
+    scales = (scales / factors[:, None]).half()
+    values = _levels(grouped / factors[:, None, None], scales.float()[:, :, None], -127, 127)
+    return Quantized(_flat(values, weight), group=group, scales=scales, factors=factors)
+
+
+def _int4(weight: Tensor, group: int, symmetric: bool) -> Quantized:
+    grouped = _grouped(weight, group)
+    scales, mins = _best_range(grouped, symmetric)
+    factors = _powers(torch.maximum(scales.abs(), mins.abs()))
+    scales, mins = (scales / factors[:, None]).half(), (mins / factors[:, None]).half()
+    begins = scales.float() * -8 if symmetric else mins.float()
+    scaled = grouped / factors[:, None, None] - begins[:, :, None]
+    values = _flat(_levels(scaled, scales.float()[:, :, None], 0, 15), weight)
+    return Quantized(values, 4, group, scales, None if symmetric else mins, factors)
+
+
+def _best_range(grouped: Tensor, symmetric: bool) -> tuple[Tensor, Tensor]:
+    """Scales and mins `[outputs, groups]`: of the whole range of each group and of smaller ones the best."""
+    if symmetric:  # the weight that is furthest from zero becomes -8
+        extreme = grouped.gather(2, grouped.abs().argmax(2, keepdim=True))[:, :, 0]
+        middle, reach = torch.zeros_like(extreme), -extreme
+    else:
+        middle, reach = (grouped.amax(2) + grouped.amin(2)) / 2, (grouped.amax(2) - grouped.amin(2)) / 2
+    least = torch.full_like(middle, torch.inf)
+    scales, mins = torch.zeros_like(middle), torch.zeros_like(middle)
+    for shrink in _SHRINKS:
+        scale = reach * shrink / (8 if symmetric else 7.5)
+        begin = middle - reach * shrink
+        values = _levels(grouped - begin[:, :, None], scale[:, :, None], 0, 15)
+        error = (values * scale[:, :, None] + begin[:, :, None] - grouped).square().sum(2)
+        better = error < least
+        least = torch.where(better, error, least)
+        scales, mins = torch.where(better, scale, scales), torch.where(better, begin, mins)
+    return scales, mins
+
+
+def _grouped(weight: Tensor, group: int) -> Tensor:
+    """`[outputs, groups, group]`; the last group is filled up with its last input, which changes no range."""
+    outputs, inputs = weight.shape
+    if group < GROUP_UNIT or group % GROUP_UNIT:
+        raise OptionError.of("group", f"a multiple of {GROUP_UNIT}", group)
+    missing = -inputs % group
+    return torch.cat([weight, weight[:, -1:].expand(-1, missing)], 1).view(outputs, -1, group)
+
+
+def _flat(values: Tensor, weight: Tensor) -> Tensor:
+    return values.flatten(1)[:, : weight.shape[1]].contiguous()
+
+
+def _levels(weight: Tensor, scales: Tensor, least: int, most: int) -> Tensor:
+    """The nearest integers; 0 where a scale is too small to divide by."""
+    levels = torch.where(scales == 0, 0, weight / scales).round_()
+    return levels.clamp_(least, most).to(torch.int8)
+
+
+def _powers(scales: Tensor) -> Tensor:
+    """For each row the power of two that brings its largest entry near 1, where float16 is precise."""
+    largest = scales.abs().amax(1)
+    return torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent)
+
+
+def _told(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

@@ -1,0 +1,348 @@
+"""Packed linear layers: right, independent of their neighbours bit for bit, and built once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from specdec.errors import OptionError
+from specdec.kernels import (
+    HeldLinear,
+    PackedLinear,
+    Quantized,
+    ReorderedLinear,
+    build,
+    layout,
+    ops,
+    pack,
+    to_int4,
+    to_int8,
+)
+
+HOME = build._folder()  # before tests get a home of their own
+ROOT = Path(build.__file__).parents[2]
+FLOATS, HALVES = torch.float32, torch.bfloat16
+# What is packed, by which options, and the rows that go with it.
+CASES = [
+    ("float32", {}, FLOATS),
+    ("bfloat16", {}, HALVES),
+    *[("int8", options, dtype) for options in ({}, {"group": 32}, {"group": 128}) for dtype in (FLOATS, HALVES)],
+    *[
+        ("int4", {"group": group, "symmetric": symmetric}, dtype)
+        for group, symmetric in ((32, True), (64, True), (128, False))
+        for dtype in (FLOATS, HALVES)
+    ],
+]
+SHAPES = [(1, 1), (31, 7), (33, 129), (65, 200), (100, 576)]  # outputs, inputs
+cases = pytest.mark.parametrize(("kind", "options", "dtype"), CASES)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _library() -> Iterator[None]:
+    """The library of this machine, built once and kept where users have it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPECDEC_KERNELS", str(HOME))
+        if reason := build.why_not():
+            pytest.skip(reason)
+        yield
+
+
+def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = FLOATS) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def layer_of(kind: str, options: dict, outputs: int, inputs: int, *, bias: bool = True) -> PackedLinear:
+    layer = pack(numbers(outputs, inputs), kind, bias=numbers(outputs, seed=1) if bias else None, **options)
+    assert isinstance(layer, PackedLinear)
+    layer.unpacks = ()
+    return layer
+
+
+@cases
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+def test_products(kind: str, options: dict, dtype: torch.dtype, outputs: int, inputs: int) -> None:
+    """Every kind equals float64 up to the rounding of its rows, for odd sizes and 1 to 70 rows."""
+    for bias in (False, True):
+        layer = layer_of(kind, options, outputs, inputs, bias=bias)
+        x = numbers(70, inputs, seed=2, dtype=dtype)
+        exact = F.linear(x.double(), layer.weight().double(), None if layer.bias is None else layer.bias.double())
+        size = F.linear(
+            x.double().abs(), layer.weight().double().abs(), None if layer.bias is None else layer.bias.double().abs()
+        )
+        for rows in (1, 2, 5, 12, 13, 70):
+            y = layer(x[:rows])
+            assert y.dtype == dtype
+            assert ((y - exact[:rows]).abs() / size[:rows]).max() < (1e-6 if dtype == FLOATS else 4e-3)
+
+
+@cases
+def test_rows_do_not_see_their_neighbours(kind: str, options: dict, dtype: torch.dtype) -> None:
+    """A row's result is the same, bit for bit, alone, at any place, among any number of rows and on any threads."""
+    layer, x = layer_of(kind, options, 100, 2500), numbers(140, 2500, seed=3, dtype=dtype)
+    alone = torch.cat([layer(row[None]) for row in x[:70]])
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        try:
+            for begin, end in ((0, 2), (1, 4), (3, 11), (0, 12), (5, 18), (0, 33), (6, 70), (0, 70)):
+                assert torch.equal(layer(x[begin:end]), alone[begin:end])
+            assert torch.equal(layer(x)[:70], alone)  # more than are summed up at a time
+            assert torch.equal(layer(x.flip(0))[-70:].flip(0), alone)
+        finally:
+            torch.set_num_threads(1)
+
+
+@cases
+def test_weight_comes_back(kind: str, options: dict, dtype: torch.dtype) -> None:
+    """Packed weights come back exactly, integers as they were rounded; looked up rows and cut heads agree."""
+    plain = numbers(77, 203)
+    layer = layer_of(kind, options, 77, 203)
+    if kind in ("float32", "bfloat16"):
+        rounded = plain.to(layer.packed.dtype)
+    elif kind == "int8":
+        rounded = to_int8(plain, **options).weight()
+    else:
+        rounded = to_int4(plain, **options).weight()
+    assert torch.equal(layer.weight(), rounded)
+    ids = torch.tensor([[0, 76, 31], [32, 5, 5]])
+    assert torch.equal(layer.rows(ids), rounded[ids])
+    x = numbers(3, 203, seed=4, dtype=layer.takes[0])
+    assert torch.equal(layer.cut(ids[0])(x), layer(x)[:, ids[0]])
+
+
+def test_memory() -> None:
+    """A packed weight takes at most a tenth more than the plain one of its kind."""
+    for kind, bits in (("float32", 32), ("bfloat16", 16), ("int8", 8), ("int4", 4.5)):
+        layer = layer_of(kind, {}, 576, 1536, bias=False)
+        assert sum(buffer.nbytes for buffer in layer.buffers()) <= 1.1 * 576 * 1536 * bits / 8
+
+
+def test_rounding() -> None:
+    """The error of rounded weights is that of their levels, whatever their size."""
+    for scale in (1e-15, 1.0, 1e15):
+        weight = numbers(40, 96) * scale
+        for rounded, most in (
+            (to_int8(weight), 0.02),
+            (to_int8(weight, 32), 0.011),
+            (to_int4(weight), 0.1),
+            (to_int4(weight, symmetric=False), 0.09),
+        ):
+            assert (rounded.weight() - weight).norm() / weight.norm() < most
+    assert not to_int4(torch.zeros(3, 40)).weight().any()
+    assert not to_int8(torch.zeros(3, 40)).weight().any()
+
+
+@pytest.mark.parametrize(("bits", "mins"), [(8, False), (4, False), (4, True)])
+def test_ggufs_blocks(bits: int, mins: bool) -> None:
+    """Q8_0, Q4_0 and Q4_1 are held as they are: integers in groups of 32 with scales, and mins, in half precision."""
+    low, high = (-127, 128) if bits == 8 else (0, 16)
+    values = torch.randint(low, high, (40, 96), generator=torch.Generator().manual_seed(0)).to(torch.int8)
+    scales, least = numbers(40, 3, seed=1).half(), numbers(40, 3, seed=2).half()
+    layer = pack(Quantized(values, bits, 32, scales, least if mins else None))
+    exact = values.double().view(40, 3, 32) - (8 if bits == 4 and not mins else 0)
+    exact = (exact * scales.double()[:, :, None] + (least.double()[:, :, None] if mins else 0)).flatten(1)
+    assert torch.equal(layer.weight(), exact.float())
+    x = numbers(5, 96, seed=3)
+    torch.testing.assert_close(layer(x).double(), x.double() @ exact.T, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["float32", "int8", "int4"])
+def test_side_by_side(kind: str) -> None:
+    """Layers packed together compute what they compute apart, bit for bit; biases that are missing are zeros."""
+    parts = [nn.Linear(96, 50), nn.Linear(96, 20, bias=False), nn.Linear(96, 33)]
+    whole, x = pack(parts, kind), numbers(6, 96)
+    assert torch.equal(whole(x), torch.cat([pack(part, kind)(x) for part in parts], -1))
+
+
+@pytest.mark.parametrize(("kind", "options", "dtype"), [CASES[0], CASES[1], CASES[2], CASES[-1]])
+def test_compiled(kind: str, options: dict, dtype: torch.dtype) -> None:
+    """torch.compile takes layers and looked up rows in one graph, with the same bits."""
+    layer, ids = layer_of(kind, options, 70, 64), torch.tensor([3, 69])
+
+    def step(x: Tensor) -> Tensor:
+        return layer(x + layer.rows(ids).to(x.dtype)).relu()
+
+    x = numbers(2, 64, dtype=dtype)
+    with torch.no_grad():
+        assert torch.equal(torch.compile(step, fullgraph=True, backend="aot_eager")(x), step(x))
+
+
+@cases
+def test_operators_keep_their_promises(kind: str, options: dict, dtype: torch.dtype) -> None:
+    """Schemas and fakes agree with what the operators do."""
+    layer = layer_of(kind, options, 40, 72)
+    held = layer.packed, layer.factors, layer.scales, layer.mins
+    torch.library.opcheck(ops.packed_linear, (numbers(2, 3, 72, dtype=dtype), *held, layer.bias, 40, layer.group))
+    torch.library.opcheck(ops.packed_rows, (torch.tensor([1, 39]), *held, 72, layer.group))
+
+
+def test_any_shape() -> None:
+    """Leading dimensions stay, none of them may be empty or missing; rows need not be contiguous."""
+    layer = layer_of("float32", {}, 40, 72)
+    x = numbers(2, 3, 72)
+    assert torch.equal(layer(x), layer(x.flatten(0, 1)).view(2, 3, 40))
+    assert torch.equal(layer(x[0, 0]), layer(x)[0, 0])
+    assert layer(x[:0]).shape == (0, 3, 40)
+    turned = numbers(72, 5).T
+    assert torch.equal(layer(turned), layer(turned.contiguous()))
+
+
+def test_many_rows_unpacked() -> None:
+    """Where that is faster, many rows go through F.linear with the weight unpacked; few rows never do."""
+    layer = pack(numbers(40, 72), "int8", bias=numbers(40))
+    assert isinstance(layer, PackedLinear)
+    few, many = numbers(64, 72), numbers(65, 72)
+    layer.unpacks = (FLOATS,)
+    assert torch.equal(layer(many), F.linear(many, layer.weight(), layer.bias))
+    layer.unpacks, kept = (), layer(few)
+    layer.unpacks = (FLOATS,)
+    assert torch.equal(layer(few), kept)
+
+
+def refused(name: str, do: Callable[[], object], error: type[Exception] = OptionError) -> None:
+    with pytest.raises(error, match=f"`{name}`"):
+        do()
+
+
+def test_wrong_arguments() -> None:
+    """Errors name the argument."""
+    layer, weight = layer_of("bfloat16", {}, 40, 72), numbers(40, 72)
+    refused("x", lambda: layer(numbers(2, 72)))
+    refused("x", lambda: layer(numbers(2, 71, dtype=HALVES)))
+    refused("x", lambda: layer(torch.tensor(1.0, dtype=HALVES)))
+    refused("kind", lambda: pack(weight, "int3"))
+    refused("kind", lambda: pack(weight.half()))
+    refused("group", lambda: pack(weight, "float32", group=32))
+    refused("group", lambda: pack(weight, "int4", group=20))
+    refused("layers", lambda: pack([]))
+    refused("layers", lambda: pack([weight, numbers(40, 70)]))
+    refused("layers", lambda: pack([weight, to_int8(weight)]))
+    refused("layers", lambda: pack(to_int8(weight), "int4"))
+    refused("bias", lambda: pack(weight, bias=numbers(41)))
+    refused("weight", lambda: HeldLinear(weight.half()))
+    refused("weight", lambda: to_int8(weight.to(torch.int8)))
+    refused("values", lambda: Quantized(weight))
+    refused("bits", lambda: Quantized(weight.to(torch.int8), 3))
+    refused("scales", lambda: Quantized(weight.to(torch.int8), 8, 32, numbers(40, 3)))
+    refused("mins", lambda: Quantized(weight.to(torch.int8), 8, 32, numbers(40, 3).half(), numbers(40, 3).half()))
+    refused("group", lambda: Quantized(weight.to(torch.int8), 8, 32))
+
+
+def test_wrong_operands() -> None:
+    """The operator itself refuses what does not fit, before it reads memory that is not there."""
+    layer = layer_of("int8", {"group": 32}, 40, 72)
+    right = {
+        "x": numbers(2, 72), "weight": layer.packed, "factors": layer.factors, "scales": layer.scales, "mins": None,
+        "bias": layer.bias, "outputs": 40, "group": 32,
+    }  # fmt: skip
+    wrong = {
+        "x": numbers(2, 72).double(),
+        "weight": layer.packed[:1],
+        "factors": numbers(39),
+        "scales": layer.scales.float(),
+        "mins": numbers(2, 3, 31).half(),
+        "bias": numbers(80)[::2],
+        "group": 12,
+    }
+    ops.packed_linear(*right.values())
+    for name, value in wrong.items():
+        refused(name, lambda arguments={**right, name: value}: ops.packed_linear(*arguments.values()), ValueError)
+    turned = layer.packed.transpose(2, 3).contiguous().transpose(2, 3)
+    refused("weight", lambda: ops.packed_linear(*{**right, "weight": turned}.values()), ValueError)
+
+
+@pytest.mark.parametrize("dtype", [FLOATS, HALVES])
+def test_other_ways_to_hold(dtype: torch.dtype) -> None:
+    """Without kernels, torch and oneDNN compute the same up to rounding, and give back the same weights."""
+    weight, bias, x = numbers(40, 72, dtype=dtype), numbers(40), numbers(3, 72, dtype=dtype)
+    packed, ids = PackedLinear(weight, bias), torch.tensor([3, 30])
+    for other in (HeldLinear(weight, bias), ReorderedLinear(weight, bias)):
+        torch.testing.assert_close(other(x), packed(x), rtol=2e-2 if dtype == HALVES else 1e-5, atol=2e-2)
+        assert torch.equal(other.weight(), weight)
+        assert torch.equal(other.rows(ids), weight[ids])
+        assert torch.equal(other.cut(ids).weight(), weight[ids])
+    rounded = to_int4(weight.float())
+    held = HeldLinear(rounded)
+    assert torch.equal(held.rows(ids[None]), PackedLinear(rounded).rows(ids[None]))
+    assert torch.equal(held.cut(ids).weight(), held.weight()[ids])
+
+
+def run(code: str, tmp_path: Path, **environment: str) -> subprocess.Popen[str]:
+    import os
+
+    known = {**os.environ, "SPECDEC_KERNELS": str(tmp_path), "PYTHONPATH": str(ROOT), **environment}
+    return subprocess.Popen(
+        [sys.executable, "-c", code], env=known, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_without_a_compiler(tmp_path: Path) -> None:
+    """Layers still compute, over oneDNN or torch, and one line says why."""
+    code = (
+        "import torch; from specdec.kernels import *; print(why_not())\n"
+        "for kind in KINDS: print(type(pack(torch.eye(8), kind)).__name__)\n"
+        "print(type(pack(torch.eye(8), lookup=True)).__name__)"
+    )
+    out, err = run(code, tmp_path, CXX="no-such-compiler").communicate()
+    reason, *names = out.splitlines()
+    assert "no-such-compiler" in reason, err
+    assert names in (
+        ["ReorderedLinear", "ReorderedLinear", "HeldLinear", "HeldLinear", "HeldLinear"],
+        ["HeldLinear"] * 5,  # torch without oneDNN
+    )
+
+
+def test_a_build_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the compiler said first is the reason, and nothing is left in the folder that could be loaded."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\necho 'linear.cpp:1: error: no such thing' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("SPECDEC_KERNELS", str(tmp_path / "kernels"))
+    with pytest.raises(build._NoKernels, match="no such thing"):
+        build._built()
+    assert not list((tmp_path / "kernels").glob("*.so"))
+
+
+def test_two_processes_build_once(tmp_path: Path) -> None:
+    """Of two processes that need the library at once, one builds it, and the other one waits for it."""
+    calls, compiler = tmp_path / "calls", tmp_path / "compiler"
+    library = next(HOME.glob(f"linear-{build._key()}.so"))
+    compiler.write_text(
+        f'#!/bin/sh\necho call >> {calls}\nsleep 1\nwhile [ "$1" != -o ]; do shift; done\ncp {library} "$2"\n'
+    )
+    compiler.chmod(0o755)
+    code = (
+        "import torch; from specdec.kernels import pack, why_not; print(why_not(), pack(torch.eye(3))(torch.ones(3)))"
+    )
+    both = [run(code, tmp_path / "kernels", CXX=str(compiler)) for _ in range(2)]
+    for process in both:
+        out, err = process.communicate()
+        assert out.startswith("None tensor([1., 1., 1.])"), err
+    assert calls.read_text() == "call\n"
+
+
+def test_a_library_belongs_to_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other instructions, another torch or another source: another library."""
+    known = build._key()
+    assert build._key() == known
+    monkeypatch.setattr(build, "instructions", lambda: "machine: x86_64\nflags: sse2")
+    other = build._key()
+    monkeypatch.setattr(torch, "__version__", "2.0.0")
+    assert len({known, other, build._key()}) == 3
+
+
+def test_layout_is_that_of_the_description() -> None:
+    """The columns of a chunk stand where linear.cpp reads them."""
+    values = torch.arange(32 * 8).view(32, 8) % 16
+    nibbles = layout.packed(values.to(torch.int8), torch.uint8).view(torch.int32)[0, 0, :, 0]
+    for place, column in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
+        assert torch.equal(nibbles >> 4 * place & 15, values[:, column].int())
+    assert torch.equal(layout.packed(values.to(torch.int8), torch.int8)[0, 1, 2], values[:, 6].to(torch.int8))
+    assert torch.equal(layout.packed(values.bfloat16(), HALVES)[0, 3, :, 1], values[:, 7].bfloat16())
