@@ -79,7 +79,7 @@ def test_products(kind: str, options: dict, dtype: torch.dtype, outputs: int, in
         for rows in (1, 2, 5, 12, 13, 70):
             y = layer(x[:rows])
             assert y.dtype == dtype
-            assert ((y - exact[:rows]).abs() / size[:rows]).max() < (1e-6 if dtype == FLOATS else 4e-3)
+            assert ((y - exact[:rows]).abs() / size[:rows]).max() < (2e-6 if dtype == FLOATS else 4e-3)
 
 
 @cases
