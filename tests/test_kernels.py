@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -79,7 +80,7 @@ def test_products(kind: str, options: dict, dtype: torch.dtype, outputs: int, in
         for rows in (1, 2, 5, 12, 13, 70):
             y = layer(x[:rows])
             assert y.dtype == dtype
-            assert ((y - exact[:rows]).abs() / size[:rows]).max() < (1e-6 if dtype == FLOATS else 4e-3)
+            assert ((y - exact[:rows]).abs() / size[:rows]).max() < (2e-6 if dtype == FLOATS else 4e-3)
 
 
 @cases
@@ -274,8 +275,6 @@ def test_other_ways_to_hold(dtype: torch.dtype) -> None:
 
 
 def run(code: str, tmp_path: Path, **environment: str) -> subprocess.Popen[str]:
-    import os
-
     known = {**os.environ, "SPECDEC_KERNELS": str(tmp_path), "PYTHONPATH": str(ROOT), **environment}
     return subprocess.Popen(
         [sys.executable, "-c", code], env=known, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -1,8 +1,8 @@
 // A packed linear layer for few rows: y[m, n] = sum over k of x[m, k] * weight[n, k].
 //
-// A few rows cost what reading the weights from memory costs, so the weights lie in the order in which they are read: in
-// blocks of 32 outputs, and in each of them chunk after chunk. A chunk is 128 bytes, whatever it is made of: 32 outputs
-// times 1 column (float32), 2 (bfloat16), 4 (int8) or 8 (4 bits). `layout.py` packs and unpacks them.
+// A few rows cost what reading the weights from memory costs, so the weights lie in the order in which they are read:
+// in blocks of 32 outputs, and in each of them chunk after chunk. A chunk is 128 bytes, whatever it is made of: 32
+// outputs times 1 column (float32), 2 (bfloat16), 4 (int8) or 8 (4 bits). `layout.py` packs and unpacks them.
 //
 //   float32    [blocks, columns, 32, 1]
 //   bfloat16   [blocks, columns / 2, 32, 2]       two neighbouring columns side by side, as the dot product wants them
@@ -11,9 +11,10 @@
 //   scales, mins   float16 [blocks, groups, 32]   weight = integer * scale + min; 4 bits without mins are -8..7
 //
 // Every output is summed up column by column, one chain of fused multiply-adds in float32, whichever rows stand beside
-// it, in whichever block of rows or columns, and on whichever thread: a row's result is the same, bit for bit, alone and
-// among others. Vectors are those of GCC and Clang, so that one source serves AVX-512, AVX2 and NEON; intrinsics
-// stand only where compilers have no word for an instruction.
+// it, in whichever block of rows or columns, and on whichever thread: a row's result is the same, bit for bit, alone
+// and among others. (A step takes two columns where the processor multiplies pairs of bfloat16.) Vectors are those of
+// GCC and Clang, so that one source serves AVX-512, AVX2 and NEON; intrinsics stand where compilers have no word for
+// an instruction.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -55,6 +56,8 @@ typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef int8_t Bytes __attribute__((vector_size(LANES)));
 
+#define UNROLL _Pragma("GCC unroll 16")
+
 template <class Vector>
 inline Vector load(const void* from) {
   Vector vector;
@@ -94,11 +97,15 @@ struct Packed {
   const float *factors, *bias;
   int64_t inputs, outputs, columns, group;  // columns: inputs and padding; group: columns of one scale, or all
 
+  template <class Kind>
+  int64_t offset(int64_t block, int64_t column) const {
+    return (block * columns + column) / Kind::COLUMNS * CHUNK;
+  }
   int64_t groups() const { return (columns + group - 1) / group; }
 };
 
-// What a chunk is made of. `weights` are a vector of outputs, of column `i` of the chunk or, where one step takes pairs of
-// columns, of `i` and `i + 1`; `add` multiplies them by the entries of one row.
+// What a chunk is made of. `weights` are a vector of outputs, of column `i` of the chunk or, where one step takes pairs
+// of columns, of `i` and `i + 1`; `add` multiplies them by the entries of one row.
 
 struct Float32 {
   using Row = float;
@@ -201,44 +208,35 @@ struct Rows {
   }
 };
 
-// Adds columns `[begin, end)` of one block to the sums `[R, 32]` of R rows; asks for memory at `ahead`, which moves on by
-// `stride` bytes a chunk. A group is summed up in integers' units, and scaled then.
+// Adds columns `[begin, end)` of one block to the sums `[R, 32]` of R rows; asks for memory at `ahead`, which moves on
+// by `stride` bytes a chunk. A group is summed up in integers' units, and scaled then.
 template <class Kind, int R>
 void add_columns(const Packed& packed, int64_t block, int64_t begin, int64_t end, Rows<typename Kind::Row> rows,
                  float* sums, const char* ahead, int64_t stride) {
   const Kind kind(packed);
-  auto chunk = packed.chunks + (block * packed.columns + begin) / Kind::COLUMNS * CHUNK;
+  auto chunk = packed.chunks + packed.offset<Kind>(block, begin);
   for (int64_t first = begin; first < end; first += packed.group) {
     auto last = std::min(first + packed.group, end);
     Floats sum[R][VECTORS];
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 16
-      for (int v = 0; v < VECTORS; v++)
+    UNROLL for (int r = 0; r < R; r++)
+      UNROLL for (int v = 0; v < VECTORS; v++)
         sum[r][v] = packed.scales ? Floats{} : load<Floats>(sums + r * BLOCK + v * LANES);
 
     for (int64_t column = first; column < last; column += Kind::COLUMNS, chunk += CHUNK, ahead += stride) {
       __builtin_prefetch(ahead);
       __builtin_prefetch(ahead + CHUNK / 2);
-#pragma GCC unroll 8
-      for (int i = 0; i < Kind::COLUMNS; i += Kind::STEP) {
+      UNROLL for (int i = 0; i < Kind::COLUMNS; i += Kind::STEP) {
         typename Kind::Weights weights[VECTORS];
-#pragma GCC unroll 16
-        for (int v = 0; v < VECTORS; v++) weights[v] = kind.weights(chunk, i, v);
-#pragma GCC unroll 16
-        for (int r = 0; r < R; r++)
-#pragma GCC unroll 16
-          for (int v = 0; v < VECTORS; v++)
+        UNROLL for (int v = 0; v < VECTORS; v++) weights[v] = kind.weights(chunk, i, v);
+        UNROLL for (int r = 0; r < R; r++)
+          UNROLL for (int v = 0; v < VECTORS; v++)
             sum[r][v] = Kind::add(sum[r][v], rows.x + r * packed.columns + column + i, weights[v]);
       }
     }
 
-    auto group = first / packed.group;
-    auto at = (block * packed.groups() + group) * BLOCK;
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 16
-      for (int v = 0; v < VECTORS; v++) {
+    auto group = first / packed.group, at = (block * packed.groups() + group) * BLOCK;
+    UNROLL for (int r = 0; r < R; r++)
+      UNROLL for (int v = 0; v < VECTORS; v++) {
         auto to = sums + r * BLOCK + v * LANES;
         auto total = sum[r][v];
         if (packed.scales) total = load<Floats>(to) + total * floats(packed.scales + at + v * LANES);
@@ -253,7 +251,8 @@ constexpr auto by_rows(std::integer_sequence<int, R...>) {
   return std::array{&add_columns<Kind, R + 1>...};
 }
 
-// The sums `[rows, 32]` of one block. Where rows need several turns, each asks for its share of the next tile.
+// The sums `[rows, 32]` of one block. Where rows need several turns, they take them tile by tile, which stays in the
+// second cache, and each turn asks for its share of the next one.
 template <class Kind>
 void add_block(const Packed& packed, int64_t block, Rows<typename Kind::Row> rows, int64_t count, float* sums) {
   static constexpr auto add = by_rows<Kind>(std::make_integer_sequence<int, ROWS>());
@@ -263,9 +262,8 @@ void add_block(const Packed& packed, int64_t block, Rows<typename Kind::Row> row
   auto tile = turns == 1 ? packed.columns : std::max<int64_t>(TILE / CHUNK * Kind::COLUMNS / unit, 1) * unit;
   for (int64_t begin = 0; begin < packed.columns; begin += tile) {
     auto end = std::min(begin + tile, packed.columns);
-    auto bytes = (end - begin) / Kind::COLUMNS * CHUNK;
-    auto here = packed.chunks + (block * packed.columns + begin) / Kind::COLUMNS * CHUNK;
-    auto ahead = here + (turns == 1 ? AHEAD : bytes);
+    auto bytes = packed.offset<Kind>(0, end - begin);
+    auto ahead = packed.chunks + packed.offset<Kind>(block, begin) + (turns == 1 ? AHEAD : bytes);
     for (int64_t row = 0; row < count; row += most, ahead += bytes / turns)
       add[std::min(most, count - row) - 1](packed, block, begin, end, rows.from(row, packed), sums + row * BLOCK, ahead,
                                            CHUNK / turns);
@@ -367,15 +365,17 @@ void check(const at::Tensor& x, const at::Tensor& weight, const std::optional<at
            const std::optional<at::Tensor>& bias, int64_t outputs, int64_t group) {
   auto type = weight.scalar_type();
   auto columns = columns_of_chunk(type), blocks = (outputs + BLOCK - 1) / BLOCK;
+  auto of_rows = x.scalar_type();
+  auto fits = weight.is_floating_point() ? of_rows == type : of_rows == at::kFloat || of_rows == at::kBFloat16;
+  TORCH_CHECK_VALUE(fits, "`x` must have the dtype of a float `weight`, or float32 or bfloat16 for integers, got ",
+                    of_rows, " for ", type, ": convert it");
   TORCH_CHECK_VALUE(x.dim() > 0, "`x` must be [..., inputs], got a single number");
-  TORCH_CHECK_VALUE(x.scalar_type() == type || (!weight.is_floating_point() && (x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16)),
-                    "`x` must be of the dtype of a float `weight`, and float32 or bfloat16 for integers, got ",
-                    x.scalar_type(), " for ", type, ": convert it");
-  TORCH_CHECK_VALUE(!scales || (group > 0 && group % 8 == 0), "`group` must be a multiple of 8 where there are `scales`, got ", group);
-  TORCH_CHECK_VALUE(!mins || scales, "`mins` go with `scales`: pass both");
-  auto unit = scales ? std::max(group, columns) : columns, units = (x.size(-1) + unit - 1) / unit;
-  auto chunks = units * unit / columns;
-  check("weight", weight, type, type == at::kChar ? at::IntArrayRef{blocks, chunks, 4, BLOCK} : at::IntArrayRef{blocks, chunks, BLOCK, 4 / weight.element_size()});
+  TORCH_CHECK_VALUE(!scales || (group > 0 && group % 8 == 0), "`group` must be a multiple of 8, got ", group);
+  TORCH_CHECK_VALUE(!mins || scales, "`mins` must come with `scales`, got them alone: pass both");
+  auto unit = scales ? group : columns, units = (x.size(-1) + unit - 1) / unit, chunks = units * unit / columns;
+  std::array sizes{blocks, chunks, BLOCK, 4 / weight.element_size()};
+  if (type == at::kChar) std::swap(sizes[2], sizes[3]);
+  check("weight", weight, type, sizes);
   check("factors", factors, at::kFloat, {outputs});
   check("bias", bias, at::kFloat, {outputs});
   check("scales", scales, at::kHalf, {blocks, units, BLOCK});
@@ -393,8 +393,10 @@ at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& weight, const st
   switch (weight.scalar_type()) {
     case at::kFloat: return linear_of<Float32, float>(packed, *rows);
     case at::kBFloat16: return linear_of<BFloat16, at::BFloat16>(packed, *rows);
-    case at::kChar: return wide ? linear_of<Int8, float>(packed, *rows) : linear_of<Int8Pairs, at::BFloat16>(packed, *rows);
-    default: return wide ? linear_of<Int4, float>(packed, *rows) : linear_of<Int4Pairs, at::BFloat16>(packed, *rows);
+    case at::kChar:
+      return wide ? linear_of<Int8, float>(packed, *rows) : linear_of<Int8Pairs, at::BFloat16>(packed, *rows);
+    default:
+      return wide ? linear_of<Int4, float>(packed, *rows) : linear_of<Int4Pairs, at::BFloat16>(packed, *rows);
   }
 }
 

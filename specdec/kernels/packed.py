@@ -19,6 +19,7 @@ from specdec.kernels.quantize import Quantized, to_int4, to_int8
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 INTEGERS = {"int8": torch.int8, "int4": torch.uint8}  # as they are packed
 KINDS = (*FLOATS, *INTEGERS)
+_HELD = ("packed", "factors", "scales", "mins", "bias")
 _FEW = 8  # rows for which oneDNN orders a weight
 _MANY = 64  # rows beyond which unpacking the weight may pay
 _SAMPLE = 1024  # outputs and inputs of a layer on which ways are measured
@@ -108,10 +109,12 @@ class PackedLinear(AnyLinear):
             self.register_buffer(name, tensor)
 
     def _multiplied(self, x: Tensor) -> Tensor:
-        if x.dtype in self.unpacks and x.numel() > _MANY * self.inputs:
+        if self.unpacks and x.dtype in self.unpacks and x.numel() > _MANY * self.inputs:
             return self._plain(x)
-        of_groups = self.scales, self.mins
-        return ops.packed_linear(x, self.packed, self.factors, *of_groups, self.bias, self.outputs, self.group)
+        packed, factors, scales, mins, bias = map(
+            self._buffers.get, _HELD
+        )  # taken one by one, they cost as much as the dispatch
+        return ops.packed_linear(x, packed, factors, scales, mins, bias, self.outputs, self.group)
 
     def weight(self) -> Tensor:
         return self.rows(torch.arange(self.outputs))
