@@ -28,6 +28,7 @@ from measure import Watch, interleaved, ratio, read_prompts, table
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoProcessor, AutoTokenizer, pipeline
 
 from specdec import SpecGenerator, Transcriber
+from specdec.loading import GEARS
 from specdec.pipelines.audio import read_audio
 from specdec.train.functions import held_out_examples
 from specdec.zoo import locate
@@ -61,19 +62,15 @@ def assistant(draft: Any) -> Any:
     return helper
 
 
-def generators(target: Any, drafts: list[Any], *, compiled: bool) -> dict[str, SpecGenerator]:
+def generators(target: Any, drafts: list[Any], *, gear: str) -> dict[str, SpecGenerator]:
     """Plain decoding, and each way to draft."""
-    found = {PLAIN: SpecGenerator(target, compile=compiled, prefix_cache=False)}
-    found["specdec suffix, cost"] = SpecGenerator(
-        target, "suffix", schedule="cost", compile=compiled, prefix_cache=False
-    )
+    found = {PLAIN: SpecGenerator(target, gear=gear, prefix_cache=False)}
+    found["specdec suffix, cost"] = SpecGenerator(target, "suffix", schedule="cost", gear=gear, prefix_cache=False)
     for draft in drafts:
-        found["specdec model, heuristic"] = SpecGenerator(target, draft, compile=compiled, prefix_cache=False)
-        found["specdec model, cost"] = SpecGenerator(
-            target, draft, schedule="cost", compile=compiled, prefix_cache=False
-        )
+        found["specdec model, heuristic"] = SpecGenerator(target, draft, gear=gear, prefix_cache=False)
+        found["specdec model, cost"] = SpecGenerator(target, draft, schedule="cost", gear=gear, prefix_cache=False)
         found["specdec hybrid, cost"] = SpecGenerator(
-            target, ("suffix", draft), schedule="cost", compile=compiled, prefix_cache=False
+            target, ("suffix", draft), schedule="cost", gear=gear, prefix_cache=False
         )
     return found
 
@@ -102,7 +99,7 @@ def summaries(args: argparse.Namespace) -> Bench:
     for draft in drafts:
         systems[ASSISTED] = theirs(assistant_model=assistant(draft))
     systems["transformers prompt lookup"] = theirs(prompt_lookup_num_tokens=10)
-    systems |= {name: ours(generator) for name, generator in generators(target, drafts, compiled=args.compile).items()}
+    systems |= {name: ours(generator) for name, generator in generators(target, drafts, gear=args.gear).items()}
     read = (
         tokenizer(prefix + text, truncation=True, return_tensors="pt").input_ids[:, : args.length] for text in texts
     )
@@ -133,7 +130,7 @@ def speech(args: argparse.Namespace) -> Bench:
             input_features=case.features, decoder_input_ids=prompt, max_new_tokens=room, **GREEDY
         )
 
-    own = generators(target, drafts, compiled=args.compile)
+    own = generators(target, drafts, gear=args.gear)
     systems = {"transformers greedy": theirs()}
     for draft in drafts:
         systems[ASSISTED] = theirs(assistant_model=assistant(draft))
@@ -232,7 +229,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96, help="new tokens per text, at most")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    parser.add_argument("--compile", action="store_true", help="torch.compile specdec's passes")
+    parser.add_argument("--gear", choices=GEARS, default="packed", help="what specdec's passes run on")
     args = parser.parse_args()
     make, own, least = KINDS[args.kind]
     if args.target is None:

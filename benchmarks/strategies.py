@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specdec import SpecGenerator
+from specdec.loading import GEARS
 from specdec.zoo import pair
 
 # name -> (options of both libraries, of specdec alone, whether transformers has it)
@@ -48,7 +49,7 @@ def build(args: argparse.Namespace, strategy: str) -> dict[str, Callable[[Tensor
     shared, own, known = STRATEGIES[strategy]
 
     def ours(draft: Any, **options: Any) -> Callable[[Tensor], Any]:
-        generator = SpecGenerator(target, draft, compile=args.compile, prefix_cache=False)
+        generator = SpecGenerator(target, draft, gear=args.gear, prefix_cache=False)
         common = {"max_new_tokens": args.tokens, "eos_token_id": [], "pad_token_id": 0}
         return lambda ids: generator.generate(ids, **common, **shared, **own, **options)
 
@@ -117,7 +118,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48, help="new tokens per prompt")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    parser.add_argument("--compile", action="store_true", help="torch.compile specdec's passes")
+    parser.add_argument("--gear", choices=GEARS, default="packed", help="what specdec's passes run on")
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(pair().target)
     texts = read_prompts(None, 4 * args.count)

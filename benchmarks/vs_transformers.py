@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specdec import SpecGenerator
+from specdec.loading import GEARS
 from specdec.zoo import pair
 
 GREEDY = "transformers greedy"
@@ -46,7 +47,7 @@ def build(args: argparse.Namespace, dtype: torch.dtype) -> tuple[dict[str, Calla
         return lambda ids: target.generate(ids, attention_mask=torch.ones_like(ids), **common, **options)
 
     def ours(draft: Any, **options: Any) -> Callable[[Tensor], Any]:
-        generator = SpecGenerator(target, draft, compile=args.compile, prefix_cache=False)
+        generator = SpecGenerator(target, draft, gear=args.gear, prefix_cache=False)
         run = {"max_new_tokens": args.tokens, "do_sample": False, "eos_token_id": [], "pad_token_id": 0}
         return lambda ids: generator.generate(ids, **run, **options)
 
@@ -75,7 +76,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="new tokens per prompt")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "both"), default="both")
-    parser.add_argument("--compile", action="store_true", help="torch.compile specdec's passes")
+    parser.add_argument("--gear", choices=GEARS, default="packed", help="what specdec's passes run on")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
     if args.target is None:

@@ -203,6 +203,7 @@ class Call:
             settings={
                 "strategy": self._strategies[0].name,
                 "schedule": type(schedule).__name__.lower() if self.drafter is not None else "none",
+                "gear": self.target.gear,
             },
             exactness=self.target.exactness,
         )

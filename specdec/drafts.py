@@ -80,9 +80,9 @@ class Draft:
 class Drafts:
     """Makes drafts for one target, and keeps the last two that calls have named, with their models."""
 
-    def __init__(self, target: LanguageModel, *, compile: bool = False) -> None:
+    def __init__(self, target: LanguageModel, *, gear: str = "auto") -> None:
         self._target = target
-        self._compile = compile
+        self._how = Loading(gear=gear)
         self._recent = Recent(_KEPT)
 
     def make(
@@ -137,7 +137,7 @@ class Drafts:
         if tokenizer is not None and assistant_tokenizer is None and is_name(draft):
             assistant_tokenizer = tokenizer_beside(str(draft))
         target = self._target
-        model = language_model(on_encoder_of(target.model, draft), name, compile=self._compile)
+        model = language_model(on_encoder_of(target.model, draft), name, self._how)
         shared = model.is_encoder_decoder and target.is_encoder_decoder and target.shares_encoder_with(model)
         drafter = ModelDrafter(model, shared_encoder=shared)
         if assistant_tokenizer is None:
@@ -187,33 +187,35 @@ def is_name(draft: object) -> bool:
     return isinstance(draft, str | PathLike) and not is_word(draft)
 
 
-def language_model(model: Any, name: str, how: Loading | None = None, *, compile: bool = False) -> LanguageModel:
+def language_model(model: Any, name: str, how: Loading | None = None) -> LanguageModel:
     """The model that the caller's argument `name` is, or that it names by id or path, loaded as `how` says.
 
-    Raises OptionError for what is none, and for one that is wrapped already but not compiled as asked.
+    Raises OptionError for what is none, and for one that is wrapped already in another gear.
     """
-    if isinstance(model, LanguageModel) and (how is None or not how.given):
-        if compile and model.compiled is None:
+    how = how or Loading()
+    gear = how.gear
+    if isinstance(model, LanguageModel) and not how.given.keys() - {"gear"}:
+        if gear not in ("auto", model.gear):
             raise OptionError(
-                f"`compile=True` does not reach a `{name}` that is a LanguageModel already: "
-                "make it with LanguageModel(model, compile=True), or pass the transformers model"
+                f"`gear`={gear!r} does not reach a `{name}` that is a LanguageModel in gear {model.gear!r} already: "
+                f"make it with LanguageModel(model, gear={gear!r}), or pass the transformers model"
             )
         return model
     if not isinstance(model, str | PathLike | PreTrainedModel | LanguageModel):
         raise OptionError.of(name, "a transformers model, or a hub id or path", type(model).__name__)
     words = () if name == "target" else tuple(DRAFTS)
-    return load(model, how, compile=compile, name=name, words=words)
+    return load(model, how, name=name, words=words)
 
 
-def loaded(draft: Any, how: Loading, *, compile: bool = False) -> tuple[Any, Any]:
+def loaded(draft: Any, how: Loading) -> tuple[Any, Any]:
     """`draft` with its model loaded as `how` says, where that is an id or path, and the tokenizer beside the model."""
     if isinstance(draft, tuple | list):
-        parts = [loaded(part, how, compile=compile) for part in draft]
+        parts = [loaded(part, how) for part in draft]
         return tuple(part for part, _ in parts), next((t for _, t in parts if t is not None), None)
     if not is_name(draft):
         return draft, None
     beside = tokenizer_beside(str(draft), revision=how.revision, trust_remote_code=how.trust_remote_code)
-    return language_model(draft, "draft", how, compile=compile), beside
+    return language_model(draft, "draft", how), beside
 
 
 def names_model(draft: Any) -> bool:

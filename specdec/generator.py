@@ -45,7 +45,8 @@ class SpecGenerator:
     `kv_budget` limits the keys and values of all calls under way, in bytes or as a share of the memory that is free
     (0.5: half); calls beyond it wait for their turn. `prefix_cache` keeps keys and values of texts (True, or as many
     bytes), so that a prompt which begins like one of them is not read again; None: in float32, where that changes no
-    text.
+    text. `gear` is what passes run on (`Loading`): "packed" keeps a second copy of the weights of a model that was
+    handed over, which is not changed, and "auto" leaves such a model as it is.
 
     Raises OptionError for what cannot be a target or draft, VocabularyError where the two do not share a vocabulary.
     """
@@ -57,7 +58,7 @@ class SpecGenerator:
         *,
         tokenizer: Any = None,
         assistant_tokenizer: Any = None,
-        compile: bool = False,
+        gear: str = "auto",
         task: str | None = None,
         kv_budget: int | float | None = None,
         prefix_cache: bool | int | None = None,
@@ -69,8 +70,8 @@ class SpecGenerator:
         check_tokenizer("tokenizer", tokenizer)
         self._defaults, self._task = options, task
         self.tokenizer = tokenizer_beside(str(target)) if tokenizer is None and is_name(target) else tokenizer
-        self.target = language_model(target, "target", compile=compile)
-        self._drafts = Drafts(self.target, compile=compile)
+        self.target = language_model(target, "target", Loading(gear=gear))
+        self._drafts = Drafts(self.target, gear=gear)
         self._draft = Draft(self._drafts.make(draft, self.tokenizer, assistant_tokenizer))
         self._prefixes = _prefixes(self.target, prefix_cache)
         self._dispatcher = Dispatcher(Engine(self.target, kv_budget=kv_budget, prefixes=self._prefixes))
@@ -83,7 +84,6 @@ class SpecGenerator:
         *,
         tokenizer: Any = None,
         assistant_tokenizer: Any = None,
-        compile: bool = False,
         task: str | None = None,
         kv_budget: int | float | None = None,
         prefix_cache: bool | int | None = None,
@@ -103,13 +103,13 @@ class SpecGenerator:
             raise OptionError("`draft_options` load a draft model, and `draft` is no id or path: leave them out")
         if tokenizer is None and is_name(target):
             tokenizer = tokenizer_beside(str(target), revision=how.revision, trust_remote_code=how.trust_remote_code)
-        draft, beside = loaded(draft, draft_how, compile=compile)
+        draft, beside = loaded(draft, draft_how)
         if assistant_tokenizer is None and tokenizer is not None:
             assistant_tokenizer = beside
         tokenizers = {"tokenizer": tokenizer, "assistant_tokenizer": assistant_tokenizer}
-        model = language_model(target, "target", how, compile=compile)
+        model = language_model(target, "target", how)
         shared: dict[str, Any] = {
-            "compile": compile,
+            "gear": how.gear,
             "task": task,
             "kv_budget": kv_budget,
             "prefix_cache": prefix_cache,

@@ -11,6 +11,8 @@ from specdec.errors import OptionError, UnsupportedError
 
 OFFLOADS = ("cpu", "disk")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+GEARS = ("auto", "eager", "packed", "compiled")
+"""What passes run on: layers as they are, packed weights, compiled code; "auto" measures."""
 _BY_HAND = "load the model with transformers and pass it, `SpecGenerator(model, tokenizer=tokenizer)`"
 # transformers' words for what is called otherwise here, or must be done there -> the way out.
 FOREIGN = {
@@ -46,6 +48,7 @@ _BITSANDBYTES = Quantization(
 QUANTIZATIONS: dict[str, Quantization] = {
     "int8": _BITSANDBYTES,
     "int8-weight": Quantization("specdec.models.int8:WeightOnly", offloads=True),
+    "int4-weight": Quantization("specdec.models.int8:FourBits"),
     "nf4": _BITSANDBYTES,
     "fp4": _BITSANDBYTES,
 }
@@ -58,11 +61,13 @@ class Loading:
 
     `dtype`: "auto", a name or a torch.dtype; "auto" is the checkpoint's own, but float32 for float16 weights that a CPU
     computes with: it holds the same numbers, and float16 is at least twice as slow there. `quantization`: a name in
-    `QUANTIZATIONS`: "int8" (LLM.int8() of bitsandbytes), "int8-weight" (ours, rows independent), "nf4" or "fp4"
-    (bitsandbytes). `device_map`, `max_memory` (most memory per device, a number of bytes or text like "2GiB"),
-    `revision` and `trust_remote_code` mean what they mean in transformers. `offload` keeps weights in host memory
-    ("cpu") or on disk ("disk") and reads them in every pass: all layers, or with `max_memory` those that do not fit;
-    `offload_folder` is for weights that must be written again, a temporary one by default.
+    `QUANTIZATIONS`: "int8" (LLM.int8() of bitsandbytes), "int8-weight" or "int4-weight" (ours, rows independent),
+    "nf4" or "fp4" (bitsandbytes). `device_map`, `max_memory` (most memory per device, a number of bytes or text like
+    "2GiB"), `revision` and `trust_remote_code` mean what they mean in transformers. `offload` keeps weights in host
+    memory ("cpu") or on disk ("disk") and reads them in every pass: all layers, or with `max_memory` those that do not
+    fit; `offload_folder` is for weights that must be written again, a temporary one by default. `gear` is what passes
+    run on: "eager", the layers as they are; "packed", weights in the order in which short passes on a CPU read them;
+    "compiled" (torch.compile); "auto" packs where that is faster here, which is measured once.
 
     Raises OptionError for unknown values and for fields that contradict, or do nothing without, one another.
     """
@@ -73,11 +78,12 @@ class Loading:
     max_memory: Mapping[str | int, str | int] | None = None
     offload: str | None = None
     offload_folder: str | PathLike[str] | None = None
+    gear: str = "auto"
     revision: str | None = None
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        for name, known in (("quantization", QUANTIZATIONS), ("offload", OFFLOADS)):
+        for name, known in (("quantization", QUANTIZATIONS), ("offload", OFFLOADS), ("gear", GEARS)):
             if getattr(self, name) not in (None, *known):
                 raise OptionError.of(name, f"one of {', '.join(known)}", getattr(self, name))
         if isinstance(self.dtype, str) and self.dtype not in DTYPES:
@@ -120,8 +126,8 @@ class Loading:
     def of_draft(self, options: Mapping[str, Any] | None) -> Loading:
         """How the draft of a target that is loaded like this comes in: all of it stays in memory.
 
-        It takes over the target's `dtype`, `trust_remote_code` and, unless the target is offloaded, `device_map`;
-        `options` are its own fields. Raises OptionError for unknown ones and for `offload`.
+        It takes over the target's `dtype`, `gear` and `trust_remote_code` and, unless the target is offloaded,
+        `device_map`; `options` are its own fields. Raises OptionError for unknown ones and for `offload`.
         """
         if options is not None and not isinstance(options, Mapping):
             raise OptionError.of("draft_options", "a mapping of loading options", options)
@@ -133,7 +139,12 @@ class Loading:
         # A draft is loaded first, when its device is still free.
         whole = not isinstance(self.device_map, Mapping) or self.device_map.keys() == {""}
         place = self.device_map if self.offload is None and whole else "auto"
-        taken = {"dtype": self.dtype, "trust_remote_code": self.trust_remote_code, "device_map": place}
+        taken = {
+            "dtype": self.dtype,
+            "gear": self.gear,
+            "trust_remote_code": self.trust_remote_code,
+            "device_map": place,
+        }
         return Loading(**{**taken, **options})
 
 

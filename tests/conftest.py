@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from specdec.models import verdicts
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> Iterator[None]:
@@ -28,6 +30,24 @@ def _verdicts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPECDEC_VERDICTS", str(tmp_path_factory.mktemp("verdicts") / "verdicts.json"))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kernels() -> Iterator[None]:
+    """Built once for all runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        patch.setenv("SPECDEC_KERNELS", os.environ.get("SPECDEC_KERNELS") or str(home / "specdec" / "kernels"))
+        yield
+
+
+@pytest.fixture
+def fresh_verdicts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Nothing is known from before; the file."""
+    path = tmp_path / "kept" / "verdicts.json"
+    monkeypatch.setenv("SPECDEC_VERDICTS", str(path))
+    monkeypatch.setattr(verdicts, "_found", {})
+    return path
 
 
 @pytest.fixture(autouse=True)

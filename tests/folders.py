@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -26,4 +27,10 @@ def saved_model(folder: Path, seed: int = 0, *, backwards: bool = False) -> str:
     """A tiny Llama with a byte-level tokenizer, saved in `folder`."""
     byte_tokenizer(backwards=backwards).save_pretrained(folder)
     tiny("llama", vocab=WIDTH, seed=seed).save_pretrained(folder)
+    return str(folder)
+
+
+def saved(name: str, folder: Path, **options: Any) -> str:
+    """A tiny model without a tokenizer, saved in `folder`."""
+    tiny(name, **options).save_pretrained(folder)
     return str(folder)

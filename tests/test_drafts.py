@@ -309,7 +309,7 @@ def test_compile_reaches_both_models(folders: tuple[str, str], pair: bool) -> No
         (SpecGenerator, folders),
         (SpecGenerator.from_pretrained, folders),
     ):
-        generator = make(one, ("suffix", two) if pair else two, compile=True)
+        generator = make(one, ("suffix", two) if pair else two, gear="compiled")
         assert generator.target.compiled is not None
         assert is_compiled(generator.drafter)
     plain = SpecGenerator.from_pretrained(target, draft)
@@ -321,12 +321,12 @@ def test_compile_reaches_both_models(folders: tuple[str, str], pair: bool) -> No
 def test_compile_cannot_reach_a_wrapped_model() -> None:
     """A LanguageModel says itself whether it is compiled. (The argument was ignored.)"""
     model = LanguageModel(tiny("llama"))
-    with pytest.raises(OptionError, match=r"`target` that is a LanguageModel.*LanguageModel\(model, compile=True\)"):
-        SpecGenerator(model, compile=True)
+    with pytest.raises(OptionError, match=r"`target` that is a LanguageModel.*LanguageModel\(model, gear='compiled'\)"):
+        SpecGenerator(model, gear="compiled")
     with pytest.raises(OptionError, match="`draft` that is a LanguageModel"):
-        SpecGenerator(tiny("llama"), model, compile=True)
-    compiled = LanguageModel(tiny("llama"), compile=True)
-    assert SpecGenerator(compiled, compile=True).target is compiled
+        SpecGenerator(tiny("llama"), model, gear="compiled")
+    compiled = LanguageModel(tiny("llama"), gear="compiled")
+    assert SpecGenerator(compiled, gear="compiled").target is compiled
 
 
 def test_a_generator_describes_itself() -> None:

@@ -100,7 +100,7 @@ ENGINES: dict[str, tuple[str, Callable[[dict[str, Any]], Generate]]] = {
     "specdec hybrid": ("specdec-runtime", lambda task: specdec(task, ("suffix", task["draft"]), schedule="cost")),
     "specdec hybrid, compiled": (
         "specdec-runtime",
-        lambda task: specdec(task, ("suffix", task["draft"]), schedule="cost", compile=True),
+        lambda task: specdec(task, ("suffix", task["draft"]), schedule="cost", gear="compiled"),
     ),
     "transformers plain": ("transformers", transformers),
     "transformers draft model": ("transformers", lambda task: transformers(task, draft=True)),

@@ -25,7 +25,7 @@ class Part(BaseModel):
 class Mode(Part):
     """How models are loaded: arguments of `SpecGenerator.from_pretrained` for the target, and a name.
 
-    A draft model shares `dtype`, `device_map`, `compile` and `trust_remote_code`; `draft_options` are its own. `dtype`
+    A draft model shares `dtype`, `device_map`, `gear` and `trust_remote_code`; `draft_options` are its own. `dtype`
     is the checkpoint's by default, float32 for the package's own pair.
     """
 
@@ -37,7 +37,7 @@ class Mode(Part):
     max_memory: dict[str | int, str | int] | None = None
     device_map: str | dict[str, str | int] | None = None
     revision: str | None = None
-    compile: bool | None = None
+    gear: str | None = None
     trust_remote_code: bool | None = None
     draft_options: dict[str, Any] = {}
 
@@ -45,7 +45,7 @@ class Mode(Part):
     def label(self) -> str:
         """Its name, or what it changes."""
         parts = [self.dtype, self.quantization, self.offload and f"offload {self.offload}"]
-        return self.name or ", ".join([*filter(None, parts), *(["compiled"] if self.compile else [])]) or "as loaded"
+        return self.name or ", ".join([*filter(None, parts), *([self.gear] if self.gear else [])]) or "as loaded"
 
     @property
     def loading(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from specdec.generator import SpecGenerator
 from specdec.output import Generation
 from specdec.types import EMPTY, BatchDrafter, Commit, DraftSession, Plan, Row, Tree
 
-_SHARED = ("dtype", "device_map", "compile", "trust_remote_code")  # what a draft is loaded with, as its target
+_SHARED = ("dtype", "device_map", "gear", "trust_remote_code")  # what a draft is loaded with, as its target
 _IN_VAIN = 24  # characters shown of what was drafted and not accepted
 
 

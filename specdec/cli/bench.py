@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
-from specdec.cli.flags import Dtype, Offload, OffloadFolder, Quantization
+from specdec.cli.flags import Dtype, Gear, Offload, OffloadFolder, Quantization
 from specdec.cli.request import COPYING, WORDS
 from specdec.cli.show import write
 from specdec.cli.terminal import FAILED, MISMATCH, OK, Debug, Heartbeat, Quiet, fail, loading, say
@@ -37,7 +37,7 @@ FLAGS = {
     "near_tie": "near_tie",
 }
 DRAFTS = f"Hub id, folder, zoo:python-code, {', '.join(WORDS)} or {COPYING[0]}+MODEL"
-MODE_FLAGS = ("dtype", "quantization", "offload", "offload_folder", "compile")
+MODE_FLAGS = ("dtype", "quantization", "offload", "offload_folder", "gear")
 
 Out = Annotated[Path | None, typer.Option(help="Folder of samples and report; bench-NAME by default.")]
 Draft = Annotated[
@@ -49,7 +49,6 @@ PromptSource = Annotated[
     typer.Option(help="code, copy, text, a text file or JSON lines (Spec-Bench, HumanEval, GSM8K); repeatable."),
 ]
 Number = Annotated[int | None, typer.Option(min=1, help="Prompts of every set.")]
-Compile = Annotated[bool | None, typer.Option("--compile", help="torch.compile the passes.")]
 Tokens = Annotated[int | None, typer.Option(min=1, help="New tokens of every prompt.")]
 Repeats = Annotated[int | None, typer.Option(min=1, help="How often every request is measured.")]
 
@@ -76,7 +75,7 @@ def bench(
     quantization: Quantization = None,
     offload: Offload = None,
     offload_folder: OffloadFolder = None,
-    compile: Compile = None,
+    gear: Gear = None,
     max_new_tokens: Tokens = None,
     repeats: Repeats = None,
     seed: Annotated[int | None, typer.Option(help="Of sampling.")] = None,
@@ -219,7 +218,7 @@ def tune(
     quantization: Quantization = None,
     offload: Offload = None,
     offload_folder: OffloadFolder = None,
-    compile: Compile = None,
+    gear: Gear = None,
     max_new_tokens: Tokens = None,
     repeats: Repeats = None,
     out: Out = None,

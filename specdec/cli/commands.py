@@ -18,6 +18,7 @@ from specdec.cli.flags import (
     DeviceMap,
     DraftTokens,
     Dtype,
+    Gear,
     Method,
     Offload,
     OffloadFolder,
@@ -163,6 +164,7 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; repeatable.")] = None,
     dtype: Dtype = None,
     quantization: Quantization = None,
+    gear: Gear = None,
     device_map: DeviceMap = None,
     max_memory: Annotated[
         list[str] | None, typer.Option(metavar="DEVICE=SIZE", help="Most memory, as in cpu=2GiB; repeatable.")

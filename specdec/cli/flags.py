@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from specdec.cli.request import COPYING, METHODS
-from specdec.loading import OFFLOADS, QUANTIZATIONS
+from specdec.loading import GEARS, OFFLOADS, QUANTIZATIONS
 from specdec.schedule import SCHEDULES
 
 Method = Annotated[
@@ -24,6 +24,7 @@ Dtype = Annotated[
     str | None,
     typer.Option(help="float32, bfloat16 …; auto, the default, is the checkpoint's, but float32 for float16 on a CPU."),
 ]
+Gear = Annotated[str | None, typer.Option(help=f"What passes run on: {', '.join(GEARS)}.")]
 Quantization = Annotated[str | None, typer.Option(help=f"One of {', '.join(QUANTIZATIONS)}.")]
 DeviceMap = Annotated[str | None, typer.Option(help="cpu, cuda, auto …")]
 Offload = Annotated[str | None, typer.Option(help=f"{' or '.join(OFFLOADS)}: read weights from there in every pass.")]

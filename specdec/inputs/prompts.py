@@ -142,7 +142,7 @@ def _chat(messages: Sequence[Any], tokenizer: Any) -> list[list[int]]:
 
 def _embedded(value: Any, given: Mapping[str, Any], options: Options, target: LanguageModel, tokenizer: Any) -> Prompts:
     """Prompts given as embeddings `[rows, length, width]`, alone or with the ids that they stand for."""
-    embeds, width = given["inputs_embeds"], target.model.get_input_embeddings().weight.shape[1]
+    embeds, width = given["inputs_embeds"], target.model.get_input_embeddings().embedding_dim
     if "inputs_embeds" not in target.input_names:
         raise UnsupportedError(f"{type(target.model).__name__} does not read `inputs_embeds`: pass `input_ids`")
     if not isinstance(embeds, Tensor) or embeds.dim() != 3 or not embeds.numel() or embeds.shape[2] != width:

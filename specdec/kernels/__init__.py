@@ -1,11 +1,12 @@
 """Linear layers at the speed of the memory: packed weights, operators, and the library that is built for them."""
 
-from specdec.kernels.build import available, why_not
-from specdec.kernels.packed import KINDS, AnyLinear, HeldLinear, PackedLinear, ReorderedLinear
+from specdec.kernels.build import available, instructions, why_not
+from specdec.kernels.packed import FLOATS, KINDS, AnyLinear, HeldLinear, PackedLinear, ReorderedLinear
 from specdec.kernels.packing import pack
 from specdec.kernels.quantize import Quantized, to_int4, to_int8
 
 __all__ = [
+    "FLOATS",
     "KINDS",
     "AnyLinear",
     "HeldLinear",
@@ -13,6 +14,7 @@ __all__ = [
     "Quantized",
     "ReorderedLinear",
     "available",
+    "instructions",
     "pack",
     "to_int4",
     "to_int8",

@@ -63,7 +63,7 @@ class CompiledForward:
             logits = _forward(language.model, *given)
         except TorchDynamoException as error:
             name = type(language.model).__name__
-            raise UnsupportedError(f"torch.compile cannot take {name}: leave `compile=True` out") from error
+            raise UnsupportedError(f"torch.compile cannot take {name}: leave out `gear`='compiled'") from error
         return CausalLMOutput(logits=logits)
 
 
@@ -139,4 +139,4 @@ def _check(language: LanguageModel) -> None:
     elif attention not in TAKES_MASKS:
         reason = f'has attention {attention!r}; attn_implementation="sdpa" would do'
     if reason is not None:
-        raise UnsupportedError(f"{type(language.model).__name__} {reason}: leave `compile=True` out")
+        raise UnsupportedError(f"{type(language.model).__name__} {reason}: leave out `gear`='compiled'")

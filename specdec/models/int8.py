@@ -1,4 +1,4 @@
-"""Weight-only int8: eight bits per weight and one scale per output channel, and activations left as they are.
+"""Weights in few bits and activations left as they are: eight with one scale per output channel, four in groups of 32.
 
 No row of a pass looks at another one, so a drafted token never changes what is computed for its neighbours.
 """
@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
+from specdec import kernels
 from specdec.errors import UnsupportedError
+from specdec.loading import QUANTIZATIONS
 from specdec.models.compat import int8_linear, quantizes
 from specdec.models.quantize import Quantizer
 
@@ -67,7 +69,7 @@ class WeightOnly(Quantizer):
         """Puts an `Int8Linear` in the place of every linear layer, one after the other.
 
         As bitsandbytes does it, the language head, tied embeddings and layers that a model keeps in float32 stay as
-        they are. Raises UnsupportedError for weights that are offloaded already.
+        they are. Raises UnsupportedError for weights that are offloaded already, and where they cannot be held so.
         """
         wanted = quantizes(model)
         linear = [name for name, m in model.named_modules() if type(m) is nn.Linear or isinstance(m, Conv1D)]
@@ -75,8 +77,28 @@ class WeightOnly(Quantizer):
             module = model.get_submodule(name)  # not held before its turn, so that its weights can go
             if module.weight.is_meta:
                 raise UnsupportedError(
-                    "`quantization`='int8-weight' reads all weights, and `device_map` left some out of reach: "
-                    "use `offload` instead"
+                    f"`quantization`={self.name!r} reads all weights, and `device_map` left some out of reach: "
+                    + ("use `offload` instead" if QUANTIZATIONS[self.name].offloads else "leave out `device_map`")
                 )
-            weight = module.weight.T if isinstance(module, Conv1D) else module.weight
-            model.set_submodule(name, Int8Linear(weight, module.bias))
+            weight = module.weight.T.contiguous() if isinstance(module, Conv1D) else module.weight
+            model.set_submodule(name, self.layer(weight, module.bias))
+
+    def layer(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
+        """What takes the place of a layer with this `weight` `[out, in]`."""
+        packs = self.packs and weight.device.type == "cpu" and weight.dtype in kernels.FLOATS.values()
+        return kernels.pack(weight, "int8", bias=bias) if packs and kernels.available() else Int8Linear(weight, bias)
+
+
+class FourBits(WeightOnly):
+    """The quantization "int4-weight"."""
+
+    def layer(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
+        """Groups of 32 weights share a scale and a least value."""
+        if weight.device.type != "cpu" or weight.dtype not in kernels.FLOATS.values():
+            raise UnsupportedError(
+                "`quantization`='int4-weight' is for float32 and bfloat16 on the CPU, got "
+                f"{str(weight.dtype).removeprefix('torch.')} on {weight.device}: use 'nf4' elsewhere"
+            )
+        if self.packs:
+            return kernels.pack(weight, "int4", bias=bias, symmetric=False)
+        return kernels.HeldLinear(kernels.to_int4(weight, symmetric=False), bias)

@@ -18,6 +18,7 @@ from specdec.models.compat import attention_of
 from specdec.models.early_exit import shallow_exit
 from specdec.models.encoding import Encoding
 from specdec.models.exactness import Exactness, exactness
+from specdec.models.gears import check_gear, in_gear, is_packed
 from specdec.models.memory import kv_width
 from specdec.models.offload import execution_device, is_offloaded
 from specdec.models.positions import STYLES, Lookup
@@ -31,15 +32,23 @@ if TYPE_CHECKING:
 class LanguageModel:
     """A transformers model together with what it is able to do; its weights, config and caches are never changed.
 
-    `config` is the text decoder's, `vocab_size` the width of the logits, `max_positions` None where there is no limit.
-    `compile=True` runs short passes through torch.compile: for models that take position ids and keep plain keys and
-    values; a C++ compiler is needed (on a GPU, Triton). The first pass of one token and the first of several take tens
-    of seconds each, and so do those of the first batch. Afterwards hooks, adapters or other modules put into the model
-    are not noticed. Outputs that only some passes have (hidden states, attentions) come from the ordinary forward.
-    Raises OptionError for a model in training mode, UnsupportedError for one without a language-model head.
+    `config` is the text decoder's, `vocab_size` the width of the logits, `max_positions` None where there is no limit;
+    ids go to `device`, and `dtype` is that of activations and masks.
+    `gear` is what its passes run on. "eager": its layers as they are. "packed": copies of its weights in the order in
+    which short passes on a CPU read them; an `owned` model keeps nothing else. "compiled": short passes through
+    torch.compile, for models that take position ids and keep plain keys and values; the first pass of one token and the
+    first of several take tens of seconds each, and so do those of the first batch. "auto": packed where the model is
+    owned and that is faster, otherwise eager. A C++ compiler is needed for all but "eager" (on a GPU, Triton). In other
+    gears than "eager" weights, hooks or adapters that are changed later are not noticed. Outputs that only some passes
+    have (hidden states, attentions) never come from compiled code.
+    Raises OptionError for a model in training mode and unknown gears, UnsupportedError for one without a language-model
+    head, and for gears that it cannot run in.
     """
 
-    def __init__(self, model: Any, *, compile: bool = False, capability: Capability | None = None) -> None:
+    def __init__(
+        self, model: Any, *, gear: str = "auto", owned: bool = False, capability: Capability | None = None
+    ) -> None:
+        check_gear(gear)
         if model.training:
             raise OptionError("`model` is in training mode, where dropout makes its output random: call `model.eval()`")
         self.model = model
@@ -54,26 +63,19 @@ class LanguageModel:
             boundary=rope_boundary(self.config),
             cache_reset_length=cache_reset_length(self.config),
         )
+        self.device, self.dtype = execution_device(model.get_input_embeddings()), model.dtype
+        self.model = in_gear(model, gear, owned=owned)
+        self.gear = "compiled" if gear == "compiled" else "packed" if is_packed(self.model) else "eager"
         self._lookup, self._scaling = self._lookup_of_positions(), self._scaling_by_length()
-        if compile:
+        if gear == "compiled":
             from specdec.models.compiled import CompiledForward  # loads the compiler
 
             self.compiled = CompiledForward(self)
 
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        compiled = ", compiled" if self.compiled is not None else ""
-        return f"LanguageModel({type(self.model).__name__}, {self.num_layers} layers, {dtype}, {self.device}{compiled})"
-
-    @property
-    def device(self) -> torch.device:
-        """Where the input ids go."""
-        return execution_device(self.model.get_input_embeddings())
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of the model's activations, and so of its masks."""
-        return self.model.dtype
+        gear = "" if self.gear == "eager" else f", {self.gear}"
+        return f"LanguageModel({type(self.model).__name__}, {self.num_layers} layers, {dtype}, {self.device}{gear})"
 
     @property
     def is_offloaded(self) -> bool:
@@ -94,7 +96,8 @@ class LanguageModel:
     def weight_bytes(self) -> int:
         """What a pass of the decoder reads of weights."""
         encoder = set(self.model.get_encoder().parameters()) if self.is_encoder_decoder else set()
-        return sum(p.numel() * p.element_size() for p in self.model.parameters() if p not in encoder)
+        read = (*self.model.parameters(), *self.model.buffers())
+        return sum(tensor.numel() * tensor.element_size() for tensor in read if tensor not in encoder)
 
     def weights_state(self) -> tuple[tuple[int, int], ...]:
         """What changes when weights are replaced or written to by torch's own operations."""
@@ -129,7 +132,9 @@ class LanguageModel:
         """The same model stopping after its first `layers` decoder layers; weights are shared, nothing is changed."""
         if not 1 <= layers < self.num_layers:
             raise OptionError.of("layers", f"between 1 and {self.num_layers - 1}, fewer than the model has", layers)
-        return LanguageModel(shallow_exit(self.model, self.num_layers, layers), compile=self.compiled is not None)
+        return LanguageModel(
+            shallow_exit(self.model, self.num_layers, layers), gear="compiled" if self.compiled is not None else "eager"
+        )
 
     @torch.no_grad()
     def encode(

@@ -36,7 +36,6 @@ def load(
     source: str | PathLike[str] | PreTrainedModel | LanguageModel,
     how: Loading | None = None,
     *,
-    compile: bool = False,
     name: str = "model",
     words: Iterable[str] = (),
 ) -> LanguageModel:
@@ -44,17 +43,17 @@ def load(
 
     `name` is what the caller calls the argument: "model" and "target" mean the target of a pair of the zoo, all others
     its draft. `words` are what the argument may be beside models, for the hint at a misspelt one. Raises OptionError
-    when loading options are given with a model, when `dtype` or a device is unknown, or nothing is found;
-    UnsupportedError where a quantization cannot run here; LoadError for a broken checkpoint, and where memory or disk
-    run out.
+    when loading options other than `gear` are given with a model, when `dtype` or a device is unknown, or nothing is
+    found; UnsupportedError where a quantization or gear cannot run here; LoadError for a broken checkpoint, and where
+    memory or disk run out.
     """
     how = how or Loading()
     if isinstance(source, LanguageModel):
-        _check_unused([*how.given, *(["compile"] if compile else [])])
+        _check_unused([name for name in how.given if name != "gear"])
         return source
     if isinstance(source, PreTrainedModel):
-        _check_unused(list(how.given))
-        return LanguageModel(source, compile=compile)
+        _check_unused([name for name in how.given if name != "gear"])
+        return LanguageModel(source, gear=how.gear)
     if not isinstance(source, (str, PathLike)):
         raise OptionError.of(name, "a hub name, a path or a transformers model", type(source).__name__)
     if not isinstance(how.dtype, str | torch.dtype):
@@ -64,7 +63,7 @@ def load(
     folder = zoo.locate(str(source), "target" if name in ("model", "target") else "draft", name)
     with explained(str(source), name, words):
         model = _read(folder, how, name)
-    return LanguageModel(model, compile=compile)
+    return LanguageModel(model, gear=how.gear, owned=True)
 
 
 def _check_unused(names: list[str]) -> None:
@@ -119,6 +118,7 @@ def _read(name: str, how: Loading, argument: str) -> Any:
         check(model)
         settle_four_bits(model)
         if quantizer.converts:
+            quantizer.packs = places is None and how.gear != "eager"
             quantizer.convert(model)
             if places is not None:
                 dispatch(model, places, folder)

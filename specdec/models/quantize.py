@@ -23,10 +23,12 @@ class Quantizer:
     """A way to quantize, for one model that is being loaded; by itself it leaves weights as they are.
 
     `name` is the one that the caller used. `converts`: it changes the model after it was loaded, for which all weights
-    pass through memory once; where there is `offload` they leave it afterwards.
+    pass through memory once; where there is `offload` they leave it afterwards. `packs`: its passes may run on packed
+    weights (`specdec.kernels`).
     """
 
     converts: ClassVar[bool] = False
+    packs: bool = False
 
     def __init__(self, name: str = "") -> None:
         self.name = name

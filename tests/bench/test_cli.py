@@ -36,7 +36,7 @@ def arguments(target: str, tmp_path: Path) -> list[str]:
 def params(**given: Any) -> dict[str, Any]:
     """Parameters of `bench`, as if nothing but `given` had been passed."""
     names = ("target", "config", "draft", "schedule", "num_draft_tokens", "strategy", "temperature", "prompts", "count")
-    more = ("batch", "dtype", "quantization", "offload", "offload_folder", "compile", "max_new_tokens", "repeats")
+    more = ("batch", "dtype", "quantization", "offload", "offload_folder", "gear", "max_new_tokens", "repeats")
     return {**dict.fromkeys((*names, *more, "seed", "near_tie")), **given}
 
 

@@ -21,7 +21,7 @@ NAMES = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "gpt2"
 
 @functools.lru_cache(maxsize=1)
 def _language(name: str) -> LanguageModel:
-    return LanguageModel(tiny(name), compile=True)
+    return LanguageModel(tiny(name), gear="compiled")
 
 
 def _graphs() -> int:
@@ -64,7 +64,7 @@ def test_ragged_rows(name: str) -> None:
 def test_few_graphs(name: str) -> None:
     """Two graphs serve one row at every length and width, in all sessions; two more serve every batch."""
     torch.compiler.reset()
-    language, before = LanguageModel(tiny(name), compile=True), _graphs()
+    language, before = LanguageModel(tiny(name), gear="compiled"), _graphs()
     for prompt in (1, 10, 120, 300):
         twin = Twin(language, seed=prompt)
         twin.forward([twin.chain(prompt)], [1])
@@ -87,7 +87,7 @@ def test_few_graphs(name: str) -> None:
 def test_generation_is_the_same() -> None:
     """Assisted greedy text does not depend on the gear, nor does it compile again in the next call."""
     target, draft = tiny("llama"), tiny("llama")
-    eager, compiled = SpecGenerator(target, draft), SpecGenerator(target, draft, compile=True)
+    eager, compiled = SpecGenerator(target, draft), SpecGenerator(target, draft, gear="compiled")
     ids = torch.tensor([[5, 9, 33, 7, 12]])
     graphs = set()
     for _ in range(3):
@@ -100,7 +100,7 @@ def test_generation_is_the_same() -> None:
 @pytest.mark.slow
 def test_several_threads() -> None:
     """Sessions of one model run side by side, the first of them compiling."""
-    language, found = LanguageModel(tiny("llama"), compile=True), []
+    language, found = LanguageModel(tiny("llama"), gear="compiled"), []
 
     def run() -> None:
         session = language.session()
@@ -122,7 +122,7 @@ def test_several_threads() -> None:
 @pytest.mark.slow
 def test_too_many_recompilations_run_eager() -> None:
     """Beyond the compiler's limit the ordinary forward goes on, and says so."""
-    twin = Twin(LanguageModel(tiny("llama"), compile=True))
+    twin = Twin(LanguageModel(tiny("llama"), gear="compiled"))
     with torch._dynamo.config.patch(recompile_limit=1):
         twin.prefill(20)
         twin.step([twin.chain(1)], [1], [[0]])
@@ -146,7 +146,7 @@ def test_extras_come_from_the_ordinary_forward() -> None:
 def test_a_changed_weight_is_used() -> None:
     """Guards leave modules alone, but weights are read anew in every pass and their type is looked at."""
     model = tiny("llama")
-    twin = Twin(LanguageModel(model, compile=True))
+    twin = Twin(LanguageModel(model, gear="compiled"))
     twin.prefill(20)
     twin.step([twin.chain(1)], [1], [[0]])
     with torch.no_grad():
@@ -160,5 +160,5 @@ def test_a_changed_weight_is_used() -> None:
 def test_models_without_it(name: str, reason: str) -> None:
     """Others say why, and what to do."""
     model = tiny(name)
-    with pytest.raises(UnsupportedError, match=f"{reason}.*leave `compile=True` out"):
-        LanguageModel(model, compile=True)
+    with pytest.raises(UnsupportedError, match=f"{reason}.*leave out `gear`='compiled'"):
+        LanguageModel(model, gear="compiled")

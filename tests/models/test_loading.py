@@ -18,6 +18,7 @@ from specdec.models import load, placement, quantize
 from specdec.models.failures import closest_name
 from specdec.models.int8 import Int8Linear
 from specdec.zoo import pair
+from tests.folders import saved
 from tests.oracle import KINDS, oracle
 from tests.test_exact import prompt_for
 from tests.tiny import tiny
@@ -32,11 +33,6 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     return tmp_path / "temporary"
-
-
-def saved(name: str, folder: Path, **options: Any) -> str:
-    tiny(name, **options).save_pretrained(folder)
-    return str(folder)
 
 
 WAYS = {
@@ -116,7 +112,8 @@ def test_int8_rows_are_bit_identical_in_half_precision() -> None:
 def test_what_int8_weight_leaves(tmp_path: Path) -> None:
     """Head and tied embeddings stay, a channel of zeros divides by nothing, and eight bits are what remains."""
     for tied in (True, False):
-        target = load(saved("llama", tmp_path / str(tied), tie_word_embeddings=tied), WAYS["int8-weight"])
+        how = Loading(quantization="int8-weight", gear="eager")
+        target = load(saved("llama", tmp_path / str(tied), tie_word_embeddings=tied), how)
         kinds = {name for name, m in target.model.named_modules() if isinstance(m, Int8Linear)}
         assert len(kinds) == 14
         assert type(target.model.lm_head) is torch.nn.Linear
@@ -165,12 +162,13 @@ def test_a_draft_has_its_own_options(tmp_path: Path) -> None:
     given = {"dtype": "bfloat16", "quantization": "int8-weight", "offload": "disk"}
     drafter = SpecGenerator.from_pretrained(target, draft, **given).drafter
     assert drafter.model.dtype == torch.bfloat16
-    assert not any(p.is_meta or p.dtype == torch.int8 for p in drafter.model.model.parameters())
+    held = (*drafter.model.model.parameters(), *drafter.model.model.buffers())
+    assert not any(p.is_meta or p.dtype == torch.int8 for p in held)
     own = {"dtype": "float32", "quantization": "int8-weight"}
     generator = SpecGenerator.from_pretrained(target, ("suffix", draft), dtype="bfloat16", draft_options=own)
     assert generator.drafter.model.model.dtype == torch.float32
-    assert any(p.dtype == torch.int8 for p in generator.drafter.model.model.model.parameters())
-    assert not any(p.dtype == torch.int8 for p in generator.target.model.parameters())
+    assert any(p.dtype == torch.int8 for p in generator.drafter.model.model.model.buffers())
+    assert not any(p.dtype == torch.int8 for p in generator.target.model.buffers())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,234 @@
+"""What a model's passes run on: its layers as they were loaded ("eager"), packed weights ("packed"), compiled code.
+
+A packed layer (`specdec.kernels`) reads its weight at the speed of the memory and sums each row in one order. Models
+that were loaded here give their weights up for it, layer by layer. Of a model that was handed over nothing is changed:
+a copy of its structure gets packed layers and shares all else.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.pytorch_utils import Conv1D
+
+from specdec import kernels
+from specdec.errors import OptionError, UnsupportedError
+from specdec.loading import GEARS
+from specdec.models.offload import execution_device, is_offloaded
+from specdec.models.verdicts import holds
+
+_log = logging.getLogger(__name__)
+_LEAST = 2**21  # bytes of weights: smaller models spend their time elsewhere
+_WIDTHS = (1, 6)  # nodes of the passes that are timed
+_TRIES = 5
+_WINS = 0.97  # of the time as loaded, to be worth it
+
+
+class PackedEmbedding(nn.Module):
+    """An embedding that looks its rows up in the packed weight of the head that it shares with; some scale them."""
+
+    def __init__(self, head: kernels.AnyLinear, scale: Any = None) -> None:
+        super().__init__()
+        self.head, self.num_embeddings, self.embedding_dim = head, head.outputs, head.inputs
+        self.scale = scale
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """`[...]` to `[..., embedding_dim]`."""
+        rows = self.head.rows(ids)
+        if self.scale is None:
+            return rows
+        return rows * (self.scale.to(rows.dtype) if isinstance(self.scale, Tensor) else self.scale)
+
+
+def check_gear(gear: str) -> None:
+    """Raises OptionError for a gear that there is not."""
+    if gear not in GEARS:
+        raise OptionError.of("gear", f"one of {', '.join(GEARS)}", gear)
+
+
+def is_packed(model: nn.Module) -> bool:
+    """Whether some of its layers are packed."""
+    return any(isinstance(module, kernels.AnyLinear) for module in model.modules())
+
+
+def in_gear(model: Any, gear: str, *, owned: bool) -> Any:
+    """The model whose passes run in this gear: itself, changed only where it is `owned`, or a copy that shares with it.
+
+    "auto" and "compiled" pack an owned model where that makes its passes faster here, which is measured once per
+    machine and kind of model. Raises UnsupportedError where "packed" was asked for and cannot be.
+    """
+    if gear == "eager" or (gear != "packed" and not owned):
+        return model
+    reason = _obstacle(model)
+    if gear == "packed":
+        if reason is None:
+            model = model if owned else _twin(model)
+            reason = _packed_or_why_not(model)
+        if reason is not None:
+            raise UnsupportedError(f"{type(model).__name__} {reason}: leave out `gear`='packed'")
+    elif reason is None and _bytes(model) >= _LEAST and kernels.available():
+        _pack_if_faster(model)
+    return model
+
+
+def _obstacle(model: Any) -> str | None:
+    """Why no layer of a model can be packed, if that is so."""
+    if is_offloaded(model):
+        return "has weights that are read for each pass"
+    if execution_device(model.get_input_embeddings()).type != "cpu":
+        return "does not compute on the CPU, for which weights are packed"
+    if not (_linears(model) or is_packed(model)):
+        return f"has no linear layers in {' or '.join(sorted(kernels.FLOATS))}"
+    return None
+
+
+def _linears(model: Any) -> dict[str, Any]:
+    """The layers that can be packed, by name: those of decoder and head, as encoders read all their input at once."""
+    encoder = set(model.get_encoder().modules()) if model.config.is_encoder_decoder else set()
+    return {name: module for name, module in model.named_modules() if module not in encoder and _is_plain(module)}
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a module is a linear layer and nothing more, with a weight that can be packed."""
+    if type(module) not in (nn.Linear, Conv1D) or module._forward_hooks or module._forward_pre_hooks:
+        return False
+    weight: Any = module.weight
+    dtypes = kernels.FLOATS.values()
+    return (
+        type(weight) is nn.Parameter and weight.dtype in dtypes and not weight.is_meta and "forward" not in vars(module)
+    )
+
+
+def _bytes(model: Any) -> int:
+    return sum(layer.weight.numel() * layer.weight.element_size() for layer in _linears(model).values())
+
+
+@torch.no_grad()
+def _pack(model: Any) -> Callable[[], None]:
+    """Packs every layer in its place, and embeddings that share a weight with one; returns what undoes it."""
+    undo: list[Callable[[], object]] = []
+    for name in list(_linears(model)):
+        layer = model.get_submodule(name)  # not held before its turn, so that its weight can go
+        flipped = isinstance(layer, Conv1D)
+        tied = [] if flipped else _tied(model, layer)
+        weight = layer.weight.T.contiguous() if flipped else layer.weight
+        packed = kernels.pack(weight, bias=layer.bias, lookup=bool(tied))
+        model.set_submodule(name, packed)
+        undo.append(partial(model.set_submodule, name, layer))
+        undo.append(partial(_restore, packed, [layer, *dict.fromkeys(map(model.get_submodule, tied))], flipped))
+        layer.weight = weight = None
+        for one in tied:
+            embedding = model.get_submodule(one)
+            embedding.weight = None
+            model.set_submodule(one, PackedEmbedding(packed, getattr(embedding, "embed_scale", None)))
+            undo.append(partial(model.set_submodule, one, embedding))
+
+    def undone() -> None:
+        for step in undo:
+            step()
+
+    return undone
+
+
+def _tied(model: Any, layer: Any) -> list[str]:
+    """The names of embeddings that share the weight of a layer; none where anything else does too."""
+    every = model.named_modules(remove_duplicate=False)
+    users = {name: m for name, m in every if m is not layer and any(p is layer.weight for p in m._parameters.values())}
+    plain = all(type(m) is nn.Embedding or hasattr(m, "embed_scale") for m in users.values())
+    return list(users) if plain else []
+
+
+def _restore(packed: kernels.AnyLinear, modules: list[Any], flipped: bool) -> None:
+    """Gives modules back the weight that was packed."""
+    weight = packed.weight()
+    shared = nn.Parameter(weight.T.contiguous() if flipped else weight, requires_grad=False)
+    for module in modules:
+        module.weight = shared
+
+
+def _packed_or_why_not(model: Any) -> str | None:
+    """Packs a model; says why not where it cannot run so, and then it is as it was."""
+    expected = _timed(model)
+    undo = _pack(model)
+    if _tried(model, expected) is not None:
+        return None
+    undo()
+    return "reads weights of its layers by itself"
+
+
+def _tried(model: Any, expected: tuple[float, Tensor]) -> float | None:
+    """The seconds of a packed model's passes; None where it cannot run, or says something else than `expected`."""
+    try:
+        seconds, said = _timed(model)
+    except (AttributeError, TypeError):  # of those that look for a weight in the place of another
+        return None
+    off = 0.05 * float(expected[1].abs().max())
+    return seconds if torch.allclose(said, expected[1], rtol=0.05, atol=off) else None
+
+
+def _pack_if_faster(model: Any) -> None:
+    """Packs a model, and undoes it if its passes then take longer."""
+    layers = _linears(model).values()
+    shapes = sorted(f"{type(m).__name__} {list(m.weight.shape)} {m.weight.dtype}" for m in layers)
+    machine = f"{kernels.instructions()}, {torch.get_num_threads()} threads"
+    kind = hashlib.sha256("\n".join([type(model).__name__, machine, *shapes]).encode()).hexdigest()[:16]
+    del layers
+
+    def faster() -> bool:
+        before = _timed(model)
+        undo = _pack(model)
+        after = _tried(model, before)
+        told = "do not come through" if after is None else f"take {1e3 * after:.1f} ms"
+        _log.info("passes take %.1f ms as loaded; over packed weights they %s", 1e3 * before[0], told)
+        won = after is not None and after < _WINS * before[0]
+        if not won:
+            undo()
+        return won
+
+    if holds(f"packed passes are faster: {kind}", faster) and not is_packed(model):
+        _pack(model)
+
+
+@torch.no_grad()
+def _timed(model: Any) -> tuple[float, Tensor]:
+    """Seconds of short passes, and the logits of the last of them."""
+    given: dict[str, Any] = {"use_cache": False}
+    ids = "input_ids"
+    if model.config.is_encoder_decoder:
+        ids = "decoder_input_ids"
+        hidden = torch.ones(1, 8, model.config.hidden_size, dtype=model.dtype)
+        given["encoder_outputs"] = BaseModelOutput(last_hidden_state=hidden)
+    total = 0.0
+    for width in _WIDTHS:
+        given[ids] = torch.arange(1, width + 1)[None]
+        seconds = []
+        for _ in range(1 + _TRIES):
+            began = time.perf_counter()
+            logits: Tensor = model(**given).logits
+            seconds.append(time.perf_counter() - began)
+        total += sorted(seconds[1:])[_TRIES // 2]
+    return total, logits.float()
+
+
+def _twin(model: Any) -> Any:
+    """A model of copied modules that share all weights with those of `model`; what is put into them stays theirs."""
+    made: dict[nn.Module, nn.Module] = {}
+
+    def of(module: nn.Module) -> nn.Module:
+        if module not in made:
+            made[module] = other = copy.copy(module)
+            children = {name: None if child is None else of(child) for name, child in module._modules.items()}
+            other.__dict__["_modules"] = children
+            other.__dict__["_parameters"] = dict(module._parameters)
+        return made[module]
+
+    return of(model)

@@ -1,0 +1,193 @@
+"""Gears: packed layers say what the model says, models that were handed over stay as they are, "auto" measures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from specdec import LanguageModel, OptionError, SpecGenerator, UnsupportedError, kernels
+from specdec.loading import Loading
+from specdec.models import gears
+from specdec.models.gears import PackedEmbedding, is_packed
+from specdec.models.loading import load
+from tests.folders import saved
+from tests.tiny import NAMES, tiny, tiny_inputs
+
+COMMON = {"max_new_tokens": 14, "eos_token_id": [], "pad_token_id": 0}
+READERS = ("mamba", "mamba2", "falcon_mamba", "jamba")
+PROMPT = [[5, 9, 12, 7, 9, 12, 7]]
+
+
+def logits(model: Any, name: str, rows: int = 2) -> torch.Tensor:
+    """Of a prompt."""
+    ids = torch.tensor([[5, 9, 12, 7], [6, 6, 9, 30]])[:rows]
+    if not model.config.is_encoder_decoder:
+        return model(ids).logits
+    inputs = {key: value[:1].expand(rows, *value.shape[1:]) for key, value in tiny_inputs(name).items()}
+    inputs = {key: value.to(model.dtype) if value.is_floating_point() else value for key, value in inputs.items()}
+    return model(decoder_input_ids=ids, **inputs).logits
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", NAMES)
+def test_packed_layers_say_the_same(name: str) -> None:
+    """A model that was handed over keeps its modules and weights; what runs in its place computes the same."""
+    model = tiny(name)
+    before = {key: (type(module), *map(id, module.parameters(recurse=False))) for key, module in model.named_modules()}
+    if name in READERS:
+        with pytest.raises(UnsupportedError, match=r"reads weights of its layers by itself: leave out `gear`='packed'"):
+            LanguageModel(model, gear="packed")
+        return
+    language = LanguageModel(model, gear="packed")
+    assert language.gear == "packed"
+    assert "packed" in repr(language)
+    assert language.model is not model
+    assert not is_packed(model)
+    after = {key: (type(module), *map(id, module.parameters(recurse=False))) for key, module in model.named_modules()}
+    assert after == before
+    torch.testing.assert_close(logits(language.model, name), logits(model, name), rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "whisper", "qwen2", "bart"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_loaded_models_hold_their_weights_once(name: str, tied: bool, dtype: torch.dtype, tmp_path: Path) -> None:
+    """In place of the layers, and an embedding reads the head's copy; the encoder keeps its own layers."""
+    folder = saved(name, tmp_path, tie_word_embeddings=tied)
+    plain, packed = (load(folder, Loading(dtype=dtype, gear=gear)) for gear in ("eager", "packed"))
+    assert (plain.gear, packed.gear) == ("eager", "packed")
+    left = [n for n, m in packed.model.named_modules() if type(m) is nn.Linear]
+    assert all("encoder" in name for name in left)
+    shares = any(isinstance(module, PackedEmbedding) for module in packed.model.modules())
+    assert shares == (plain.model.get_output_embeddings().weight is plain.model.get_input_embeddings().weight)
+    assert packed.weight_bytes < 2.2 * plain.weight_bytes  # tiny layers are mostly padding
+    torch.testing.assert_close(
+        logits(packed.model, name), logits(plain.model, name), rtol=3e-2, atol=3e-2 if dtype != torch.float32 else 1e-4
+    )
+
+
+def test_memory_of_a_packed_model(tmp_path: Path) -> None:
+    """A model of ordinary widths takes at most a tenth more, tied head included."""
+    folder = saved("llama", tmp_path, vocab=1000, hidden_size=256, intermediate_size=688, tie_word_embeddings=True)
+    plain, packed = (load(folder, Loading(gear=gear)) for gear in ("eager", "packed"))
+    assert packed.weight_bytes <= 1.1 * plain.weight_bytes
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "t5", "mpt"])
+@pytest.mark.parametrize("how", [{}, {"do_sample": True, "seed": 5}, {"num_beams": 3}])
+def test_texts_do_not_depend_on_the_draft(name: str, how: dict[str, Any]) -> None:
+    """Target and draft packed: the text is the packed target's own, which in float32 is the target's."""
+    model, draft = tiny(name), tiny(name, seed=1)
+    given = {"input_ids": torch.tensor(PROMPT)}
+    if model.config.is_encoder_decoder:
+        given = dict(tiny_inputs(name))
+    expected = SpecGenerator(model).generate(**given, **COMMON, **how).sequences
+    plain = SpecGenerator(model, gear="packed").generate(**given, **COMMON, **how)
+    assisted = SpecGenerator(model, draft, gear="packed").generate(**given, **COMMON, **how)
+    assert plain.stats is not None
+    assert plain.stats.settings["gear"] == "packed"
+    assert torch.equal(plain.sequences, expected)
+    assert torch.equal(assisted.sequences, expected)
+
+
+def test_the_gear_reaches_drafts(tmp_path: Path) -> None:
+    """Named by id, as an object, in a pair, or made of the target's own layers."""
+    folder = saved("llama", tmp_path)
+    for draft in (folder, tiny("llama", seed=1), ("suffix", folder), "early_exit:1"):
+        generator = SpecGenerator(tiny("llama"), draft, gear="packed")
+        assert [model.gear for model in generator.drafter.models if model is not generator.target] == ["packed"]
+    generator = SpecGenerator.from_pretrained(folder, folder, gear="packed")
+    assert [generator.target.gear, *(model.gear for model in generator.drafter.models)] == ["packed", "packed"]
+
+
+@pytest.mark.parametrize("faster", [True, False])
+def test_auto_measures_once(
+    faster: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fresh_verdicts: Path
+) -> None:
+    """A loaded model is packed where its passes are faster then, which is known the next time; else it is as loaded."""
+    timed, original = [], gears._timed
+
+    def measured(model: Any) -> tuple[float, torch.Tensor]:
+        timed.append(is_packed(model))
+        return (1.0 if is_packed(model) == faster else 2.0), original(model)[1]
+
+    monkeypatch.setattr(gears, "_timed", measured)
+    monkeypatch.setattr(gears, "_LEAST", 1)
+    for name, tied in (("llama", True), ("gpt2", True), ("bart", False)):
+        timed.clear()
+        folder = saved(name, tmp_path / name, tie_word_embeddings=tied)
+        plain = load(folder, Loading(gear="eager"))
+        first, second = load(folder), load(folder)
+        assert timed == [False, True], name
+        assert (first.gear, second.gear) == (("packed",) * 2 if faster else ("eager",) * 2)
+        if not faster:
+            expected = {key: type(module) for key, module in plain.model.named_modules()}
+            assert {key: type(module) for key, module in first.model.named_modules()} == expected
+            assert first.model.state_dict().keys() == plain.model.state_dict().keys()
+            for key, weight in plain.model.state_dict().items():
+                assert torch.equal(first.model.state_dict()[key], weight)
+        with torch.no_grad():
+            torch.testing.assert_close(logits(first.model, name), logits(plain.model, name), rtol=1e-4, atol=1e-4)
+
+
+def test_auto_leaves_others_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small models, those that were handed over, and all where there are no kernels."""
+    folder = saved("llama", tmp_path)
+    assert load(folder).gear == "eager"
+    monkeypatch.setattr(gears, "_LEAST", 1)
+    assert LanguageModel(tiny("llama")).gear == "eager"
+    monkeypatch.setattr(kernels, "available", lambda: False)
+    assert load(folder).gear == "eager"
+    assert load(folder, Loading(dtype="float16")).gear == "eager"
+
+
+def test_gears_that_cannot_be(tmp_path: Path) -> None:
+    """Each says why, and what to do, before any pass."""
+    folder = saved("llama", tmp_path)
+    with pytest.raises(OptionError, match=r"`gear` must be one of auto, eager, packed, compiled, got 'third'"):
+        SpecGenerator(tiny("llama"), gear="third")
+    with pytest.raises(OptionError, match="`gear` must be one of"):
+        SpecGenerator.from_pretrained(folder, gear="third")
+    with pytest.raises(UnsupportedError, match=r"read for each pass: leave out `gear`='packed'"):
+        load(folder, Loading(offload="disk", gear="packed"))
+    with pytest.raises(UnsupportedError, match=r"no linear layers in bfloat16 or float32"):
+        load(folder, Loading(dtype="float16", gear="packed"))
+    wrapped = LanguageModel(tiny("llama"))
+    with pytest.raises(OptionError, match=r"in gear 'eager' already: make it with LanguageModel\(model, gear='packed'"):
+        SpecGenerator(wrapped, gear="packed")
+    packed = LanguageModel(tiny("llama"), gear="packed")
+    assert SpecGenerator(packed, gear="packed").target is packed
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("quantization", "off"), [("int8-weight", 0.05), ("int4-weight", 0.6)])
+@pytest.mark.parametrize("gear", ["auto", "eager"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_quantized_layers(quantization: str, off: float, gear: str, dtype: str, tmp_path: Path) -> None:
+    """In few bits the model says nearly the same, in both gears; head and embedding stay as they are."""
+    folder = saved("llama", tmp_path)
+    plain = load(folder, Loading(dtype=dtype, gear="eager"))
+    small = load(folder, Loading(dtype=dtype, gear=gear, quantization=quantization))
+    assert small.gear == ("packed" if gear == "auto" or quantization == "int4-weight" else "eager")
+    assert type(small.model.get_output_embeddings()) is nn.Linear
+    found, expected = logits(small.model, "llama").float(), logits(plain.model, "llama").float()
+    assert 0 < float((found - expected).std() / expected.std()) < off
+    draft = tiny("llama", seed=1).to(getattr(torch, dtype))
+    texts = [SpecGenerator(small, d).generate(torch.tensor(PROMPT), **COMMON).sequences for d in (None, draft)]
+    assert torch.equal(*texts)
+
+
+def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed layers that were asked for run on what torch has."""
+    monkeypatch.setattr("specdec.kernels.build.available", lambda: False)
+    folder = saved("llama", tmp_path)
+    packed = load(folder, Loading(gear="packed"))
+    assert packed.gear == "packed"
+    with torch.no_grad():
+        expected = logits(load(folder, Loading(gear="eager")).model, "llama")
+        torch.testing.assert_close(logits(packed.model, "llama"), expected, rtol=1e-4, atol=1e-4)
