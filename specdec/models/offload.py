@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ def is_offloaded(model: nn.Module) -> bool:
 
 def execution_device(module: nn.Module) -> torch.device:
     """Where `module` computes: on its hook's device if it has one, otherwise where its weights are."""
-    return next(_devices(module), None) or next(module.parameters()).device
+    own = next(chain(module.parameters(), module.buffers()), None)
+    return next(_devices(module), None) or (torch.device("cpu") if own is None else own.device)  # packed: on the CPU
 
 
 def execution_devices(model: nn.Module) -> set[torch.device]:

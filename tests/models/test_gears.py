@@ -97,10 +97,13 @@ def test_texts_do_not_depend_on_the_draft(name: str, how: dict[str, Any]) -> Non
 
 def test_the_gear_reaches_drafts(tmp_path: Path) -> None:
     """Named by id, as an object, in a pair, or made of the target's own layers."""
-    folder = saved("llama", tmp_path)
+    folder = saved("llama", tmp_path, tie_word_embeddings=True)
     for draft in (folder, tiny("llama", seed=1), ("suffix", folder), "early_exit:1"):
         generator = SpecGenerator(tiny("llama"), draft, gear="packed")
         assert [model.gear for model in generator.drafter.models if model is not generator.target] == ["packed"]
+    shallow = SpecGenerator.from_pretrained(folder, "early_exit:1", gear="packed")
+    assert [model.gear for model in shallow.drafter.models] == ["packed"]
+    assert shallow.generate(torch.tensor(PROMPT), **COMMON).stats.num_draft_tokens
     generator = SpecGenerator.from_pretrained(folder, folder, gear="packed")
     assert [generator.target.gear, *(model.gear for model in generator.drafter.models)] == ["packed", "packed"]
 
