@@ -80,6 +80,7 @@ class Engine:
         self._requests: dict[int, Request] = {}  # by the keys of their rows
         self._drafts: dict[int, _Draft] = {}  # by the identity of the drafter
         self._keys = 0
+        self._others_first = False
 
     @property
     def target(self) -> Session:
@@ -113,7 +114,7 @@ class Engine:
         self.places = Places(self.model, self.places.prefixes)
 
     def step(self) -> None:
-        """Admits requests, reads at most a chunk of their prompts, and takes a round with all rows that have begun."""
+        """Admits requests, reads at most a chunk of their prompts, and takes a round with all rows that had begun."""
         # Buffers outlive a call: made under a caller's inference mode, nobody could write to them outside.
         if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
@@ -123,8 +124,10 @@ class Engine:
 
     def _step(self) -> None:
         while self.waiting and self.budget.fits(self.waiting[0], self._admitted):
-            self._admit(self.waiting[0])
-            if self.waiting.popleft().encode is not None and self.running:
+            request = self.waiting[0]
+            self._admit(request)
+            self.waiting.popleft()
+            if request.encode is not None and self.running:
                 break  # running rows wait for one encoder at a time
         running = list(self.running)
         if self.reading:
@@ -170,7 +173,7 @@ class Engine:
 
     def _read(self) -> None:
         """One pass over prompts that are not read yet: the first ones, as many as a chunk has room for."""
-        ready = [row for row in list(self.reading) if self._has_place(row)]
+        ready = self._ready()
         if not ready:
             return
         request = self._requests[ready[0].key]
@@ -178,18 +181,32 @@ class Engine:
         usual = SHARED_CHUNK if waited_for else CHUNK
         most = min(request.prefill_chunk or usual, usual)
         if request.traced:
-            most = max(row.length for row in request.rows)
+            most = max(one.length for row in request.rows for one in row.batch_rows)
         self._round(self._batch(ready, request, most), most)
         self.running += [row for row in self.reading if row.begun]
         self.reading = [row for row in self.reading if not row.begun]
 
-    def _has_place(self, row: RunningRow) -> bool:
-        """Whether the row may be read by now; where its place cannot be had its request ends."""
-        try:
-            return row.key in self._requests and self.places.follow(row, self._requests[row.key])
-        except Exception as error:
-            self._fail([row], error)
-            return False
+    def _ready(self) -> list[RunningRow]:
+        """The rows that may be read next: those of the first request, every other time the shortest of the others."""
+        order, first = list(self.reading), self._requests[self.reading[0].key]
+        if self._others_first:
+            others = [row for row in order if self._requests[row.key] is not first]
+            order = sorted(others, key=lambda row: row.length) + [row for row in order if row not in others]
+        self._others_first = not self._others_first
+        ready: list[RunningRow] = []
+        unread = 0
+        for row in order:
+            if unread >= CHUNK:
+                break  # a place now would keep the row from what is read before its turn
+            try:
+                if row.key not in self._requests or not self.places.follow(row, self._requests[row.key]):
+                    continue
+            except Exception as error:  # its place cannot be had
+                self._fail([row], error)
+                continue
+            ready.append(row)
+            unread += self.places.unread(row)
+        return [row for row in ready if row.key in self._requests]
 
     def _batch(self, rows: Sequence[RunningRow], request: Request, most: int) -> list[RunningRow]:
         """The first of these rows that read alike, as many as `most` tokens have room for; half may be padding."""
@@ -208,7 +225,7 @@ class Engine:
 
     def _round(self, rows: list[RunningRow], most: int | None = None) -> None:
         """One round: draft, verify, select, commit; of prompts that are longer than `most` a chunk is read."""
-        watch, passes = Stopwatch(self._device), self.target.passes
+        watch = Stopwatch(self._device)
         proposals = self._propose(rows, most)
         watch.lap("draft")
         turns = [self._turn(row, proposals.get(row.key), most) for row in rows if row.key in self._requests]
@@ -221,7 +238,7 @@ class Engine:
         for turn in turns:
             if turn.error is not None:
                 self._fail([turn.row], turn.error)
-        self._deliver(walked, watch.round(shares, sum(turn.nodes for turn in turns)), self.target.passes - passes)
+        self._deliver(walked, watch.round(shares, sum(turn.nodes for turn in turns)))
         self._release([turn.row for turn in walked if turn.row.finish is not None])
 
     def _propose(self, rows: Sequence[RunningRow], most: int | None) -> dict[int, Tree]:
@@ -321,8 +338,11 @@ class Engine:
         scores = iter(found)
         for turn in turns:
             turn.scores = self._wanted(turn.row, next(scores))
+            turn.passes = turn.scores.passes
             if turn.row.unconditional is not None:
-                turn.scores = replace(turn.scores, unconditional=next(scores).logits)
+                beside = next(scores)
+                turn.scores = replace(turn.scores, unconditional=beside.logits)
+                turn.passes = [*turn.passes, *beside.passes]
         return True
 
     def _wanted(self, row: RunningRow, scores: Scores) -> Scores:
@@ -375,12 +395,13 @@ class Engine:
                 self._fail(group, error)
         return shares
 
-    def _deliver(self, turns: Sequence[_Turn], whole: Round, passes: int) -> None:
+    def _deliver(self, turns: Sequence[_Turn], whole: Round) -> None:
         """Tells requests and schedules of the round: their own rows, and the others that shared its passes."""
         shares = {share.key: share for share in whole.rows}
         here = [turn.row for turn in turns if turn.row.key in self._requests]
+        passes = {turn.row.key: turn.passes for turn in turns}
         for request, rows in _grouped(here, lambda row: self._requests[row.key]):
-            request.passes += passes
+            request.passes += len(set().union(*(passes[row.key] for row in rows)))
             request.rounds.append(_of(whole, [shares[row.key] for row in rows if row.key in shares]))
         begun = [row for row in here if row.key in shares]
         for pacing, rows in _grouped(begun, lambda row: self._requests[row.key].pacing):
@@ -438,7 +459,10 @@ class _Draft(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _Turn:
-    """One row's round, step by step: its slots in the target, the text held there, its parts of the pass."""
+    """One row's round, step by step: its slots in the target, the text held there, its parts of the pass.
+
+    `passes` are the numbers of those that it took part in.
+    """
 
     row: RunningRow
     slots: list[int]
@@ -448,6 +472,7 @@ class _Turn:
     walk: Walk | None = None
     error: Exception | None = None
     asked: bool = False
+    passes: Sequence[int] = ()
 
     @property
     def complete(self) -> bool:

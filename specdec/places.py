@@ -1,19 +1,21 @@
 """The places of rows in the target's cache: whose keys and values a new row continues, and what stays of one that left.
 
 A prompt is read once: rows of one request that continue the same prompt wait for the first of them, and a prompt that
-begins like the text of another row, or of one that has left, continues from a copy of its keys and values. It waits for
-a row that is just reading what both have in common.
+begins like the text of another row, or of one that has left, continues from a copy of its keys and values. It is not
+read while another row is reading what both have in common.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
-from specdec.models import LanguageModel
+from specdec.models import LanguageModel, Prefix
 from specdec.models.kv_session import KvSession
 from specdec.prefixes import LEAST, Prefixes, Text
 from specdec.request import Request
 from specdec.rows import RunningRow
+from specdec.values import common_length
 
 _WORTH_WAITING = 64  # tokens in common: computing them takes about as long as the pass more that waiting costs
 
@@ -36,7 +38,7 @@ class Places:
         self._open: dict[int, RunningRow] = {}  # by key: rows whose texts others may continue
 
     def add(self, request: Request) -> None:
-        """Opens the rows of a request; of those that continue one prompt alike, only the first."""
+        """Takes in the rows of a request; those that may continue what others read get their places when it is read."""
         if self.prefixes is not None and not self._open and (now := self._model.weights_state()) != self._weights:
             self.prefixes.clear()  # the model was trained since
             self._weights = now
@@ -62,8 +64,9 @@ class Places:
             if self._awaits(row):
                 return False
             self._arrived.remove(row.key)
-            for one in row.batch_rows:
-                request.cached_prompt_tokens += self._continue(one)
+            request.cached_prompt_tokens += self._continue(row)
+            for beside in row.batch_rows[1:]:
+                self._continue(beside)
             return True
         leader = self._leaders.get(row.key)
         if leader is None:
@@ -106,38 +109,57 @@ class Places:
             self._open[row.key] = row
 
     def _awaits(self, row: RunningRow) -> bool:
-        """Whether another row is about to read more of this one's text than it has."""
-        text = _text(row, row.length - 1)
+        """Whether a row that is being read will have more in common with this one than could be continued now."""
+        now = self._nearest(row)[1]
+        return any(
+            _shared(row, other, other.length - 1) >= now + _WORTH_WAITING
+            for other in self._open.values()
+            if not other.begun and other.max_length - len(other.tokens) > 1  # it stays for a round at least
+        )
+
+    def _nearest(self, row: RunningRow) -> tuple[RunningRow | Prefix | None, int]:
+        """What the row's text has most in common with, another row or a kept text, and how much; a row of equals."""
+        best: RunningRow | Prefix | None = None
+        best, length = (None, 0) if self.prefixes is None else self.prefixes.find(_text(row, row.length - 1))
         for other in self._open.values():
-            if not other.begun and other.slot is not None:
-                shared = text.common(_text(other, other.length - 1))
-                if shared >= self.target.length(other.slot) + _WORTH_WAITING:
-                    return True
-        return False
+            assert other.slot is not None
+            shared = _shared(row, other, self.target.length(other.slot))
+            if shared >= LEAST and (shared > length or (shared == length and isinstance(best, list))):
+                best, length = other, shared
+        return best, length
 
     def _continue(self, row: RunningRow) -> int:
         """Gives a row a place, where it continues what was read for another one, if there is such; how much that is."""
         assert isinstance(self.target, KvSession)
-        text = _text(row, row.length - 1)
-        running = {_text(one, self.target.length(one.slot)): one for one in self._open.values() if one.slot is not None}
-        best = max(running, key=text.common, default=None)
-        shared = 0 if best is None else text.common(best)
-        kept, length = (None, 0) if self.prefixes is None else self.prefixes.find(text)
-        if best is not None and shared >= max(LEAST, length):
-            slot = running[best].slot
-            assert slot is not None
-            self._set(row, self.target.fork(slot, shared))
-            return shared
-        self._set(row, self.target.add(1, row.encoding)[0] if kept is None else self.target.read_from(kept, length))
+        source, length = self._nearest(row)
+        if isinstance(source, RunningRow):
+            assert source.slot is not None
+            self._set(row, self.target.fork(source.slot, length))
+        elif source is not None:
+            self._set(row, self.target.read_from(source, length))
+        else:
+            self._set(row, self.target.add(1, row.encoding)[0])
         return length
 
     def _retain(self, row: RunningRow, prefixes: Prefixes) -> None:
+        """Keeps the text of a row that leaves, where there is room for it."""
         assert isinstance(self.target, KvSession)
         assert row.slot is not None
         length = self.target.length(row.slot)
         text = _text(row, length)
-        if prefixes.wants(text):
-            prefixes.keep(text, self.target.keep_prefix(row.slot, length))
+        if length * self._model.kv_bytes <= min(prefixes.limit, prefixes.room) and prefixes.wants(text):
+            with suppress(RuntimeError, MemoryError, OSError):  # what cannot be copied is not kept
+                prefixes.keep(text, self.target.keep_prefix(row.slot, length))
+
+
+def _shared(row: RunningRow, other: RunningRow, most: int) -> int:
+    """How many of the first `most` positions of another row this one begins with, its last position left out."""
+    if row.context != other.context:
+        return 0
+    same = min(row.unseen, other.unseen)
+    if row.unseen == other.unseen:
+        same += common_length(row.tokens, other.tokens)
+    return min(same, most, row.length - 1)
 
 
 def _text(row: RunningRow, length: int) -> Text:

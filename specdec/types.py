@@ -131,7 +131,8 @@ class Scores:
     `logits` `[nodes - first, vocab]` are the target's own, for the nodes from `first` on (inner positions of a prompt
     are not kept). `unconditional` has the same shape when guidance runs a paired row. `hidden_states` and `attentions`
     hold, per layer, `[nodes, width]` and `[heads, nodes, known + nodes]` when they were asked for; the first `held`
-    nodes of the tree were computed in an earlier pass and have none. `cache` is where the row's strategy keeps what it
+    nodes of the tree were computed in an earlier pass and have none. `passes` are the numbers of the forwards that the
+    row took part in. `cache` is where the row's strategy keeps what it
     worked out for all nodes at once.
     """
 
@@ -143,6 +144,7 @@ class Scores:
     attentions: tuple[Tensor, ...] | None = None
     cross_attentions: tuple[Tensor, ...] | None = None
     held: int = 0
+    passes: Sequence[int] = ()
     cache: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
 

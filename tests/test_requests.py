@@ -13,6 +13,7 @@ from specdec import LanguageModel, SpecGenerator
 from specdec.call import Call
 from specdec.draft import ModelDrafter
 from specdec.engine import Engine
+from specdec.models.kv_session import KvSession
 from tests.oracle import rows_in_drafts
 from tests.test_requests_stateful import Trouble, failing, result
 from tests.tiny import tiny
@@ -33,6 +34,12 @@ def shapes(model: Any, name: str = "input_ids") -> Iterator[list[Shape]]:
         yield found
     finally:
         hook.remove()
+
+
+def alone(model: Any, prompt: list[list[int]]) -> list[int]:
+    """The new tokens of a generator that keeps nothing."""
+    out = SpecGenerator(model, prefix_cache=False).generate(prompt, **COMMON)
+    return out.sequences[0, len(prompt[0]) :].tolist()
 
 
 def submit(generator: SpecGenerator, prompt: Any, **options: Any) -> Call:
@@ -305,3 +312,92 @@ def test_a_request_cancelled_before_it_was_submitted_leaves_its_pacing_alone() -
     dispatcher._arrived.append(call.request)
     dispatcher._cancel(call.request)
     assert call.request.pacing.users == 0
+
+
+def test_a_place_that_cannot_be_had() -> None:
+    """Ends its own request, all rows of it, and nobody else's."""
+    model = tiny("llama")
+    generator = SpecGenerator(model)
+    engine = engine_of(generator)
+    stays = submit(generator, [[7, 8, 9]])
+    engine.step()
+    fails = submit(generator, [[5, 6, 7], [8, 9, 10]])
+    add, places = engine.target.add, []
+
+    def failing(rows: int, encoding: Any = None) -> list[int]:
+        places.append(rows)
+        if len(places) == 2:
+            raise MemoryError("no room")
+        return add(rows, encoding)
+
+    engine.target.add = failing  # type: ignore[method-assign]
+    finish(engine)
+    assert isinstance(fails.request.error, MemoryError)
+    assert stays.request.error is None
+    assert stays.request.rows[0].texts == [alone(model, [[7, 8, 9]])]
+
+
+def test_a_text_that_cannot_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not, and its request and all others go on."""
+    model = tiny("llama")
+    generator = SpecGenerator(model, prefix_cache=True)
+    prompt = [[(3 * i) % 40 + 5 for i in range(30)]]
+
+    def full(*_: Any) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(KvSession, "keep_prefix", full)
+    for _ in range(2):
+        out = generator.generate(prompt, **COMMON)
+        assert out.sequences[0, 30:].tolist() == alone(model, prompt)
+        assert out.stats.cached_prompt_tokens == 0
+
+
+def test_a_request_counts_its_own_passes() -> None:
+    """Those of rows far longer than its own are others'."""
+    model = tiny("llama")
+    expected = SpecGenerator(model).generate([[5, 9, 7]], **COMMON).stats.num_target_passes
+    generator = SpecGenerator(model)
+    generator.target.weight_bytes = 1  # every row has passes of its own then
+    engine = engine_of(generator)
+    long = submit(generator, [[(3 * i) % 40 + 5 for i in range(60)]])
+    engine.step()
+    short = submit(generator, [[5, 9, 7]])
+    finish(engine)
+    assert (short.request.passes, long.request.passes) == (expected, expected)
+
+
+def test_equal_prompts_of_one_token_are_read_together() -> None:
+    """Nobody waits for a row that leaves with what it has read."""
+    generator = SpecGenerator(tiny("llama"), prefix_cache=1000)
+    generator.target.weight_bytes = 10**9  # one pass for all
+    engine = engine_of(generator)
+    prompt = [[(3 * i) % 40 + 5 for i in range(80)]]
+    for _ in range(5):
+        submit(generator, prompt, max_new_tokens=1)
+    finish(engine)
+    assert engine.target.passes == 1
+
+
+def test_short_prompts_do_not_wait_for_a_long_one() -> None:
+    """Every other chunk may be one of somebody else's."""
+    generator = SpecGenerator(tiny("llama"))
+    engine = engine_of(generator)
+    long = submit(generator, [[(3 * i) % 40 + 5 for i in range(200)]], prefill_chunk_size=10)
+    engine.step()
+    short = submit(generator, [[5, 9, 7]])
+    for _ in range(3):
+        engine.step()
+    assert new_tokens(short)
+    assert not new_tokens(long)
+    finish(engine)
+
+
+def test_hidden_states_beside_a_longer_negative_prompt() -> None:
+    """The prompt's are there, whatever else is read beside it."""
+    given = {"guidance_scale": 2.0, "negative_prompt_ids": torch.tensor([[5, 6, 7, 8, 9, 10]])}
+    generator = SpecGenerator(tiny("llama"))
+    out = generator.generate(
+        torch.tensor([[5, 9, 12, 7]]), **COMMON, **given, output_hidden_states=True, return_dict_in_generate=True
+    )
+    assert out.hidden_states[0][0].shape[1] == 4

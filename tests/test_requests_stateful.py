@@ -26,9 +26,9 @@ from tests.test_exact import noisy
 from tests.tiny import ENCODER_DECODERS, tiny
 
 VOCAB = 64
-CHUNK = 4
-LONG = 28
-COMMON = [12 + i * i % 17 for i in range(20)]  # how all long prompts begin
+CHUNK = 40
+LONG = 150
+COMMON = [12 + i * i % 17 for i in range(120)]  # how all long prompts begin
 MANY = 10_000  # steps that no schedule here needs
 
 
@@ -281,7 +281,7 @@ class Requests(RuleBasedStateMachine):
     @rule(
         strategy=st.sampled_from(sorted(STRATEGIES)),
         draft=st.sampled_from(DRAFTS),
-        length=st.sampled_from([1, 3, 9, LONG]),
+        length=st.sampled_from([1, 3, 9, LONG, LONG]),
         rows=st.sampled_from([1, 1, 2]),
         new=st.sampled_from([1, 4, 9]),
         chunked=st.booleans(),

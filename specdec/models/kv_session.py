@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -179,7 +179,8 @@ class KvSession(Session):
         else:
             logits = self._language.model(**inputs).logits[0]
         self.passes += 1
-        return Scores(tree, first, logits if len(logits) == keep else logits[len(logits) - keep :])
+        kept = logits if len(logits) == keep else logits[len(logits) - keep :]
+        return Scores(tree, first, kept, passes=(self.passes,))
 
     def _general(
         self,
@@ -284,24 +285,26 @@ class KvSession(Session):
         """The stretches that cover these rows at the least cost, in bytes that are read.
 
         A pass reads the weights, and for each of its rows, those between them included, as many keys and values as the
-        longest row has and as many nodes as the widest.
+        longest of these has, and computes as many nodes as the widest.
         """
         weights, column = self._language.weight_bytes, self._language.kv_bytes
         reach = [parts[index].row.slots.top + parts[index].size for index in order]
         nodes = [parts[index].size for index in order]
+        idle = [max((row.slots.top for row in self._rows[i + 1 : j]), default=0) for i, j in pairwise(order)]
 
         def padded(rows: int, longest: int, widest: int) -> float:
             return rows * (longest * column + widest * weights / _NODES)
 
         needed = sum(padded(1, *own) for own in zip(reach, nodes, strict=True))
-        if not order or padded(order[-1] - order[0] + 1, max(reach), max(nodes)) - needed <= weights:
+        if not order or padded(order[-1] - order[0] + 1, max(reach + idle), max(nodes)) - needed <= weights:
             return [(order[0], order[-1])] if order else []
         best: list[tuple[float, int]] = [(0.0, 0)]  # cost of the first rows, and where their last stretch begins
         for end in range(1, len(order) + 1):
             longest = widest = 0
             options = []
             for begin in reversed(range(end)):
-                longest, widest = max(longest, reach[begin]), max(widest, nodes[begin])
+                between = idle[begin] if begin < end - 1 else 0
+                longest, widest = max(longest, reach[begin], between), max(widest, nodes[begin])
                 cost = weights + padded(order[end - 1] - order[begin] + 1, longest, widest)
                 options.append((best[begin][0] + cost, begin))
             best.append(min(options))
@@ -324,7 +327,7 @@ class KvSession(Session):
         self.store.prepare(layout, first)
         output, kept = self._forward(here, layout, kept, first, extras)
         self.passes += 1
-        found = row_scores(output, trees, layout, kept, sliced=self._can_keep, extras=bool(extras))
+        found = row_scores(output, trees, layout, kept, self.passes, sliced=self._can_keep, extras=bool(extras))
         return {part.row.number: scores for part, scores in zip(here, found, strict=True)}
 
     def _forward(

@@ -46,9 +46,16 @@ class LogitNodes:
 
 
 def row_scores(
-    output: Any, trees: Sequence[Tree], layout: Layout, kept: LogitNodes, *, sliced: bool, extras: bool = False
+    output: Any,
+    trees: Sequence[Tree],
+    layout: Layout,
+    kept: LogitNodes,
+    number: int,
+    *,
+    sliced: bool,
+    extras: bool = False,
 ) -> list[Scores]:
-    """Every row's share of the output; `sliced` says that logits were computed for the kept nodes only.
+    """Every row's share of the output of pass `number`; `sliced`: logits were computed for the kept nodes only.
 
     `extras` are hidden states and attentions.
     """
@@ -60,7 +67,8 @@ def row_scores(
         begin = first if place is None or first == size else place[first]
         more = _extras(output, layout, row) if extras else {}
         held = len(tree) - size
-        found.append(Scores(tree, held + first, logits[row, begin : begin + size - first], held=held, **more))
+        own = logits[row, begin : begin + size - first]
+        found.append(Scores(tree, held + first, own, held=held, passes=(number,) if size else (), **more))
     return found
 
 

@@ -171,7 +171,9 @@ class ReplaySession(Session):
             row.rewind(len(row.tokens))
             row.begin(tree, len(tree) - kept, wholes[i] if wholes is not None else 0, self.cache_reset_length)
             row.tree, row.ran = tree, []
-            scores.append(self._run_tree(row, tree, kept, asked))
+            passes = self.passes
+            found = self._run_tree(row, tree, kept, asked)
+            scores.append(replace(found, passes=range(passes, self.passes)))
         return scores
 
     def commit(

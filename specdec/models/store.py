@@ -75,10 +75,10 @@ class KvLayer(CacheLayerMixin):  # type: ignore[misc]
         """No limit: the store grows."""
         return -1
 
-    def resize(self, rows: int, capacity: int, written: Sequence[int]) -> None:
-        """Moves to buffers of another size, with the columns that were `written` of every row, as far as they fit."""
+    def resized(self, rows: int, capacity: int, written: Sequence[int]) -> tuple[Tensor, Tensor] | None:
+        """Buffers of another size, with the columns that were `written` of every row, as far as they fit."""
         if self.buffers is None:
-            return
+            return None
         moved = []
         for old in self.buffers:
             new = _zeros(old, rows, old.shape[1], capacity, old.shape[3])
@@ -86,7 +86,7 @@ class KvLayer(CacheLayerMixin):  # type: ignore[misc]
                 columns = min(capacity, old.shape[2], columns)
                 new[row, :, :columns] = old[row, :, :columns]
             moved.append(new)
-        self.buffers = (moved[0], moved[1])
+        return moved[0], moved[1]
 
     def forget(self) -> None:
         """Gives the buffers back."""
@@ -223,6 +223,7 @@ class KvStore(Cache):  # type: ignore[misc]
 
     def copy_row(self, source: int, target: int, columns: int) -> None:
         """Copies the first `columns` of a row to another one, which holds nothing else afterwards."""
+        self._note_touched()
         stale, self._written[target] = self._written[target], columns
         for buffer in self._buffers():
             buffer[target, :, :columns] = buffer[source, :, :columns]
@@ -265,7 +266,12 @@ class KvStore(Cache):  # type: ignore[misc]
     def _ample(self, rows: int, columns: int) -> tuple[int, int]:
         """At least so many rows and columns, and more where that costs nothing yet."""
         more, wider = max(rows, _LAZY_ROWS), max(columns, _LAZY_COLUMNS)
-        if not self._lazy or 2 * more * wider * self._column_bytes > free_bytes(torch.device("cpu")):
+        size = more * wider * self._column_bytes
+        if not (self._lazy and size) or 2 * size > free_bytes(torch.device("cpu")):
+            return rows, columns
+        try:
+            mmap.mmap(-1, size, **_PRIVATE).close()
+        except OSError:  # of a system that promises no more than it has
             return rows, columns
         return more, wider
 
@@ -275,12 +281,11 @@ class KvStore(Cache):  # type: ignore[misc]
             self._touched[row] = max(self._touched[row], written)
 
     def _resize(self, rows: int, capacity: int) -> None:
-        self.row_capacity, self.capacity = rows, capacity
-        self._written = [min(written, capacity) for written in self._written]
-        self._touched = []
-        self._flat = {}
-        for layer in self.layers:
-            layer.resize(rows, capacity, self._written)
+        written = [min(columns, capacity) for columns in self._written]
+        moved = [layer.resized(rows, capacity, written) for layer in self.layers]  # if that fails nothing has changed
+        for layer, buffers in zip(self.layers, moved, strict=True):
+            layer.buffers = buffers
+        self.row_capacity, self.capacity, self._written, self._touched, self._flat = rows, capacity, written, [], {}
 
 
 def _is_lazy(like: Tensor) -> bool:

@@ -66,7 +66,9 @@ class BeamSearch(Scoring):
         if texts is not None:
             after = replace(after, ids=texts[chosen])
         logits = self.logits(outputs, len(outputs)) if self.keep_logits else None
-        step = Step(found.tokens[chosen[0]], -1, logits, scores if self.keep_scores else None)
+        step = Step(
+            found.tokens[chosen[0]], -1, logits, scores.clone() if self.keep_scores and scores is not None else None
+        )
         leaves = [found.parents[i] if state.length else 0 for i in chosen]
         return SearchStep(after, leaves, [found.tokens[i] for i in chosen], step)
 

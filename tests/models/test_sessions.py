@@ -456,6 +456,46 @@ def test_a_long_row_lets_the_others_stay_where_they_are(monkeypatch: pytest.Monk
     assert 200 * twin.language.kv_bytes < session.bytes < 400 * twin.language.kv_bytes
 
 
+def test_an_idle_long_row_between_others() -> None:
+    """Costs them nothing: they run apart rather than over its columns."""
+    language = LanguageModel(tiny("llama"))
+    language.weight_bytes = 50_000  # type: ignore[misc]
+    twin = Twin(language, 3)
+    twin.prefill(7, 400, 7)
+    before = twin.session.passes
+    twin.some([0, 2])
+    assert twin.session.passes - before == 2
+
+
+def test_buffers_that_cannot_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stay as they were, and so do all rows."""
+    twin = twin_of("llama", 2)
+    twin.session.bound(2, 60)
+    twin.prefill(50, 9)
+    original, made = store._zeros, []
+
+    def failing(*args: Any) -> torch.Tensor:
+        made.append(args)
+        if len(made) == 3:
+            raise MemoryError("no room")
+        return original(*args)
+
+    monkeypatch.setattr(store, "_zeros", failing)
+    with pytest.raises(MemoryError):
+        twin.session.forward(twin.rows, [twin.chain(40), twin.chain(1)], [1, 1])
+    monkeypatch.undo()
+    twin.some([0, 1])
+
+
+def test_memory_counts_rows_that_moved() -> None:
+    """What a row that left had written to is still taken, also where a shorter one moved into its place."""
+    twin = twin_of("llama", 2)
+    twin.prefill(300, 5)
+    before = twin.session.bytes
+    twin.leave(0)
+    assert twin.session.bytes >= 0.9 * before
+
+
 def test_bounds() -> None:
     """Buffers grow no further than was said, unless more is needed after all."""
     twin = twin_of("llama", 1)
