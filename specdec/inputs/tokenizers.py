@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from importlib.util import find_spec
 from os import PathLike
 from typing import Any
 
@@ -25,9 +26,12 @@ def tokenizer_beside(source: str, *, gguf_file: str | PathLike[str] | None = Non
 
     Where nothing lies beside a GGUF file, it is the one in the file.
     """
-    folder, file = split_gguf(zoo.locate(source, "target"))  # a pair has one tokenizer
-    file = file or (gguf_file and str(gguf_file))
-    for place in ({}, {"gguf_file": file}) if file else ({},):
-        with suppress(OSError, ValueError, KeyError, ImportError if file else ()):
+    folder, own = split_gguf(zoo.locate(source, "target"))  # a pair has one tokenizer
+    file = own or gguf_file
+    places: list[dict[str, str]] = [{}]
+    if file is not None and find_spec("gguf") is not None:
+        places.append({"gguf_file": str(file)})
+    for place in places:
+        with suppress(OSError, ValueError, KeyError):
             return AutoTokenizer.from_pretrained(folder, **place, **options)
     return None

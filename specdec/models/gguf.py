@@ -21,7 +21,9 @@ from specdec import kernels
 from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.kernels import Quantized
 from specdec.loading import is_gguf
-from specdec.models.compat import cached, whole_gguf
+from specdec.models.compat import cached, gguf_bars, whole_gguf
+from specdec.models.gears import goes_through, is_plain
+from specdec.models.offload import is_offloaded
 from specdec.models.quantize import Quantizer
 
 _GROUP = 32  # weights of a block
@@ -49,7 +51,8 @@ class GgufFile(Quantizer):
     def reading(self) -> Iterator[None]:
         """What transformers says of files that it does not read becomes an UnsupportedError."""
         try:
-            yield
+            with gguf_bars():
+                yield
         except (ValueError, KeyError, NotImplementedError) as error:
             raise UnsupportedError(
                 f"transformers cannot read `gguf_file`={self.name!r} ({error}): use another file, or the checkpoint in "
@@ -64,19 +67,31 @@ class GgufFile(Quantizer):
     def convert(self, model: Any) -> None:
         """Puts packed layers in the place of linear ones whose blocks the kernels know, one after the other.
 
-        Where passes do not run on packed weights, all stay floats. The file is let go.
+        Where passes do not run on packed weights, or the model reads its weights by itself, all stay floats.
         """
-        reader, self._reader = self._reader, None
-        if not self.packs or not kernels.available():
-            return
-        tensors = {tensor.name: tensor for tensor in reader.tensors if tensor.tensor_type.name in _UNPACKED}
-        tensor_name = _names(reader)
-        for name in [name for name, module in model.named_modules() if _is_linear(module)]:
-            tensor = tensors.get(f"{tensor_name(name)}.weight")
-            if tensor is None and model.get_submodule(name).weight is model.get_input_embeddings().weight:
-                tensor = tensors.get("token_embd.weight")  # of a head that shares them; embeddings stay floats
-            if tensor is not None:
-                _replace(model, name, tensor)
+        on_cpu = not is_offloaded(model) and model.device.type == "cpu"
+        if self.packs and on_cpu and kernels.available():
+            goes_through(model, lambda: _pack(model, self._reader))
+        self._reader = None
+
+
+def _pack(model: Any, reader: Any) -> Callable[[], None]:
+    """Packs what can be; returns what undoes it."""
+    tensors = {tensor.name: tensor for tensor in reader.tensors if tensor.tensor_type.name in _UNPACKED}
+    tensor_name, undo = _names(reader), list[Callable[[], None]]()
+    for name in [name for name, module in model.named_modules() if is_plain(module)]:
+        tensor = tensors.get(f"{tensor_name(name)}.weight")
+        if tensor is None and model.get_submodule(name).weight is model.get_input_embeddings().weight:
+            tensor = tensors.get("token_embd.weight")  # of a head that shares them; embeddings stay floats
+        if tensor is not None:
+            undo += _replaced(model, name, tensor)
+
+    def undone() -> None:
+        for step in undo:
+            step()
+        model.tie_weights()
+
+    return undone
 
 
 def _located(folder: str, name: str, revision: str | None) -> Path:
@@ -122,21 +137,24 @@ def _names(reader: Any) -> Callable[[str], str | None]:
     return lambda name: table.get_name(name) or table.get_name(name.partition(".")[2])  # some without their base model
 
 
-def _is_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear layer and nothing more, whose weight a packed one can stand for."""
-    weight: Any = getattr(module, "weight", None)
-    if type(module) not in (nn.Linear, Conv1D) or weight.dtype not in kernels.FLOATS.values():
-        return False
-    return weight.device.type == "cpu" and not module._forward_hooks and "forward" not in vars(module)
-
-
-def _replace(model: Any, name: str, tensor: Any) -> None:
-    """Packs the blocks of a tensor in the place of a layer, unless they stand for another weight."""
+def _replaced(model: Any, name: str, tensor: Any) -> list[Callable[[], None]]:
+    """Packs a tensor's blocks in the place of a layer, unless they stand for another weight; returns what undoes it."""
     layer = model.get_submodule(name)
-    weight = layer.weight.T if isinstance(layer, Conv1D) else layer.weight
+    flipped = isinstance(layer, Conv1D)
+    weight = layer.weight.T if flipped else layer.weight
     blocks = _in_order_of(weight, _UNPACKED[tensor.tensor_type.name](_raw(tensor)))
-    if blocks is not None:
-        model.set_submodule(name, kernels.pack(blocks, bias=layer.bias))
+    if blocks is None:
+        return []
+    packed, dtype = kernels.pack(blocks, bias=layer.bias), weight.dtype
+    model.set_submodule(name, packed)
+    layer.weight = weight = None
+
+    def undo() -> None:
+        floats = packed.weight().to(dtype)
+        layer.weight = nn.Parameter(floats.T.contiguous() if flipped else floats, requires_grad=False)
+        model.set_submodule(name, layer)
+
+    return [undo]
 
 
 def _raw(tensor: Any) -> Tensor:
