@@ -214,7 +214,7 @@ def loaded(draft: Any, how: Loading) -> tuple[Any, Any]:
         return tuple(part for part, _ in parts), next((t for _, t in parts if t is not None), None)
     if not is_name(draft):
         return draft, None
-    beside = tokenizer_beside(str(draft), revision=how.revision, trust_remote_code=how.trust_remote_code)
+    beside = tokenizer_beside(str(draft), **how.beside)
     return language_model(draft, "draft", how), beside
 
 

@@ -102,7 +102,7 @@ class SpecGenerator:
         if draft_options and not names_model(draft):
             raise OptionError("`draft_options` load a draft model, and `draft` is no id or path: leave them out")
         if tokenizer is None and is_name(target):
-            tokenizer = tokenizer_beside(str(target), revision=how.revision, trust_remote_code=how.trust_remote_code)
+            tokenizer = tokenizer_beside(str(target), **how.beside)
         draft, beside = loaded(draft, draft_how)
         if assistant_tokenizer is None and tokenizer is not None:
             assistant_tokenizer = beside

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from os import PathLike
+from os import PathLike, fspath
+from pathlib import Path
 from typing import Any
 
 from specdec.errors import OptionError, UnsupportedError
@@ -16,7 +17,6 @@ GEARS = ("auto", "eager", "packed", "compiled")
 _BY_HAND = "load the model with transformers and pass it, `SpecGenerator(model, tokenizer=tokenizer)`"
 # transformers' words for what is called otherwise here, or must be done there -> the way out.
 FOREIGN = {
-    "gguf_file": f"GGUF files are not read here; {_BY_HAND}, or convert it to safetensors (`save_pretrained`)",
     "torch_dtype": "call it `dtype`",
     "load_in_8bit": "pass `quantization='int8'`",
     "load_in_4bit": "pass `quantization='nf4'`",
@@ -62,8 +62,9 @@ class Loading:
     `dtype`: "auto", a name or a torch.dtype; "auto" is the checkpoint's own, but float32 for float16 weights that a CPU
     computes with: it holds the same numbers, and float16 is at least twice as slow there. `quantization`: a name in
     `QUANTIZATIONS`: "int8" (LLM.int8() of bitsandbytes), "int8-weight" or "int4-weight" (ours, rows independent),
-    "nf4" or "fp4" (bitsandbytes). `device_map`, `max_memory` (most memory per device, a number of bytes or text like
-    "2GiB"), `revision` and `trust_remote_code` mean what they mean in transformers. `offload` keeps weights in host
+    "nf4" or "fp4" (bitsandbytes). `gguf_file`: the name of a GGUF file in the folder or repository, whose weights are
+    quantized already. `device_map`, `max_memory` (most memory per device, a number of bytes or text like "2GiB"),
+    `revision` and `trust_remote_code` mean what they mean in transformers. `offload` keeps weights in host
     memory ("cpu") or on disk ("disk") and reads them in every pass: all layers, or with `max_memory` those that do not
     fit; `offload_folder` is for weights that must be written again, a temporary one by default. `gear` is what passes
     run on: "eager", the layers as they are; "packed", weights in the order in which short passes on a CPU read them;
@@ -74,6 +75,7 @@ class Loading:
 
     dtype: Any = "auto"
     quantization: str | None = None
+    gguf_file: str | PathLike[str] | None = None
     device_map: Any = None
     max_memory: Mapping[str | int, str | int] | None = None
     offload: str | None = None
@@ -92,6 +94,8 @@ class Loading:
             raise OptionError.of("max_memory", "a mapping such as {'cpu': '2GiB', 0: '10GiB'}", self.max_memory)
         if not isinstance(self.trust_remote_code, bool):
             raise OptionError.of("trust_remote_code", "true or false", self.trust_remote_code)
+        if self.gguf_file is not None:
+            self._check_gguf()
         if self.offload is not None and self.device_map is not None:
             raise OptionError("`device_map` and `offload` both say where weights live: pass one of them")
         placed = self.offload is not None or self.device_map is not None
@@ -104,6 +108,20 @@ class Loading:
             raise OptionError(
                 f"`quantization`={self.quantization!r} and `offload` do not go together, as such weights stay in "
                 f"memory: use {others}, or leave out one of them"
+            )
+
+    def _check_gguf(self) -> None:
+        if not isinstance(self.gguf_file, str | PathLike) or not fspath(self.gguf_file):
+            raise OptionError.of("gguf_file", "the name of a file in the model's folder", self.gguf_file)
+        if self.quantization is not None:
+            raise OptionError(
+                f"`quantization`={self.quantization!r} and `gguf_file` do not go together, as the file is quantized "
+                "already: leave out one of them"
+            )
+        if self.offload is not None:
+            raise OptionError(
+                f"`offload`={self.offload!r} and `gguf_file` do not go together, as weights of such files stay in "
+                "memory: leave out one of them, or offload a checkpoint in safetensors"
             )
 
     @classmethod
@@ -122,6 +140,11 @@ class Loading:
     def given(self) -> dict[str, Any]:
         """The fields that are not at their defaults."""
         return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
+
+    @property
+    def beside(self) -> dict[str, Any]:
+        """What finds other files of the same checkpoint, its tokenizer for one."""
+        return {name: getattr(self, name) for name in ("gguf_file", "revision", "trust_remote_code")}
 
     def of_draft(self, options: Mapping[str, Any] | None) -> Loading:
         """How the draft of a target that is loaded like this comes in: all of it stays in memory.
@@ -149,3 +172,18 @@ class Loading:
 
 
 NAMES = tuple(field.name for field in fields(Loading))
+
+
+def split_gguf(source: str) -> tuple[str, str | None]:
+    """The folder and the name of the GGUF file that `source` is a path of; any other source as it is, and None."""
+    path = Path(source)
+    return (str(path.parent), path.name) if is_gguf(path) else (source, None)
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether this is a file that begins as GGUF files do."""
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == b"GGUF"
+    except (OSError, ValueError):
+        return False

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from tests.tiny import tiny
@@ -34,3 +38,106 @@ def saved(name: str, folder: Path, **options: Any) -> str:
     """A tiny model without a tokenizer, saved in `folder`."""
     tiny(name, **options).save_pretrained(folder)
     return str(folder)
+
+
+def saved_gguf(
+    path: Path,
+    name: str = "llama",
+    types: Sequence[str] = ("Q4_0", "Q4_1", "Q8_0"),
+    *,
+    tokens: bool = False,
+    **options: Any,
+) -> str:
+    """A tiny model in a GGUF file as llama.cpp would write it, its matrices in these types, one after the other.
+
+    `tokens` puts a byte-level tokenizer with one merge into it; a matrix whose rows are no multiple of 32 is in F32.
+    """
+    from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map, quants
+
+    model = tiny(name, **{**GGUF_SIZES[name], **options})
+    writer = GGUFWriter(path, name)
+    for key, value in _gguf_keys(name, model.config).items():
+        (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{name}.{key}", value)
+    vocabulary = [*SPECIALS, *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab"]
+    assert not tokens or len(vocabulary) == model.config.vocab_size
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(vocabulary if tokens else [f"<{i}>" for i in range(model.config.vocab_size)])
+    if tokens:
+        writer.add_token_merges(["a b"])
+    writer.add_pad_token_id(0)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    architecture = next(number for number, known in MODEL_ARCH_NAMES.items() if known == name)
+    names, turn = get_tensor_name_map(architecture, model.config.num_hidden_layers), cycle(types)
+    for full, weight in model.state_dict().items():
+        base, dot, kind = full.rpartition(".") if full.endswith((".weight", ".bias")) else (full, "", "")
+        if full == "lm_head.weight" and model.config.tie_word_embeddings:
+            continue
+        array = _as_llama_cpp_has_it(full, weight, model.config).numpy()
+        matrix = array.ndim == 2 and array.shape[1] % 32 == 0 and "conv1d" not in full and "A_log" not in full
+        wanted = _gguf_type(array.shape, next(turn)) if matrix else "F32"
+        number = GGMLQuantizationType[wanted]
+        data = some_q6_k(array.shape) if wanted == "Q6_K" else quants.quantize(array, number)
+        writer.add_tensor(f"{names.get_name(base)}{dot}{kind}", data, raw_dtype=number)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return str(path)
+
+
+GGUF_SIZES: dict[str, dict[str, Any]] = {
+    "llama": {"intermediate_size": 64},
+    "gpt2": {"n_embd": 32, "n_inner": 128, "n_positions": 1024},
+    "mamba": {},
+}
+
+
+def _gguf_keys(name: str, config: Any) -> dict[str, int | float]:
+    """What a file says of the shape of a model."""
+    keys: dict[str, int | float] = {"block_count": config.num_hidden_layers, "embedding_length": config.hidden_size}
+    if name == "mamba":
+        return keys | {
+            "context_length": 128,
+            "ssm.conv_kernel": config.conv_kernel,
+            "ssm.inner_size": config.intermediate_size,
+            "ssm.state_size": config.state_size,
+            "ssm.time_step_rank": config.time_step_rank,
+            "attention.layer_norm_rms_epsilon": config.layer_norm_epsilon,
+        }
+    keys |= {"context_length": config.max_position_embeddings, "attention.head_count": config.num_attention_heads}
+    if name == "gpt2":
+        return keys | {"feed_forward_length": config.n_inner, "attention.layer_norm_epsilon": 1e-5}
+    return keys | {
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        "rope.dimension_count": config.hidden_size // config.num_attention_heads,
+    }
+
+
+def some_q6_k(shape: tuple[int, ...]) -> Any:
+    """Blocks of a K-quant, of small random weights: the package gguf reads them and writes none."""
+    blocks = np.random.default_rng(0).integers(0, 256, (shape[0], shape[1] // 256, 210), dtype=np.uint8)
+    blocks[:, :, -2:] = np.array([2e-5], np.float16).view(np.uint8)
+    return blocks.reshape(shape[0], -1)
+
+
+def _gguf_type(shape: tuple[int, ...], wanted: str) -> str:
+    """K-quants are made for rows of 256."""
+    return "Q8_0" if wanted.endswith("_K") and shape[1] % 256 else wanted
+
+
+def _as_llama_cpp_has_it(name: str, weight: Tensor, config: Any) -> Tensor:
+    """A weight with the changes that llama.cpp makes while it converts a checkpoint."""
+    if name.endswith("A_log"):
+        return -weight.exp()
+    if config.model_type == "gpt2" and weight.dim() == 2 and ".h." in name:
+        return weight.T.contiguous()
+    if config.model_type == "mamba" and "conv1d.weight" in name:
+        return weight.squeeze(1)
+    if config.model_type == "llama" and ("q_proj" in name or "k_proj" in name):
+        heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+        return weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+    return weight

@@ -19,6 +19,7 @@ from specdec.cli.flags import (
     DraftTokens,
     Dtype,
     Gear,
+    GgufFile,
     Method,
     Offload,
     OffloadFolder,
@@ -132,7 +133,8 @@ def root(
 def generate(
     ctx: typer.Context,
     target: Annotated[
-        str | None, typer.Argument(help="Hub id, folder, or zoo:NAME (specdec zoo lists them); may come from --config.")
+        str | None,
+        typer.Argument(help="Hub id, folder, GGUF file, or zoo:NAME (specdec zoo lists them); may come from --config."),
     ] = None,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The text to continue; - reads stdin.")] = None,
     chat: Annotated[
@@ -142,7 +144,9 @@ def generate(
     prediction: Annotated[
         str | None, typer.Option(metavar="FILE", help="Text that the answer may resemble, for drafts that copy.")
     ] = None,
-    draft_model: Annotated[str | None, typer.Option(help="A smaller model: hub id, folder, or zoo:NAME.")] = None,
+    draft_model: Annotated[
+        str | None, typer.Option(help="A smaller model: hub id, folder, GGUF file, or zoo:NAME.")
+    ] = None,
     method: Method = None,
     num_draft_tokens: DraftTokens = None,
     num_draft_branches: Annotated[
@@ -164,6 +168,7 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; repeatable.")] = None,
     dtype: Dtype = None,
     quantization: Quantization = None,
+    gguf_file: GgufFile = None,
     gear: Gear = None,
     device_map: DeviceMap = None,
     max_memory: Annotated[

@@ -26,6 +26,7 @@ Dtype = Annotated[
 ]
 Gear = Annotated[str | None, typer.Option(help=f"What passes run on: {', '.join(GEARS)}.")]
 Quantization = Annotated[str | None, typer.Option(help=f"One of {', '.join(QUANTIZATIONS)}.")]
+GgufFile = Annotated[str | None, typer.Option(metavar="NAME", help="A GGUF file in the folder or on the hub.")]
 DeviceMap = Annotated[str | None, typer.Option(help="cpu, cuda, auto …")]
 Offload = Annotated[str | None, typer.Option(help=f"{' or '.join(OFFLOADS)}: read weights from there in every pass.")]
 OffloadFolder = Annotated[str | None, typer.Option(help="For weights that must be written again.")]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from importlib.util import find_spec
+from os import PathLike
 from typing import Any
 
 from transformers import AutoTokenizer
 
 from specdec import zoo
 from specdec.errors import OptionError
+from specdec.loading import split_gguf
 
 
 def check_tokenizer(name: str, tokenizer: Any) -> None:
@@ -17,9 +21,17 @@ def check_tokenizer(name: str, tokenizer: Any) -> None:
         raise OptionError.of(name, "a transformers tokenizer", tokenizer, way_out)
 
 
-def tokenizer_beside(source: str, **options: Any) -> Any:
-    """The tokenizer in the folder or hub repository of a model, or of a pair of the zoo; None where there is none."""
-    try:
-        return AutoTokenizer.from_pretrained(zoo.locate(source, "target"), **options)  # a pair has one tokenizer
-    except (OSError, ValueError, KeyError):
-        return None
+def tokenizer_beside(source: str, *, gguf_file: str | PathLike[str] | None = None, **options: Any) -> Any:
+    """The tokenizer in the folder or hub repository of a model, or of a pair of the zoo; None where there is none.
+
+    Where nothing lies beside a GGUF file, it is the one in the file.
+    """
+    folder, own = split_gguf(zoo.locate(source, "target"))  # a pair has one tokenizer
+    file = own or gguf_file
+    places: list[dict[str, str]] = [{}]
+    if file is not None and find_spec("gguf") is not None:
+        places.append({"gguf_file": str(file)})
+    for place in places:
+        with suppress(OSError, ValueError, KeyError):
+            return AutoTokenizer.from_pretrained(folder, **place, **options)
+    return None

@@ -8,12 +8,15 @@ says of each name which release has changed it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
+from transformers import modeling_gguf_pytorch_utils, utils
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
@@ -45,6 +48,28 @@ def quantizes(model: Any) -> Callable[[str], bool]:
 def int8_linear(rows: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """`rows` `[n, in]` times int8 `weight` `[out, in]` and `scale` `[out]`: no public kernel reads int8 as it is."""
     return torch._weight_int8pack_mm(rows, weight, scale)
+
+
+def whole_gguf() -> Any:
+    """What makes floats of all GGUF weights; None before `GgufConfig`, when transformers did nothing else."""
+    config = getattr(transformers, "GgufConfig", None)
+    return None if config is None else config(dequantize=True)
+
+
+@contextmanager
+def gguf_bars() -> Iterator[None]:
+    """Lets `disable_progress_bar` of transformers reach the bar over a GGUF file's tensors, which is not its own."""
+    tqdm, modeling_gguf_pytorch_utils.tqdm = modeling_gguf_pytorch_utils.tqdm, utils.logging.tqdm
+    try:
+        yield
+    finally:
+        modeling_gguf_pytorch_utils.tqdm = tqdm
+
+
+def cached(name: str, file: str, revision: str | None) -> str:
+    """The path of a file of a hub repository, downloaded if need be, in the cache that `from_pretrained` uses."""
+    path: str = utils.cached_file(name, file, revision=revision)
+    return path
 
 
 def transcript(

@@ -33,8 +33,9 @@ def check_folder(source: str | os.PathLike[str], argument: str = "model") -> Non
     name = str(source)
     only_a_path = not isinstance(source, str) or name.startswith((".", "~", os.sep)) or name.count("/") > 1
     if only_a_path and not Path(name).is_dir():
-        kind = "it is a file" if Path(name).exists() else "there is no such folder"
-        raise OptionError.of(argument, "a hub id, or the folder of a model", name, kind)
+        file = "file" if name.endswith(".gguf") else "folder"
+        kind = "it is a file of another kind" if Path(name).exists() else f"there is no such {file}"
+        raise OptionError.of(argument, "a hub id, the folder of a model or a GGUF file", name, kind)
 
 
 @contextmanager

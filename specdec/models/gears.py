@@ -12,6 +12,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -95,10 +96,10 @@ def _obstacle(model: Any) -> str | None:
 def _linears(model: Any) -> dict[str, Any]:
     """The layers that can be packed, by name: those of decoder and head, as encoders read all their input at once."""
     encoder = set(model.get_encoder().modules()) if model.config.is_encoder_decoder else set()
-    return {name: module for name, module in model.named_modules() if module not in encoder and _is_plain(module)}
+    return {name: module for name, module in model.named_modules() if module not in encoder and is_plain(module)}
 
 
-def _is_plain(module: nn.Module) -> bool:
+def is_plain(module: nn.Module) -> bool:
     """Whether a module is a linear layer and nothing more, with a weight that can be packed."""
     if type(module) not in (nn.Linear, Conv1D) or module._forward_hooks or module._forward_pre_hooks:
         return False
@@ -158,12 +159,18 @@ def _restore(packed: kernels.AnyLinear, modules: list[Any], flipped: bool) -> No
 
 def _packed_or_why_not(model: Any) -> str | None:
     """Packs a model; says why not where it cannot run so, and then it is as it was."""
-    expected = _timed(model)
-    undo = _pack(model)
-    if _tried(model, expected) is not None:
-        return None
+    return None if goes_through(model, partial(_pack, model)) else "reads weights of its layers by itself"
+
+
+def goes_through(model: Any, change: Callable[[], Callable[[], None]]) -> bool:
+    """Whether a model says the same after a change of its layers; if not, it is undone by what `change` returned."""
+    expected = _said(model)
+    undo = change()
+    with suppress(AttributeError, TypeError):  # of those that look for a weight in the place of another
+        if _alike(_said(model), expected):
+            return True
     undo()
-    return "reads weights of its layers by itself"
+    return False
 
 
 def _tried(model: Any, expected: tuple[float, Tensor]) -> float | None:
@@ -172,9 +179,12 @@ def _tried(model: Any, expected: tuple[float, Tensor]) -> float | None:
         seconds, said = _timed(model)
     except (AttributeError, TypeError):  # of those that look for a weight in the place of another
         return None
-    # Half precision may blow a rounding up; a layer that is used otherwise than as a layer gives something else.
-    alike = torch.cosine_similarity(said.flatten(), expected[1].flatten(), dim=0)
-    return seconds if alike > _ALIKE else None
+    return seconds if _alike(said, expected[1]) else None
+
+
+def _alike(said: Tensor, expected: Tensor) -> bool:
+    """Half precision may blow a rounding up; a layer that is used otherwise than as a layer gives something else."""
+    return bool(torch.cosine_similarity(said.flatten(), expected.flatten(), dim=0) > _ALIKE)
 
 
 def _pack_if_faster(model: Any) -> None:
@@ -200,9 +210,22 @@ def _pack_if_faster(model: Any) -> None:
         _pack(model)
 
 
-@torch.no_grad()
 def _timed(model: Any) -> tuple[float, Tensor]:
     """Seconds of short passes, and the logits of the last of them."""
+    total = 0.0
+    for width in _WIDTHS:
+        seconds = []
+        for _ in range(1 + _TRIES):
+            began = time.perf_counter()
+            logits = _said(model, width)
+            seconds.append(time.perf_counter() - began)
+        total += sorted(seconds[1:])[_TRIES // 2]
+    return total, logits
+
+
+@torch.no_grad()
+def _said(model: Any, width: int = _WIDTHS[-1]) -> Tensor:
+    """The logits of a pass over so many tokens."""
     given: dict[str, Any] = {"use_cache": False}
     middle = model.get_input_embeddings().num_embeddings // 2
     ids = "input_ids"
@@ -210,16 +233,9 @@ def _timed(model: Any) -> tuple[float, Tensor]:
         ids = "decoder_input_ids"
         hidden = torch.ones(1, 8, model.config.hidden_size, dtype=model.dtype)
         given["encoder_outputs"] = BaseModelOutput(last_hidden_state=hidden)
-    total = 0.0
-    for width in _WIDTHS:
-        given[ids] = torch.arange(middle, middle + width)[None]  # far from special tokens
-        seconds = []
-        for _ in range(1 + _TRIES):
-            began = time.perf_counter()
-            logits: Tensor = model(**given).logits
-            seconds.append(time.perf_counter() - began)
-        total += sorted(seconds[1:])[_TRIES // 2]
-    return total, logits.float()
+    given[ids] = torch.arange(middle, middle + width)[None]  # far from special tokens
+    logits: Tensor = model(**given).logits
+    return logits.float()
 
 
 def _twin(model: Any) -> Any:

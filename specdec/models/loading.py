@@ -1,10 +1,12 @@
-"""From a name, a path or a model to a `LanguageModel`; weights come from safetensors only."""
+"""From a name, a path or a model to a `LanguageModel`; weights come from safetensors and GGUF files only."""
 
 from __future__ import annotations
 
 import logging
 import warnings
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
 from os import PathLike
 from typing import Any
 
@@ -19,9 +21,10 @@ from transformers import (
 
 from specdec import zoo
 from specdec.errors import OptionError
-from specdec.loading import DTYPES, Loading
+from specdec.loading import DTYPES, Loading, split_gguf
 from specdec.models.compat import loads
 from specdec.models.failures import check_complete, check_folder, explained
+from specdec.models.gguf import GgufFile
 from specdec.models.language_model import LanguageModel
 from specdec.models.placement import device_map, dispatch, keep, offload_folder, read_ahead
 from specdec.models.quantize import Quantizer, make_quantizer, settle_four_bits
@@ -39,7 +42,7 @@ def load(
     name: str = "model",
     words: Iterable[str] = (),
 ) -> LanguageModel:
-    """The model at a hub name, path or `zoo:NAME`, loaded as `how` says, or the given one as it is.
+    """The model at a hub name, path, GGUF file or `zoo:NAME`, loaded as `how` says, or the given one as it is.
 
     `name` is what the caller calls the argument: "model" and "target" mean the target of a pair of the zoo, all others
     its draft. `words` are what the argument may be beside models, for the hint at a misspelt one. Raises OptionError
@@ -58,9 +61,14 @@ def load(
         raise OptionError.of(name, "a hub name, a path or a transformers model", type(source).__name__)
     if not isinstance(how.dtype, str | torch.dtype):
         raise OptionError.of("dtype", f"a torch.dtype or one of {', '.join(DTYPES)}", how.dtype)
-    check_folder(source, name)
+    folder, file = split_gguf(zoo.locate(str(source), "target" if name in ("model", "target") else "draft", name))
+    if file is None:
+        check_folder(source, name)
+    elif how.gguf_file is None:
+        how = replace(how, gguf_file=file)
+    else:
+        raise OptionError(f"`gguf_file` names a file in a folder, and `{name}` is a GGUF file itself: leave one out")
     _check_devices(how)
-    folder = zoo.locate(str(source), "target" if name in ("model", "target") else "draft", name)
     with explained(str(source), name, words):
         model = _read(folder, how, name)
     return LanguageModel(model, gear=how.gear, owned=True)
@@ -97,19 +105,27 @@ def _places(how: Loading) -> list[Any]:
 
 def _read(name: str, how: Loading, argument: str) -> Any:
     """The model of a checkpoint, in eval mode, quantized and in its place."""
-    quantizer = make_quantizer(how.quantization)
+    file = None if how.gguf_file is None else GgufFile(name, str(how.gguf_file), how.revision)
+    quantizer = file or make_quantizer(how.quantization)
     with offload_folder(how) as folder, warnings.catch_warnings():
         # accelerate places weights outside of modules well, and warns of them.
         warnings.filterwarnings("ignore", "The following device_map keys do not match")
         hub = {"revision": how.revision, "trust_remote_code": how.trust_remote_code}
-        config = AutoConfig.from_pretrained(name, **hub)
+        if file is not None:
+            hub["gguf_file"] = file.name
+        reading = nullcontext if file is None else file.reading
+        with reading():
+            config = AutoConfig.from_pretrained(name, **hub)
+        if file is not None:
+            config.dtype = file.dtype
         kind = _auto_class(config)
         places = device_map(how, kind, config)
         options: dict[str, Any] = {**hub, **_numbers(name, how, config, quantizer), "use_safetensors": True}
         options["offload_folder"] = folder
         options["device_map"] = how.device_map if places is None or quantizer.converts else places
         options["max_memory"] = how.max_memory and dict(how.max_memory)  # strings in it are replaced
-        model, info = kind.from_pretrained(name, config=config, output_loading_info=True, **options)
+        with reading():
+            model, info = kind.from_pretrained(name, config=config, output_loading_info=True, **options)
         if options["dtype"] == "auto" and _widens(model.dtype, config, how):  # where the config had not told the type
             options["dtype"] = _widened(name)
             model = None

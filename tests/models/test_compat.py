@@ -18,7 +18,7 @@ from accelerate import cpu_offload, disk_offload, dispatch_model
 from packaging.requirements import Requirement
 from packaging.version import Version
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, WhisperTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, WhisperTokenizer, utils
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -27,6 +27,7 @@ from specdec.models.alignment import attention_maps
 from specdec.models.positions import Lookup
 from specdec.models.rotary import Scaling
 from specdec.models.store import KvStore
+from tests.folders import saved_gguf
 from tests.models.test_rotary import DYNAMIC, LONG
 from tests.tiny import tiny, tiny_inputs
 
@@ -119,6 +120,26 @@ def test_int8_kernel() -> None:
         scale = torch.rand(16, generator=generator).bfloat16()
         expected = rows.float() @ weight.float().T * scale.float()
         assert torch.allclose(compat.int8_linear(rows, weight, scale).float(), expected, rtol=0.02, atol=1)
+
+
+def test_gguf_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All weights become floats, whatever kernels are installed, and no bar is shown where bars are switched off."""
+    pytest.importorskip("gguf")
+    saved_gguf(tmp_path / "model.gguf")
+    with contract("transformers", "`GgufConfig`, or the bar over the tensors of GGUF files", "compat"):
+        utils.logging.disable_progress_bar()
+        try:
+            with compat.gguf_bars():
+                model = AutoModelForCausalLM.from_pretrained(
+                    tmp_path, gguf_file="model.gguf", quantization_config=compat.whole_gguf()
+                )
+        finally:
+            utils.logging.enable_progress_bar()
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+        assert type(model.get_submodule("model.layers.0.mlp.up_proj")) is nn.Linear
+        assert "it/s" not in capsys.readouterr().err
+    with contract("transformers", "`utils.cached_file`", "compat"):
+        assert Path(compat.cached(str(tmp_path), "model.gguf", None)) == tmp_path / "model.gguf"
 
 
 def test_merging_of_transcripts() -> None:

@@ -468,12 +468,12 @@ def test_names_of_the_zoo() -> None:
 @pytest.mark.parametrize(
     ("given", "way_out"),
     [
-        ({"gguf_file": "model.gguf"}, r"load the model with transformers and pass it, `SpecGenerator\(model"),
+        ({"subfolder": "q"}, r"load the model with transformers and pass it, `SpecGenerator\(model"),
         ({"torch_dtype": "float32"}, "`dtype`"),
         ({"load_in_4bit": True}, "nf4"),
     ],
 )
 def test_transformers_own_words(given: dict[str, Any], way_out: str) -> None:
-    """`gguf_file` was "not an option of generate"."""
+    """They were "not an option of generate"."""
     with pytest.raises(UnsupportedError, match=f"`{next(iter(given))}` is no loading option.*{way_out}"):
         SpecGenerator.from_pretrained("no-such-model", **given)

@@ -1,0 +1,205 @@
+"""GGUF files: transformers reads them, and layers whose blocks our kernels know are packed as they lie in the file.
+
+transformers makes floats of everything. A linear layer whose tensor is Q4_0, Q4_1 or Q8_0 then takes its blocks from
+the file, if they stand for the very weight that transformers gave it: nothing is assumed about how an architecture
+orders its rows, which some files have otherwise than the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from specdec import kernels
+from specdec.errors import LoadError, OptionError, UnsupportedError
+from specdec.kernels import Quantized
+from specdec.loading import is_gguf
+from specdec.models.compat import cached, gguf_bars, whole_gguf
+from specdec.models.gears import goes_through, is_plain
+from specdec.models.offload import is_offloaded
+from specdec.models.quantize import Quantizer
+
+_GROUP = 32  # weights of a block
+_ROUNDINGS = 2  # of the dtype, that a weight may be off
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # names of GGUF
+
+
+class GgufFile(Quantizer):
+    """A GGUF file that a model is loaded from, in a folder or hub repository; `dtype` is the one that it stores.
+
+    Raises UnsupportedError where the package gguf is missing, OptionError where there is no such file or it is none,
+    and LoadError for a broken one.
+    """
+
+    converts = True
+
+    def __init__(self, folder: str, name: str, revision: str | None = None) -> None:
+        super().__init__(name)
+        if find_spec("gguf") is None:
+            raise UnsupportedError("`gguf_file` needs the package gguf: pip install 'specdec-runtime[gguf]'")
+        self._reader = _opened(_located(folder, name, revision))
+        self.dtype = _stored_dtype({tensor.tensor_type.name for tensor in self._reader.tensors})
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """What transformers says of files that it does not read becomes an UnsupportedError."""
+        try:
+            with gguf_bars():
+                yield
+        except (ValueError, KeyError, NotImplementedError) as error:
+            raise UnsupportedError(
+                f"transformers cannot read `gguf_file`={self.name!r} ({error}): use another file, or the checkpoint in "
+                "safetensors that it was made of"
+            ) from error
+
+    def config(self, dtype: torch.dtype) -> Any:
+        """All weights as floats."""
+        return whole_gguf()
+
+    @torch.no_grad()
+    def convert(self, model: Any) -> None:
+        """Puts packed layers in the place of linear ones whose blocks the kernels know, one after the other.
+
+        Where passes do not run on packed weights, or the model reads its weights by itself, all stay floats.
+        """
+        on_cpu = not is_offloaded(model) and model.device.type == "cpu"
+        if self.packs and on_cpu and kernels.available():
+            goes_through(model, lambda: _pack(model, self._reader))
+        self._reader = None
+
+
+def _pack(model: Any, reader: Any) -> Callable[[], None]:
+    """Packs what can be; returns what undoes it."""
+    tensors = {tensor.name: tensor for tensor in reader.tensors if tensor.tensor_type.name in _UNPACKED}
+    tensor_name, undo = _names(reader), list[Callable[[], None]]()
+    for name in [name for name, module in model.named_modules() if is_plain(module)]:
+        tensor = tensors.get(f"{tensor_name(name)}.weight")
+        if tensor is None and model.get_submodule(name).weight is model.get_input_embeddings().weight:
+            tensor = tensors.get("token_embd.weight")  # of a head that shares them; embeddings stay floats
+        if tensor is not None:
+            undo += _replaced(model, name, tensor)
+
+    def undone() -> None:
+        for step in undo:
+            step()
+        model.tie_weights()
+
+    return undone
+
+
+def _located(folder: str, name: str, revision: str | None) -> Path:
+    """Where the file is, which is downloaded from the hub if it is there."""
+    path = Path(folder, name)
+    if Path(folder).is_dir() and not path.is_file():
+        others = ", ".join(sorted(str(other.relative_to(folder)) for other in Path(folder).rglob("*.gguf")))
+        way_out = f"there are {others}" if others else "no GGUF file is there"
+        raise OptionError.of("gguf_file", f"the name of a file in {folder}", name, way_out)
+    if not path.is_file():
+        path = Path(cached(folder, name, revision))
+    if not is_gguf(path):
+        raise OptionError.of("gguf_file", "a GGUF file", str(path), "it begins otherwise than such files do")
+    return path
+
+
+def _opened(path: Path) -> Any:
+    """The reader of a file, which maps its tensors into memory."""
+    from gguf import GGUFReader
+
+    try:
+        return GGUFReader(path)
+    except (ValueError, IndexError, KeyError, OverflowError) as error:
+        raise LoadError(f"{path} is no readable GGUF file ({error}): download or make it again") from error
+
+
+def _stored_dtype(types: set[str]) -> torch.dtype:
+    """That of a file's matrices (vectors are in float32 in any file); float32 where some are quantized."""
+    halves = types - {"F32"}
+    return _FLOATS.get(halves.pop(), torch.float32) if len(halves) == 1 else torch.float32
+
+
+def _names(reader: Any) -> Callable[[str], str | None]:
+    """From the name of a module to that of its tensors in the file, which may be wrong for an unusual architecture."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    architecture = reader.get_field("general.architecture").contents()
+    known = {name: number for number, name in MODEL_ARCH_NAMES.items()}
+    blocks = reader.get_field(f"{architecture}.block_count")
+    if architecture not in known or blocks is None:
+        return lambda name: None
+    table = get_tensor_name_map(known[architecture], blocks.contents())
+    return lambda name: table.get_name(name) or table.get_name(name.partition(".")[2])  # some without their base model
+
+
+def _replaced(model: Any, name: str, tensor: Any) -> list[Callable[[], None]]:
+    """Packs a tensor's blocks in the place of a layer, unless they stand for another weight; returns what undoes it."""
+    layer = model.get_submodule(name)
+    flipped = isinstance(layer, Conv1D)
+    weight = layer.weight.T if flipped else layer.weight
+    blocks = _in_order_of(weight, _UNPACKED[tensor.tensor_type.name](_raw(tensor)))
+    if blocks is None:
+        return []
+    packed, dtype = kernels.pack(blocks, bias=layer.bias), weight.dtype
+    model.set_submodule(name, packed)
+    layer.weight = weight = None
+
+    def undo() -> None:
+        floats = packed.weight().to(dtype)
+        layer.weight = nn.Parameter(floats.T.contiguous() if flipped else floats, requires_grad=False)
+        model.set_submodule(name, layer)
+
+    return [undo]
+
+
+def _raw(tensor: Any) -> Tensor:
+    """The bytes of its blocks `[outputs, groups, bytes]`."""
+    whole = torch.tensor(tensor.data)
+    return whole.view(len(whole), int(tensor.shape[0]) // _GROUP, -1)
+
+
+def _four_bits(raw: Tensor) -> Quantized:
+    """Q4_0, a scale and 16 bytes, or Q4_1, with a least value behind the scale; low halves of bytes come first."""
+    factors, pairs = raw[:, :, :-16].contiguous().view(torch.float16), raw[:, :, -16:]
+    values = torch.cat([pairs & 15, pairs >> 4], 2).flatten(1).to(torch.int8)
+    mins = factors[:, :, 1].contiguous() if factors.shape[2] > 1 else None
+    return Quantized(values, 4, _GROUP, factors[:, :, 0].contiguous(), mins)
+
+
+def _eight_bits(raw: Tensor) -> Quantized:
+    """Q8_0: a scale and 32 bytes."""
+    scales = raw[:, :, :2].contiguous().view(torch.float16)[:, :, 0].contiguous()
+    return Quantized(raw[:, :, 2:].contiguous().view(torch.int8).flatten(1), 8, _GROUP, scales)
+
+
+_UNPACKED: dict[str, Callable[[Tensor], Quantized]] = {"Q4_0": _four_bits, "Q4_1": _four_bits, "Q8_0": _eight_bits}
+
+
+def _in_order_of(weight: Tensor, blocks: Quantized) -> Quantized | None:
+    """The blocks with their rows in the order of a layer's weight; None where they do not stand for it.
+
+    llama.cpp keeps the rows of some queries and keys in another order: rows are found by what is in them.
+    """
+    if blocks.values.shape != weight.shape:
+        return None
+    mine = blocks.weight().to(weight.dtype)
+    if _alike(mine, weight):
+        return blocks
+    places = {row: place for place, row in enumerate(_rows(mine))}
+    order = [places.get(row) for row in _rows(weight)]
+    return None if None in order else blocks.rows(torch.tensor(order))
+
+
+def _alike(mine: Tensor, weight: Tensor) -> bool:
+    """Whether two weights are the same but for rounding."""
+    most = _ROUNDINGS * torch.finfo(weight.dtype).eps * weight.abs().max()
+    return bool((mine - weight).abs().max() <= most)
+
+
+def _rows(weight: Tensor) -> Iterator[bytes]:
+    return (row.tobytes() for row in weight.contiguous().view(torch.uint8).numpy())

@@ -1,0 +1,265 @@
+"""GGUF files: what transformers reads of them is what is computed, from packed blocks where the kernels know them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from specdec import LoadError, Loading, OptionError, SpecGenerator, UnsupportedError, kernels
+from specdec.inputs import tokenizer_beside
+from specdec.models import gguf, load
+from specdec.models.compat import whole_gguf
+from specdec.models.gears import is_packed
+from tests.folders import WIDTH, byte_tokenizer, saved, saved_gguf
+from tests.oracle import KINDS, oracle
+from tests.tiny import tiny
+
+pytest.importorskip("gguf")
+pytestmark = pytest.mark.filterwarnings("ignore")
+needs_kernels = pytest.mark.skipif(not kernels.available(), reason="no kernels here")
+COMMON: dict[str, Any] = {"max_new_tokens": 14, "eos_token_id": [], "pad_token_id": 0}
+PROMPT = [[5, 9, 12, 7, 9, 12, 7]]
+TYPES = {
+    "Q4_0": ["Q4_0"],
+    "Q4_1": ["Q4_1"],
+    "Q8_0": ["Q8_0"],
+    "all": ["Q4_0", "Q4_1", "Q8_0", "F16", "F32", "BF16", "Q5_0"],
+}
+
+
+def as_transformers_reads(path: str, dtype: torch.dtype = torch.float32) -> Any:
+    """The model in floats."""
+    file = Path(path)
+    options = {"dtype": dtype, "quantization_config": whole_gguf()}
+    return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, **options).eval()
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    """Of a prompt."""
+    return model(torch.tensor(PROMPT)).logits
+
+
+def kinds(model: Any) -> dict[str, str]:
+    """What every layer that is packed holds, by name."""
+    return {name: m.kind for name, m in model.named_modules() if isinstance(m, kernels.AnyLinear)}
+
+
+@needs_kernels
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("types", TYPES)
+@pytest.mark.parametrize("gear", ["auto", "packed"])
+def test_what_transformers_reads_is_what_is_computed(types: str, tied: bool, gear: str, tmp_path: Path) -> None:
+    """Every block that the kernels know is packed as it lies in the file, rows of queries and keys in their order."""
+    path = saved_gguf(tmp_path / "model.gguf", types=TYPES[types], tie_word_embeddings=tied)
+    plain, language = as_transformers_reads(path), load(path, Loading(gear=gear))
+    assert language.gear == "packed"
+    assert language.dtype == torch.float32
+    torch.testing.assert_close(logits(language.model), logits(plain), rtol=1e-4, atol=1e-4)
+    found = kinds(language.model)
+    for name, kind in found.items():
+        assert kind == "float32" or torch.equal(
+            language.model.get_submodule(name).weight(), plain.get_submodule(name).weight
+        )
+    if types != "all":
+        assert set(found.values()) == {"int8" if types == "Q8_0" else "int4"}
+        assert len(found) == 15
+    else:
+        assert {"int4", "int8"} <= set(found.values())
+    assert type(language.model.get_input_embeddings()) is nn.Embedding
+
+
+@needs_kernels
+@pytest.mark.parametrize("types", ["Q4_0", "Q8_0"])
+def test_drafts_leave_the_text_alone(types: str, tmp_path: Path) -> None:
+    """Right, half right, wrong and random ones, and a draft from a GGUF file."""
+    path = saved_gguf(tmp_path / "model.gguf", types=[types])
+    plain = SpecGenerator.from_pretrained(path).generate(PROMPT, **COMMON)
+    assert plain.stats.exactness == "exact"
+    target = load(path)
+    for kind in KINDS:
+        out = SpecGenerator(target, oracle(kind, plain.sequences.tolist(), 64)).generate(PROMPT, **COMMON)
+        assert out.sequences.tolist() == plain.sequences.tolist(), kind
+    other = saved_gguf(tmp_path / "draft.gguf", types=["Q4_1"])
+    with_draft = SpecGenerator.from_pretrained(path, other)
+    assert with_draft.generate(PROMPT, **COMMON).sequences.tolist() == plain.sequences.tolist()
+    assert with_draft.drafter.models[0].gear == "packed"
+
+
+def test_eager_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
+    """To the last bit, and so is a model where there are no kernels."""
+    path = saved_gguf(tmp_path / "model.gguf")
+    language = load(path, Loading(gear="eager"))
+    assert language.gear == "eager"
+    assert torch.equal(logits(language.model), logits(as_transformers_reads(path)))
+
+
+def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Floats are faster than blocks that every pass unpacks."""
+    monkeypatch.setattr(kernels, "available", lambda: False)
+    path = saved_gguf(tmp_path / "model.gguf")
+    assert torch.equal(logits(load(path).model), logits(as_transformers_reads(path)))
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_other_dtypes(dtype: str, tmp_path: Path) -> None:
+    """Blocks stay exact beside activations in bfloat16; kernels do not know float16, in which all are floats."""
+    path = saved_gguf(tmp_path / "model.gguf")
+    language = load(path, Loading(dtype=dtype))
+    assert language.dtype == getattr(torch, dtype)
+    assert is_packed(language.model) == (dtype == "bfloat16")
+    expected = logits(as_transformers_reads(path, language.dtype)).float()
+    assert torch.cosine_similarity(logits(language.model).float().flatten(), expected.flatten(), dim=0) > 0.999
+    if dtype == "bfloat16":
+        assert {"int4", "int8"} <= set(kinds(language.model).values())
+
+
+@pytest.mark.parametrize(("types", "dtype"), [("BF16", torch.bfloat16), ("F16", torch.float32), ("F32", torch.float32)])
+def test_files_that_are_not_quantized(types: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Their dtype is taken over as that of any checkpoint: float16 is widened on a CPU."""
+    assert load(saved_gguf(tmp_path / "model.gguf", types=[types]), Loading(gear="eager")).dtype == dtype
+
+
+@needs_kernels
+def test_k_quants(tmp_path: Path) -> None:
+    """transformers reads them; layers beside them are packed."""
+    path = saved_gguf(tmp_path / "model.gguf", types=["Q6_K"], hidden_size=64, intermediate_size=256)
+    language, plain = load(path), as_transformers_reads(path)
+    found = kinds(language.model)
+    assert found.get("model.layers.0.mlp.down_proj", "float32") == "float32"
+    assert found["model.layers.0.mlp.up_proj"] == "int8"
+    torch.testing.assert_close(logits(language.model), logits(plain), rtol=1e-4, atol=1e-4)
+
+
+@needs_kernels
+def test_weights_that_lie_flipped(tmp_path: Path) -> None:
+    """GPT-2's layers have their weights the other way round."""
+    path = saved_gguf(tmp_path / "model.gguf", "gpt2")
+    language = load(path)
+    assert len(kinds(language.model)) == 9
+    torch.testing.assert_close(logits(language.model), logits(as_transformers_reads(path)), rtol=1e-4, atol=1e-4)
+
+
+@needs_kernels
+def test_models_that_read_their_weights_by_themselves(tmp_path: Path) -> None:
+    """They get their floats back."""
+    path = saved_gguf(tmp_path / "model.gguf", "mamba", ["Q8_0"])
+    language, plain = load(path), as_transformers_reads(path)
+    assert language.gear == "eager"
+    assert language.model.lm_head.weight is language.model.get_input_embeddings().weight
+    assert torch.equal(logits(language.model), logits(plain))
+
+
+@needs_kernels
+def test_blocks_of_another_weight_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where an architecture has them otherwise, what transformers read stays."""
+    right = gguf._UNPACKED["Q8_0"]
+    monkeypatch.setitem(gguf._UNPACKED, "Q8_0", lambda raw: right(torch.cat([raw[:, :, :2], raw[:, :, 2:].flip(2)], 2)))
+    path = saved_gguf(tmp_path / "model.gguf", types=["Q8_0"])
+    language = load(path)
+    assert not kinds(language.model)
+    assert torch.equal(logits(language.model), logits(as_transformers_reads(path)))
+
+
+def test_tokenizers(tmp_path: Path) -> None:
+    """The one beside the file, else the one in it."""
+    path = saved_gguf(tmp_path / "model.gguf", tokens=True, vocab=WIDTH + 1)
+    inside = SpecGenerator.from_pretrained(str(tmp_path), gguf_file="model.gguf").tokenizer
+    assert inside.encode("ab") == [WIDTH]
+    assert SpecGenerator(path).tokenizer.encode("ab") == [WIDTH]
+    byte_tokenizer().save_pretrained(tmp_path)
+    beside = byte_tokenizer().encode("ab")
+    for source, file in ((path, None), (str(tmp_path), "model.gguf")):
+        assert tokenizer_beside(source, gguf_file=file).encode("ab") == beside
+    generator = SpecGenerator.from_pretrained(path, "suffix")
+    assert generator.generate("ab", max_new_tokens=4).texts
+
+
+def test_a_draft_in_a_folder(tmp_path: Path) -> None:
+    """`draft_options` name its file."""
+    saved("llama", tmp_path / "target")
+    saved_gguf(tmp_path / "draft.gguf")
+    options = {"gguf_file": "draft.gguf"}
+    generator = SpecGenerator.from_pretrained(str(tmp_path / "target"), str(tmp_path), draft_options=options)
+    plain = SpecGenerator(tiny("llama")).generate(PROMPT, **COMMON)
+    assert generator.generate(PROMPT, **COMMON).sequences.tolist() == plain.sequences.tolist()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"quantization": "int4-weight"}, "`quantization`='int4-weight' and `gguf_file`"),
+        ({"offload": "disk"}, "`offload`='disk' and `gguf_file`"),
+    ],
+)
+def test_options_that_do_not_go_with_it(given: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """Also where the file is named as the model."""
+    path = saved_gguf(tmp_path / "model.gguf")
+    with pytest.raises(OptionError, match=message):
+        Loading(gguf_file="model.gguf", **given)
+    with pytest.raises(OptionError, match=message):
+        SpecGenerator.from_pretrained(path, **given)
+
+
+@pytest.mark.parametrize("name", ["", 5, ["model.gguf"]])
+def test_names_that_are_none(name: Any) -> None:
+    """They are told at once."""
+    with pytest.raises(OptionError, match=r"`gguf_file` must be the name of a file in the model's folder"):
+        Loading(gguf_file=name)
+
+
+def test_objects_are_loaded_already() -> None:
+    """As for all options of loading."""
+    with pytest.raises(OptionError, match="`gguf_file` applies to loading, but the model is loaded already"):
+        SpecGenerator.from_pretrained(tiny("llama"), gguf_file="model.gguf")
+    with pytest.raises(OptionError, match=r"pass it to SpecGenerator\.from_pretrained"):
+        SpecGenerator(tiny("llama"), gguf_file="model.gguf")
+
+
+def test_files_that_are_not_there(tmp_path: Path) -> None:
+    """What is there is told."""
+    with pytest.raises(OptionError, match=r"got 'a.gguf': no GGUF file is there"):
+        load(str(tmp_path), Loading(gguf_file="a.gguf"))
+    path = saved_gguf(tmp_path / "b.gguf")
+    with pytest.raises(OptionError, match=r"`gguf_file` must be the name of a file in .*, got 'a.gguf': .* b.gguf"):
+        load(str(tmp_path), Loading(gguf_file="a.gguf"))
+    with pytest.raises(OptionError, match=r"`draft` must be .*a GGUF file, got .*a.gguf': there is no such file"):
+        load(str(tmp_path / "a.gguf"), name="draft")
+    with pytest.raises(OptionError, match="`gguf_file` names a file in a folder, and `target` is a GGUF file itself"):
+        load(path, Loading(gguf_file="b.gguf"), name="target")
+
+
+def test_files_of_other_kinds(tmp_path: Path) -> None:
+    """Or broken ones."""
+    (tmp_path / "model.gguf").write_text("no such thing")
+    with pytest.raises(OptionError, match=r"`gguf_file` must be a GGUF file, got .*it begins otherwise"):
+        load(str(tmp_path), Loading(gguf_file="model.gguf"))
+    with pytest.raises(OptionError, match=r"must be .*a GGUF file, got .*it is a file of another kind"):
+        load(str(tmp_path / "model.gguf"))
+    whole = Path(saved_gguf(tmp_path / "whole.gguf")).read_bytes()
+    for length in (4, 100, len(whole) - 500):
+        (tmp_path / "part.gguf").write_bytes(whole[:length])
+        with pytest.raises(LoadError, match="is no readable GGUF file"):
+            load(str(tmp_path / "part.gguf"))
+
+
+def test_architectures_that_transformers_does_not_read(tmp_path: Path) -> None:
+    """It says so."""
+    content = Path(saved_gguf(tmp_path / "model.gguf")).read_bytes()
+    (tmp_path / "model.gguf").write_bytes(content.replace(b"llama", b"lemma"))
+    with pytest.raises(UnsupportedError, match=r"transformers cannot read `gguf_file`='model.gguf' \(.*lemma"):
+        load(str(tmp_path), Loading(gguf_file="model.gguf"))
+
+
+def test_the_package_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line that brings it is told."""
+    path = saved_gguf(tmp_path / "model.gguf")
+    monkeypatch.setattr(gguf, "find_spec", lambda name: None)
+    with pytest.raises(UnsupportedError, match=r"pip install 'specdec-runtime\[gguf\]'"):
+        load(path)
