@@ -31,7 +31,7 @@ from specdec.cli.terminal import BROKEN_PIPE, Interrupt
 from specdec.errors import OptionError, SpecdecError
 from specdec.output import Event, Generation
 from specdec.train import RECIPES
-from tests.folders import WIDTH, byte_tokenizer, saved_model
+from tests.folders import WIDTH, byte_tokenizer, saved_gguf, saved_model
 from tests.pipelines.models import CHAT
 
 NEW = ["--max-new-tokens", "12"]
@@ -691,6 +691,20 @@ def test_wrong_loading_flags(target: str, flags: list[str], named: str, capsys: 
     """They are told before anything is loaded."""
     assert run(["generate", target, "-p", "ab", *flags]) == 2
     assert named in capsys.readouterr().err
+
+
+def test_gguf_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By their own path, or by that of their folder and --gguf-file; nothing but the text is shown."""
+    pytest.importorskip("gguf")
+    path, texts = saved_gguf(tmp_path / "model.gguf", tokens=True, vocab=WIDTH + 1), []
+    for named in ([path], [str(tmp_path), "--gguf-file", "model.gguf"]):
+        assert run(["generate", *named, "-p", "abab", "--max-new-tokens", "4", "--quiet"]) == 0
+        out, err = capsys.readouterr()
+        assert not err
+        texts.append(out)
+    assert texts[0] == texts[1]
+    assert run(["generate", str(tmp_path), "-p", "a", "--gguf-file", "other.gguf"]) == 2
+    assert "there are model.gguf" in capsys.readouterr().err
 
 
 def test_a_broken_checkpoint_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
