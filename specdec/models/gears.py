@@ -200,7 +200,7 @@ def _pack_if_faster(model: Any) -> None:
         undo = _pack(model)
         after = _tried(model, before)
         told = "do not come through" if after is None else f"take {1e3 * after:.1f} ms"
-        _log.info("passes take %.1f ms as loaded; over packed weights they %s", 1e3 * before[0], told)
+        _log.debug("passes take %.1f ms as loaded; over packed weights they %s", 1e3 * before[0], told)
         won = after is not None and after < _WINS * before[0]
         if not won:
             undo()

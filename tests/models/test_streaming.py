@@ -280,8 +280,8 @@ def test_a_streamed_model_is_not_compiled(tmp_path: Path) -> None:
     """The compiler would take the weights of one moment for those of all."""
     model = pair("llama", tmp_path)[1]
     stream(model)
-    with pytest.raises(UnsupportedError, match="compile=True"):
-        LanguageModel(model, compile=True)
+    with pytest.raises(UnsupportedError, match="compiled"):
+        LanguageModel(model, gear="compiled")
 
 
 def test_what_cannot_be_streamed() -> None:
