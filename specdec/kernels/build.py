@@ -98,7 +98,9 @@ def _alone(path: Path) -> Iterator[None]:
 
 def _build(library: Path) -> None:
     compiler = _compiler()
-    _log.info("building kernels for this processor, once: about 15 seconds (%s)", library)
+    _log.warning(
+        "building kernels for this processor, once: about 15 seconds (%s)", library
+    )  # for all to see: it waits
     root = Path(torch.__file__).parent
     headers = [f"-I{root / 'include'}", f"-I{root / 'include' / 'torch' / 'csrc' / 'api' / 'include'}"]
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
