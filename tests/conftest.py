@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from specdec import kernels
 from specdec.models import verdicts
 
 
@@ -39,6 +40,13 @@ def _kernels() -> Iterator[None]:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         patch.setenv("SPECDEC_KERNELS", os.environ.get("SPECDEC_KERNELS") or str(home / "specdec" / "kernels"))
         yield
+
+
+@pytest.fixture
+def built() -> None:
+    """Where kernels cannot be built, what is about them is left out."""
+    if reason := kernels.why_not():
+        pytest.skip(reason)
 
 
 @pytest.fixture

@@ -98,9 +98,8 @@ def _alone(path: Path) -> Iterator[None]:
 
 def _build(library: Path) -> None:
     compiler = _compiler()
-    _log.warning(
-        "building kernels for this processor, once: about 15 seconds (%s)", library
-    )  # for all to see: it waits
+    # Whoever waits for it should know why, also where no messages are asked for.
+    _log.warning("building kernels for this processor, once: about 15 seconds (%s)", library)
     root = Path(torch.__file__).parent
     headers = [f"-I{root / 'include'}", f"-I{root / 'include' / 'torch' / 'csrc' / 'api' / 'include'}"]
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:

@@ -108,6 +108,7 @@ def test_the_gear_reaches_drafts(tmp_path: Path) -> None:
     assert [generator.target.gear, *(model.gear for model in generator.drafter.models)] == ["packed", "packed"]
 
 
+@pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("faster", [True, False])
 def test_auto_measures_once(
     faster: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fresh_verdicts: Path
@@ -168,6 +169,7 @@ def test_gears_that_cannot_be(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.usefixtures("built")
 @pytest.mark.parametrize(("quantization", "off"), [("int8-weight", 0.05), ("int4-weight", 0.6)])
 @pytest.mark.parametrize("gear", ["auto", "eager"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

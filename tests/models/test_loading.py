@@ -156,6 +156,7 @@ def test_exactness_of_other_models() -> None:
     assert SpecGenerator(dynamic).target.exactness == "row-dependent"
 
 
+@pytest.mark.usefixtures("built")
 def test_a_draft_has_its_own_options(tmp_path: Path) -> None:
     """It takes over the type, never the quantization or the offloading; its own options win."""
     target, draft = (saved("llama", tmp_path / name, seed=seed) for seed, name in enumerate(("target", "draft")))
