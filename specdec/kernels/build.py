@@ -7,7 +7,6 @@ holds a digest of the instructions that the processor has, so that no library bu
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import os
@@ -52,6 +51,8 @@ def why_not() -> str | None:
 
 def _built() -> Path:
     """The library of this processor; raises _NoKernels and OSError."""
+    if os.name != "posix":
+        raise _NoKernels(f"they are not built on {platform.system()}")
     folder = _folder()
     library = folder / f"linear-{_key()}.so"
     folder.mkdir(parents=True, exist_ok=True)
@@ -91,6 +92,8 @@ def instructions() -> str:
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
     """One process at a time; the others wait."""
+    import fcntl  # not everywhere
+
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # closing it lets go
         yield
