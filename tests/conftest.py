@@ -35,10 +35,11 @@ def _verdicts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _kernels() -> Iterator[None]:
-    """Built once for all runs."""
+    """Built once for all runs, and before a test that looks at what is printed."""
     with pytest.MonkeyPatch.context() as patch:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         patch.setenv("SPECDEC_KERNELS", os.environ.get("SPECDEC_KERNELS") or str(home / "specdec" / "kernels"))
+        kernels.available()
         yield
 
 
