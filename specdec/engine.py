@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from time import perf_counter as clock
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +22,9 @@ from specdec.models import LanguageModel, Session
 from specdec.places import Places
 from specdec.prefixes import Prefixes
 from specdec.request import Request
-from specdec.rows import RunningRow, Walk
-from specdec.types import EMPTY, BatchDrafter, Commit, DraftSession, Plan, Round, RowPass, RowRound, Scores, Tree
+from specdec.rows import RunningRow
+from specdec.turn import Stopwatch, Turn
+from specdec.types import EMPTY, BatchDrafter, Commit, DraftSession, Plan, Round, RowRound, Scores, Tree
 
 CHUNK = 2048
 """Prompt tokens that a pass reads while no other request waits for it."""
@@ -33,28 +33,6 @@ SHARED_CHUNK = 256
 
 
 _IDLE_DRAFTS = 2  # sessions without rows that keep their buffers for the next request
-
-
-class Stopwatch:
-    """The seconds of a round, and what they went into."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.spent = {"draft": 0.0, "verify": 0.0, "select": 0.0}
-        self._device = device
-        self._began = self._last = clock()
-
-    def lap(self, phase: str) -> None:
-        """Counts the time since the last lap for `phase`, kernels that are still under way included."""
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
-        now = clock()
-        self.spent[phase] += now - self._last
-        self._last = now
-
-    def round(self, rows: list[RowRound], nodes: int) -> Round:
-        """What the round came to."""
-        total = clock() - self._began
-        return Round(rows, nodes, self.spent["draft"], self.spent["verify"], self.spent["select"], total)
 
 
 class Engine:
@@ -190,8 +168,7 @@ class Engine:
         """The rows that may be read next: those of the first request, every other time the shortest of the others."""
         order, first = list(self.reading), self._requests[self.reading[0].key]
         if self._others_first:
-            others = [row for row in order if self._requests[row.key] is not first]
-            order = sorted(others, key=lambda row: row.length) + [row for row in order if row not in others]
+            order.sort(key=lambda row: (0, row.length) if self._requests[row.key] is not first else (1, 0))
         self._others_first = not self._others_first
         ready: list[RunningRow] = []
         unread = 0
@@ -299,7 +276,7 @@ class Engine:
             raise DraftError(f"{drafter!r} must start a `specdec.types.DraftSession`, got {kind}: subclass it")
         self._drafts[id(drafter)] = _Draft(drafter, session if session.guesses_branches else BestLeaf(session))
 
-    def _turn(self, row: RunningRow, proposal: Tree | None, most: int | None) -> _Turn:
+    def _turn(self, row: RunningRow, proposal: Tree | None, most: int | None) -> Turn:
         """A row's part of this round, and that of its unconditional row."""
         slots = [one.slot for one in row.batch_rows if one.slot is not None]
         self.target.refresh(slots)
@@ -308,14 +285,14 @@ class Engine:
             parts = [one.chunk(h, most) for one, h in zip(row.batch_rows, held, strict=True)]
         else:
             parts = [one.part(h, proposal or EMPTY) for one, h in zip(row.batch_rows, held, strict=True)]
-        return _Turn(row, slots, held, parts, asked=proposal is not None)
+        return Turn(row, slots, held, parts, asked=proposal is not None)
 
     def _ends(self, row: RunningRow, most: int) -> bool:
         """Whether one pass over `most` tokens comes to the end of the row's prompt, which nobody waits to continue."""
         unread = max(map(self.places.unread, row.batch_rows))
         return unread <= most and (unread <= 1 or not self.places.leads(row))
 
-    def _verify(self, turns: Sequence[_Turn]) -> bool:
+    def _verify(self, turns: Sequence[Turn]) -> bool:
         """One target pass over every row; whether it came through."""
         parts = [(row, part, held) for turn in turns for row, part, held in turn.batch_rows]
         if not parts:
@@ -359,7 +336,7 @@ class Engine:
             cross_attentions=attentions[1],
         )
 
-    def _walk(self, turns: Sequence[_Turn]) -> list[_Turn]:
+    def _walk(self, turns: Sequence[Turn]) -> list[Turn]:
         """Takes every row's strategy as far as the scores reach; those whose processors or criteria raise are left out.
 
         Their requests end after the others' keys and values are committed: until then no row may move.
@@ -372,7 +349,7 @@ class Engine:
                 turn.error = error
         return [turn for turn in turns if turn.error is None]
 
-    def _commit(self, turns: Sequence[_Turn]) -> list[RowRound]:
+    def _commit(self, turns: Sequence[Turn]) -> list[RowRound]:
         """The one writer: keys and values, texts and outputs, and what drafts know of them."""
         held = [part for turn in turns for part in turn.committed]
         self.target.commit([s for s, _, _ in held], [path for _, path, _ in held], texts=[text for _, _, text in held])
@@ -384,7 +361,7 @@ class Engine:
             row, proposal = turn.row, turn.parts[0].proposal
             instant = (drafter := self._requests[row.key].drafter) is None or drafter.instant
             prefill = not row.begun or (turn.asked and not row.drafted and not instant)
-            shares.append(_share(row, proposal, turn.walk, prefill))
+            shares.append(turn.share(prefill))
             row.take(turn.walk)
             row.drafted |= bool(proposal.tokens)
             commits[row.key] = Commit(row, turn.walk.path, turn.walk.text)
@@ -395,7 +372,7 @@ class Engine:
                 self._fail(group, error)
         return shares
 
-    def _deliver(self, turns: Sequence[_Turn], whole: Round) -> None:
+    def _deliver(self, turns: Sequence[Turn], whole: Round) -> None:
         """Tells requests and schedules of the round: their own rows, and the others that shared its passes."""
         shares = {share.key: share for share in whole.rows}
         here = [turn.row for turn in turns if turn.row.key in self._requests]
@@ -457,45 +434,6 @@ class _Draft(NamedTuple):
     session: DraftSession
 
 
-@dataclass(eq=False, slots=True)
-class _Turn:
-    """One row's round, step by step: its slots in the target, the text held there, its parts of the pass.
-
-    `passes` are the numbers of those that it took part in.
-    """
-
-    row: RunningRow
-    slots: list[int]
-    held: list[int]
-    parts: list[RowPass]
-    scores: Scores | None = None
-    walk: Walk | None = None
-    error: Exception | None = None
-    asked: bool = False
-    passes: Sequence[int] = ()
-
-    @property
-    def complete(self) -> bool:
-        """Whether the pass comes to the end of the text."""
-        return self.parts[0].complete
-
-    @property
-    def nodes(self) -> int:
-        """How many nodes the target computes for it."""
-        return sum(part.cost for part in self.parts)
-
-    @property
-    def batch_rows(self) -> list[tuple[RunningRow, RowPass, int]]:
-        """The row and its unconditional row, with their parts and the text held of each."""
-        return list(zip(self.row.batch_rows, self.parts, self.held, strict=True))
-
-    @property
-    def committed(self) -> list[tuple[int, list[int], int]]:
-        """What the target is to hold of the pass: slot, nodes, and how many of these are text."""
-        path, text = ((), 0) if self.walk is None else (self.walk.path, self.walk.text)
-        return [(slot, p.path(path), len(p.text) + text) for slot, p in zip(self.slots, self.parts, strict=True)]
-
-
 def _grouped(rows: Iterable[RunningRow], of: Callable[[RunningRow], Any]) -> list[tuple[Any, list[RunningRow]]]:
     """The rows by the identity of what they are `of`, in the order of their first."""
     groups: dict[int, tuple[Any, list[RunningRow]]] = {}
@@ -516,20 +454,4 @@ def _too_much(row: RunningRow, tree: Tree) -> DraftError:
     return DraftError(
         f"the draft {tree.source!r} proposed {tree.depth} tokens in a row, but the text may only grow by "
         f"{row.remaining}: propose at most `row.remaining - 1`"
-    )
-
-
-def _share(row: RunningRow, proposal: Tree, walk: Walk, prefill: bool) -> RowRound:
-    tested, levels = row.tested(proposal, walk)
-    return RowRound(
-        key=row.key,
-        drafted=len(proposal),
-        depth=proposal.depth,
-        accepted=walk.accepted,
-        prefill=prefill,
-        source=proposal.source,
-        tested=tested,
-        levels=levels,
-        steps=walk.steps,
-        finish=walk.finish,
     )

@@ -118,23 +118,20 @@ class Places:
         )
 
     def _nearest(self, row: RunningRow) -> tuple[RunningRow | Prefix | None, int]:
-        """What the row's text has most in common with, another row or a kept text, and how much; a row of equals."""
-        best: RunningRow | Prefix | None = None
-        best, length = (None, 0) if self.prefixes is None else self.prefixes.find(_text(row, row.length - 1))
-        for other in self._open.values():
-            assert other.slot is not None
-            shared = _shared(row, other, self.target.length(other.slot))
-            if shared >= LEAST and (shared > length or (shared == length and isinstance(best, list))):
-                best, length = other, shared
-        return best, length
+        """What the row's text has most in common with, another row or else a kept text, and how much that is."""
+        lengths = {key: _shared(row, one, self.target.length(_slot(one))) for key, one in self._open.items()}
+        key = max(lengths, key=lambda key: lengths[key], default=None)
+        kept, length = (None, 0) if self.prefixes is None else self.prefixes.find(_text(row, row.length - 1))
+        if key is not None and lengths[key] >= max(LEAST, length):
+            return self._open[key], lengths[key]
+        return kept, length
 
     def _continue(self, row: RunningRow) -> int:
         """Gives a row a place, where it continues what was read for another one, if there is such; how much that is."""
         assert isinstance(self.target, KvSession)
         source, length = self._nearest(row)
         if isinstance(source, RunningRow):
-            assert source.slot is not None
-            self._set(row, self.target.fork(source.slot, length))
+            self._set(row, self.target.fork(_slot(source), length))
         elif source is not None:
             self._set(row, self.target.read_from(source, length))
         else:
@@ -150,6 +147,11 @@ class Places:
         if length * self._model.kv_bytes <= min(prefixes.limit, prefixes.room) and prefixes.wants(text):
             with suppress(RuntimeError, MemoryError, OSError):  # what cannot be copied is not kept
                 prefixes.keep(text, self.target.keep_prefix(row.slot, length))
+
+
+def _slot(row: RunningRow) -> int:
+    assert row.slot is not None
+    return row.slot
 
 
 def _shared(row: RunningRow, other: RunningRow, most: int) -> int:

@@ -12,7 +12,7 @@ from transformers import LogitsProcessor
 
 from specdec import DraftError, EngineError, LanguageModel, SpecGenerator
 from specdec.draft import FunctionDrafter, ModelDrafter
-from specdec.engine import Engine, Stopwatch
+from specdec.engine import Engine
 from specdec.logits import Processors
 from specdec.models import Session
 from specdec.models.kv_session import KvSession
@@ -20,6 +20,7 @@ from specdec.request import Pacing, Request
 from specdec.rows import RunningRow, TextRow
 from specdec.schedule import Heuristic
 from specdec.select import Greedy, Stopping
+from specdec.turn import Stopwatch
 from specdec.types import BatchDrafter, DraftSession, DraftTask, Tree
 from tests.oracle import oracle
 from tests.tiny import tiny, tiny_inputs

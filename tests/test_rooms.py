@@ -27,6 +27,7 @@ RANKS = {
     "draft": 4,
     "inputs": 4,
     "rows": 5,
+    "turn": 6,
     "request": 6,
     "prefixes": 6,
     "budget": 7,

@@ -72,9 +72,9 @@ def in_gear(model: Any, gear: str, *, owned: bool) -> Any:
         return model
     reason = _obstacle(model)
     if gear == "packed":
-        if reason is None:
-            model = model if owned else _twin(model)
-            reason = _packed_or_why_not(model)
+        model = model if owned or reason else _twin(model)
+        if reason is None and changed(model, partial(_pack, model)) is None:
+            reason = "reads weights of its layers by itself"
         if reason is not None:
             raise UnsupportedError(f"{type(model).__name__} {reason}: leave out `gear`='packed'")
     elif reason is None and _bytes(model) >= _LEAST and kernels.available():
@@ -157,29 +157,18 @@ def _restore(packed: kernels.AnyLinear, modules: list[Any], flipped: bool) -> No
         module.weight = shared
 
 
-def _packed_or_why_not(model: Any) -> str | None:
-    """Packs a model; says why not where it cannot run so, and then it is as it was."""
-    return None if goes_through(model, partial(_pack, model)) else "reads weights of its layers by itself"
+def changed(model: Any, change: Callable[[], Callable[[], None]]) -> Callable[[], None] | None:
+    """Changes layers of a model by `change`, which returns how to undo that; so does this.
 
-
-def goes_through(model: Any, change: Callable[[], Callable[[], None]]) -> bool:
-    """Whether a model says the same after a change of its layers; if not, it is undone by what `change` returned."""
+    None where the model then fails, or says something else: it is as it was.
+    """
     expected = _said(model)
     undo = change()
     with suppress(AttributeError, TypeError):  # of those that look for a weight in the place of another
         if _alike(_said(model), expected):
-            return True
+            return undo
     undo()
-    return False
-
-
-def _tried(model: Any, expected: tuple[float, Tensor]) -> float | None:
-    """The seconds of a packed model's passes; None where it cannot run, or says something else than `expected`."""
-    try:
-        seconds, said = _timed(model)
-    except (AttributeError, TypeError):  # of those that look for a weight in the place of another
-        return None
-    return seconds if _alike(said, expected[1]) else None
+    return None
 
 
 def _alike(said: Tensor, expected: Tensor) -> bool:
@@ -196,31 +185,32 @@ def _pack_if_faster(model: Any) -> None:
     del layers
 
     def faster() -> bool:
-        before = _timed(model)
-        undo = _pack(model)
-        after = _tried(model, before)
-        told = "do not come through" if after is None else f"take {1e3 * after:.1f} ms"
-        _log.debug("passes take %.1f ms as loaded; over packed weights they %s", 1e3 * before[0], told)
-        won = after is not None and after < _WINS * before[0]
-        if not won:
+        before = _seconds(model)
+        undo = changed(model, partial(_pack, model))
+        if undo is None:
+            return False
+        after = _seconds(model)
+        _log.debug("passes take %.1f ms as loaded and %.1f ms over packed weights", 1e3 * before, 1e3 * after)
+        if after >= _WINS * before:
             undo()
-        return won
+        return after < _WINS * before
 
-    if holds(f"packed passes are faster: {kind}", faster) and not is_packed(model):
+    # Packed by the trial, or now that its outcome is known.
+    if holds(f"packed passes are faster: {kind}", faster) and _linears(model):
         _pack(model)
 
 
-def _timed(model: Any) -> tuple[float, Tensor]:
-    """Seconds of short passes, and the logits of the last of them."""
+def _seconds(model: Any) -> float:
+    """How long short passes take."""
     total = 0.0
     for width in _WIDTHS:
         seconds = []
         for _ in range(1 + _TRIES):
             began = time.perf_counter()
-            logits = _said(model, width)
+            _said(model, width)
             seconds.append(time.perf_counter() - began)
         total += sorted(seconds[1:])[_TRIES // 2]
-    return total, logits
+    return total
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.kernels import Quantized
 from specdec.loading import is_gguf
 from specdec.models.compat import cached, gguf_bars, whole_gguf
-from specdec.models.gears import goes_through, is_plain
+from specdec.models.gears import changed, is_plain
 from specdec.models.offload import is_offloaded
 from specdec.models.quantize import Quantizer
 
@@ -71,7 +71,7 @@ class GgufFile(Quantizer):
         """
         on_cpu = not is_offloaded(model) and model.device.type == "cpu"
         if self.packs and on_cpu and kernels.available():
-            goes_through(model, lambda: _pack(model, self._reader))
+            changed(model, lambda: _pack(model, self._reader))
         self._reader = None
 
 

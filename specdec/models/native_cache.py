@@ -61,12 +61,6 @@ def pair(own: Cache) -> EncoderDecoderCache:
     return EncoderDecoderCache(own, DynamicCache())
 
 
-def select_encoded(cache: EncoderDecoderCache, rows: Tensor) -> None:
-    """Keeps these rows `[rows]` of what a pair's layers made of the encoder's output, if a pass has made it."""
-    if any(cache.is_updated.values()):
-        cache.cross_attention_cache.reorder_cache(rows)
-
-
 def module_state(model: nn.Module, names: tuple[str, ...]) -> list[tuple[nn.Module, str, Any]]:
     """The current values of state kept in modules; the library replaces these tensors, it does not write into them."""
     return [(m, name, vars(m)[name]) for m in model.modules() for name in names if name in vars(m)]

@@ -195,15 +195,14 @@ class KvStore(Cache):  # type: ignore[misc]
             self._resize(min(self.row_capacity, max(rows, len(self._written))), kept)
 
     def shrink(self, rows: int) -> None:
-        """Gives back what is left over once no more than a quarter of the rows is used, or none."""
+        """Gives back what is left over once no more than a quarter of it holds anything."""
         if not rows:
             if self.bytes > self.spare_bytes:
                 for layer in self.layers:
                     layer.forget()
                 self._flat, self.row_capacity, self.capacity = {}, 0, _FIRST_CAPACITY
         elif self.bytes > self.spare_bytes and 4 * self._used() <= self.bytes:
-            least = 2 * rows, max(_FIRST_CAPACITY, self._held() + 1)
-            self._resize(*(least if self.bounds is not None else self._ample(*least)))
+            self._resize(*self._ample(2 * rows, max(_FIRST_CAPACITY, self._held() + 1)))
 
     def clear_row(self, row: int) -> None:
         """Zeros what passes wrote of a row, as the next one may see it masked; the row is the last."""
@@ -259,15 +258,13 @@ class KvStore(Cache):  # type: ignore[misc]
         rows, wanted = self.row_capacity, max(2 * self.capacity, columns + _FIRST_CAPACITY)
         if self.bounds is not None:
             rows, wanted = min(rows, max(len(self._written), self.bounds[0])), min(wanted, max(columns, self.bounds[1]))
-            self._resize(rows, wanted)
-        else:
-            self._resize(*self._ample(rows, wanted))
+        self._resize(*self._ample(rows, wanted))
 
     def _ample(self, rows: int, columns: int) -> tuple[int, int]:
-        """At least so many rows and columns, and more where that costs nothing yet."""
+        """So many rows and columns, and without bounds more of them where that costs nothing yet."""
         more, wider = max(rows, _LAZY_ROWS), max(columns, _LAZY_COLUMNS)
         size = more * wider * self._column_bytes
-        if not (self._lazy and size) or 2 * size > free_bytes(torch.device("cpu")):
+        if self.bounds is not None or not (self._lazy and size) or 2 * size > free_bytes(torch.device("cpu")):
             return rows, columns
         try:
             mmap.mmap(-1, size, **_PRIVATE).close()

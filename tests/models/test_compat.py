@@ -168,20 +168,16 @@ def test_layers_of_a_cache() -> None:
 
 
 def test_pair_of_caches() -> None:
-    """An encoder-decoder notes which layers have projected the encoder's output, and the rows of it can be chosen."""
+    """An encoder-decoder notes which layers have projected the encoder's output."""
     with contract("transformers", "`EncoderDecoderCache`", "native_cache"):
         model = tiny("bart")
         pair = native_cache.pair(DynamicCache())
-        native_cache.select_encoded(pair, torch.tensor([0]))  # nothing there yet
         hidden = BaseModelOutput(last_hidden_state=torch.randn(2, 5, 32))
         with torch.no_grad():
             model(encoder_outputs=hidden, decoder_input_ids=ids(3).expand(2, -1), past_key_values=pair, use_cache=True)
         held = [layer.keys for layer in pair.cross_attention_cache.layers]
         assert len(pair.is_updated) == len(held) == 2
         assert all(pair.is_updated.values())
-        native_cache.select_encoded(pair, torch.tensor([1]))
-        for old, layer in zip(held, pair.cross_attention_cache.layers, strict=True):
-            assert torch.equal(layer.keys, old[1:])
         assert pair.self_attention_cache.get_seq_length() == 3
 
 

@@ -114,13 +114,13 @@ def test_auto_measures_once(
     faster: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fresh_verdicts: Path
 ) -> None:
     """A loaded model is packed where its passes are faster then, which is known the next time; else it is as loaded."""
-    timed, original = [], gears._timed
+    timed: list[bool] = []
 
-    def measured(model: Any) -> tuple[float, torch.Tensor]:
+    def measured(model: Any) -> float:
         timed.append(is_packed(model))
-        return (1.0 if is_packed(model) == faster else 2.0), original(model)[1]
+        return 1.0 if is_packed(model) == faster else 2.0
 
-    monkeypatch.setattr(gears, "_timed", measured)
+    monkeypatch.setattr(gears, "_seconds", measured)
     monkeypatch.setattr(gears, "_LEAST", 1)
     for name, tied in (("llama", True), ("gpt2", True), ("bart", False)):
         timed.clear()
@@ -137,6 +137,18 @@ def test_auto_measures_once(
                 assert torch.equal(first.model.state_dict()[key], weight)
         with torch.no_grad():
             torch.testing.assert_close(logits(first.model, name), logits(plain.model, name), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("built", "fresh_verdicts")
+def test_heads_beside_quantized_layers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They are packed the second time as well, when nothing is measured any more."""
+    monkeypatch.setattr(gears, "_seconds", lambda model: 2.0 if gears._linears(model) else 1.0)
+    monkeypatch.setattr(gears, "_LEAST", 1)
+    folder = saved("llama", tmp_path)
+    for _ in range(2):
+        head = load(folder, Loading(quantization="int8-weight")).model.get_output_embeddings()
+        assert isinstance(head, kernels.PackedLinear)
+        assert head.kind == "float32"
 
 
 def test_auto_leaves_others_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,91 @@
+"""One round as it is under way: a row's turn in it, and where its seconds go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter as clock
+
+import torch
+
+from specdec.rows import RunningRow, Walk
+from specdec.types import Round, RowPass, RowRound, Scores
+
+
+class Stopwatch:
+    """The seconds of a round, and what they went into."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.spent = {"draft": 0.0, "verify": 0.0, "select": 0.0}
+        self._device = device
+        self._began = self._last = clock()
+
+    def lap(self, phase: str) -> None:
+        """Counts the time since the last lap for `phase`, kernels that are still under way included."""
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+        now = clock()
+        self.spent[phase] += now - self._last
+        self._last = now
+
+    def round(self, rows: list[RowRound], nodes: int) -> Round:
+        """What the round came to."""
+        total = clock() - self._began
+        return Round(rows, nodes, self.spent["draft"], self.spent["verify"], self.spent["select"], total)
+
+
+@dataclass(eq=False, slots=True)
+class Turn:
+    """One row's round, step by step: its slots in the target, the text held there, its parts of the pass.
+
+    `passes` are the numbers of those that it took part in.
+    """
+
+    row: RunningRow
+    slots: list[int]
+    held: list[int]
+    parts: list[RowPass]
+    scores: Scores | None = None
+    walk: Walk | None = None
+    error: Exception | None = None
+    asked: bool = False
+    passes: Sequence[int] = ()
+
+    @property
+    def complete(self) -> bool:
+        """Whether the pass comes to the end of the text."""
+        return self.parts[0].complete
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes the target computes for it."""
+        return sum(part.cost for part in self.parts)
+
+    @property
+    def batch_rows(self) -> list[tuple[RunningRow, RowPass, int]]:
+        """The row and its unconditional row, with their parts and the text held of each."""
+        return list(zip(self.row.batch_rows, self.parts, self.held, strict=True))
+
+    @property
+    def committed(self) -> list[tuple[int, list[int], int]]:
+        """What the target is to hold of the pass: slot, nodes, and how many of these are text."""
+        path, text = ((), 0) if self.walk is None else (self.walk.path, self.walk.text)
+        return [(slot, p.path(path), len(p.text) + text) for slot, p in zip(self.slots, self.parts, strict=True)]
+
+    def share(self, prefill: bool) -> RowRound:
+        """What the round came to; before the row takes its walk."""
+        assert self.walk is not None
+        walk, proposal = self.walk, self.parts[0].proposal
+        tested, levels = self.row.tested(proposal, walk)
+        return RowRound(
+            key=self.row.key,
+            drafted=len(proposal),
+            depth=proposal.depth,
+            accepted=walk.accepted,
+            prefill=prefill,
+            source=proposal.source,
+            tested=tested,
+            levels=levels,
+            steps=walk.steps,
+            finish=walk.finish,
+        )
