@@ -282,14 +282,18 @@ def run(code: str, tmp_path: Path, **environment: str) -> subprocess.Popen[str]:
 
 
 def test_without_a_compiler(tmp_path: Path) -> None:
-    """Layers still compute, over oneDNN or torch, and one line says why."""
+    """Layers and attention still compute, over oneDNN or torch, and one line says why."""
     code = (
         "import torch; from specdec.kernels import *; print(why_not())\n"
         "for kind in KINDS: print(type(pack(torch.eye(8), kind)).__name__)\n"
-        "print(type(pack(torch.eye(8), lookup=True)).__name__)"
+        "print(type(pack(torch.eye(8), lookup=True)).__name__)\n"
+        "ones = torch.ones(1, 1, 1, 8); buffers = torch.zeros(2, 1, 1, 4, 8)\n"
+        "nodes = torch.tensor([[0, 3, 3, 4]], dtype=torch.int32); store_nodes(ones, 2 * ones, *buffers, nodes)\n"
+        "print(attend(ones, *buffers, nodes, 1.0).unique().item())"
     )
     out, err = run(code, tmp_path, CXX="no-such-compiler").communicate()
-    reason, *names = out.splitlines()
+    reason, *names, attended = out.splitlines()
+    assert attended == "2.0"
     assert "no-such-compiler" in reason, err
     assert names in (
         ["ReorderedLinear", "ReorderedLinear", "HeldLinear", "HeldLinear", "HeldLinear"],
@@ -312,9 +316,10 @@ def test_a_build_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_two_processes_build_once(tmp_path: Path) -> None:
     """Of two processes that need the library at once, one builds it, and the other one waits for it."""
     calls, compiler = tmp_path / "calls", tmp_path / "compiler"
-    library = next(HOME.glob(f"linear-{build._key()}.so"))
+    library = next(HOME.glob(f"kernels-{build._key()}.so"))
     compiler.write_text(
-        f'#!/bin/sh\necho call >> {calls}\nsleep 1\nwhile [ "$1" != -o ]; do shift; done\ncp {library} "$2"\n'
+        f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\n'
+        f'case $2 in *.so) echo call >> {calls}; sleep 1; cp {library} "$2";; esac\n'
     )
     compiler.chmod(0o755)
     code = (

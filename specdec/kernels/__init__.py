@@ -1,6 +1,7 @@
-"""Linear layers at the speed of the memory: packed weights, operators, and the library that is built for them."""
+"""Linear layers and attention at the speed of the memory: operators, and the library that is built for them."""
 
 from specdec.kernels.build import available, instructions, why_not
+from specdec.kernels.ops import attend, store_nodes
 from specdec.kernels.packed import FLOATS, KINDS, AnyLinear, HeldLinear, PackedLinear, ReorderedLinear
 from specdec.kernels.packing import pack
 from specdec.kernels.quantize import Quantized, to_int4, to_int8
@@ -13,9 +14,11 @@ __all__ = [
     "PackedLinear",
     "Quantized",
     "ReorderedLinear",
+    "attend",
     "available",
     "instructions",
     "pack",
+    "store_nodes",
     "to_int4",
     "to_int8",
     "why_not",
