@@ -50,6 +50,7 @@ constexpr int64_t PANEL = VECTORS * LANES;  // columns at a time
 constexpr int64_t QUERIES = 48;             // of a tile, at most
 constexpr int64_t SCORES = 128 << 10;       // of a tile, if it has more than SIDE queries: the second cache holds them
 constexpr int64_t ALONE = 1 << 19;          // multiply-adds that are done before other threads have started
+constexpr int64_t AHEAD = 2 * LANES;        // columns between what is read and what is asked for
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
 int64_t up(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
@@ -57,15 +58,19 @@ int64_t up(int64_t count, int64_t unit) { return (count + unit - 1) / unit * uni
 // ---- Sums of products
 
 // sums[r] += the sum over j < count, in order, of weights[r][j] * rows[j], for R sums of V vectors; anew if `fresh`.
+// Asks for what lies `ahead` of each row.
 template <class In, int R, int V>
-void add_block(const float* const* weights, const In* const* rows, int64_t count, int64_t shift, float* sums,
-               int64_t stride, bool fresh) {
+void add_block(const float* const* weights, const In* const* rows, int64_t count, int64_t shift, int64_t ahead,
+               float* sums, int64_t stride, bool fresh) {
   Floats sum[R][V];
   UNROLL for (int r = 0; r < R; r++)
     UNROLL for (int v = 0; v < V; v++) sum[r][v] = fresh ? Floats{} : floats(sums + r * stride + v * LANES);
   for (int64_t j = 0; j < count; j++) {
     Floats row[V];
-    UNROLL for (int v = 0; v < V; v++) row[v] = floats(rows[j] + shift + v * LANES);
+    UNROLL for (int v = 0; v < V; v++) {
+      row[v] = floats(rows[j] + shift + v * LANES);
+      __builtin_prefetch(rows[j] + shift + v * LANES + ahead);
+    }
     UNROLL for (int r = 0; r < R; r++) {
       auto weight = all(weights[r][j]);
       UNROLL for (int v = 0; v < V; v++) sum[r][v] = fused(weight, row[v], sum[r][v]);
@@ -83,15 +88,15 @@ constexpr auto by_sides(std::integer_sequence<int, R...>) {
 // The same for any number of sums, `width` wide, a multiple of LANES; `stride` lies between them.
 template <class In>
 void add_products(const float* const* weights, int64_t sides, const In* const* rows, int64_t count, int64_t width,
-                  float* sums, int64_t stride, bool fresh) {
+                  int64_t ahead, float* sums, int64_t stride, bool fresh) {
   static constexpr auto wide = by_sides<In, VECTORS>(std::make_integer_sequence<int, SIDE>());
   static constexpr auto narrow = by_sides<In, 1>(std::make_integer_sequence<int, SIDE>());
   for (int64_t side = 0; side < sides; side += SIDE) {
     auto now = std::min<int64_t>(SIDE, sides - side) - 1;
     auto to = sums + side * stride;
     int64_t at = 0;
-    for (; at + PANEL <= width; at += PANEL) wide[now](weights + side, rows, count, at, to + at, stride, fresh);
-    for (; at < width; at += LANES) narrow[now](weights + side, rows, count, at, to + at, stride, fresh);
+    for (; at + PANEL <= width; at += PANEL) wide[now](weights + side, rows, count, at, ahead, to + at, stride, fresh);
+    for (; at < width; at += LANES) narrow[now](weights + side, rows, count, at, ahead, to + at, stride, fresh);
   }
 }
 
@@ -119,24 +124,42 @@ Floats hyperbolic_tangent(Floats x) {
   return size < all(0.625f) ? small : x < 0 ? -large : large;
 }
 
-// Every other entry of two vectors: of their lower halves, or of their upper ones.
-template <int HALF, int... I>
-Words riffled(Words a, Words b, std::integer_sequence<int, I...>) {
+// Entry i of the result is entry INDEX(i) of a and, behind it, b.
+template <auto INDEX, int... I>
+Words picked(Words a, Words b, std::integer_sequence<int, I...>) {
 #if defined(__clang__)
-  return __builtin_shufflevector(a, b, (HALF * LANES / 2 + I / 2 + I % 2 * LANES)...);
+  return __builtin_shufflevector(a, b, INDEX(I)...);
 #else
-  return __builtin_shuffle(a, b, Words{(HALF * LANES / 2 + I / 2 + I % 2 * LANES)...});
+  return __builtin_shuffle(a, b, Words{INDEX(I)...});
 #endif
 }
 
-// Rows become columns: like cards that are riffled as often as the number of them can be halved.
+template <auto INDEX>
+Words picked(Words a, Words b) {
+  return picked<INDEX>(a, b, std::make_integer_sequence<int, LANES>());
+}
+
+// Rows become columns. Processors shuffle fastest within 128 bits, and these as a whole: so every four rows become
+// columns within them first, and then the four columns of each group find each other.
 inline void transpose(Words (&rows)[LANES]) {
-  constexpr auto lanes = std::make_integer_sequence<int, LANES>();
-  UNROLL for (int times = 1; times < LANES; times *= 2) {
+  constexpr auto low = [](unsigned i) { return i / 4 * 4 + i % 4 / 2 + i % 2 * LANES; };
+  constexpr auto high = [](unsigned i) { return i / 4 * 4 + i % 4 / 2 + i % 2 * LANES + 2; };
+  constexpr auto low_pair = [](unsigned i) { return i / 4 * 4 + i % 2 + i % 4 / 2 * LANES; };
+  constexpr auto high_pair = [](unsigned i) { return i / 4 * 4 + i % 2 + i % 4 / 2 * LANES + 2; };
+  UNROLL for (int g = 0; g < LANES; g += 4) {
+    auto a = picked<low>(rows[g], rows[g + 1]), b = picked<high>(rows[g], rows[g + 1]);
+    auto c = picked<low>(rows[g + 2], rows[g + 3]), d = picked<high>(rows[g + 2], rows[g + 3]);
+    rows[g] = picked<low_pair>(a, c), rows[g + 1] = picked<high_pair>(a, c);
+    rows[g + 2] = picked<low_pair>(b, d), rows[g + 3] = picked<high_pair>(b, d);
+  }
+  constexpr auto even = [](unsigned i) { return i / 4 * 8 + i % 4; };
+  constexpr auto odd = [](unsigned i) { return i / 4 * 8 + i % 4 + 4; };
+  UNROLL for (int groups = LANES / 4; groups > 1; groups /= 2) {
     Words next[LANES];
     UNROLL for (int i = 0; i < LANES / 2; i++) {
-      next[2 * i] = riffled<0>(rows[i], rows[i + LANES / 2], lanes);
-      next[2 * i + 1] = riffled<1>(rows[i], rows[i + LANES / 2], lanes);
+      auto from = i / 4 * 8 + i % 4;
+      next[i] = picked<even>(rows[from], rows[from + 4]);
+      next[i + LANES / 2] = picked<odd>(rows[from], rows[from + 4]);
     }
     UNROLL for (int i = 0; i < LANES; i++) rows[i] = next[i];
   }
@@ -145,13 +168,16 @@ inline void transpose(Words (&rows)[LANES]) {
 // Up to PANEL keys side by side: `[width, PANEL]`. Pointers to keys come in multiples of LANES, numbers in words of 32
 // bits: two of bfloat16, the first one in the lower half.
 template <class In>
-void turn(const In* const* keys, int64_t count, int64_t width, float* panel) {
+void turn(const In* const* keys, int64_t count, int64_t width, int64_t ahead, float* panel) {
   constexpr int64_t PER_WORD = 4 / sizeof(In), STEP = LANES * PER_WORD;
   for (int64_t key = 0; key < count; key += LANES)
     for (int64_t i = 0; i < width; i += STEP) {
       Words block[LANES] = {};
       if (i + STEP <= width)
-        UNROLL for (int l = 0; l < LANES; l++) block[l] = load<Words>(keys[key + l] + i);
+        UNROLL for (int l = 0; l < LANES; l++) {
+          block[l] = load<Words>(keys[key + l] + i);
+          __builtin_prefetch(keys[key + l] + i + ahead);
+        }
       else
         for (int l = 0; l < LANES; l++) std::memcpy(&block[l], keys[key + l] + i, (width - i) * sizeof(In));
       transpose(block);
@@ -356,7 +382,7 @@ class Tiled {
   // Scores of all columns for all queries, seen or not.
   void score() {
     auto width = call.keys.width, columns = static_cast<int64_t>(my.columns.size());
-    stride = up(columns, PANEL);
+    stride = up(columns, PANEL) + LANES;  // no power of two: rows would get into each other's way in the cache
     sized(my.scores, count * stride);
     auto panel = sized(my.panel, up(width, 2 * LANES) * PANEL);
     auto entries = sized(my.entries, width);
@@ -369,8 +395,8 @@ class Tiled {
     for (int64_t at = 0; at < columns; at += PANEL) {
       auto now = std::min(PANEL, columns - at), padded = up(now, LANES);
       for (int64_t j = 0; j < padded; j++) keys[j] = head + my.columns[at + std::min(j, now - 1)] * call.keys.column;
-      turn(keys.data(), padded, width, panel);
-      add_products(queries, count, entries, width, padded, scores(0) + at, stride, true);
+      turn(keys.data(), padded, width, AHEAD * call.keys.column, panel);
+      add_products(queries, count, entries, width, padded, 0, scores(0) + at, stride, true);
     }
   }
 
@@ -446,9 +472,9 @@ class Tiled {
       std::array<const float*, QUERIES> from;
       for (auto q = begin; q < end; q++) from[q - begin] = weights[q] + at;
       if (call.values.width == wide)
-        add_products(from.data(), end - begin, values.data(), now, wide, sums, wide, false);
+        add_products(from.data(), end - begin, values.data(), now, wide, AHEAD * call.values.column, sums, wide, false);
       else
-        add_products(from.data(), end - begin, padded(values.data(), now).data(), now, wide, sums, wide, false);
+        add_products(from.data(), end - begin, padded(values.data(), now).data(), now, wide, 0, sums, wide, false);
     }
   }
 

@@ -43,7 +43,7 @@ inline void store(void* to, Vector vector) {
   std::memcpy(to, &vector, sizeof vector);
 }
 
-inline Floats all(float number) { return Floats{} + number; }
+inline Floats all(float number) { return number - Floats{}; }  // nothing is left to subtract, unlike to add: -0 + 0
 
 inline Floats floats(const float* from) { return load<Floats>(from); }
 
