@@ -38,14 +38,14 @@ _ALIKE = 0.9  # cosine of logits
 class PackedEmbedding(nn.Module):
     """An embedding that looks its rows up in the packed weight of the head that it shares with; some scale them."""
 
-    def __init__(self, head: kernels.AnyLinear, scale: Any = None) -> None:
+    def __init__(self, head: kernels.AnyLinear, dtype: torch.dtype, scale: Any = None) -> None:
         super().__init__()
         self.head, self.num_embeddings, self.embedding_dim = head, head.outputs, head.inputs
-        self.scale = scale
+        self.dtype, self.scale = dtype, scale
 
     def forward(self, ids: Tensor) -> Tensor:
-        """`[...]` to `[..., embedding_dim]`."""
-        rows = self.head.rows(ids)
+        """`[...]` to `[..., embedding_dim]`, in `dtype`."""
+        rows = self.head.rows(ids).to(self.dtype)
         if self.scale is None:
             return rows
         return rows * (self.scale.to(rows.dtype) if isinstance(self.scale, Tensor) else self.scale)
@@ -117,44 +117,58 @@ def _bytes(model: Any) -> int:
 @torch.no_grad()
 def _pack(model: Any) -> Callable[[], None]:
     """Packs every layer in its place, and embeddings that share a weight with one; returns what undoes it."""
-    undo: list[Callable[[], object]] = []
+    undo: list[Callable[[], None]] = []
     for name in list(_linears(model)):
-        layer = model.get_submodule(name)  # not held before its turn, so that its weight can go
-        flipped = isinstance(layer, Conv1D)
-        tied = [] if flipped else _tied(model, layer)
-        weight = layer.weight.T.contiguous() if flipped else layer.weight
-        packed = kernels.pack(weight, bias=layer.bias, lookup=bool(tied))
-        model.set_submodule(name, packed)
-        undo.append(partial(model.set_submodule, name, layer))
-        undo.append(partial(_restore, packed, [layer, *dict.fromkeys(map(model.get_submodule, tied))], flipped))
-        layer.weight = weight = None
-        for one in tied:
-            embedding = model.get_submodule(one)
-            embedding.weight = None
-            model.set_submodule(one, PackedEmbedding(packed, getattr(embedding, "embed_scale", None)))
-            undo.append(partial(model.set_submodule, one, embedding))
+        layer = model.get_submodule(name)
+        packed = kernels.pack(weight_of(layer), bias=layer.bias, lookup=bool(_tied(model, layer)))
+        del layer  # so that its weight can go
+        undo.append(replaced(model, name, packed))
+    return partial(undone, undo)
 
-    def undone() -> None:
-        for step in undo:
-            step()
 
-    return undone
+def weight_of(layer: Any) -> Tensor:
+    """The weight `[outputs, inputs]` of a linear layer, which some have the other way round."""
+    weight: Tensor = layer.weight
+    return weight.T.contiguous() if isinstance(layer, Conv1D) else weight
+
+
+def replaced(model: Any, name: str, packed: kernels.AnyLinear) -> Callable[[], None]:
+    """Puts `packed` in the place of a layer and of embeddings that share its weight, which goes; returns the undoing.
+
+    Undone, the layer's weight is what `packed` holds.
+    """
+    layer = model.get_submodule(name)
+    tied, dtype, flipped = _tied(model, layer), layer.weight.dtype, isinstance(layer, Conv1D)
+    places = {name: layer, **{one: model.get_submodule(one) for one in tied}}
+    for place, module in places.items():
+        module.weight = None
+        scale = getattr(module, "embed_scale", None)
+        model.set_submodule(place, packed if module is layer else PackedEmbedding(packed, dtype, scale))
+
+    def undo() -> None:
+        weight = packed.weight().to(dtype)
+        shared = nn.Parameter(weight.T.contiguous() if flipped else weight, requires_grad=False)
+        for place, module in places.items():
+            module.weight = shared
+            model.set_submodule(place, module)
+
+    return undo
+
+
+def undone(undo: list[Callable[[], None]]) -> None:
+    """Does what undoes each of several changes."""
+    for step in undo:
+        step()
 
 
 def _tied(model: Any, layer: Any) -> list[str]:
-    """The names of embeddings that share the weight of a layer; none where anything else does too."""
+    """The names of embeddings that share the weight of a layer; none where anything else does too, or it is flipped."""
+    if isinstance(layer, Conv1D):
+        return []
     every = model.named_modules(remove_duplicate=False)
     users = {name: m for name, m in every if m is not layer and any(p is layer.weight for p in m._parameters.values())}
     plain = all(type(m) is nn.Embedding or hasattr(m, "embed_scale") for m in users.values())
     return list(users) if plain else []
-
-
-def _restore(packed: kernels.AnyLinear, modules: list[Any], flipped: bool) -> None:
-    """Gives modules back the weight that was packed."""
-    weight = packed.weight()
-    shared = nn.Parameter(weight.T.contiguous() if flipped else weight, requires_grad=False)
-    for module in modules:
-        module.weight = shared
 
 
 def changed(model: Any, change: Callable[[], Callable[[], None]]) -> Callable[[], None] | None:
