@@ -31,6 +31,7 @@ _log = logging.getLogger(__name__)
 _LEAST = 2**21  # bytes of weights: smaller models spend their time elsewhere
 _WIDTHS = (1, 6)  # nodes of the passes that are timed
 _TRIES = 5
+_SAMPLE = 1024  # outputs and inputs of a layer on which types are compared
 _WINS = 0.97  # of the time as loaded, to be worth it
 _ALIKE = 0.9  # cosine of logits
 
@@ -69,6 +70,12 @@ def in_gear(model: Any, gear: str, *, owned: bool) -> Any:
     machine and kind of model. Raises UnsupportedError where "packed" was asked for and cannot be.
     """
     if gear == "eager" or (gear != "packed" and not owned):
+        if gear == "auto" and _obstacle(model) is None and _bytes(model) >= _LEAST:
+            _log.info(
+                "%s was handed over and stays as it is: short passes on this CPU may be faster over a second copy of "
+                "its weights, gear='packed'",
+                type(model).__name__,
+            )
         return model
     reason = _obstacle(model)
     if gear == "packed":
@@ -212,6 +219,18 @@ def _pack_if_faster(model: Any) -> None:
     # Packed by the trial, or now that its outcome is known.
     if holds(f"packed passes are faster: {kind}", faster) and _linears(model):
         _pack(model)
+
+
+def slower_than_floats(dtype: torch.dtype) -> bool:
+    """Whether short passes over ordinary linear layers take longer in this type than in float32; measured once."""
+    machine = f"{kernels.instructions()}, {torch.get_num_threads()} threads"
+
+    def seconds(kind: torch.dtype) -> float:
+        weight = torch.ones(_SAMPLE, _SAMPLE, dtype=kind)
+        return sum(kernels.best_seconds(partial(nn.functional.linear, weight[:width], weight)) for width in _WIDTHS)
+
+    kind = hashlib.sha256(machine.encode()).hexdigest()[:16]
+    return not holds(f"{dtype} is as fast as float32: {kind}", lambda: seconds(dtype) <= seconds(torch.float32))
 
 
 def _seconds(model: Any) -> float:

@@ -186,6 +186,19 @@ def test_auto_leaves_others_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert load(folder, Loading(dtype="float16")).gear == "eager"
 
 
+def test_models_that_were_handed_over_are_told_what_they_lack(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, and only where there is something to pack."""
+    with caplog.at_level("INFO", logger="specdec"):
+        LanguageModel(tiny("llama"))
+        monkeypatch.setattr(gears, "_LEAST", 1)
+        LanguageModel(tiny("llama"), gear="eager")
+        assert not caplog.records
+        LanguageModel(tiny("llama"))
+    assert "gear='packed'" in caplog.text
+
+
 def test_gears_that_cannot_be(tmp_path: Path) -> None:
     """Each says why, and what to do, before any pass."""
     folder = saved("llama", tmp_path)
