@@ -35,7 +35,7 @@ LEAST_BYTES = 256 << 20  # of all copies together: several times what caches hol
 
 @dataclass(frozen=True)
 class Shapes:
-    """The linear layers of a decoder, queries, keys and values in one, and gate and up in one."""
+    """The linear layers of a decoder."""
 
     hidden: int
     keys: int
@@ -46,13 +46,9 @@ class Shapes:
     @property
     def linears(self) -> list[tuple[int, int]]:
         """`(outputs, inputs)` of each of them, in the order of a pass."""
-        qkv, gate_up = self.hidden + 2 * self.keys, 2 * self.intermediate
-        layer = [
-            (qkv, self.hidden),
-            (self.hidden, self.hidden),
-            (gate_up, self.hidden),
-            (self.hidden, self.intermediate),
-        ]
+        attention = [self.hidden, self.keys, self.keys, self.hidden]
+        layer = [(outputs, self.hidden) for outputs in (*attention, self.intermediate, self.intermediate)]
+        layer += [(self.hidden, self.intermediate)]
         return layer * self.layers + [(self.vocabulary, self.hidden)]
 
 

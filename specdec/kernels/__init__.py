@@ -2,7 +2,7 @@
 
 from specdec.kernels.build import available, instructions, why_not
 from specdec.kernels.ops import attend, store_nodes
-from specdec.kernels.packed import FLOATS, KINDS, AnyLinear, HeldLinear, PackedLinear, ReorderedLinear
+from specdec.kernels.packed import FLOATS, KINDS, AnyLinear, HeldLinear, PackedLinear, ReorderedLinear, best_seconds
 from specdec.kernels.packing import pack
 from specdec.kernels.quantize import Quantized, to_int4, to_int8
 
@@ -16,6 +16,7 @@ __all__ = [
     "ReorderedLinear",
     "attend",
     "available",
+    "best_seconds",
     "instructions",
     "pack",
     "store_nodes",

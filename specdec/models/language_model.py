@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.errors import OptionError, UnsupportedError
+from specdec.kernels import AnyLinear
 from specdec.models.capability import Capability, cache_reset_length, rope_boundary
 from specdec.models.compat import attention_of
 from specdec.models.early_exit import shallow_exit
@@ -237,7 +238,7 @@ def _logits_width(model: Any, config: Any) -> int:
         raise UnsupportedError(
             f"{type(model).__name__} has no language head: load it as AutoModelForCausalLM or AutoModelForSeq2SeqLM"
         )
-    width = getattr(head, "out_features", None)
+    width = getattr(head, "outputs" if isinstance(head, AnyLinear) else "out_features", None)
     return int(width) if width is not None else int(config.vocab_size)
 
 

@@ -24,6 +24,7 @@ from specdec.errors import OptionError
 from specdec.loading import DTYPES, Loading, split_gguf
 from specdec.models.compat import loads
 from specdec.models.failures import check_complete, check_folder, explained
+from specdec.models.gears import is_packed, slower_than_floats
 from specdec.models.gguf import GgufFile
 from specdec.models.language_model import LanguageModel
 from specdec.models.placement import device_map, dispatch, keep, offload_folder, read_ahead
@@ -71,7 +72,9 @@ def load(
     _check_devices(how)
     with explained(str(source), name, words):
         model = _read(folder, how, name)
-    return LanguageModel(model, gear=how.gear, owned=True)
+    language = LanguageModel(model, gear=how.gear, owned=True)
+    _tell_slow_type(str(source), language, how)
+    return language
 
 
 def _check_unused(names: list[str]) -> None:
@@ -166,6 +169,17 @@ def _widened(name: str) -> torch.dtype:
         name,
     )
     return torch.float32
+
+
+def _tell_slow_type(name: str, language: LanguageModel, how: Loading) -> None:
+    """A word about a checkpoint's own type in which layers are slower here than in float32; packed ones never are."""
+    plain = how.dtype == "auto" and how.quantization is None and _computes_on_cpu(how) and not is_packed(language.model)
+    if plain and language.dtype == torch.bfloat16 and slower_than_floats(language.dtype):
+        _log.info(
+            "%s is stored in bfloat16 and computes in it, which is slower than float32 on this CPU "
+            "(dtype float32 takes twice the memory, gear packed needs a C++ compiler)",
+            name,
+        )
 
 
 def _computes_on_cpu(how: Loading) -> bool:
