@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -212,6 +213,7 @@ def installed(distribution: str) -> str:
 
 def main() -> None:
     """Loads what the first line names and answers the others; whatever else is printed goes to stderr."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one who asks
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

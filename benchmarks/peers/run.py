@@ -7,7 +7,7 @@
 Each system (an engine, and how it drafts) is a process of its own, so that engines may live in environments of their
 own; the others sleep meanwhile. "ms per token" are those after the first token; "first" is the time until that. Ratios
 are medians over prompts of ratios of median times. Texts are compared with specdec's plain one in float32: "agrees"
-counts the tokens before the first that differs, of all tokens.
+counts the tokens before the first that differs, of all tokens. Ctrl-C ends the turns: what was measured is told.
 """
 
 from __future__ import annotations
@@ -60,6 +60,11 @@ class Worker:
         self.outputs: list[list[int]] = []
         self.first: list[float] = []
         self.rest: list[float] = []
+
+    def forget_after(self, calls: int) -> None:
+        """Keeps the first calls alone."""
+        for kept in (self.outputs, self.first, self.rest):
+            del kept[calls:]
 
     def __call__(self, ids: list[int]) -> None:
         first = self._ask({"ids": ids, "tokens": 1})["seconds"]
@@ -213,17 +218,23 @@ def main() -> None:
     found = started(every, args, prompts[0])
     workers = {task: worker for task in every if isinstance(worker := found[task.name], Worker)}
     try:
-        interleaved({task.name: worker for task, worker in workers.items()}, prompts, args.repeats, watch)
+        with suppress(KeyboardInterrupt):
+            interleaved({task.name: worker for task, worker in workers.items()}, prompts, args.repeats, watch)
     finally:
         for worker in workers.values():
             worker.close()
+    calls = min(len(worker.rest) for worker in workers.values())
+    if not calls:
+        sys.exit("interrupted before every system had answered")
+    cases = min(calls, len(prompts))
+    for worker in workers.values():
+        worker.forget_after(calls - calls % cases)
     machine = provenance()
     print(f"{machine['processor']}, {machine['cores']} cores, torch {machine['versions']['torch']}, ", end="")
     print(", ".join(dict.fromkeys(worker.version for worker in workers.values())))
-    lengths = statistics.median(map(len, prompts))
-    print(f"{args.weights}, {len(prompts)} prompts of {lengths:.0f} tokens, {args.tokens} new, ", end="")
-    print(f"{args.repeats} repeats\n")
-    print(report(workers, len(prompts)))
+    lengths = statistics.median(map(len, prompts[:cases]))
+    print(f"{args.weights}, {cases} prompts of {lengths:.0f} tokens, {args.tokens} new, {calls // cases} repeats\n")
+    print(report(workers, cases))
     for name, words in found.items():
         if isinstance(words, str):
             print(f"\n{name} did not run: {words}")
