@@ -86,10 +86,13 @@ class Worker:
             raise RuntimeError(answer["error"])
         return answer
 
-    def close(self) -> None:
-        """Ends the process, which waits for its next prompt, and with it the engine's own processes."""
+    def leave(self) -> None:
+        """Lets the process end, which waits for its next prompt, and with it the engine's own processes."""
         assert self._process.stdin is not None
         self._process.stdin.close()
+
+    def wait(self) -> None:
+        """Until it has ended."""
         try:
             self._process.wait(30)
         except subprocess.TimeoutExpired:
@@ -222,7 +225,9 @@ def main() -> None:
             interleaved({task.name: worker for task, worker in workers.items()}, prompts, args.repeats, watch)
     finally:
         for worker in workers.values():
-            worker.close()
+            worker.leave()
+        for worker in workers.values():
+            worker.wait()
     calls = min(len(worker.rest) for worker in workers.values())
     if not calls:
         sys.exit("interrupted before every system had answered")
