@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.masking_utils import sdpa_mask
-from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
+from transformers.modeling_outputs import BaseModelOutput
 
 from specdec import kernels
 from specdec.errors import UnsupportedError
@@ -183,19 +183,19 @@ class FlatForward:
         if not agrees:
             raise UnsupportedError(f"{type(language.model).__name__} gives other logits with attention of our own")
 
-    def __call__(
-        self, line: Line, buffers: Buffers, frames: Buffers = (), *, output_hidden_states: bool = False
-    ) -> Any:
-        """The model's output; `logits` `[1, kept, vocab]`, and hidden states, if wanted, `[1, nodes, width]`.
+    def __call__(self, line: Line, buffers: Buffers, frames: Buffers = ()) -> Tensor:
+        """Logits `[kept, vocab]`; `frames` are the projections of encoders, if there are any."""
+        model = self.compiled if self.compiled is not None and self.compiled.ready else self.model
+        logits: Tensor = model(*arguments(line, buffers, frames))
+        return logits[0]
 
-        `frames` are the projections of encoders, if there are any.
-        """
-        given = arguments(line, buffers, frames)
-        if output_hidden_states:
-            return self.model.output(*given, output_hidden_states=True)
-        if self.compiled is not None and self.compiled.ready:
-            return CausalLMOutput(logits=self.compiled(*given))
-        return self.model.output(*given)
+    def with_hidden_states(
+        self, line: Line, buffers: Buffers, frames: Buffers = ()
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The same, and the hidden states `[nodes, width]` of the embeddings and every layer."""
+        output = self.model.output(*arguments(line, buffers, frames), output_hidden_states=True)
+        hidden = output.get("hidden_states") or output.get("decoder_hidden_states")
+        return output.logits[0], tuple(layer[0] for layer in hidden)
 
     @torch.no_grad()
     def _agrees(self) -> bool:
@@ -218,7 +218,7 @@ class FlatForward:
             tree = Tree.chain(tokens.tolist())
             nodes, encoders = RowNodes(1, slots, tree, len(tree)), [[0, 0, 0, _FRAMES]]
             line = Line.of([nodes], language.capability.kinds, language.device, encoders if frames.layers else None)
-            logits.append(self(line, buffers, _pairs(frames)).logits[0])  # type: ignore[arg-type]
+            logits.append(self(line, buffers, _pairs(frames)))  # type: ignore[arg-type]
             slots.base = slots.top = slots.base + len(tree)
         return alike(torch.cat(logits), expected)
 

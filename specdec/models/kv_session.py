@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from specdec.models.store import KvStore, Prefix
 from specdec.types import EMPTY, Scores, Tree
 
 if TYPE_CHECKING:
-    from specdec.models.flat import FlatForward
+    from specdec.models.flat import Buffers, FlatForward
     from specdec.models.language_model import LanguageModel
 
 _SLACK = 64  # slots that branches may leave void before what is left of them is moved together
@@ -240,6 +240,23 @@ class KvSession(Session):
                 moves += [(self._index[number], *move) for move in row.slots.compact(_SLACK)]
         self._move(moves)
 
+    @torch.no_grad()
+    def advance(self, rows: Sequence[int], tokens: Sequence[int]) -> Tensor:
+        """One pass in a line, with nothing to lay out, where rows hold text alone."""
+        flat, named = self._language.flat, [self._row(row) for row in rows]
+        if flat is None or not all(row.slots.top and not row.slots.slots for row in named):
+            return super().advance(rows, tokens)
+        places, columns = [self._index[row] for row in rows], [row.slots.top for row in named]
+        for place, column in zip(places, columns, strict=True):
+            self.store.extend(place, column + 1)
+        line = Line.next(places, columns, tokens, self._language.capability.kinds, self._device, self._encoders(places))
+        logits = flat(line, *self._buffers(flat))
+        self.passes += 1
+        for row in named:
+            row.slots.base = row.slots.top = row.slots.top + 1
+            row.tree = EMPTY
+        return logits
+
     def refresh(self, rows: Sequence[int]) -> None:
         """Forgets in O(1)."""
         if self.cache_reset_length is None:
@@ -329,23 +346,22 @@ class KvSession(Session):
         rows = [RowNodes(index, part.row.slots, part.tree, part.keep) for index, part in parts.items()]
         for row in rows:
             self.store.extend(row.place, row.slots.top + row.size)
-        cross = self._cross
-        line = Line.of(
-            rows,
-            self._language.capability.kinds,
-            self._device,
-            None if cross is None else [cross.seen(row.place) for row in rows],
-        )
-        buffers = self.store.pairs(flat.widths, self._like)
-        output = flat(line, buffers, () if cross is None else cross.store.pairs(), output_hidden_states=hidden)
+        line = Line.of(rows, self._language.capability.kinds, self._device, self._encoders(row.place for row in rows))
+        if hidden:
+            logits, states = flat.with_hidden_states(line, *self._buffers(flat))
+        else:
+            logits, states = flat(line, *self._buffers(flat)), None
         self.passes += 1
-        return dict(
-            zip(
-                (part.row.number for part in parts.values()),
-                line_scores(output, rows, self.passes),
-                strict=True,
-            )
-        )
+        scores = line_scores(logits, states, rows, self.passes)
+        return {part.row.number: own for part, own in zip(parts.values(), scores, strict=True)}
+
+    def _encoders(self, places: Iterable[int]) -> list[list[int]] | None:
+        """What the rows at these places see of encoders."""
+        return None if self._cross is None else [self._cross.seen(place) for place in places]
+
+    def _buffers(self, flat: FlatForward) -> tuple[Buffers, Buffers]:
+        """Those of the text, and of encoders."""
+        return self.store.pairs(flat.widths, self._like), () if self._cross is None else self._cross.store.pairs()
 
     def _pass(self, parts: dict[int, _Part], first: int, last: int, extras: dict[str, bool]) -> dict[int, Scores]:
         """One forward over the rows of the store from `first` to `last`; those without a part are padding."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -81,6 +82,29 @@ class Line:
             [] if encoders is None else [_cross([row.size for row in rows], encoders).to(device)],
         )
 
+    @classmethod
+    def next(
+        cls,
+        places: Sequence[int],
+        columns: Sequence[int],
+        tokens: Sequence[int],
+        kinds: Sequence[Kind],
+        device: torch.device,
+        encoders: Sequence[list[int]] | None = None,
+    ) -> Line:
+        """One more token for each of several rows that hold text alone, as many tokens as `columns` says."""
+        tables = [
+            [[place, at, max(_first(at, kind), 0), at + 1] for place, at in zip(places, columns, strict=True)]
+            for kind in kinds
+        ]
+        return cls(
+            torch.tensor([tokens], device=device),
+            torch.tensor([columns], device=device),
+            [torch.tensor([[table]], dtype=torch.int32, device=device) for table in tables],
+            torch.arange(len(tokens), device=device),
+            [] if encoders is None else [_cross([1] * len(tokens), encoders).to(device)],
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
@@ -101,7 +125,7 @@ class _Placed:
         """`[nodes, 4 + words]`, with bits for `wide` columns."""
         words = -(-wide // _WORD)
         table = np.zeros((len(self.columns), 4 + words), dtype=np.int32)
-        first = self._first(kind)
+        first = np.maximum(_first(self.positions, kind), 0)
         table[:, 0], table[:, 1] = self.place, self.columns
         table[:, 2], table[:, 3] = np.minimum(first, self.base), self.base
         if few := self.kin.shape[1]:
@@ -110,13 +134,12 @@ class _Placed:
             table[:, 4:] = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
         return table
 
-    def _first(self, kind: Kind) -> np.ndarray:
-        """The first position that each node sees."""
-        if kind.window is not None:
-            return np.maximum(self.positions - kind.window + 1, 0)
-        if kind.chunk is not None:
-            return self.positions // kind.chunk * kind.chunk
-        return np.zeros_like(self.positions)
+
+def _first(position: Any, kind: Kind) -> Any:
+    """The first position that nodes at `position` see; windows may begin before the text."""
+    if kind.window is not None:
+        return position - kind.window + 1
+    return position * 0 if kind.chunk is None else position // kind.chunk * kind.chunk
 
 
 def _cross(sizes: Sequence[int], encoders: Sequence[list[int]]) -> Tensor:

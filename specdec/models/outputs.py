@@ -66,17 +66,18 @@ def row_scores(
     return found
 
 
-def line_scores(output: Any, rows: Sequence[RowNodes], number: int) -> list[Scores]:
-    """Every row's share of the output of pass `number` over nodes in a line."""
-    hidden = output.get("hidden_states") or output.get("decoder_hidden_states")
-    found, begin, logits = [], 0, 0
+def line_scores(
+    logits: Tensor, hidden: tuple[Tensor, ...] | None, rows: Sequence[RowNodes], number: int
+) -> list[Scores]:
+    """Every row's share of the logits `[kept, vocab]` and hidden states `[nodes, width]` of pass `number`."""
+    found, begin, kept = [], 0, 0
     for row in rows:
         end = begin + row.size
-        own = output.logits[0, logits : logits + row.keep]
-        states = None if hidden is None else tuple(layer[0, begin:end] for layer in hidden)
+        own = logits[kept : kept + row.keep]
+        states = None if hidden is None else tuple(layer[begin:end] for layer in hidden)
         first = len(row.tree) - row.keep
         found.append(Scores(row.tree, first, own, held=row.slots.pending, passes=(number,), hidden_states=states))
-        begin, logits = end, logits + row.keep
+        begin, kept = end, kept + row.keep
     return found
 
 
