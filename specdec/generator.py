@@ -133,6 +133,16 @@ class SpecGenerator:
     def __repr__(self) -> str:
         return f"SpecGenerator({self.target!r}, draft={self.drafter!r})"
 
+    def wait_until_compiled(self, timeout: float | None = None) -> bool:
+        """Waits until target and draft models run on compiled code, in `gear`="compiled"; whether all of them do.
+
+        They are compiled beside the work; until then passes run as in `gear`="packed". At the most so many seconds for
+        each model.
+        """
+        drafts = () if self.drafter is None else self.drafter.models
+        ready = [model.wait_until_compiled(timeout) for model in (self.target, *drafts)]
+        return all(ready)
+
     def options(self, **given: Any) -> Options:
         """What a call of `generate` with these arguments would go by; raises as the call itself does."""
         given = {name: value for name, value in given.items() if value is not None}

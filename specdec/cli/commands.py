@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from specdec.cli.bench import bench, tune
+from specdec.cli.compile import compile_
 from specdec.cli.flags import (
     ConfigFile,
     DeviceMap,
@@ -238,4 +239,5 @@ app.command()(bench)
 app.command()(tune)
 app.command()(summarize)
 app.command()(transcribe)
+app.command("compile")(compile_)
 app.add_typer(zoo_app, name="zoo")

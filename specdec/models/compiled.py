@@ -20,14 +20,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.export import Dim
-from torch.fx.experimental import _config as shape_config
 
 from specdec import kernels
 from specdec.errors import UnsupportedError
@@ -49,17 +48,24 @@ class CompiledForward:
     def __init__(self, flat: FlatForward) -> None:
         self._model, self._widths = flat.model, flat.widths
         self._run: Callable[[list[Tensor]], list[Tensor]] | None = None
-        self._folder = kernels.folder() / "compiled" / _key(flat.model, flat.widths)
         self._done = threading.Event()
+
+    @cached_property
+    def _folder(self) -> Path:
+        return _root() / _key(self._model, self._widths)
+
+    def start(self) -> CompiledForward:
+        """Takes the code that is there, or has it made beside the work."""
         if self.is_kept:
             self._work()
         else:
             threading.Thread(target=self._work, name="specdec-compile", daemon=True).start()
+        return self
 
     @property
     def is_kept(self) -> bool:
         """Whether the code is there from an earlier time."""
-        return (self._folder / _CODE).exists()
+        return _root().exists() and (self._folder / _CODE).exists()
 
     @property
     def ready(self) -> bool:
@@ -136,6 +142,12 @@ def _flattened(
     return [ids, positions, kept, *tables, *encoders, *pairs]
 
 
+def _root() -> Path:
+    """Where compiled code is kept: `$SPECDEC_COMPILED`, or beside the kernels."""
+    named = os.environ.get("SPECDEC_COMPILED")
+    return Path(named) if named else kernels.folder() / "compiled"
+
+
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
     """All parameters and buffers, by every name that they have."""
     return {
@@ -194,6 +206,8 @@ def _with_weights(model: Any) -> None:
 
 def _example(model: FlatModel, widths: Sequence[tuple[int, ...]]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Arguments of a pass, and which of their sizes change."""
+    from torch.export import Dim  # loads the compiler
+
     count = len(model.kinds) or 1
     place = torch.arange(_NODES)
     table = torch.zeros(1, 1, _NODES, 4 + _WORDS, dtype=torch.int32)
@@ -217,6 +231,8 @@ def _pair(width: tuple[int, ...], rows: int, columns: int, dtype: torch.dtype) -
 
 def _main(folder: Path) -> None:
     """Compiles the model that lies in a folder."""
+    from torch.fx.experimental import _config as shape_config
+
     os.nice(10)
     torch.set_num_threads(1)
     kernels.available()
