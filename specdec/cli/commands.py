@@ -19,6 +19,7 @@ from specdec.cli.flags import (
     DeviceMap,
     DraftTokens,
     Dtype,
+    ExactnessName,
     Gear,
     GgufFile,
     Method,
@@ -171,6 +172,7 @@ def generate(
     quantization: Quantization = None,
     gguf_file: GgufFile = None,
     gear: Gear = None,
+    exactness: ExactnessName = None,
     device_map: DeviceMap = None,
     max_memory: Annotated[
         list[str] | None, typer.Option(metavar="DEVICE=SIZE", help="Most memory, as in cpu=2GiB; repeatable.")
