@@ -112,7 +112,7 @@ class ModelSession(DraftSession):
     def commit(self, commits: Sequence[Commit]) -> None:
         """Keeps of the cache what became text or is still a branch; leaves are fed again, for their logits."""
         cut, lengths = [], []
-        for row, path, text in commits:
+        for row, path, text, _ in commits:
             held = self._held.get(row.key)
             if held is None:
                 continue

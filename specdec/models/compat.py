@@ -8,6 +8,7 @@ says of each name which release has changed it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -27,6 +28,13 @@ def attention_of(config: Any) -> str:
     """Which attention a model computes with: `attn_implementation` is an argument of loading, without a getter."""
     kind: str = config._attn_implementation
     return kind
+
+
+def gives_hidden_states(decoder: Any) -> bool:
+    """Whether a decoder takes `output_hidden_states`: as an argument, or by the hooks that newer classes declare."""
+    return "output_hidden_states" in inspect.signature(decoder.forward).parameters or "hidden_states" in (
+        getattr(decoder, "_can_record_outputs", None) or {}
+    )
 
 
 def loads(auto_class: Any, config: Any) -> bool:

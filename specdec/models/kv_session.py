@@ -142,7 +142,7 @@ class KvSession(Session):
         *,
         embeds: Sequence[Tensor | None] | None = None,
         wholes: Sequence[int] | None = None,
-        output_hidden_states: bool = False,
+        output_hidden_states: bool | Sequence[int] = False,
         output_attentions: bool = False,
     ) -> list[Scores]:
         """One padded pass; several where rows lie far apart and many nodes would be padding."""
@@ -189,14 +189,14 @@ class KvSession(Session):
         keep: Sequence[int],
         embeds: Sequence[Tensor | None] | None,
         wholes: Sequence[int] | None,
-        output_hidden_states: bool,
+        output_hidden_states: bool | Sequence[int],
         output_attentions: bool,
     ) -> list[Scores]:
         """A pass over rows and trees of any shape."""
         named = [self._row(row) for row in rows]
         check_trees(rows, trees, keep, [row.slots.pending for row in named])
         wanted = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
-        extras = {name: True for name, want in wanted.items() if want}
+        extras = {name: want for name, want in wanted.items() if want}
         if output_attentions:
             self._language.check_attentions()
         parts: dict[int, _Part] = {}
@@ -316,7 +316,7 @@ class KvSession(Session):
             end = begin
         return spans[::-1]
 
-    def _pass(self, parts: dict[int, _Part], first: int, last: int, extras: dict[str, bool]) -> dict[int, Scores]:
+    def _pass(self, parts: dict[int, _Part], first: int, last: int, extras: dict[str, Any]) -> dict[int, Scores]:
         """One forward over the rows of the store from `first` to `last`; those without a part are padding."""
         here = [parts.get(index) or _Part.idle(self._rows[index]) for index in range(first, last + 1)]
         trees, slots = [part.tree for part in here], [part.row.slots for part in here]
@@ -331,7 +331,7 @@ class KvSession(Session):
         return {part.row.number: scores for part, scores in zip(here, found, strict=True)}
 
     def _forward(
-        self, parts: list[_Part], layout: Layout, kept: LogitNodes, first: int, extras: dict[str, bool]
+        self, parts: list[_Part], layout: Layout, kept: LogitNodes, first: int, extras: dict[str, Any]
     ) -> tuple[Any, LogitNodes]:
         """The model's output for a pass, through compiled code where that takes it, and which logits it holds."""
         compiled, ids = self._language.compiled, self._ids(parts, layout)

@@ -78,7 +78,7 @@ def _extras(output: Any, layout: Layout, row: int) -> dict[str, Any]:
     hidden = output.get("hidden_states") or output.get("decoder_hidden_states")
     attentions = output.get("attentions") or output.get("decoder_attentions")
     if hidden:
-        extras["hidden_states"] = tuple(layer[row, :size] for layer in hidden)
+        extras["hidden_states"] = tuple(None if layer is None else layer[row, :size] for layer in hidden)
     if attentions:
         extras["attentions"] = tuple(layer[row, :, :size, columns] for layer in attentions)
     if output.get("cross_attentions"):
