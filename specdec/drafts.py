@@ -24,11 +24,13 @@ from specdec.draft import (
     is_word,
 )
 from specdec.draft.function import refuse_class
+from specdec.draft.hidden import HeadDrafter
 from specdec.errors import OptionError, VocabularyError
 from specdec.inputs import check_tokenizer, tokenizer_beside
 from specdec.loading import Loading
 from specdec.models import LanguageModel, load
 from specdec.models.bare_decoder import on_encoder_of
+from specdec.models.heads import kind_of, load_head
 from specdec.request import Pacing
 from specdec.schedule import Schedule, learns
 from specdec.types import BatchDrafter
@@ -77,6 +79,14 @@ class Draft:
         return found
 
 
+@dataclass(frozen=True)
+class HeadAt:
+    """A head at a folder or hub id, which comes in once its target has."""
+
+    source: str
+    how: Loading
+
+
 class Drafts:
     """Makes drafts for one target, and keeps the last two that calls have named, with their models."""
 
@@ -102,6 +112,10 @@ class Drafts:
                 word, colon, argument = draft.partition(":")
                 made: BatchDrafter = DRAFTS[word].of(self._target, argument if colon else None, name)
                 return made
+            case HeadAt():
+                return HeadDrafter(load_head(draft.source, self._target, draft.how, argument=name))
+            case str() | PathLike() if kind_of(draft) is not None:
+                return HeadDrafter(load_head(draft, self._target, self._how, argument=name))
             case str() | PathLike() | PreTrainedModel() | LanguageModel():
                 return self._model(draft, tokenizer, assistant_tokenizer, name)
             case tuple() | list():
@@ -214,6 +228,8 @@ def loaded(draft: Any, how: Loading) -> tuple[Any, Any]:
         return tuple(part for part, _ in parts), next((t for _, t in parts if t is not None), None)
     if not is_name(draft):
         return draft, None
+    if kind_of(draft, how.revision) is not None:
+        return HeadAt(str(draft), how), None
     beside = tokenizer_beside(str(draft), **how.beside)
     return language_model(draft, "draft", how), beside
 

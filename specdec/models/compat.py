@@ -30,6 +30,11 @@ def attention_of(config: Any) -> str:
     return kind
 
 
+def set_attention(config: Any, kind: str) -> None:
+    """Says which attention modules compute with that are made of a config, without the model that would ask for it."""
+    config._attn_implementation = kind
+
+
 def gives_hidden_states(decoder: Any) -> bool:
     """Whether a decoder takes `output_hidden_states`: as an argument, or by the hooks that newer classes declare."""
     return "output_hidden_states" in inspect.signature(decoder.forward).parameters or "hidden_states" in (
