@@ -17,14 +17,15 @@ from specdec.draft import (
     DRAFTS,
     EarlyExitDrafter,
     FunctionDrafter,
+    HeadDrafter,
     HybridDrafter,
     ModelDrafter,
+    MtpDrafter,
     NgramDrafter,
     TextBridge,
     is_word,
 )
 from specdec.draft.function import refuse_class
-from specdec.draft.hidden import HeadDrafter
 from specdec.errors import OptionError, VocabularyError
 from specdec.inputs import check_tokenizer, tokenizer_beside
 from specdec.loading import Loading
@@ -41,6 +42,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "assistant_model": ("assistant_tokenizer",),
     "prompt_lookup_num_tokens": ("max_matching_ngram_size",),
     "assistant_early_exit": (),
+    "use_mtp": (),
 }
 NAMES = (*ALIASES, *(detail for details in ALIASES.values() for detail in details))
 _WORDS = ", ".join(map(repr, DRAFTS))
@@ -143,6 +145,10 @@ class Drafts:
                 return _lookup(**given)
             case "assistant_early_exit":
                 return self._early_exit(given[name], name)
+            case "use_mtp":
+                if given[name] is not True:
+                    raise OptionError.of(name, "True or False", given[name])
+                return MtpDrafter.of(self._target, None, name)
             case _:
                 return self.make(given[name], tokenizer, given.get("assistant_tokenizer"), name=name)
 
@@ -194,6 +200,12 @@ class Recent:
             self._entries = [found, *others]
             value: T = found[1]
             return value
+
+
+def named_drafts(given: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """What a call, or else its generation config, says in transformers' words for drafts, where it says anything."""
+    named = {name: value for name in NAMES if (value := given.get(name, getattr(config, name, None))) is not None}
+    return {name: value for name, value in named.items() if name != "use_mtp" or value is not False}
 
 
 def is_name(draft: object) -> bool:

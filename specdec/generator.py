@@ -14,7 +14,7 @@ from specdec.call import Call, Extras
 from specdec.config import Options, check_defaults, resolve
 from specdec.dispatcher import Dispatcher
 from specdec.drafts import NAMES as DRAFT_NAMES
-from specdec.drafts import Draft, Drafts, is_name, language_model, loaded, names_model
+from specdec.drafts import Draft, Drafts, is_name, language_model, loaded, named_drafts, names_model
 from specdec.engine import Engine
 from specdec.errors import OptionError
 from specdec.inputs import NAMES as MODEL_INPUTS
@@ -187,7 +187,7 @@ class SpecGenerator:
         config = objects.get("generation_config")
         options = self._options(given, config)
         extras = Extras(**{"tokenizer": self.tokenizer, **{n: objects[n] for n in _EXTRAS if n in objects}})
-        named = {n: value for n in DRAFT_NAMES if (value := objects.get(n, getattr(config, n, None))) is not None}
+        named = named_drafts(objects, config)
         draft = self._drafts.of_call(named, extras.tokenizer) if named else self._draft
         drafter = None if draft.drafter is None else draft.drafter.for_sampling(options.sampling)
         self._check_modes(drafter)

@@ -9,6 +9,7 @@ from specdec.loading import Loading
 from specdec.models.heads.checkpoint import Checkpoint, kind_of
 from specdec.models.heads.eagle import load_eagle
 from specdec.models.heads.head import Head, Stage, Stages
+from specdec.models.heads.mtp import load_mtp
 from specdec.models.language_model import LanguageModel
 
 LOADERS = {"eagle3": load_eagle}
@@ -33,4 +34,4 @@ def load_head(
     return LOADERS[kind](checkpoint, target, how)
 
 
-__all__ = ["LOADERS", "Head", "Stage", "Stages", "kind_of", "load_head"]
+__all__ = ["LOADERS", "Head", "Stage", "Stages", "kind_of", "load_head", "load_mtp"]

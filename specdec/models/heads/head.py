@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -145,25 +146,23 @@ class Blank(nn.Module):
 
 
 class Embedding:
-    """Looks tokens up as a checkpoint stores them, in a weight `[vocab, width]` or the target's own module.
+    """Looks tokens up in a weight `[vocab, width]` or the target's own module; `as_stored`, without its scaling.
 
     It is no module itself, so that what belongs to the target is not among the head's weights.
     """
 
-    def __init__(self, table: Any) -> None:
-        self._table = table
+    def __init__(self, table: Any, *, as_stored: bool = True) -> None:
         weight = table if isinstance(table, Tensor) else getattr(table, "weight", None)
-        self._weight = None if weight is None or weight.is_meta else weight
-        if weight is None:
-            self.vocab_size, self.width = table.num_embeddings, table.embedding_dim
+        shape = (table.num_embeddings, table.embedding_dim) if weight is None else weight.shape
+        self.vocab_size, self.width = int(shape[0]), int(shape[1])
+        if not as_stored or weight is None or weight.is_meta:
+            self._look_up = table.head.rows if as_stored and isinstance(table, PackedEmbedding) else table
         else:
-            self.vocab_size, self.width = weight.shape
+            self._look_up = partial(F.embedding, weight=weight)
 
     def __call__(self, ids: Tensor) -> Tensor:
-        """`[...]` to `[..., width]`, without what some models do to it afterwards."""
-        if self._weight is not None:
-            return F.embedding(ids, self._weight)
-        found: Tensor = self._table.head.rows(ids) if isinstance(self._table, PackedEmbedding) else self._table(ids)
+        """`[...]` to `[..., width]`."""
+        found: Tensor = self._look_up(ids)
         return found
 
 
