@@ -28,10 +28,11 @@ from specdec.draft import (
 from specdec.draft.function import refuse_class
 from specdec.errors import OptionError, VocabularyError
 from specdec.inputs import check_tokenizer, tokenizer_beside
-from specdec.loading import Loading
+from specdec.loading import Loading, Vocabulary
 from specdec.models import LanguageModel, load
 from specdec.models.bare_decoder import on_encoder_of
 from specdec.models.heads import kind_of, load_head
+from specdec.models.vocabulary import cut_vocabulary
 from specdec.request import Pacing
 from specdec.schedule import Schedule, learns
 from specdec.types import BatchDrafter
@@ -233,17 +234,25 @@ def language_model(model: Any, name: str, how: Loading | None = None) -> Languag
     return load(model, how, name=name, words=words)
 
 
-def loaded(draft: Any, how: Loading) -> tuple[Any, Any]:
-    """`draft` with its model loaded as `how` says, where that is an id or path, and the tokenizer beside the model."""
+def loaded(draft: Any, how: Loading, vocabulary: Vocabulary | None = None) -> tuple[Any, Any]:
+    """`draft` with its model loaded as `how` says, where that is an id or path, and the tokenizer beside the model.
+
+    The model guesses the tokens of its `vocabulary` alone, where that is given.
+    """
     if isinstance(draft, tuple | list):
-        parts = [loaded(part, how) for part in draft]
+        parts = [loaded(part, how, vocabulary) for part in draft]
         return tuple(part for part, _ in parts), next((t for _, t in parts if t is not None), None)
     if not is_name(draft):
         return draft, None
     if kind_of(draft, how.revision) is not None:
+        if vocabulary is not None:
+            raise OptionError(f"`draft` {str(draft)!r} is a head, which has its own vocabulary: leave `vocabulary` out")
         return HeadAt(str(draft), how), None
     beside = tokenizer_beside(str(draft), **how.beside)
-    return language_model(draft, "draft", how), beside
+    model = language_model(draft, "draft", how)
+    if vocabulary is not None:
+        cut_vocabulary(model, vocabulary, beside)
+    return model, beside
 
 
 def names_model(draft: Any) -> bool:

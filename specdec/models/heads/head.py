@@ -27,6 +27,7 @@ from specdec.models.gears import PackedEmbedding
 from specdec.models.language_model import LanguageModel
 from specdec.models.layout import AttentionView, Kind
 from specdec.models.session import Session
+from specdec.models.vocabulary import widened
 from specdec.types import Scores, Tree
 
 
@@ -111,7 +112,9 @@ class Stage(nn.Module, ABC):
             attention_mask = {kind.name: view.mask(kind, inputs_embeds.dtype) for kind in self.kinds}
         written = self.write(embeds, inputs_embeds[..., -self.width :], attention_mask, position_ids, past_key_values)
         last = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self._widened(self.guess(written[:, last]))
+        logits = self.guess(written[:, last])
+        if self.vocabulary is not None:
+            logits = widened(logits, self.vocabulary, self.vocab_size)
         return CausalLMOutputWithPast(logits=logits, hidden_states=(written,) if output_hidden_states else None)
 
     def _simple_view(self, inputs: Tensor, cache: Any) -> AttentionView:
@@ -120,14 +123,6 @@ class Stage(nn.Module, ABC):
         keys = torch.arange(start + inputs.shape[1], device=inputs.device).expand(len(inputs), -1)
         positions = keys[:, start:]
         return AttentionView(positions, keys, keys[:, None] <= positions[:, :, None])
-
-    def _widened(self, logits: Tensor) -> Tensor:
-        """Logits of the target's whole vocabulary: what is not in the head's own is never guessed."""
-        if self.vocabulary is None:
-            return logits
-        whole = logits.new_full((*logits.shape[:-1], self.vocab_size), float("-inf"))
-        whole[..., self.vocabulary] = logits
-        return whole
 
 
 class Blank(nn.Module):
