@@ -117,7 +117,7 @@ class Drafts:
                 return made
             case HeadAt():
                 return HeadDrafter(load_head(draft.source, self._target, draft.how, argument=name))
-            case str() | PathLike() if kind_of(draft) is not None:
+            case str() | PathLike() | PreTrainedModel() if kind_of(draft) is not None:
                 return HeadDrafter(load_head(draft, self._target, self._how, argument=name))
             case str() | PathLike() | PreTrainedModel() | LanguageModel():
                 return self._model(draft, tokenizer, assistant_tokenizer, name)

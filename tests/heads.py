@@ -85,6 +85,8 @@ def _weights(config: dict[str, Any], generator: torch.Generator) -> dict[str, Te
         name: torch.randn(shape, generator=generator) * (0.25 if len(shape) > 1 else 0.3) + (len(shape) == 1)
         for name, shape in shapes.items()
     }
+    if "mask_token_id" in config:
+        weights["mask_hidden"] = torch.randn(1, 1, reads * hidden, generator=generator)
     if size < 64:
         ids = torch.randperm(64, generator=generator)[:size].sort().values
         weights["d2t"] = ids - torch.arange(size)
@@ -111,6 +113,13 @@ class Eagle:
             text.append(guesses[-1])
             features = torch.cat([features, written[-1:]])
         return guesses, logits
+
+    def block(self, tokens: list[int], states: Tensor, count: int) -> list[int]:
+        """The likeliest `count` guesses of a P-EAGLE head, all from one pass."""
+        masked = self.weights["mask_hidden"].view(1, *states.shape[1:]).expand(count - 1, -1, -1)
+        text = [*tokens[1:], *[self.config["mask_token_id"]] * (count - 1)]
+        written = self.written(text, self.features(torch.cat([states, masked])))
+        return [int(self.logits(one).argmax()) for one in written[-count:]]
 
     def features(self, states: Tensor) -> Tensor:
         """What is made of the target's hidden states."""
@@ -180,3 +189,72 @@ class Eagle:
         cos, sin = angles.cos()[:, None], angles.sin()[:, None]
         a, b = x[..., :half], x[..., half:]
         return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+def dflash_folder(folder: Path, target: Any, *, seed: int = 0, **given: Any) -> Path:
+    """A DFlash checkpoint in the `speculators` format, whose vocabulary is the target's."""
+    layers = {"model_type": "qwen3", **SIZES, "num_hidden_layers": 2}
+    layers |= {name: given.pop(name) for name in [*given] if name in {"layer_types", "sliding_window"}}
+    config = {
+        "architectures": ["DFlashSpeculator"],
+        "speculators_model_type": "dflash",
+        "draft_vocab_size": 64,
+        "block_size": 5,
+        "mask_token_id": 63,
+        "aux_hidden_state_layer_ids": READS,
+        "transformer_layer_config": {**layers, "use_sliding_window": "sliding_window" in layers},
+        **given,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    eagle = {"draft_vocab_size": 64, "eagle_aux_hidden_state_layer_ids": READS, "transformer_layer_config": layers}
+    weights = _weights(eagle, torch.Generator().manual_seed(seed))
+    for name in ("q", "k", "v"):  # these read no embedding beside
+        key = f"layers.0.self_attn.{name}_proj.weight"
+        weights[key] = weights[key][:, :32].contiguous()
+    weights["hidden_norm.weight"] = weights.pop("layers.0.hidden_norm.weight")
+    del weights["embed_tokens.weight"], weights["lm_head.weight"]
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+class DFlash(Eagle):
+    """The formulas of DFlash, one text at a time, without a cache; embeddings and head are the target's."""
+
+    def __init__(self, folder: Path, target: Any) -> None:
+        super().__init__(folder)
+        self.target = target
+
+    def block(self, tokens: list[int], states: Tensor, count: int) -> list[int]:
+        """The likeliest `count` guesses after `tokens`; `states` `[tokens - 1, layers, width]`."""
+        size, anchor = self.config["block_size"], self.config.get("sample_from_anchor", False)
+        context = self._norm(states.reshape(len(states), -1) @ self.weights["fc.weight"].T, "hidden_norm")
+        ids = [tokens[-1], *[self.config["mask_token_id"]] * (size - 1)]
+        hidden = self.target.get_input_embeddings().weight[ids]
+        for layer in range(self.layers["num_hidden_layers"]):
+            normed = self._norm(hidden, f"layers.{layer}.input_layernorm")
+            hidden = hidden + self._block_attention(normed, context, layer)
+            hidden = hidden + self._mlp(hidden, layer)
+        logits = self._norm(hidden, "norm") @ self.target.lm_head.weight.T
+        return [int(one.argmax()) for one in logits[0 if anchor else 1 :]][:count]
+
+    def _block_attention(self, x: Tensor, context: Tensor, layer: int) -> Tensor:
+        name, width = f"layers.{layer}.self_attn.", self.layers["head_dim"]
+        query, key_, value = (self.weights[f"{name}{part}_proj.weight"].T for part in "qkv")
+        told = torch.cat([context, x])
+        q, k, v = (rows.view(len(rows), -1, width) for rows in (x @ query, told @ key_, told @ value))
+        q, k = self._norm(q, f"{name}q_norm"), self._norm(k, f"{name}k_norm")
+        k, n = self._turned(k), len(context)
+        q = self._turned(torch.cat([q.new_zeros(n, *q.shape[1:]), q]))[n:]
+        at, key = torch.arange(n, n + len(x))[:, None], torch.arange(n + len(x))
+        seen = torch.ones(len(x), n + len(x), dtype=torch.bool)
+        if (self.layers.get("layer_types") or [""] * (layer + 1))[layer] == "sliding_attention":
+            seen = (key >= n - self.layers["sliding_window"]) & ((key < n) | (key <= at))
+            if self.config.get("sliding_window_non_causal"):
+                seen = (key >= n - self.layers["sliding_window"]).expand(len(x), -1)
+        out = []
+        for head in range(q.shape[1]):
+            kept = head * k.shape[1] // q.shape[1]
+            scores = (q[:, head] @ k[:, kept].T / width**0.5).masked_fill(~seen, float("-inf"))
+            out.append(scores.softmax(-1) @ v[:, kept])
+        return torch.cat(out, dim=1) @ self.weights[f"{name}o_proj.weight"].T

@@ -235,7 +235,7 @@ VERIFIER = {"architectures": ["LlamaForCausalLM"], "name_or_path": "somebody/ano
     ("fields", "match"),
     [
         ({"target_hidden_size": 48}, "was made for another target: its hidden states are 48 wide, the target's 32"),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 7]}, r"reads layers \[1, 2, 7\], and the target has 3"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 7]}, r"this one has 3 layers: it reads \[1, 2, 7\]"),
         ({"speculators_config": {"verifier": VERIFIER}}, "was made for 'somebody/another-model', and the target is"),
         (
             {"speculators_config": {"verifier": {"architectures": ["Qwen3ForCausalLM"]}}},

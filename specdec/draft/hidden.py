@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec.draft.model import CHUNK, ModelSession, _Held
-from specdec.types import BatchDrafter, Commit, Hidden, Plan, Row, Scores, Tree
+from specdec.types import EMPTY, BatchDrafter, Commit, Hidden, Plan, Row, Scores, Tree
 
 if TYPE_CHECKING:
     from specdec.models.heads import Head, Stages
@@ -30,7 +30,8 @@ class HeadDrafter(BatchDrafter):
 
     def start(self, vocab_size: int) -> HeadSession:
         """A session without rows."""
-        return HeadSession(self.head, vocab_size, self.source)
+        kind = HeadSession if self.head.block is None else BlockSession
+        return kind(self.head, vocab_size, self.source)
 
 
 @dataclass(eq=False, slots=True)
@@ -67,6 +68,7 @@ class HeadSession(ModelSession):
     def __init__(self, head: Head, vocab_size: int, source: str = "head") -> None:
         super().__init__(head, vocab_size, source)  # type: ignore[arg-type]
         self._head = head
+        self._shift = 1  # how far a token's feature lies before it
         self._known: dict[int, _Known] = {}
 
     def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
@@ -148,7 +150,7 @@ class HeadSession(ModelSession):
         return super()._limit(row, plan) if told and self._is_continuous(row) else 0
 
     def _end(self, row: Row) -> int:
-        return min(super()._end(row), self._known[row.key].end + 1)
+        return min(super()._end(row), self._known[row.key].end + self._shift)
 
     def _run(
         self,
@@ -186,6 +188,7 @@ class HeadSession(ModelSession):
             scores = scores or said
             for part, one in zip(parts, said, strict=True):
                 self._note(part, stage, one)
+        session.commit(slots, [list(range(len(tree))) for tree in trees], texts=texts, final=not level)
         for part in parts:
             self._renumber(part, ends=not level)
         return scores
@@ -203,8 +206,8 @@ class HeadSession(ModelSession):
     def _of_text(self, part: _Part) -> Tensor:
         """The target's features of text that is fed; the first token of all has none before it."""
         known, begin = self._known[part.row.key], self._held[part.row.key].text
-        first = known.states.new_zeros(int(part.text > 0 and not begin), known.states.shape[1])
-        at = begin - 1 + len(first) - known.first
+        first = known.states.new_zeros(int(part.text > 0 and begin < self._shift), known.states.shape[1])
+        at = begin - self._shift + len(first) - known.first
         return torch.cat([first, known.states[at : at + part.text - len(first)]])
 
     def _of_branches(self, part: _Part) -> list[Tensor]:
@@ -239,7 +242,7 @@ class HeadSession(ModelSession):
 
     def _is_continuous(self, row: Row) -> bool:
         """Whether nothing is missing between what was read of a text and what is known of it."""
-        return self._known[row.key].first <= max(self._held[row.key].text - 1, 0)
+        return self._known[row.key].first <= max(self._held[row.key].text - self._shift, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,3 +258,78 @@ class _Part:
     def tokens(self) -> list[int]:
         """Those of the new nodes."""
         return self.tree.tokens[self.held :]
+
+
+class BlockSession(HeadSession):
+    """A head that makes all guesses of a round in one pass (`Block`): what a guess is does not change the next ones.
+
+    After the branches of a search it guesses nothing.
+    """
+
+    guesses_branches = False
+
+    def __init__(self, head: Head, vocab_size: int, source: str = "head") -> None:
+        super().__init__(head, vocab_size, source)
+        assert head.block is not None
+        self._block = head.block
+        self._shift = 0 if head.block.reads_itself else 1
+        self._said: dict[int, Tensor] = {}  # logits of a row's guesses in this round `[guesses, vocab]`
+
+    def commit(self, commits: Sequence[Commit]) -> None:
+        """What was guessed is not in the cache."""
+        self._forget([commit.row for commit in commits])
+        super().commit(commits)
+
+    def _forget(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            self._said.pop(row.key, None)
+            if (held := self._held.get(row.key)) is not None:
+                held.text, held.guesses, held.branches = self._session.length(held.slot), 0, EMPTY
+                held.where, held.open = {}, False
+
+    def _close(self, rows: Sequence[Row]) -> None:
+        self._forget(rows)
+
+    def _limit(self, row: Row, plan: Plan) -> int:
+        return 0 if row.tree.tokens else min(super()._limit(row, plan), self._block.guesses)
+
+    def _run(
+        self,
+        rows: Sequence[Row],
+        trees: Sequence[Tree],
+        keep: Sequence[int],
+        texts: Sequence[int],
+        *,
+        wholes: Sequence[int] | None = None,
+        level: int = 0,
+    ) -> list[Scores]:
+        """A pass over text, and where guesses are asked for, over the block after it; they are known afterwards."""
+        if not level:
+            self._read_block(rows, trees, guesses=any(keep), wholes=wholes)
+        said = [
+            self._said[row.key][level].expand(kept, -1) if kept else None for row, kept in zip(rows, keep, strict=True)
+        ]
+        blank = torch.empty(0, 0)
+        return [
+            Scores(tree, len(tree) - kept, blank if logits is None else logits)
+            for tree, kept, logits in zip(trees, keep, said, strict=True)
+        ]
+
+    def _read_block(
+        self, rows: Sequence[Row], trees: Sequence[Tree], *, guesses: bool, wholes: Sequence[int] | None
+    ) -> None:
+        block, slots = self._block, [self._held[row.key].slot for row in rows]
+        masks = [block.token] * block.masks if guesses else []
+        blind = int(guesses and block.reads_itself)  # the last token is one of the block
+        texts = [len(tree) - blind for tree in trees]
+        inputs = []
+        for row, tree, text in zip(rows, trees, texts, strict=True):
+            known = self._of_text(_Part(row, tree, 0, text))
+            masked = block.feature.expand(blind + len(masks), -1)
+            inputs.append(self._head.inputs(tree.tokens + masks, torch.cat([known, masked.to(known)])))
+        fed = [Tree.chain(tree.tokens + masks) for tree in trees]
+        kept = block.guesses if guesses else 0
+        scores = self._session.forward(slots, fed, [kept] * len(fed), embeds=inputs, wholes=wholes)
+        self._session.commit(slots, [list(range(text)) for text in texts])
+        if guesses:
+            self._said |= {row.key: one.logits for row, one in zip(rows, scores, strict=True)}

@@ -199,10 +199,8 @@ class ModelSession(DraftSession):
         held = [self._held[row.key] for row in rows]
         self._drop_branches([one for one in held if one.branches.tokens])
         pieces = [row.tokens[h.text : min(h.text + chunk, self._end(row))] for row, h in zip(rows, held, strict=True)]
-        slots = [one.slot for one in held]
         texts, wholes = [len(piece) for piece in pieces], [len(row.tokens) for row in rows]
         self._run(rows, [Tree.chain(piece) for piece in pieces], [0] * len(rows), texts, wholes=wholes)
-        self._session.commit(slots, [list(range(len(piece))) for piece in pieces])
         for one, piece in zip(held, pieces, strict=True):
             one.text += len(piece)
 
@@ -222,9 +220,12 @@ class ModelSession(DraftSession):
     ) -> list[Scores]:
         """One pass over the new nodes of `trees`: known text and branches (`level` 0), or guesses of this round.
 
-        The first `texts[i]` nodes of a tree will be text in the cache.
+        The cache holds them all afterwards, the first `texts[i]` nodes of a tree as text.
         """
-        return self._session.forward([self._held[row.key].slot for row in rows], trees, keep, wholes=wholes)
+        slots = [self._held[row.key].slot for row in rows]
+        scores = self._session.forward(slots, trees, keep, wholes=wholes)
+        self._session.commit(slots, [list(range(len(tree))) for tree in trees], texts=texts, final=not level)
+        return scores
 
     def _admit(self, rows: Sequence[Row]) -> dict[int, list[Row]]:
         """Gives new rows a place in the cache, but for those that can continue what another row reads or has read.
@@ -351,12 +352,10 @@ class ModelSession(DraftSession):
         feeds = [(growth, tree) for growth in growths if (tree := growth.first()) is not None]
         level = 0
         while feeds:
-            slots = [growth.held.slot for growth, _ in feeds]
             trees = [tree for _, tree in feeds]
             keep = [growth.keep(tree) for growth, tree in feeds]
             texts = [growth.text for growth, _ in feeds]
             scores = self._run([growth.row for growth, _ in feeds], trees, keep, texts, level=level)
-            self._session.commit(slots, [list(range(len(tree))) for tree in trees], texts=texts, final=not level)
             feeds = [
                 (growth, following)
                 for (growth, tree), found in zip(feeds, scores, strict=True)

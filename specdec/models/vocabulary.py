@@ -62,10 +62,9 @@ def cut_vocabulary(language: LanguageModel, vocabulary: Vocabulary, tokenizer: A
     Raises OptionError for more tokens than there are, UnsupportedError for heads and models that cannot be cut.
     """
     model, width = language.model, language.vocab_size
-    text_config = language.config
-    if getattr(text_config, "final_logit_softcapping", None) is not None:
+    if getattr(language.config, "final_logit_softcapping", None) is not None:
         raise UnsupportedError(
-            f"{type(model).__name__} caps its logits, also those of tokens that must not be guessed: leave `vocabulary` out"
+            f"{type(model).__name__} caps its logits, so that no token can be ruled out: leave `vocabulary` out"
         )
     ids = torch.tensor(sorted(_ids(language, vocabulary, tokenizer)), device=language.device)
     model.set_output_embeddings(CutHead(model.get_output_embeddings(), ids, width))

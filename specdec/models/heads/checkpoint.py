@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 
 from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.loading import Loading
@@ -23,16 +23,23 @@ from specdec.models.heads.head import Stage
 from specdec.models.language_model import LanguageModel
 
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_BLOCK = {"target_layer_ids", "block_size", "mask_token_id"}  # of transformers' assistants that guess blocks
 _IGNORED = ("verifier_norm.", "verifier_lm_head.", "rotary_emb.")  # of the library's training
 
 
-def kind_of(source: str | PathLike[str], revision: str | None = None) -> str | None:
-    """Which kind of head is at a folder or hub id ("eagle3", …); None for anything else, also for what is not there."""
+def kind_of(source: str | PathLike[str] | PreTrainedModel, revision: str | None = None) -> str | None:
+    """Which kind of head a model is, or is at a folder or hub id ("eagle3", …); None for anything else, or nothing."""
     try:
-        config = json.loads(Path(_file(str(source), _CONFIG, revision)).read_text())
+        if isinstance(source, PreTrainedModel):
+            config = source.config.to_dict()
+        else:
+            config = json.loads(Path(_file(str(source), _CONFIG, revision)).read_text())
     except (OSError, ValueError):
         return None
-    return config.get("speculators_model_type") if isinstance(config, dict) else None
+    if not isinstance(config, dict):
+        return None
+    found: str | None = config.get("speculators_model_type", "assistant" if config.keys() >= _BLOCK else None)
+    return found
 
 
 def _file(source: str, name: str, revision: str | None) -> str:
@@ -106,6 +113,24 @@ class Checkpoint:
                 raise self.broken(f"`{name}` is {found}, and by its config {said}")
         stage.load_state_dict({name: self.weights[name].to(device, dtype) for name in wanted}, assign=True)
         stage.settle(dtype, device)
+
+    def with_weights(self, weights: dict[str, Tensor]) -> Checkpoint:
+        """The same with other weights."""
+        return replace(self, weights=weights)
+
+    def read_layers(self, name: str, target: LanguageModel) -> list[int]:
+        """The layers of the target that the head reads, as its config's field `name` says."""
+        most = target.num_layers
+        layers: list[int] = self.config.get(name) or [2, most // 2, most - 3]
+        if not all(0 <= layer < most for layer in layers) or len(set(layers)) != len(layers):
+            raise self.unfit(f"it reads {layers}, or `{name}` in its config.json is wrong", target)
+        return layers
+
+    def unfit(self, why: str, target: LanguageModel) -> OptionError:
+        """The error of a head that was made for a target with other layers."""
+        return OptionError(
+            f"`{self.argument}` {self.source!r} is of another target, this one has {target.num_layers} layers: {why}"
+        )
 
     def check_used(self, names: set[str]) -> None:
         """Raises where the checkpoint has weights that nobody would read."""

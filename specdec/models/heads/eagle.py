@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
-from specdec.errors import OptionError, UnsupportedError
+from specdec.errors import UnsupportedError
 from specdec.loading import Loading
 from specdec.models.capability import attention_kinds
 from specdec.models.compat import set_attention
 from specdec.models.heads.checkpoint import Checkpoint, unallocated
-from specdec.models.heads.head import Embedding, Head, Stage
+from specdec.models.heads.head import Block, Embedding, Head, Stage
 from specdec.models.language_model import LanguageModel
 from specdec.models.layout import Kind
 
@@ -39,6 +39,7 @@ KINDS = {
     "qwen3": Parts(modeling_qwen3.Qwen3DecoderLayer, modeling_qwen3.Qwen3RMSNorm, modeling_qwen3.Qwen3RotaryEmbedding),
 }
 """By the `model_type` of the layers' config."""
+_GUESSES = 8  # in one pass, where a checkpoint does not say
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,9 @@ class EagleStage(Stage):
 
 
 def load_eagle(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> Head:
-    """An EAGLE-3 head for this target.
+    """An EAGLE-3 or P-EAGLE head for this target.
+
+    A P-EAGLE head (arXiv 2602.01469) guesses all tokens in one pass, from mask tokens with a feature of their own.
 
     Raises OptionError for one that was made for another target, UnsupportedError for layers of another kind, LoadError
     for a broken checkpoint.
@@ -167,7 +170,7 @@ def load_eagle(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> H
         raise checkpoint.broken("positions that turn a part of each head are not known here", UnsupportedError)
     width = given.get("target_hidden_size") or config.hidden_size
     checkpoint.check_target(target, width=width, vocab_size=config.vocab_size)
-    layers = _read_layers(checkpoint, target)
+    layers = checkpoint.read_layers("eagle_aux_hidden_state_layer_ids", target)
     table = checkpoint.weights.get("embed_tokens.weight")
     dtype = checkpoint.dtype(how, target)
     embedding = Embedding(target.model.get_input_embeddings() if table is None else table.to(target.device, dtype))
@@ -185,9 +188,23 @@ def load_eagle(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> H
             norms=Norms.of(checkpoint),
             vocabulary=vocabulary,
         )
-    checkpoint.check_used({*stage.state_dict(), "embed_tokens.weight"})
+    checkpoint.check_used({*stage.state_dict(), "embed_tokens.weight", "mask_hidden"})
     checkpoint.fill(stage, dtype, target.device)
-    return Head([stage], layers, gear=how.gear)
+    return Head([stage], layers, gear=how.gear, block=_block(checkpoint, stage, len(layers)))
+
+
+@torch.no_grad()
+def _block(checkpoint: Checkpoint, stage: EagleStage, layers: int) -> Block | None:
+    """How a P-EAGLE head guesses; None for EAGLE-3, which makes one guess after the other."""
+    if checkpoint.config.get("speculators_model_type") != "peagle":
+        return None
+    hidden, token = checkpoint.weights.get("mask_hidden"), checkpoint.config.get("mask_token_id")
+    if hidden is None or token is None:
+        raise checkpoint.broken("it has no `mask_hidden` or no `mask_token_id`")
+    feature = stage.features(hidden.to(stage.fc.weight).view(1, layers, -1))[0]
+    methods = (checkpoint.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    guesses = methods[0].get("speculative_tokens", _GUESSES)
+    return Block(guesses, token, guesses - 1, feature)
 
 
 def _kinds(config: Any) -> tuple[Kind, ...]:
@@ -201,18 +218,6 @@ def _kinds(config: Any) -> tuple[Kind, ...]:
 def _layer_types(config: Any) -> Sequence[str]:
     """The name of every layer's kind."""
     return getattr(config, "layer_types", None) or [_kinds(config)[0].name] * config.num_hidden_layers
-
-
-def _read_layers(checkpoint: Checkpoint, target: LanguageModel) -> list[int]:
-    """The layers of the target that the head reads."""
-    most = target.num_layers
-    layers: list[int] = checkpoint.config.get("eagle_aux_hidden_state_layer_ids") or [2, most // 2, most - 3]
-    if not all(0 <= layer < most for layer in layers) or len(set(layers)) != len(layers):
-        raise OptionError(
-            f"`{checkpoint.argument}` {checkpoint.source!r} reads layers {layers}, and the target has {most}: it was "
-            "made for another target, or `eagle_aux_hidden_state_layer_ids` in its config.json is wrong"
-        )
-    return layers
 
 
 def _is_partial(config: Any) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -35,8 +35,8 @@ class Stage(nn.Module, ABC):
     """A stage as a model that sessions run; its inputs are embeddings and features side by side, `[..., both widths]`.
 
     `config` is that of its layers, and `kinds` are their kinds of attention. Features are `width` wide. The first
-    `depth + 1` tokens of a text have no feature, and nobody looks at them. `vocabulary` are the target's ids of its own
-    logits, None where it has all `vocab_size`.
+    `depth + 1` tokens of a text have no feature, and nobody looks at them (-1: all have one). `vocabulary` are the
+    target's ids of its own logits, None where it has all `vocab_size`.
     """
 
     vocabulary: Tensor | None
@@ -161,17 +161,40 @@ class Embedding:
         return found
 
 
+@dataclass(frozen=True)
+class Block:
+    """How a head makes `guesses` in one pass: from `masks` mask tokens `token` after the text, with this `feature`.
+
+    `reads_itself`: a token of text has the feature that the target wrote at it, and not at the one before, and the last
+    one, of which there is none, is among the masked.
+    """
+
+    guesses: int
+    token: int
+    masks: int
+    feature: Tensor
+    reads_itself: bool = False
+
+
 class Head:
     """A head and what it wants of its target: the hidden states of `hidden_layers`.
 
-    `stages` are its stages as language models; the vocabulary of its logits is the target's.
+    `stages` are its stages as language models; the vocabulary of its logits is the target's. With a `block` it guesses
+    several tokens in one pass.
     """
 
     is_encoder_decoder = False
     max_positions = None
 
-    def __init__(self, stages: Sequence[Stage], hidden_layers: Sequence[int], *, gear: str = "auto") -> None:
-        self.hidden_layers = tuple(hidden_layers)
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        hidden_layers: Sequence[int],
+        *,
+        gear: str = "auto",
+        block: Block | None = None,
+    ) -> None:
+        self.hidden_layers, self.block = tuple(hidden_layers), block
         self.stages = [_language_model(stage, gear) for stage in stages]
         self.vocab_size, self.device = self.stages[0].vocab_size, self.stages[0].device
         self.embedding, self.dtype = stages[0].embedding, stages[0].dtype
