@@ -129,12 +129,17 @@ DRAFTING: list[dict[str, Any]] = [
 EXACT = [way for way in WAYS if way not in ("rejection", "block")]
 
 
-@pytest.mark.parametrize("drafting", DRAFTING, ids=lambda how: how["schedule"])
-@pytest.mark.parametrize("way", WAYS)
+PAIRS = [
+    pytest.param(way, how, marks=[] if i % len(DRAFTING) == j else pytest.mark.slow, id=f"{way}-{how['schedule']}")
+    for i, way in enumerate(WAYS)
+    for j, how in enumerate(DRAFTING)
+    if way not in ("rejection", "block") or how["schedule"] != "cost"  # which goes by the clock
+]
+
+
+@pytest.mark.parametrize(("way", "drafting"), PAIRS)
 def test_the_text_is_the_target_s(way: str, drafting: dict[str, Any], tmp_path: Path) -> None:
     """With every strategy, schedule and way of sampling, in ragged batches; sampling by q repeats under a seed."""
-    if way in ("rejection", "block") and drafting.get("schedule") == "cost":
-        pytest.skip("goes by the clock")
     folder = eagle_folder(tmp_path / "head", draft_vocab_size=30)
     generator = SpecGenerator(target(), folder)
     out = generator.generate(IDS, **RUN, **WAYS[way], **drafting)
@@ -144,7 +149,7 @@ def test_the_text_is_the_target_s(way: str, drafting: dict[str, Any], tmp_path: 
     assert out.stats.num_draft_tokens > 0
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt2", "qwen3_next", "bloom"])
+@pytest.mark.parametrize("name", ["gemma2", "gpt2", pytest.param("qwen3_next", marks=pytest.mark.slow), "bloom"])
 def test_targets_of_all_kinds(name: str, tmp_path: Path) -> None:
     """Any model that tells hidden states can have a head."""
     model = tiny(name)

@@ -17,6 +17,7 @@ from specdec.draft.hidden import HeadSession
 from specdec.errors import LoadError
 from specdec.models.miniature import shake
 from tests.tiny import GQA, tiny
+from tests.versions import OLD
 
 IDS = [[5, 9, 12, 5, 9, 33, 21], [7, 8, 7], [1]]
 RUN: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": [], "pad_token_id": 0}
@@ -34,6 +35,8 @@ SIZES: dict[str, dict[str, Any]] = {
 
 def with_layers(monkeypatch: pytest.MonkeyPatch, name: str, count: int) -> Any:
     """A tiny target, and in place of its checkpoint's layers for prediction random ones."""
+    if OLD:
+        pytest.skip("transformers cannot tell the layers for prediction from the others")
     config = AutoConfig.for_model(name, vocab_size=64, num_mtp_layers=count, **SIZES[name])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -133,6 +136,7 @@ def checkpoint(folder: Path) -> tuple[Path, Any]:
     return folder, layers
 
 
+@pytest.mark.skipif(OLD, reason="transformers cannot tell the layers for prediction from the others")
 def test_layers_come_from_the_checkpoint(tmp_path: Path) -> None:
     """They are those that were stored; a checkpoint without them is told of."""
     folder, layers = checkpoint(tmp_path / "target")

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import modeling_gguf_pytorch_utils, utils
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
+from transformers.utils import output_capturing
 
 TAKES_MASKS = ("sdpa", "eager")  # the attentions to whose scores a mask of ours is added
 
@@ -33,6 +34,11 @@ def attention_of(config: Any) -> str:
 def set_attention(config: Any, kind: str) -> None:
     """Says which attention modules compute with that are made of a config, without the model that would ask for it."""
     config._attn_implementation = kind
+
+
+def hidden_states_of(layers: bool | Sequence[int]) -> bool | Sequence[int]:
+    """The `output_hidden_states` that keeps no more than these: 5.17 counts the layers of a list in another way."""
+    return layers if isinstance(layers, bool) or hasattr(output_capturing, "selected_hidden_states") else bool(layers)
 
 
 def gives_hidden_states(decoder: Any) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.errors import OptionError, UnsupportedError
-from specdec.models.compat import TAKES_MASKS, attention_of
+from specdec.models.compat import TAKES_MASKS, attention_of, hidden_states_of
 from specdec.models.cross import CrossAttention
 from specdec.models.encoding import Encoding
 from specdec.models.layout import AttentionView, Layout, SlotMap
@@ -195,7 +195,10 @@ class KvSession(Session):
         """A pass over rows and trees of any shape."""
         named = [self._row(row) for row in rows]
         check_trees(rows, trees, keep, [row.slots.pending for row in named])
-        wanted = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
+        wanted = {
+            "output_hidden_states": hidden_states_of(output_hidden_states),
+            "output_attentions": output_attentions,
+        }
         extras = {name: want for name, want in wanted.items() if want}
         if output_attentions:
             self._language.check_attentions()

@@ -18,6 +18,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from specdec.errors import OptionError
 from specdec.models import native_cache
+from specdec.models.compat import hidden_states_of
 from specdec.models.encoding import Encoding
 from specdec.models.session import Session, check_paths, check_trees
 from specdec.types import EMPTY, Scores, Tree
@@ -158,7 +159,10 @@ class ReplaySession(Session):
         """Runs every row's paths, after whatever its cache still has to be fed again."""
         named = [self._row(row) for row in rows]
         check_trees(rows, trees, keep, [row.pending for row in named])
-        extras = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
+        extras = {
+            "output_hidden_states": hidden_states_of(output_hidden_states),
+            "output_attentions": output_attentions,
+        }
         asked = {name: wanted for name, wanted in extras.items() if wanted}
         if output_attentions:
             self._language.check_attentions(branched=not all(tree.is_chain for tree in trees))

@@ -32,6 +32,8 @@ def kind_of(source: str | PathLike[str] | PreTrainedModel, revision: str | None 
     try:
         if isinstance(source, PreTrainedModel):
             config = source.config.to_dict()
+        elif not _names_folder(str(source)):
+            return None
         else:
             config = json.loads(Path(_file(str(source), _CONFIG, revision)).read_text())
     except (OSError, ValueError):
@@ -40,6 +42,11 @@ def kind_of(source: str | PathLike[str] | PreTrainedModel, revision: str | None 
         return None
     found: str | None = config.get("speculators_model_type", "assistant" if config.keys() >= _BLOCK else None)
     return found
+
+
+def _names_folder(source: str) -> bool:
+    """Whether this can be a folder or hub id: no file, and no pair that comes with the package."""
+    return not (":" in source or Path(source).is_file())
 
 
 def _file(source: str, name: str, revision: str | None) -> str:
