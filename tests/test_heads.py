@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor
 from specdec import SpecGenerator
 from specdec.draft.hidden import HeadSession
 from specdec.errors import LoadError, OptionError, UnsupportedError
-from specdec.types import Plan, Row, Tree
+from specdec.schedule import Limit
+from specdec.types import Plan, Round, Row, Tree
 from tests.heads import READS, Eagle, eagle_folder
 from tests.tiny import tiny
 
@@ -208,6 +210,48 @@ def test_rows_that_continue_another_one(tmp_path: Path, proposals: list[tuple[li
     assert again.stats.cached_prompt_tokens == 0
     for text, tree in proposals:
         assert tree.tokens == reference.chain(text, states_of(model, text[:-1]), len(tree))[0]
+
+
+@dataclass(frozen=True)
+class Late:
+    """Drafts nothing before a text has so many tokens."""
+
+    length: int
+    max_branches: ClassVar[int] = 1
+
+    def plan(self, rows: Sequence[Row]) -> list[Limit]:
+        return [Limit(3 if len(row.tokens) >= self.length else 0) for row in rows]
+
+    def after(self, round: Round) -> Late:
+        return self
+
+
+@pytest.mark.parametrize("kind", ["eagle", "block"])
+def test_text_that_grows_long_without_the_head(
+    kind: str, tmp_path: Path, proposals: list[tuple[list[int], Tree]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read now and then, so that its features need not be kept; guesses afterwards are as ever."""
+    more = {} if kind == "eagle" else {"speculators_model_type": "peagle", "mask_token_id": 63}
+    folder, kept = eagle_folder(tmp_path / "head", **more), []
+    model, reference = target(), Eagle(folder)
+    hear = HeadSession._hear
+
+    def noted(self: HeadSession, *given: Any) -> Any:
+        kept.append(len(hear(self, *given).states))
+        return self._known[given[0].key]
+
+    monkeypatch.setattr(HeadSession, "_hear", noted)
+    monkeypatch.setattr("specdec.draft.hidden._PENDING", 8)
+    out = SpecGenerator(model, folder).generate(IDS, **{**RUN, "max_new_tokens": 40}, schedule=Late(30))
+    plain = SpecGenerator(model).generate(IDS, **{**RUN, "max_new_tokens": 40})
+    assert out.sequences.tolist() == plain.sequences.tolist()
+    assert max(kept) <= 16
+    drafted = [(text, tree) for text, tree in proposals if tree.tokens]
+    assert len(drafted) > 10
+    for text, tree in drafted:
+        states = states_of(model, text[:-1])
+        expected = reference.block(text, states, 8) if more else reference.chain(text, states, len(tree))[0]
+        assert tree.tokens == expected[: len(tree)]
 
 
 def test_a_pair_with_a_draft_that_copies(tmp_path: Path) -> None:

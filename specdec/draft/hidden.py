@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from specdec.models.heads import Head, Stages
 
 
+_PENDING = 64  # tokens that are read although nobody asks for guesses, so that their features can go
+
+
 class HeadDrafter(BatchDrafter):
     """Drafts with a head (EAGLE-3, arXiv 2503.01840; multi-token prediction, arXiv 2412.19437)."""
 
@@ -81,7 +84,7 @@ class HeadSession(ModelSession):
     def join(self, row: Row, source: int | None, length: int) -> int:
         """A copy of what was read for the other row, all but the last token of it, whose feature is gone."""
         held = None if source is None else self._held.get(source)
-        if source is None or held is None or held.unreadable:
+        if source is None or held is None or held.unreadable or source not in self._known:
             return 0
         self._absorb([self._rows[source]])
         count = min(length, held.text)
@@ -92,17 +95,19 @@ class HeadSession(ModelSession):
         return count - 1
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        """Takes in the features of new text; what was guessed goes. Prompts are read as they come."""
+        """Takes in the features of new text; what was guessed goes. Prompts are read as they come, in chunks."""
         read = []
         for row, path, text, hidden in commits:
             if row.key not in self._held:
+                if hidden is None:
+                    continue
                 self._admit([row])
             held, known = self._held[row.key], self._known.get(row.key)
             kept = known.own if known is not None and len(self._stages.stages) == 1 else 0
             held.where = {node: at for node, at in held.where.items() if node < kept}
             if hidden is not None:
-                self._hear(row, path, text, hidden)
-                if self._known[row.key].end < len(row.tokens) - 1:
+                known = self._hear(row, path, text, hidden)
+                if known.end < len(row.tokens) - 1 or known.end - held.text > _PENDING:
                     read.append(row)
         self._stages.first = 0
         super().commit(commits)
@@ -118,7 +123,7 @@ class HeadSession(ModelSession):
         for key in keys:
             self._known.pop(key, None)
 
-    def _hear(self, row: Row, path: list[int], text: int, hidden: Hidden) -> None:
+    def _hear(self, row: Row, path: list[int], text: int, hidden: Hidden) -> _Known:
         """Notes the features of the nodes on a path, as text or as branches, and of text that was read before them."""
         features = self._head.features(hidden.states)
         fresh = [node for node in path if node >= hidden.held]
@@ -126,13 +131,14 @@ class HeadSession(ModelSession):
         known = self._known.setdefault(row.key, _Known(hidden.first, features[:0]))
         of = dict(zip(fresh, features[unread:], strict=True))
         kept = [of[node] if node in of else known.branches[node] for node in path]
-        if hidden.first > known.end:  # nobody told of what lies between
+        if not known.first <= hidden.first <= known.end:  # read again, or nobody told of what lies between
             known.first, known.states = hidden.first, features[:0]
         before = known.states[: hidden.first - known.first] if unread else known.states
         known.states = torch.cat([before, features[:unread], *(one[None] for one in kept[:text])])
         known.branches = kept[text:]
         if (gone := self._held[row.key].text - 2 - known.first) > 0:  # the last token may have to be fed again
             known.first, known.states = known.first + gone, known.states[gone:]
+        return known
 
     def _absorb(self, rows: Sequence[Row]) -> None:
         """Reads what is known of these rows' texts."""
