@@ -1,16 +1,21 @@
-"""What the linear layers of a pass cost, beside the time in which this machine's memory can be read.
+"""What the linear layers and the attention of a pass cost, beside the time in which this machine's memory can be read.
 
 python benchmarks/passes.py --linears
+python benchmarks/passes.py --attention
 
 All linear layers of a model, one after the other, on synthetic weights; each way runs in turn, with copies of the
 weights in turn, so that every pass reads them from memory. Each row of the table is one way, each column a number of
 rows of a pass: milliseconds, GB/s, and the share of what reading a large buffer with as many threads reached in turn.
+
+Attention of one layer over a cache, copies of which take turns too: of `rows` texts, each with tokens that see all
+columns before them; ours beside torch's with repeated keys and a mask.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
@@ -19,9 +24,10 @@ from statistics import median
 import torch
 from measure import Watch, interleaved, table
 from torch import Tensor
+from torch.nn import functional as F
 
 from specdec.bench.machine import provenance
-from specdec.kernels import HeldLinear, Quantized, ReorderedLinear, pack, why_not
+from specdec.kernels import HeldLinear, Quantized, ReorderedLinear, attend, pack, why_not
 
 BUFFER_BYTES = 512 << 20
 LEAST_BYTES = 256 << 20  # of all copies together: several times what caches hold
@@ -29,7 +35,7 @@ LEAST_BYTES = 256 << 20  # of all copies together: several times what caches hol
 
 @dataclass(frozen=True)
 class Shapes:
-    """The linear layers of a decoder, queries, keys and values in one, and gate and up in one."""
+    """The linear layers of a decoder."""
 
     hidden: int
     keys: int
@@ -40,13 +46,9 @@ class Shapes:
     @property
     def linears(self) -> list[tuple[int, int]]:
         """`(outputs, inputs)` of each of them, in the order of a pass."""
-        qkv, gate_up = self.hidden + 2 * self.keys, 2 * self.intermediate
-        layer = [
-            (qkv, self.hidden),
-            (self.hidden, self.hidden),
-            (gate_up, self.hidden),
-            (self.hidden, self.intermediate),
-        ]
+        attention = [self.hidden, self.keys, self.keys, self.hidden]
+        layer = [(outputs, self.hidden) for outputs in (*attention, self.intermediate, self.intermediate)]
+        layer += [(self.hidden, self.intermediate)]
         return layer * self.layers + [(self.vocabulary, self.hidden)]
 
 
@@ -125,11 +127,92 @@ def _cell(size: int, seconds: float, speed: float) -> str:
     return f"{seconds * 1e3:.2f}, {reached:.1f}, {reached / speed:.2f}"
 
 
+@dataclass(frozen=True)
+class Heads:
+    """Heads of queries, of keys, and the width of one."""
+
+    queries: int
+    keys: int
+    width: int
+
+
+HEADS = {
+    "SmolLM2-135M": Heads(9, 3, 64),
+    "pair": Heads(4, 4, 64),
+    "Whisper base": Heads(8, 8, 64),
+    "32 heads in 8 groups": Heads(32, 8, 128),
+}
+# Rows, tokens of each, columns that the last one sees.
+CONTEXTS = [(1, 1, 100), (1, 1, 1500), (1, 1, 4000), (1, 8, 500), (1, 64, 1500), (8, 1, 500), (16, 4, 500),
+            (1, 500, 500), (1, 2000, 2000)]  # fmt: skip
+CACHE_BYTES = 64 << 20  # of all copies together
+
+
+class Attention:
+    """One layer in one way; each call is over the next copy of the cache."""
+
+    def __init__(self, heads: Heads, dtype: torch.dtype, run: Callable[..., Tensor]) -> None:
+        self.heads, self.dtype, self.run = heads, dtype, run
+        self._made: dict[tuple[int, int, int], tuple[Tensor, Tensor, Tensor, Iterator[Tensor]]] = {}
+
+    def __call__(self, context: tuple[int, int, int]) -> None:
+        queries, nodes, mask, turn = self._inputs(context)
+        self.run(queries, *next(turn), nodes, mask, self.heads)
+
+    def _inputs(self, context: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor, Iterator[Tensor]]:
+        if context not in self._made:
+            rows, tokens, columns = context
+            cache = 2, rows, self.heads.keys, columns, self.heads.width
+            copies = max(1, CACHE_BYTES // (math.prod(cache) * self.dtype.itemsize))
+            ends = [columns - tokens + i + 1 for i in range(tokens)]
+            nodes = torch.tensor([[row, end - 1, 0, end] for row in range(rows) for end in ends], dtype=torch.int32)
+            mask = (torch.arange(columns) < nodes[:, 3:]).view(rows, 1, tokens, columns)
+            queries = torch.randn(1, self.heads.queries, rows * tokens, self.heads.width).to(self.dtype)
+            caches = torch.randn(copies, *cache).to(self.dtype)
+            self._made = {context: (queries, nodes, mask, cycle(caches))}  # of one context at a time
+        return self._made[context]
+
+
+def ours(queries: Tensor, keys: Tensor, values: Tensor, nodes: Tensor, mask: Tensor, heads: Heads) -> Tensor:
+    return attend(queries, keys, values, nodes, heads.width**-0.5)
+
+
+def torchs(queries: Tensor, keys: Tensor, values: Tensor, nodes: Tensor, mask: Tensor, heads: Heads) -> Tensor:
+    """Its `scaled_dot_product_attention`, as models call it."""
+    rows, group = len(keys), heads.queries // heads.keys
+    of_rows = queries.view(heads.queries, rows, -1, heads.width).transpose(0, 1)
+    if group > 1:
+        keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+    return F.scaled_dot_product_attention(of_rows, keys, values, mask).transpose(1, 2).contiguous()
+
+
+def attention(name: str, repeats: int, wanted: str) -> None:
+    """Prints the table of one model."""
+    heads, rows = HEADS[name], []
+    for dtype in FLOATS:
+        ways = {f"{dtype}, {way}": Attention(heads, FLOATS[dtype], run)
+                for way, run in (("ours", ours), ("torch", torchs)) if wanted in f"{dtype}, {way}"}  # fmt: skip
+        cells: dict[str, list[str]] = {way: [] for way in ways}
+        for context in CONTEXTS:
+            with torch.inference_mode():
+                for system in ways.values():
+                    system(context)
+                seconds = interleaved(ways, [context], repeats, Watch())
+            for way, (times,) in seconds.items():
+                cells[way].append(f"{median(times) * 1e6:.0f}")
+        rows += [[way, *found] for way, found in cells.items()]
+    columns = [f"{rows} x {tokens} of {columns}" for rows, tokens, columns in CONTEXTS]
+    print(f"\n{name}: rows x tokens of columns\n")
+    print(table(["us", *columns], rows), flush=True)
+
+
 def main() -> None:
     """Prints one table per model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--linears", action="store_true", required=True)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--linears", action="store_true")
+    what.add_argument("--attention", action="store_true")
+    parser.add_argument("--models", nargs="+", choices=[*MODELS, *HEADS], help="all by default")
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--ways", default="", help="only those with this in their name")
@@ -138,8 +221,11 @@ def main() -> None:
         print(f"no kernels of ours: {reason}")
     found = provenance()
     print(f"{found['processor']}, {found['threads']} threads, torch {found['versions']['torch']}")
-    for name in given.models:
-        linears(name, given.rows, given.repeats, given.ways)
+    for name in given.models or (MODELS if given.linears else HEADS):
+        if given.linears:
+            linears(name, given.rows, given.repeats, given.ways)
+        else:
+            attention(name, given.repeats, given.ways)
 
 
 if __name__ == "__main__":

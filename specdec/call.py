@@ -204,10 +204,16 @@ class Call:
                 "strategy": self._strategies[0].name,
                 "schedule": type(schedule).__name__.lower() if self.drafter is not None else "none",
                 "gear": self.target.gear,
+                **self._draft_gear(),
             },
             exactness=self.target.exactness,
         )
         return out
+
+    def _draft_gear(self) -> dict[str, str]:
+        """The gear of the draft's models, where it has some."""
+        models = [] if self.drafter is None else self.drafter.models
+        return {"draft_gear": ", ".join(dict.fromkeys(model.gear for model in models))} if models else {}
 
     @property
     def _returned(self) -> int:

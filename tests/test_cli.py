@@ -703,8 +703,15 @@ def test_gguf_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert not err
         texts.append(out)
     assert texts[0] == texts[1]
+    saved_gguf(tmp_path / "draft.gguf", tokens=True, vocab=WIDTH + 1, types=["Q4_0"])
+    draft = ["--draft-model", str(tmp_path), "--draft-gguf-file", "draft.gguf"]
+    assert run(["generate", path, *draft, "-p", "abab", "--max-new-tokens", "4", "--quiet", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["texts"] == [texts[0].removesuffix("\n")]
+    assert found["settings"]["draft_options"] == {"gguf_file": "draft.gguf"}
+    assert found["stats"]["num_draft_tokens"]
     assert run(["generate", str(tmp_path), "-p", "a", "--gguf-file", "other.gguf"]) == 2
-    assert "there are model.gguf" in capsys.readouterr().err
+    assert "there are draft.gguf, model.gguf" in capsys.readouterr().err
 
 
 def test_a_broken_checkpoint_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

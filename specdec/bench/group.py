@@ -181,4 +181,6 @@ def sample(key: Key, category: str, done: Measured, spin: float) -> Sample:
         memory=done.memory,
         spin=spin,
         exactness=stats.exactness,
+        gear=stats.settings["gear"],
+        draft_gear=stats.settings.get("draft_gear"),
     )

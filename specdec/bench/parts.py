@@ -32,6 +32,7 @@ class Mode(Part):
     name: str = ""
     dtype: str | None = None
     quantization: str | None = None
+    gguf_file: str | None = None
     offload: str | None = None
     offload_folder: str | None = None
     max_memory: dict[str | int, str | int] | None = None
@@ -44,7 +45,7 @@ class Mode(Part):
     @property
     def label(self) -> str:
         """Its name, or what it changes."""
-        parts = [self.dtype, self.quantization, self.offload and f"offload {self.offload}"]
+        parts = [self.dtype, self.quantization or self.gguf_file, self.offload and f"offload {self.offload}"]
         return self.name or ", ".join([*filter(None, parts), *([self.gear] if self.gear else [])]) or "as loaded"
 
     @property

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from specdec.bench.plots import Plot, group_plots, temperature_plots
-from specdec.bench.results import Results, as_csv
+from specdec.bench.results import Results, as_csv, gears
 
 _TEMPLATE = Path(__file__).parent / "report.html.j2"
 _FEW = 6  # groups that are all shown unfolded
@@ -31,6 +31,7 @@ def as_html(found: Results, over: list[Plot], plots: list[list[Plot]]) -> str:
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["number"] = number
+    environment.filters["gears"] = gears
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     groups = list(zip(found["groups"], plots, strict=True))
     return template.render(

@@ -110,8 +110,16 @@ def _system(outcome: Outcome, group: Group, cell: Cell | None, plain: list[Sampl
         "split_ms_per_token": _split(samples, tokens),
         "memory_mib": round(max(memory) / _MIB, 1) if memory else None,
         "exactness": samples[0].exactness,
+        "gear": samples[0].gear,
+        "draft_gear": samples[0].draft_gear,
         **_sameness(outcome, group, samples),
     }
+
+
+def gears(system: Results) -> str:
+    """What the passes of a system ran on, in words."""
+    draft = system["draft_gear"]
+    return f"{system['gear']}, draft {draft}" if draft else str(system["gear"])
 
 
 def _ms(seconds: Sequence[float]) -> dict[str, float] | None:
@@ -222,7 +230,8 @@ def _summary(found: Results) -> list[str]:
 
 _COLUMNS = (
     *("ms_per_token", "tokens_per_second", "mean_acceptance_length", "draft_acceptance_rate"),
-    *("target_passes_per_token", "weight_passes_per_token", "memory_mib", "exactness", "compared", "identical"),
+    *("target_passes_per_token", "weight_passes_per_token", "memory_mib", "exactness", "gear", "draft_gear"),
+    *("compared", "identical"),
 )
 
 

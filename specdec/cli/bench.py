@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
-from specdec.cli.flags import Dtype, Gear, Offload, OffloadFolder, Quantization
+from specdec.cli.flags import Dtype, Gear, GgufFile, Offload, OffloadFolder, Quantization
 from specdec.cli.request import COPYING, WORDS
 from specdec.cli.show import write
 from specdec.cli.terminal import FAILED, MISMATCH, OK, Debug, Heartbeat, Quiet, fail, loading, say
@@ -37,7 +37,7 @@ FLAGS = {
     "near_tie": "near_tie",
 }
 DRAFTS = f"Hub id, folder, zoo:python-code, {', '.join(WORDS)} or {COPYING[0]}+MODEL"
-MODE_FLAGS = ("dtype", "quantization", "offload", "offload_folder", "gear")
+MODE_FLAGS = ("dtype", "quantization", "gguf_file", "offload", "offload_folder", "gear")
 
 Out = Annotated[Path | None, typer.Option(help="Folder of samples and report; bench-NAME by default.")]
 Draft = Annotated[
@@ -73,6 +73,7 @@ def bench(
     batch: Annotated[list[int] | None, typer.Option(min=1, help="Prompts of one call; repeatable.")] = None,
     dtype: Dtype = None,
     quantization: Quantization = None,
+    gguf_file: GgufFile = None,
     offload: Offload = None,
     offload_folder: OffloadFolder = None,
     gear: Gear = None,
@@ -110,13 +111,17 @@ def bench(
 
 def lines(found: Mapping[str, Any]) -> Iterator[str]:
     """The outcome as text: every system of every group, then the summary."""
+    from specdec.bench import gears
+
     for group in found["groups"]:
         yield group["label"]
         width = max((len(system["name"]) for system in group["systems"]), default=0)
+        wide = max((len(gears(system)) for system in group["systems"]), default=0)
         for system in group["systems"]:
             speed = system["speedup"]
             words = f"  {speed['words']}" if speed else ""
-            yield f"  {system['name']:<{width}}  {system['ms_per_token']:8.2f} ms per token{words}"
+            measured = f"{system['name']:<{width}}  {system['ms_per_token']:8.2f} ms per token"
+            yield f"  {measured}  {gears(system):<{wide}}{words}".rstrip()
     yield from found["summary"]
     yield found["contention"]
 
@@ -216,6 +221,7 @@ def tune(
     batch: Annotated[int | None, typer.Option(min=1, help="Prompts of one call.")] = None,
     dtype: Dtype = None,
     quantization: Quantization = None,
+    gguf_file: GgufFile = None,
     offload: Offload = None,
     offload_folder: OffloadFolder = None,
     gear: Gear = None,

@@ -179,6 +179,7 @@ def generate(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the target on the hub.")] = None,
     draft_dtype: Annotated[str | None, typer.Option(help="The same for the draft; by default the target's.")] = None,
     draft_quantization: Annotated[str | None, typer.Option(help="The same for the draft.")] = None,
+    draft_gguf_file: Annotated[str | None, typer.Option(metavar="NAME", help="The same for the draft.")] = None,
     draft_revision: Annotated[str | None, typer.Option(help="The same for the draft.")] = None,
     config: ConfigFile = None,
     set_: Settings = None,

@@ -41,7 +41,7 @@ DRAFT_OPTIONS = ("prompt_lookup_num_tokens", "assistant_early_exit")
 CALL_ONLY = (*DRAFT_OPTIONS, "max_matching_ngram_size")
 STRATEGY_OPTIONS = ("strategy", "num_samples", "ranking")
 NAMED = ("target", "draft", "method")
-DRAFT_FLAGS = {"draft_dtype": "dtype", "draft_quantization": "quantization", "draft_revision": "revision"}
+DRAFT_FLAGS = {f"draft_{name}": name for name in ("dtype", "quantization", "gguf_file", "revision")}
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""Linear layers at the speed of the memory: packed weights, operators, and the library that is built for them."""
+"""Linear layers and attention at the speed of the memory: operators, and the library that is built for them."""
 
-from specdec.kernels.build import available, instructions, why_not
-from specdec.kernels.packed import FLOATS, KINDS, AnyLinear, HeldLinear, PackedLinear, ReorderedLinear
+from specdec.kernels.build import available, digest, folder, instructions, why_not
+from specdec.kernels.ops import attend, store_nodes
+from specdec.kernels.packed import FLOATS, KINDS, AnyLinear, HeldLinear, PackedLinear, ReorderedLinear, best_seconds
 from specdec.kernels.packing import pack
 from specdec.kernels.quantize import Quantized, to_int4, to_int8
 
@@ -13,9 +14,14 @@ __all__ = [
     "PackedLinear",
     "Quantized",
     "ReorderedLinear",
+    "attend",
     "available",
+    "best_seconds",
+    "digest",
+    "folder",
     "instructions",
     "pack",
+    "store_nodes",
     "to_int4",
     "to_int8",
     "why_not",

@@ -1,4 +1,4 @@
-"""The compiled library: built on first use, once per processor, torch and source, and shared by all processes.
+"""The compiled library: built on first use, once per processor, torch and sources, and shared by all processes.
 
 It lies in `specdec/kernels` in `$XDG_CACHE_HOME` (by default `~/.cache`), or in the folder `$SPECDEC_KERNELS`. Its name
 holds a digest of the instructions that the processor has, so that no library built for another one is ever loaded.
@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -22,8 +23,9 @@ from pathlib import Path
 import torch
 
 _log = logging.getLogger(__name__)
-_SOURCE = Path(__file__).with_name("linear.cpp")
-_FLAGS = ("-std=c++20", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
+_SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
+_HEADERS = sorted(Path(__file__).parent.glob("*.h"))
+_FLAGS = ("-std=c++20", "-O3", "-march=native", "-fopenmp", "-fPIC")
 _COMPILERS = ("c++", "g++", "clang++")
 _SECONDS = 300  # a compiler that takes longer hangs
 
@@ -53,16 +55,17 @@ def _built() -> Path:
     """The library of this processor; raises _NoKernels and OSError."""
     if os.name != "posix":
         raise _NoKernels(f"they are not built on {platform.system()}")
-    folder = _folder()
-    library = folder / f"linear-{_key()}.so"
-    folder.mkdir(parents=True, exist_ok=True)
+    place = folder()
+    library = place / f"kernels-{digest()}.so"
+    place.mkdir(parents=True, exist_ok=True)
     with _alone(library.with_suffix(".lock")):
         if not library.exists():
             _build(library)
     return library
 
 
-def _folder() -> Path:
+def folder() -> Path:
+    """Where what is built for this processor is kept."""
     if named := os.environ.get("SPECDEC_KERNELS"):
         return Path(named)
     try:
@@ -72,9 +75,10 @@ def _folder() -> Path:
     return Path(root) / "specdec" / "kernels"
 
 
-def _key() -> str:
+def digest() -> str:
     """What a library depends on, as a short name."""
-    parts = (_SOURCE.read_text("utf-8"), torch.__version__, platform.system(), *_FLAGS, instructions())
+    sources = (path.read_text("utf-8") for path in (*_SOURCES, *_HEADERS))
+    parts = (*sources, torch.__version__, platform.system(), *_FLAGS, instructions())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
@@ -102,21 +106,30 @@ def _alone(path: Path) -> Iterator[None]:
 def _build(library: Path) -> None:
     compiler = _compiler()
     # Whoever waits for it should know why, also where no messages are asked for.
-    _log.warning("building kernels for this processor, once: about 15 seconds (%s)", library)
+    _log.warning("building kernels for this processor, once: about 20 seconds (%s)", library)
     root = Path(torch.__file__).parent
     headers = [f"-I{root / 'include'}", f"-I{root / 'include' / 'torch' / 'csrc' / 'api' / 'include'}"]
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder, ThreadPoolExecutor() as pool:
+        objects = [str(Path(folder) / f"{source.stem}.o") for source in _SOURCES]
+        compiled = [
+            pool.submit(_run, [compiler, *_FLAGS, *headers, "-c", str(source), "-o", to])
+            for source, to in zip(_SOURCES, objects, strict=True)
+        ]
+        for one in compiled:
+            one.result()
         made = Path(folder) / library.name
-        links = ["-o", str(made), f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
-        command = [compiler, *_FLAGS, *headers, str(_SOURCE), *links]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise _NoKernels(f"the compiler failed: {_line(str(error))}") from None
-        if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if "error" in line] or [f"exit code {done.returncode}"]
-            raise _NoKernels(f"{compiler} could not build them: {_line(lines[0])}")
+        _run([compiler, *_FLAGS, "-shared", *objects, "-o", str(made), f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"])
         os.replace(made, library)
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise _NoKernels(f"the compiler failed: {_line(str(error))}") from None
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or [f"exit code {done.returncode}"]
+        raise _NoKernels(f"{command[0]} could not build them: {_line(lines[0])}")
 
 
 def _compiler() -> str:

@@ -208,65 +208,93 @@ struct Rows {
   }
 };
 
-// Adds columns `[begin, end)` of one block to the sums `[R, 32]` of R rows; asks for memory at `ahead`, which moves on
-// by `stride` bytes a chunk. A group is summed up in integers' units, and scaled then.
-template <class Kind, int R>
-void add_columns(const Packed& packed, int64_t block, int64_t begin, int64_t end, Rows<typename Kind::Row> rows,
-                 float* sums, const char* ahead, int64_t stride) {
+// Adds columns `[begin, end)` of B blocks, `apart` from one another, to the sums `[R, 32]` of R rows, those of a further
+// block behind `BATCH` rows; asks for memory at `ahead` in each of them, which moves on by `stride` bytes a chunk. A
+// group is summed up in integers' units, and scaled then.
+template <class Kind, int R, int B>
+void add_columns(const Packed& packed, int64_t block, int64_t apart, int64_t begin, int64_t end,
+                 Rows<typename Kind::Row> rows, float* sums, int64_t ahead, int64_t stride) {
   const Kind kind(packed);
   auto chunk = packed.chunks + packed.offset<Kind>(block, begin);
+  auto next = packed.offset<Kind>(apart, 0);
   for (int64_t first = begin; first < end; first += packed.group) {
     auto last = std::min(first + packed.group, end);
-    Floats sum[R][VECTORS];
-    UNROLL for (int r = 0; r < R; r++)
-      UNROLL for (int v = 0; v < VECTORS; v++)
-        sum[r][v] = packed.scales ? Floats{} : load<Floats>(sums + r * BLOCK + v * LANES);
+    Floats sum[B][R][VECTORS];
+    UNROLL for (int b = 0; b < B; b++)
+      UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int v = 0; v < VECTORS; v++)
+          sum[b][r][v] = packed.scales ? Floats{} : load<Floats>(sums + (b * BATCH + r) * BLOCK + v * LANES);
 
-    for (int64_t column = first; column < last; column += Kind::COLUMNS, chunk += CHUNK, ahead += stride) {
-      __builtin_prefetch(ahead);
-      __builtin_prefetch(ahead + CHUNK / 2);
-      UNROLL for (int i = 0; i < Kind::COLUMNS; i += Kind::STEP) {
-        typename Kind::Weights weights[VECTORS];
-        UNROLL for (int v = 0; v < VECTORS; v++) weights[v] = kind.weights(chunk, i, v);
-        UNROLL for (int r = 0; r < R; r++)
-          UNROLL for (int v = 0; v < VECTORS; v++)
-            sum[r][v] = Kind::add(sum[r][v], rows.x + r * packed.columns + column + i, weights[v]);
+    for (int64_t column = first; column < last; column += Kind::COLUMNS, chunk += CHUNK, ahead += stride - CHUNK) {
+      UNROLL for (int b = 0; b < B; b++) {
+        __builtin_prefetch(chunk + b * next + ahead);
+        __builtin_prefetch(chunk + b * next + ahead + CHUNK / 2);
       }
+      UNROLL for (int i = 0; i < Kind::COLUMNS; i += Kind::STEP)
+        UNROLL for (int b = 0; b < B; b++) {
+          typename Kind::Weights weights[VECTORS];
+          UNROLL for (int v = 0; v < VECTORS; v++) weights[v] = kind.weights(chunk + b * next, i, v);
+          UNROLL for (int r = 0; r < R; r++)
+            UNROLL for (int v = 0; v < VECTORS; v++)
+              sum[b][r][v] = Kind::add(sum[b][r][v], rows.x + r * packed.columns + column + i, weights[v]);
+        }
     }
 
-    auto group = first / packed.group, at = (block * packed.groups() + group) * BLOCK;
-    UNROLL for (int r = 0; r < R; r++)
+    auto group = first / packed.group;
+    UNROLL for (int b = 0; b < B; b++) {
+      auto at = ((block + b * apart) * packed.groups() + group) * BLOCK;
+      Floats scale[VECTORS], min[VECTORS];
       UNROLL for (int v = 0; v < VECTORS; v++) {
-        auto to = sums + r * BLOCK + v * LANES;
-        auto total = sum[r][v];
-        if (packed.scales) total = load<Floats>(to) + total * floats(packed.scales + at + v * LANES);
-        if (packed.mins) total += rows.in_group[r * packed.groups() + group] * floats(packed.mins + at + v * LANES);
-        std::memcpy(to, &total, sizeof total);
+        if (packed.scales) scale[v] = floats(packed.scales + at + v * LANES);
+        if (packed.mins) min[v] = floats(packed.mins + at + v * LANES);
       }
+      UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int v = 0; v < VECTORS; v++) {
+          auto to = sums + (b * BATCH + r) * BLOCK + v * LANES;
+          auto total = sum[b][r][v];
+          if (packed.scales) total = load<Floats>(to) + total * scale[v];
+          if (packed.mins) total += rows.in_group[r * packed.groups() + group] * min[v];
+          std::memcpy(to, &total, sizeof total);
+        }
+    }
   }
 }
 
-template <class Kind, int... R>
+template <class Kind, int B, int... R>
 constexpr auto by_rows(std::integer_sequence<int, R...>) {
-  return std::array{&add_columns<Kind, R + 1>...};
+  return std::array{&add_columns<Kind, R + 1, B>...};
 }
 
 // The sums `[rows, 32]` of one block. Where rows need several turns, they take them tile by tile, which stays in the
 // second cache, and each turn asks for its share of the next one.
 template <class Kind>
 void add_block(const Packed& packed, int64_t block, Rows<typename Kind::Row> rows, int64_t count, float* sums) {
-  static constexpr auto add = by_rows<Kind>(std::make_integer_sequence<int, ROWS>());
-  std::memset(sums, 0, count * BLOCK * sizeof(float));
+  static constexpr auto add = by_rows<Kind, 1>(std::make_integer_sequence<int, ROWS>());
+  std::fill_n(sums, count * BLOCK, 0.0f);
   auto turns = (count + ROWS - 1) / ROWS, most = (count + turns - 1) / turns;
   auto unit = packed.scales ? packed.group : int64_t{Kind::COLUMNS};
   auto tile = turns == 1 ? packed.columns : std::max<int64_t>(TILE / CHUNK * Kind::COLUMNS / unit, 1) * unit;
   for (int64_t begin = 0; begin < packed.columns; begin += tile) {
     auto end = std::min(begin + tile, packed.columns);
-    auto bytes = packed.offset<Kind>(0, end - begin);
-    auto ahead = packed.chunks + packed.offset<Kind>(block, begin) + (turns == 1 ? AHEAD : bytes);
+    auto bytes = packed.offset<Kind>(0, end - begin), ahead = turns == 1 ? AHEAD : bytes;
     for (int64_t row = 0; row < count; row += most, ahead += bytes / turns)
-      add[std::min(most, count - row) - 1](packed, block, begin, end, rows.from(row, packed), sums + row * BLOCK, ahead,
-                                           CHUNK / turns);
+      add[std::min(most, count - row) - 1](packed, block, 0, begin, end, rows.from(row, packed), sums + row * BLOCK,
+                                           ahead, CHUNK / turns);
+  }
+}
+
+// The sums `[2, BATCH, 32]` of two blocks. Few rows take both at once: one alone would wait for its own sums.
+template <class Kind>
+void add_blocks(const Packed& packed, int64_t block, int64_t apart, Rows<typename Kind::Row> rows, int64_t count,
+                float* sums) {
+  static constexpr auto add = by_rows<Kind, 2>(std::make_integer_sequence<int, ROWS / 3>());
+  if (count <= ROWS / 3) {
+    std::fill_n(sums, count * BLOCK, 0.0f);
+    std::fill_n(sums + BATCH * BLOCK, count * BLOCK, 0.0f);
+    add[count - 1](packed, block, apart, 0, packed.columns, rows, sums, AHEAD, CHUNK);
+  } else {
+    add_block<Kind>(packed, block, rows, count, sums);
+    add_block<Kind>(packed, block + apart, rows, count, sums + BATCH * BLOCK);
   }
 }
 
@@ -281,16 +309,25 @@ void finish(const Packed& packed, int64_t block, const float* sums, int64_t rows
     }
 }
 
+// A thread reads its blocks as two streams, one from their middle on; an odd one remains.
 template <class Kind, class Out>
 void multiply(const Packed& packed, Rows<typename Kind::Row> rows, int64_t count, Out* y) {
   at::parallel_for(0, (packed.outputs + BLOCK - 1) / BLOCK, 1, [&](int64_t begin, int64_t end) {
-    alignas(64) float sums[BATCH * BLOCK];
-    for (int64_t row = 0; row < count; row += BATCH)
-      for (int64_t block = begin; block < end; block++) {
-        auto now = std::min(BATCH, count - row);
-        add_block<Kind>(packed, block, rows.from(row, packed), now, sums);
-        finish(packed, block, sums, now, y + row * packed.outputs);
+    alignas(64) float sums[2 * BATCH * BLOCK];
+    for (int64_t row = 0; row < count; row += BATCH) {
+      auto now = std::min(BATCH, count - row), half = (end - begin) / 2;
+      auto from = rows.from(row, packed);
+      auto to = y + row * packed.outputs;
+      for (int64_t block = begin; block < begin + half; block++) {
+        add_blocks<Kind>(packed, block, half, from, now, sums);
+        finish(packed, block, sums, now, to);
+        finish(packed, block + half, sums + BATCH * BLOCK, now, to);
       }
+      if (begin + 2 * half < end) {
+        add_block<Kind>(packed, end - 1, from, now, sums);
+        finish(packed, end - 1, sums, now, to);
+      }
+    }
   });
 }
 

@@ -1,7 +1,9 @@
 """The operators, so that `torch.compile` takes them as they are.
 
 `specdec::packed_linear`, `x` times a packed weight, is compiled code (linear.cpp, which also checks its arguments);
-`specdec::packed_rows`, some rows of the weight, is made of torch's operators.
+`specdec::packed_rows`, some rows of the weight, is made of torch's operators. `specdec::attend` and
+`specdec::store_nodes`, attention over a cache, are both: compiled code on the CPU (attention.cpp) as soon as the
+library is loaded, torch's operators until then and on other devices (plain.py).
 """
 
 from __future__ import annotations
@@ -9,13 +11,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specdec.kernels import layout
+from specdec.kernels import layout, plain
 from specdec.kernels.quantize import Quantized
 
 _LIBRARY = torch.library.Library("specdec", "FRAGMENT")  # type: ignore[no-untyped-call]
 _WEIGHT = "Tensor weight, Tensor? factors, Tensor? scales, Tensor? mins"
 _LIBRARY.define(f"packed_linear(Tensor x, {_WEIGHT}, Tensor? bias, int outputs, int group) -> Tensor")  # type: ignore[no-untyped-call]
 _LIBRARY.define(f"packed_rows(Tensor ids, {_WEIGHT}, int inputs, int group) -> Tensor")  # type: ignore[no-untyped-call]
+_BUFFERS = "Tensor(a!) key_buffer, Tensor(b!) value_buffer"
+_LIBRARY.define(f"store_nodes(Tensor keys, Tensor values, {_BUFFERS}, Tensor nodes) -> ()")  # type: ignore[no-untyped-call]
+_CACHE = "Tensor queries, Tensor keys, Tensor values, Tensor nodes"
+_LIBRARY.define(f"attend({_CACHE}, float scale, float softcap, Tensor? sinks) -> Tensor")  # type: ignore[no-untyped-call]
 
 
 @torch.library.register_fake("specdec::packed_linear", lib=_LIBRARY)  # type: ignore[untyped-decorator]
@@ -47,6 +53,47 @@ def quantized_rows(ids: Tensor, weight: Tensor, factors: Tensor | None, scales: 
     )
 
 
+@torch.library.register_fake("specdec::store_nodes", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+def _store_nodes(keys: object, values: object, key_buffer: object, value_buffer: object, nodes: object) -> None:
+    return None
+
+
+@torch.library.register_fake("specdec::attend", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+def _attend(queries: Tensor, keys: object, values: Tensor, nodes: object, scale: float, softcap: float,
+            sinks: object) -> Tensor:  # fmt: skip
+    return queries.new_empty((1, queries.shape[2], queries.shape[1], values.shape[3]))
+
+
+def store_nodes(keys: Tensor, values: Tensor, key_buffer: Tensor, value_buffer: Tensor, nodes: Tensor) -> None:
+    """Stores tokens in a cache: token t in row `nodes[t, 0]`, column `nodes[t, 1]` of both buffers.
+
+    `keys` and `values` are `[1, kv heads, tokens, width]`, the buffers `[rows, kv heads, capacity, width]`, also views;
+    only their last dimension must be dense. `nodes` as in `attend`. Raises ValueError for what does not fit.
+    """
+    torch.ops.specdec.store_nodes.default(keys, values, key_buffer, value_buffer, nodes)
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, nodes: Tensor, scale: float, softcap: float = 0.0,
+           sinks: Tensor | None = None) -> Tensor:  # fmt: skip
+    """Attention of tokens `[1, heads, tokens, width]` over a cache; `[1, tokens, heads, width of a value]`.
+
+    `keys` and `values` are `[rows, kv heads, capacity, width]`, with any strides but a dense last dimension; `heads`
+    are a multiple of `kv heads`. float32 or bfloat16, all alike; sums are float32.
+
+    `nodes` is int32 `[tokens, 4 + words]` or `[1, 1, tokens, 4 + words]`: the token's row, slot (the column where
+    `store_nodes` puts it), first, base, and words of 32 bits. The token sees the columns from `first` to before `base`,
+    and `base + 32 * w + j` where bit j of word w is set; its own one only if it is among these. A token that sees
+    nothing gets zeros. Numbers in columns that it does not see do not matter, on the CPU not even NaN.
+
+    `softcap` bounds scores as in Gemma 2 (arXiv:2408.00118, section 2), 0 does not; `sinks` `[heads]` are scores
+    without a value, as in GPT-OSS. On the CPU a token's result depends, bit for bit, only on its query and on what it
+    sees, in that order. Raises ValueError for what does not fit.
+    """
+    return torch.ops.specdec.attend.default(queries, keys, values, nodes, scale, softcap, sinks)
+
+
+_LIBRARY.impl("store_nodes", plain.store_nodes, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_LIBRARY.impl("attend", plain.attend, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 _LIBRARY.impl("packed_rows", _packed_rows, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
 
 packed_linear = torch.ops.specdec.packed_linear.default

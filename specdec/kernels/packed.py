@@ -200,10 +200,12 @@ def unpacks(kind: str, grouped: bool) -> tuple[torch.dtype, ...]:
 
 def _unpacking_pays(layer: PackedLinear, dtype: torch.dtype) -> bool:
     x = torch.ones(4 * _MANY, _SAMPLE, dtype=dtype)
-    return _best_seconds(lambda: layer._plain(x)) < _best_seconds(lambda: layer(x))
+    return best_seconds(lambda: layer._plain(x)) < best_seconds(lambda: layer(x))
 
 
-def _best_seconds(work: Callable[[], object], times: int = 4) -> float:
+def best_seconds(work: Callable[[], object], times: int = 4) -> float:
+    """The seconds of the fastest of several runs."""
+
     def once() -> float:
         began = time.perf_counter()
         work()

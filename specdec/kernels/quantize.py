@@ -86,24 +86,6 @@ class Quantized:
         return of_groups.float().repeat_interleave(self.group, 1)[:, : self.values.shape[1]]
 
 
-def concatenated(parts: list[Quantized]) -> Quantized:
-    """The outputs of several weights, one after the other; raises OptionError where their kinds or inputs differ."""
-    kinds = {(part.bits, part.group, part.mins is None, part.values.shape[1]) for part in parts}
-    if len(kinds) > 1:
-        raise OptionError(f"weights of one layer must have the same bits, group, mins and inputs, got {sorted(kinds)}")
-    if any(part.factors is not None for part in parts):
-        parts = [
-            replace(part, factors=torch.ones(len(part.values))) if part.factors is None else part for part in parts
-        ]
-    first = parts[0]
-    joined: dict[str, Any] = {
-        name: torch.cat([part.tensors[name] for part in parts])
-        for name, one in first.tensors.items()
-        if one is not None
-    }
-    return replace(first, **joined)
-
-
 def to_int8(weight: Tensor, group: int | None = None) -> Quantized:
     """Rounded to 8 bits: the largest weight of each output, or of each `group` inputs of it, becomes ±127."""
     return _in_parts(weight, lambda part: _int8(part, group))
@@ -121,7 +103,18 @@ def _in_parts(weight: Tensor, rounded: Callable[[Tensor], Quantized]) -> Quantiz
     if weight.dim() != 2 or not weight.is_floating_point():
         raise OptionError.of("weight", "floating-point [outputs, inputs]", _told(weight))
     rows = max(1, _AT_ONCE // max(1, weight.shape[1]))
-    return concatenated([rounded(part.detach().float()) for part in torch.split(weight, rows)])
+    return _concatenated([rounded(part.detach().float()) for part in torch.split(weight, rows)])
+
+
+def _concatenated(parts: list[Quantized]) -> Quantized:
+    """The outputs of weights of one kind, one after the other."""
+    first = parts[0]
+    joined: dict[str, Any] = {
+        name: torch.cat([part.tensors[name] for part in parts])
+        for name, one in first.tensors.items()
+        if one is not None
+    }
+    return replace(first, **joined)
 
 
 def _int8(weight: Tensor, group: int | None) -> Quantized:

@@ -7,7 +7,6 @@ a copy of its structure gets packed layers and shares all else.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import logging
 import time
@@ -25,12 +24,14 @@ from specdec import kernels
 from specdec.errors import OptionError, UnsupportedError
 from specdec.loading import GEARS
 from specdec.models.offload import execution_device, is_offloaded
+from specdec.models.twin import twin
 from specdec.models.verdicts import holds
 
 _log = logging.getLogger(__name__)
 _LEAST = 2**21  # bytes of weights: smaller models spend their time elsewhere
 _WIDTHS = (1, 6)  # nodes of the passes that are timed
 _TRIES = 5
+_SAMPLE = 1024  # outputs and inputs of a layer on which types are compared
 _WINS = 0.97  # of the time as loaded, to be worth it
 _ALIKE = 0.9  # cosine of logits
 
@@ -38,14 +39,14 @@ _ALIKE = 0.9  # cosine of logits
 class PackedEmbedding(nn.Module):
     """An embedding that looks its rows up in the packed weight of the head that it shares with; some scale them."""
 
-    def __init__(self, head: kernels.AnyLinear, scale: Any = None) -> None:
+    def __init__(self, head: kernels.AnyLinear, dtype: torch.dtype, scale: Any = None) -> None:
         super().__init__()
         self.head, self.num_embeddings, self.embedding_dim = head, head.outputs, head.inputs
-        self.scale = scale
+        self.dtype, self.scale = dtype, scale
 
     def forward(self, ids: Tensor) -> Tensor:
-        """`[...]` to `[..., embedding_dim]`."""
-        rows = self.head.rows(ids)
+        """`[...]` to `[..., embedding_dim]`, in `dtype`."""
+        rows = self.head.rows(ids).to(self.dtype)
         if self.scale is None:
             return rows
         return rows * (self.scale.to(rows.dtype) if isinstance(self.scale, Tensor) else self.scale)
@@ -69,10 +70,16 @@ def in_gear(model: Any, gear: str, *, owned: bool) -> Any:
     machine and kind of model. Raises UnsupportedError where "packed" was asked for and cannot be.
     """
     if gear == "eager" or (gear != "packed" and not owned):
+        if gear == "auto" and _obstacle(model) is None and _bytes(model) >= _LEAST:
+            _log.info(
+                "%s was handed over and stays as it is: short passes on this CPU may be faster over a second copy of "
+                "its weights, gear='packed'",
+                type(model).__name__,
+            )
         return model
     reason = _obstacle(model)
     if gear == "packed":
-        model = model if owned or reason else _twin(model)
+        model = model if owned or reason else twin(model)
         if reason is None and changed(model, partial(_pack, model)) is None:
             reason = "reads weights of its layers by itself"
         if reason is not None:
@@ -117,44 +124,58 @@ def _bytes(model: Any) -> int:
 @torch.no_grad()
 def _pack(model: Any) -> Callable[[], None]:
     """Packs every layer in its place, and embeddings that share a weight with one; returns what undoes it."""
-    undo: list[Callable[[], object]] = []
+    undo: list[Callable[[], None]] = []
     for name in list(_linears(model)):
-        layer = model.get_submodule(name)  # not held before its turn, so that its weight can go
-        flipped = isinstance(layer, Conv1D)
-        tied = [] if flipped else _tied(model, layer)
-        weight = layer.weight.T.contiguous() if flipped else layer.weight
-        packed = kernels.pack(weight, bias=layer.bias, lookup=bool(tied))
-        model.set_submodule(name, packed)
-        undo.append(partial(model.set_submodule, name, layer))
-        undo.append(partial(_restore, packed, [layer, *dict.fromkeys(map(model.get_submodule, tied))], flipped))
-        layer.weight = weight = None
-        for one in tied:
-            embedding = model.get_submodule(one)
-            embedding.weight = None
-            model.set_submodule(one, PackedEmbedding(packed, getattr(embedding, "embed_scale", None)))
-            undo.append(partial(model.set_submodule, one, embedding))
+        layer = model.get_submodule(name)
+        packed = kernels.pack(weight_of(layer), bias=layer.bias, lookup=bool(_tied(model, layer)))
+        del layer  # so that its weight can go
+        undo.append(replaced(model, name, packed))
+    return partial(undone, undo)
 
-    def undone() -> None:
-        for step in undo:
-            step()
 
-    return undone
+def weight_of(layer: Any) -> Tensor:
+    """The weight `[outputs, inputs]` of a linear layer, which some have the other way round."""
+    weight: Tensor = layer.weight
+    return weight.T.contiguous() if isinstance(layer, Conv1D) else weight
+
+
+def replaced(model: Any, name: str, packed: kernels.AnyLinear) -> Callable[[], None]:
+    """Puts `packed` in the place of a layer and of embeddings that share its weight, which goes; returns the undoing.
+
+    Undone, the layer's weight is what `packed` holds.
+    """
+    layer = model.get_submodule(name)
+    tied, dtype, flipped = _tied(model, layer), layer.weight.dtype, isinstance(layer, Conv1D)
+    places = {name: layer, **{one: model.get_submodule(one) for one in tied}}
+    for place, module in places.items():
+        module.weight = None
+        scale = getattr(module, "embed_scale", None)
+        model.set_submodule(place, packed if module is layer else PackedEmbedding(packed, dtype, scale))
+
+    def undo() -> None:
+        weight = packed.weight().to(dtype)
+        shared = nn.Parameter(weight.T.contiguous() if flipped else weight, requires_grad=False)
+        for place, module in places.items():
+            module.weight = shared
+            model.set_submodule(place, module)
+
+    return undo
+
+
+def undone(undo: list[Callable[[], None]]) -> None:
+    """Does what undoes each of several changes."""
+    for step in undo:
+        step()
 
 
 def _tied(model: Any, layer: Any) -> list[str]:
-    """The names of embeddings that share the weight of a layer; none where anything else does too."""
+    """The names of embeddings that share the weight of a layer; none where anything else does too, or it is flipped."""
+    if isinstance(layer, Conv1D):
+        return []
     every = model.named_modules(remove_duplicate=False)
     users = {name: m for name, m in every if m is not layer and any(p is layer.weight for p in m._parameters.values())}
     plain = all(type(m) is nn.Embedding or hasattr(m, "embed_scale") for m in users.values())
     return list(users) if plain else []
-
-
-def _restore(packed: kernels.AnyLinear, modules: list[Any], flipped: bool) -> None:
-    """Gives modules back the weight that was packed."""
-    weight = packed.weight()
-    shared = nn.Parameter(weight.T.contiguous() if flipped else weight, requires_grad=False)
-    for module in modules:
-        module.weight = shared
 
 
 def changed(model: Any, change: Callable[[], Callable[[], None]]) -> Callable[[], None] | None:
@@ -200,6 +221,18 @@ def _pack_if_faster(model: Any) -> None:
         _pack(model)
 
 
+def slower_than_floats(dtype: torch.dtype) -> bool:
+    """Whether short passes over ordinary linear layers take longer in this type than in float32; measured once."""
+    machine = f"{kernels.instructions()}, {torch.get_num_threads()} threads"
+
+    def seconds(kind: torch.dtype) -> float:
+        weight = torch.ones(_SAMPLE, _SAMPLE, dtype=kind)
+        return sum(kernels.best_seconds(partial(nn.functional.linear, weight[:width], weight)) for width in _WIDTHS)
+
+    kind = hashlib.sha256(machine.encode()).hexdigest()[:16]
+    return not holds(f"{dtype} is as fast as float32: {kind}", lambda: seconds(dtype) <= seconds(torch.float32))
+
+
 def _seconds(model: Any) -> float:
     """How long short passes take."""
     total = 0.0
@@ -226,18 +259,3 @@ def _said(model: Any, width: int = _WIDTHS[-1]) -> Tensor:
     given[ids] = torch.arange(middle, middle + width)[None]  # far from special tokens
     logits: Tensor = model(**given).logits
     return logits.float()
-
-
-def _twin(model: Any) -> Any:
-    """A model of copied modules that share all weights with those of `model`; what is put into them stays theirs."""
-    made: dict[nn.Module, nn.Module] = {}
-
-    def of(module: nn.Module) -> nn.Module:
-        if module not in made:
-            made[module] = other = copy.copy(module)
-            children = {name: None if child is None else of(child) for name, child in module._modules.items()}
-            other.__dict__["_modules"] = children
-            other.__dict__["_parameters"] = dict(module._parameters)
-        return made[module]
-
-    return of(model)

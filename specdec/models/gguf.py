@@ -9,20 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
+from torch import Tensor
 
 from specdec import kernels
 from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.kernels import Quantized
 from specdec.loading import is_gguf
 from specdec.models.compat import cached, gguf_bars, whole_gguf
-from specdec.models.gears import changed, is_plain
+from specdec.models.gears import changed, is_plain, replaced, undone, weight_of
 from specdec.models.offload import is_offloaded
 from specdec.models.quantize import Quantizer
 
@@ -79,19 +79,19 @@ def _pack(model: Any, reader: Any) -> Callable[[], None]:
     """Packs what can be; returns what undoes it."""
     tensors = {tensor.name: tensor for tensor in reader.tensors if tensor.tensor_type.name in _UNPACKED}
     tensor_name, undo = _names(reader), list[Callable[[], None]]()
-    for name in [name for name, module in model.named_modules() if is_plain(module)]:
+    plain = {name: module for name, module in model.named_modules() if is_plain(module)}
+    shares = {name for name, module in plain.items() if module.weight is model.get_input_embeddings().weight}
+    for name in list(plain):
         tensor = tensors.get(f"{tensor_name(name)}.weight")
-        if tensor is None and model.get_submodule(name).weight is model.get_input_embeddings().weight:
-            tensor = tensors.get("token_embd.weight")  # of a head that shares them; embeddings stay floats
-        if tensor is not None:
-            undo += _replaced(model, name, tensor)
-
-    def undone() -> None:
-        for step in undo:
-            step()
-        model.tie_weights()
-
-    return undone
+        if tensor is None and name in shares:
+            tensor = tensors.get("token_embd.weight")
+        layer = plain.pop(name)
+        blocks = None if tensor is None else _blocks(weight_of(layer), tensor)
+        if blocks is not None:
+            packed = kernels.pack(blocks, bias=layer.bias)
+            del layer  # so that its weight can go
+            undo.append(replaced(model, name, packed))
+    return partial(undone, undo)
 
 
 def _located(folder: str, name: str, revision: str | None) -> Path:
@@ -137,24 +137,9 @@ def _names(reader: Any) -> Callable[[str], str | None]:
     return lambda name: table.get_name(name) or table.get_name(name.partition(".")[2])  # some without their base model
 
 
-def _replaced(model: Any, name: str, tensor: Any) -> list[Callable[[], None]]:
-    """Packs a tensor's blocks in the place of a layer, unless they stand for another weight; returns what undoes it."""
-    layer = model.get_submodule(name)
-    flipped = isinstance(layer, Conv1D)
-    weight = layer.weight.T if flipped else layer.weight
-    blocks = _in_order_of(weight, _UNPACKED[tensor.tensor_type.name](_raw(tensor)))
-    if blocks is None:
-        return []
-    packed, dtype = kernels.pack(blocks, bias=layer.bias), weight.dtype
-    model.set_submodule(name, packed)
-    layer.weight = weight = None
-
-    def undo() -> None:
-        floats = packed.weight().to(dtype)
-        layer.weight = nn.Parameter(floats.T.contiguous() if flipped else floats, requires_grad=False)
-        model.set_submodule(name, layer)
-
-    return [undo]
+def _blocks(weight: Tensor, tensor: Any) -> Quantized | None:
+    """The blocks of a file's tensor, in the order of a layer's weight; None where they do not stand for it."""
+    return _in_order_of(weight, _UNPACKED[tensor.tensor_type.name](_raw(tensor)))
 
 
 def _raw(tensor: Any) -> Tensor:

@@ -1,5 +1,7 @@
 """Weights in few bits and activations left as they are: eight with one scale per output channel, four in groups of 32.
 
+Heads are the largest layer of small models, and eight bits do not hurt them, which four would.
+
 No row of a pass looks at another one, so a drafted token never changes what is computed for its neighbours.
 """
 
@@ -16,6 +18,7 @@ from specdec import kernels
 from specdec.errors import UnsupportedError
 from specdec.loading import QUANTIZATIONS
 from specdec.models.compat import int8_linear, quantizes
+from specdec.models.gears import changed, is_plain, replaced, weight_of
 from specdec.models.quantize import Quantizer
 
 _MOST_ROWS = 32  # torch's kernel runs row by row: beyond this many, turning the weights into floats once is faster
@@ -66,10 +69,11 @@ class WeightOnly(Quantizer):
 
     @torch.no_grad()
     def convert(self, model: Any) -> None:
-        """Puts an `Int8Linear` in the place of every linear layer, one after the other.
+        """Puts a layer of few bits in the place of every linear layer, one after the other.
 
-        As bitsandbytes does it, the language head, tied embeddings and layers that a model keeps in float32 stay as
-        they are. Raises UnsupportedError for weights that are offloaded already, and where they cannot be held so.
+        Where they are packed, so is the language head, in eight bits, and tied embeddings read its rows; elsewhere, as
+        bitsandbytes does it, these stay as they are, and so do layers that a model keeps in float32. Raises
+        UnsupportedError for weights that are offloaded already, and where they cannot be held so.
         """
         wanted = quantizes(model)
         linear = [name for name, m in model.named_modules() if type(m) is nn.Linear or isinstance(m, Conv1D)]
@@ -80,13 +84,24 @@ class WeightOnly(Quantizer):
                     f"`quantization`={self.name!r} reads all weights, and `device_map` left some out of reach: "
                     + ("use `offload` instead" if QUANTIZATIONS[self.name].offloads else "leave out `device_map`")
                 )
-            weight = module.weight.T.contiguous() if isinstance(module, Conv1D) else module.weight
-            model.set_submodule(name, self.layer(weight, module.bias))
+            model.set_submodule(name, self.layer(weight_of(module), module.bias))
+        self._convert_head(model)
+
+    def _convert_head(self, model: Any) -> None:
+        head = model.get_output_embeddings()
+        if head is not None and is_plain(head) and self._fits(head.weight) and kernels.available():
+            name = next(name for name, module in model.named_modules() if module is head)
+            changed(model, lambda: replaced(model, name, kernels.pack(head.weight, "int8", bias=head.bias)))
+
+    def _fits(self, weight: Tensor) -> bool:
+        """Whether a layer with this weight can be packed."""
+        return self.packs and weight.device.type == "cpu" and weight.dtype in kernels.FLOATS.values()
 
     def layer(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
         """What takes the place of a layer with this `weight` `[out, in]`."""
-        packs = self.packs and weight.device.type == "cpu" and weight.dtype in kernels.FLOATS.values()
-        return kernels.pack(weight, "int8", bias=bias) if packs and kernels.available() else Int8Linear(weight, bias)
+        if self._fits(weight) and kernels.available():
+            return kernels.pack(weight, "int8", bias=bias)
+        return Int8Linear(weight, bias)
 
 
 class FourBits(WeightOnly):

@@ -21,9 +21,10 @@ from transformers import (
 
 from specdec import zoo
 from specdec.errors import OptionError
-from specdec.loading import DTYPES, Loading, split_gguf
+from specdec.loading import DTYPES, PASSES, Loading, split_gguf
 from specdec.models.compat import loads
 from specdec.models.failures import check_complete, check_folder, explained
+from specdec.models.gears import is_packed, slower_than_floats
 from specdec.models.gguf import GgufFile
 from specdec.models.language_model import LanguageModel
 from specdec.models.placement import device_map, dispatch, keep, offload_folder, read_ahead
@@ -46,17 +47,17 @@ def load(
 
     `name` is what the caller calls the argument: "model" and "target" mean the target of a pair of the zoo, all others
     its draft. `words` are what the argument may be beside models, for the hint at a misspelt one. Raises OptionError
-    when loading options other than `gear` are given with a model, when `dtype` or a device is unknown, or nothing is
-    found; UnsupportedError where a quantization or gear cannot run here; LoadError for a broken checkpoint, and where
-    memory or disk run out.
+    when loading options other than `PASSES` are given with a model, when `dtype` or a device is unknown, or nothing is
+    found; UnsupportedError where a quantization, gear or exactness cannot be had here; LoadError for a broken
+    checkpoint, and where memory or disk run out.
     """
     how = how or Loading()
     if isinstance(source, LanguageModel):
-        _check_unused([name for name in how.given if name != "gear"])
+        _check_unused(how)
         return source
     if isinstance(source, PreTrainedModel):
-        _check_unused([name for name in how.given if name != "gear"])
-        return LanguageModel(source, gear=how.gear)
+        _check_unused(how)
+        return LanguageModel(source, gear=how.gear, exactness=how.exactness)
     if not isinstance(source, (str, PathLike)):
         raise OptionError.of(name, "a hub name, a path or a transformers model", type(source).__name__)
     if not isinstance(how.dtype, str | torch.dtype):
@@ -71,11 +72,13 @@ def load(
     _check_devices(how)
     with explained(str(source), name, words):
         model = _read(folder, how, name)
-    return LanguageModel(model, gear=how.gear, owned=True)
+    language = LanguageModel(model, gear=how.gear, exactness=how.exactness, owned=True)
+    _tell_slow_type(str(source), language, how)
+    return language
 
 
-def _check_unused(names: list[str]) -> None:
-    if names:
+def _check_unused(how: Loading) -> None:
+    if names := [name for name in how.given if name not in PASSES]:
         raise OptionError(f"`{names[0]}` applies to loading, but the model is loaded already: change the model instead")
 
 
@@ -166,6 +169,17 @@ def _widened(name: str) -> torch.dtype:
         name,
     )
     return torch.float32
+
+
+def _tell_slow_type(name: str, language: LanguageModel, how: Loading) -> None:
+    """A word about a checkpoint's own type in which layers are slower here than in float32; packed ones never are."""
+    plain = how.dtype == "auto" and how.quantization is None and _computes_on_cpu(how) and not is_packed(language.model)
+    if plain and language.dtype == torch.bfloat16 and slower_than_floats(language.dtype):
+        _log.info(
+            "%s is stored in bfloat16 and computes in it, which is slower than float32 on this CPU "
+            "(dtype float32 takes twice the memory, gear packed needs a C++ compiler)",
+            name,
+        )
 
 
 def _computes_on_cpu(how: Loading) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +37,25 @@ def arguments(target: str, tmp_path: Path) -> list[str]:
 def params(**given: Any) -> dict[str, Any]:
     """Parameters of `bench`, as if nothing but `given` had been passed."""
     names = ("target", "config", "draft", "schedule", "num_draft_tokens", "strategy", "temperature", "prompts", "count")
-    more = ("batch", "dtype", "quantization", "offload", "offload_folder", "gear", "max_new_tokens", "repeats")
-    return {**dict.fromkeys((*names, *more, "seed", "near_tie")), **given}
+    more = (
+        "batch",
+        "dtype",
+        "quantization",
+        "gguf_file",
+        "offload",
+        "offload_folder",
+        "gear",
+        "max_new_tokens",
+        "repeats",
+    )
+    return {**dict.fromkeys((*names, *more, "repeats", "seed", "near_tie")), **given}
 
 
 def test_bench(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The outcome in words on stdout, the report in the folder, and the same again from its samples."""
     assert run(arguments) == 0
     out, err = capsys.readouterr()
-    assert "suffix, cost" in out
+    assert re.search(r"suffix, cost +\d+\.\d\d ms per token  eager", out)
     assert "2 of 2 assisted texts are identical" in out
     assert err == f"report: {tmp_path / 'out' / 'report.html'}\n"
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {"samples.jsonl", "results.json", "results.csv"}

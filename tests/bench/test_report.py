@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from specdec.bench import read_suite, results, run, write_report
+from specdec.bench import gears, read_suite, results, run, write_report
 from specdec.bench.figures import Speedup
 from specdec.bench.plots import leaders, short, themed
 from specdec.bench.report import as_html, number
@@ -57,13 +57,14 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A run with a sweep, two categories and two temperatures."""
+    """A run with a sweep, two categories, two temperatures, and a draft in a gear of its own."""
     root = tmp_path_factory.mktemp("run")
     target, draft = saved_model(root / "target"), saved_model(root / "draft", seed=1)
     (root / "p.jsonl").write_text("".join(f'{{"category": "{c}", "turns": ["{c}{c}xx"]}}\n' for c in ("aa", "bb")))
     schedules = [{"schedule": "constant", "num_assistant_tokens": [1, 3]}]
     shared = {"temperatures": [0, 0.7], "prompts": str(root / "p.jsonl"), "max_new_tokens": 12, "repeats": 1}
-    suite = read_suite({"name": "<tiny>", "targets": target, "drafts": draft, "schedules": schedules, **shared})
+    mode = {"modes": [{"draft_options": {"gear": "packed"}}]}
+    suite = read_suite({"name": "<tiny>", "targets": target, "drafts": draft, "schedules": schedules, **mode, **shared})
     return results(run(suite, root / "out"))
 
 
@@ -89,11 +90,13 @@ def test_the_page(found: dict[str, Any], folder: Path) -> None:
     for words in ("weight passes", "peak", "p99", "identical", "Theorem 3.8", "drafted in vain", "flags", "threads"):
         assert words in page.text
     assert found["fingerprint"] in page.text
+    assert page.text.count("eager, draft packed") == 4
     assert "nan" not in re.findall(r"[a-z]+", page.text)
     for group in found["groups"]:
         for system in group["systems"]:
             assert f"{system['ms_per_token']:.2f}" in page.text
             assert number(system["token_ms"]["p99"]) in page.text
+        assert [gears(system) for system in group["systems"]] == ["eager", *["eager, draft packed"] * 2]
         assert html.count('class="own"') >= sum(len(r["tokens"]) - r["accepted"] for r in group["strip"]["rounds"])
 
 
@@ -115,6 +118,7 @@ def test_the_table(found: dict[str, Any], folder: Path) -> None:
     for row, system in zip(rows, systems, strict=True):
         assert float(row["ms_per_token"]) == system["ms_per_token"]
         assert row["state"] == (system["speedup"]["state"] if system["speedup"] else "")
+        assert (row["gear"], row["draft_gear"]) == (system["gear"], system["draft_gear"] or "")
         assert float(row["request_ms_p90"]) == system["request_ms"]["p90"]
 
 

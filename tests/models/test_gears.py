@@ -91,6 +91,8 @@ def test_texts_do_not_depend_on_the_draft(name: str, how: dict[str, Any]) -> Non
     assisted = SpecGenerator(model, draft, gear="packed").generate(**given, **COMMON, **how)
     assert plain.stats is not None
     assert plain.stats.settings["gear"] == "packed"
+    assert "draft_gear" not in plain.stats.settings
+    assert assisted.stats.settings["draft_gear"] == "packed"
     assert torch.equal(plain.sequences, expected)
     assert torch.equal(assisted.sequences, expected)
 
@@ -139,16 +141,38 @@ def test_auto_measures_once(
             torch.testing.assert_close(logits(first.model, name), logits(plain.model, name), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.usefixtures("built", "fresh_verdicts")
-def test_heads_beside_quantized_layers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """They are packed the second time as well, when nothing is measured any more."""
-    monkeypatch.setattr(gears, "_seconds", lambda model: 2.0 if gears._linears(model) else 1.0)
-    monkeypatch.setattr(gears, "_LEAST", 1)
-    folder = saved("llama", tmp_path)
-    for _ in range(2):
-        head = load(folder, Loading(quantization="int8-weight")).model.get_output_embeddings()
-        assert isinstance(head, kernels.PackedLinear)
-        assert head.kind == "float32"
+@torch.no_grad()
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("name", ["llama", "t5", "whisper", "gpt2", "gemma2"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("quantization", ["int8-weight", "int4-weight"])
+def test_heads_of_quantized_models(name: str, tied: bool, quantization: str, tmp_path: Path) -> None:
+    """They are held in eight bits, and tied embeddings are rows of the very same numbers, in the model's dtype."""
+    folder = saved(name, tmp_path, tie_word_embeddings=tied)
+    plain = load(folder, Loading(dtype="bfloat16", gear="eager")).model
+    language = load(folder, Loading(dtype="bfloat16", quantization=quantization))
+    head, embedding = language.model.get_output_embeddings(), language.model.get_input_embeddings()
+    assert head.kind == "int8"
+    assert language.vocab_size == plain.get_output_embeddings().out_features
+    shares = plain.get_output_embeddings().weight is plain.get_input_embeddings().weight
+    assert shares == (getattr(embedding, "head", None) is head)
+    ids = torch.tensor([[5, 9, 12]])
+    found, expected = embedding(ids), plain.get_input_embeddings()(ids)
+    assert found.dtype == expected.dtype == torch.bfloat16
+    assert float((found - expected).abs().max()) < 0.01 * float(expected.abs().max())
+    assert logits(language.model, name).dtype == torch.bfloat16
+
+
+@pytest.mark.usefixtures("built")
+def test_heads_that_are_no_layers_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that reads its head's weight by itself has it, and its embedding, as floats."""
+    folder = saved("llama", tmp_path, tie_word_embeddings=True)
+    kind = type(load(folder).model)
+    forward = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, *a, **k: self.lm_head.weight.sum() and forward(self, *a, **k))
+    model = load(folder, Loading(quantization="int8-weight")).model
+    assert type(model.lm_head) is nn.Linear
+    assert model.lm_head.weight is model.get_input_embeddings().weight
 
 
 def test_auto_leaves_others_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,6 +184,19 @@ def test_auto_leaves_others_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(kernels, "available", lambda: False)
     assert load(folder).gear == "eager"
     assert load(folder, Loading(dtype="float16")).gear == "eager"
+
+
+def test_models_that_were_handed_over_are_told_what_they_lack(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, and only where there is something to pack."""
+    with caplog.at_level("INFO", logger="specdec"):
+        LanguageModel(tiny("llama"))
+        monkeypatch.setattr(gears, "_LEAST", 1)
+        LanguageModel(tiny("llama"), gear="eager")
+        assert not caplog.records
+        LanguageModel(tiny("llama"))
+    assert "gear='packed'" in caplog.text
 
 
 def test_gears_that_cannot_be(tmp_path: Path) -> None:
@@ -186,12 +223,12 @@ def test_gears_that_cannot_be(tmp_path: Path) -> None:
 @pytest.mark.parametrize("gear", ["auto", "eager"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_quantized_layers(quantization: str, off: float, gear: str, dtype: str, tmp_path: Path) -> None:
-    """In few bits the model says nearly the same, in both gears; head and embedding stay as they are."""
+    """In few bits the model says nearly the same, in both gears; heads that are not packed stay as they are."""
     folder = saved("llama", tmp_path)
     plain = load(folder, Loading(dtype=dtype, gear="eager"))
     small = load(folder, Loading(dtype=dtype, gear=gear, quantization=quantization))
     assert small.gear == ("packed" if gear == "auto" or quantization == "int4-weight" else "eager")
-    assert type(small.model.get_output_embeddings()) is nn.Linear
+    assert (type(small.model.get_output_embeddings()) is nn.Linear) == (gear == "eager")
     found, expected = logits(small.model, "llama").float(), logits(plain.model, "llama").float()
     assert 0 < float((found - expected).std() / expected.std()) < off
     draft = tiny("llama", seed=1).to(getattr(torch, dtype))

@@ -14,7 +14,7 @@ from specdec import LoadError, Loading, OptionError, SpecGenerator, UnsupportedE
 from specdec.inputs import tokenizer_beside
 from specdec.models import gguf, load
 from specdec.models.compat import whole_gguf
-from specdec.models.gears import is_packed
+from specdec.models.gears import PackedEmbedding, is_packed
 from tests.folders import WIDTH, byte_tokenizer, saved, saved_gguf
 from tests.oracle import KINDS, oracle
 from tests.tiny import tiny
@@ -47,7 +47,9 @@ def logits(model: Any) -> torch.Tensor:
 
 def kinds(model: Any) -> dict[str, str]:
     """What every layer that is packed holds, by name."""
-    return {name: m.kind for name, m in model.named_modules() if isinstance(m, kernels.AnyLinear)}
+    every = list(model.named_modules(remove_duplicate=False))
+    shared = {f"{name}.head" for name, module in every if isinstance(module, PackedEmbedding)}
+    return {name: m.kind for name, m in every if isinstance(m, kernels.AnyLinear) and name not in shared}
 
 
 @needs_kernels
@@ -71,7 +73,9 @@ def test_what_transformers_reads_is_what_is_computed(types: str, tied: bool, gea
         assert len(found) == 15
     else:
         assert {"int4", "int8"} <= set(found.values())
-    assert type(language.model.get_input_embeddings()) is nn.Embedding
+    embedding = language.model.get_input_embeddings()
+    assert type(embedding) is (PackedEmbedding if tied else nn.Embedding)
+    assert torch.equal(embedding(torch.tensor(PROMPT)), plain.get_input_embeddings()(torch.tensor(PROMPT)))
 
 
 @needs_kernels

@@ -1,0 +1,646 @@
+// Attention over a cache of keys and values: every token sees columns of its own, in a row of its own.
+//
+//   queries   [1, heads, tokens, width]
+//   keys      [rows, kv heads, capacity, width], values alike; query heads in groups share a head of theirs
+//   nodes     int32 [tokens, 4 + words]: row, slot, first, base, and bits. The token sees the columns from `first` to
+//             before `base`, and `base + j` wherever bit j is set; it is stored in the column `slot`
+//   result    [1, tokens, heads, width of a value]
+//
+// What a token gets depends, bit for bit, on nothing but its query and the keys and values that it sees, in their
+// order: not on where these lie, on what lies between them, on the tokens beside it, on capacity, rows or threads.
+// For that
+//   - a score is one chain of fused multiply-adds over the width of a key;
+//   - a token's scores are brought together without gaps before anything is made of them;
+//   - the sum of their exponentials has LANES parts, of every LANES-th score, that are added up in one order;
+//   - the sum of the weighted values is one chain over the columns; its vectors run over the width of a value;
+//   - the exponential is one polynomial for all lanes;
+//   - every product that is added to something is fused by name, none by the compiler's choice.
+// The softmax therefore waits until all scores of a token are known. How the work is cut changes nothing.
+//
+// Work is cut into tiles: some queries (tokens and heads) of one row that share a head of keys. A tile goes through the
+// columns that any of its queries sees, 4 * LANES at a time: it turns their keys around, so that a vector holds one
+// entry of many keys, and multiplies them by all its queries. Later it goes through the values of the columns that all
+// see, for all queries at once, and through those that only some see, token by token. Both are products of a small
+// matrix of weights with rows of numbers: `add_products`.
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <limits>
+#include <utility>
+#include <vector>
+
+#include "vectors.h"
+
+namespace {
+
+// As many sums as the registers hold: SIDE queries times VECTORS vectors.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int SIDE = 6;
+#else
+constexpr int SIDE = 3;
+#endif
+constexpr int VECTORS = 4;
+constexpr int64_t PANEL = VECTORS * LANES;  // columns at a time
+constexpr int64_t QUERIES = 48;             // of a tile, at most
+constexpr int64_t SCORES = 128 << 10;       // of a tile, if it has more than SIDE queries: the second cache holds them
+constexpr int64_t ALONE = 1 << 19;          // multiply-adds that are done before other threads have started
+constexpr int64_t AHEAD = 2 * LANES;        // columns between what is read and what is asked for
+constexpr float NOTHING = -std::numeric_limits<float>::infinity();
+
+int64_t up(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
+
+// ---- Sums of products
+
+// sums[r] += the sum over j < count, in order, of weights[r][j] * rows[j], for R sums of V vectors; anew if `fresh`.
+// Asks for what lies `ahead` of each row.
+template <class In, int R, int V>
+void add_block(const float* const* weights, const In* const* rows, int64_t count, int64_t shift, int64_t ahead,
+               float* sums, int64_t stride, bool fresh) {
+  Floats sum[R][V];
+  UNROLL for (int r = 0; r < R; r++)
+    UNROLL for (int v = 0; v < V; v++) sum[r][v] = fresh ? Floats{} : floats(sums + r * stride + v * LANES);
+  for (int64_t j = 0; j < count; j++) {
+    Floats row[V];
+    UNROLL for (int v = 0; v < V; v++) {
+      row[v] = floats(rows[j] + shift + v * LANES);
+      __builtin_prefetch(rows[j] + shift + v * LANES + ahead);
+    }
+    UNROLL for (int r = 0; r < R; r++) {
+      auto weight = all(weights[r][j]);
+      UNROLL for (int v = 0; v < V; v++) sum[r][v] = fused(weight, row[v], sum[r][v]);
+    }
+  }
+  UNROLL for (int r = 0; r < R; r++)
+    UNROLL for (int v = 0; v < V; v++) store(sums + r * stride + v * LANES, sum[r][v]);
+}
+
+template <class In, int V, int... R>
+constexpr auto by_sides(std::integer_sequence<int, R...>) {
+  return std::array{&add_block<In, R + 1, V>...};
+}
+
+// The same for any number of sums, `width` wide, a multiple of LANES; `stride` lies between them.
+template <class In>
+void add_products(const float* const* weights, int64_t sides, const In* const* rows, int64_t count, int64_t width,
+                  int64_t ahead, float* sums, int64_t stride, bool fresh) {
+  static constexpr auto wide = by_sides<In, VECTORS>(std::make_integer_sequence<int, SIDE>());
+  static constexpr auto narrow = by_sides<In, 1>(std::make_integer_sequence<int, SIDE>());
+  for (int64_t side = 0; side < sides; side += SIDE) {
+    auto now = std::min<int64_t>(SIDE, sides - side) - 1;
+    auto to = sums + side * stride;
+    int64_t at = 0;
+    for (; at + PANEL <= width; at += PANEL) wide[now](weights + side, rows, count, at, ahead, to + at, stride, fresh);
+    for (; at < width; at += LANES) narrow[now](weights + side, rows, count, at, ahead, to + at, stride, fresh);
+  }
+}
+
+// ---- Functions of vectors
+
+// e to the power of x <= 0; 0 where it would not be a normal number, NaN for NaN.
+Floats exponential(Floats x) {
+  constexpr float ROUND = 3 << 22;  // numbers beside it are integers, which stand in their last bits
+  auto rounded = fused(x, all(1.44269504f), all(ROUND)), power = rounded - ROUND;
+  auto rest = fused(power, all(-0.693359375f), x);
+  rest = fused(power, all(2.12194440e-4f), rest);
+  auto sum = all(1.9875691500e-4f);
+  for (float next : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f, 1.f, 1.f})
+    sum = fused(sum, rest, all(next));
+  auto scale = (Floats)(((Words)rounded << 23) + 0x3f800000u);
+  return x < all(-87.3f) ? Floats{} : sum * scale;
+}
+
+Floats hyperbolic_tangent(Floats x) {
+  auto size = x < 0 ? -x : x, square = x * x, sum = all(-5.70498872745e-3f);
+  for (float next : {2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f, -3.33332819422e-1f})
+    sum = fused(sum, square, all(next));
+  auto small = fused(sum * square, x, x);
+  auto e = exponential(size * -2), large = (1 - e) / (1 + e);
+  return size < all(0.625f) ? small : x < 0 ? -large : large;
+}
+
+// Entry i of the result is entry INDEX(i) of a and, behind it, b.
+template <auto INDEX, int... I>
+Words picked(Words a, Words b, std::integer_sequence<int, I...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, INDEX(I)...);
+#else
+  return __builtin_shuffle(a, b, Words{INDEX(I)...});
+#endif
+}
+
+template <auto INDEX>
+Words picked(Words a, Words b) {
+  return picked<INDEX>(a, b, std::make_integer_sequence<int, LANES>());
+}
+
+// Rows become columns. Processors shuffle fastest within 128 bits, and these as a whole: so every four rows become
+// columns within them first, and then the four columns of each group find each other.
+inline void transpose(Words (&rows)[LANES]) {
+  constexpr auto low = [](unsigned i) { return i / 4 * 4 + i % 4 / 2 + i % 2 * LANES; };
+  constexpr auto high = [](unsigned i) { return i / 4 * 4 + i % 4 / 2 + i % 2 * LANES + 2; };
+  constexpr auto low_pair = [](unsigned i) { return i / 4 * 4 + i % 2 + i % 4 / 2 * LANES; };
+  constexpr auto high_pair = [](unsigned i) { return i / 4 * 4 + i % 2 + i % 4 / 2 * LANES + 2; };
+  UNROLL for (int g = 0; g < LANES; g += 4) {
+    auto a = picked<low>(rows[g], rows[g + 1]), b = picked<high>(rows[g], rows[g + 1]);
+    auto c = picked<low>(rows[g + 2], rows[g + 3]), d = picked<high>(rows[g + 2], rows[g + 3]);
+    rows[g] = picked<low_pair>(a, c), rows[g + 1] = picked<high_pair>(a, c);
+    rows[g + 2] = picked<low_pair>(b, d), rows[g + 3] = picked<high_pair>(b, d);
+  }
+  constexpr auto even = [](unsigned i) { return i / 4 * 8 + i % 4; };
+  constexpr auto odd = [](unsigned i) { return i / 4 * 8 + i % 4 + 4; };
+  UNROLL for (int groups = LANES / 4; groups > 1; groups /= 2) {
+    Words next[LANES];
+    UNROLL for (int i = 0; i < LANES / 2; i++) {
+      auto from = i / 4 * 8 + i % 4;
+      next[i] = picked<even>(rows[from], rows[from + 4]);
+      next[i + LANES / 2] = picked<odd>(rows[from], rows[from + 4]);
+    }
+    UNROLL for (int i = 0; i < LANES; i++) rows[i] = next[i];
+  }
+}
+
+// Up to PANEL keys side by side: `[width, PANEL]`. Pointers to keys come in multiples of LANES, numbers in words of 32
+// bits: two of bfloat16, the first one in the lower half.
+template <class In>
+void turn(const In* const* keys, int64_t count, int64_t width, int64_t ahead, float* panel) {
+  constexpr int64_t PER_WORD = 4 / sizeof(In), STEP = LANES * PER_WORD;
+  for (int64_t key = 0; key < count; key += LANES)
+    for (int64_t i = 0; i < width; i += STEP) {
+      Words block[LANES] = {};
+      if (i + STEP <= width)
+        UNROLL for (int l = 0; l < LANES; l++) {
+          block[l] = load<Words>(keys[key + l] + i);
+          __builtin_prefetch(keys[key + l] + i + ahead);
+        }
+      else
+        for (int l = 0; l < LANES; l++) std::memcpy(&block[l], keys[key + l] + i, (width - i) * sizeof(In));
+      transpose(block);
+      auto to = panel + i * PANEL + key;
+      UNROLL for (int l = 0; l < LANES; l++, to += PER_WORD * PANEL) {
+        store(to, PER_WORD == 1 ? block[l] : block[l] << 16);
+        if (PER_WORD == 2) store(to + PANEL, block[l] & 0xffff0000u);
+      }
+    }
+}
+
+// ---- What tokens see
+
+struct Token {
+  int64_t row, slot, first, base;
+  const int32_t* words;
+  int64_t bits;
+
+  bool sees(int64_t bit) const { return words[bit / 32] >> bit % 32 & 1; }
+
+  // Calls `take` with every column that it sees and that is not among `[begin, end)`, in order.
+  template <class Take>
+  void others(int64_t begin, int64_t end, Take take) const {
+    for (auto c = first; c < std::min(begin, base); c++) take(c);
+    for (auto c = std::max(first, end); c < base; c++) take(c);
+    for (int64_t word = 0; word < bits / 32; word++)
+      for (auto left = static_cast<uint32_t>(words[word]); left; left &= left - 1) {
+        auto c = base + word * 32 + __builtin_ctz(left);
+        if (c < begin || c >= end) take(c);
+      }
+  }
+  // One past the last column that it sees; 0 if there is none.
+  int64_t end() const {
+    for (auto word = bits / 32; word-- > 0;)
+      if (words[word]) return base + word * 32 + 32 - __builtin_clz(static_cast<uint32_t>(words[word]));
+    return first < base ? base : 0;
+  }
+};
+
+struct Nodes {
+  const int32_t* numbers;
+  int64_t count, stride;
+
+  explicit Nodes(const at::Tensor& nodes)
+      : numbers(nodes.const_data_ptr<int32_t>()), count(nodes.size(-2)), stride(nodes.size(-1)) {}
+  Token operator[](int64_t t) const {
+    auto at = numbers + t * stride;
+    return {at[0], at[1], std::min(at[2], at[3]), at[3], at + 4, (stride - 4) * 32};
+  }
+};
+
+// Neighbouring tokens of one row that all see something.
+struct Run {
+  int64_t begin, end, columns;  // columns: more than any of them sees
+};
+
+std::vector<Run> runs_of(const Nodes& nodes) {
+  std::vector<Run> runs;
+  for (int64_t t = 0; t < nodes.count; t++) {
+    auto token = nodes[t];
+    auto end = token.end();
+    if (!end) continue;
+    auto columns = end - token.first;
+    if (runs.empty() || runs.back().end < t || nodes[t - 1].row != token.row)
+      runs.push_back({t, t + 1, columns});
+    else
+      runs.back() = {runs.back().begin, t + 1, std::max(runs.back().columns, columns)};
+  }
+  return runs;
+}
+
+// ---- Tiles
+
+template <class In>
+struct Heads {  // of queries, keys or values
+  const In* numbers;
+  int64_t row, head, column, entry, heads, width;  // strides and sizes
+
+  explicit Heads(const at::Tensor& tensor)
+      : numbers(tensor.const_data_ptr<In>()), row(tensor.stride(0)), head(tensor.stride(1)), column(tensor.stride(2)),
+        entry(tensor.stride(3)), heads(tensor.size(1)), width(tensor.size(3)) {}
+  const In* of(int64_t r, int64_t h) const { return numbers + r * row + h * head; }
+};
+
+template <class In>
+struct Call {
+  Heads<In> queries, keys, values;
+  Nodes nodes;
+  float scale, softcap;
+  const float* sinks;
+  In* out;
+  int64_t group;
+};
+
+struct Tile {
+  int64_t token, head, begin, end;  // the first token, the head of keys, and queries: token by token, head by head
+};
+
+// What a token sees of the columns of a tile.
+struct Seen {
+  int64_t places, left, right, count;  // where its own places begin, and how many lie left and right of the shared ones
+};
+
+// Memory of a thread, kept from tile to tile.
+struct Scratch {
+  std::vector<int32_t> columns, marks, places, own;
+  std::vector<Seen> seen;
+  std::vector<float> queries, scores, sums, panel;
+  std::vector<const float*> weights, entries;
+};
+
+template <class T>
+T* sized(std::vector<T>& memory, int64_t count) {
+  if (static_cast<int64_t>(memory.size()) < count) memory.resize(count);
+  return memory.data();
+}
+
+template <class In>
+class Tiled {
+ public:
+  Tiled(const Call<In>& call, const Tile& tile, Scratch& scratch)
+      : call(call), tile(tile), my(scratch), count(tile.end - tile.begin), first(tile.token + tile.begin / call.group),
+        last(tile.token + (tile.end - 1) / call.group), row(call.nodes[first].row) {}
+
+  void run() {
+    gather_columns();
+    take_queries();
+    score();
+    weights = sized(my.weights, count);
+    for (int64_t q = 0; q < count; q++) soften(q);
+    weigh();
+    finish();
+  }
+
+ private:
+  const Call<In>& call;
+  const Tile& tile;
+  Scratch& my;
+  const int64_t count, first, last, row;    // queries, tokens, and where their keys are
+  int64_t shared_from = 0, shared_to = 0;   // places of the columns that all see
+  int64_t stride = 0, wide = 0;             // of scores, of sums
+  const float** weights = nullptr;
+  std::array<float, QUERIES> totals;
+
+  int64_t token(int64_t q) const { return tile.token + (tile.begin + q) / call.group; }
+  int64_t head(int64_t q) const { return tile.head * call.group + (tile.begin + q) % call.group; }
+  const Seen& seen(int64_t q) const { return my.seen[token(q) - first]; }
+  float* scores(int64_t q) { return my.scores.data() + q * stride; }
+
+  // All columns that any of the tokens sees, in order, and the places among them of those that each one sees.
+  void gather_columns() {
+    auto begin = call.nodes[first].first, shared = begin, until = call.nodes[first].base, end = until;
+    for (auto t = first; t <= last; t++) {
+      auto one = call.nodes[t];
+      begin = std::min(begin, one.first);
+      shared = std::max(shared, one.first);
+      until = std::min(until, one.base);
+      end = std::max(end, one.end());
+    }
+    until = std::max(until, shared);
+    end = std::max(end, until);
+
+    auto left = shared - begin;
+    my.marks.assign(left + end - until, 0);
+    auto mark = [&](int64_t c) -> int32_t& { return my.marks[c < shared ? c - begin : c - until + left]; };
+    for (auto t = first; t <= last; t++) call.nodes[t].others(shared, until, [&](int64_t c) { mark(c) = 1; });
+
+    my.columns.clear();
+    auto keep = [&](int64_t c) {
+      if (!mark(c)) return;
+      mark(c) = my.columns.size();
+      my.columns.push_back(c);
+    };
+    for (auto c = begin; c < shared; c++) keep(c);
+    shared_from = my.columns.size();
+    for (auto c = shared; c < until; c++) my.columns.push_back(c);
+    shared_to = my.columns.size();
+    for (auto c = until; c < end; c++) keep(c);
+
+    my.seen.clear();
+    my.places.clear();
+    for (auto t = first; t <= last; t++) {
+      Seen one{static_cast<int64_t>(my.places.size()), 0, 0, 0};
+      call.nodes[t].others(shared, until, [&](int64_t c) {
+        my.places.push_back(mark(c));
+        (c < shared ? one.left : one.right)++;
+      });
+      one.count = one.left + shared_to - shared_from + one.right;
+      my.seen.push_back(one);
+    }
+  }
+
+  void take_queries() {
+    auto width = call.keys.width;
+    auto to = sized(my.queries, count * width);
+    for (int64_t q = 0; q < count; q++, to += width) {
+      auto from = call.queries.of(0, head(q)) + token(q) * call.queries.column;
+      for (int64_t i = 0; i < width; i++) to[i] = static_cast<float>(from[i * call.queries.entry]) * call.scale;
+    }
+  }
+
+  // Scores of all columns for all queries, seen or not.
+  void score() {
+    auto width = call.keys.width, columns = static_cast<int64_t>(my.columns.size());
+    stride = up(columns, PANEL) + LANES;  // no power of two: rows would get into each other's way in the cache
+    sized(my.scores, count * stride);
+    auto panel = sized(my.panel, up(width, 2 * LANES) * PANEL);
+    auto entries = sized(my.entries, width);
+    for (int64_t i = 0; i < width; i++) entries[i] = panel + i * PANEL;
+    auto queries = sized(my.weights, count);
+    for (int64_t q = 0; q < count; q++) queries[q] = my.queries.data() + q * width;
+
+    auto head = call.keys.of(row, tile.head);
+    std::array<const In*, PANEL> keys;
+    for (int64_t at = 0; at < columns; at += PANEL) {
+      auto now = std::min(PANEL, columns - at), padded = up(now, LANES);
+      for (int64_t j = 0; j < padded; j++) keys[j] = head + my.columns[at + std::min(j, now - 1)] * call.keys.column;
+      turn(keys.data(), padded, width, AHEAD * call.keys.column, panel);
+      add_products(queries, count, entries, width, padded, 0, scores(0) + at, stride, true);
+    }
+  }
+
+  // Scores of one query to weights, without gaps.
+  void soften(int64_t q) {
+    auto of_token = seen(q);
+    auto to = scores(q);
+    weights[q] = to;
+    auto own = my.places.data() + of_token.places;
+    for (int64_t i = 0; i < of_token.left; i++) to[i] = to[own[i]];
+    if (of_token.left < shared_from)
+      std::memmove(to + of_token.left, to + shared_from, (shared_to - shared_from) * sizeof(float));
+    auto right = of_token.left + shared_to - shared_from;
+    for (int64_t i = 0; i < of_token.right; i++) to[right + i] = to[own[of_token.left + i]];
+
+    auto n = of_token.count, padded = up(n, LANES);
+    if (call.softcap > 0)
+      for (int64_t i = 0; i < padded; i += LANES)
+        store(to + i, hyperbolic_tangent(floats(to + i) / call.softcap) * call.softcap);
+    std::fill(to + n, to + padded, NOTHING);
+
+    auto most = all(call.sinks ? call.sinks[head(q)] : NOTHING);
+    for (int64_t i = 0; i < padded; i += LANES) {
+      auto next = floats(to + i);
+      most = next > most ? next : most;
+    }
+    for (int l = 1; l < LANES; l++) most[0] = std::max(most[0], most[l]);
+    most = all(most[0]);
+
+    Floats total{};
+    for (int64_t i = 0; i < padded; i += LANES) {
+      auto weight = exponential(floats(to + i) - most);
+      store(to + i, weight);
+      total += weight;
+    }
+    for (int l = 1; l < LANES; l++) total[0] += total[l];
+    if (call.sinks) total[0] += exponential(call.sinks[head(q)] - most)[0];
+    totals[q] = total[0];
+  }
+
+  // Weighted values: of columns left of the shared ones, of these, and of those right of them.
+  void weigh() {
+    wide = up(call.values.width, LANES);
+    std::fill_n(sized(my.sums, count * wide), count * wide, 0.f);
+    weigh_own(true);
+    for (int64_t q = 0; q < count; q++) weights[q] = scores(q) + seen(q).left;
+    add_values(0, count, my.columns.data() + shared_from, shared_to - shared_from);
+    for (int64_t q = 0; q < count; q++) weights[q] += shared_to - shared_from;
+    weigh_own(false);
+  }
+
+  // Columns of the tokens' own, for the queries of one token at a time.
+  void weigh_own(bool left) {
+    for (int64_t q = 0, next; q < count; q = next) {
+      for (next = q + 1; next < count && token(next) == token(q);) next++;
+      auto of_token = seen(q);
+      auto places = my.places.data() + of_token.places + (left ? 0 : of_token.left);
+      auto columns = left ? of_token.left : of_token.right;
+      auto own = sized(my.own, columns);
+      for (int64_t i = 0; i < columns; i++) own[i] = my.columns[places[i]];
+      add_values(q, next, own, columns);
+    }
+  }
+
+  // Adds weighted values of some columns to the sums of queries `[begin, end)`; their weights have moved on afterwards.
+  void add_values(int64_t begin, int64_t end, const int32_t* columns, int64_t number) {
+    auto head = call.values.of(row, tile.head);
+    std::array<const In*, PANEL> values;
+    for (int64_t at = 0; at < number; at += PANEL) {
+      auto now = std::min(PANEL, number - at);
+      for (int64_t j = 0; j < now; j++) values[j] = head + columns[at + j] * call.values.column;
+      auto sums = my.sums.data() + begin * wide;
+      std::array<const float*, QUERIES> from;
+      for (auto q = begin; q < end; q++) from[q - begin] = weights[q] + at;
+      if (call.values.width == wide)
+        add_products(from.data(), end - begin, values.data(), now, wide, AHEAD * call.values.column, sums, wide, false);
+      else
+        add_products(from.data(), end - begin, padded(values.data(), now).data(), now, wide, 0, sums, wide, false);
+    }
+  }
+
+  // Values whose width is no multiple of LANES, with zeros behind them.
+  std::array<const float*, PANEL> padded(const In* const* values, int64_t number) {
+    auto to = sized(my.panel, PANEL * wide);
+    std::array<const float*, PANEL> rows;
+    for (int64_t j = 0; j < number; j++, to += wide) {
+      for (int64_t i = 0; i < wide; i++) to[i] = i < call.values.width ? static_cast<float>(values[j][i]) : 0;
+      rows[j] = to;
+    }
+    return rows;
+  }
+
+  void finish() {
+    auto width = call.values.width, heads = call.queries.heads;
+    for (int64_t q = 0; q < count; q++) {
+      auto to = call.out + (token(q) * heads + head(q)) * width;
+      auto sums = my.sums.data() + q * wide;
+      for (int64_t i = 0; i < width; i++) to[i] = static_cast<In>(sums[i] / totals[q]);
+    }
+  }
+};
+
+// Cut so that a tile's scores fit into the second cache, and that every thread gets some tiles.
+template <class In>
+std::vector<Tile> tiles_of(const Call<In>& call, const std::vector<Run>& runs, int64_t heads, int64_t threads) {
+  int64_t queries = 0;
+  for (auto& run : runs) queries += (run.end - run.begin) * call.group * heads;
+  auto share = std::max<int64_t>(queries / (4 * threads), SIDE);
+  std::vector<Tile> tiles;
+  for (auto& run : runs) {
+    auto of_run = (run.end - run.begin) * call.group;
+    auto most = std::min({QUERIES, share, std::max<int64_t>(SCORES / run.columns, SIDE)}) / SIDE * SIDE;
+    for (int64_t begin = 0; begin < of_run; begin += most)
+      for (int64_t head = 0; head < heads; head++)
+        tiles.push_back({run.begin, head, begin, std::min(begin + most, of_run)});
+  }
+  return tiles;
+}
+
+// Threads take tile after tile, from the last one on: of a prompt these see the most columns.
+template <class In>
+void attend_all(const Call<In>& call, int64_t heads) {
+  auto runs = runs_of(call.nodes);
+  int64_t work = 0;
+  for (auto& run : runs)
+    work += (run.end - run.begin) * run.columns * heads * call.group * (call.keys.width + call.values.width);
+  int64_t threads = work < ALONE || at::in_parallel_region() ? 1 : at::get_num_threads();
+  auto tiles = tiles_of(call, runs, heads, threads);
+  std::atomic<int64_t> left = tiles.size();
+  auto take = [&](int64_t, int64_t) {
+    static thread_local Scratch scratch;
+    for (int64_t next; (next = --left) >= 0;) Tiled<In>(call, tiles[next], scratch).run();
+  };
+  if (threads == 1)
+    take(0, 1);
+  else
+    at::parallel_for(0, threads, 1, take);
+}
+
+// ---- Operators
+
+#define EXPECT(name, holds, expected, ...) TORCH_CHECK_VALUE(holds, "`" name "` must be " expected ", got ", __VA_ARGS__)
+
+void check_nodes(const at::Tensor& nodes, int64_t tokens) {
+  auto sizes = nodes.sizes();
+  auto flat = sizes.size() == 2 || (sizes.size() == 4 && sizes[0] == 1 && sizes[1] == 1);
+  EXPECT("nodes", nodes.scalar_type() == at::kInt && nodes.is_contiguous(), "contiguous int32", nodes.scalar_type(), " ",
+        sizes, " with strides ", nodes.strides());
+  EXPECT("nodes", flat && nodes.size(-2) == tokens && nodes.size(-1) >= 4,
+        "[tokens, 4 + words], one line for each token", sizes, " for ", tokens, " tokens");
+}
+
+template <class Holds>
+void check_each(const Nodes& nodes, const char* expected, Holds holds) {
+  for (int64_t t = 0; t < nodes.count; t++) {
+    auto one = nodes[t];
+    TORCH_CHECK_VALUE(holds(one), "`nodes` must have ", expected, ", got row ", one.row, ", slot ", one.slot,
+                      ", first ", one.first, ", base ", one.base, " for token ", t);
+  }
+}
+
+void check_heads(const char* name, const at::Tensor& tensor, at::ScalarType type, at::IntArrayRef sizes) {
+  auto dense = tensor.dim() == 4 && (tensor.stride(3) == 1 || tensor.size(3) <= 1);
+  TORCH_CHECK_VALUE(dense && tensor.scalar_type() == type && tensor.sizes() == sizes, "`", name, "` must be ", type, " ",
+                    sizes, ", its last dimension dense, got ", tensor.scalar_type(), " ", tensor.sizes(),
+                    " with strides ", tensor.strides());
+}
+
+template <class In>
+at::Tensor attend_in(const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& values, const Nodes& nodes,
+                     double scale, double softcap, const float* sinks) {
+  auto heads = queries.size(1), kv_heads = keys.size(1);
+  at::Tensor out = at::empty({1, nodes.count, heads, values.size(3)}, queries.options());
+  auto to = out.mutable_data_ptr<In>();
+  for (int64_t t = 0, size = heads * values.size(3); t < nodes.count; t++)
+    if (!nodes[t].end()) std::fill_n(to + t * size, size, In(0));
+  attend_all(Call<In>{Heads<In>(queries), Heads<In>(keys), Heads<In>(values), nodes, static_cast<float>(scale),
+                      static_cast<float>(softcap), sinks, to, heads / kv_heads},
+             kv_heads);
+  return out;
+}
+
+at::Tensor attend(const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& values, const at::Tensor& nodes,
+                  double scale, double softcap, const std::optional<at::Tensor>& sinks) {
+  auto type = queries.scalar_type();
+  EXPECT("queries", queries.dim() == 4 && queries.size(0) == 1 && (type == at::kFloat || type == at::kBFloat16),
+        "float32 or bfloat16 [1, heads, tokens, width]", type, " ", queries.sizes());
+  auto heads = queries.size(1);
+  EXPECT("keys", keys.dim() == 4 && keys.size(1) > 0 && heads % keys.size(1) == 0,
+        "[rows, kv heads, capacity, width], kv heads a divisor of the heads of `queries`", keys.sizes(), " for ", heads);
+  auto rows = keys.size(0), capacity = keys.size(2);
+  check_heads("keys", keys, type, {rows, keys.size(1), capacity, queries.size(3)});
+  check_heads("values", values, type, {rows, keys.size(1), capacity, values.dim() ? values.size(-1) : 0});
+  check_nodes(nodes, queries.size(2));
+  EXPECT("softcap", softcap >= 0, "0 (none) or more", softcap);
+  EXPECT("sinks", !sinks || (sinks->sizes() == at::IntArrayRef{heads} && sinks->is_floating_point()),
+        "a float for each head", sinks->scalar_type(), " ", sinks->sizes(), " for ", heads, " heads");
+  Nodes of_tokens(nodes);
+  check_each(of_tokens, "rows and columns that `keys` has", [&](const Token& one) {
+    return one.row >= 0 && one.row < rows && one.first >= 0 && one.base <= capacity && one.end() <= capacity;
+  });
+  at::Tensor as_floats = sinks ? sinks->to(at::kFloat).contiguous() : at::Tensor();
+  auto pointer = sinks ? as_floats.const_data_ptr<float>() : nullptr;
+  auto run = type == at::kFloat ? attend_in<float> : attend_in<at::BFloat16>;
+  return run(queries, keys, values, of_tokens, scale, softcap, pointer);
+}
+
+// Tokens `[1, kv heads, tokens, width]` into a buffer.
+void store_in(const at::Tensor& from, const at::Tensor& buffer, const Nodes& nodes) {
+  auto size = buffer.element_size();
+  auto source = static_cast<const char*>(from.const_data_ptr());
+  auto target = static_cast<char*>(buffer.mutable_data_ptr());
+  for (int64_t t = 0; t < nodes.count; t++) {
+    auto node = nodes[t];
+    auto at = node.row * buffer.stride(0) + node.slot * buffer.stride(2);
+    for (int64_t head = 0; head < from.size(1); head++)
+      std::memcpy(target + (at + head * buffer.stride(1)) * size,
+                  source + (head * from.stride(1) + t * from.stride(2)) * size, from.size(3) * size);
+  }
+}
+
+void store_nodes(const at::Tensor& keys, const at::Tensor& values, const at::Tensor& key_buffer,
+                 const at::Tensor& value_buffer, const at::Tensor& nodes) {
+  EXPECT("keys", keys.dim() == 4, "[1, kv heads, tokens, width]", keys.sizes());
+  EXPECT("key_buffer", key_buffer.dim() == 4, "[rows, kv heads, capacity, width]", key_buffer.sizes());
+  auto heads = keys.size(1), tokens = keys.size(2), rows = key_buffer.size(0), capacity = key_buffer.size(2);
+  auto type = key_buffer.scalar_type(), of_values = value_buffer.scalar_type();
+  auto width = value_buffer.dim() ? value_buffer.size(-1) : 0;
+  check_heads("keys", keys, type, {1, heads, tokens, keys.size(3)});
+  check_heads("values", values, of_values, {1, heads, tokens, width});
+  check_heads("key_buffer", key_buffer, type, {rows, heads, capacity, keys.size(3)});
+  check_heads("value_buffer", value_buffer, of_values, {rows, heads, capacity, width});
+  check_nodes(nodes, tokens);
+  Nodes of_tokens(nodes);
+  check_each(of_tokens, "rows and slots that `key_buffer` has", [&](const Token& one) {
+    return one.row >= 0 && one.row < rows && one.slot >= 0 && one.slot < capacity;
+  });
+  store_in(keys, key_buffer, of_tokens);
+  store_in(values, value_buffer, of_tokens);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(specdec, CPU, m) {
+  m.impl("attend", attend);
+  m.impl("store_nodes", store_nodes);
+}

@@ -1,0 +1,73 @@
+// Vectors of the compiler (GCC's and Clang's), as wide as the processor's, so that one source serves AVX-512, AVX2 and
+// NEON; intrinsics stand where compilers have no word for an instruction.
+
+#pragma once
+
+#include <c10/util/BFloat16.h>
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX2__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Shorts __attribute__((vector_size(2 * LANES)));
+
+#define UNROLL _Pragma("GCC unroll 16")
+
+template <class Vector>
+inline Vector load(const void* from) {
+  Vector vector;
+  std::memcpy(&vector, from, sizeof vector);
+  return vector;
+}
+
+template <class Vector>
+inline void store(void* to, Vector vector) {
+  std::memcpy(to, &vector, sizeof vector);
+}
+
+inline Floats all(float number) { return number - Floats{}; }  // nothing is left to subtract, unlike to add: -0 + 0
+
+inline Floats floats(const float* from) { return load<Floats>(from); }
+
+inline Floats floats(const c10::BFloat16* from) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(load<__m256i>(from)), 16);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(load<__m128i>(from)), 16);
+#else
+  return (Floats)(__builtin_convertvector(load<Shorts>(from), Words) << 16);
+#endif
+}
+
+// a * b + c, rounded once wherever the processor can: said so, it does not hang on what a compiler fuses.
+inline Floats fused(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+  return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
+
+}  // namespace
