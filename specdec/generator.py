@@ -14,13 +14,13 @@ from specdec.call import Call, Extras
 from specdec.config import Options, check_defaults, resolve
 from specdec.dispatcher import Dispatcher
 from specdec.drafts import NAMES as DRAFT_NAMES
-from specdec.drafts import Draft, Drafts, is_name, language_model, loaded, names_model
+from specdec.drafts import Draft, Drafts, is_name, language_model, loaded, named_drafts, names_model
 from specdec.engine import Engine
 from specdec.errors import OptionError
 from specdec.inputs import NAMES as MODEL_INPUTS
 from specdec.inputs import Prompt, check_tokenizer, read_prompts, tokenizer_beside, with_predictions
 from specdec.loading import NAMES as LOADING
-from specdec.loading import Loading
+from specdec.loading import Loading, Vocabulary
 from specdec.models import LanguageModel
 from specdec.output import Detokenizer, Event, Generation
 from specdec.prefixes import Prefixes
@@ -95,7 +95,9 @@ class SpecGenerator:
         """A generator whose target, and draft if it is an id or path, are loaded from the hub or a folder.
 
         `options` are those of `Loading`, for the target, and the defaults of `generate`. The draft stays in memory and
-        takes over `dtype`, `device_map` and `trust_remote_code`; `draft_options` are its own (`Loading` again).
+        takes over `dtype`, `device_map` and `trust_remote_code`; `draft_options` are its own (`Loading`
+        again), and a `vocabulary`: the number of tokens that it may guess, the likeliest by their ids, the path of a
+        text whose tokens they are, or a pair of a number and a text in which they are counted.
         Raises OptionError, UnsupportedError and LoadError where something cannot be loaded as asked.
         """
         how, options = Loading.split(options)
@@ -105,7 +107,7 @@ class SpecGenerator:
             raise OptionError("`draft_options` load a draft model, and `draft` is no id or path: leave them out")
         if tokenizer is None and is_name(target):
             tokenizer = tokenizer_beside(str(target), **how.beside)
-        draft, beside = loaded(draft, draft_how)
+        draft, beside = loaded(draft, draft_how, Vocabulary.of((draft_options or {}).get("vocabulary")))
         if assistant_tokenizer is None and tokenizer is not None:
             assistant_tokenizer = beside
         tokenizers = {"tokenizer": tokenizer, "assistant_tokenizer": assistant_tokenizer}
@@ -200,7 +202,7 @@ class SpecGenerator:
         config = objects.get("generation_config")
         options = self._options(given, config)
         extras = Extras(**{"tokenizer": self.tokenizer, **{n: objects[n] for n in _EXTRAS if n in objects}})
-        named = {n: value for n in DRAFT_NAMES if (value := objects.get(n, getattr(config, n, None))) is not None}
+        named = named_drafts(objects, config)
         draft = self._drafts.of_call(named, extras.tokenizer) if named else self._draft
         drafter = None if draft.drafter is None else draft.drafter.for_sampling(options.sampling)
         self._check_modes(drafter)

@@ -132,7 +132,7 @@ class FlatModel(nn.Module):
         cross: Sequence[Tensor],
         buffers: Buffers,
         frames: Buffers,
-        **wanted: bool,
+        **wanted: Any,
     ) -> Any:
         """The whole output, with what else is `wanted` of it."""
         given: dict[str, Any] = {
@@ -190,12 +190,12 @@ class FlatForward:
         return logits[0]
 
     def with_hidden_states(
-        self, line: Line, buffers: Buffers, frames: Buffers = ()
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The same, and the hidden states `[nodes, width]` of the embeddings and every layer."""
-        output = self.model.output(*arguments(line, buffers, frames), output_hidden_states=True)
+        self, line: Line, buffers: Buffers, frames: Buffers, layers: bool | Sequence[int]
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        """The same, and the hidden states `[nodes, width]` of the embeddings and every layer, None of others."""
+        output = self.model.output(*arguments(line, buffers, frames), output_hidden_states=layers)
         hidden = output.get("hidden_states") or output.get("decoder_hidden_states")
-        return output.logits[0], tuple(layer[0] for layer in hidden)
+        return output.logits[0], tuple(None if layer is None else layer[0] for layer in hidden)
 
     @torch.no_grad()
     def _agrees(self) -> bool:

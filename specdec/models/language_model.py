@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from specdec.errors import OptionError, UnsupportedError
 from specdec.kernels import AnyLinear, PackedLinear
 from specdec.models.capability import Capability, cache_reset_length, rope_boundary
-from specdec.models.compat import attention_of
+from specdec.models.compat import attention_of, gives_hidden_states
 from specdec.models.compiled import CompiledForward
 from specdec.models.early_exit import shallow_exit
 from specdec.models.encoding import Encoding
@@ -189,6 +189,19 @@ class LanguageModel:
             raise UnsupportedError(f"{name} takes its tokens one by one: no `output_attentions` with a draft")
         if branched and capability.store != "kv":
             raise UnsupportedError(f"{name} runs the paths of a tree one by one: no `output_attentions` with branches")
+
+    def check_hidden_states(self, layers: Sequence[int]) -> None:
+        """Raises where a draft that asks for the hidden states of these layers cannot have them.
+
+        OptionError for layers that there are not, UnsupportedError for classes that return none.
+        """
+        if wrong := [layer for layer in layers if not 0 <= layer <= self.num_layers]:
+            raise OptionError.of("hidden_layers", f"layers from 0 to {self.num_layers} of the target", wrong)
+        if not gives_hidden_states(self.decoder):
+            raise UnsupportedError(
+                f"{type(self.model).__name__} returns no hidden states, which the draft reads: use a draft model, or "
+                "draft='suffix'"
+            )
 
     def looked_up(self, query: Tensor, key: Tensor) -> AbstractContextManager[None]:
         """While it lasts, this thread's passes find positions `query` `[rows, nodes]` and `key` `[rows, end]`.

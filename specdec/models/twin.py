@@ -21,8 +21,9 @@ def twin(model: Any, *, attention: str | None = None) -> Any:
             made[module] = other = copy.copy(module)
             children = {name: None if child is None else of(child) for name, child in module._modules.items()}
             other.__dict__["_modules"] = children
-            for held in ("_parameters", "_buffers"):
-                other.__dict__[held] = dict(getattr(module, held))
+            # transformers hooks what it is asked the hidden states of: in a dict of both, it would hook them twice.
+            for held in ("_parameters", "_buffers", "_forward_hooks"):
+                other.__dict__[held] = copy.copy(getattr(module, held))
             if attention is not None and hasattr(module, "config"):
                 other.__dict__["config"] = config(module.config)
         return made[module]
