@@ -22,11 +22,10 @@ def twin(model: Any, *, attention: str | None = None) -> Any:
     def of(module: nn.Module) -> nn.Module:
         if module not in made:
             made[module] = other = type(module).__new__(type(module))
-            other.__dict__.update(settled(module))
+            # What is hooked to one of them is not to the other.
+            other.__dict__.update({n: v.copy() if isinstance(v, dict) else v for n, v in settled(module).items()})
             children = {name: None if child is None else of(child) for name, child in module._modules.items()}
             other.__dict__["_modules"] = children
-            for held in ("_parameters", "_buffers"):
-                other.__dict__[held] = dict(getattr(module, held))
             if attention is not None and hasattr(module, "config"):
                 other.__dict__["config"] = config(module.config)
         return made[module]
