@@ -54,8 +54,13 @@ class CrossAttention:
 
     def __init__(self, language: LanguageModel) -> None:
         self._language = language
-        self.store = KvStore(language.num_layers, column_bytes=language.kv_bytes, lazy=language.device.type == "cpu")
         self._encodings: list[Encoding] = []  # by place in the store
+        self.store = KvStore(
+            language.num_layers,
+            column_bytes=language.kv_bytes,
+            lazy=language.device.type == "cpu",
+            held=lambda: max((encoding.hidden.shape[1] for encoding in self._encodings), default=0),
+        )
         self.places: list[int] = []  # of every row
         self._takes_mask = "attention_mask" in language.input_names
         self._pads = self._takes_mask and language.model.main_input_name == "input_ids"

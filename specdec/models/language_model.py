@@ -261,7 +261,7 @@ class LanguageModel:
         name = type(self.model).__name__
         if self.flat is None:
             raise UnsupportedError(f"{name} does not run on attention of our own: leave out `exactness`='strict'")
-        for module in self.model.modules():
+        for module in self.model.modules():  # which project encodings
             if isinstance(module, PackedLinear):
                 module.unpacks = ()
         self.wait_until_compiled()
