@@ -26,7 +26,7 @@ from specdec.draft import (
 from specdec.draft.function import refuse_class
 from specdec.errors import OptionError, VocabularyError
 from specdec.inputs import check_tokenizer, tokenizer_beside
-from specdec.loading import Loading
+from specdec.loading import PASSES, Loading
 from specdec.models import LanguageModel, load
 from specdec.models.bare_decoder import on_encoder_of
 from specdec.request import Pacing
@@ -190,16 +190,17 @@ def is_name(draft: object) -> bool:
 def language_model(model: Any, name: str, how: Loading | None = None) -> LanguageModel:
     """The model that the caller's argument `name` is, or that it names by id or path, loaded as `how` says.
 
-    Raises OptionError for what is none, and for one that is wrapped already in another gear.
+    Raises OptionError for what is none, and for one that is wrapped already in another gear or exactness.
     """
     how = how or Loading()
-    gear = how.gear
-    if isinstance(model, LanguageModel) and not how.given.keys() - {"gear"}:
-        if gear not in ("auto", model.gear):
-            raise OptionError(
-                f"`gear`={gear!r} does not reach a `{name}` that is a LanguageModel in gear {model.gear!r} already: "
-                f"make it with LanguageModel(model, gear={gear!r}), or pass the transformers model"
-            )
+    if isinstance(model, LanguageModel) and not how.given.keys() - set(PASSES):
+        for option in PASSES:
+            wanted, own = getattr(how, option), getattr(model, option)
+            if wanted not in ("auto", own):
+                raise OptionError(
+                    f"`{option}`={wanted!r} does not reach a `{name}` that is a LanguageModel in {option} {own!r} "
+                    f"already: make it with LanguageModel(model, {option}={wanted!r}), or pass the transformers model"
+                )
         return model
     if not isinstance(model, str | PathLike | PreTrainedModel | LanguageModel):
         raise OptionError.of(name, "a transformers model, or a hub id or path", type(model).__name__)

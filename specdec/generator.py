@@ -46,7 +46,8 @@ class SpecGenerator:
     (0.5: half); calls beyond it wait for their turn. `prefix_cache` keeps keys and values of texts (True, or as many
     bytes), so that a prompt which begins like one of them is not read again; None: in float32, where that changes no
     text. `gear` is what passes run on (`Loading`): "packed" keeps a second copy of the weights of a model that was
-    handed over, which is not changed, and "auto" leaves such a model as it is.
+    handed over, which is not changed, and "auto" leaves such a model as it is; `exactness`="strict" promises the text
+    of plain decoding bit for bit (`Loading`).
 
     Raises OptionError for what cannot be a target or draft, VocabularyError where the two do not share a vocabulary.
     """
@@ -59,6 +60,7 @@ class SpecGenerator:
         tokenizer: Any = None,
         assistant_tokenizer: Any = None,
         gear: str = "auto",
+        exactness: str = "auto",
         task: str | None = None,
         kv_budget: int | float | None = None,
         prefix_cache: bool | int | None = None,
@@ -70,7 +72,7 @@ class SpecGenerator:
         check_tokenizer("tokenizer", tokenizer)
         self._defaults, self._task = options, task
         self.tokenizer = tokenizer_beside(str(target)) if tokenizer is None and is_name(target) else tokenizer
-        self.target = language_model(target, "target", Loading(gear=gear))
+        self.target = language_model(target, "target", Loading(gear=gear, exactness=exactness))
         self._drafts = Drafts(self.target, gear=gear)
         self._draft = Draft(self._drafts.make(draft, self.tokenizer, assistant_tokenizer))
         self._prefixes = _prefixes(self.target, prefix_cache)
@@ -110,6 +112,7 @@ class SpecGenerator:
         model = language_model(target, "target", how)
         shared: dict[str, Any] = {
             "gear": how.gear,
+            "exactness": how.exactness,
             "task": task,
             "kv_budget": kv_budget,
             "prefix_cache": prefix_cache,
@@ -252,7 +255,7 @@ def _prefixes(target: LanguageModel, wanted: bool | int | None) -> Prefixes | No
     """The texts that a generator keeps; by itself only where rounding cannot make a text differ."""
     if wanted is not None and not isinstance(wanted, bool) and (not isinstance(wanted, int) or wanted <= 0):
         raise OptionError.of("prefix_cache", "True, False or a number of bytes", wanted)
-    if wanted is False or (wanted is None and target.exactness != "exact"):
+    if wanted is False or (wanted is None and target.exactness not in ("exact", "strict")):
         return None
     return Prefixes(PREFIX_BYTES if wanted in (None, True) else wanted)
 

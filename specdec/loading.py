@@ -14,6 +14,10 @@ OFFLOADS = ("cpu", "disk")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 GEARS = ("auto", "eager", "packed", "compiled")
 """What passes run on: layers as they are, packed weights, compiled code; "auto" measures."""
+PASSES = ("gear", "exactness")
+"""Options of passes, which models that are loaded already take as well."""
+EXACTNESS = ("auto", "strict")
+"""What is promised of texts: what the dtype allows, or equality bit for bit."""
 _BY_HAND = "load the model with transformers and pass it, `SpecGenerator(model, tokenizer=tokenizer)`"
 # transformers' words for what is called otherwise here, or must be done there -> the way out.
 FOREIGN = {
@@ -68,7 +72,9 @@ class Loading:
     memory ("cpu") or on disk ("disk") and reads them in every pass: all layers, or with `max_memory` those that do not
     fit; `offload_folder` is for weights that must be written again, a temporary one by default. `gear` is what passes
     run on: "eager", the layers as they are; "packed", weights in the order in which short passes on a CPU read them;
-    "compiled" (torch.compile); "auto" packs where that is faster here, which is measured once.
+    "compiled", one compiled function for all passes; "auto" packs where that is faster here, which is measured once,
+    and takes compiled code that is there from an earlier time. `exactness`="strict" promises, whatever the dtype, the
+    text of plain decoding bit for bit, with any draft and beside any other calls: it is tried when the model is loaded.
 
     Raises OptionError for unknown values and for fields that contradict, or do nothing without, one another.
     """
@@ -81,11 +87,13 @@ class Loading:
     offload: str | None = None
     offload_folder: str | PathLike[str] | None = None
     gear: str = "auto"
+    exactness: str = "auto"
     revision: str | None = None
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        for name, known in (("quantization", QUANTIZATIONS), ("offload", OFFLOADS), ("gear", GEARS)):
+        words = {"quantization": QUANTIZATIONS, "offload": OFFLOADS, "gear": GEARS, "exactness": EXACTNESS}
+        for name, known in words.items():
             if getattr(self, name) not in (None, *known):
                 raise OptionError.of(name, f"one of {', '.join(known)}", getattr(self, name))
         if isinstance(self.dtype, str) and self.dtype not in DTYPES:

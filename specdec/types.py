@@ -527,9 +527,9 @@ class Stats:
     drafted; prefill passes without a draft do not count). *Target passes per token* counts every pass. A search's
     tokens are its steps; `lengths` are the new tokens of every text that was returned. `cached_prompt_tokens` were read
     in an earlier call or for another row, and not again. Seconds are those of rounds, which rows of other calls may
-    have shared. `exactness` says what holds of the text beside that of the same call without a draft: "exact", it is
-    the same; "rounding", the same but for near-ties in half precision; "row-dependent", it may differ, as layers of the
-    target look at all tokens of a pass.
+    have shared. `exactness` says what holds of the text beside that of the same call without a draft: "strict" and
+    "exact", it is the same; "rounding", the same but for near-ties in half precision; "row-dependent", it may differ,
+    as layers of the target look at all tokens of a pass.
     """
 
     num_new_tokens: int = 0

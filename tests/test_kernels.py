@@ -27,7 +27,7 @@ from specdec.kernels import (
     to_int8,
 )
 
-HOME = build._folder()  # before tests get a home of their own
+HOME = build.folder()  # before tests get a home of their own
 ROOT = Path(build.__file__).parents[2]
 FLOATS, HALVES = torch.float32, torch.bfloat16
 # What is packed, by which options, and the rows that go with it.
@@ -314,7 +314,7 @@ def test_a_build_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_two_processes_build_once(tmp_path: Path) -> None:
     """Of two processes that need the library at once, one builds it, and the other one waits for it."""
     calls, compiler = tmp_path / "calls", tmp_path / "compiler"
-    library = next(HOME.glob(f"kernels-{build._key()}.so"))
+    library = next(HOME.glob(f"kernels-{build.digest()}.so"))
     compiler.write_text(
         f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\n'
         f'case $2 in *.so) echo call >> {calls}; sleep 1; cp {library} "$2";; esac\n'
@@ -332,12 +332,12 @@ def test_two_processes_build_once(tmp_path: Path) -> None:
 
 def test_a_library_belongs_to_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other instructions, another torch or another source: another library."""
-    known = build._key()
-    assert build._key() == known
+    known = build.digest()
+    assert build.digest() == known
     monkeypatch.setattr(build, "instructions", lambda: "machine: x86_64\nflags: sse2")
-    other = build._key()
+    other = build.digest()
     monkeypatch.setattr(torch, "__version__", "2.0.0")
-    assert len({known, other, build._key()}) == 3
+    assert len({known, other, build.digest()}) == 3
 
 
 def test_layout_is_that_of_the_description() -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 ACCEPTED, TARGET, PROMPT = Style(color="green"), Style(), Style(dim=True)
 EXACTNESS = {
+    "strict": "the same, bit for bit",
     "exact": "the same",
     "rounding": "the same up to near-ties",
     "row-dependent": "may differ: layers see all tokens of a pass",

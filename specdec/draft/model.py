@@ -328,19 +328,22 @@ class ModelSession(DraftSession):
     def _grow(self, growths: list[_Chain | _Branches]) -> None:
         """Feeds what texts and branches are ahead by, then one level after the other."""
         feeds = [(growth, tree) for growth in growths if (tree := growth.first()) is not None]
-        final = True
+        first, chains = True, all(isinstance(growth, _Chain) for growth, _ in feeds)
         while feeds:
-            slots = [growth.held.slot for growth, _ in feeds]
-            trees = [tree for _, tree in feeds]
-            scores = self._session.forward(slots, trees, [growth.keep(tree) for growth, tree in feeds])
-            texts = [growth.text for growth, _ in feeds]
-            self._session.commit(slots, [list(range(len(tree))) for tree in trees], texts=texts, final=final)
+            slots, trees = [growth.held.slot for growth, _ in feeds], [tree for _, tree in feeds]
+            if chains and not first:
+                logits = list(self._session.advance(slots, [tree.tokens[0] for tree in trees])[:, None])
+            else:
+                scores = self._session.forward(slots, trees, [growth.keep(tree) for growth, tree in feeds])
+                texts = [growth.text for growth, _ in feeds]
+                self._session.commit(slots, [list(range(len(tree))) for tree in trees], texts=texts, final=first)
+                logits = [found.logits for found in scores]
             feeds = [
                 (growth, following)
-                for (growth, tree), found in zip(feeds, scores, strict=True)
-                if (following := growth.take(tree, fit(found.logits, self._vocab_size))) is not None
+                for (growth, tree), found in zip(feeds, logits, strict=True)
+                if (following := growth.take(tree, fit(found, self._vocab_size))) is not None
             ]
-            final = False
+            first = False
 
 
 class _Chain:

@@ -1,6 +1,6 @@
 """Linear layers and attention at the speed of the memory: operators, and the library that is built for them."""
 
-from specdec.kernels.build import available, instructions, why_not
+from specdec.kernels.build import available, digest, folder, instructions, why_not
 from specdec.kernels.ops import attend, store_nodes
 from specdec.kernels.packed import FLOATS, KINDS, AnyLinear, HeldLinear, PackedLinear, ReorderedLinear, best_seconds
 from specdec.kernels.packing import pack
@@ -17,6 +17,8 @@ __all__ = [
     "attend",
     "available",
     "best_seconds",
+    "digest",
+    "folder",
     "instructions",
     "pack",
     "store_nodes",

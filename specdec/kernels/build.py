@@ -55,16 +55,17 @@ def _built() -> Path:
     """The library of this processor; raises _NoKernels and OSError."""
     if os.name != "posix":
         raise _NoKernels(f"they are not built on {platform.system()}")
-    folder = _folder()
-    library = folder / f"kernels-{_key()}.so"
-    folder.mkdir(parents=True, exist_ok=True)
+    place = folder()
+    library = place / f"kernels-{digest()}.so"
+    place.mkdir(parents=True, exist_ok=True)
     with _alone(library.with_suffix(".lock")):
         if not library.exists():
             _build(library)
     return library
 
 
-def _folder() -> Path:
+def folder() -> Path:
+    """Where what is built for this processor is kept."""
     if named := os.environ.get("SPECDEC_KERNELS"):
         return Path(named)
     try:
@@ -74,7 +75,7 @@ def _folder() -> Path:
     return Path(root) / "specdec" / "kernels"
 
 
-def _key() -> str:
+def digest() -> str:
     """What a library depends on, as a short name."""
     sources = (path.read_text("utf-8") for path in (*_SOURCES, *_HEADERS))
     parts = (*sources, torch.__version__, platform.system(), *_FLAGS, instructions())

@@ -1,142 +1,235 @@
-"""The second gear: a model's forward through torch.compile, over the same store as the first.
+"""The second gear: one compiled function for all of a model's passes, whatever their size.
 
-What is compiled is a function of tensors: the store's buffers go in and a light cache is built around them inside, so
-that no compiled code is tied to a session. Sizes that change between passes (rows, nodes, end, capacity) are marked as
-dynamic one by one: with `dynamic=True` sizes that happen to be equal, say five nodes and five heads, would be taken
-for the same. What remains are sizes of 1, which are always special: one graph for one node, one for several, and the
-same two for several rows.
+Passes over nodes in a line have one size that changes, their number; rows and columns of the buffers concern only our
+attention. So one graph serves one node and a prompt, chains, trees and batches. It is exported and compiled ahead of
+time (AOTInductor), in a process of its own: passes run in the gear below until it is there. What comes of it is kept
+in `specdec/compiled` in `$XDG_CACHE_HOME` for models of the same structure, whatever their weights.
 """
 
 from __future__ import annotations
 
-import warnings
+import atexit
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
 from collections.abc import Callable, Sequence
-from types import FunctionType
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
-from torch._dynamo import maybe_mark_dynamic
-from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-from transformers.modeling_outputs import CausalLMOutput
+import transformers
+from torch import Tensor, nn
+from torch.export import Dim
+from torch.fx.experimental import _config as shape_config
 
+from specdec import kernels
 from specdec.errors import UnsupportedError
-from specdec.models.compat import TAKES_MASKS, attention_of
-from specdec.models.layout import Layout
-from specdec.models.outputs import LogitNodes
-from specdec.models.store import KvStore
+from specdec.models.flat import Buffers, FlatModel, alike
+from specdec.models.twin import twin
 
 if TYPE_CHECKING:
-    from specdec.models.language_model import LanguageModel
+    from specdec.models.flat import FlatForward
 
-MOST_NODES = 64  # longer passes are prompts: their kernels take longer than what surrounds them
+_log = logging.getLogger(__name__)
+_OPTIONS = {"aot_inductor.package_constants_in_so": False, "aot_inductor.compile_wrapper_opt_level": "O1"}
+_CODE, _CONSTANTS = "passes.pt2", "constants.pt"
+_NODES, _KEPT, _WORDS, _ROWS, _COLUMNS, _FRAMES = 5, 3, 2, 4, 96, 7  # of the pass that is traced: all different
 
 
 class CompiledForward:
-    """The compiled forward of one model, shared by its sessions; it compiles when a kind of pass is first met."""
+    """The compiled passes of one model; `ready` once they are there."""
 
-    def __init__(self, language: LanguageModel) -> None:
-        _check(language)
-        self._language = language
-        self._can_keep = "logits_to_keep" in language.input_names
-        # Compiled code belongs to a code object: a copy per model keeps one model's graphs out of another's way.
-        own = FunctionType(_forward.__code__.replace(), _forward.__globals__, "forward")
-        self._run: Callable[..., Tensor] = torch.compile(own, fullgraph=True, options={"guard_filter_fn": _guards})
+    def __init__(self, flat: FlatForward) -> None:
+        self._model, self._widths = flat.model, flat.widths
+        self._run: Callable[[list[Tensor]], list[Tensor]] | None = None
+        self._folder = kernels.folder() / "compiled" / _key(flat.model, flat.widths)
+        self._done = threading.Event()
+        if self.is_kept:
+            self._work()
+        else:
+            threading.Thread(target=self._work, name="specdec-compile", daemon=True).start()
 
-    def takes(self, layout: Layout) -> bool:
-        """Whether a pass is worth compiled code: short, and not the first, which allocates the buffers."""
-        return layout.start > 0 and layout.nodes <= MOST_NODES
+    @property
+    def is_kept(self) -> bool:
+        """Whether the code is there from an earlier time."""
+        return (self._folder / _CODE).exists()
 
-    def __call__(self, ids: Tensor, layout: Layout, kept: LogitNodes, store: KvStore) -> CausalLMOutput:
-        """Logits of the kept nodes `[rows, kept, vocab]`, or of all nodes where the model cannot slice."""
-        language, kinds, device = self._language, self._language.capability.kinds, self._language.device
-        slots, view = layout.all_slots(), layout.view or layout.causal()
-        masks = [_fresh(view.mask(kind, language.dtype), device) for kind in kinds]
-        names = [kind.name for kind in kinds] if language.capability.masks == "dict" else None
-        nodes = _dynamic(torch.tensor(kept.nodes, device=device)) if self._can_keep else None
-        buffers = store.flat(len(layout.maps), _borrowed)
-        given = (_dynamic(ids), _fresh(view.positions, device), _fresh(slots, device), masks, names, nodes, buffers)
+    @property
+    def ready(self) -> bool:
+        """Whether passes run on it."""
+        return self._run is not None
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits until it is known whether passes run on it, for so many seconds; whether they do."""
+        self._done.wait(timeout)
+        return self.ready
+
+    def __call__(self, *arguments: Any) -> Tensor:
+        """Logits `[1, kept, vocab]`; arguments as of `FlatModel`."""
+        assert self._run is not None
+        return self._run(_flattened(*arguments))[0]
+
+    def _work(self) -> None:
+        """Has a process compile the model, if that was not done before, and takes what comes of it."""
+        name = type(self._model.model).__name__
         try:
-            logits = self._run(language.model, *given)
-        except FailOnRecompileLimitHit:
-            warnings.warn("torch.compile gave up: threads or modes changed too often", RuntimeWarning, stacklevel=2)
-            logits = _forward(language.model, *given)
-        except TorchDynamoException as error:
-            name = type(language.model).__name__
-            raise UnsupportedError(f"torch.compile cannot take {name}: leave out `gear`='compiled'") from error
-        return CausalLMOutput(logits=logits)
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with (self._folder / "lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be at it
+                if not self.is_kept:
+                    _log.warning("compiling the passes of %s beside the work, once: about a minute", name)
+                    began = time.perf_counter()
+                    self._compile()
+                    _log.warning("the passes of %s are compiled, after %.0f s", name, time.perf_counter() - began)
+            self._run = self._loaded()
+        except Exception as error:
+            _log.warning("the passes of %s are not compiled, they run as before: %s", name, error)
+        finally:
+            self._done.set()
+
+    def _compile(self) -> None:
+        with tempfile.TemporaryDirectory(dir=self._folder) as folder:
+            torch.save((_without_weights(self._model), self._widths), Path(folder) / "model.pt")
+            command = [sys.executable, "-m", __name__, folder]
+            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            atexit.register(process.kill)
+            _, said = process.communicate()
+            atexit.unregister(process.kill)
+            if process.returncode:
+                raise UnsupportedError(said.strip().splitlines()[-1] if said.strip() else f"exit {process.returncode}")
+            for file in (_CONSTANTS, _CODE):
+                os.replace(Path(folder) / file, self._folder / file)
+
+    def _loaded(self) -> Callable[[list[Tensor]], list[Tensor]]:
+        """The compiled code over this model's weights; raises UnsupportedError if it says something else."""
+        package = torch._inductor.aoti_load_package(str(self._folder / _CODE))
+        held = _tensors(self._model) | torch.load(self._folder / _CONSTANTS)
+        # They stay the model's, and must not go before the code does.
+        self._constants = {name: held[name] for name in package.get_constant_fqns()}
+        package.load_constants(self._constants, check_full_update=True, user_managed=True)
+        run: Callable[[list[Tensor]], list[Tensor]] = package.loader.boxed_run
+        with torch.no_grad():
+            expected = self._model(*_example(self._model, self._widths)[0])
+        if not alike(run(_flattened(*_example(self._model, self._widths)[0]))[0], expected):
+            raise UnsupportedError("compiled code gives other logits")
+        return run
 
 
-def _forward(
-    model: Any,
+def _flattened(
     ids: Tensor,
     positions: Tensor,
-    slots: Tensor,
-    masks: list[Tensor],
-    names: list[str] | None,
-    nodes: Tensor | None,
-    buffers: list[Tensor],
-) -> Tensor:
-    """`ids`, `positions`, `slots` `[rows, nodes]`, masks `[rows, 1, nodes, end]`, each layer's keys and values."""
-    store = KvStore.around(buffers, slots, masks[0].shape[-1])
-    given: dict[str, Any] = {} if nodes is None else {"logits_to_keep": nodes}
-    output = model(
-        input_ids=ids,
-        attention_mask=masks[0] if names is None else dict(zip(names, masks, strict=True)),
-        position_ids=positions,
-        past_key_values=store,
-        use_cache=True,
-        return_dict=True,
-        **given,
-    )
-    return output.logits
+    kept: Tensor,
+    tables: Sequence[Tensor],
+    encoders: Sequence[Tensor],
+    buffers: Buffers,
+    frames: Buffers,
+) -> list[Tensor]:
+    """The arguments in the order in which they were traced."""
+    pairs = (side for pair in (*buffers, *frames) for side in pair)
+    return [ids, positions, kept, *tables, *encoders, *pairs]
 
 
-def _guards(entries: Sequence[Any]) -> list[bool]:
-    """Which of the compiler's guards to keep: those on tensors, weights included, but not on every module's attributes.
-
-    They take 0.2 ms of a two-layer model's 0.7 ms.
-    """
-    others = torch.compiler.skip_guard_on_all_nn_modules_unsafe(entries)  # type: ignore[no-untyped-call]
-    return [other or entry.guard_type == "TENSOR_MATCH" for other, entry in zip(others, entries, strict=True)]
-
-
-def _dynamic(tensor: Tensor) -> Tensor:
-    """Marks all sizes above 1 as changing from pass to pass."""
-    for dim, size in enumerate(tensor.shape):
-        if size > 1:
-            maybe_mark_dynamic(tensor, dim)
-    return tensor
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """All parameters and buffers, by every name that they have."""
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
 
 
-def _fresh(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy that is nobody's view: guards look at what a view was taken of."""
-    return _dynamic(tensor.to(device, copy=True, memory_format=torch.contiguous_format))
+def _key(model: FlatModel, widths: Sequence[tuple[int, ...]]) -> str:
+    """What compiled code depends on, as a short name."""
+    folder = Path(__file__).parent
+    parts = [
+        torch.__version__,
+        transformers.__version__,
+        kernels.digest(),
+        *((folder / f"{name}.py").read_text("utf-8") for name in ("flat", "compiled", "positions", "cross")),
+        *(f"{name} {type(module).__module__}.{type(module).__qualname__}" for name, module in model.named_modules()),
+        *(f"{name} {tensor.dtype} {list(tensor.shape)} {tensor.stride()}" for name, tensor in _tensors(model).items()),
+        model.model.config.to_json_string(use_diff=False),
+        str(list(widths)),
+    ]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def _borrowed(buffer: Tensor) -> Tensor:
-    """The same memory as no view, with rows and capacity marked, `[rows, heads, capacity, head width]`."""
-    buffer = buffer.detach()
-    for dim in (0, 2):
-        if buffer.shape[dim] > 1:
-            maybe_mark_dynamic(buffer, dim)
-    return buffer
+def _without_weights(model: FlatModel) -> Any:
+    """A twin whose tensors have shapes and nothing else."""
+    other, made = twin(model), dict[int, Tensor]()
+
+    def emptied(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        if id(tensor) not in made:
+            empty = torch.empty_like(tensor, device="meta")
+            made[id(tensor)] = nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
+        return made[id(tensor)]
+
+    for module in other.modules():
+        for held in (module._parameters, module._buffers):
+            held.update({name: emptied(tensor) for name, tensor in held.items()})  # type: ignore[arg-type]
+    return other
 
 
-def _check(language: LanguageModel) -> None:
-    capability, attention = language.capability, attention_of(language.model.config)
-    reason = None
-    if language.is_offloaded:
-        reason = "has weights that are read for each pass"
-    elif language.is_encoder_decoder:
-        reason = "has an encoder"
-    elif capability.store != "kv":
-        reason = f"does not run on the store of keys and values ({capability.reason})"
-    elif capability.positions != "ids":
-        reason = "does not take `position_ids`"
-    elif capability.boundary is not None:
-        reason = "has rotary scaling that depends on the length"
-    elif attention not in TAKES_MASKS:
-        reason = f'has attention {attention!r}; attn_implementation="sdpa" would do'
-    if reason is not None:
-        raise UnsupportedError(f"{type(language.model).__name__} {reason}: leave out `gear`='compiled'")
+def _with_weights(model: Any) -> None:
+    """Gives tensors without memory some that nobody writes to."""
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None and tensor.is_meta:
+                    if id(tensor) not in made:
+                        filled = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+                        is_parameter = isinstance(tensor, nn.Parameter)
+                        made[id(tensor)] = nn.Parameter(filled, requires_grad=False) if is_parameter else filled
+                    held[name] = made[id(tensor)]
+
+
+def _example(model: FlatModel, widths: Sequence[tuple[int, ...]]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Arguments of a pass, and which of their sizes change."""
+    count = len(model.kinds) or 1
+    place = torch.arange(_NODES)
+    table = torch.zeros(1, 1, _NODES, 4 + _WORDS, dtype=torch.int32)
+    table[..., 1], table[..., 3] = place, place + 1  # a chain in the first row
+    frames = torch.zeros_like(table)
+    frames[..., 3] = _FRAMES
+    tables, encoders = [table.clone() for _ in range(count)], [frames] if model.has_encoder else []
+    buffers = [_pair(width, _ROWS, _COLUMNS, model.dtype) for width in widths]
+    projections = [_pair(width, _ROWS - 1, _FRAMES, model.dtype) for width in widths] if model.has_encoder else []
+    arguments = (place[None], place[None].clone(), place[:_KEPT], tables, encoders, buffers, projections)
+    free, table_sizes, sides = Dim.DYNAMIC, {2: Dim.DYNAMIC, 3: Dim.DYNAMIC}, {0: Dim.DYNAMIC, 2: Dim.DYNAMIC}
+    sizes = ({1: free}, {1: free}, {0: free}, [table_sizes] * count, [table_sizes] * len(encoders))
+    return arguments, (*sizes, [(sides, sides)] * len(buffers), [(sides, sides)] * len(projections))
+
+
+def _pair(width: tuple[int, ...], rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    heads, *sides = width
+    keys, values = (torch.zeros(rows, heads, columns, side, dtype=dtype) for side in sides)
+    return keys, values
+
+
+def _main(folder: Path) -> None:
+    """Compiles the model that lies in a folder."""
+    os.nice(10)
+    torch.set_num_threads(1)
+    kernels.available()
+    model, widths = torch.load(folder / "model.pt", weights_only=False)
+    _with_weights(model)
+    arguments, sizes = _example(model, widths)
+    with torch.no_grad(), shape_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+        program = torch.export.export(model.eval(), arguments, dynamic_shapes=sizes, strict=False)
+    made = torch._inductor.aoti_compile_and_package(program, inductor_configs=_OPTIONS)
+    own = _tensors(model)
+    torch.save({n: t for n, t in program.constants.items() if n not in own}, folder / _CONSTANTS)
+    shutil.move(made, folder / _CODE)
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""Cross-attention of the rows of a session: what their encoders said, projected once per row and layer."""
+"""Cross-attention of the rows of a session: what their encoders said, projected once and shared by forked rows."""
 
 from __future__ import annotations
 
@@ -6,167 +6,149 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from specdec.models.encoding import Encoding
+from specdec.models.nodes import seen_columns
+from specdec.models.store import KvStore, Prefix
 
 if TYPE_CHECKING:
     from specdec.models.language_model import LanguageModel
-    from specdec.models.store import KvStore
 
 
-class _CrossLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer's projections: `parts[i]` are keys and values `[1, heads, frames, head width]` of row i of the store.
-
-    Rows of one pass are joined once, and stay joined until other rows run.
-    """
+class Frames(CacheLayerMixin):  # type: ignore[misc]
+    """One layer's projections `[rows, heads, frames, head width]`, which passes read and never change."""
 
     is_sliding = is_compileable = is_croppable = False
 
-    def __init__(self) -> None:
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
         super().__init__()
-        self.parts: list[tuple[Tensor, Tensor] | None] = []
-        self.pending: tuple[Tensor, Tensor] | None = None
-        self.is_initialized = True
+        self.keys, self.values, self.is_initialized = keys, values, True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing is allocated beforehand."""
+        """They are there."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Takes the projections of the rows that run."""
-        self.pending = (key_states, value_states)
-        return key_states, value_states
+        """They stay as they are."""
+        return self.keys, self.values
 
     def get_seq_length(self) -> int:
-        """Frames of the rows that run."""
-        return 0 if self.keys is None else self.keys.shape[2]
+        """More than none, which would mean that projections are still to be made."""
+        return self.keys.shape[2]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """All frames."""
-        return self.get_seq_length(), 0
+        return self.keys.shape[2], 0
 
     def get_max_length(self) -> int:
         """No limit."""
         return -1
 
-    def select(self, first: int, last: int, frames: int) -> None:
-        """Joins the projections of these rows, padded to `frames`, in place of the library's keys and values."""
-        parts = [part for part in self.parts[first:last] if part is not None]
-        self.keys, self.values = (_joined([part[kind] for part in parts], frames) for kind in (0, 1))
-        self._point(first, [part[0].shape[2] for part in parts])
-
-    def forget(self) -> None:
-        """Lets the joined projections go; the rows keep theirs."""
-        self.keys = self.values = None  # type: ignore[assignment]
-
-    def take(self, first: int, frames: list[int]) -> None:
-        """Keeps what `update` was given for rows from `first` on, without padding."""
-        assert self.pending is not None
-        (self.keys, self.values), self.pending = self.pending, None
-        self._point(first, frames)
-
-    def _point(self, first: int, frames: list[int]) -> None:
-        """Rows from `first` on become views of the joined tensors: nothing is held twice."""
-        for i, count in enumerate(frames):
-            self.parts[first + i] = tuple(t[i : i + 1, :, :count] for t in (self.keys, self.values))  # type: ignore
-
 
 class CrossAttention:
-    """What every row's encoder said; a row's projections are made in its first pass, with rows as new as itself."""
+    """What every row's encoder said, in a store of its own whose rows are encodings: forks of a row share one.
+
+    New encodings are projected by a pass over one token that nobody keeps.
+    """
 
     def __init__(self, language: LanguageModel) -> None:
-        self._layers = [_CrossLayer() for _ in range(language.num_layers)]
-        self._encodings: list[Encoding] = []
-        self._projected: list[bool] = []
+        self._language = language
+        self.store = KvStore(language.num_layers, column_bytes=language.kv_bytes, lazy=language.device.type == "cpu")
+        self._encodings: list[Encoding] = []  # by place in the store
+        self.places: list[int] = []  # of every row
         self._takes_mask = "attention_mask" in language.input_names
         self._pads = self._takes_mask and language.model.main_input_name == "input_ids"
-        self._cache: EncoderDecoderCache | None = None
-        self._selected: tuple[int, int] | None = None
+        self._selected: tuple[int, ...] = ()
         self._joined: dict[str, Any] = {}
-
-    def beside(self, store: KvStore) -> EncoderDecoderCache:
-        """The library's pair of caches: `store` for the text, ours for the encoder's output."""
-        self._cache = EncoderDecoderCache(store, Cache(layers=self._layers))
-        return self._cache
+        self._frames: list[Frames] = []
+        self._tables: dict[int, list[int]] = {}
 
     def add(self, encoding: Encoding) -> None:
-        """Rows at the end of the store."""
-        rows = [encoding.select([i]) for i in range(len(encoding))] if len(encoding) > 1 else [encoding]
-        self._encodings += rows
-        self._projected += [False] * len(rows)
-        for layer in self._layers:
-            layer.parts += [None] * len(rows)
-        self._forget_joined()
+        """Rows at the end."""
+        first = len(self._encodings)
+        projected = self._projected(encoding)
+        self.store.reserve(first + len(encoding))
+        for row in range(len(encoding)):
+            self.store.write_prefix(first + row, [(k[row], v[row]) for k, v in projected], encoding.hidden.shape[1])
+            self._encodings.append(encoding.select([row]) if len(encoding) > 1 else encoding)
+            self.places.append(first + row)
+        self._forget()
 
     def fork(self, index: int) -> None:
-        """A row at the end of the store that reads what row `index` reads; projections are shared."""
-        self._encodings.append(self._encodings[index])
-        self._projected.append(self._projected[index])
-        for layer in self._layers:
-            layer.parts.append(layer.parts[index])
-        self._forget_joined()
+        """A row at the end that reads what row `index` reads."""
+        self.places.append(self.places[index])
 
     def remove(self, index: int) -> None:
-        """Forgets a row; the last one takes its place."""
-        lists: list[list[Any]] = [self._encodings, self._projected, *(layer.parts for layer in self._layers)]
-        for rows in lists:
-            last = rows.pop()
-            if index < len(rows):
-                rows[index] = last
-        self._forget_joined()
-
-    def _forget_joined(self) -> None:
-        """Other rows will run next: what was joined for the last ones is let go."""
-        self._selected, self._joined = None, {}
-        for layer in self._layers:
-            layer.forget()
+        """Forgets a row, whose place the last row takes, and its encoding if no other row reads it."""
+        place, last = self.places[index], self.places.pop()
+        if index < len(self.places):
+            self.places[index] = last
+        if place in self.places:
+            return
+        final = len(self._encodings) - 1
+        moved = self._encodings.pop()
+        if place != final:
+            self.store.copy_row(final, place, moved.hidden.shape[1])
+            self._encodings[place] = moved
+            self.places = [place if one == final else one for one in self.places]
+        self.store.clear_row(final)
+        self.store.shrink(final)
+        self._forget()
 
     def kind(self, index: int) -> tuple[Any, ...]:
-        """Rows of different kinds cannot share a pass: new ones, and those whose frames no mask could pad."""
-        encoding = self._encodings[index]
-        return self._projected[index], *(() if self._pads else (encoding.hidden.shape[1], encoding.mask is None))
+        """Rows of different kinds cannot share a padded pass: those whose frames no mask could pad."""
+        encoding = self._encodings[self.places[index]]
+        return () if self._pads else (encoding.hidden.shape[1], encoding.mask is None)
 
-    def inputs(self, first: int, last: int) -> dict[str, Any]:
-        """Keyword arguments of a pass over rows `first` to `last - 1`, which are of one kind."""
-        assert self._cache is not None
-        projected = self._projected[first]
-        self._cache.is_updated = dict.fromkeys(range(len(self._layers)), projected)
-        if self._selected != (first, last):
-            joined = self._encodings[first] if last == first + 1 else Encoding.joined(self._encodings[first:last])
+    def inputs(self, first: int, last: int, text: KvStore) -> dict[str, Any]:
+        """Keyword arguments of a padded pass over rows `first` to `last - 1`, which are of one kind."""
+        places = tuple(self.places[first:last])
+        if places != self._selected:
+            encodings = [self._encodings[place] for place in places]
+            joined = encodings[0] if len(places) == 1 else Encoding.joined(encodings)
+            self._selected, frames = places, joined.hidden.shape[1]
             self._joined = {"encoder_outputs": BaseModelOutput(last_hidden_state=joined.hidden)}
             if joined.mask is not None and self._takes_mask:
                 self._joined["attention_mask"] = joined.mask
-            if projected:
-                for layer in self._layers:
-                    layer.select(first, last, joined.hidden.shape[1])
-            self._selected = (first, last)
-        return self._joined
+            self._frames = [Frames(*(_rows(side, places, frames) for side in pair)) for pair in self.store.pairs()]
+        return {**self._joined, "past_key_values": EncoderDecoderCache(text, Cache(layers=self._frames))}
 
-    def ran(self, first: int, last: int) -> None:
-        """A pass came through: new rows have their projections now."""
-        if self._projected[first]:
-            return
-        frames = [encoding.hidden.shape[1] for encoding in self._encodings[first:last]]
-        for layer in self._layers:
-            layer.take(first, frames)
-        self._projected[first:last] = [True] * (last - first)
+    def seen(self, index: int) -> list[int]:
+        """What a node of this row sees, as in the tables of `specdec.models.nodes`."""
+        place = self.places[index]
+        encoding = self._encodings[place]
+        if encoding.mask is None or not self._takes_mask:
+            return [place, 0, 0, encoding.hidden.shape[1]]
+        if place not in self._tables:
+            self._tables[place] = seen_columns(encoding.mask[0].bool().cpu().numpy())
+        return [place, 0, *self._tables[place]]
 
     @property
     def bytes(self) -> int:
         """What all projections take."""
-        parts = (tensor for layer in self._layers for part in layer.parts or () for tensor in part or ())
-        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in parts}
-        return sum(storages.values())
+        return self.store.bytes
+
+    def _forget(self) -> None:
+        self._selected, self._joined, self._frames, self._tables = (), {}, [], {}
+
+    @torch.no_grad()
+    def _projected(self, encoding: Encoding) -> Prefix:
+        """Keys and values `[rows, heads, frames, head width]` of each layer."""
+        language, rows = self._language, len(encoding)
+        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        language.model(
+            decoder_input_ids=torch.zeros(rows, 1, dtype=torch.long, device=language.device),
+            encoder_outputs=BaseModelOutput(last_hidden_state=encoding.hidden),
+            past_key_values=cache,
+            use_cache=True,
+        )
+        return [(layer.keys, layer.values) for layer in cache.cross_attention_cache.layers]
 
 
-def _joined(parts: list[Tensor], frames: int) -> Tensor:
-    """Rows `[1, heads, frames, width]` one below the other, the shorter ones padded with zeros to `frames`."""
-    if len(parts) == 1:  # its memory must not be that of all rows it was joined with
-        return parts[0] if parts[0].untyped_storage().nbytes() == parts[0].nbytes else parts[0].clone()
-    if all(part.shape[2] == frames for part in parts):
-        return torch.cat(parts)
-    whole = parts[0].new_zeros(len(parts), parts[0].shape[1], frames, parts[0].shape[3])
-    for row, part in enumerate(parts):
-        whole[row, :, : part.shape[2]] = part[0]
-    return whole
+def _rows(buffer: Tensor, places: tuple[int, ...], frames: int) -> Tensor:
+    """The rows at these places, without a copy where they follow one another."""
+    first, count = places[0], len(places)
+    if places == tuple(range(first, first + count)):
+        return buffer[first : first + count, :, :frames]
+    return buffer[list(places), :, :frames]

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import random
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from specdec.models.encoding import Encoding
 from specdec.models.int8 import Int8Linear
 from specdec.models.offload import execution_device
+from specdec.models.session import Session
+from specdec.types import Tree
 
-Exactness = Literal["exact", "rounding", "row-dependent"]
+if TYPE_CHECKING:
+    from specdec.models.language_model import LanguageModel
+
+Exactness = Literal["strict", "exact", "rounding", "row-dependent"]
 _OUTLIER = 100.0  # far beyond what LLM.int8() still takes for an ordinary activation (6)
+_TEXT, _BRANCHING = 80, 40  # tokens that strictness is tried on, and after how many of them there are branches
+_WIDTHS = (1, 1, 2, 3, 1, 5, 8, 16, 43)  # of passes over them
+_FRAMES = 5  # of encoders, where there are any
+_LONGER = 300  # tokens of a row beside them, for which buffers grow
 
 
 @torch.no_grad()
@@ -29,6 +40,53 @@ def exactness(model: nn.Module, dtype: torch.dtype) -> Exactness:
         return "row-dependent"
     half = dtype not in (torch.float32, torch.float64)
     return "rounding" if half or any(_rounds_input(module, _row(module, dtype)) for module in unknown) else "exact"
+
+
+@torch.no_grad()
+def strict_obstacle(language: LanguageModel) -> str | None:
+    """Why texts may depend on how they are drafted, by trying: the same tokens in passes of other shapes.
+
+    None where logits are the same, bit for bit, in passes of other widths, as branches, beside other rows and in larger
+    buffers.
+    """
+    source = random.Random(0)
+    most = min(language.vocab_size, language.config.vocab_size)
+    text = [source.randrange(3, most) for _ in range(_TEXT)]
+    longer = [source.randrange(3, most) for _ in range(_LONGER)]
+    session = language.session()
+    whole, parts, other = session.add(3, trial_encoding(language, 3))
+    expected = _read(session, [whole], [text])[0]
+    found, first = [], 0
+    for width in _WIDTHS:
+        found.append(_read(session, [parts], [text[first : first + width]])[0])
+        first += width
+    if not torch.equal(torch.cat(found), expected):
+        return "passes of other widths give other logits"
+    session.truncate([parts], [0])
+    found = _read(session, [other, parts], [longer[:7], text[:_BRANCHING]])[1:]
+    branches = Tree([text[_BRANCHING], 3, 4, text[_BRANCHING + 1], 3], [-1, -1, 0, 0, 1])
+    logits = session.forward([other, parts], [Tree.chain(longer[7:]), branches], [1, 5])[1].logits
+    session.commit([other, parts], [list(range(_LONGER - 7)), [0, 3]])
+    found += [logits[[0, 3]], *_read(session, [parts], [text[_BRANCHING + 2 :]])]
+    if not torch.equal(torch.cat(found), expected):
+        return "branches, or other rows beside them, change logits"
+    return None
+
+
+def _read(session: Session, rows: list[int], texts: list[list[int]]) -> list[Tensor]:
+    """The logits of texts that rows go on with, in one pass."""
+    scores = session.forward(rows, [Tree.chain(text) for text in texts], [len(text) for text in texts])
+    session.commit(rows, [list(range(len(text))) for text in texts])
+    return [one.logits for one in scores]
+
+
+def trial_encoding(language: LanguageModel, rows: int) -> Encoding | None:
+    """What an encoder might say, to try a model with; None for models without one."""
+    if not language.is_encoder_decoder:
+        return None
+    width = getattr(language.config, "d_model", None) or language.config.hidden_size
+    hidden = torch.randn(rows, _FRAMES, width, generator=torch.Generator().manual_seed(0))
+    return Encoding(hidden.to(language.device, language.dtype), None)
 
 
 def _kind(module: nn.Module) -> tuple[type, type]:

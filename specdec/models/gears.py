@@ -7,7 +7,6 @@ a copy of its structure gets packed layers and shares all else.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import logging
 import time
@@ -25,6 +24,7 @@ from specdec import kernels
 from specdec.errors import OptionError, UnsupportedError
 from specdec.loading import GEARS
 from specdec.models.offload import execution_device, is_offloaded
+from specdec.models.twin import twin
 from specdec.models.verdicts import holds
 
 _log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ def in_gear(model: Any, gear: str, *, owned: bool) -> Any:
         return model
     reason = _obstacle(model)
     if gear == "packed":
-        model = model if owned or reason else _twin(model)
+        model = model if owned or reason else twin(model)
         if reason is None and changed(model, partial(_pack, model)) is None:
             reason = "reads weights of its layers by itself"
         if reason is not None:
@@ -259,18 +259,3 @@ def _said(model: Any, width: int = _WIDTHS[-1]) -> Tensor:
     given[ids] = torch.arange(middle, middle + width)[None]  # far from special tokens
     logits: Tensor = model(**given).logits
     return logits.float()
-
-
-def _twin(model: Any) -> Any:
-    """A model of copied modules that share all weights with those of `model`; what is put into them stays theirs."""
-    made: dict[nn.Module, nn.Module] = {}
-
-    def of(module: nn.Module) -> nn.Module:
-        if module not in made:
-            made[module] = other = copy.copy(module)
-            children = {name: None if child is None else of(child) for name, child in module._modules.items()}
-            other.__dict__["_modules"] = children
-            other.__dict__["_parameters"] = dict(module._parameters)
-        return made[module]
-
-    return of(model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
@@ -15,12 +15,14 @@ from specdec.models.compat import TAKES_MASKS, attention_of
 from specdec.models.cross import CrossAttention
 from specdec.models.encoding import Encoding
 from specdec.models.layout import AttentionView, Layout, SlotMap
-from specdec.models.outputs import LogitNodes, row_scores
+from specdec.models.nodes import Line, RowNodes
+from specdec.models.outputs import LogitNodes, line_scores, row_scores
 from specdec.models.session import Session, check_paths, check_trees
 from specdec.models.store import KvStore, Prefix
 from specdec.types import EMPTY, Scores, Tree
 
 if TYPE_CHECKING:
+    from specdec.models.flat import Buffers, FlatForward
     from specdec.models.language_model import LanguageModel
 
 _SLACK = 64  # slots that branches may leave void before what is left of them is moved together
@@ -57,13 +59,13 @@ class KvSession(Session):
         self._numbers = 0
         self._language = language
         self._device, self._dtype = language.device, language.dtype
+        self._like = torch.empty(0, dtype=language.dtype, device=language.device)
         self._cross = CrossAttention(language) if language.is_encoder_decoder else None
-        self._cache: Any = self.store if self._cross is None else self._cross.beside(self.store)
         self._can_keep = "logits_to_keep" in language.input_names
         # Where the library's own positions and mask are right for a row whose nodes follow one by one.
         self._is_simple = (
             self._cross is None
-            and language.compiled is None
+            and language.flat is None
             and language.capability.boundary is None
             and not language.forgets_order
         )
@@ -208,8 +210,14 @@ class KvSession(Session):
                 continue
             row.slots.begin(tree, len(tree) - keep[i], wholes[i] if wholes is not None else 0)
             parts[self._index[row.number]] = _Part(row, tree, keep[i], None if embeds is None else embeds[i])
-        for first, last in self._spans(parts):
-            scores.update(self._pass(parts, first, last, extras))
+        flat = self._language.flat
+        if flat is not None and parts and not output_attentions and all(part.embeds is None for part in parts.values()):
+            scores.update(self._flat(flat, parts, output_hidden_states))
+        else:
+            if self._language.is_strict and parts:
+                raise UnsupportedError("`exactness`='strict' has no embeddings and no attentions: leave them out")
+            for first, last in self._spans(parts):
+                scores.update(self._pass(parts, first, last, extras))
         return [scores[row] for row in rows]
 
     def commit(
@@ -231,6 +239,23 @@ class KvSession(Session):
             if row.slots.slots:
                 moves += [(self._index[number], *move) for move in row.slots.compact(_SLACK)]
         self._move(moves)
+
+    @torch.no_grad()
+    def advance(self, rows: Sequence[int], tokens: Sequence[int]) -> Tensor:
+        """One pass in a line, with nothing to lay out, where rows hold text alone."""
+        flat, named = self._language.flat, [self._row(row) for row in rows]
+        if flat is None or not all(row.slots.top and not row.slots.slots for row in named):
+            return super().advance(rows, tokens)
+        places, columns = [self._index[row] for row in rows], [row.slots.top for row in named]
+        for place, column in zip(places, columns, strict=True):
+            self.store.extend(place, column + 1)
+        line = Line.next(places, columns, tokens, self._language.capability.kinds, self._device, self._encoders(places))
+        logits = flat(line, *self._buffers(flat))
+        self.passes += 1
+        for row in named:
+            row.slots.base = row.slots.top = row.slots.top + 1
+            row.tree = EMPTY
+        return logits
 
     def refresh(self, rows: Sequence[int]) -> None:
         """Forgets in O(1)."""
@@ -316,6 +341,28 @@ class KvSession(Session):
             end = begin
         return spans[::-1]
 
+    def _flat(self, flat: FlatForward, parts: dict[int, _Part], hidden: bool) -> dict[int, Scores]:
+        """One forward over the new nodes of all rows, in a line."""
+        rows = [RowNodes(index, part.row.slots, part.tree, part.keep) for index, part in parts.items()]
+        for row in rows:
+            self.store.extend(row.place, row.slots.top + row.size)
+        line = Line.of(rows, self._language.capability.kinds, self._device, self._encoders(row.place for row in rows))
+        if hidden:
+            logits, states = flat.with_hidden_states(line, *self._buffers(flat))
+        else:
+            logits, states = flat(line, *self._buffers(flat)), None
+        self.passes += 1
+        scores = line_scores(logits, states, rows, self.passes)
+        return {part.row.number: own for part, own in zip(parts.values(), scores, strict=True)}
+
+    def _encoders(self, places: Iterable[int]) -> list[list[int]] | None:
+        """What the rows at these places see of encoders."""
+        return None if self._cross is None else [self._cross.seen(place) for place in places]
+
+    def _buffers(self, flat: FlatForward) -> tuple[Buffers, Buffers]:
+        """Those of the text, and of encoders."""
+        return self.store.pairs(flat.widths, self._like), () if self._cross is None else self._cross.store.pairs()
+
     def _pass(self, parts: dict[int, _Part], first: int, last: int, extras: dict[str, bool]) -> dict[int, Scores]:
         """One forward over the rows of the store from `first` to `last`; those without a part are padding."""
         here = [parts.get(index) or _Part.idle(self._rows[index]) for index in range(first, last + 1)]
@@ -333,36 +380,29 @@ class KvSession(Session):
     def _forward(
         self, parts: list[_Part], layout: Layout, kept: LogitNodes, first: int, extras: dict[str, bool]
     ) -> tuple[Any, LogitNodes]:
-        """The model's output for a pass, through compiled code where that takes it, and which logits it holds."""
-        compiled, ids = self._language.compiled, self._ids(parts, layout)
+        """The model's output for a padded pass, and which logits it holds."""
         embedded = any(part.embeds is not None for part in parts)
-        if compiled is not None and compiled.takes(layout) and not (embedded or extras):
-            kept = kept.several(layout)
-            return compiled(ids, layout, kept, self.store), kept
-        inputs = self._inputs(parts, ids, layout, embedded) | extras
+        inputs = self._inputs(parts, layout, embedded) | extras
         if self._cross is not None:
-            inputs |= self._cross.inputs(first, first + len(parts))
+            inputs |= self._cross.inputs(first, first + len(parts), self.store)
         if self._can_keep:
             inputs["logits_to_keep"] = kept.argument(self._device)
-        output = self._run(inputs, layout)
-        if self._cross is not None:
-            self._cross.ran(first, first + len(parts))
-        return output, kept
+        return self._run(inputs, layout), kept
 
     def _move(self, moves: list[tuple[int, int, int]]) -> None:
         if moves:
             self.store.move_columns(*(list(part) for part in zip(*moves, strict=True)))
 
     def _no_logits(self) -> Tensor:
-        return torch.empty(0, self._language.vocab_size, dtype=self._dtype, device=self._device)
+        return self._like.new_empty(0, self._language.vocab_size)
 
     def _ids(self, parts: list[_Part], layout: Layout) -> Tensor:
-        # Built fresh and contiguous: a view or an odd stride would make a compiled forward recompile.
         padded = [part.tokens + [0] * (layout.nodes - part.size) for part in parts]
         return torch.tensor(padded, device=self._device)
 
-    def _inputs(self, parts: list[_Part], ids: Tensor, layout: Layout, embedded: bool) -> dict[str, Any]:
-        inputs: dict[str, Any] = {"past_key_values": self._cache, "use_cache": True, "return_dict": True}
+    def _inputs(self, parts: list[_Part], layout: Layout, embedded: bool) -> dict[str, Any]:
+        inputs: dict[str, Any] = {"past_key_values": self.store, "use_cache": True, "return_dict": True}
+        ids = self._ids(parts, layout)
         prefix = "" if self._cross is None else "decoder_"
         if embedded:
             inputs["inputs_embeds"] = self._embed(ids, parts)

@@ -7,27 +7,25 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from specdec.errors import OptionError, UnsupportedError
-from specdec.kernels import AnyLinear
+from specdec.kernels import AnyLinear, PackedLinear
 from specdec.models.capability import Capability, cache_reset_length, rope_boundary
 from specdec.models.compat import attention_of
 from specdec.models.early_exit import shallow_exit
 from specdec.models.encoding import Encoding
-from specdec.models.exactness import Exactness, exactness
+from specdec.models.exactness import Exactness, exactness, strict_obstacle
+from specdec.models.flat import FlatForward
 from specdec.models.gears import check_gear, in_gear, is_packed
 from specdec.models.memory import kv_width
 from specdec.models.offload import execution_device, is_offloaded
 from specdec.models.positions import STYLES, Lookup
 from specdec.models.rotary import Scaling
 from specdec.models.session import Session
-
-if TYPE_CHECKING:
-    from specdec.models.compiled import CompiledForward
 
 
 class LanguageModel:
@@ -47,9 +45,20 @@ class LanguageModel:
     """
 
     def __init__(
-        self, model: Any, *, gear: str = "auto", owned: bool = False, capability: Capability | None = None
+        self,
+        model: Any,
+        *,
+        gear: str = "auto",
+        exactness: str = "auto",
+        owned: bool = False,
+        capability: Capability | None = None,
     ) -> None:
         check_gear(gear)
+        self.is_strict = exactness == "strict"
+        if self.is_strict and gear == "eager":
+            raise OptionError("`exactness`='strict' needs layers of our own: leave out `gear`='eager'")
+        if self.is_strict and gear == "auto":
+            gear = "packed"
         if model.training:
             raise OptionError("`model` is in training mode, where dropout makes its output random: call `model.eval()`")
         self.model = model
@@ -58,7 +67,6 @@ class LanguageModel:
         self.input_names = frozenset(inspect.signature(model.forward).parameters)
         self.vocab_size = _logits_width(model, self.config)
         self.max_positions = _max_positions(self.decoder, self.config)
-        self.compiled: CompiledForward | None = None
         self.capability = replace(
             capability or self._find_capability(),
             boundary=rope_boundary(self.config),
@@ -68,10 +76,9 @@ class LanguageModel:
         self.model = in_gear(model, gear, owned=owned)
         self.gear = "compiled" if gear == "compiled" else "packed" if is_packed(self.model) else "eager"
         self._lookup, self._scaling = self._lookup_of_positions(), self._scaling_by_length()
-        if gear == "compiled":
-            from specdec.models.compiled import CompiledForward  # loads the compiler
-
-            self.compiled = CompiledForward(self)
+        self.flat = self._in_a_line()
+        if self.is_strict:
+            self._make_strict()
 
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -116,8 +123,11 @@ class LanguageModel:
 
     @cached_property
     def exactness(self) -> Exactness:
-        """What a draft can change of the text: nothing ("exact"), near-ties ("rounding"), or more ("row-dependent")."""
-        return exactness(self.model, self.dtype)
+        """What a draft can change of the text: nothing ("strict", "exact"), near-ties ("rounding"), or more.
+
+        "strict" was tried bit for bit; more is "row-dependent".
+        """
+        return "strict" if self.is_strict else exactness(self.model, self.dtype)
 
     def session(self) -> Session:
         """A new session without rows."""
@@ -134,7 +144,7 @@ class LanguageModel:
         if not 1 <= layers < self.num_layers:
             raise OptionError.of("layers", f"between 1 and {self.num_layers - 1}, fewer than the model has", layers)
         return LanguageModel(
-            shallow_exit(self.model, self.num_layers, layers), gear="compiled" if self.compiled is not None else "eager"
+            shallow_exit(self.model, self.num_layers, layers), gear="compiled" if self.gear == "compiled" else "eager"
         )
 
     @torch.no_grad()
@@ -206,6 +216,35 @@ class LanguageModel:
         from specdec.models.probe import find_capability
 
         return find_capability(self)
+
+    def _in_a_line(self) -> FlatForward | None:
+        """Passes without padding, which the gears above "eager" run where the model allows it; "compiled" needs it."""
+        if self.gear == "eager":
+            return None
+        try:
+            flat = FlatForward(self)
+        except UnsupportedError as error:
+            if self.gear == "compiled":
+                raise UnsupportedError(f"{error}: leave out `gear`='compiled'") from error
+            return None
+        if self.gear == "compiled":
+            from specdec.models.compiled import CompiledForward  # loads the compiler
+
+            flat.compiled = CompiledForward(flat)
+        return flat
+
+    def _make_strict(self) -> None:
+        """Raises UnsupportedError where a token's logits depend on anything but its text."""
+        name = type(self.model).__name__
+        if self.flat is None:
+            raise UnsupportedError(f"{name} does not run on attention of our own: leave out `exactness`='strict'")
+        for module in self.model.modules():
+            if isinstance(module, PackedLinear):
+                module.unpacks = ()
+        if self.flat.compiled is not None:
+            self.flat.compiled.wait()
+        if reason := strict_obstacle(self):
+            raise UnsupportedError(f"{name} cannot be strict here, {reason}: leave out `exactness`='strict'")
 
     def _lookup_of_positions(self) -> Lookup | None:
         style = self.capability.positions

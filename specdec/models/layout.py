@@ -72,7 +72,7 @@ class SlotMap:
     @property
     def extent(self) -> int:
         """Tokens of the longest path, text included."""
-        return self.base + max(_depths(self.parents), default=-1) + 1
+        return self.base + max(depths(self.parents), default=-1) + 1
 
     @property
     def pending(self) -> int:
@@ -198,20 +198,20 @@ def _view(trees: Sequence[Tree], maps: list[SlotMap], nodes: int, end: int, devi
     placed = [own.with_new(tree) for tree, own in zip(trees, maps, strict=True)]
     few = max(len(own.slots) for own in maps) + nodes
     slots = np.full((len(maps), few), end, dtype=np.int64)  # a column that is cut off takes what is left over
-    depths, seen = np.zeros_like(slots), np.zeros((len(maps), nodes, few), dtype=bool)
+    deep, seen = np.zeros_like(slots), np.zeros((len(maps), nodes, few), dtype=bool)
     positions = np.zeros((len(maps), nodes), dtype=np.int64)
     for row, (own, (used, parents)) in enumerate(zip(maps, placed, strict=True)):
         scattered, count = len(own.slots), len(used)
         size = count - scattered
-        slots[row, :count], depths[row, :count] = used, np.array(_depths(parents), dtype=np.int64) + own.base
-        positions[row, :size] = depths[row, scattered:count]
-        seen[row, :size, :count] = _ancestry(parents)[scattered:]
+        slots[row, :count], deep[row, :count] = used, np.array(depths(parents), dtype=np.int64) + own.base
+        positions[row, :size] = deep[row, scattered:count]
+        seen[row, :size, :count] = ancestry(parents)[scattered:]
         # Padding keeps position 0 and sees only itself: a softmax over nothing would be NaN.
         padding = np.arange(nodes - size)
-        slots[row, count + padding] = depths[row, count + padding] = own.top + size + padding
+        slots[row, count + padding] = deep[row, count + padding] = own.top + size + padding
         seen[row, size + padding, count + padding] = True
     base = torch.tensor([own.base for own in maps], device=device)[:, None, None]
-    at, depth, kin = (torch.from_numpy(part).to(device) for part in (slots, depths, seen))
+    at, depth, kin = (torch.from_numpy(part).to(device) for part in (slots, deep, seen))
     columns = torch.arange(end + 1, device=device)
     visible = (columns < base).repeat(1, nodes, 1)  # padding sees the text as well
     visible.scatter_(2, at[:, None].expand(-1, nodes, -1), kin)
@@ -219,14 +219,15 @@ def _view(trees: Sequence[Tree], maps: list[SlotMap], nodes: int, end: int, devi
     return AttentionView(torch.from_numpy(positions).to(device), key_positions[:, :end], visible[..., :end])
 
 
-def _depths(parents: list[int]) -> list[int]:
-    depths: list[int] = []
+def depths(parents: list[int]) -> list[int]:
+    """How many ancestors each node has."""
+    found: list[int] = []
     for parent in parents:
-        depths.append(0 if parent < 0 else depths[parent] + 1)
-    return depths
+        found.append(0 if parent < 0 else found[parent] + 1)
+    return found
 
 
-def _ancestry(parents: list[int]) -> np.ndarray:
+def ancestry(parents: list[int]) -> np.ndarray:
     """`[nodes, nodes]`: whether the column is the row's node itself or one of its ancestors."""
     n = len(parents)
     if parents == list(range(-1, n - 1)):

@@ -21,7 +21,7 @@ from transformers import (
 
 from specdec import zoo
 from specdec.errors import OptionError
-from specdec.loading import DTYPES, Loading, split_gguf
+from specdec.loading import DTYPES, PASSES, Loading, split_gguf
 from specdec.models.compat import loads
 from specdec.models.failures import check_complete, check_folder, explained
 from specdec.models.gears import is_packed, slower_than_floats
@@ -47,17 +47,17 @@ def load(
 
     `name` is what the caller calls the argument: "model" and "target" mean the target of a pair of the zoo, all others
     its draft. `words` are what the argument may be beside models, for the hint at a misspelt one. Raises OptionError
-    when loading options other than `gear` are given with a model, when `dtype` or a device is unknown, or nothing is
-    found; UnsupportedError where a quantization or gear cannot run here; LoadError for a broken checkpoint, and where
-    memory or disk run out.
+    when loading options other than `PASSES` are given with a model, when `dtype` or a device is unknown, or nothing is
+    found; UnsupportedError where a quantization, gear or exactness cannot be had here; LoadError for a broken
+    checkpoint, and where memory or disk run out.
     """
     how = how or Loading()
     if isinstance(source, LanguageModel):
-        _check_unused([name for name in how.given if name != "gear"])
+        _check_unused(how)
         return source
     if isinstance(source, PreTrainedModel):
-        _check_unused([name for name in how.given if name != "gear"])
-        return LanguageModel(source, gear=how.gear)
+        _check_unused(how)
+        return LanguageModel(source, gear=how.gear, exactness=how.exactness)
     if not isinstance(source, (str, PathLike)):
         raise OptionError.of(name, "a hub name, a path or a transformers model", type(source).__name__)
     if not isinstance(how.dtype, str | torch.dtype):
@@ -72,13 +72,13 @@ def load(
     _check_devices(how)
     with explained(str(source), name, words):
         model = _read(folder, how, name)
-    language = LanguageModel(model, gear=how.gear, owned=True)
+    language = LanguageModel(model, gear=how.gear, exactness=how.exactness, owned=True)
     _tell_slow_type(str(source), language, how)
     return language
 
 
-def _check_unused(names: list[str]) -> None:
-    if names:
+def _check_unused(how: Loading) -> None:
+    if names := [name for name in how.given if name not in PASSES]:
         raise OptionError(f"`{names[0]}` applies to loading, but the model is loaded already: change the model instead")
 
 

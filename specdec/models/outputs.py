@@ -1,15 +1,16 @@
-"""From one padded pass to each row's scores."""
+"""From one pass to each row's scores."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from specdec.models.layout import Layout
+from specdec.models.nodes import RowNodes
 from specdec.types import Scores, Tree
 
 
@@ -32,13 +33,6 @@ class LogitNodes:
             union.update(range(begin, size))
         nodes = sorted(union) or [layout.nodes - 1]
         return cls(nodes, first, nodes[0] == layout.nodes - len(nodes))
-
-    def several(self, layout: Layout) -> LogitNodes:
-        """At least two nodes of a pass that has several: compiled code would treat a single one as another case."""
-        if len(self.nodes) > 1 or layout.nodes == 1:
-            return self
-        only = self.nodes[0]
-        return replace(self, nodes=[only - 1, only] if only else [0, 1], last=False)
 
     def argument(self, device: torch.device) -> int | Tensor:
         """`logits_to_keep`: a count where the nodes are the last ones, otherwise their indices."""
@@ -69,6 +63,21 @@ def row_scores(
         held = len(tree) - size
         own = logits[row, begin : begin + size - first]
         found.append(Scores(tree, held + first, own, held=held, passes=(number,) if size else (), **more))
+    return found
+
+
+def line_scores(
+    logits: Tensor, hidden: tuple[Tensor, ...] | None, rows: Sequence[RowNodes], number: int
+) -> list[Scores]:
+    """Every row's share of the logits `[kept, vocab]` and hidden states `[nodes, width]` of pass `number`."""
+    found, begin, kept = [], 0, 0
+    for row in rows:
+        end = begin + row.size
+        own = logits[kept : kept + row.keep]
+        states = None if hidden is None else tuple(layer[begin:end] for layer in hidden)
+        first = len(row.tree) - row.keep
+        found.append(Scores(row.tree, first, own, held=row.slots.pending, passes=(number,), hidden_states=states))
+        begin, kept = end, kept + row.keep
     return found
 
 

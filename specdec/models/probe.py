@@ -16,6 +16,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from specdec.models.capability import REPLAY, Capability, Positions, attention_kinds, known, kv_capability
 from specdec.models.compat import TAKES_MASKS, attention_of
 from specdec.models.encoding import Encoding
+from specdec.models.exactness import trial_encoding
 from specdec.models.miniature import miniature
 from specdec.models.native_cache import MODULE_STATE, module_state, set_module_state
 from specdec.models.verdicts import holds
@@ -130,7 +131,7 @@ def _agrees(language: LanguageModel, model: Any, candidate: Capability) -> bool:
 def _trial(language: LanguageModel) -> Iterator[tuple[Tensor, Tensor]]:
     """Pairs of a session's logits and the model's own: ragged prefill, rollback, tree, path commit, one more token."""
     source = random.Random(0)
-    encoding = _encoding(language, 2)
+    encoding = trial_encoding(language, 2)
     session = language.session()
     rows = session.add(2, encoding)
     texts: list[list[int]] = [[], []]
@@ -166,14 +167,6 @@ def reference(language: LanguageModel, tokens: list[int], encoding: Encoding | N
     if encoding.mask is not None:
         inputs["attention_mask"] = encoding.mask
     return language.model(decoder_input_ids=ids, use_cache=False, **inputs).logits[0, -1]
-
-
-def _encoding(language: LanguageModel, rows: int) -> Encoding | None:
-    if not language.is_encoder_decoder:
-        return None
-    width = getattr(language.config, "d_model", None) or language.config.hidden_size
-    hidden = torch.randn(rows, 5, width, generator=torch.Generator().manual_seed(0))
-    return Encoding(hidden.to(language.device, language.dtype), None)
 
 
 def _ids(source: random.Random, language: LanguageModel, count: int) -> list[int]:

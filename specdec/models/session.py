@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from specdec.errors import OptionError
@@ -90,6 +91,15 @@ class Session(ABC):
         The first `texts[i]` of them (all, if None) are a chain that extends the row's text, the rest are its pending
         branches. `final=False` says that they are guesses which `truncate` may take back.
         """
+
+    def advance(self, rows: Sequence[int], tokens: Sequence[int]) -> Tensor:
+        """Continues the texts of rows by a guess each, which `truncate` may take back; the logits after it.
+
+        `[rows, vocab]`. The same as `forward` and `commit`, which it saves a chain's passes the detail of.
+        """
+        scores = self.forward(rows, [Tree.chain([token]) for token in tokens], [1] * len(rows))
+        self.commit(rows, [[0]] * len(rows), final=False)
+        return torch.stack([one.logits[-1] for one in scores])
 
     @abstractmethod
     def refresh(self, rows: Sequence[int]) -> None:

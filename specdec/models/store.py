@@ -20,7 +20,8 @@ _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MA
 _PAGES = 2**20  # bytes from which a buffer gets pages of its own
 _SPARE_BYTES = 2**26  # buffers up to this size stay when no row is left
 
-Prefix = list[tuple[Tensor, Tensor]]
+Pair = tuple[Tensor, Tensor]
+Prefix = list[Pair]
 """Keys and values of a text, per layer `[heads, tokens, head width]`."""
 
 
@@ -113,18 +114,9 @@ class KvStore(Cache):  # type: ignore[misc]
         self.first = self.start = self.end = 0
         self.slots: Tensor | None = None
         self._row_index: dict[torch.device, tuple[Tensor, Tensor]] = {}
-        self._flat: dict[tuple[int, ...], list[Tensor]] = {}
+        self._pairs: list[Pair] = []
         self._written: list[int] = []  # per row, one past the last column that a pass wrote
         super().__init__(layers=[KvLayer(self) for _ in range(layers)])
-
-    @classmethod
-    def around(cls, buffers: Sequence[Tensor], slots: Tensor, end: int) -> KvStore:
-        """A store of borrowed buffers (keys, values, keys, ...) for one pass that writes at `slots` `[rows, nodes]`."""
-        store = cls(len(buffers) // 2)
-        store.start, store.end, store.slots = end - slots.shape[1], end, slots
-        for index, layer in enumerate(store.layers):
-            layer.buffers, layer.is_initialized = (buffers[2 * index], buffers[2 * index + 1]), True
-        return store
 
     @property
     def bytes(self) -> int:
@@ -134,14 +126,6 @@ class KvStore(Cache):  # type: ignore[misc]
             return whole
         self._note_touched()
         return whole * sum(self._touched) // (self.row_capacity * self.capacity)
-
-    def flat(self, rows: int, prepared: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        """The rows of this pass of all buffers (keys, values, keys, ...), `prepared` once until the buffers change."""
-        key = (self.first, rows, self.row_capacity, self.capacity)
-        if key not in self._flat:
-            first, last = self.first, self.first + rows
-            self._flat = {key: [prepared(buffer[first:last]) for buffer in self._buffers()]}
-        return self._flat[key]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -176,6 +160,25 @@ class KvStore(Cache):  # type: ignore[misc]
         if self.end > self._written[row]:
             self._written[row] = self.end
 
+    def extend(self, row: int, end: int) -> None:
+        """Makes room for a row's columns up to `end`, which a pass will write."""
+        if end >= self.capacity:
+            self._widen(end + 1)
+        self._written[row] = max(self._written[row], end)
+
+    def pairs(self, widths: Sequence[tuple[int, int, int]] = (), like: Tensor | None = None) -> list[Pair]:
+        """The buffers of all layers, keys and values of each; those that are missing are made.
+
+        `widths` are the heads of each layer, and the head widths of its keys and values; `like` has the dtype and
+        device.
+        """
+        if not self._pairs:
+            for layer, (heads, *sides) in zip(self.layers, widths, strict=False):
+                if layer.buffers is None and like is not None:
+                    layer.lazy_initialization(*(like.new_empty(1, heads, 0, side) for side in sides))
+            self._pairs = [layer.buffers for layer in self.layers if layer.buffers is not None]
+        return self._pairs
+
     def reserve(self, rows: int) -> None:
         """Makes room for `rows` rows."""
         self._written += [0] * (rows - len(self._written))
@@ -200,7 +203,7 @@ class KvStore(Cache):  # type: ignore[misc]
             if self.bytes > self.spare_bytes:
                 for layer in self.layers:
                     layer.forget()
-                self._flat, self.row_capacity, self.capacity = {}, 0, _FIRST_CAPACITY
+                self._pairs, self.row_capacity, self.capacity = [], 0, _FIRST_CAPACITY
         elif self.bytes > self.spare_bytes and 4 * self._used() <= self.bytes:
             self._resize(*self._ample(2 * rows, max(_FIRST_CAPACITY, self._held() + 1)))
 
@@ -282,7 +285,7 @@ class KvStore(Cache):  # type: ignore[misc]
         moved = [layer.resized(rows, capacity, written) for layer in self.layers]  # if that fails nothing has changed
         for layer, buffers in zip(self.layers, moved, strict=True):
             layer.buffers = buffers
-        self.row_capacity, self.capacity, self._written, self._touched, self._flat = rows, capacity, written, [], {}
+        self.row_capacity, self.capacity, self._written, self._touched, self._pairs = rows, capacity, written, [], []
 
 
 def _is_lazy(like: Tensor) -> bool:

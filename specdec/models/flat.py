@@ -1,0 +1,258 @@
+"""Passes without padding: the nodes of all rows in a line, over attention of our own.
+
+transformers' layers run as they are, on a batch of one row. Where they would attend, they find our operators, which
+write each node's keys and values to its place in the buffers and read what the node's table says it sees
+(`specdec.models.nodes`). So rows and trees of any sizes share a pass, no mask is built, and keys are never repeated.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.masking_utils import sdpa_mask
+from transformers.modeling_outputs import BaseModelOutput
+
+from specdec import kernels
+from specdec.errors import UnsupportedError
+from specdec.models.cross import Frames
+from specdec.models.layout import SlotMap
+from specdec.models.nodes import Line, RowNodes
+from specdec.models.positions import Lookup
+from specdec.models.twin import twin
+from specdec.types import Tree
+
+if TYPE_CHECKING:
+    from specdec.models.compiled import CompiledForward
+    from specdec.models.language_model import LanguageModel
+
+ATTENTION = "specdec"
+_POSITIONS = {"ids": "position_ids", "decoder_ids": "decoder_position_ids", "embedding": None}
+_TRIED, _FRAMES = 12, 5  # tokens, and encoder positions, that a model is tried with
+_ALIKE, _ALIKE_IN_HALF = 0.9999, 0.98  # cosine of logits
+
+Buffers = Sequence[tuple[Tensor, Tensor]]
+"""Each layer's keys and values, `[rows, heads, columns, head width]`."""
+
+
+class _Running(threading.local):
+    """The table by which cross-attention of this thread's pass looks at the encoders: no argument would reach it."""
+
+    cross: Tensor | None = None
+
+
+_running = _Running()
+
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The attention that transformers' layers call: of the text by the table in place of a mask, else of encoders."""
+    table = _running.cross if attention_mask is None else attention_mask
+    assert table is not None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return kernels.attend(query, key, value, table, scale, softcap or 0.0, s_aux), None
+
+
+AttentionInterface.register(ATTENTION, _attention)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+
+
+class _Text(Cache):  # type: ignore[misc]
+    """The text's keys and values: writes those of the nodes where the table says, and hands out everything."""
+
+    def __init__(self, buffers: Buffers, table: Tensor) -> None:
+        super().__init__(layers=[])
+        self._buffers, self._table = buffers, table
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """One layer's new keys and values `[1, heads, nodes, head width]`."""
+        keys, values = self._buffers[layer_idx]
+        kernels.store_nodes(key_states, value_states, keys, values, self._table)
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Positions are given, so nobody counts from here."""
+        return 0
+
+
+class FlatModel(nn.Module):
+    """A model that takes the tensors of a `Line`, and writes to the buffers that it is given.
+
+    Of `language`'s model nothing is changed: a twin computes with our attention.
+    """
+
+    def __init__(self, language: LanguageModel) -> None:
+        super().__init__()
+        self.model = twin(language.model, attention=ATTENTION)
+        capability, self.dtype = language.capability, language.dtype
+        self.kinds = [kind.name for kind in capability.kinds] if capability.masks == "dict" else []
+        self.has_encoder = language.is_encoder_decoder
+        self._keeps = "logits_to_keep" in language.input_names
+        self._positions = _POSITIONS[capability.positions]
+        self._lookup = None if self._positions else Lookup(self.model.get_decoder(), capability.positions)
+        self.prefix = "decoder_" if language.is_encoder_decoder else ""
+
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        kept: Tensor,
+        tables: Sequence[Tensor],
+        cross: Sequence[Tensor],
+        buffers: Buffers,
+        frames: Buffers,
+    ) -> Tensor:
+        """Logits `[1, kept, vocab]`; arguments as in `Line`, `cross` has one table or none."""
+        logits: Tensor = self.output(ids, positions, kept, tables, cross, buffers, frames).logits
+        return logits
+
+    def output(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        kept: Tensor,
+        tables: Sequence[Tensor],
+        cross: Sequence[Tensor],
+        buffers: Buffers,
+        frames: Buffers,
+        **wanted: bool,
+    ) -> Any:
+        """The whole output, with what else is `wanted` of it."""
+        given: dict[str, Any] = {
+            self.prefix + "input_ids": ids,
+            self.prefix + "attention_mask": dict(zip(self.kinds, tables, strict=True)) if self.kinds else tables[0],
+            "past_key_values": _Text(buffers, tables[0]),
+            "use_cache": True,
+            "return_dict": True,
+        }
+        if self._positions is not None:
+            given[self._positions] = positions
+        if self._keeps:
+            given["logits_to_keep"] = kept
+        if frames:
+            layers = Cache(layers=[Frames(*pair) for pair in frames])
+            given["past_key_values"] = EncoderDecoderCache(given["past_key_values"], layers)
+            # Of no use, but that layers ask whether there is an encoder.
+            nothing = torch.zeros(1, 1, frames[0][0].shape[-1], dtype=self.dtype, device=ids.device)
+            given["encoder_outputs"] = BaseModelOutput(last_hidden_state=nothing)
+        held, _running.cross = _running.cross, cross[0] if cross else None
+        try:
+            with nullcontext() if self._lookup is None else self._lookup.running(positions, positions):
+                output = self.model(**given, **wanted)
+        finally:
+            _running.cross = held
+        if not self._keeps:
+            output.logits = output.logits[:, kept]
+        return output
+
+
+class FlatForward:
+    """A model's passes over nodes in a line; `widths` are heads, and head widths of keys and values, of each layer.
+
+    They run on compiled code as soon as that is there. Raises UnsupportedError for models that cannot be run so.
+    """
+
+    def __init__(self, language: LanguageModel) -> None:
+        if reason := _obstacle(language):
+            raise UnsupportedError(f"{type(language.model).__name__} {reason}")
+        self._language = language
+        self.model = FlatModel(language)
+        self.widths: list[tuple[int, int, int]] = []
+        self.compiled: CompiledForward | None = None
+        try:
+            agrees = self._agrees()
+        except Exception as error:  # whatever an architecture raises, it means that it does not run so
+            raise UnsupportedError(f"{type(language.model).__name__} does not attend as others do ({error})") from error
+        if not agrees:
+            raise UnsupportedError(f"{type(language.model).__name__} gives other logits with attention of our own")
+
+    def __call__(self, line: Line, buffers: Buffers, frames: Buffers = ()) -> Tensor:
+        """Logits `[kept, vocab]`; `frames` are the projections of encoders, if there are any."""
+        model = self.compiled if self.compiled is not None and self.compiled.ready else self.model
+        logits: Tensor = model(*arguments(line, buffers, frames))
+        return logits[0]
+
+    def with_hidden_states(
+        self, line: Line, buffers: Buffers, frames: Buffers = ()
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The same, and the hidden states `[nodes, width]` of the embeddings and every layer."""
+        output = self.model.output(*arguments(line, buffers, frames), output_hidden_states=True)
+        hidden = output.get("hidden_states") or output.get("decoder_hidden_states")
+        return output.logits[0], tuple(layer[0] for layer in hidden)
+
+    @torch.no_grad()
+    def _agrees(self) -> bool:
+        """Whether a pass in two parts gives the logits of the model's own; notes what keys and values are like."""
+        language, own = self._language, self._language.model
+        middle = own.get_input_embeddings().num_embeddings // 2  # far from special tokens
+        ids = torch.arange(middle, middle + _TRIED, device=language.device)[None]
+        text, frames = DynamicCache(), DynamicCache()
+        given: dict[str, Any] = {self.model.prefix + "input_ids": ids, "past_key_values": text}
+        if language.is_encoder_decoder:
+            given["past_key_values"] = EncoderDecoderCache(text, frames)
+            given["encoder_outputs"] = BaseModelOutput(last_hidden_state=_hidden(language))
+        expected = own(**given, use_cache=True).logits[0]
+        self.widths = [(keys.shape[1], keys.shape[3], values.shape[3]) for keys, values in _pairs(text)]
+        buffers = [
+            tuple(side.new_zeros(2, side.shape[1], _TRIED + 1, side.shape[3]) for side in pair) for pair in _pairs(text)
+        ]
+        slots, logits = SlotMap(), []
+        for tokens in torch.tensor_split(ids[0], 2):
+            tree = Tree.chain(tokens.tolist())
+            nodes, encoders = RowNodes(1, slots, tree, len(tree)), [[0, 0, 0, _FRAMES]]
+            line = Line.of([nodes], language.capability.kinds, language.device, encoders if frames.layers else None)
+            logits.append(self(line, buffers, _pairs(frames)))  # type: ignore[arg-type]
+            slots.base = slots.top = slots.base + len(tree)
+        return alike(torch.cat(logits), expected)
+
+
+def arguments(line: Line, buffers: Buffers, frames: Buffers) -> tuple[Any, ...]:
+    """What `FlatModel` takes."""
+    return line.ids, line.positions, line.kept, line.tables, line.encoders, buffers, frames
+
+
+def alike(logits: Tensor, expected: Tensor) -> bool:
+    """Whether they differ by no more than roundings do."""
+    alike = torch.cosine_similarity(logits.flatten().float(), expected.flatten().float(), dim=0)
+    return bool(alike >= (_ALIKE if expected.dtype in (torch.float32, torch.float64) else _ALIKE_IN_HALF))
+
+
+def _obstacle(language: LanguageModel) -> str | None:
+    """Why a model's passes cannot run in a line, if that is known."""
+    capability = language.capability
+    if language.is_offloaded:
+        return "has weights that are read for each pass"
+    if capability.store != "kv":
+        return f"does not run on the store of keys and values ({capability.reason})"
+    if capability.positions not in _POSITIONS:
+        return "has positions that are added to attention scores"
+    if capability.boundary is not None:
+        return "has rotary scaling that depends on the length"
+    return None
+
+
+def _hidden(language: LanguageModel) -> Tensor:
+    """What an encoder might say, `[1, frames, width]`."""
+    width = getattr(language.config, "d_model", None) or language.config.hidden_size
+    return torch.linspace(-1, 1, _FRAMES * width, device=language.device, dtype=language.dtype).view(1, _FRAMES, width)
+
+
+def _pairs(cache: DynamicCache) -> list[tuple[Tensor, Tensor]]:
+    return [(layer.keys, layer.values) for layer in cache.layers]

@@ -1,0 +1,179 @@
+"""The nodes of one pass in a line, whatever rows they belong to: their ids and positions, and what each of them sees.
+
+What a node sees is a range of its row's columns, and a few bits for what lies behind it. A table `[1, 1, nodes, 4 +
+words]` of int32 says so, in the form that `specdec.kernels.attend` takes: the row of the buffers, the node's own
+column, the first column of the range and the one after its last, then 32 columns in a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.models.layout import Kind, SlotMap, ancestry, depths
+from specdec.types import Tree
+
+_WORD = 32  # columns
+
+
+@dataclass(frozen=True, slots=True)
+class RowNodes:
+    """The new nodes of one row: its place in the buffers, slot map, tree, and how many of the last need logits."""
+
+    place: int
+    slots: SlotMap
+    tree: Tree
+    keep: int
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return len(self.tree) - self.slots.pending
+
+    @property
+    def tokens(self) -> list[int]:
+        """Their ids."""
+        return self.tree.tokens[self.slots.pending :]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The nodes of a pass: `ids` and `positions` `[1, nodes]`, a table for each kind of layer, where logits are needed.
+
+    `kept` are the numbers of these nodes; there is at least one. `encoders` has a table of what they see of
+    encoders, or none.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    tables: list[Tensor]
+    kept: Tensor
+    encoders: list[Tensor]
+
+    @classmethod
+    def of(
+        cls,
+        rows: Sequence[RowNodes],
+        kinds: Sequence[Kind],
+        device: torch.device,
+        encoders: Sequence[list[int]] | None = None,
+    ) -> Line:
+        """All nodes of these rows, one row after the other; `encoders` are what each row sees of its own."""
+        tokens = [token for row in rows for token in row.tokens]
+        placed = [_placed(row) for row in rows]
+        positions = np.concatenate([own.positions for own in placed])
+        wide = max(own.kin.shape[1] for own in placed)
+        tables = [np.concatenate([own.table(kind, wide) for own in placed]) for kind in kinds]
+        kept: list[int] = []
+        end = 0
+        for row in rows:
+            end += row.size
+            kept += range(end - row.keep, end)
+        return cls(
+            torch.tensor([tokens], device=device),
+            torch.from_numpy(positions[None]).to(device),
+            [torch.from_numpy(table[None, None]).to(device) for table in tables],
+            torch.tensor(kept or [end - 1], device=device),
+            [] if encoders is None else [_cross([row.size for row in rows], encoders).to(device)],
+        )
+
+    @classmethod
+    def next(
+        cls,
+        places: Sequence[int],
+        columns: Sequence[int],
+        tokens: Sequence[int],
+        kinds: Sequence[Kind],
+        device: torch.device,
+        encoders: Sequence[list[int]] | None = None,
+    ) -> Line:
+        """One more token for each of several rows that hold text alone, as many tokens as `columns` says."""
+        tables = [
+            [[place, at, max(_first(at, kind), 0), at + 1] for place, at in zip(places, columns, strict=True)]
+            for kind in kinds
+        ]
+        return cls(
+            torch.tensor([tokens], device=device),
+            torch.tensor([columns], device=device),
+            [torch.tensor([[table]], dtype=torch.int32, device=device) for table in tables],
+            torch.arange(len(tokens), device=device),
+            [] if encoders is None else [_cross([1] * len(tokens), encoders).to(device)],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """The nodes of one row: `columns` and `positions` `[nodes]`, and the columns from `base` on that each may see.
+
+    `base` is one past the settled text, or, of chains, past the node itself. `kin` `[nodes, few]` are the ancestors
+    among the columns from `base` on, the nodes themselves included, and `depth` `[few]` their positions.
+    """
+
+    place: int
+    columns: np.ndarray
+    positions: np.ndarray
+    base: np.ndarray
+    kin: np.ndarray
+    depth: np.ndarray
+
+    def table(self, kind: Kind, wide: int) -> np.ndarray:
+        """`[nodes, 4 + words]`, with bits for `wide` columns."""
+        words = -(-wide // _WORD)
+        table = np.zeros((len(self.columns), 4 + words), dtype=np.int32)
+        first = np.maximum(_first(self.positions, kind), 0)
+        table[:, 0], table[:, 1] = self.place, self.columns
+        table[:, 2], table[:, 3] = np.minimum(first, self.base), self.base
+        if few := self.kin.shape[1]:
+            bits = np.zeros((len(table), words * _WORD), dtype=bool)
+            bits[:, :few] = self.kin & (self.depth >= first[:, None])
+            table[:, 4:] = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+        return table
+
+
+def _first(position: Any, kind: Kind) -> Any:
+    """The first position that nodes at `position` see; windows may begin before the text."""
+    if kind.window is not None:
+        return position - kind.window + 1
+    return position * 0 if kind.chunk is None else position // kind.chunk * kind.chunk
+
+
+def _cross(sizes: Sequence[int], encoders: Sequence[list[int]]) -> Tensor:
+    """What every node sees of its row's encoder, `[1, 1, nodes, 4 + words]`."""
+    wide = max(map(len, encoders))
+    lines = torch.tensor([seen + [0] * (wide - len(seen)) for seen in encoders], dtype=torch.int32)
+    return lines.repeat_interleave(torch.tensor(sizes), dim=0)[None, None]
+
+
+def seen_columns(seen: np.ndarray) -> list[int]:
+    """The end of a table's line, for columns that are `seen` or not: a range, and words for what lies behind it."""
+    columns = np.flatnonzero(seen)
+    first = int(columns[0]) if len(columns) else 0
+    gaps = np.flatnonzero(~seen[first:])
+    base = first + int(gaps[0]) if len(gaps) else len(seen)
+    rest = seen[base : int(columns[-1]) + 1] if len(columns) else seen[:0]
+    bits = np.zeros(-(-len(rest) // _WORD) * _WORD, dtype=bool)
+    bits[: len(rest)] = rest
+    words: list[int] = np.packbits(bits, bitorder="little").view(np.int32).tolist()
+    return [first, base, *words]
+
+
+def _placed(row: RowNodes) -> _Placed:
+    own, size = row.slots, row.size
+    if not own.slots and row.tree.is_chain:
+        columns = np.arange(own.top, own.top + size)
+        none = np.zeros((size, 0), dtype=bool)
+        return _Placed(row.place, columns, columns, columns + 1, none, np.zeros(0, dtype=np.int64))
+    slots, parents = own.with_new(row.tree)
+    count, few = len(own.slots), own.top + size - own.base
+    at = np.array(slots) - own.base
+    kin = np.zeros((size, few), dtype=bool)
+    kin[:, at] = ancestry(parents)[count:]
+    depth = np.zeros(few, dtype=np.int64)
+    depth[at] = np.array(depths(parents)) + own.base
+    columns = np.array(slots[count:])
+    return _Placed(row.place, columns, depth[at[count:]], np.full(size, own.base), kin, depth)

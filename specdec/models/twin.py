@@ -1,0 +1,36 @@
+"""A second model over the weights of a first one, so that nothing of the first has to be changed."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import nn
+
+
+def twin(model: Any, *, attention: str | None = None) -> Any:
+    """A model of copied modules that share all weights with those of `model`; what is put into them stays theirs.
+
+    Its layers compute with the `attention` that transformers knows by this name, if one is named.
+    """
+    made: dict[nn.Module, nn.Module] = {}
+    configs: dict[int, Any] = {}
+
+    def of(module: nn.Module) -> nn.Module:
+        if module not in made:
+            made[module] = other = copy.copy(module)
+            children = {name: None if child is None else of(child) for name, child in module._modules.items()}
+            other.__dict__["_modules"] = children
+            for held in ("_parameters", "_buffers"):
+                other.__dict__[held] = dict(getattr(module, held))
+            if attention is not None and hasattr(module, "config"):
+                other.__dict__["config"] = config(module.config)
+        return made[module]
+
+    def config(own: Any) -> Any:
+        if id(own) not in configs:
+            configs[id(own)] = copied = copy.deepcopy(own)
+            copied._attn_implementation = attention
+        return configs[id(own)]
+
+    return of(model)
