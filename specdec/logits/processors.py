@@ -16,6 +16,7 @@ from specdec.errors import OptionError
 from specdec.logits import table
 from specdec.logits.diversity import HammingDiversityLogitsProcessor
 from specdec.logits.table import PrefixFn, Request
+from specdec.logits.timestamps import Timestamps
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,12 @@ class Processors:
     def __repr__(self) -> str:
         return f"Processors({', '.join(type(item).__name__ for item in self.items)})"
 
-    def __call__(self, ids: Tensor | None, logits: Tensor, **groups: Any) -> Tensor:
+    def __call__(
+        self, ids: Tensor | None, logits: Tensor, *, texts: Sequence[list[int]] | None = None, **groups: Any
+    ) -> Tensor:
         """`logits` `[n, vocab]` after all processors; `ids` `[n, length]` may be None unless `reads_ids`.
 
+        `texts` are the ids as lists, where the caller has them, for `Timestamps`: nothing waits for a device then.
         `groups` are told to `HammingDiversityLogitsProcessor`.
         """
         if not self.items:
@@ -45,7 +49,11 @@ class Processors:
         if not self.pure and scores.data_ptr() == logits.data_ptr():
             scores = scores.clone()  # a user's processor may write in place
         for item in self.items:
-            told = groups if isinstance(item, HammingDiversityLogitsProcessor) else {}
+            told: dict[str, Any] = {}
+            if isinstance(item, HammingDiversityLogitsProcessor):
+                told = groups
+            elif isinstance(item, Timestamps):
+                told = {"texts": texts}
             made = item(ids, scores, **told)
             if not isinstance(made, Tensor) or made.shape != scores.shape:
                 raise _not_scores(item, scores, made)

@@ -12,6 +12,8 @@ from transformers.generation import logits_process as stock
 
 from specdec.errors import OptionError
 from specdec.logits.diversity import HammingDiversityLogitsProcessor
+from specdec.logits.suppress import MinLength, MinNewTokens, Suppress, SuppressAtBegin
+from specdec.logits.timestamps import Timestamps
 from specdec.logits.warpers import TopK, TopKTopP, TopP
 
 PrefixFn = Callable[[int, Tensor], list[int]]
@@ -142,12 +144,12 @@ PROCESSORS: tuple[Entry, ...] = (
     ("bad_words_ids", stock.NoBadWordsLogitsProcessor, lambda r, v: (v, r.eos)),
     (
         "min_length",
-        stock.MinLengthLogitsProcessor,
+        MinLength,
         lambda r, v: None if v <= 0 or r.eos is None else (max(v - r.padding, 0), r.eos, r.device),
     ),
     (
         "min_new_tokens",
-        stock.MinNewTokensLengthLogitsProcessor,
+        MinNewTokens,
         lambda r, v: None if v <= 0 or r.eos is None else (r.own_length, v, r.eos, r.device),
     ),
     ("prefix_allowed_tokens_fn", RowPrefix, lambda r, v: (v, r.row)),
@@ -160,8 +162,8 @@ PROCESSORS: tuple[Entry, ...] = (
     ),
     ("remove_invalid_values", stock.InfNanRemoveLogitsProcessor, lambda r, v: () if v is True else None),
     ("exponential_decay_length_penalty", stock.ExponentialDecayLengthPenalty, _exponential_decay),
-    ("suppress_tokens", stock.SuppressTokensLogitsProcessor, lambda r, v: (v, r.device)),
-    ("begin_suppress_tokens", stock.SuppressTokensAtBeginLogitsProcessor, _begin_suppress),
+    ("suppress_tokens", Suppress, lambda r, v: (v, r.device)),
+    ("begin_suppress_tokens", SuppressAtBegin, _begin_suppress),
 )
 """Before the user's own; guidance, the first of all, is a paired row and lives with the strategies."""
 
@@ -185,14 +187,15 @@ NORMALIZE: tuple[Entry, ...] = (
 WITHOUT_IDS: frozenset[Any] = frozenset(
     {kind for _, kind, _ in (*WARPERS, *NORMALIZE)}
     | {TopK, TopP, TopKTopP, stock.TopKLogitsWarper, stock.TopPLogitsWarper}
-    | {HammingDiversityLogitsProcessor, stock.InfNanRemoveLogitsProcessor, stock.SuppressTokensLogitsProcessor}
+    | {HammingDiversityLogitsProcessor, stock.InfNanRemoveLogitsProcessor}
+    | {Suppress, stock.SuppressTokensLogitsProcessor}
 )
 """Functions of the logits alone."""
 
 PURE: frozenset[Any] = (
     WITHOUT_IDS
-    | {kind for _, kind, _ in PROCESSORS if kind is not RowPrefix}
-    | {stock.EncoderRepetitionPenaltyLogitsProcessor, stock.WhisperTimeStampLogitsProcessor}
+    | {one for _, kind, _ in PROCESSORS if kind is not RowPrefix for one in (kind, getattr(kind, "stands_for", kind))}
+    | {Timestamps, stock.WhisperTimeStampLogitsProcessor}
 )
 """Functions of ids and logits: they may be asked about text that never comes true. Subclasses are not trusted."""
 

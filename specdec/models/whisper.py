@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LogitsProcessor
-from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.whisper.english_normalizer import BasicTextNormalizer, EnglishTextNormalizer
 from transformers.models.whisper.tokenization_whisper import LANGUAGES, TASK_IDS, TO_LANGUAGE_CODE
 
 from specdec.errors import OptionError, UnsupportedError
+from specdec.logits import Timestamps
 from specdec.models.alignment import attention_maps, token_times
 from specdec.models.compat import transcript
 from specdec.models.encoding import Encoding
@@ -159,7 +158,7 @@ class Whisper:
         found: list[float] = logits.float().softmax(-1)[:, self.timestamp_begin - 2].tolist()
         return found
 
-    def timestamp_rules(self, begin: int) -> LogitsProcessor:
+    def timestamp_rules(self, begin: int) -> Timestamps:
         """The rules by which timestamps come in pairs and never go back, for text that begins after `begin` tokens.
 
         Raises UnsupportedError where the checkpoint does not tell timestamps from other tokens.
@@ -169,7 +168,13 @@ class Whisper:
                 "timestamps, and so sound longer than a window, need a checkpoint whose generation config has "
                 "`no_timestamps_token_id`: pass `chunk_length_s` and no `return_timestamps`"
             )
-        return WhisperTimeStampLogitsProcessor(self.settings, begin_index=begin)
+        return Timestamps(
+            self.timestamp_begin,
+            begin,
+            self.end,
+            most_initial=self.setting("max_initial_timestamp_index"),
+            by_probability=getattr(self.settings, "_detect_timestamp_from_logprob", True),
+        )
 
     def times(self, encoding: Encoding, prompt: Sequence[int], tokens: Sequence[int], frames: int) -> list[float]:
         """When each of `tokens` of one row ends, in seconds, by the heads that align text with `frames` of sound."""

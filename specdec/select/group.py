@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -73,7 +73,7 @@ class GroupSearch(PoolSearch):
                 continue
             mine = slice(at, at + self.size)
             known = torch.tensor([*chosen, *[0] * (self.num_beams - len(chosen))], device=own.device)
-            told = {"current_tokens": known, "beam_group_idx": group}
+            told: dict[str, Any] = {"current_tokens": known, "beam_group_idx": group}
             scores = self.processors(None if ids is None else ids[mine], own[mine], **told)
             found = best_of(scores, pool.running, self.candidates(self.size))
             going, pool = self.walk(pool, found)

@@ -24,7 +24,9 @@ def generated(row: Row) -> int:
 
 def process(processors: Processors, row: Row, extra: Sequence[int], logits: Tensor) -> Tensor:
     """Processed `logits` `[vocab]` after the row's text and `extra`, float32; the input is not written to."""
-    return processors(row.prefix(extra) if processors.reads_ids else None, logits[None])[0]
+    if not processors.reads_ids:
+        return processors(None, logits[None])[0]
+    return processors(row.prefix(extra), logits[None], texts=[[*row.tokens, *extra]])[0]
 
 
 def process_all(processors: Processors, row: Row, extras: Sequence[Sequence[int]], logits: Tensor) -> Tensor:

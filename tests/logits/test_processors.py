@@ -180,7 +180,7 @@ def test_users_processor_replaces_its_kind_or_follows() -> None:
     names = [type(item).__name__ for item in made.items]
     assert made.items[0] is own
     assert made.items[2] is other
-    assert names[1] == "SuppressTokensLogitsProcessor"
+    assert names[1] == "Suppress"
     assert names[3] == "TemperatureLogitsWarper"
 
 

@@ -1,0 +1,63 @@
+"""Whisper's rules for timestamps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_NEVER = -torch.inf
+
+
+class Timestamps:
+    """Timestamps come in pairs, never go back, and take over where together they are likelier than any other token.
+
+    `first` is the token of 0.00 seconds, which all later ones follow, and the one before it is never written; the rules
+    are about what follows `begin` tokens. `end` ends a text. The first timestamp is at most number `most_initial`.
+    Without `by_probability` only the order of tokens counts.
+
+    Source: `ApplyTimestampRules` of Whisper (arXiv 2212.04356), as in transformers' `WhisperTimeStampLogitsProcessor`.
+    """
+
+    def __init__(
+        self, first: int, begin: int, end: int, *, most_initial: int | None = None, by_probability: bool = True
+    ) -> None:
+        self.first, self.begin, self.end = first, begin, end
+        self.most_initial, self.by_probability = most_initial, by_probability
+
+    def __repr__(self) -> str:
+        return f"Timestamps({self.first})"
+
+    def __call__(self, ids: Tensor | None, logits: Tensor, texts: Sequence[list[int]] | None = None) -> Tensor:
+        """Filtered copy of `logits` `[n, vocab]` after `ids` `[n, length]`, or after the same `texts` as lists."""
+        if texts is None:
+            assert ids is not None
+            texts = ids.tolist()
+        scores = logits.clone()
+        text, stamps = scores[:, : self.first], scores[:, self.first :]  # views
+        text[:, -1] = _NEVER
+        for row, tokens in enumerate(texts):
+            self._keep_order(tokens[self.begin :], text[row], stamps[row])
+        if len(texts[0]) == self.begin:
+            text.fill_(_NEVER)
+            if self.most_initial is not None:
+                stamps[:, self.most_initial + 1 :] = _NEVER
+        if self.by_probability:
+            log_probs = torch.log_softmax(scores.float(), dim=-1)
+            together = log_probs[:, self.first :].logsumexp(-1)
+            text.masked_fill_((together > log_probs[:, : self.first].amax(-1))[:, None], _NEVER)
+        return scores
+
+    def _keep_order(self, said: list[int], text: Tensor, stamps: Tensor) -> None:
+        """Takes out of `text` `[first]` and `stamps` `[others]` what may not follow `said`."""
+        newest = next((token for token in reversed(said) if token >= self.first), None)
+        if newest is None:
+            return
+        if said[-1] < self.first:
+            stamps[: newest - self.first + 1] = _NEVER  # text takes some time
+        elif len(said) < 2 or said[-2] >= self.first:  # a first one stands for a pair
+            stamps.fill_(_NEVER)
+        else:  # the second of a pair may be the same
+            stamps[: newest - self.first] = _NEVER
+            text[: self.end] = _NEVER
