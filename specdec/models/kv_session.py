@@ -213,6 +213,8 @@ class KvSession(Session):
                 continue
             row.slots.begin(tree, len(tree) - keep[i], wholes[i] if wholes is not None else 0)
             parts[self._index[row.number]] = _Part(row, tree, keep[i], None if embeds is None else embeds[i])
+        if self._cross is not None and parts:
+            self._cross.project()
         flat = self._language.flat
         if flat is not None and parts and not output_attentions and all(part.embeds is None for part in parts.values()):
             scores.update(self._flat(flat, parts, hidden_states_of(output_hidden_states)))
