@@ -91,11 +91,11 @@ def test_cancelling_what_is_over_does_nothing() -> None:
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "seed": 4}])
+@pytest.mark.parametrize("sampling", [{}, {"repetition_penalty": 1.3}, {"do_sample": True, "seed": 4}])
 def test_log_probabilities(draft: str, sampling: dict[str, Any]) -> None:
     """The likeliest tokens and their log-probabilities are those of the target's own logits."""
     generator = SpecGenerator(tiny("llama"), DRAFTS[draft])
-    call = {**COMMON, **sampling, "repetition_penalty": 1.3}
+    call = {**COMMON, **sampling}
     out = generator.generate([[5, 9, 12]], output_logits=True, **call)
     follow = generator.submit([[5, 9, 12]], top_logprobs=3, **call).follow()
     steps = [step for news in follow for one in news for step in one.steps]

@@ -10,6 +10,7 @@
 | `flags.py` | flags that several commands have |
 | `load.py` | models brought in, with a sign of life |
 | `show.py` | text on the screen, the table of statistics, the JSON report |
+| `serve.py` | `serve`: models behind an HTTP server |
 | `transcribe.py` | `transcribe`: recordings to text, JSON lines or subtitles |
 | `terminal.py` | exit codes, lines on stderr, spinners, Ctrl-C |
 """

@@ -118,6 +118,11 @@ class TextStrategy(StrategyBase):
         return cls(setup.processors, setup.seed, ranked=ranked, top=top, **setup.common)
 
     @property
+    def keeps(self) -> bool:
+        """Whether a step holds more than its token."""
+        return self.keep_scores or self.keep_logits or self.ranked
+
+    @property
     def branching(self) -> BranchRule:
         """The rule guesses trees too."""
         rule: Any = self.rule
@@ -186,7 +191,7 @@ class TextStrategy(StrategyBase):
 
     def step(self, token: int, scores: Scores, node: int, processed: Tensor) -> Step:
         """The step that emits `token`, with copies of what was asked to be kept."""
-        if not (self.keep_scores or self.keep_logits or self.ranked):
+        if not self.keeps:
             return Step(token, node)
         logits = scores.logits[node - scores.first].float()
         own = logits.clone() if self.keep_logits else None
