@@ -56,7 +56,7 @@ class Answer:
             choice = {"index": index, "text": (echo or "") + piece.text}
         choice |= {"logprobs": self._logprobs(piece.scores, 0), "finish_reason": piece.finish}
         if self.request.return_drafted:
-            choice["drafted"] = [list(span) for span in piece.spans]
+            choice |= {"drafted": [list(span) for span in piece.spans], "tokens": piece.tokens}
         usage = {"usage": None} if self._tells_usage else {}
         return {**self._head(self._chunks), "choices": [choice], **usage}
 
