@@ -5,6 +5,7 @@
 | `commands.py` | the entry point, `generate`, and what becomes of an error |
 | `summarize.py` | `summarize`: files in, summaries out |
 | `bench.py` | `bench` and `tune`: what they measure, the bar, the outcome in words |
+| `remote.py` | `bench --url`: a running server under load |
 | `pair.py` | `demo` and `zoo`: the models that come with the package |
 | `request.py` | flags and a YAML file, checked and turned into what to load and how to decode |
 | `flags.py` | flags that several commands have |

@@ -71,7 +71,7 @@ def serving(folder: Path, **more: Any) -> Iterator[Process]:
     (folder / "serve.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(given))))
     log = folder / "log"
     command = [sys.executable, "-m", "specdec.cli", "serve", "--config", str(folder / "serve.yaml"), "--quiet"]
-    environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"}
     with log.open("wb") as file:
         popen = subprocess.Popen(command, stdout=file, stderr=file, env=environment, cwd=folder)
         try:

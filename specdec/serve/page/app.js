@@ -210,9 +210,9 @@ async function send() {
     if (found.figures && found.figures.num_draft_tokens) note("acceptance", 100 * found.figures.draft_acceptance_rate);
     if (mode === "chat") {
       turns = [...asked.body.messages, { role: "assistant", content: found.text }];
+      addTurn("You", $("prompt").value);
+      addTurn("Model", ...place.childNodes);
       $("prompt").value = "";
-      place.textContent = "";
-      showTurns();
     }
   } catch (error) {
     if (error.name === "AbortError") $("figures").textContent = "stopped";
@@ -246,16 +246,13 @@ async function measure() {
   }
 }
 
-function showTurns() {
-  $("turns").textContent = "";
-  for (const { role, content } of turns) {
-    const turn = document.createElement("div");
-    turn.className = "turn text";
-    const who = document.createElement("b");
-    who.textContent = role === "user" ? "You" : "Model";
-    turn.append(who, content);
-    $("turns").append(turn);
-  }
+function addTurn(who, ...content) {
+  const turn = document.createElement("div");
+  turn.className = "turn text";
+  const name = document.createElement("b");
+  name.textContent = who;
+  turn.append(name, ...content);
+  $("turns").append(turn);
 }
 
 // ---- sound ----
@@ -466,7 +463,7 @@ function begin() {
     theme(localStorage.getItem("theme"));
     $("key").value = sessionStorage.getItem("key") || "";
   } catch { /* nothing is kept */ }
-  $("output").classList.add("coloured");
+  $("work").classList.add("coloured");
   $("ask").addEventListener("submit", (event) => { event.preventDefault(); if (!running) send(); });
   $("listen").addEventListener("submit", (event) => { event.preventDefault(); if (!running) hear(); });
   $("options").addEventListener("submit", (event) => event.preventDefault());
@@ -486,7 +483,7 @@ function begin() {
     busy(false);
   });
   $("record").addEventListener("click", record);
-  $("colours").addEventListener("change", () => $("output").classList.toggle("coloured", $("colours").checked));
+  $("colours").addEventListener("change", () => $("work").classList.toggle("coloured", $("colours").checked));
   $("model").addEventListener("change", chosen);
   $("key").addEventListener("change", () => {
     try { sessionStorage.setItem("key", $("key").value); } catch { /* kept for this page only */ }
