@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from specdec import SpecGenerator
+from specdec.config import read_yaml
 from specdec.errors import OptionError
 from specdec.serve import create_app, read_settings
 from specdec.serve import keys as keys_module
@@ -434,6 +435,12 @@ def test_texts_of_keys_are_kept_apart(key_file: Path) -> None:
     first, other, again = run(ask())
     assert (first, other) == (0, 0)
     assert again > 50
+
+
+def test_the_example_is_understood() -> None:
+    """`configs/serve.yaml` holds no key that nobody reads."""
+    found = read_settings(read_yaml(Path(__file__).parents[2] / "configs" / "serve.yaml"))
+    assert [model.name for model in found.models] == ["python-code", "python-summary", "speech"]
 
 
 def test_settings_are_checked() -> None:
