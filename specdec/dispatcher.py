@@ -73,6 +73,7 @@ class Dispatcher:
             if not request.done:
                 request.error = CancelledError("the call was cancelled")
                 self._cancel(request)
+                self._wake()  # of a driver that rests nobody would hear
 
     def _wait(self, request: Request, stream: bool) -> None:
         """Returns when the request is done or, of a stream, has news; drives the engine where nobody else would."""

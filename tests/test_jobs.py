@@ -77,6 +77,30 @@ def test_cancelled_by_another_thread(stream: bool) -> None:
     assert is_clean(generator)
 
 
+def test_cancelled_while_the_engine_rests() -> None:
+    """Whoever had just begun to wait was never told, as the thread that drives found nothing to do."""
+    generator = SpecGenerator(tiny("llama"))
+    dispatcher, job = generator._dispatcher, generator.submit([[5, 9]], **COMMON)
+    dispatcher._driver, dispatcher._resting = -2, True  # a thread that has not woken yet
+    ended: list[type[BaseException]] = []
+
+    def run() -> None:
+        try:
+            next(job.follow())
+        except CancelledError as error:
+            ended.append(type(error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    while job.call.request not in dispatcher._waiting:
+        pass
+    job.cancel()
+    thread.join(PATIENCE)
+    assert ended == [CancelledError]
+    dispatcher._driver, dispatcher._resting = None, False
+    assert len(followed(generator, [[5, 9]])[0]) == 24
+
+
 def test_cancelling_what_is_over_does_nothing() -> None:
     """And may be done twice."""
     generator = SpecGenerator(tiny("llama"))

@@ -62,9 +62,16 @@ def serving(folder: Path, **more: Any) -> Iterator[Process]:
         tokenizer.save_pretrained(model)
         tiny("llama", vocab=WIDTH).save_pretrained(model)
     (folder / "keys").write_text(f"tests: {KEY}\n")
+    small = {"prefix_cache": 2**24}  # full soon, so that memory can be watched
     models = [
         {"name": "tiny", "target": str(model), "draft": "suffix", "loading": {"gear": "eager"}},
-        {"name": "code", "target": "zoo:python-code", "draft": "zoo:python-code", "loading": {"gear": "eager"}},
+        {
+            "name": "code",
+            "target": "zoo:python-code",
+            "draft": "zoo:python-code",
+            "loading": {"gear": "eager"},
+            **small,
+        },
         {"name": "speech", "target": "zoo:speech", "draft": "zoo:speech", "loading": {"gear": "eager"}},
     ]
     given = {"models": models, "port": 0, "api_key_file": str(folder / "keys"), "log": "json", **more}
