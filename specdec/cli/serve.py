@@ -102,8 +102,11 @@ def serve(
     with loading(f"loading {', '.join(model['name'] for model in keys['models'])}", quiet=quiet):
         from specdec.serve import create_app, load, read_settings
         from specdec.serve import serve as run
+        from specdec.serve.keys import Keys
 
         settings = read_settings(keys)
+        if settings.api_key_file is not None:
+            Keys(settings.api_key_file)  # told before anything is loaded
         models = [load(model, settings.limits) for model in settings.models]
         app = create_app(settings, models)
     run(app, settings)
