@@ -57,7 +57,7 @@ class Answer:
         choice |= {"logprobs": self._logprobs(piece.scores, 0), "finish_reason": piece.finish}
         if self.request.return_drafted:
             choice |= {"drafted": [list(span) for span in piece.spans], "tokens": piece.tokens}
-        usage = {"usage": None} if self._tells_usage else {}
+        usage = {"usage": self.usage() if self._keeps_telling else None} if self._tells_usage else {}
         return {**self._head(self._chunks), "choices": [choice], **usage}
 
     def last_chunk(self) -> dict[str, Any] | None:
@@ -102,6 +102,11 @@ class Answer:
     def _tells_usage(self) -> bool:
         options = self.request.stream_options
         return options is not None and options.include_usage
+
+    @property
+    def _keeps_telling(self) -> bool:
+        options = self.request.stream_options
+        return options is not None and options.continuous_usage_stats
 
     def _head(self, kind: str) -> dict[str, Any]:
         prefix = "chatcmpl" if self.is_chat else "cmpl"

@@ -108,11 +108,12 @@ Message.model_rebuild()
 
 
 class StreamOptions(BaseModel):
-    """How a stream looks: with usage at its end, and with events filled up to a common size."""
+    """How a stream looks: with usage at its end or in every event, and with events filled up to a common size."""
 
     model_config = ConfigDict(extra="forbid")
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
     include_obfuscation: bool = False
 
 
@@ -223,7 +224,7 @@ class Generate(BaseModel):
         for name, (neutral, why) in REFUSED.items():
             if name in data and data[name] is not None and not any(_same(data[name], value) for value in neutral):
                 raise ValueError(f"`{name}` is not supported: {why}")
-        return {name: value for name, value in data.items() if name not in REFUSED}
+        return {name: value for name, value in data.items() if name not in REFUSED and value is not None}
 
     @model_validator(mode="after")
     def _together(self) -> Generate:

@@ -29,6 +29,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "endless": {"temperature": 0, "ignore_eos": True},
     "regex": {"seed": 7, "guided_regex": "[a-z]{3}(-[0-9]{2}){1,3}"},
 }
+QUICK = ("greedy", "warped", "presence", "stop", "beams", "regex")
 
 
 def asked(**fields: Any) -> dict[str, Any]:
@@ -36,7 +37,9 @@ def asked(**fields: Any) -> dict[str, Any]:
     return {"prompt": PROMPT, "max_tokens": 20, **fields}
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in OPTIONS]
+)
 def test_every_draft_with_every_option(name: str) -> None:
     """No draft changes a text, whole or streamed (elsewhere a penalty beside a draft ends the process)."""
 
@@ -145,6 +148,21 @@ def test_chat() -> None:
     assert stream[-2]["choices"] == []
     assert stream[-2]["usage"]["completion_tokens"] == chat["usage"]["completion_tokens"]
     assert all(event["usage"] is None for event in stream[:-2])
+
+
+def test_usage_as_it_grows() -> None:
+    """In every event where that is asked for, as load generators do; null is what is not there."""
+
+    async def ask() -> list[Any]:
+        async with client(app()) as c:
+            options = {"include_usage": True, "continuous_usage_stats": True}
+            nothing = dict.fromkeys(("stop", "n", "echo", "logprobs", "top_p", "tools", "user", "response_format"))
+            body = asked(stream=True, stream_options=options, ignore_eos=True, **nothing)
+            return events((await c.post("/v1/completions", json=body)).text)
+
+    counts = [event["usage"]["completion_tokens"] for event in run(ask())[:-1]]
+    assert counts == sorted(counts)
+    assert 0 < counts[0] < counts[-1] == 20
 
 
 def test_a_chat_without_a_limit_fills_the_context() -> None:
