@@ -68,7 +68,7 @@ def serve(
     ] = None,
     context: Annotated[int | None, typer.Option(help="Most tokens of prompt and answer together.")] = None,
     kv_budget: Annotated[
-        float | None, typer.Option(help="Share of free memory, up to 1, or bytes for keys and values; 0.5 by default.")
+        float | None, typer.Option(help="Share of free memory, up to 1, or bytes for keys and values; half by default.")
     ] = None,
     max_running: Annotated[int | None, typer.Option(help="Requests that run at a time; 32 by default.")] = None,
     max_waiting: Annotated[int | None, typer.Option(help="Requests that wait for that; 128 by default.")] = None,
@@ -107,7 +107,7 @@ def serve(
         settings = read_settings(keys)
         if settings.api_key_file is not None:
             Keys(settings.api_key_file)  # told before anything is loaded
-        models = [load(model, settings.limits) for model in settings.models]
+        models = [load(model, settings.limits, settings.share) for model in settings.models]
         app = create_app(settings, models)
     run(app, settings)
     return OK

@@ -114,16 +114,19 @@ class Hosts:
         return [(name, host.load) for name, host in self.all.items()]
 
 
-def load(settings: ModelSettings, limits: Limits) -> TextModel | SpeechModel:
-    """The model that the settings name, loaded; raises OptionError and LoadError as `from_pretrained` does."""
+def load(settings: ModelSettings, limits: Limits, share: float = 0.5) -> TextModel | SpeechModel:
+    """The model that the settings name, loaded; `share` of free memory is its `kv_budget` where they name none.
+
+    Raises OptionError and LoadError as `from_pretrained` does.
+    """
     how = _how(settings)
     target, draft = zoo.locate(settings.target, "target"), _draft(settings.draft)
-    common: dict[str, Any] = {"kv_budget": settings.kv_budget, "prefix_cache": settings.prefix_cache}
+    common: dict[str, Any] = {"kv_budget": settings.kv_budget or share, "prefix_cache": settings.prefix_cache}
     if _task(settings, target, how) == "speech":
         transcriber = Transcriber.from_pretrained(target, draft, **common, **how, **settings.options)
         return SpeechModel(settings.name, transcriber, limits.audio_seconds)
     generator = SpecGenerator.from_pretrained(target, draft, **common, **how, **settings.options)
-    return TextModel(settings.name, generator, context=settings.context)
+    return TextModel(settings.name, generator, context=settings.context, options=settings.options)
 
 
 def _how(settings: ModelSettings) -> dict[str, Any]:

@@ -25,7 +25,8 @@ class ModelSettings(_Frozen):
     """One model of a server: the `name` that clients say, what is loaded, and how.
 
     `loading` are fields of `Loading`, `options` defaults of calls. `context` bounds prompt and answer in tokens, by
-    default by what the model was made for; `kv_budget` and `prefix_cache` are those of `SpecGenerator`.
+    default by what the model was made for; `kv_budget` and `prefix_cache` are those of `SpecGenerator`, the former by
+    default the model's part of half of what is free.
     """
 
     name: Annotated[str, Field(pattern=r"^[\w.:/@-]{1,128}$")]
@@ -35,7 +36,7 @@ class ModelSettings(_Frozen):
     loading: dict[str, Any] = Field(default_factory=dict)
     options: dict[str, Any] = Field(default_factory=dict)
     context: Count | None = None
-    kv_budget: int | float | None = 0.5
+    kv_budget: int | float | None = None
     prefix_cache: bool | int | None = None
 
 
@@ -92,6 +93,11 @@ class ServeSettings(_Frozen):
                 "or --insecure where something before the server asks for keys"
             )
         return self
+
+    @property
+    def share(self) -> float:
+        """Of free memory, what each model's keys and values may take where nobody says."""
+        return 0.5 / len(self.models)
 
     @property
     def is_local(self) -> bool:

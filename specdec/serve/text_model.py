@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -78,12 +78,20 @@ class Ask:
 class TextModel:
     """A generator, and what requests need to know of it.
 
-    `context` is how many tokens prompt and answer may have together (an encoder's input: the prompt alone).
+    `context` is how many tokens prompt and answer may have together (an encoder's input: the prompt alone). `options`
+    are the generator's defaults, of which requests must know how they sample.
     """
 
     task = "text"
 
-    def __init__(self, name: str, generator: SpecGenerator, *, context: int | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        generator: SpecGenerator,
+        *,
+        context: int | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
         if generator.tokenizer is None:
             raise OptionError(f"the model {name!r} has no tokenizer: a server reads and writes text")
         self.name, self.generator, self.tokenizer = name, generator, generator.tokenizer
@@ -91,7 +99,7 @@ class TextModel:
         self.drafts = generator.drafter is not None
         self.predicts = generator.drafter is not None and generator.drafter.reads_predictions
         self.chats = bool(getattr(self.tokenizer, "chat_template", None))
-        own = generator.target.model.generation_config.to_diff_dict()
+        own = generator.target.model.generation_config.to_diff_dict() | dict(options or {})
         self._sampling = {name: own[name] for name in _SAMPLING if own.get(name) is not None}
         self._lock = threading.Lock()
 

@@ -12,7 +12,10 @@ from specdec.cli import serve as command
 from specdec.cli.commands import run
 from specdec.cli.serve import plain_name, settings_keys
 from specdec.serve import load, read_settings
+from specdec.serve.bridge import Cancel
+from specdec.serve.protocol import CompletionRequest
 from specdec.serve.settings import Limits, ModelSettings
+from specdec.serve.text_model import Ask, Piece, TextModel
 from tests.folders import saved_model
 
 
@@ -95,8 +98,13 @@ def test_names() -> None:
 def test_a_folder_is_loaded(tmp_path: Path) -> None:
     """With what lies beside it, and the options that are its own."""
     folder = saved_model(tmp_path / "model")
-    settings = ModelSettings(name="m", target=folder, draft="suffix", options={"schedule": "constant"}, context=99)
-    model = load(settings, Limits())
-    assert model.task == "text"
+    options = {"schedule": "constant", "temperature": 0.0}
+    settings = ModelSettings(name="m", target=folder, draft="suffix", options=options, context=99)
+    model = load(settings, Limits(), 0.25)
+    assert isinstance(model, TextModel)
+    assert model.generator.engine.budget._limit == 0.25
     assert model.generator.options(max_new_tokens=1).schedule == "constant"
-    assert model.context == 99  # type: ignore[union-attr]
+    assert model.context == 99
+    asked = CompletionRequest(prompt="ab", max_tokens=9)
+    texts = ["".join(p.text for p in model.run(Ask(asked, "ab"), Cancel()) if isinstance(p, Piece)) for _ in range(2)]
+    assert texts[0] == texts[1]  # the settings say how a request without a temperature samples
