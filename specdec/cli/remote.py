@@ -28,11 +28,11 @@ OWN = (
 def check_flags(params: Mapping[str, Any]) -> None:
     """Raises OptionError for flags of the one kind of benchmark beside those of the other."""
     if params["url"] is None:
-        idle = [name for name in OWN[1:7] if params[name] not in (None, False, [])]
+        idle = [name for name in OWN[1:7] if params[name]]
         if idle:
             raise OptionError(f"--{idle[0].replace('_', '-')} is about a running server: pass --url")
         return
-    given = [name for name, value in params.items() if name not in OWN and value not in (None, False, [], ())]
+    given = [name for name, value in params.items() if name not in OWN and value]
     if given:
         raise OptionError(f"--{given[0].replace('_', '-')} is about models here, and --url measures a server")
     if len(params["temperature"] or ()) > 1:

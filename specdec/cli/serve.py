@@ -121,7 +121,7 @@ def settings_keys(params: Mapping[str, Any]) -> dict[str, Any]:
     named = [option for option, given in (("TARGET", params["target"]), ("--demo", params["demo"])) if given]
     if len(named) + bool(keys.get("models")) != 1:
         raise OptionError("pass a TARGET, --demo, or a --config file with `models`, and only one of them")
-    keys |= {name: params[name] for name in SERVER if params[name] not in (None, False)}
+    keys |= {name: params[name] for name in SERVER if params[name] is not None and params[name] is not False}
     if params["allow_host"]:
         keys["hosts"] = params["allow_host"]
     limits = {key: params[flag] for flag, key in LIMITS.items() if params[flag] is not None}
@@ -132,7 +132,7 @@ def settings_keys(params: Mapping[str, Any]) -> dict[str, Any]:
     elif params["target"]:
         keys["models"] = [model_keys(params)]
     own = ("name", "draft_model", "method", "num_draft_tokens", "schedule", *LOADING)
-    if not params["target"] and (idle := [flag for flag in own if params.get(flag) not in (None, False, [])]):
+    if not params["target"] and (idle := [flag for flag in own if params.get(flag) not in (None, False, [], ())]):
         raise OptionError(f"--{idle[0].replace('_', '-')} is about TARGET: pass one, or write it into the file")
     return keys
 

@@ -57,6 +57,7 @@ def test_a_file_under_flags(tmp_path: Path) -> None:
     file.write_text("models: [{name: a, target: b}]\nport: 1\nlimits: {running: 2, waiting: 3}\n")
     found = read_settings(keys(config=file, port=2, max_running=5))
     assert (found.port, found.limits.running, found.limits.waiting) == (2, 5, 3)
+    assert read_settings(keys(config=file, port=0)).port == 0  # a free one
 
 
 @pytest.mark.parametrize(
