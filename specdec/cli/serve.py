@@ -131,7 +131,7 @@ def settings_keys(params: Mapping[str, Any]) -> dict[str, Any]:
         keys["models"] = list(DEMO)
     elif params["target"]:
         keys["models"] = [model_keys(params)]
-    own = ("name", "draft_model", "method", "num_draft_tokens", "schedule", *LOADING)
+    own = ("name", "draft_model", "method", "num_draft_tokens", "schedule", "context", "kv_budget", *LOADING)
     if not params["target"] and (idle := [flag for flag in own if params.get(flag) not in (None, False, [], ())]):
         raise OptionError(f"--{idle[0].replace('_', '-')} is about TARGET: pass one, or write it into the file")
     return keys
