@@ -109,7 +109,7 @@ class Drafts:
         if assistant_tokenizer is not None:
             _check_bridge(draft, tokenizer, name)
         match draft:
-            case None:
+            case None | "none":
                 return None
             case str() if is_word(draft):
                 word, colon, argument = draft.partition(":")

@@ -249,7 +249,7 @@ class Engine:
         if not rows:
             return {}
         try:
-            trees = session.propose(rows, plans)
+            trees = [_allowed(row, tree) for row, tree in zip(rows, session.propose(rows, plans), strict=True)]
             for row, tree in zip(rows, trees, strict=True):
                 if tree.tokens and tree.depth >= row.remaining:
                     self._fail([row], _too_much(row, tree))
@@ -434,7 +434,7 @@ class Engine:
 
     def _end(self, request: Request, error: Exception | None = None) -> None:
         """Ends a request early."""
-        request.error = error
+        request.error = error or request.error
         self._release(request.rows)
         self._finish(request)
 
@@ -457,6 +457,15 @@ def _grouped(rows: Iterable[RunningRow], of: Callable[[RunningRow], Any]) -> lis
     for row in rows:
         groups.setdefault(id(of(row)), (of(row), []))[1].append(row)
     return list(groups.values())
+
+
+def _allowed(row: RunningRow, tree: Tree) -> Tree:
+    """What the row's processors would let through of a chain that nobody drew; other trees as they are."""
+    allowed = row.task.allowed
+    if allowed is None or not tree.tokens or not tree.is_chain or tree.q is not None or row.tree.tokens:
+        return tree
+    kept = allowed(row.tokens, tree.tokens)
+    return Tree.chain(tree.tokens[:kept], tree.confidence and tree.confidence[:kept], source=tree.source)
 
 
 def _of(whole: Round, rows: list[RowRound]) -> Round:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from specdec.call import Call, Extras
+from specdec.call import Call, Extras, Job
 from specdec.config import Options, check_defaults, resolve
 from specdec.dispatcher import Dispatcher
 from specdec.drafts import NAMES as DRAFT_NAMES
@@ -126,6 +126,11 @@ class SpecGenerator:
         """What drafts where a call names nobody else."""
         return self._draft.drafter
 
+    @property
+    def engine(self) -> Engine:
+        """What runs all calls; to be looked at, not to be driven."""
+        return self._dispatcher.engine
+
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "a SpecGenerator cannot be pickled or copied, as it holds the buffers of running calls: make another one "
@@ -176,6 +181,10 @@ class SpecGenerator:
         """
         return self._events(self._prepare(prompt, messages, options))
 
+    def submit(self, prompt: Prompt = None, *, messages: Sequence[Any] | None = None, **options: Any) -> Job:
+        """The same call, checked and ready, for programs that follow it themselves and may cancel it."""
+        return Job(self._prepare(prompt, messages, options), self._dispatcher)
+
     def _events(self, call: Call) -> Generator[Event, None, Generation]:
         tokenizer = call.extras.tokenizer
         texts = [Detokenizer(tokenizer, call.stops) for _ in call.rows] if tokenizer is not None else None
@@ -187,8 +196,9 @@ class SpecGenerator:
                 except StopIteration as end:
                     out: Generation = end.value
                     break
-                for row, ids, accepted, last in news:
-                    yield Event(texts[row].push(ids, last=last) if texts else "", ids, accepted, row)
+                for row, steps, accepted, finish in news:
+                    ids = [step.token for step in steps]
+                    yield Event(texts[row].push(ids, last=finish is not None) if texts else "", ids, accepted, row)
         if call.options.at_the_end:
             for row, ids in enumerate(out.new_tokens()):
                 yield Event(out.texts[row] if out.texts else "", ids, 0, row)

@@ -6,7 +6,7 @@ Words: a *node* is one candidate token, a *row* one sequence; `p` is the target'
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
@@ -148,12 +148,20 @@ class Scores:
     cache: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
+class TopTokens(NamedTuple):
+    """The likeliest tokens at one node, the first the likeliest, and their log-probabilities under the target."""
+
+    tokens: list[int]
+    log_probs: list[float]
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One emitted token, the tree node whose scores decided it, and what was asked to be kept about it.
 
     `logits` and `scores` `[vocab]` are the target's own and the processed ones, None unless they were asked for; of a
-    search they are `[leaves, vocab]`, the token is the best live leaf's. `log_prob` is the target's own, for ranking.
+    search they are `[leaves, vocab]`, the token is the best live leaf's. `log_prob` is the target's own, and `top` the
+    likeliest tokens beside it, where they are asked for.
     """
 
     token: int
@@ -161,6 +169,7 @@ class Step:
     logits: Tensor | None = None
     scores: Tensor | None = None
     log_prob: float | None = None
+    top: TopTokens | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -436,6 +445,7 @@ class Plan(Protocol):
 class DraftTask:
     """What a row's request wants of a draft.
 
+    `allowed` tells how many of some tokens may follow a text, where processors know that without the target's logits.
     `rule` turns the draft's logits into a guess, `branching` into several (None: proposals are chains). What is guessed
     after one of `ends`, the tokens that end a text, is lost. Rows of one `source` continue the same input; `inputs` are
     those of its encoder, `[inputs, ...]`, of which it is number `place`, for a draft with an encoder of its own.
@@ -447,6 +457,7 @@ class DraftTask:
     source: Hashable = None
     inputs: Mapping[str, Tensor] | None = None
     place: int = 0
+    allowed: Callable[[Sequence[int], Sequence[int]], int] | None = None
 
 
 class Hidden(NamedTuple):

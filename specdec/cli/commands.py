@@ -34,6 +34,7 @@ from specdec.cli.flags import (
 from specdec.cli.load import load
 from specdec.cli.pair import demo, zoo_app
 from specdec.cli.request import DEFAULT_NEW_TOKENS, read_prediction, read_prompt, read_request
+from specdec.cli.serve import serve
 from specdec.cli.show import Printer, print_texts, report, stats_table, write
 from specdec.cli.summarize import summarize
 from specdec.cli.terminal import (
@@ -239,6 +240,7 @@ def messages(text: str, system: str | None) -> list[dict[str, str]]:
 app.command()(demo)
 app.command()(bench)
 app.command()(tune)
+app.command()(serve)
 app.command()(summarize)
 app.command()(transcribe)
 app.command("compile")(compile_)
