@@ -148,6 +148,7 @@ def test_encoders_outlive_others() -> None:
     cross, source = CrossAttention(language), torch.Generator().manual_seed(0)
     cross.store.spare_bytes, cross.store._lazy = 0, False  # as on a GPU
     cross.add(language.encode({"input_ids": torch.randint(3, 64, (12, 400), generator=source)}))
+    cross.project()
     kept = [side[0].clone() for pair in cross.store.pairs() for side in pair]
     for index in range(11, 0, -1):
         cross.remove(index)
