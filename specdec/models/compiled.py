@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _OPTIONS = {"aot_inductor.package_constants_in_so": False, "aot_inductor.compile_wrapper_opt_level": "O1"}
 _CODE, _CONSTANTS = "passes.pt2", "constants.pt"
+_WRITTEN = 8  # numbers: of tensors up to this size the compiler writes them into the code
 _PLAIN = (bool, int, float, str, torch.dtype)
 _NODES, _KEPT, _WORDS, _ROWS, _COLUMNS, _FRAMES = 5, 3, 2, 4, 96, 7  # of the pass that is traced: all different
 
@@ -194,6 +195,7 @@ def _key(model: FlatModel, widths: Sequence[tuple[int, ...]]) -> str:
         *((folder / f"{name}.py").read_text("utf-8") for name in ("flat", "compiled", "positions", "cross")),
         *(f"{name} {type(module).__module__}.{type(module).__qualname__}" for name, module in model.named_modules()),
         *(f"{name} {tensor.dtype} {list(tensor.shape)} {tensor.stride()}" for name, tensor in _tensors(model).items()),
+        *(f"{name} {tensor.tolist()}" for name, tensor in _tensors(model).items() if tensor.numel() <= _WRITTEN),
         *(f"{name} {_plain(module)}" for name, module in model.named_modules()),
         model.model.config.to_json_string(use_diff=False),
         str(list(widths)),
@@ -208,12 +210,12 @@ def _plain(module: nn.Module) -> list[tuple[str, object]]:
 
 
 def _without_weights(model: FlatModel) -> Any:
-    """A twin whose tensors have shapes and nothing else."""
+    """A twin whose tensors have shapes and nothing else, but for the smallest."""
     other, made = twin(model), dict[int, Tensor]()
 
     def emptied(tensor: Tensor | None) -> Tensor | None:
-        if tensor is None:
-            return None
+        if tensor is None or tensor.numel() <= _WRITTEN:
+            return tensor
         if id(tensor) not in made:
             empty = torch.empty_like(tensor, device="meta")
             made[id(tensor)] = nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty

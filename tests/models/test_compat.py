@@ -315,7 +315,7 @@ def test_hooks_come_off(tmp_path: Path) -> None:
         assert not {name for names in left.values() for name in names} & {"forward", "_hf_hook", "_old_forward"}
 
 
-# quantize.py, compiled.py, early_exit.py, reader.py
+# quantize.py, compiled.py, flat.py, early_exit.py, reader.py
 
 
 def test_layers_of_bitsandbytes() -> None:
@@ -328,28 +328,75 @@ def test_layers_of_bitsandbytes() -> None:
         assert bitsandbytes.autograd._functions.logger.name == "bitsandbytes.autograd._functions"
 
 
+class Scaled(nn.Module):
+    """Writes to what it is given, and has a weight that the compiler does not write into its code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16), requires_grad=False)
+
+    def forward(self, x: Tensor, buffer: Tensor) -> Tensor:
+        buffer[0].copy_(x.sum(0))
+        return x * self.weight
+
+
+def test_exporter() -> None:
+    """Sizes may change without a range, and one is a size like others."""
+    with contract("torch", "`torch.export.Dim.DYNAMIC` or `_config.backed_size_oblivious`", "compiled"):
+        from torch.export import Dim
+        from torch.fx.experimental import _config
+
+        sizes = ({0: Dim.DYNAMIC}, {0: Dim.DYNAMIC})
+        with torch.no_grad(), _config.patch(backed_size_oblivious=True):
+            program = torch.export.export(
+                Scaled(), (torch.ones(5, 16), torch.zeros(3, 16)), dynamic_shapes=sizes, strict=False
+            )
+        for rows in (1, 5, 70):
+            assert torch.equal(program.module()(torch.ones(rows, 16), torch.zeros(1, 16)), torch.ones(rows, 16))
+        assert isinstance(program.constants, dict)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("built")
 def test_compiler() -> None:
-    """Sizes can be marked one by one, guards can be chosen by kind, and failures have types."""
-    with contract("torch", "`torch._dynamo.maybe_mark_dynamic`", "compiled"):
-        from torch._dynamo import maybe_mark_dynamic
+    """Code without weights is packed into a file, reads a model's own where they are, and writes to its arguments."""
+    with contract("torch", "`aoti_compile_and_package` or what loads its packages", "compiled"):
+        from torch.export import Dim
 
-        maybe_mark_dynamic(torch.zeros(3), 0)
-    with contract("torch", "`torch._dynamo.exc`", "compiled"):
-        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+        from specdec.models.compiled import _OPTIONS
 
-        assert issubclass(FailOnRecompileLimitHit, Exception)
-        assert issubclass(TorchDynamoException, Exception)
-    with contract("torch", "`torch.compiler.skip_guard_on_all_nn_modules_unsafe` or `guard_filter_fn`", "compiled"):
-        seen: list[str] = []
-
-        def guards(entries: Any) -> list[bool]:
-            seen.extend(entry.guard_type for entry in entries)
-            return list(torch.compiler.skip_guard_on_all_nn_modules_unsafe(entries))
-
-        assert (
-            torch.compile(lambda x: x + 1, backend="eager", options={"guard_filter_fn": guards})(torch.ones(2))[0] == 2
+        model, x, buffer = Scaled(), torch.ones(5, 16), torch.zeros(3, 16)
+        sizes = ({0: Dim.DYNAMIC}, {0: Dim.DYNAMIC})
+        program = torch.export.export(model, (x, buffer), dynamic_shapes=sizes, strict=False)
+        package = torch._inductor.aoti_load_package(
+            torch._inductor.aoti_compile_and_package(program, inductor_configs=_OPTIONS)
         )
-        assert "TENSOR_MATCH" in seen
+        assert package.get_constant_fqns() == ["weight"]
+        package.load_constants({"weight": model.weight}, check_full_update=True, user_managed=True)
+        model.weight.mul_(3)
+        assert torch.equal(package.loader.boxed_run([x, buffer])[0], torch.full((5, 16), 3.0))
+        assert torch.equal(buffer[0], torch.full((16,), 5.0))
+
+
+def test_attention_by_name() -> None:
+    """Layers find attention of ours by its name, and are handed what is in the mask's place as it is."""
+    with contract("transformers", "`AttentionInterface` or `AttentionMaskInterface`", "flat"):
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.masking_utils import sdpa_mask
+
+        seen: list[Tensor | None] = []
+
+        def attention(module: Any, query: Tensor, *others: Any, **_: Any) -> tuple[Tensor, None]:
+            seen.append(others[2])
+            return query.transpose(1, 2), None
+
+        AttentionInterface.register("specdec-contract", attention)
+        AttentionMaskInterface.register("specdec-contract", sdpa_mask)
+        model, table = tiny("llama"), torch.zeros(1, 1, 4, 6, dtype=torch.int32)
+        model.config._attn_implementation = "specdec-contract"
+        model(input_ids=ids(4), attention_mask=table, use_cache=False)
+        assert len(seen) == 2
+        assert all(mask is table for mask in seen)
 
 
 def test_modules_hold_their_parts() -> None:

@@ -1,164 +1,299 @@
-"""The second gear computes what the first one does, and compiles a handful of times."""
+"""The second gear: one compiled function for all passes, made in a process of its own and kept on disk."""
 
 from __future__ import annotations
 
-import functools
+import io
+import logging
+import os
+import subprocess
+import sys
 import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
+from torch import nn
 
-from specdec import SpecGenerator
+from specdec import SpecGenerator, kernels
 from specdec.errors import UnsupportedError
 from specdec.models import LanguageModel
+from specdec.models.compiled import CompiledForward, _key, _without_weights
+from specdec.models.flat import FlatForward
 from specdec.types import Tree
 from tests.models.exact import Twin
-from tests.tiny import tiny
+from tests.tiny import ENCODER_DECODERS, tiny, tiny_inputs
 
-NAMES = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "gpt2", "gemma2")]  # 10 to 60 seconds each
-
-
-@functools.lru_cache(maxsize=1)
-def _language(name: str) -> LanguageModel:
-    return LanguageModel(tiny(name), gear="compiled")
+pytestmark = pytest.mark.usefixtures("built")
+NAMES = ("llama", "gpt2", "gemma2", "gemma3_text", "whisper", "bart")
+PAUSE = 60  # seconds, of a compiler that never ends
 
 
-def _graphs() -> int:
-    return counters["stats"]["unique_graphs"]
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Nothing was compiled before."""
+    monkeypatch.setattr(kernels, "folder", lambda: tmp_path)
+    return tmp_path / "compiled"
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_rollback_trees_and_growth(name: str) -> None:
-    """One row through everything that a decoding run does, past the first capacity."""
-    twin = Twin(_language(name))
-    twin.prefill(70)
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+    """Sets what the process that compiles does, a line of shell."""
+
+    def set_to(line: str) -> None:
+        path = tmp_path / "python"
+        path.write_text(f"#!/bin/sh\n{line}\n")
+        path.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(path))
+
+    return set_to
+
+
+def compiled(model: nn.Module) -> CompiledForward:
+    made = LanguageModel(model, gear="compiled").flat.compiled
+    made.wait(600)
+    return made
+
+
+def flat(name: str = "llama", **options: object) -> FlatForward:
+    return FlatForward(LanguageModel(tiny(name, **options)))
+
+
+# --- around the compiler
+
+
+def test_a_compiler_that_fails(cache: Path, compiler: Callable[[str], None], caplog: pytest.LogCaptureFixture) -> None:
+    """Passes stay as they were, a warning ends with the reason, and the next load tries again."""
+    compiler("echo hello >&2; echo no such compiler >&2; exit 3")
     for _ in range(2):
-        twin.step([twin.chain(1)], [1], [[0]])
-        twin.step([twin.chain(5)], [5], [[0, 1]])
-        twin.step([twin.chain(2)], [1], [[0, 1]])
-        twin.step([twin.tree()], [7], [[0, 2, 4]])
-        twin.step([twin.tree()], [1], [[]])
-        twin.step([twin.chain(20)], [20], [list(range(18))])
-        twin.truncate([len(twin.texts[0]) - 3])
-    twin.prefill(70)
-    assert twin.session.store.capacity > 128
-    twin.step([twin.chain(3)], [3], [[0, 1]])
-    twin.step([twin.chain(1)], [1], [[0]])
+        language = LanguageModel(tiny("llama"), gear="compiled")
+        assert not language.flat.compiled.wait(60)
+        assert caplog.messages[-1].endswith("they run as before: no such compiler")
+    twin = Twin(language, 2)
+    twin.prefill(9, 4)
+    twin.step([twin.tree(), twin.chain(1)], [7, 1], [[0], [0]])
+    assert [path.name for path in cache.glob("*/*")] == ["lock"]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_ragged_rows(name: str) -> None:
-    """Rows of different lengths, sitting out, reordered, joining, each as if it were alone."""
-    twin = Twin(_language(name), 3)
-    twin.prefill(20, 4, 13)
-    twin.step([twin.chain(1) for _ in range(3)], [1, 1, 1], [[0]] * 3)
-    twin.step([twin.chain(3), twin.chain(0), twin.chain(5)], [3, 0, 2], [[0], [], [0, 1, 2]])
-    twin.select([2, 0])
-    twin.step([twin.tree(), twin.chain(2)], [7, 1], [[5, 6], [0]])
-    twin.add(0)
-    twin.step([twin.chain(1), twin.chain(2), twin.chain(9)], [1, 2, 1], [[0], [0], list(range(9))])
+def test_a_compiler_that_is_killed(
+    cache: Path, compiler: Callable[[str], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As when memory runs out: that is said too."""
+    compiler("kill -9 $$")
+    assert not compiled(tiny("llama")).ready
+    assert caplog.messages[-1].endswith("they run as before: exit -9")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_few_graphs(name: str) -> None:
-    """Two graphs serve one row at every length and width, in all sessions; two more serve every batch."""
-    torch.compiler.reset()
-    language, before = LanguageModel(tiny(name), gear="compiled"), _graphs()
-    for prompt in (1, 10, 120, 300):
-        twin = Twin(language, seed=prompt)
-        twin.forward([twin.chain(prompt)], [1])
-        twin.session.commit(twin.rows, [list(range(prompt))])
-        for nodes in (1, 3, 1, 7, 20, 2, 4, 8, 64, 1):
-            for keep in {1, nodes}:
-                twin.forward([twin.chain(nodes)], [keep])
-            twin.session.commit(twin.rows, [list(range(nodes))])
-    assert _graphs() - before == 2
-    for rows in (3, 2, 5):
-        twin = Twin(language, rows)
-        twin.prefill(*range(10, 10 + rows))
-        twin.step([twin.chain(1) for _ in range(rows)], [1] * rows, [[0]] * rows)
-        twin.select([1, 0])
-        twin.step([twin.tree(), twin.chain(2)], [7, 2], [[0, 1], [0]])
-    assert _graphs() - before == 4
+def test_a_model_that_cannot_be_sent(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A class that no other process could import."""
 
+    class Local(nn.SiLU):
+        pass
 
-@pytest.mark.slow
-def test_generation_is_the_same() -> None:
-    """Assisted greedy text does not depend on the gear, nor does it compile again in the next call."""
-    target, draft = tiny("llama"), tiny("llama")
-    eager, compiled = SpecGenerator(target, draft), SpecGenerator(target, draft, gear="compiled")
-    ids = torch.tensor([[5, 9, 33, 7, 12]])
-    graphs = set()
-    for _ in range(3):
-        given = {"input_ids": ids, "max_new_tokens": 150, "do_sample": False}
-        assert torch.equal(compiled.generate(**given).sequences, eager.generate(**given).sequences)
-        graphs.add(_graphs())
-    assert len(graphs) == 1
-
-
-@pytest.mark.slow
-def test_several_threads() -> None:
-    """Sessions of one model run side by side, the first of them compiling."""
-    language, found = LanguageModel(tiny("llama"), gear="compiled"), []
-
-    def run() -> None:
-        session = language.session()
-        rows = session.add(1)
-        for size in (9, 1, 4, 1):
-            scores = session.forward(rows, [Tree.chain(list(range(3, 3 + size)))], [1])
-            session.commit(rows, [list(range(size))])
-        found.append(scores[0].logits)
-
-    threads = [threading.Thread(target=run) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 3
-    assert all(torch.equal(logits, found[0]) for logits in found)
-
-
-@pytest.mark.slow
-def test_too_many_recompilations_run_eager() -> None:
-    """Beyond the compiler's limit the ordinary forward goes on, and says so."""
-    twin = Twin(LanguageModel(tiny("llama"), gear="compiled"))
-    with torch._dynamo.config.patch(recompile_limit=1):
-        twin.prefill(20)
-        twin.step([twin.chain(1)], [1], [[0]])
-        with pytest.warns(RuntimeWarning, match="gave up"):
-            twin.step([twin.chain(5)], [5], [[0, 1]])
-        twin.step([twin.chain(1)], [1], [[0]])
-
-
-def test_extras_come_from_the_ordinary_forward() -> None:
-    """Hidden states need no graph of their own."""
-    session = _language("llama").session()
-    rows = session.add(1)
-    session.forward(rows, [Tree.chain([3, 4, 5])], [1])
-    session.commit(rows, [[0, 1, 2]])
-    before = _graphs()
-    scores = session.forward(rows, [Tree.chain([6])], [1], output_hidden_states=True)
-    assert scores[0].hidden_states is not None
-    assert _graphs() == before
-
-
-def test_a_changed_weight_is_used() -> None:
-    """Guards leave modules alone, but weights are read anew in every pass and their type is looked at."""
     model = tiny("llama")
-    twin = Twin(LanguageModel(model, gear="compiled"))
-    twin.prefill(20)
-    twin.step([twin.chain(1)], [1], [[0]])
-    with torch.no_grad():
-        model.lm_head.weight.mul_(-2)
-    twin.step([twin.chain(1)], [1], [[0]])
-    model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
-    twin.step([twin.chain(1)], [1], [[0]])
+    model.model.layers[0].mlp.act_fn = Local()
+    assert not compiled(model).ready
+    assert "Local" in caplog.messages[-1]
 
 
-@pytest.mark.parametrize(("name", "reason"), [("mamba", "store"), ("bloom", "position_ids"), ("t5", "encoder")])
+def test_code_of_no_use(cache: Path, compiler: Callable[[str], None], caplog: pytest.LogCaptureFixture) -> None:
+    """What lies there and cannot be loaded goes, and is made anew. (It stayed for ever.)"""
+    compiler("exit 1")
+    place = cache / _key(flat().model, flat().widths)
+    place.mkdir(parents=True)
+    (place / "passes.pt2").write_bytes(b"half a file")
+    made = compiled(tiny("llama"))
+    assert any("are of no use" in message for message in caplog.messages)
+    assert "exit 1" in caplog.messages[-1]
+    assert not made.is_kept
+
+
+def test_code_that_says_something_else(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its logits are compared with those of the passes that it takes the place of."""
+
+    def load(path: str) -> SimpleNamespace:
+        return SimpleNamespace(
+            get_constant_fqns=lambda: [],
+            load_constants=lambda *_, **__: None,
+            loader=SimpleNamespace(boxed_run=lambda given: [torch.ones(1, len(given[2]), 64)]),
+        )
+
+    monkeypatch.setattr(CompiledForward, "_compile", lambda self: torch.save({}, self._folder / "constants.pt"))
+    monkeypatch.setattr(torch._inductor, "aoti_load_package", load)
+    assert not compiled(tiny("llama")).ready
+    assert caplog.messages[-1].endswith("compiled code gives other logits")
+
+
+def test_not_on_other_devices(cache: Path) -> None:
+    """The code is made for the CPU, and somebody who asks for it elsewhere is told so."""
+    own = flat()
+    own.model.device = torch.device("cuda")
+    with pytest.raises(UnsupportedError, match=r"for the CPU alone, not on cuda.*leave out `gear`='compiled'"):
+        CompiledForward(own)
+    assert not cache.exists()
+
+
+def test_what_code_depends_on() -> None:
+    """Not on weights, but on sizes, dtype, options, and numbers that the compiler writes into the code."""
+    keys = [_key(own.model, own.widths) for own in (flat(), flat(seed=1))]
+    assert keys[0] == keys[1]
+    half = FlatForward(LanguageModel(tiny("llama").bfloat16()))
+    others = [
+        half,
+        flat(vocab=70),
+        flat(rms_norm_eps=1e-3),
+        flat("gpt2"),
+        flat(rope_parameters={"rope_theta": 50.0, "rope_type": "default"}),
+    ]
+    assert len({keys[0], *(_key(own.model, own.widths) for own in others)}) == 6
+
+
+def test_weights_are_not_sent() -> None:
+    """The process that compiles gets shapes, and the numbers of the smallest tensors; the model keeps its own."""
+    own, file = flat(vocab=5000), io.BytesIO()
+    weights = sum(p.numel() * p.element_size() for p in own.model.parameters())
+    torch.save(_without_weights(own.model), file)
+    assert file.tell() < weights / 4
+    empty = _without_weights(own.model).model.model
+    assert empty.embed_tokens.weight.is_meta
+    assert torch.equal(empty.rotary_emb.inv_freq, own.model.model.model.rotary_emb.inv_freq)
+    assert not any(p.is_meta for p in own.model.parameters())
+
+
+@pytest.mark.slow
+def test_exit_ends_the_compiler(tmp_path: Path) -> None:
+    """An interpreter that ends does not leave a compiler behind, and does not wait for it either."""
+    fake, pid = tmp_path / "python", tmp_path / "pid"
+    fake.write_text(f"#!/bin/sh\necho $$ > {pid}.new; mv {pid}.new {pid}; exec sleep {PAUSE}\n")
+    fake.chmod(0o755)
+    code = (
+        "import sys, time; from pathlib import Path\n"
+        "from specdec import kernels, LanguageModel; from tests.tiny import tiny\n"
+        f"kernels.folder = lambda: Path({str(tmp_path)!r}); sys.executable = {str(fake)!r}\n"
+        "language = LanguageModel(tiny('llama'), gear='compiled')\n"
+        f"while not Path({str(pid)!r}).exists(): time.sleep(0.01)\n"
+    )
+    began = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PAUSE, check=True)
+    assert time.perf_counter() - began < PAUSE / 2
+    assert "are not compiled" not in done.stderr
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+
+
+@pytest.mark.parametrize(("name", "reason"), [("mamba", "store"), ("bloom", "added to attention"), ("gptj", "attend")])
 def test_models_without_it(name: str, reason: str) -> None:
     """Others say why, and what to do."""
-    model = tiny(name)
     with pytest.raises(UnsupportedError, match=f"{reason}.*leave out `gear`='compiled'"):
-        LanguageModel(model, gear="compiled")
+        LanguageModel(tiny(name), gear="compiled")
+
+
+# --- the code itself
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def language(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LanguageModel]:
+    """One of each family, compiled for this module; some thirty seconds each."""
+    place = tmp_path_factory.mktemp("compiled")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "folder", lambda: place)
+        language = LanguageModel(tiny(request.param), gear="compiled")
+        assert language.flat.compiled.wait(280)
+        yield language
+
+
+def _twin(language: LanguageModel, rows: int, seed: int = 0) -> Twin:
+    name = language.config.model_type
+    encoding = language.encode(tiny_inputs(name, rows)) if name in ENCODER_DECODERS else None
+    return Twin(language, rows, encoding, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+class TestCode:
+    def test_passes(self, language: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Chains, trees and rows of any number, past the first capacity, and none of it in the gear below."""
+        twin = _twin(language, 3)
+        with monkeypatch.context() as patch:
+            patch.setattr(language.flat.model, "output", None)
+            twin.prefill(20, 4, 13)
+            twin.step([twin.chain(3), twin.tree(), twin.chain(0)], [2, 7, 0], [[0, 1], [0, 2, 4], []])
+            twin.branch(3)
+            twin.session.commit(twin.rows, [[], [], []])
+            twin.leave(0)
+            twin.fork(1, 5)
+            twin.step([twin.chain(150), twin.chain(1), twin.tree()], [2, 1, 1], [list(range(150)), [0], [5, 6]])
+            twin.leave(0, 2)
+            for size in (1, 1, 2, 1):
+                twin.step([twin.chain(size)], [size], [[0]])
+            with pytest.raises(TypeError):
+                twin.forward([twin.chain(1)], [1], output_hidden_states=True)
+
+    def test_hidden_states(self, language: LanguageModel) -> None:
+        """They come from the ordinary forward."""
+        twin = _twin(language, 1)
+        trees = [twin.chain(3)]
+        assert twin.forward(trees, [1], output_hidden_states=True)[0].hidden_states is not None
+
+    def test_kept(self, language: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The next model of this structure finds the code and compiles nothing; its weights are its own."""
+        monkeypatch.setattr(CompiledForward, "_compile", None)
+        again = LanguageModel(tiny(language.config.model_type, seed=1), gear="compiled")
+        assert again.flat.compiled.ready
+        for one in (again, language):
+            _twin(one, 2).prefill(9, 4)
+
+    def test_a_changed_weight_is_used(self, language: LanguageModel) -> None:
+        """Weights are read where the model has them."""
+        twin, head = _twin(language, 1), language.model.get_output_embeddings().weight
+        twin.prefill(9)
+        for factor in (-2, -0.5):
+            with torch.no_grad():
+                head.mul_(factor)
+            twin.step([twin.chain(2)], [2], [[0]])
+
+    def test_several_threads(self, language: LanguageModel) -> None:
+        """Sessions of one model run side by side."""
+        found: list[torch.Tensor] = []
+
+        def run() -> None:
+            twin = _twin(language, 1)
+            for size in (9, 1, 4, 1):
+                trees = [Tree.chain(list(range(3, 3 + size)))]
+                scores = twin.forward(trees, [1])
+                twin.commit(trees, [list(range(size))])
+            found.append(scores[0].logits)
+
+        threads = [threading.Thread(target=run) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(found) == 3
+        assert all(torch.equal(logits, found[0]) for logits in found)
+
+    def test_generation_is_the_same(self, language: LanguageModel) -> None:
+        """Assisted greedy text does not depend on the gear."""
+        name = language.config.model_type
+        eager = SpecGenerator(tiny(name), tiny(name, seed=1), gear="eager")
+        given = tiny_inputs(name, 2) if name in ENCODER_DECODERS else {"input_ids": torch.tensor([[5, 9, 33, 7, 12]])}
+        given |= {"max_new_tokens": 60, "do_sample": False}
+        fast = SpecGenerator(language, tiny(name, seed=1)).generate(**given)
+        assert torch.equal(fast.sequences, eager.generate(**given).sequences)
+
+
+def test_warnings_name_the_model(
+    cache: Path, compiler: Callable[[str], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever waits for it knows what for, and that it happens once."""
+    compiler("exit 1")
+    compiled(tiny("gpt2"))
+    first = caplog.records[0]
+    assert (first.levelno, first.getMessage()) == (
+        logging.WARNING,
+        "compiling the passes of GPT2LMHeadModel beside the work, once: about a minute",
+    )

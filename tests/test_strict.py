@@ -1,0 +1,269 @@
+"""`exactness`="strict": plain and assisted texts are equal bit for bit, in every dtype and quantization."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from specdec import LanguageModel, OptionError, SpecGenerator, UnsupportedError, kernels
+from specdec.models import exactness
+from specdec.models.exactness import strict_obstacle
+from specdec.models.gears import replaced
+from specdec.models.steady import Sigmoid, Tanh
+from specdec.types import Tree
+from tests.tiny import ENCODER_DECODERS, tiny, tiny_inputs
+
+pytestmark = pytest.mark.usefixtures("built")
+KINDS = ("float32", "bfloat16", "int8", "int4")
+COMMON = {"max_new_tokens": 24, "eos_token_id": [], "pad_token_id": 0}
+SCHEDULES = ("constant", "heuristic", "confidence", "cost")
+HOWS: tuple[dict[str, Any], ...] = (
+    {},
+    {"do_sample": True, "seed": 5},
+    {"do_sample": True, "seed": 6, "temperature": 2.0},
+)
+
+
+FAST = [*(("llama", kind) for kind in KINDS), ("gemma2", "int8"), ("whisper", "bfloat16")]
+CASES = [
+    pytest.param(name, kind, marks=() if (name, kind) in FAST else pytest.mark.slow)
+    for name, kind in itertools.product(("llama", "gemma2", "gpt2", "whisper", "bart"), KINDS)
+]
+
+
+@functools.cache
+def strict(name: str, kind: str) -> LanguageModel:
+    """With its decoder's layers in this dtype or quantization."""
+    model = tiny(name)
+    if kind == "bfloat16":
+        model = model.bfloat16()
+    if kind.startswith("int"):
+        encoder = set(model.get_encoder().modules()) if name in ENCODER_DECODERS else set()
+        for layer, module in list(model.named_modules()):
+            if type(module) is nn.Linear and module not in encoder:
+                weight = kernels.to_int8(module.weight) if kind == "int8" else kernels.to_int4(module.weight, 16)
+                replaced(model, layer, kernels.pack(weight, bias=module.bias, lookup=True))
+    return LanguageModel(model, exactness="strict")
+
+
+def wild(tokens: list[int], k: int) -> list[int]:
+    """Guesses that have nothing to do with the target."""
+    source = random.Random(len(tokens))
+    return [source.randrange(3, 64) for _ in range(min(k, source.randrange(6)))]
+
+
+def drafts(name: str) -> list[Any]:
+    other = tiny(name, seed=1)
+    return [tiny(name), other, wild, "suffix", ("suffix", other), "early_exit:1"]
+
+
+def prompts(rows: int, seed: int = 0) -> list[list[int]]:
+    source = random.Random(seed)
+    return [[source.randrange(3, 64) for _ in range(source.randrange(3, 40))] for _ in range(rows)]
+
+
+def inputs(name: str, rows: int, seed: int = 0) -> dict[str, Any]:
+    return dict(tiny_inputs(name, rows, seed)) if name in ENCODER_DECODERS else {"input_ids": prompts(rows, seed)}
+
+
+def texts(out: Any) -> list[list[int]]:
+    return out.sequences.tolist()
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_any_draft_leaves_the_text_alone(name: str, kind: str) -> None:
+    """Drafts, schedules, trees, rows and draws take turns: not one token differs."""
+    target, turn = strict(name, kind), itertools.cycle(itertools.product(HOWS, SCHEDULES, (1, 2)))
+    rows = 3 if name != "whisper" else 2
+    plain = [texts(SpecGenerator(target).generate(**inputs(name, rows), **COMMON, **how)) for how in HOWS]
+    for draft in drafts(name):
+        generator = SpecGenerator(target, draft)
+        for _ in range(2):
+            how, schedule, branches = next(turn)
+            wide = branches if generator.drafter.guesses_trees else None
+            out = generator.generate(
+                **inputs(name, rows), **COMMON, **how, schedule=schedule, num_assistant_branches=wide
+            )
+            assert texts(out) == plain[HOWS.index(how)], (draft, schedule, branches)
+            assert out.stats.exactness == "strict"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_alone_and_beside_others(kind: str) -> None:
+    """A batch's rows are those of calls of one prompt, with prompts that are read in chunks, and texts kept before."""
+    target, long = strict("llama", kind), prompts(1, 3)[0] * 12
+    together = [*prompts(3), long]
+    generator = SpecGenerator(target, tiny("llama", seed=1))
+    alone = [texts(SpecGenerator(target, prefix_cache=False).generate([prompt], **COMMON))[0] for prompt in together]
+    for _ in range(2):  # the second time from what the first one kept
+        for row, prompt, text in zip(generator.generate(together, **COMMON).sequences, together, alone, strict=True):
+            assert row.tolist()[-24:] == text[-24:], prompt
+    assert generator.generate([long], **COMMON).stats.cached_prompt_tokens > 0
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_beams(kind: str) -> None:
+    """A search finds the same beams with a draft."""
+    target = strict("llama", kind)
+    given = {"input_ids": prompts(2), **COMMON, "num_beams": 3, "num_return_sequences": 3}
+    plain = SpecGenerator(target).generate(**given)
+    for draft in (tiny("llama"), tiny("llama", seed=1)):
+        assert texts(SpecGenerator(target, draft).generate(**given)) == texts(plain)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "bart"])
+def test_logits_bit_for_bit(name: str, kind: str) -> None:
+    """Whatever shares a pass, however many threads compute it, and wherever a value then stands."""
+    language, source = strict(name, kind), random.Random(0)
+    text = [source.randrange(3, 64) for _ in range(400)]
+    session = language.session()
+    encoding = language.encode(tiny_inputs(name, 1)) if name in ENCODER_DECODERS else None
+    rows = [session.add(1, encoding)[0] for _ in range(4)]
+    with torch.no_grad():
+        whole = session.forward([rows[0]], [Tree.chain(text)], [len(text)])[0].logits
+    found: dict[int, list[Tensor]] = {row: [] for row in rows[1:]}
+    held = torch.get_num_threads()
+    try:
+        while any(session.length(row) < len(text) for row in found):
+            torch.set_num_threads(source.choice([1, 2, 3, 5]))
+            here = [row for row in found if session.length(row) < len(text)]
+            here = source.sample(here, source.randrange(1, len(here) + 1))
+            sizes = [min(source.choice([1, 2, 5, 33, 170]), len(text) - session.length(row)) for row in here]
+            trees = [Tree.chain(text[(at := session.length(row)) : at + n]) for row, n in zip(here, sizes, strict=True)]
+            for row, scores in zip(here, session.forward(here, trees, sizes), strict=True):
+                found[row].append(scores.logits)
+            session.commit(here, [list(range(n)) for n in sizes])
+    finally:
+        torch.set_num_threads(held)
+    assert all(torch.equal(torch.cat(logits), whole) for logits in found.values())
+
+
+def test_activations_do_not_depend_on_the_place() -> None:
+    """One by one and all at once, over several threads: the same bits, and torch's function up to rounding.
+
+    (torch's own differ in the last bit where vectors end, which a check with few tokens may not see.)
+    """
+    x = torch.randn(70_003, generator=torch.Generator().manual_seed(0)) * 4
+    own = {
+        Sigmoid(): nn.functional.silu,
+        Sigmoid(1.702): lambda x: x * torch.sigmoid(1.702 * x),
+        Tanh(): lambda x: nn.functional.gelu(x, approximate="tanh"),
+    }
+    held = torch.get_num_threads()
+    for (steady, torchs), dtype in itertools.product(own.items(), (torch.float32, torch.bfloat16)):
+        given = x.to(dtype)
+        parts = torch.cat([steady(part.clone()) for part in given[-7000:].split(7)])
+        try:
+            for threads in (1, 2, 3):
+                torch.set_num_threads(threads)
+                whole = steady(given)
+                assert torch.equal(whole[-7000:], parts)
+        finally:
+            torch.set_num_threads(held)
+        torch.testing.assert_close(whole, torchs(given.float()).to(dtype), atol=1e-5, rtol=2**-7)
+
+
+# --- what cannot be strict
+
+
+class Neighbourly(nn.Module):
+    """A layer that looks at the whole pass, as quantization of activations does."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * (1 + 1e-3 * x.abs().max())
+
+
+def refused(model: Any, match: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"{match}.*leave out `exactness`='strict'"):
+        LanguageModel(model, exactness="strict")
+
+
+def test_layers_that_look_at_their_neighbours() -> None:
+    """They are found by trying."""
+    model = tiny("llama")
+    model.model.layers[1].mlp.act_fn = Neighbourly(model.model.layers[1].mlp.act_fn)
+    refused(model, "passes of other widths give other logits")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_that_are_not_packed(dtype: torch.dtype) -> None:
+    """They are refused by kind, as half precision hides most of what trying should show. (Experts passed it.)"""
+    refused(tiny("mixtral").to(dtype), r"`model\.layers\.0\.mlp\.\w+` is no packed layer")
+
+
+def test_llm_int8() -> None:
+    """It looks at all rows of a pass, and its layers are not ours."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    model = tiny("llama")
+    model.model.layers[0].mlp.up_proj = bitsandbytes.nn.Linear8bitLt(32, 48, bias=False, has_fp16_weights=False)
+    with pytest.raises(UnsupportedError):
+        LanguageModel(model, exactness="strict")
+
+
+@pytest.mark.parametrize("name", ["t5", "gptj", "mamba"])
+def test_models_without_attention_of_ours(name: str) -> None:
+    """They say so."""
+    with pytest.raises(UnsupportedError, match="leave out"):
+        LanguageModel(tiny(name), exactness="strict")
+
+
+def test_contradictions() -> None:
+    """Its layers as they are promise nothing; embeddings and attentions have no passes of this kind."""
+    with pytest.raises(OptionError, match="leave out `gear`='eager'"):
+        LanguageModel(tiny("llama"), gear="eager", exactness="strict")
+    language = LanguageModel(tiny("llama", attn_implementation="eager"), exactness="strict")
+    session = language.session()
+    rows = session.add(1)
+    for more in ({"embeds": [torch.zeros(3, 32)]}, {"output_attentions": True}):
+        with pytest.raises(UnsupportedError, match="no embeddings and no attentions"):
+            session.forward(rows, [Tree.chain([5, 6, 7])], [1], **more)
+
+
+def test_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reason why there are none is part of the answer."""
+    monkeypatch.setattr(kernels.build, "available", lambda: False)
+    monkeypatch.setattr(exactness, "why_not", lambda: "no such compiler")
+    refused(tiny("llama"), r"is no packed layer \(no such compiler\)")
+
+
+def test_a_short_position_table() -> None:
+    """What is tried fits into it. (It did not: an index was out of range.)"""
+    assert LanguageModel(tiny("gpt2", n_positions=128), exactness="strict").exactness == "strict"
+
+
+def test_nothing_of_the_model_is_changed() -> None:
+    """Its activations and layers are its own, before and after."""
+    model, ids = tiny("llama"), torch.tensor([[5, 6, 7]])
+    before, modules = model(ids).logits, list(model.modules())
+    assert strict_obstacle(LanguageModel(model, exactness="strict")) is None
+    assert list(model.modules()) == modules
+    assert torch.equal(model(ids).logits, before)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_hundred_prompts(kind: str) -> None:
+    """Not one token differs, whatever the draft, schedule, batch and draws."""
+    target = strict("llama", kind)
+    turn = itertools.cycle(
+        itertools.product((tiny("llama"), tiny("llama", seed=1), "suffix"), SCHEDULES, (1, 4, 7), HOWS)
+    )
+    left = prompts(200, seed=1)
+    while left:
+        draft, schedule, rows, how = next(turn)
+        here, left = left[:rows], left[rows:]
+        given = {"input_ids": here, **COMMON, "max_new_tokens": 48, **how}
+        out = SpecGenerator(target, draft).generate(**given, schedule=schedule)
+        assert texts(out) == texts(SpecGenerator(target).generate(**given)), (draft, schedule, how)
