@@ -293,7 +293,10 @@ class Engine:
         if most is not None and not self._ends(row, most):
             parts = [one.chunk(h, most) for one, h in zip(row.batch_rows, held, strict=True)]
         else:
-            parts = [one.part(h, proposal or EMPTY) for one, h in zip(row.batch_rows, held, strict=True)]
+            parts = [
+                one.part(h, EMPTY if proposal is None else proposal)
+                for one, h in zip(row.batch_rows, held, strict=True)
+            ]
         return Turn(row, slots, held, parts, asked=proposal is not None)
 
     def _ends(self, row: RunningRow, most: int) -> bool:
@@ -381,7 +384,7 @@ class Engine:
             prefill = not row.begun or (turn.asked and not row.drafted and not instant)
             shares.append(turn.share(prefill))
             row.take(turn.walk)
-            row.drafted |= bool(proposal.tokens)
+            row.drafted |= bool(proposal.tokens or proposal.source)
         for draft, group in self._by_draft([turn.row for turn in turns if turn.row.key in commits]):
             try:
                 draft.session.commit([commits[row.key] for row in group])

@@ -153,6 +153,58 @@ def test_cost_tries_again_in_short_calls(hidden: float) -> None:
     assert drafted > 300
 
 
+def test_a_draft_that_proposes_nothing_is_charged() -> None:
+    """A draft pass in every round, whose guess is never worth verifying. (It made its pass for ever: nothing proposed,
+    nothing learned, and a fifth of all time went there.)"""
+    schedule: Any = Cost()
+    tried = [schedule.plan([Key(0)])[0].limit > 0]
+    for _ in range(256):
+        schedule = schedule.after(outcome(0, 0, seconds=(0.25 * tried[-1], 1.0)))
+        tried.append(schedule.plan([Key(0)])[0].limit > 0)
+    assert 3 <= sum(tried) <= 10
+    assert schedule.plain.at(1) == pytest.approx(1.0)  # what the draft took is no part of a round without one
+
+
+def test_texts_without_an_idea_are_asked_on() -> None:
+    """A draft that takes next to no time has nothing to propose for long, and then something."""
+    schedule: Any = Cost()
+    for _ in range(500):
+        assert schedule.plan([Key(0)])[0].limit > 0
+        schedule = schedule.after(outcome(0, 0, seconds=(0.005, 1.0)))
+
+
+@pytest.mark.parametrize(("reading", "least", "most"), [(0.0, 30, 300), (4.0, 800, 1024)])
+def test_a_dear_look_is_a_rare_one(reading: float, least: int, most: int) -> None:
+    """What a draft reads before it can guess again counts as what the look costs; the first one sets the wait."""
+    schedule: Any = Cost()
+    for _ in range(12):
+        k = min(schedule.plan([Key(0)])[0].limit, 1)
+        schedule = schedule.after(outcome(k, 0, seconds=(0.2 * k, 1.0), confidence=[0.5] * k))
+    schedule = schedule.fresh(32)
+    row = replace(outcome(1, 0, confidence=[0.5]).rows[0], prefill=True)
+    schedule = schedule.after(Round([row], 2, 0.2 + reading, 1.0, 0.0, 1.2 + reading))
+    idle = 0
+    while schedule.plan([Key(0)])[0].limit == 0:
+        schedule = schedule.after(outcome(0, 0, seconds=(0.0, 1.0)))
+        idle += 1
+    assert least <= idle <= most
+
+
+def test_rest_ends_with_what_is_new() -> None:
+    """Most rounds without a draft are not looked at, but for one that takes far longer, or has other company."""
+    schedule: Any = Cost()
+    for _ in range(40):
+        k = min(schedule.plan([Key(0)])[0].limit, 1)
+        schedule = schedule.after(outcome(k, 0, seconds=(0.2 * k, 1.0), confidence=[0.5] * k))
+    while not schedule.rest:
+        schedule = schedule.after(outcome(0, 0, seconds=(0.0, 1.0)))
+    usual = outcome(0, 0, seconds=(0.0, 1.0))
+    assert schedule.after(usual).passes is schedule.passes
+    assert schedule.after(usual).idle == schedule.idle + 1
+    for new in (outcome(0, 0, seconds=(0.0, 2.5)), replace(usual, others=outcome(0, 0, key=1).rows)):
+        assert schedule.after(new).passes is not schedule.passes
+
+
 def test_cost_judges_a_batch_as_a_batch() -> None:
     """Eight rows after calls of one: a draft that pays for each goes on. (One round of eight rows was held against the
     tokens per second of single ones, and the draft was lost.)"""

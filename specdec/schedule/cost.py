@@ -6,6 +6,9 @@ often the draft's confidence was borne out (`Acceptance`), c from lines fitted t
 
 What is predicted may be wrong, so drafting is also judged by what it brings: the seconds of rounds with a draft are
 compared with those that the same tokens take without one, and drafting that wasted too many is suspended for a while.
+
+The rule is asked in every round, drafted or not, and its time counts beside passes of a few milliseconds: while
+drafting waits, most rounds that take as long as usual go by without another look (`rest`).
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from specdec.schedule.base import MOST_NODES, ScheduleSetup, check_nodes
 from specdec.schedule.estimates import Acceptance, Line
@@ -29,6 +32,10 @@ _DRAFT_PASSES = 15  # a target pass must cost as much as so many draft passes be
 _CARRIED = 0.1  # weight of the last request's tokens per second in the next one
 _GROWTH = 4  # a tree has at most so many times the nodes of the widest pass of late
 _PATIENCE = (16, 256)  # rounds without a draft before drafting is looked at again: at first, and at most
+_LOOK = 0.005  # of the time without a draft a look may take; what it costs to catch up with the text counts
+_LONGEST = 1024  # rounds until the next look, whatever the last one cost: that may have been a stall
+_REST = 7  # rounds that go by without a look at the rule, while drafting waits
+_NOTICEABLE = 0.02  # of a pass: a draft that took longer is charged even where it proposed nothing
 _SUSPENSION = (32, 512)  # the same after drafting was seen to lose
 
 
@@ -125,9 +132,12 @@ class Cost:
     # Fading sums over rounds, for the rate of tokens per second.
     tokens: float = 0.0
     seconds: float = 0.0
-    # Rounds without a draft: so far, and after how many of them drafting is looked at again.
+    # Rounds without a draft: so far, after how many of them drafting is looked at again, and how many of the next need
+    # no look at the rule. Seconds in which the draft read texts since it last guessed.
     idle: int = 0
     patience: int = _PATIENCE[0]
+    reading_seconds: float = 0.0
+    rest: int = 0
     # Drafting judged by what it brought: rounds with a draft since the last verdict, the seconds that they took beyond
     # those of their tokens without a draft (less than 0 after gains), whether drafting is suspended, for how many
     # rounds, and what a round without a draft cost at that time.
@@ -170,11 +180,12 @@ class Cost:
             other_rows=0,
             drafting_rows=0,
             idle=max(self.idle, self.patience // 2),
+            rest=0,
             tokens=_CARRIED * self.tokens,
             seconds=_CARRIED * self.seconds,
         )
         prior = found._prior
-        return replace(found, passes=replace(self.passes, steepness=prior.steepness, trust=prior.trust))
+        return replace(found, passes=self.passes._replace(steepness=prior.steepness, trust=prior.trust))
 
     # deciding
 
@@ -186,7 +197,7 @@ class Cost:
     def _plan_of(self, rows: int) -> CostPlan:
         if not self._measured:
             return self._plan(self.k, self._prior.draft_cost, self._prior.verify_cost)
-        if self._wants_plain_rounds or self.suspended:
+        if self.rest or self._wants_plain_rounds or self.suspended:
             return self._plan(0, 0.0, 0.0)
         if not self._pays(rows):
             return self._plan(int(self.idle >= self.patience), 0.0, 0.0)
@@ -249,6 +260,8 @@ class Cost:
             expected += drafting * chance
             if expected > plain * (seconds + k * more):
                 return True
+            if drafting * chance < plain * more:
+                return False  # later tokens bring even less
         return False
 
     def _plain_rate(self, rows: int) -> float:
@@ -259,59 +272,100 @@ class Cost:
     # learning
 
     def after(self, round: Round) -> Cost:
-        """With this round's outcomes, seconds and rate; a round that reads a prompt teaches only acceptance."""
-        acceptance = self.acceptance
-        for row in round.rows:
-            acceptance = acceptance.after(row.tested, row.levels)
-        learned = replace(self, acceptance=acceptance)
-        if any(row.prefill for row in _everyone(round)):
-            return learned
-        return learned._with_costs(round)._judged(round)
-
-    def _with_costs(self, round: Round) -> Cost:
+        """With this round's outcomes, seconds and rate; of a round that reads a prompt only what the draft came to."""
         everyone = _everyone(round)
-        count, drafted = len(everyone), any(row.depth for row in round.rows)
-        own_nodes, own_levels = sum(row.drafted for row in round.rows), sum(row.depth for row in round.rows)
-        roots = round.nodes - sum(row.drafted for row in everyone)
-        # Where kernels run by themselves, the pass ends when its results are first looked at, which is in selection.
-        pass_seconds = round.verify_seconds + round.select_seconds
-        return replace(
-            self,
-            drafts=self._with_draft(round),
-            passes=self.passes.add(round.nodes, pass_seconds),
-            plain=self.plain if any(row.depth for row in everyone) else self.plain.add(count, round.seconds),
-            other_seconds=_fading(self.other_seconds, round.seconds - round.draft_seconds - pass_seconds),
-            roots=_fading(self.roots, roots / count),
-            recent_nodes=max(round.nodes / count, 0.95 * self.recent_nodes),
-            level_nodes=_fading(self.level_nodes, own_nodes / own_levels) if own_levels else self.level_nodes,
-            other_rows=len(round.others),
-            drafting_rows=self._sharing(round) if drafted else self.drafting_rows,
-            tokens=0.9 * self.tokens + _tokens(everyone),
-            seconds=0.9 * self.seconds + round.seconds,
-            idle=0 if drafted else self.idle + 1,
-            patience=self._patience_after(round, drafted),
-            probe_rounds=self.probe_rounds + drafted,
+        if self.rest and self._is_usual(round, everyone):
+            return self._changed(idle=self.idle + 1, rest=self.rest - 1)
+        tried, acceptance = _was_tried(round), self.acceptance
+        for row in round.rows:
+            # A dear draft with nothing to propose brought as little as one that was wrong.
+            acceptance = acceptance.after(row.tested, row.levels or float(tried and not row.depth))
+        reads = any(row.prefill for row in everyone)
+        learned = self._changed(
+            acceptance=acceptance,
+            reading_seconds=self.reading_seconds + round.draft_seconds * _is_noticed(round),
+            **({} if reads else self._costs(round, everyone, tried)),
+        )
+        if tried:
+            learned = learned._changed(idle=0, patience=learned._patience_after(round), reading_seconds=0.0)
+        if reads:
+            return learned
+        learned = learned._judged(round, everyone, tried)
+        return learned._changed(rest=0 if tried else learned._rest_after(round))
+
+    def _changed(self, **values: Any) -> Cost:
+        """With these values; `replace` takes ten times as long, which adds up over rounds."""
+        changed = object.__new__(Cost)
+        changed.__dict__.update(self.__dict__, **values)
+        return changed
+
+    def _is_usual(self, round: Round, everyone: Sequence[RowRound]) -> bool:
+        """Whether the round shows nothing new: the same company, no draft, about the seconds of other rounds."""
+        usual = self.plain.seconds / self.plain.weight
+        return (
+            usual / 2 < round.seconds < 2 * usual
+            and len(round.others) == self.other_rows
+            and not any(row.prefill or row.depth for row in everyone)
         )
 
-    def _judged(self, round: Round) -> Cost:
+    def _rest_after(self, round: Round) -> int:
+        """How many rounds may go by: fewer than are left until drafting is looked at again, none where it pays."""
+        if not self._measured or not self.plain.weight or self._wants_plain_rounds:
+            return 0
+        if self.suspended:
+            left = self.suspension - 1 - self.idle
+        else:
+            left = 0 if self._pays(len(round.rows)) else self.patience - self.idle
+        return max(min(_REST, left), 0)
+
+    def _costs(self, round: Round, everyone: Sequence[RowRound], tried: bool) -> dict[str, Any]:
+        """What the seconds of the round change."""
+        count, nodes = len(everyone), sum(row.drafted for row in everyone)
+        # Where kernels run by themselves, the pass ends when its results are first looked at, which is in selection.
+        pass_seconds = round.verify_seconds + round.select_seconds
+        other_seconds = round.seconds - round.draft_seconds - pass_seconds
+        found = {
+            "passes": self.passes.add(round.nodes, pass_seconds),
+            "other_seconds": _fading(self.other_seconds, other_seconds),
+            "roots": _fading(self.roots, (round.nodes - nodes) / count),
+            "recent_nodes": max(round.nodes / count, 0.95 * self.recent_nodes),
+            "other_rows": len(round.others),
+            "tokens": 0.9 * self.tokens + _tokens(everyone),
+            "seconds": 0.9 * self.seconds + round.seconds,
+            "idle": self.idle + 1,
+        }
+        if not any(row.depth for row in everyone):
+            found["plain"] = self.plain.add(count, round.seconds - round.draft_seconds)
+        if tried:
+            found |= {
+                "drafts": self._with_draft(round),
+                "drafting_rows": self._sharing(round),
+                "probe_rounds": self.probe_rounds + 1,
+            }
+        if own_levels := sum(row.depth for row in round.rows):
+            own_nodes = sum(row.drafted for row in round.rows)
+            found["level_nodes"] = _fading(self.level_nodes, own_nodes / own_levels)
+        return found
+
+    def _judged(self, round: Round, everyone: Sequence[RowRound], tried: bool) -> Cost:
         """With the verdict on drafting by what it was seen to bring, not by what was predicted (CUSUM, Page 1954)."""
-        everyone = _everyone(round)
         count = len(everyone)
         if self.suspended:
             dearer = self.plain.at(count) > 1.3 * self.baseline.at(count)
-            return replace(self, suspended=self.idle < self.suspension and not dearer)
-        if not (self.plain.weight and any(row.depth for row in round.rows)):
+            goes_on = self.idle < self.suspension and not dearer
+            return self if goes_on else self._changed(suspended=False)
+        if not (self.plain.weight and tried):
             return self
         plain_round = self.plain.at(count)
+        brought = plain_round * _tokens(everyone) / count
+        waste = round.seconds - brought if any(row.depth for row in everyone) else round.draft_seconds
         # A stall counts as one round at most.
-        waste = min(round.seconds - plain_round * _tokens(everyone) / count, plain_round)
-        wasted = max(self.wasted_seconds + waste, -_MOST_CREDIT * plain_round)
+        wasted = max(self.wasted_seconds + min(waste, plain_round), -_MOST_CREDIT * plain_round)
         first, longest = _SUSPENSION
         if wasted <= _MOST_WASTE * plain_round:
             suspension = first if self.probe_rounds >= 64 else self.suspension
-            return replace(self, wasted_seconds=wasted, suspension=suspension)
-        return replace(
-            self,
+            return self._changed(wasted_seconds=wasted, suspension=suspension)
+        return self._changed(
             suspended=True,
             suspension=min(2 * self.suspension, longest),
             baseline=self.plain,
@@ -320,12 +374,15 @@ class Cost:
         )
 
     def _with_draft(self, round: Round) -> Mapping[str, Line]:
-        """Draft passes by source; where several sources drafted, only the longest draft tells what its passes cost."""
-        longest = max(_everyone(round), key=lambda row: row.depth)
-        if not longest.depth or longest.source not in _sources(round):
+        """Draft passes by source; where several sources drafted, only the longest draft tells what its passes cost.
+
+        Of a draft that proposed nothing one pass is known.
+        """
+        longest = max(_everyone(round), key=lambda row: (row.depth, row.source in _sources(round)))
+        if longest.source not in _sources(round):
             return self.drafts
-        line = self.drafts.get(longest.source, Line())
-        nodes, seconds = longest.drafted / longest.depth, round.draft_seconds / longest.depth
+        line, levels = self.drafts.get(longest.source, Line()), max(longest.depth, 1)
+        nodes, seconds = max(longest.drafted, 1) / levels, round.draft_seconds / levels
         return {**self.drafts, longest.source: line.add(nodes, seconds)}
 
     def _sharing(self, round: Round) -> int:
@@ -333,13 +390,20 @@ class Cost:
         sources = _sources(round)
         return sum(row.depth > 0 and row.source in sources for row in round.others)
 
-    def _patience_after(self, round: Round, drafted: bool) -> int:
-        """A try that brought nothing doubles the wait for the next one; anything accepted makes it short again."""
+    def _patience_after(self, round: Round) -> int:
+        """A try that brought nothing doubles the wait for the next one; anything accepted makes it short again.
+
+        A dear try waits longer: it may take so much of the time without a draft, all reading before it included.
+        """
         shortest, longest = _PATIENCE
         if any(row.accepted for row in round.rows):
             return shortest
-        tried = drafted and self._measured and not self._pays(len(round.rows))
-        return min(2 * self.patience, longest) if tried else self.patience
+        if not self._measured or self._pays(len(round.rows)):
+            return self.patience
+        count = len(_everyone(round))
+        nodes = sum(row.drafted for row in round.rows)
+        rounds = (self.reading_seconds + nodes * self.passes.slope) * self._plain_rate(count) / count
+        return max(min(2 * self.patience, longest), min(int(rounds / _LOOK), _LONGEST))
 
 
 def _everyone(round: Round) -> list[RowRound]:
@@ -348,8 +412,18 @@ def _everyone(round: Round) -> list[RowRound]:
 
 
 def _sources(round: Round) -> set[str]:
-    """What drafted for the schedule's own rows."""
-    return {row.source for row in round.rows if row.depth}
+    """What drafted for the schedule's own rows, where anything was proposed by what proposed it."""
+    return {row.source for row in round.rows if row.depth} or {row.source for row in round.rows if row.source}
+
+
+def _is_noticed(round: Round) -> bool:
+    """Whether drafting took a part of the round that counts."""
+    return round.draft_seconds > _NOTICEABLE * (round.verify_seconds + round.select_seconds)
+
+
+def _was_tried(round: Round) -> bool:
+    """Whether own rows had something drafted, or a draft took its time and had nothing to propose."""
+    return any(row.depth for row in round.rows) or (_is_noticed(round) and any(row.source for row in round.rows))
 
 
 def _tokens(rows: Sequence[RowRound]) -> int:

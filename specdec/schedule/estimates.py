@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 _EDGES = (0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.4, 0.55, 0.7, 0.85, 0.95)
 BINS = len(_EDGES) + 1
@@ -43,8 +44,10 @@ class Acceptance:
         """The acceptance of a token that the draft believes in this much."""
         return min(confidence * self._rates[_bin(confidence)], 1.0)
 
-    def after(self, tested: Iterable[tuple[float, bool]], levels: float) -> Acceptance:
+    def after(self, tested: Sequence[tuple[float, bool]], levels: float) -> Acceptance:
         """With the outcome of guesses on so many more levels; old outcomes fade with a memory of about 200 of them."""
+        if not (tested or levels):
+            return self
         accepted, believed = list(self.accepted), list(self.believed)
         for confidence, came_true in tested:
             b = _bin(confidence)
@@ -55,8 +58,7 @@ class Acceptance:
         return Acceptance(tuple(n * fade for n in accepted), tuple(n * fade for n in believed), levels * fade)
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(NamedTuple):
     """Seconds of a pass as `fixed + slope * nodes`, by least squares over passes whose weights fade.
 
     `weight` is the sum of the weights; `nodes`, `seconds`, `squares` (of nodes) and `products` (nodes times seconds)
