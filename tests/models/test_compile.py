@@ -34,8 +34,9 @@ PAUSE = 60  # seconds, of a compiler that never ends
 @pytest.fixture
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Nothing was compiled before."""
-    monkeypatch.setattr(kernels, "folder", lambda: tmp_path)
-    return tmp_path / "compiled"
+    place = tmp_path / "compiled"
+    monkeypatch.setenv("SPECDEC_COMPILED", str(place))
+    return place
 
 
 @pytest.fixture
@@ -133,7 +134,7 @@ def test_not_on_other_devices(cache: Path) -> None:
     own = flat()
     own.model.device = torch.device("cuda")
     with pytest.raises(UnsupportedError, match=r"for the CPU alone, not on cuda.*leave out `gear`='compiled'"):
-        CompiledForward(own)
+        CompiledForward(own).start()
     assert not cache.exists()
 
 
@@ -172,13 +173,16 @@ def test_exit_ends_the_compiler(tmp_path: Path) -> None:
     fake.chmod(0o755)
     code = (
         "import sys, time; from pathlib import Path\n"
-        "from specdec import kernels, LanguageModel; from tests.tiny import tiny\n"
-        f"kernels.folder = lambda: Path({str(tmp_path)!r}); sys.executable = {str(fake)!r}\n"
+        "from specdec import LanguageModel; from tests.tiny import tiny\n"
+        f"sys.executable = {str(fake)!r}\n"
         "language = LanguageModel(tiny('llama'), gear='compiled')\n"
         f"while not Path({str(pid)!r}).exists(): time.sleep(0.01)\n"
     )
     began = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PAUSE, check=True)
+    own = {**os.environ, "SPECDEC_COMPILED": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PAUSE, env=own, check=True
+    )
     assert time.perf_counter() - began < PAUSE / 2
     assert "are not compiled" not in done.stderr
     with pytest.raises(ProcessLookupError):
