@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from specdec import SpecGenerator, kernels
+from specdec import SpecGenerator
 from specdec.errors import UnsupportedError
 from specdec.models import LanguageModel
 from specdec.models.compiled import CompiledForward, _key, _without_weights
@@ -204,7 +204,7 @@ def language(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     """One of each family, compiled for this module; some thirty seconds each."""
     place = tmp_path_factory.mktemp("compiled")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "folder", lambda: place)
+        patch.setenv("SPECDEC_COMPILED", str(place))
         language = LanguageModel(tiny(request.param), gear="compiled")
         assert language.flat.compiled.wait(280)
         yield language
