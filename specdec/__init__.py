@@ -9,8 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from specdec.call import Job
     from specdec.config import Options
     from specdec.errors import (
+        CancelledError,
         DraftError,
         EngineError,
         LoadError,
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "CancelledError": "errors",
     "EngineError": "errors",
     "Constraint": "select",
     "DisjunctiveConstraint": "select",
@@ -38,6 +41,7 @@ _HOMES = {
     "Drafter": "types",
     "Event": "output",
     "Generation": "output",
+    "Job": "call",
     "HammingDiversityLogitsProcessor": "logits",
     "LanguageModel": "models",
     "LoadError": "errors",
@@ -53,6 +57,7 @@ _HOMES = {
     "VocabularyError": "errors",
 }
 __all__ = [
+    "CancelledError",
     "Constraint",
     "DisjunctiveConstraint",
     "DraftError",
@@ -61,6 +66,7 @@ __all__ = [
     "Event",
     "Generation",
     "HammingDiversityLogitsProcessor",
+    "Job",
     "LanguageModel",
     "LoadError",
     "Loading",

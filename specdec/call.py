@@ -33,7 +33,7 @@ from specdec.request import Request
 from specdec.rows import RunningRow, SearchRow, TextRow
 from specdec.schedule import Schedule
 from specdec.select import RowSetup, Stopping, fold, make_strategy
-from specdec.types import BatchDrafter, DraftTask, Search, Selector
+from specdec.types import BatchDrafter, DraftTask, Search, Selector, Step
 
 _SERIAL = count()  # of calls
 _NO_RULE: Any = None
@@ -44,6 +44,8 @@ class Extras:
     """What a caller hands in as objects: processors and criteria (one or several), a streamer, a prefix function.
 
     `prediction` is text or ids that the output may resemble, or one per prompt; drafts that copy look there first.
+    Calls of different `cache_salt` continue none of each other's prompts. A processor with a method
+    `allowed(text, tokens)`, how many of some tokens may follow a text, shortens what drafts propose.
     """
 
     logits_processor: Any = ()
@@ -52,6 +54,7 @@ class Extras:
     prefix_allowed_tokens_fn: Any = None
     tokenizer: Any = None
     prediction: Any = None
+    cache_salt: Any = None
 
     def __post_init__(self) -> None:
         check_tokenizer("tokenizer", self.tokenizer)
@@ -65,17 +68,24 @@ class Extras:
             object.__setattr__(self, name, items)
         if self.prefix_allowed_tokens_fn is not None and not callable(self.prefix_allowed_tokens_fn):
             raise OptionError.of("prefix_allowed_tokens_fn", "a function of (row, ids)", self.prefix_allowed_tokens_fn)
+        if not isinstance(self.cache_salt, str | None):
+            raise OptionError.of("cache_salt", "text", type(self.cache_salt).__name__)
         if self.streamer is not None and not (hasattr(self.streamer, "put") and hasattr(self.streamer, "end")):
             raise OptionError.of("streamer", "an object with `put` and `end`", self.streamer)
 
 
 class News(NamedTuple):
-    """What one round brought to one row."""
+    """What one round brought to one row: its steps, the first `accepted` from the draft; why it ended, if it did."""
 
     row: int
-    token_ids: list[int]
+    steps: list[Step]
     accepted: int
-    last: bool
+    finish: str | None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The new tokens."""
+        return [step.token for step in self.steps]
 
 
 @dataclass
@@ -118,6 +128,7 @@ class Call:
                 (serial, place),
                 self.prompts.encoder,
                 place,
+                next((p.allowed for p in self.extras.logits_processor if hasattr(p, "allowed")), None),
             )
             self._strategies.append(strategy)
             rows.append(self._row(prompt, strategy, stop, task))
@@ -163,11 +174,7 @@ class Call:
             for round_ in rounds:
                 self._recorder.add(round_)
                 index = index or {row.key: i for i, row in enumerate(self.rows)}
-                news = [
-                    News(index[r.key], [s.token for s in r.steps], r.accepted, r.finish is not None)
-                    for r in round_.rows
-                    if r.steps
-                ]
+                news = [News(index[r.key], r.steps, r.accepted, r.finish) for r in round_.rows if r.steps]
                 if streamer is not None and news:
                     streamer.put(torch.tensor(news[0].token_ids))
                 if stream:
@@ -280,6 +287,10 @@ class Call:
         return self.target.encode(inputs, **traced)
 
     def _context(self, prompt: RowPrompt, place: int) -> bytes:
+        """What a row reads besides tokens, as a digest, and the call's salt; empty where there is neither."""
+        return (self.extras.cache_salt or "").encode() + self._digest(prompt, place)
+
+    def _digest(self, prompt: RowPrompt, place: int) -> bytes:
         """A digest of what a row reads besides tokens; empty where there is nothing, or nobody can tell."""
         if prompt.embeds is not None:
             return digest(prompt.embeds)
@@ -357,3 +368,22 @@ def row_seeds(options: Options, count: int) -> list[int]:
     if seed is None:
         seed = int(torch.randint(2**62, ())) if options.samples else 0
     return [fold(seed, r) for r in range(count)]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A call that one thread follows round by round and any other may end; `SpecGenerator.submit` makes it."""
+
+    call: Call
+    dispatcher: Dispatcher
+
+    def follow(self, *, stream: bool = True) -> Generator[list[News], None, Generation]:
+        """Runs the call: every round's news with `stream`, none where only its end tells the text; then the result.
+
+        Raises what ended it early, CancelledError after `cancel`. Closing the iterator ends the call.
+        """
+        return self.call.run(self.dispatcher, stream=stream and not self.call.options.at_the_end)
+
+    def cancel(self) -> None:
+        """Ends the call within a round; nothing where it is over."""
+        self.dispatcher.cancel(self.call.request)

@@ -68,6 +68,8 @@ class Options(BaseModel):
     eta_cutoff: Share | None = None
     repetition_penalty: Annotated[Number, Field(gt=0)] | None = None
     encoder_repetition_penalty: Annotated[Number, Field(gt=0)] | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
     no_repeat_ngram_size: Count | None = None
     encoder_no_repeat_ngram_size: Count | None = None
     bad_words_ids: list[Annotated[IdList, Field(min_length=1)]] | None = None
@@ -107,6 +109,7 @@ class Options(BaseModel):
     output_attentions: Flag | None = None
     output_hidden_states: Flag | None = None
     output_trace: Flag | None = None
+    top_logprobs: Count | None = None
 
     @property
     def samples(self) -> bool:
@@ -275,6 +278,8 @@ def _check_search(options: Options) -> None:
         f"`penalty_alpha`={options.penalty_alpha}": options.contrastive,
     }
     asked = [name for name, wanted in kinds.items() if wanted]
+    if options.top_logprobs is not None and (options.beams > 1 or options.contrastive):
+        raise OptionError("`top_logprobs` tells of every token as it is chosen, which a search does not: leave it out")
     if len(asked) > 1:
         raise OptionError(f"{' and '.join(asked)} are different ways of searching: choose one")
     if asked and options.samples:

@@ -9,7 +9,7 @@ from contextlib import suppress
 import torch
 
 from specdec.engine import Engine
-from specdec.errors import EngineError
+from specdec.errors import CancelledError, EngineError
 from specdec.models import release_helpers
 from specdec.request import Request
 from specdec.types import Round
@@ -63,6 +63,17 @@ class Dispatcher:
             release_helpers()
         if request.error is not None:
             raise request.error
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request before the next round, from any thread; whoever follows it gets CancelledError.
+
+        One that is over stays as it is, and one that nobody follows yet will not begin.
+        """
+        with self._lock:
+            if not request.done:
+                request.error = CancelledError("the call was cancelled")
+                self._cancel(request)
+                self._wake()  # of a driver that rests nobody would hear
 
     def _wait(self, request: Request, stream: bool) -> None:
         """Returns when the request is done or, of a stream, has news; drives the engine where nobody else would."""
@@ -148,7 +159,8 @@ class Dispatcher:
     def _step(self) -> None:
         """Takes in what has come and what was given up, and runs one step."""
         while self._arrived:
-            self.engine.submit(self._arrived[0])
+            if not self._arrived[0].done:  # it may have been cancelled before it came
+                self.engine.submit(self._arrived[0])
             self._arrived.pop(0)
         self._drop_cancelled()
         self.engine.step()

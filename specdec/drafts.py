@@ -17,8 +17,10 @@ from specdec.draft import (
     DRAFTS,
     EarlyExitDrafter,
     FunctionDrafter,
+    HeadDrafter,
     HybridDrafter,
     ModelDrafter,
+    MtpDrafter,
     NgramDrafter,
     TextBridge,
     is_word,
@@ -26,9 +28,11 @@ from specdec.draft import (
 from specdec.draft.function import refuse_class
 from specdec.errors import OptionError, VocabularyError
 from specdec.inputs import check_tokenizer, tokenizer_beside
-from specdec.loading import PASSES, Loading
+from specdec.loading import PASSES, Loading, Vocabulary
 from specdec.models import LanguageModel, load
 from specdec.models.bare_decoder import on_encoder_of
+from specdec.models.heads import kind_of, load_head
+from specdec.models.vocabulary import cut_vocabulary
 from specdec.request import Pacing
 from specdec.schedule import Schedule, learns
 from specdec.types import BatchDrafter
@@ -39,6 +43,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "assistant_model": ("assistant_tokenizer",),
     "prompt_lookup_num_tokens": ("max_matching_ngram_size",),
     "assistant_early_exit": (),
+    "use_mtp": (),
 }
 NAMES = (*ALIASES, *(detail for details in ALIASES.values() for detail in details))
 _WORDS = ", ".join(map(repr, DRAFTS))
@@ -77,6 +82,14 @@ class Draft:
         return found
 
 
+@dataclass(frozen=True)
+class HeadAt:
+    """A head at a folder or hub id, which comes in once its target has."""
+
+    source: str
+    how: Loading
+
+
 class Drafts:
     """Makes drafts for one target, and keeps the last two that calls have named, with their models."""
 
@@ -96,12 +109,16 @@ class Drafts:
         if assistant_tokenizer is not None:
             _check_bridge(draft, tokenizer, name)
         match draft:
-            case None:
+            case None | "none":
                 return None
             case str() if is_word(draft):
                 word, colon, argument = draft.partition(":")
                 made: BatchDrafter = DRAFTS[word].of(self._target, argument if colon else None, name)
                 return made
+            case HeadAt():
+                return HeadDrafter(load_head(draft.source, self._target, draft.how, argument=name))
+            case str() | PathLike() | PreTrainedModel() if kind_of(draft) is not None:
+                return HeadDrafter(load_head(draft, self._target, self._how, argument=name))
             case str() | PathLike() | PreTrainedModel() | LanguageModel():
                 return self._model(draft, tokenizer, assistant_tokenizer, name)
             case tuple() | list():
@@ -129,6 +146,10 @@ class Drafts:
                 return _lookup(**given)
             case "assistant_early_exit":
                 return self._early_exit(given[name], name)
+            case "use_mtp":
+                if given[name] is not True:
+                    raise OptionError.of(name, "True or False", given[name])
+                return MtpDrafter.of(self._target, None, name)
             case _:
                 return self.make(given[name], tokenizer, given.get("assistant_tokenizer"), name=name)
 
@@ -182,6 +203,12 @@ class Recent:
             return value
 
 
+def named_drafts(given: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """What a call, or else its generation config, says in transformers' words for drafts, where it says anything."""
+    named = {name: value for name in NAMES if (value := given.get(name, getattr(config, name, None))) is not None}
+    return {name: value for name, value in named.items() if name != "use_mtp" or value is not False}
+
+
 def is_name(draft: object) -> bool:
     """Whether this is an id or path of a model."""
     return isinstance(draft, str | PathLike) and not is_word(draft)
@@ -208,15 +235,25 @@ def language_model(model: Any, name: str, how: Loading | None = None) -> Languag
     return load(model, how, name=name, words=words)
 
 
-def loaded(draft: Any, how: Loading) -> tuple[Any, Any]:
-    """`draft` with its model loaded as `how` says, where that is an id or path, and the tokenizer beside the model."""
+def loaded(draft: Any, how: Loading, vocabulary: Vocabulary | None = None) -> tuple[Any, Any]:
+    """`draft` with its model loaded as `how` says, where that is an id or path, and the tokenizer beside the model.
+
+    The model guesses the tokens of its `vocabulary` alone, where that is given.
+    """
     if isinstance(draft, tuple | list):
-        parts = [loaded(part, how) for part in draft]
+        parts = [loaded(part, how, vocabulary) for part in draft]
         return tuple(part for part, _ in parts), next((t for _, t in parts if t is not None), None)
     if not is_name(draft):
         return draft, None
+    if kind_of(draft, how.revision) is not None:
+        if vocabulary is not None:
+            raise OptionError(f"`draft` {str(draft)!r} is a head, which has its own vocabulary: leave `vocabulary` out")
+        return HeadAt(str(draft), how), None
     beside = tokenizer_beside(str(draft), **how.beside)
-    return language_model(draft, "draft", how), beside
+    model = language_model(draft, "draft", how)
+    if vocabulary is not None:
+        cut_vocabulary(model, vocabulary, beside)
+    return model, beside
 
 
 def names_model(draft: Any) -> bool:

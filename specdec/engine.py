@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from specdec.budget import KvBudget
 from specdec.draft import BestLeaf
@@ -24,7 +25,7 @@ from specdec.prefixes import Prefixes
 from specdec.request import Request
 from specdec.rows import RunningRow
 from specdec.turn import Stopwatch, Turn
-from specdec.types import EMPTY, BatchDrafter, Commit, DraftSession, Plan, Round, RowRound, Scores, Tree
+from specdec.types import EMPTY, BatchDrafter, DraftSession, Plan, Round, RowRound, Scores, Tree
 
 CHUNK = 2048
 """Prompt tokens that a pass reads while no other request waits for it."""
@@ -176,7 +177,7 @@ class Engine:
             if unread >= CHUNK:
                 break  # a place now would keep the row from what is read before its turn
             try:
-                if row.key not in self._requests or not self.places.follow(row, self._requests[row.key]):
+                if row.key not in self._requests or not self._follow(row, self._requests[row.key]):
                     continue
             except Exception as error:  # its place cannot be had
                 self._fail([row], error)
@@ -184,6 +185,12 @@ class Engine:
             ready.append(row)
             unread += self.places.unread(row)
         return [row for row in ready if row.key in self._requests]
+
+    def _follow(self, row: RunningRow, request: Request) -> bool:
+        """Whether a row has its place by now; a draft that reads hidden states says how much it may continue."""
+        drafter = request.drafter
+        reads = drafter is not None and drafter.hidden_layers
+        return self.places.follow(row, request, self._drafts[id(drafter)].session.join if reads else None)
 
     def _batch(self, rows: Sequence[RunningRow], request: Request, most: int) -> list[RunningRow]:
         """The first of these rows that read alike, as many as `most` tokens have room for; half may be padding."""
@@ -242,7 +249,7 @@ class Engine:
         if not rows:
             return {}
         try:
-            trees = session.propose(rows, plans)
+            trees = [_allowed(row, tree) for row, tree in zip(rows, session.propose(rows, plans), strict=True)]
             for row, tree in zip(rows, trees, strict=True):
                 if tree.tokens and tree.depth >= row.remaining:
                     self._fail([row], _too_much(row, tree))
@@ -270,6 +277,8 @@ class Engine:
 
     def _start_draft(self, drafter: BatchDrafter) -> None:
         """Opens the session of a drafter; all rows that it helps are in one."""
+        if drafter.hidden_layers:
+            self.model.check_hidden_states(drafter.hidden_layers)
         session = drafter.start(self.model.vocab_size)
         if not isinstance(session, DraftSession):
             kind = type(session).__name__
@@ -302,6 +311,9 @@ class Engine:
             return False
         requests = {self._requests[turn.row.key] for turn in turns}
         given = [row.given(held, len(part.text)) for row, part, held in parts]
+        drafts = [request.drafter for request in requests if request.drafter is not None]
+        layers = sorted({layer for drafter in drafts for layer in drafter.hidden_layers})
+        traced = any(r.output_hidden_states or r.last_hidden for r in requests)
         try:
             found = self.target.forward(
                 [slot for turn in turns for slot in turn.slots],
@@ -309,7 +321,7 @@ class Engine:
                 [part.keep for _, part, _ in parts],
                 embeds=given if any(one is not None for one in given) else None,
                 wholes=[0 if part.complete else row.length for row, part, _ in parts],
-                output_hidden_states=any(r.output_hidden_states or r.last_hidden for r in requests),
+                output_hidden_states=traced or layers,
                 output_attentions=any(request.output_attentions for request in requests),
             )
         except Exception as error:
@@ -317,8 +329,9 @@ class Engine:
             return False
         scores = iter(found)
         for turn in turns:
-            turn.scores = self._wanted(turn.row, next(scores))
-            turn.passes = turn.scores.passes
+            said = next(scores)
+            turn.scores, turn.hidden = self._wanted(turn.row, said), self._for_draft(turn.row, said)
+            turn.passes = said.passes
             if turn.row.unconditional is not None:
                 beside = next(scores)
                 turn.scores = replace(turn.scores, unconditional=beside.logits)
@@ -339,6 +352,11 @@ class Engine:
             cross_attentions=attentions[1],
         )
 
+    def _for_draft(self, row: RunningRow, scores: Scores) -> list[Tensor]:
+        """The hidden states of the layers that the row's draft reads."""
+        drafter, hidden = self._requests[row.key].drafter, scores.hidden_states
+        return [] if drafter is None or hidden is None else [hidden[layer] for layer in drafter.hidden_layers]
+
     def _walk(self, turns: Sequence[Turn]) -> list[Turn]:
         """Takes every row's strategy as far as the scores reach; those whose processors or criteria raise are left out.
 
@@ -357,7 +375,7 @@ class Engine:
         held = [part for turn in turns for part in turn.committed]
         self.target.commit([s for s, _, _ in held], [path for _, path, _ in held], texts=[text for _, _, text in held])
         shares = []
-        commits = {}
+        commits = {turn.row.key: turn.commit() for turn in turns if turn.walk is not None or turn.hidden}
         for turn in turns:
             if turn.walk is None:
                 continue
@@ -367,8 +385,7 @@ class Engine:
             shares.append(turn.share(prefill))
             row.take(turn.walk)
             row.drafted |= bool(proposal.tokens or proposal.source)
-            commits[row.key] = Commit(row, turn.walk.path, turn.walk.text)
-        for draft, group in self._by_draft([turn.row for turn in turns if turn.walk is not None]):
+        for draft, group in self._by_draft([turn.row for turn in turns if turn.row.key in commits]):
             try:
                 draft.session.commit([commits[row.key] for row in group])
             except Exception as error:
@@ -420,7 +437,7 @@ class Engine:
 
     def _end(self, request: Request, error: Exception | None = None) -> None:
         """Ends a request early."""
-        request.error = error
+        request.error = error or request.error
         self._release(request.rows)
         self._finish(request)
 
@@ -443,6 +460,15 @@ def _grouped(rows: Iterable[RunningRow], of: Callable[[RunningRow], Any]) -> lis
     for row in rows:
         groups.setdefault(id(of(row)), (of(row), []))[1].append(row)
     return list(groups.values())
+
+
+def _allowed(row: RunningRow, tree: Tree) -> Tree:
+    """What the row's processors would let through of a chain that nobody drew; other trees as they are."""
+    allowed = row.task.allowed
+    if allowed is None or not tree.tokens or not tree.is_chain or tree.q is not None or row.tree.tokens:
+        return tree
+    kept = allowed(row.tokens, tree.tokens)
+    return Tree.chain(tree.tokens[:kept], tree.confidence and tree.confidence[:kept], source=tree.source)
 
 
 def _of(whole: Round, rows: list[RowRound]) -> Round:

@@ -6,6 +6,7 @@ SpecdecError
 ├── VocabularyError (OptionError)     target and draft do not share a vocabulary
 ├── LoadError (RuntimeError)          a checkpoint is broken, or memory or disk ran out while it was loaded
 ├── EngineError (RuntimeError)        decoding stopped half-way, for a reason outside the request
+│   └── CancelledError                somebody gave the request up
 └── DraftError (RuntimeError)         a draft returned something that is not a proposal
 """
 
@@ -40,6 +41,10 @@ class LoadError(SpecdecError, RuntimeError):
 
 class EngineError(SpecdecError, RuntimeError):
     """Decoding stopped half-way for a reason outside the request: another thread's interrupt, a call from within."""
+
+
+class CancelledError(EngineError):
+    """Somebody gave the request up, `Job.cancel` for one."""
 
 
 class DraftError(SpecdecError, RuntimeError):

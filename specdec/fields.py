@@ -24,11 +24,10 @@ REFUSED: dict[str, tuple[object, str]] = {
     "speculation_type": (None, "name the draft with `draft=` or `assistant_model=`"),
     "target_lookbehind": (None, "the text bridge aligns by text and needs no window; leave it out"),
     "token_healing": (False, "heal the prompt before the call"),
-    "use_mtp": (False, "multi-token prediction heads are not available; name a draft with `draft=`"),
     "watermarking_config": (None, "pass the watermark's processor through `logits_processor=`"),
 }
 # Those of them that change the text.
-DECIDING = ("dola_layers", "token_healing", "use_mtp", "watermarking_config")
+DECIDING = ("dola_layers", "token_healing", "watermarking_config")
 # Field that names a way of searching -> the values at which it does nothing. A checkpoint does not choose one.
 SEARCHES: dict[str, tuple[object, ...]] = {
     "constraints": (None,),
@@ -86,6 +85,7 @@ DRAFT_WORDS: dict[str, DraftWord] = {
     "suffix": DraftWord("suffix", "SuffixDrafter", copies=True),
     "ngram": DraftWord("ngram", "NgramDrafter", copies=True),
     "early_exit": DraftWord("early_exit", "EarlyExitDrafter", argument="N"),
+    "mtp": DraftWord("mtp", "MtpDrafter"),
 }
 # What a value with parts must look like, where pydantic would only tell about one part.
 EXPECTED = {

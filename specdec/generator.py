@@ -10,17 +10,17 @@ from typing import Any, NoReturn
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from specdec.call import Call, Extras
+from specdec.call import Call, Extras, Job
 from specdec.config import Options, check_defaults, resolve
 from specdec.dispatcher import Dispatcher
 from specdec.drafts import NAMES as DRAFT_NAMES
-from specdec.drafts import Draft, Drafts, is_name, language_model, loaded, names_model
+from specdec.drafts import Draft, Drafts, is_name, language_model, loaded, named_drafts, names_model
 from specdec.engine import Engine
 from specdec.errors import OptionError
 from specdec.inputs import NAMES as MODEL_INPUTS
 from specdec.inputs import Prompt, check_tokenizer, read_prompts, tokenizer_beside, with_predictions
 from specdec.loading import NAMES as LOADING
-from specdec.loading import Loading
+from specdec.loading import Loading, Vocabulary
 from specdec.models import LanguageModel
 from specdec.output import Detokenizer, Event, Generation
 from specdec.prefixes import Prefixes
@@ -95,7 +95,9 @@ class SpecGenerator:
         """A generator whose target, and draft if it is an id or path, are loaded from the hub or a folder.
 
         `options` are those of `Loading`, for the target, and the defaults of `generate`. The draft stays in memory and
-        takes over `dtype`, `device_map` and `trust_remote_code`; `draft_options` are its own (`Loading` again).
+        takes over `dtype`, `device_map` and `trust_remote_code`; `draft_options` are its own (`Loading`
+        again), and a `vocabulary`: the number of tokens that it may guess, the likeliest by their ids, the path of a
+        text whose tokens they are, or a pair of a number and a text in which they are counted.
         Raises OptionError, UnsupportedError and LoadError where something cannot be loaded as asked.
         """
         how, options = Loading.split(options)
@@ -105,7 +107,7 @@ class SpecGenerator:
             raise OptionError("`draft_options` load a draft model, and `draft` is no id or path: leave them out")
         if tokenizer is None and is_name(target):
             tokenizer = tokenizer_beside(str(target), **how.beside)
-        draft, beside = loaded(draft, draft_how)
+        draft, beside = loaded(draft, draft_how, Vocabulary.of((draft_options or {}).get("vocabulary")))
         if assistant_tokenizer is None and tokenizer is not None:
             assistant_tokenizer = beside
         tokenizers = {"tokenizer": tokenizer, "assistant_tokenizer": assistant_tokenizer}
@@ -124,6 +126,11 @@ class SpecGenerator:
         """What drafts where a call names nobody else."""
         return self._draft.drafter
 
+    @property
+    def engine(self) -> Engine:
+        """What runs all calls; to be looked at, not to be driven."""
+        return self._dispatcher.engine
+
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "a SpecGenerator cannot be pickled or copied, as it holds the buffers of running calls: make another one "
@@ -132,6 +139,16 @@ class SpecGenerator:
 
     def __repr__(self) -> str:
         return f"SpecGenerator({self.target!r}, draft={self.drafter!r})"
+
+    def wait_until_compiled(self, timeout: float | None = None) -> bool:
+        """Waits until target and draft models run on compiled code, in `gear`="compiled"; whether all of them do.
+
+        They are compiled beside the work; until then passes run as in `gear`="packed". At the most so many seconds for
+        each model.
+        """
+        drafts = () if self.drafter is None else self.drafter.models
+        ready = [model.wait_until_compiled(timeout) for model in (self.target, *drafts)]
+        return all(ready)
 
     def options(self, **given: Any) -> Options:
         """What a call of `generate` with these arguments would go by; raises as the call itself does."""
@@ -164,6 +181,10 @@ class SpecGenerator:
         """
         return self._events(self._prepare(prompt, messages, options))
 
+    def submit(self, prompt: Prompt = None, *, messages: Sequence[Any] | None = None, **options: Any) -> Job:
+        """The same call, checked and ready, for programs that follow it themselves and may cancel it."""
+        return Job(self._prepare(prompt, messages, options), self._dispatcher)
+
     def _events(self, call: Call) -> Generator[Event, None, Generation]:
         tokenizer = call.extras.tokenizer
         texts = [Detokenizer(tokenizer, call.stops) for _ in call.rows] if tokenizer is not None else None
@@ -175,8 +196,9 @@ class SpecGenerator:
                 except StopIteration as end:
                     out: Generation = end.value
                     break
-                for row, ids, accepted, last in news:
-                    yield Event(texts[row].push(ids, last=last) if texts else "", ids, accepted, row)
+                for row, steps, accepted, finish in news:
+                    ids = [step.token for step in steps]
+                    yield Event(texts[row].push(ids, last=finish is not None) if texts else "", ids, accepted, row)
         if call.options.at_the_end:
             for row, ids in enumerate(out.new_tokens()):
                 yield Event(out.texts[row] if out.texts else "", ids, 0, row)
@@ -190,7 +212,7 @@ class SpecGenerator:
         config = objects.get("generation_config")
         options = self._options(given, config)
         extras = Extras(**{"tokenizer": self.tokenizer, **{n: objects[n] for n in _EXTRAS if n in objects}})
-        named = {n: value for n in DRAFT_NAMES if (value := objects.get(n, getattr(config, n, None))) is not None}
+        named = named_drafts(objects, config)
         draft = self._drafts.of_call(named, extras.tokenizer) if named else self._draft
         drafter = None if draft.drafter is None else draft.drafter.for_sampling(options.sampling)
         self._check_modes(drafter)

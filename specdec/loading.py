@@ -59,6 +59,30 @@ QUANTIZATIONS: dict[str, Quantization] = {
 """Every quantization by its name."""
 
 
+@dataclass(frozen=True)
+class Vocabulary:
+    """The tokens that a draft may guess: the `size` likeliest, by how often they come in a `text` file, or else by id.
+
+    Of a text without a size it is all tokens that come.
+    """
+
+    size: int | None = None
+    text: str | None = None
+
+    @classmethod
+    def of(cls, given: Any) -> Vocabulary | None:
+        """A number, the path of a text, or both; raises OptionError for anything else, and where there is no text."""
+        parts = given if isinstance(given, tuple | list) and len(given) == 2 else (given, None)
+        size, text = parts if isinstance(parts[0], int) else (None, parts[0])
+        if given is None:
+            return None
+        if (size is not None and (isinstance(size, bool) or size < 1)) or not isinstance(text, str | PathLike | None):
+            raise OptionError.of("vocabulary", "a number of tokens, the path of a text, or a pair of both", given)
+        if text is not None and not Path(text).is_file():
+            raise OptionError.of("vocabulary", "the path of a text", str(text), "there is no such file")
+        return cls(size, None if text is None else fspath(text))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Loading:
     """What to do with a checkpoint on its way into memory; the defaults leave it as it is.
@@ -158,13 +182,15 @@ class Loading:
         """How the draft of a target that is loaded like this comes in: all of it stays in memory.
 
         It takes over the target's `dtype`, `gear` and `trust_remote_code` and, unless the target is offloaded,
-        `device_map`; `options` are its own fields. Raises OptionError for unknown ones and for `offload`.
+        `device_map`; `options` are its own fields, and a `vocabulary` (`Vocabulary.of`), which is only checked here.
+        Raises OptionError for unknown ones and for `offload`.
         """
         if options is not None and not isinstance(options, Mapping):
             raise OptionError.of("draft_options", "a mapping of loading options", options)
         options = {name: value for name, value in (options or {}).items() if value is not None}
+        Vocabulary.of(options.pop("vocabulary", None))
         if unknown := [name for name in options if name not in NAMES]:
-            raise OptionError.of("draft_options", f"fields among {', '.join(NAMES)}", unknown[0])
+            raise OptionError.of("draft_options", f"fields among {', '.join(NAMES)}, vocabulary", unknown[0])
         if "offload" in options:
             raise OptionError("`draft_options` cannot offload: a draft is read for every token and stays in memory")
         # A draft is loaded first, when its device is still free.

@@ -7,7 +7,7 @@ read while another row is reading what both have in common.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from specdec.models import LanguageModel, Prefix
@@ -17,6 +17,8 @@ from specdec.request import Request
 from specdec.rows import RunningRow
 from specdec.values import common_length
 
+Join = Callable[[RunningRow, int | None, int], int]
+"""Of a new row, the key of the row that it could continue, and how far, how much of that it may do without reading."""
 _WORTH_WAITING = 64  # tokens in common: computing them takes about as long as the pass more that waiting costs
 
 
@@ -58,13 +60,13 @@ class Places:
                 for one in row.batch_rows:
                     self._set(one, self.target.add(1, row.encoding)[0])
 
-    def follow(self, row: RunningRow, request: Request) -> bool:
-        """Whether a row has its place by now: it gets one once what it continues was read."""
+    def follow(self, row: RunningRow, request: Request, join: Join | None = None) -> bool:
+        """Whether a row has its place by now: it gets one once what it continues was read, as far as `join` lets it."""
         if row.key in self._arrived:
             if self._awaits(row):
                 return False
             self._arrived.remove(row.key)
-            request.cached_prompt_tokens += self._continue(row)
+            request.cached_prompt_tokens += self._continue(row, join)
             for beside in row.batch_rows[1:]:
                 self._continue(beside)
             return True
@@ -74,8 +76,9 @@ class Places:
         if leader.slot is None or self.target.length(leader.slot) < len(row.tokens) - 1:
             return False
         row.encoding = leader.encoding
-        self._set(row, self.target.fork(leader.slot, len(row.tokens) - 1))
-        request.cached_prompt_tokens += len(row.tokens) - 1
+        length = _joined(join, row, leader, len(row.tokens) - 1)
+        self._set(row, self.target.fork(leader.slot, length))
+        request.cached_prompt_tokens += length
         del self._leaders[row.key]
         return True
 
@@ -126,16 +129,17 @@ class Places:
             return self._open[key], lengths[key]
         return kept, length
 
-    def _continue(self, row: RunningRow) -> int:
+    def _continue(self, row: RunningRow, join: Join | None = None) -> int:
         """Gives a row a place, where it continues what was read for another one, if there is such; how much that is."""
         assert isinstance(self.target, KvSession)
         source, length = self._nearest(row)
-        if isinstance(source, RunningRow):
+        length = _joined(join, row, source, length)
+        if not length:
+            self._set(row, self.target.add(1, row.encoding)[0])
+        elif isinstance(source, RunningRow):
             self._set(row, self.target.fork(_slot(source), length))
         elif source is not None:
             self._set(row, self.target.read_from(source, length))
-        else:
-            self._set(row, self.target.add(1, row.encoding)[0])
         return length
 
     def _retain(self, row: RunningRow, prefixes: Prefixes) -> None:
@@ -168,3 +172,12 @@ def _text(row: RunningRow, length: int) -> Text:
     """The first `length` positions of a row."""
     unseen = min(row.unseen, length)
     return Text(tuple(row.tokens[: length - unseen]), row.context, unseen)
+
+
+def _joined(join: Join | None, row: RunningRow, source: RunningRow | Prefix | None, length: int) -> int:
+    """How many of the first `length` positions of `source` the row may continue, as far as its draft goes."""
+    if join is None or not length:
+        return length
+    if row.unseen:
+        return 0
+    return join(row, source.key if isinstance(source, RunningRow) else None, length)

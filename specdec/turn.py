@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from time import perf_counter as clock
 
 import torch
+from torch import Tensor
 
 from specdec.rows import RunningRow, Walk
-from specdec.types import Round, RowPass, RowRound, Scores
+from specdec.types import Commit, Hidden, Round, RowPass, RowRound, Scores
 
 
 class Stopwatch:
@@ -38,7 +39,7 @@ class Stopwatch:
 class Turn:
     """One row's round, step by step: its slots in the target, the text held there, its parts of the pass.
 
-    `passes` are the numbers of those that it took part in.
+    `passes` are the numbers of those that it took part in, `hidden` what they said of the layers that its draft reads.
     """
 
     row: RunningRow
@@ -50,6 +51,7 @@ class Turn:
     error: Exception | None = None
     asked: bool = False
     passes: Sequence[int] = ()
+    hidden: Sequence[Tensor] = ()
 
     @property
     def complete(self) -> bool:
@@ -72,6 +74,20 @@ class Turn:
         path, text = ((), 0) if self.walk is None else (self.walk.path, self.walk.text)
         return [(slot, p.path(path), len(p.text) + text) for slot, p in zip(self.slots, self.parts, strict=True)]
 
+    def commit(self) -> Commit:
+        """What its draft is told, before or after the row takes its walk."""
+        path, text, ends = ([], 0, False) if self.walk is None else (*self.walk[1:3], self.walk.finish is not None)
+        return Commit(self.row, path, text, None if ends or not self.hidden else self._told(path))
+
+    def _told(self, path: list[int]) -> Hidden:
+        """The hidden states of the text that was read and of new nodes on the path; of tokens that have ids."""
+        part, first = self.parts[0], self.held[0] - self.row.unseen
+        nodes = part.path([node for node in path if node >= part.held])[max(-first, 0) :]
+        assert self.scores is not None
+        own = [node - self.scores.held for node in nodes]
+        states = torch.stack([layer[_run(own)] for layer in self.hidden], dim=1)
+        return Hidden(max(first, 0), part.held, states)
+
     def share(self, prefill: bool) -> RowRound:
         """What the round came to; before the row takes its walk."""
         assert self.walk is not None
@@ -89,3 +105,9 @@ class Turn:
             steps=walk.steps,
             finish=walk.finish,
         )
+
+
+def _run(numbers: list[int]) -> list[int] | slice:
+    """These numbers as a slice, which copies nothing, where they follow one another."""
+    together = numbers and numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    return slice(numbers[0], numbers[-1] + 1) if together else numbers

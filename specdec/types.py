@@ -6,7 +6,7 @@ Words: a *node* is one candidate token, a *row* one sequence; `p` is the target'
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
@@ -130,17 +130,17 @@ class Scores:
 
     `logits` `[nodes - first, vocab]` are the target's own, for the nodes from `first` on (inner positions of a prompt
     are not kept). `unconditional` has the same shape when guidance runs a paired row. `hidden_states` and `attentions`
-    hold, per layer, `[nodes, width]` and `[heads, nodes, known + nodes]` when they were asked for; the first `held`
-    nodes of the tree were computed in an earlier pass and have none. `passes` are the numbers of the forwards that the
-    row took part in. `cache` is where the row's strategy keeps what it
-    worked out for all nodes at once.
+    hold, per layer, `[nodes, width]` and `[heads, nodes, known + nodes]` when they were asked for (None for layers that
+    were not); the first `held` nodes of the tree were computed in an earlier pass and have none. `passes` are the
+    numbers of the forwards that the row took part in. `cache` is where the row's strategy keeps what it worked out for
+    all nodes at once.
     """
 
     tree: Tree
     first: int
     logits: Tensor
     unconditional: Tensor | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
+    hidden_states: tuple[Any, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
     cross_attentions: tuple[Tensor, ...] | None = None
     held: int = 0
@@ -148,12 +148,20 @@ class Scores:
     cache: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
+class TopTokens(NamedTuple):
+    """The likeliest tokens at one node, the first the likeliest, and their log-probabilities under the target."""
+
+    tokens: list[int]
+    log_probs: list[float]
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One emitted token, the tree node whose scores decided it, and what was asked to be kept about it.
 
     `logits` and `scores` `[vocab]` are the target's own and the processed ones, None unless they were asked for; of a
-    search they are `[leaves, vocab]`, the token is the best live leaf's. `log_prob` is the target's own, for ranking.
+    search they are `[leaves, vocab]`, the token is the best live leaf's. `log_prob` is the target's own, and `top` the
+    likeliest tokens beside it, where they are asked for.
     """
 
     token: int
@@ -161,6 +169,7 @@ class Step:
     logits: Tensor | None = None
     scores: Tensor | None = None
     log_prob: float | None = None
+    top: TopTokens | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -436,6 +445,7 @@ class Plan(Protocol):
 class DraftTask:
     """What a row's request wants of a draft.
 
+    `allowed` tells how many of some tokens may follow a text, where processors know that without the target's logits.
     `rule` turns the draft's logits into a guess, `branching` into several (None: proposals are chains). What is guessed
     after one of `ends`, the tokens that end a text, is lost. Rows of one `source` continue the same input; `inputs` are
     those of its encoder, `[inputs, ...]`, of which it is number `place`, for a draft with an encoder of its own.
@@ -447,18 +457,34 @@ class DraftTask:
     source: Hashable = None
     inputs: Mapping[str, Tensor] | None = None
     place: int = 0
+    allowed: Callable[[Sequence[int], Sequence[int]], int] | None = None
+
+
+class Hidden(NamedTuple):
+    """The target's hidden states of what it has read, for a draft that asked for them (`BatchDrafter.hidden_layers`).
+
+    `states` `[tokens, layers, width]`, on the target's device: of the row's tokens from number `first` on that it had
+    not read, and of those nodes of the commit's path, from number `held` on, that are new to it.
+    """
+
+    first: int
+    held: int
+    states: Tensor
 
 
 class Commit(NamedTuple):
     """What became of a row's branches and proposal: nodes `path` are kept, the first `text` of them as the row's text.
 
     Nodes are numbered as in a `RowPass`; the others are forgotten. The row has taken all this in already: its own
-    branches are the rest of the path, in this order, and new leaves.
+    branches are the rest of the path, in this order, and new leaves. A draft that asked for hidden states gets them
+    with every commit, and a commit with an empty path for each chunk of a prompt that was read; None where the target
+    has computed nothing for the row, and of a row that has ended.
     """
 
     row: Row
     path: list[int]
     text: int
+    hidden: Hidden | None = None
 
 
 class DraftSession(ABC):
@@ -481,6 +507,14 @@ class DraftSession(ABC):
         A row that was never seen before joins; `row.key` says which row it is.
         """
 
+    def join(self, row: Row, source: int | None, length: int) -> int:
+        """Learns that a new row could begin with the first `length` tokens of row `source`, which is not told of them.
+
+        `source` is None where that row has left. Returns how many tokens the draft can do without hearing of their
+        hidden states; the target reads the others again. Only asked of drafts that want hidden states.
+        """
+        return 0
+
     def commit(self, commits: Sequence[Commit]) -> None:
         """Learns what became of rows in the round, whoever made their proposals."""
 
@@ -496,10 +530,13 @@ class BatchDrafter(ABC):
 
     `models` are the language models that it runs, `guesses_trees` says whether it may propose several continuations of
     one text, `reads_predictions` whether it looks for its guesses in given texts, and `instant` that it guesses from
-    the text alone in next to no time.
+    the text alone in next to no time. `hidden_layers` are the layers of the target whose hidden states it wants to hear
+    of after every round (`Commit.hidden`), in this order: layer i is what decoder layer i reads, so that 0 are the
+    embeddings, and the number of layers is what the head reads.
     """
 
     models: Sequence[Any] = ()
+    hidden_layers: Sequence[int] = ()
     guesses_trees = True
     reads_predictions = True
     instant = False

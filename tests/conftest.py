@@ -34,11 +34,12 @@ def _verdicts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _kernels() -> Iterator[None]:
+def _kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Built once for all runs, and before a test that looks at what is printed."""
     with pytest.MonkeyPatch.context() as patch:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         patch.setenv("SPECDEC_KERNELS", os.environ.get("SPECDEC_KERNELS") or str(home / "specdec" / "kernels"))
+        patch.setenv("SPECDEC_COMPILED", str(tmp_path_factory.mktemp("compiled")))
         kernels.available()
         yield
 

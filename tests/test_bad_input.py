@@ -362,6 +362,7 @@ def test_every_generation_config_field_is_honoured_or_refused() -> None:
         "num_assistant_tokens_schedule",
         "prefill_chunk_size",
         "transformers_version",
+        "use_mtp",
     }
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
     assert fields - set(Options.model_fields) - set(REFUSED) - elsewhere == set()

@@ -16,7 +16,6 @@ from transformers import TextIteratorStreamer
 from specdec import LanguageModel, OptionError, SpecGenerator
 from specdec.errors import SpecdecError
 from specdec.select import beam
-from specdec.zoo import pair
 from tests.oracle import oracle
 from tests.test_exact import prompt_for
 from tests.tiny import tiny
@@ -275,7 +274,7 @@ def test_beams_stream_at_the_end() -> None:
 def test_the_documented_example() -> None:
     """The worked example of docs/beams.md gives what its tables say."""
     page = (Path(__file__).parent.parent / "docs" / "beams.md").read_text(encoding="utf-8")
-    names: dict[str, Any] = {"SpecGenerator": SpecGenerator, "pair": pair}
+    names: dict[str, Any] = {"SpecGenerator": SpecGenerator}
     exec(re.findall(r"```python\n(.*?)```", page, re.S)[0], names)
     out, decode = names["out"], names["gen"].tokenizer.decode
     told = re.findall(r'^\| (\d) \| (\d) \| `"(.*)"` \| (\d) \| (-[\d.]+) \|$', page, re.M)

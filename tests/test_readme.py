@@ -60,7 +60,7 @@ def test_a_block_runs(number: int, names: dict[str, Any]) -> None:
 
 
 def test_all_blocks_are_found() -> None:
-    """Loading, loaded models, a draft of one's own, predictions, searches, constraints, summaries and speech."""
+    """Loading, loaded models, a draft of one's own, predictions, searches, constraints, summaries, speech, a client."""
     words = (
         *(
             "SpecGenerator.from_pretrained",
@@ -70,9 +70,9 @@ def test_all_blocks_are_found() -> None:
             "prediction=",
             "num_beams",
         ),
-        *("prefix_allowed_tokens_fn", "Summarizer", "Transcriber"),
+        *("prefix_allowed_tokens_fn", "Summarizer", "Transcriber", "from openai"),
     )
-    assert [[word in code for word in words].index(True) for _, code in BLOCKS] == list(range(9))
+    assert [[word in code for word in words].index(True) for _, code in BLOCKS] == list(range(10))
     assert README.count("```python") == len(BLOCKS)
 
 

@@ -28,6 +28,7 @@ from specdec.schedule import SCHEDULES, Constant, Cost, Limit, ScheduleSetup, le
 from specdec.select import STRATEGIES, RowSetup, Stopping, make_strategy
 from specdec.types import Round, Step
 from tests.folders import WIDTH, byte_tokenizer
+from tests.test_mtp import with_layers
 from tests.tiny import tiny
 
 ROOT = Path(__file__).parent.parent
@@ -193,11 +194,12 @@ def test_words_for_drafts_are_those_of_the_classes() -> None:
 
 
 @pytest.mark.parametrize("word", WORDS)
-def test_every_word_for_a_draft_is_known_everywhere(word: str) -> None:
+def test_every_word_for_a_draft_is_known_everywhere(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the command line, in the library and in what `tune` writes."""
     name = word.replace(":N", ":1")
     assert word in METHODS
-    assert SpecGenerator(tiny("llama"), name).drafter is not None
+    target = with_layers(monkeypatch, "mellum", 1) if word == "mtp" else tiny("llama")
+    assert SpecGenerator(target, name).drafter is not None
     assert snippet("t", {"draft": name, "schedule": {}}) == {"target": "t", "method": name}
 
 

@@ -41,7 +41,8 @@ RANKS = {
     "pipelines": 12,
     "train": 13,
     "bench": 13,
-    "cli": 14,
+    "serve": 14,
+    "cli": 15,
 }
 # The public front door and its entry point import whatever they show.
 FREE = {"__init__", "__main__"}

@@ -71,6 +71,7 @@ def specdec(task: Task, gear: str) -> Generate:
     if task.draft in ("lookup", "both"):
         draft = "suffix" if draft is None else ("suffix", draft)
     generator = SpecGenerator.from_pretrained(target, draft, gear=gear, prefix_cache=False, **how)
+    generator.wait_until_compiled()
     common = {"do_sample": False, "eos_token_id": [], "pad_token_id": 0, "repetition_penalty": None}
     return lambda ids, tokens: generator.generate([ids], max_new_tokens=tokens, **common).new_tokens()[0]
 

@@ -43,21 +43,23 @@ def group_plots(group: Results, stem: str) -> list[Plot]:
     found = []
     if cells:
         found.append(
-            _plot(f"{stem}-speedup", "Speedup over plain decoding, with 95% intervals", _rows(cells), _speedups, cells)
+            draw_plot(
+                f"{stem}-speedup", "Speedup over plain decoding, with 95% intervals", _rows(cells), _speedups, cells
+            )
         )
     if any(len(system["categories"]) > 1 for system in best):
         height = _ROW * (1.2 + len(best)) * len(best[0]["categories"]) / 1.4 + 1.1
         caption = "Speedup by category of prompts, each draft with its fastest schedule"
-        found.append(_plot(f"{stem}-categories", caption, height, _categories, best))
+        found.append(draw_plot(f"{stem}-categories", caption, height, _categories, best))
     if any(system["acceptance_by_position"] for system in best):
         caption = "Acceptance by position in the draft, and accepted tokens per round"
-        found.append(_plot(f"{stem}-acceptance", caption, 3.1, _acceptance, best, panels=2))
+        found.append(draw_plot(f"{stem}-acceptance", caption, 3.1, _acceptance, best, panels=2))
     if group["sweeps"]:
         caption = "Speedup by constant draft length: measured, and predicted from acceptance and cost"
-        found.append(_plot(f"{stem}-sweep", caption, 3.3, _sweep, group["sweeps"]))
+        found.append(draw_plot(f"{stem}-sweep", caption, 3.3, _sweep, group["sweeps"]))
     if group["systems"]:
         caption = "Where the milliseconds of a token go"
-        found.append(_plot(f"{stem}-split", caption, _rows(group["systems"]) + 0.3, _split, group["systems"]))
+        found.append(draw_plot(f"{stem}-split", caption, _rows(group["systems"]) + 0.3, _split, group["systems"]))
     return found
 
 
@@ -68,7 +70,7 @@ def temperature_plots(groups: Sequence[Results]) -> list[Plot]:
         if group["temperature"] is not None:
             families.setdefault(group["family"], []).append(group)
     return [
-        _plot(f"temperature-{n}", f"Speedup by temperature: {family}", 3.3, _temperatures, own)
+        draw_plot(f"temperature-{n}", f"Speedup by temperature: {family}", 3.3, _temperatures, own)
         for n, (family, own) in enumerate(families.items(), 1)
         if len(own) > 1
     ]
@@ -88,7 +90,7 @@ def _rows(bars: Sequence[Any]) -> float:
     return _ROW * len(bars) + 0.9
 
 
-def _plot(name: str, caption: str, height: float, draw: Callable[..., None], data: Any, *, panels: int = 1) -> Plot:
+def draw_plot(name: str, caption: str, height: float, draw: Callable[..., None], data: Any, *, panels: int = 1) -> Plot:
     """A picture of this height in inches, drawn without global state."""
     import matplotlib
     from matplotlib.figure import Figure

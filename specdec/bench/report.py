@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from specdec.bench.plots import Plot, group_plots, temperature_plots
 from specdec.bench.results import Results, as_csv, gears
 
-_TEMPLATE = Path(__file__).parent / "report.html.j2"
+_TEMPLATES = Path(__file__).parent
 _FEW = 6  # groups that are all shown unfolded
 
 
@@ -27,16 +28,22 @@ def write_report(found: Results, folder: Path) -> Path:
 
 def as_html(found: Results, over: list[Plot], plots: list[list[Plot]]) -> str:
     """The page: `over` are pictures of the whole, `plots` those of every group."""
-    from jinja2 import Environment, StrictUndefined
+    groups = list(zip(found["groups"], plots, strict=True))
+    suite = _yaml(found["suite"])
+    return render("report.html.j2", found=found, over=over, groups=groups, unfolded=len(groups) <= _FEW, suite=suite)
 
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+
+def render(name: str, **values: Any) -> str:
+    """One of the room's templates with these values."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    loader = FileSystemLoader(_TEMPLATES)
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     environment.filters["number"] = number
     environment.filters["gears"] = gears
-    template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
-    groups = list(zip(found["groups"], plots, strict=True))
-    return template.render(
-        found=found, over=over, groups=groups, unfolded=len(groups) <= _FEW, suite=_yaml(found["suite"])
-    )
+    return environment.get_template(name).render(**values)
 
 
 def number(value: float | None, digits: int = 2, unit: str = "") -> str:

@@ -34,6 +34,7 @@ class Systems:
         if target.startswith("zoo:"):
             how = {"dtype": "float32", **how}
         self.plain = SpecGenerator.from_pretrained(zoo.locate(target, "target"), **how)
+        self.plain.wait_until_compiled()
         self._draft_loading = {**{name: how[name] for name in _SHARED if name in how}, **mode.draft_options}
         self._models: dict[str, SpecGenerator] = {}
         self._cells: dict[tuple[str, Cell], SpecGenerator] = {}
@@ -45,6 +46,7 @@ class Systems:
         key = (group, cell)
         if key not in self._cells:
             self._cells[key] = self._assisted(cell.model)
+            self._cells[key].wait_until_compiled()
         return self._cells[key]
 
     def _assisted(self, draft: str | Synthetic) -> SpecGenerator:

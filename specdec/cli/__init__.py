@@ -5,11 +5,14 @@
 | `commands.py` | the entry point, `generate`, and what becomes of an error |
 | `summarize.py` | `summarize`: files in, summaries out |
 | `bench.py` | `bench` and `tune`: what they measure, the bar, the outcome in words |
+| `compile.py` | `compile`: passes compiled before they are needed |
+| `remote.py` | `bench --url`: a running server under load |
 | `pair.py` | `demo` and `zoo`: the models that come with the package |
 | `request.py` | flags and a YAML file, checked and turned into what to load and how to decode |
 | `flags.py` | flags that several commands have |
 | `load.py` | models brought in, with a sign of life |
 | `show.py` | text on the screen, the table of statistics, the JSON report |
+| `serve.py` | `serve`: models behind an HTTP server |
 | `transcribe.py` | `transcribe`: recordings to text, JSON lines or subtitles |
 | `terminal.py` | exit codes, lines on stderr, spinners, Ctrl-C |
 """

@@ -13,11 +13,13 @@ import typer
 from rich.console import Console
 
 from specdec.cli.bench import bench, tune
+from specdec.cli.compile import compile_
 from specdec.cli.flags import (
     ConfigFile,
     DeviceMap,
     DraftTokens,
     Dtype,
+    ExactnessName,
     Gear,
     GgufFile,
     Method,
@@ -32,6 +34,7 @@ from specdec.cli.flags import (
 from specdec.cli.load import load
 from specdec.cli.pair import demo, zoo_app
 from specdec.cli.request import DEFAULT_NEW_TOKENS, read_prediction, read_prompt, read_request
+from specdec.cli.serve import serve
 from specdec.cli.show import Printer, print_texts, report, stats_table, write
 from specdec.cli.summarize import summarize
 from specdec.cli.terminal import (
@@ -170,6 +173,7 @@ def generate(
     quantization: Quantization = None,
     gguf_file: GgufFile = None,
     gear: Gear = None,
+    exactness: ExactnessName = None,
     device_map: DeviceMap = None,
     max_memory: Annotated[
         list[str] | None, typer.Option(metavar="DEVICE=SIZE", help="Most memory, as in cpu=2GiB; repeatable.")
@@ -236,6 +240,8 @@ def messages(text: str, system: str | None) -> list[dict[str, str]]:
 app.command()(demo)
 app.command()(bench)
 app.command()(tune)
+app.command()(serve)
 app.command()(summarize)
 app.command()(transcribe)
+app.command("compile")(compile_)
 app.add_typer(zoo_app, name="zoo")

@@ -25,6 +25,9 @@ Dtype = Annotated[
     typer.Option(help="float32, bfloat16 …; auto, the default, is the checkpoint's, but float32 for float16 on a CPU."),
 ]
 Gear = Annotated[str | None, typer.Option(help=f"What passes run on: {', '.join(GEARS)}.")]
+ExactnessName = Annotated[
+    str | None, typer.Option("--exactness", help="strict: the text of plain decoding, bit for bit, in any dtype.")
+]
 Quantization = Annotated[str | None, typer.Option(help=f"One of {', '.join(QUANTIZATIONS)}.")]
 GgufFile = Annotated[str | None, typer.Option(metavar="NAME", help="A GGUF file in the folder or on the hub.")]
 DeviceMap = Annotated[str | None, typer.Option(help="cpu, cuda, auto …")]

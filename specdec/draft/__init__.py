@@ -13,9 +13,11 @@ from specdec.draft.best_leaf import BestLeaf
 from specdec.draft.bridge import TextBridge
 from specdec.draft.early_exit import EarlyExitDrafter
 from specdec.draft.function import FunctionDrafter
+from specdec.draft.hidden import HeadDrafter
 from specdec.draft.hybrid import HybridDrafter
 from specdec.draft.intersection import VocabularyIntersection
 from specdec.draft.model import ModelDrafter
+from specdec.draft.mtp import MtpDrafter
 from specdec.draft.ngram import NgramDrafter
 from specdec.draft.suffix import SuffixAutomaton, SuffixDrafter
 from specdec.fields import DRAFT_WORDS
@@ -40,8 +42,10 @@ __all__ = [
     "BestLeaf",
     "EarlyExitDrafter",
     "FunctionDrafter",
+    "HeadDrafter",
     "HybridDrafter",
     "ModelDrafter",
+    "MtpDrafter",
     "NgramDrafter",
     "SuffixAutomaton",
     "SuffixDrafter",

@@ -53,6 +53,9 @@ class BestLeaf(DraftSession):
     def cache(self) -> Any:
         return self._session.cache
 
+    def join(self, row: Row, source: int | None, length: int) -> int:
+        return self._session.join(row, source, length)
+
     def commit(self, commits: Sequence[Commit]) -> None:
         """Passed on for rows that are no searches."""
         self._session.commit([commit for commit in commits if commit.row.key not in self._texts])

@@ -64,6 +64,7 @@ class HybridDrafter(BatchDrafter):
             raise OptionError.of("text", "a text draft such as NgramDrafter() or SuffixDrafter()", text)
         self.text, self.model = text, model
         self.models, self.guesses_trees = model.models, model.guesses_trees
+        self.hidden_layers = model.hidden_layers
         self._odds = Odds()
         self._other: HybridDrafter | None = None
 
@@ -119,6 +120,9 @@ class HybridSession(DraftSession):
     @property
     def cache(self) -> Any:
         return self._model.cache
+
+    def join(self, row: Row, source: int | None, length: int) -> int:
+        return self._model.join(row, source, length)
 
     def commit(self, commits: Sequence[Commit]) -> None:
         """Passed on: the model's cache holds the rows' branches whoever made the proposal."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from specdec.draft.best_leaf import branch_tokens
 from specdec.errors import UnsupportedError
 from specdec.select.rules import fit
-from specdec.types import EMPTY, BatchDrafter, Branch, Commit, DraftSession, Plan, Row, Tree
+from specdec.types import EMPTY, BatchDrafter, Branch, Commit, DraftSession, Plan, Row, Scores, Tree
 
 if TYPE_CHECKING:
     from specdec.models import Encoding, LanguageModel, Session
@@ -69,9 +69,13 @@ class _Held:
 
 
 class ModelSession(DraftSession):
-    """A draft model at work: a round takes one pass per level over all rows that still go on."""
+    """A draft model at work: a round takes one pass per level over all rows that still go on.
+
+    `keeps_guesses`: what it has fed of a guess is as good as text once the guess has become text.
+    """
 
     guesses_branches = True
+    keeps_guesses = True
 
     def __init__(
         self, model: LanguageModel, vocab_size: int, source: str = "model", *, shared_encoder: bool = False
@@ -112,13 +116,13 @@ class ModelSession(DraftSession):
     def commit(self, commits: Sequence[Commit]) -> None:
         """Keeps of the cache what became text or is still a branch; leaves are fed again, for their logits."""
         cut, lengths = [], []
-        for row, path, text in commits:
+        for row, path, text, _ in commits:
             held = self._held.get(row.key)
             if held is None:
                 continue
             held.open = False
             if held.guesses:
-                kept = min(text, held.guesses)
+                kept = min(text, held.guesses) if self.keeps_guesses else 0
                 held.text += kept
                 if kept < held.guesses:
                     cut.append(held.slot)
@@ -194,16 +198,37 @@ class ModelSession(DraftSession):
             return
         held = [self._held[row.key] for row in rows]
         self._drop_branches([one for one in held if one.branches.tokens])
-        pieces = [
-            row.tokens[h.text : min(h.text + chunk, len(row.tokens) - 1)] for row, h in zip(rows, held, strict=True)
-        ]
-        slots = [one.slot for one in held]
-        self._session.forward(
-            slots, [Tree.chain(p) for p in pieces], [0] * len(rows), wholes=[len(r.tokens) for r in rows]
-        )
-        self._session.commit(slots, [list(range(len(piece))) for piece in pieces])
+        pieces = [row.tokens[h.text : min(h.text + chunk, self._end(row))] for row, h in zip(rows, held, strict=True)]
+        texts, wholes = [len(piece) for piece in pieces], [len(row.tokens) for row in rows]
+        self._run(rows, [Tree.chain(piece) for piece in pieces], [0] * len(rows), texts, wholes=wholes)
         for one, piece in zip(held, pieces, strict=True):
             one.text += len(piece)
+
+    def _end(self, row: Row) -> int:
+        """How far the row's text may be read; its last token is fed when guesses are made."""
+        return len(row.tokens) - 1
+
+    def _run(
+        self,
+        rows: Sequence[Row],
+        trees: Sequence[Tree],
+        keep: Sequence[int],
+        texts: Sequence[int],
+        *,
+        wholes: Sequence[int] | None = None,
+        level: int = 0,
+    ) -> list[Scores]:
+        """One pass over the new nodes of `trees`: known text and branches (`level` 0), or guesses of this round.
+
+        The cache holds them all afterwards, the first `texts[i]` nodes of a tree as text.
+        """
+        slots = [self._held[row.key].slot for row in rows]
+        if level and all(len(tree) == text == 1 for tree, text in zip(trees, texts, strict=True)):
+            logits = self._session.advance(slots, [tree.tokens[0] for tree in trees])
+            return [Scores(tree, 0, own) for tree, own in zip(trees, logits[:, None], strict=True)]
+        scores = self._session.forward(slots, trees, keep, wholes=wholes)
+        self._session.commit(slots, [list(range(len(tree))) for tree in trees], texts=texts, final=not level)
+        return scores
 
     def _admit(self, rows: Sequence[Row]) -> dict[int, list[Row]]:
         """Gives new rows a place in the cache, but for those that can continue what another row reads or has read.
@@ -328,22 +353,18 @@ class ModelSession(DraftSession):
     def _grow(self, growths: list[_Chain | _Branches]) -> None:
         """Feeds what texts and branches are ahead by, then one level after the other."""
         feeds = [(growth, tree) for growth in growths if (tree := growth.first()) is not None]
-        first, chains = True, all(isinstance(growth, _Chain) for growth, _ in feeds)
+        level = 0
         while feeds:
-            slots, trees = [growth.held.slot for growth, _ in feeds], [tree for _, tree in feeds]
-            if chains and not first:
-                logits = list(self._session.advance(slots, [tree.tokens[0] for tree in trees])[:, None])
-            else:
-                scores = self._session.forward(slots, trees, [growth.keep(tree) for growth, tree in feeds])
-                texts = [growth.text for growth, _ in feeds]
-                self._session.commit(slots, [list(range(len(tree))) for tree in trees], texts=texts, final=first)
-                logits = [found.logits for found in scores]
+            trees = [tree for _, tree in feeds]
+            keep = [growth.keep(tree) for growth, tree in feeds]
+            texts = [growth.text for growth, _ in feeds]
+            scores = self._run([growth.row for growth, _ in feeds], trees, keep, texts, level=level)
             feeds = [
                 (growth, following)
-                for (growth, tree), found in zip(feeds, logits, strict=True)
-                if (following := growth.take(tree, fit(found, self._vocab_size))) is not None
+                for (growth, tree), found in zip(feeds, scores, strict=True)
+                if (following := growth.take(tree, fit(found.logits, self._vocab_size))) is not None
             ]
-            first = False
+            level += 1
 
 
 class _Chain:

@@ -1,6 +1,6 @@
 """Linear layers and attention at the speed of the memory: operators, and the library that is built for them."""
 
-from specdec.kernels.build import available, digest, folder, instructions, why_not
+from specdec.kernels.build import alone, available, digest, folder, instructions, why_not
 from specdec.kernels.ops import attend, store_nodes
 from specdec.kernels.packed import FLOATS, KINDS, AnyLinear, HeldLinear, PackedLinear, ReorderedLinear, best_seconds
 from specdec.kernels.packing import pack
@@ -14,6 +14,7 @@ __all__ = [
     "PackedLinear",
     "Quantized",
     "ReorderedLinear",
+    "alone",
     "attend",
     "available",
     "best_seconds",

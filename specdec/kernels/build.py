@@ -58,7 +58,7 @@ def _built() -> Path:
     place = folder()
     library = place / f"kernels-{digest()}.so"
     place.mkdir(parents=True, exist_ok=True)
-    with _alone(library.with_suffix(".lock")):
+    with alone(library.with_suffix(".lock")):
         if not library.exists():
             _build(library)
     return library
@@ -94,8 +94,8 @@ def instructions() -> str:
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """One process at a time; the others wait."""
+def alone(path: Path) -> Iterator[None]:
+    """One process at a time; the others wait until the file is let go."""
     import fcntl  # not everywhere
 
     with path.open("w") as file:

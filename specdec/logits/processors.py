@@ -68,12 +68,12 @@ class Processors:
     @cached_property
     def pure(self) -> bool:
         """Whether all are known functions of ids and logits, which may be asked about text that never comes true."""
-        return all(type(item) in table.PURE for item in self.items)
+        return all(map(_is_pure, self.items))
 
     @cached_property
     def drafting(self) -> Processors:
         """Those that may be applied to draft logits: the pure ones, never a user's own code."""
-        return Processors(tuple(item for item in self.items if type(item) in table.PURE), self.device)
+        return Processors(tuple(filter(_is_pure, self.items)), self.device)
 
 
 def build_processors(
@@ -113,6 +113,11 @@ def build_processors(
     if getattr(options, "do_sample", None):
         items += table.build(table.WARPERS, request)
     return Processors(tuple(items + table.build(table.NORMALIZE, request)), device)
+
+
+def _is_pure(item: Any) -> bool:
+    """Whether this is known to be a function of ids and logits, or its own class says so (`pure = True`)."""
+    return type(item) in table.PURE or vars(type(item)).get("pure") is True
 
 
 def _not_scores(processor: Any, scores: Tensor, made: Any) -> OptionError:

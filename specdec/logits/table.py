@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.generation import logits_process as stock
 
 from specdec.errors import OptionError
+from specdec.logits.counts import OutputPenalty
 from specdec.logits.diversity import HammingDiversityLogitsProcessor
 from specdec.logits.suppress import MinLength, MinNewTokens, Suppress, SuppressAtBegin
 from specdec.logits.timestamps import Timestamps
@@ -135,6 +136,8 @@ PROCESSORS: tuple[Entry, ...] = (
         stock.RepetitionPenaltyLogitsProcessor,
         lambda r, v: None if v == 1.0 else (_number(v),),
     ),
+    ("presence_penalty", OutputPenalty, lambda r, v: (r.own_length, v, 0.0) if v else None),
+    ("frequency_penalty", OutputPenalty, lambda r, v: (r.own_length, 0.0, v) if v else None),
     ("no_repeat_ngram_size", stock.NoRepeatNGramLogitsProcessor, lambda r, v: (v,) if v > 0 else None),
     (
         "encoder_no_repeat_ngram_size",

@@ -8,6 +8,7 @@ says of each name which release has changed it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -19,6 +20,7 @@ from torch import Tensor
 from transformers import modeling_gguf_pytorch_utils, utils
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
+from transformers.utils import output_capturing
 
 TAKES_MASKS = ("sdpa", "eager")  # the attentions to whose scores a mask of ours is added
 
@@ -27,6 +29,23 @@ def attention_of(config: Any) -> str:
     """Which attention a model computes with: `attn_implementation` is an argument of loading, without a getter."""
     kind: str = config._attn_implementation
     return kind
+
+
+def set_attention(config: Any, kind: str) -> None:
+    """Says which attention modules compute with that are made of a config, without the model that would ask for it."""
+    config._attn_implementation = kind
+
+
+def hidden_states_of(layers: bool | Sequence[int]) -> bool | Sequence[int]:
+    """The `output_hidden_states` that keeps no more than these: 5.17 counts the layers of a list in another way."""
+    return layers if isinstance(layers, bool) or hasattr(output_capturing, "selected_hidden_states") else bool(layers)
+
+
+def gives_hidden_states(decoder: Any) -> bool:
+    """Whether a decoder takes `output_hidden_states`: as an argument, or by the hooks that newer classes declare."""
+    return "output_hidden_states" in inspect.signature(decoder.forward).parameters or "hidden_states" in (
+        getattr(decoder, "_can_record_outputs", None) or {}
+    )
 
 
 def loads(auto_class: Any, config: Any) -> bool:

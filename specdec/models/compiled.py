@@ -9,7 +9,6 @@ in `specdec/compiled` in `$XDG_CACHE_HOME` for models of the same structure, wha
 from __future__ import annotations
 
 import atexit
-import fcntl
 import hashlib
 import logging
 import os
@@ -20,14 +19,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.export import Dim
-from torch.fx.experimental import _config as shape_config
 
 from specdec import kernels
 from specdec.errors import UnsupportedError
@@ -40,26 +38,42 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _OPTIONS = {"aot_inductor.package_constants_in_so": False, "aot_inductor.compile_wrapper_opt_level": "O1"}
 _CODE, _CONSTANTS = "passes.pt2", "constants.pt"
+_PLAIN = (bool, int, float, str, torch.dtype)
 _NODES, _KEPT, _WORDS, _ROWS, _COLUMNS, _FRAMES = 5, 3, 2, 4, 96, 7  # of the pass that is traced: all different
 
 
 class CompiledForward:
-    """The compiled passes of one model; `ready` once they are there."""
+    """The compiled passes of one model; `ready` once they are there.
+
+    What cannot be compiled runs as before, and a warning says why. Raises UnsupportedError where nothing can: on other
+    devices than the CPU, and other systems than Linux and macOS.
+    """
 
     def __init__(self, flat: FlatForward) -> None:
         self._model, self._widths = flat.model, flat.widths
         self._run: Callable[[list[Tensor]], list[Tensor]] | None = None
-        self._folder = kernels.folder() / "compiled" / _key(flat.model, flat.widths)
         self._done = threading.Event()
-        if self.is_kept:
-            self._work()
+
+    @cached_property
+    def _folder(self) -> Path:
+        return _root() / _key(self._model, self._widths)
+
+    def start(self) -> CompiledForward:
+        """Takes the code that is there, or has it made beside the work."""
+        device = self._model.device.type
+        if device != "cpu" or os.name != "posix":
+            where = f"on {device}, with {os.name}"
+            raise UnsupportedError(f"passes are compiled for the CPU alone, not {where}: leave out `gear`='compiled'")
+        if self._taken():
+            self._done.set()
         else:
             threading.Thread(target=self._work, name="specdec-compile", daemon=True).start()
+        return self
 
     @property
     def is_kept(self) -> bool:
         """Whether the code is there from an earlier time."""
-        return (self._folder / _CODE).exists()
+        return _root().exists() and (self._folder / _CODE).exists()
 
     @property
     def ready(self) -> bool:
@@ -76,29 +90,49 @@ class CompiledForward:
         assert self._run is not None
         return self._run(_flattened(*arguments))[0]
 
+    @property
+    def _name(self) -> str:
+        return type(self._model.model).__name__
+
+    def _taken(self) -> bool:
+        """Takes code from an earlier time, if there is any; what is of no use goes."""
+        if self.is_kept:
+            try:
+                self._run = self._loaded()
+            except Exception as error:
+                _log.warning("the compiled passes of %s in %s are of no use: %s", self._name, self._folder, error)
+                (self._folder / _CODE).unlink(missing_ok=True)
+        return self.ready
+
     def _work(self) -> None:
-        """Has a process compile the model, if that was not done before, and takes what comes of it."""
-        name = type(self._model.model).__name__
+        """Has a process compile the model, unless another one does so just now, and takes what comes of it."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with (self._folder / "lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be at it
-                if not self.is_kept:
-                    _log.warning("compiling the passes of %s beside the work, once: about a minute", name)
+            with kernels.alone(self._folder / "lock"):
+                if not self._taken():
+                    _log.warning("compiling the passes of %s beside the work, once: about a minute", self._name)
                     began = time.perf_counter()
                     self._compile()
-                    _log.warning("the passes of %s are compiled, after %.0f s", name, time.perf_counter() - began)
-            self._run = self._loaded()
+                    _log.warning("the passes of %s are compiled, after %.0f s", self._name, time.perf_counter() - began)
+                    self._run = self._loaded()
         except Exception as error:
-            _log.warning("the passes of %s are not compiled, they run as before: %s", name, error)
+            if threading.main_thread().is_alive():  # or else nobody is left to read it
+                _log.warning("the passes of %s are not compiled, they run as before: %s", self._name, error)
         finally:
             self._done.set()
 
     def _compile(self) -> None:
         with tempfile.TemporaryDirectory(dir=self._folder) as folder:
             torch.save((_without_weights(self._model), self._widths), Path(folder) / "model.pt")
-            command = [sys.executable, "-m", __name__, folder]
-            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            # What can be imported here can be there, and no file that happens to lie in the current folder.
+            known = {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)), "PYTHONSAFEPATH": "1"}
+            process = subprocess.Popen(
+                [sys.executable, "-m", __name__, folder],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, **known},
+            )
             atexit.register(process.kill)
             _, said = process.communicate()
             atexit.unregister(process.kill)
@@ -136,6 +170,12 @@ def _flattened(
     return [ids, positions, kept, *tables, *encoders, *pairs]
 
 
+def _root() -> Path:
+    """Where compiled code is kept: `$SPECDEC_COMPILED`, or beside the kernels."""
+    named = os.environ.get("SPECDEC_COMPILED")
+    return Path(named) if named else kernels.folder() / "compiled"
+
+
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
     """All parameters and buffers, by every name that they have."""
     return {
@@ -154,10 +194,17 @@ def _key(model: FlatModel, widths: Sequence[tuple[int, ...]]) -> str:
         *((folder / f"{name}.py").read_text("utf-8") for name in ("flat", "compiled", "positions", "cross")),
         *(f"{name} {type(module).__module__}.{type(module).__qualname__}" for name, module in model.named_modules()),
         *(f"{name} {tensor.dtype} {list(tensor.shape)} {tensor.stride()}" for name, tensor in _tensors(model).items()),
+        *(f"{name} {_plain(module)}" for name, module in model.named_modules()),
         model.model.config.to_json_string(use_diff=False),
         str(list(widths)),
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _plain(module: nn.Module) -> list[tuple[str, object]]:
+    """Attributes of a module that are numbers or words, as in forwards they become part of the code."""
+    held = sorted((name, value) for name, value in vars(module).items() if isinstance(value, _PLAIN))
+    return [(name, value) for name, value in held if name[0] != "_" and name != "name_or_path"]
 
 
 def _without_weights(model: FlatModel) -> Any:
@@ -194,8 +241,11 @@ def _with_weights(model: Any) -> None:
 
 def _example(model: FlatModel, widths: Sequence[tuple[int, ...]]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Arguments of a pass, and which of their sizes change."""
+    from torch.export import Dim  # loads the compiler
+
     count = len(model.kinds) or 1
     place = torch.arange(_NODES)
+    positions = place[None] + _NODES  # of neither column nor token
     table = torch.zeros(1, 1, _NODES, 4 + _WORDS, dtype=torch.int32)
     table[..., 1], table[..., 3] = place, place + 1  # a chain in the first row
     frames = torch.zeros_like(table)
@@ -203,7 +253,7 @@ def _example(model: FlatModel, widths: Sequence[tuple[int, ...]]) -> tuple[tuple
     tables, encoders = [table.clone() for _ in range(count)], [frames] if model.has_encoder else []
     buffers = [_pair(width, _ROWS, _COLUMNS, model.dtype) for width in widths]
     projections = [_pair(width, _ROWS - 1, _FRAMES, model.dtype) for width in widths] if model.has_encoder else []
-    arguments = (place[None], place[None].clone(), place[:_KEPT], tables, encoders, buffers, projections)
+    arguments = (place[None], positions, place[:_KEPT], tables, encoders, buffers, projections)
     free, table_sizes, sides = Dim.DYNAMIC, {2: Dim.DYNAMIC, 3: Dim.DYNAMIC}, {0: Dim.DYNAMIC, 2: Dim.DYNAMIC}
     sizes = ({1: free}, {1: free}, {0: free}, [table_sizes] * count, [table_sizes] * len(encoders))
     return arguments, (*sizes, [(sides, sides)] * len(buffers), [(sides, sides)] * len(projections))
@@ -217,6 +267,8 @@ def _pair(width: tuple[int, ...], rows: int, columns: int, dtype: torch.dtype) -
 
 def _main(folder: Path) -> None:
     """Compiles the model that lies in a folder."""
+    from torch.fx.experimental import _config as shape_config
+
     os.nice(10)
     torch.set_num_threads(1)
     kernels.available()

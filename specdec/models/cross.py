@@ -54,11 +54,17 @@ class CrossAttention:
 
     def __init__(self, language: LanguageModel) -> None:
         self._language = language
-        self.store = KvStore(language.num_layers, column_bytes=language.kv_bytes, lazy=language.device.type == "cpu")
         self._encodings: list[Encoding] = []  # by place in the store
+        self.store = KvStore(
+            language.num_layers,
+            column_bytes=language.kv_bytes,
+            lazy=language.device.type == "cpu",
+            held=lambda: max((encoding.hidden.shape[1] for encoding in self._encodings), default=0),
+        )
         self.places: list[int] = []  # of every row
         self._takes_mask = "attention_mask" in language.input_names
         self._pads = self._takes_mask and language.model.main_input_name == "input_ids"
+        self._unread: list[int] = []  # places without projections
         self._selected: tuple[int, ...] = ()
         self._joined: dict[str, Any] = {}
         self._frames: list[Frames] = []
@@ -66,14 +72,23 @@ class CrossAttention:
 
     def add(self, encoding: Encoding) -> None:
         """Rows at the end."""
-        first = len(self._encodings)
-        projected = self._projected(encoding)
-        self.store.reserve(first + len(encoding))
-        for row in range(len(encoding)):
-            self.store.write_prefix(first + row, [(k[row], v[row]) for k, v in projected], encoding.hidden.shape[1])
-            self._encodings.append(encoding.select([row]) if len(encoding) > 1 else encoding)
-            self.places.append(first + row)
+        first, count = len(self._encodings), len(encoding)
+        self.store.reserve(first + count)
+        self._encodings += [encoding.select([row]) for row in range(count)] if count > 1 else [encoding]
+        self.places += range(first, first + count)
+        self._unread += range(first, first + count)
         self._forget()
+
+    def project(self) -> None:
+        """Makes the projections of new encodings, before a pass looks at them; those of one length together."""
+        alike: dict[int, list[int]] = {}
+        for place in self._unread:
+            alike.setdefault(self._encodings[place].hidden.shape[1], []).append(place)
+        for frames, places in alike.items():
+            found = self._projected(torch.cat([self._encodings[place].hidden for place in places]))
+            for i, place in enumerate(places):
+                self.store.write_prefix(place, [(keys[i], values[i]) for keys, values in found], frames)
+        self._unread = []
 
     def fork(self, index: int) -> None:
         """A row at the end that reads what row `index` reads."""
@@ -81,6 +96,7 @@ class CrossAttention:
 
     def remove(self, index: int) -> None:
         """Forgets a row, whose place the last row takes, and its encoding if no other row reads it."""
+        self.project()
         place, last = self.places[index], self.places.pop()
         if index < len(self.places):
             self.places[index] = last
@@ -133,13 +149,13 @@ class CrossAttention:
         self._selected, self._joined, self._frames, self._tables = (), {}, [], {}
 
     @torch.no_grad()
-    def _projected(self, encoding: Encoding) -> Prefix:
-        """Keys and values `[rows, heads, frames, head width]` of each layer."""
-        language, rows = self._language, len(encoding)
+    def _projected(self, hidden: Tensor) -> Prefix:
+        """Keys and values `[rows, heads, frames, head width]` of each layer, of encoder outputs."""
+        language, rows = self._language, len(hidden)
         cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
         language.model(
             decoder_input_ids=torch.zeros(rows, 1, dtype=torch.long, device=language.device),
-            encoder_outputs=BaseModelOutput(last_hidden_state=encoding.hidden),
+            encoder_outputs=BaseModelOutput(last_hidden_state=hidden),
             past_key_values=cache,
             use_cache=True,
         )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from specdec.kernels import AnyLinear, PackedLinear, why_not
 from specdec.models.encoding import Encoding
 from specdec.models.int8 import Int8Linear
 from specdec.models.offload import execution_device
@@ -44,32 +45,48 @@ def exactness(model: nn.Module, dtype: torch.dtype) -> Exactness:
 
 @torch.no_grad()
 def strict_obstacle(language: LanguageModel) -> str | None:
-    """Why texts may depend on how they are drafted, by trying: the same tokens in passes of other shapes.
+    """Why texts may depend on how they are drafted: a layer that is not ours, or what comes of trying.
 
-    None where logits are the same, bit for bit, in passes of other widths, as branches, beside other rows and in larger
-    buffers.
+    None where each weight is multiplied by packed layers, and logits are the same, bit for bit, in passes of other
+    widths, as branches, beside other rows and in larger buffers. Trying alone would not do: half precision hides
+    differences in most tokens, but not in all.
     """
+    if name := _foreign(language):
+        return f"`{name}` is no packed layer" + (f" ({reason})" if (reason := why_not()) else "")
     source = random.Random(0)
     most = min(language.vocab_size, language.config.vocab_size)
-    text = [source.randrange(3, most) for _ in range(_TEXT)]
-    longer = [source.randrange(3, most) for _ in range(_LONGER)]
-    session = language.session()
-    whole, parts, other = session.add(3, trial_encoding(language, 3))
-    expected = _read(session, [whole], [text])[0]
-    found, first = [], 0
+    longer = [source.randrange(3, most) for _ in range(min(_LONGER, language.max_positions or _LONGER))]
+    text = longer[:_TEXT]
+    encoding, session = trial_encoding(language, 1), language.session()
+    parts, other, whole = session.add(3, None if encoding is None else encoding.select([0, 0, 0]))
+    narrow, first = [], 0
     for width in _WIDTHS:
-        found.append(_read(session, [parts], [text[first : first + width]])[0])
+        narrow.append(_read(session, [parts], [text[first : first + width]])[0])
         first += width
-    if not torch.equal(torch.cat(found), expected):
-        return "passes of other widths give other logits"
     session.truncate([parts], [0])
-    found = _read(session, [other, parts], [longer[:7], text[:_BRANCHING]])[1:]
-    branches = Tree([text[_BRANCHING], 3, 4, text[_BRANCHING + 1], 3], [-1, -1, 0, 0, 1])
-    logits = session.forward([other, parts], [Tree.chain(longer[7:]), branches], [1, 5])[1].logits
-    session.commit([other, parts], [list(range(_LONGER - 7)), [0, 3]])
-    found += [logits[[0, 3]], *_read(session, [parts], [text[_BRANCHING + 2 :]])]
-    if not torch.equal(torch.cat(found), expected):
-        return "branches, or other rows beside them, change logits"
+    besides, begun = _read(session, [other, parts], [longer[:7], text[:_BRANCHING]])
+    rest, branches = Tree.chain(longer[7:]), Tree([text[_BRANCHING], 3, 4, text[_BRANCHING + 1], 3], [-1, -1, 0, 0, 1])
+    beside, branched = session.forward([other, parts], [rest, branches], [len(rest), len(branches)])
+    session.commit([other, parts], [list(range(len(rest))), [0, 3]])
+    ended = _read(session, [parts], [text[_BRANCHING + 2 :]])[0]
+    expected = _read(session, [whole], [longer])[0]
+    if not torch.equal(torch.cat(narrow), expected[: len(text)]):
+        return "passes of other widths give other logits"
+    if not torch.equal(torch.cat([begun, branched.logits[[0, 3]], ended]), expected[: len(text)]):
+        return "branches change logits"
+    if not torch.equal(torch.cat([besides, beside.logits]), expected):
+        return "other rows beside them change logits"
+    return None
+
+
+def _foreign(language: LanguageModel) -> str | None:
+    """The name of a layer, other than an encoder's, that multiplies by a weight and is not packed."""
+    encoder = set(language.model.get_encoder().modules()) if language.is_encoder_decoder else set()
+    for name, module in language.model.named_modules():
+        if module in encoder or isinstance(module, PackedLinear | nn.Embedding):
+            continue
+        if isinstance(module, AnyLinear) or any(weight.dim() > 1 for weight in module.parameters(recurse=False)):
+            return name
     return None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +25,7 @@ from specdec.models.cross import Frames
 from specdec.models.layout import SlotMap
 from specdec.models.nodes import Line, RowNodes
 from specdec.models.positions import Lookup
+from specdec.models.steady import steady
 from specdec.models.twin import twin
 from specdec.types import Tree
 
@@ -95,18 +96,20 @@ class _Text(Cache):  # type: ignore[misc]
 class FlatModel(nn.Module):
     """A model that takes the tensors of a `Line`, and writes to the buffers that it is given.
 
-    Of `language`'s model nothing is changed: a twin computes with our attention.
+    Of `language`'s model nothing is changed: a twin computes with our attention, and of strict ones with activations
+    that do not depend on a value's place.
     """
 
     def __init__(self, language: LanguageModel) -> None:
         super().__init__()
         self.model = twin(language.model, attention=ATTENTION)
-        capability, self.dtype = language.capability, language.dtype
+        if language.is_strict:
+            steady(self.model)
+        capability, self.dtype, self.device = language.capability, language.dtype, language.device
         self.kinds = [kind.name for kind in capability.kinds] if capability.masks == "dict" else []
         self.has_encoder = language.is_encoder_decoder
         self._keeps = "logits_to_keep" in language.input_names
-        self._positions = _POSITIONS[capability.positions]
-        self._lookup = None if self._positions else Lookup(self.model.get_decoder(), capability.positions)
+        self._positions, self._style = _POSITIONS[capability.positions], capability.positions
         self.prefix = "decoder_" if language.is_encoder_decoder else ""
 
     def forward(
@@ -132,7 +135,7 @@ class FlatModel(nn.Module):
         cross: Sequence[Tensor],
         buffers: Buffers,
         frames: Buffers,
-        **wanted: bool,
+        **wanted: Any,
     ) -> Any:
         """The whole output, with what else is `wanted` of it."""
         given: dict[str, Any] = {
@@ -154,13 +157,19 @@ class FlatModel(nn.Module):
             given["encoder_outputs"] = BaseModelOutput(last_hidden_state=nothing)
         held, _running.cross = _running.cross, cross[0] if cross else None
         try:
-            with nullcontext() if self._lookup is None else self._lookup.running(positions, positions):
+            with self._looked_up(positions):
                 output = self.model(**given, **wanted)
         finally:
             _running.cross = held
         if not self._keeps:
             output.logits = output.logits[:, kept]
         return output
+
+    def _looked_up(self, positions: Tensor) -> AbstractContextManager[None]:
+        """While it lasts, models that take no positions find these; nothing is kept, as a copy has other modules."""
+        if self._positions is not None:
+            return nullcontext()
+        return Lookup(self.model.get_decoder(), self._style).running(positions, positions)
 
 
 class FlatForward:
@@ -190,19 +199,19 @@ class FlatForward:
         return logits[0]
 
     def with_hidden_states(
-        self, line: Line, buffers: Buffers, frames: Buffers = ()
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The same, and the hidden states `[nodes, width]` of the embeddings and every layer."""
-        output = self.model.output(*arguments(line, buffers, frames), output_hidden_states=True)
+        self, line: Line, buffers: Buffers, frames: Buffers, layers: bool | Sequence[int]
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        """The same, and the hidden states `[nodes, width]` of the embeddings and every layer, None of others."""
+        output = self.model.output(*arguments(line, buffers, frames), output_hidden_states=layers)
         hidden = output.get("hidden_states") or output.get("decoder_hidden_states")
-        return output.logits[0], tuple(layer[0] for layer in hidden)
+        return output.logits[0], tuple(None if layer is None else layer[0] for layer in hidden)
 
     @torch.no_grad()
     def _agrees(self) -> bool:
         """Whether a pass in two parts gives the logits of the model's own; notes what keys and values are like."""
         language, own = self._language, self._language.model
-        middle = own.get_input_embeddings().num_embeddings // 2  # far from special tokens
-        ids = torch.arange(middle, middle + _TRIED, device=language.device)[None]
+        known = own.get_input_embeddings().num_embeddings
+        ids = (torch.arange(_TRIED, device=language.device) + known // 2)[None] % known  # far from special tokens
         text, frames = DynamicCache(), DynamicCache()
         given: dict[str, Any] = {self.model.prefix + "input_ids": ids, "past_key_values": text}
         if language.is_encoder_decoder:

@@ -250,12 +250,12 @@ def _seconds(model: Any) -> float:
 def _said(model: Any, width: int = _WIDTHS[-1]) -> Tensor:
     """The logits of a pass over so many tokens."""
     given: dict[str, Any] = {"use_cache": False}
-    middle = model.get_input_embeddings().num_embeddings // 2
+    known = model.get_input_embeddings().num_embeddings
     ids = "input_ids"
     if model.config.is_encoder_decoder:
         ids = "decoder_input_ids"
         hidden = torch.ones(1, 8, model.config.hidden_size, dtype=model.dtype)
         given["encoder_outputs"] = BaseModelOutput(last_hidden_state=hidden)
-    given[ids] = torch.arange(middle, middle + width)[None]  # far from special tokens
+    given[ids] = (torch.arange(width) + known // 2)[None] % known  # far from special tokens
     logits: Tensor = model(**given).logits
     return logits.float()

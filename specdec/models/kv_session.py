@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.errors import OptionError, UnsupportedError
-from specdec.models.compat import TAKES_MASKS, attention_of
+from specdec.models.compat import TAKES_MASKS, attention_of, hidden_states_of
 from specdec.models.cross import CrossAttention
 from specdec.models.encoding import Encoding
 from specdec.models.layout import AttentionView, Layout, SlotMap
@@ -144,7 +144,7 @@ class KvSession(Session):
         *,
         embeds: Sequence[Tensor | None] | None = None,
         wholes: Sequence[int] | None = None,
-        output_hidden_states: bool = False,
+        output_hidden_states: bool | Sequence[int] = False,
         output_attentions: bool = False,
     ) -> list[Scores]:
         """One padded pass; several where rows lie far apart and many nodes would be padding."""
@@ -191,14 +191,17 @@ class KvSession(Session):
         keep: Sequence[int],
         embeds: Sequence[Tensor | None] | None,
         wholes: Sequence[int] | None,
-        output_hidden_states: bool,
+        output_hidden_states: bool | Sequence[int],
         output_attentions: bool,
     ) -> list[Scores]:
         """A pass over rows and trees of any shape."""
         named = [self._row(row) for row in rows]
         check_trees(rows, trees, keep, [row.slots.pending for row in named])
-        wanted = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
-        extras = {name: True for name, want in wanted.items() if want}
+        wanted = {
+            "output_hidden_states": hidden_states_of(output_hidden_states),
+            "output_attentions": output_attentions,
+        }
+        extras = {name: want for name, want in wanted.items() if want}
         if output_attentions:
             self._language.check_attentions()
         parts: dict[int, _Part] = {}
@@ -210,9 +213,11 @@ class KvSession(Session):
                 continue
             row.slots.begin(tree, len(tree) - keep[i], wholes[i] if wholes is not None else 0)
             parts[self._index[row.number]] = _Part(row, tree, keep[i], None if embeds is None else embeds[i])
+        if self._cross is not None and parts:
+            self._cross.project()
         flat = self._language.flat
         if flat is not None and parts and not output_attentions and all(part.embeds is None for part in parts.values()):
-            scores.update(self._flat(flat, parts, output_hidden_states))
+            scores.update(self._flat(flat, parts, hidden_states_of(output_hidden_states)))
         else:
             if self._language.is_strict and parts:
                 raise UnsupportedError("`exactness`='strict' has no embeddings and no attentions: leave them out")
@@ -341,14 +346,14 @@ class KvSession(Session):
             end = begin
         return spans[::-1]
 
-    def _flat(self, flat: FlatForward, parts: dict[int, _Part], hidden: bool) -> dict[int, Scores]:
+    def _flat(self, flat: FlatForward, parts: dict[int, _Part], hidden: bool | Sequence[int]) -> dict[int, Scores]:
         """One forward over the new nodes of all rows, in a line."""
         rows = [RowNodes(index, part.row.slots, part.tree, part.keep) for index, part in parts.items()]
         for row in rows:
             self.store.extend(row.place, row.slots.top + row.size)
         line = Line.of(rows, self._language.capability.kinds, self._device, self._encoders(row.place for row in rows))
         if hidden:
-            logits, states = flat.with_hidden_states(line, *self._buffers(flat))
+            logits, states = flat.with_hidden_states(line, *self._buffers(flat), hidden)
         else:
             logits, states = flat(line, *self._buffers(flat)), None
         self.passes += 1
@@ -363,7 +368,7 @@ class KvSession(Session):
         """Those of the text, and of encoders."""
         return self.store.pairs(flat.widths, self._like), () if self._cross is None else self._cross.store.pairs()
 
-    def _pass(self, parts: dict[int, _Part], first: int, last: int, extras: dict[str, bool]) -> dict[int, Scores]:
+    def _pass(self, parts: dict[int, _Part], first: int, last: int, extras: dict[str, Any]) -> dict[int, Scores]:
         """One forward over the rows of the store from `first` to `last`; those without a part are padding."""
         here = [parts.get(index) or _Part.idle(self._rows[index]) for index in range(first, last + 1)]
         trees, slots = [part.tree for part in here], [part.row.slots for part in here]
@@ -378,7 +383,7 @@ class KvSession(Session):
         return {part.row.number: scores for part, scores in zip(here, found, strict=True)}
 
     def _forward(
-        self, parts: list[_Part], layout: Layout, kept: LogitNodes, first: int, extras: dict[str, bool]
+        self, parts: list[_Part], layout: Layout, kept: LogitNodes, first: int, extras: dict[str, Any]
     ) -> tuple[Any, LogitNodes]:
         """The model's output for a padded pass, and which logits it holds."""
         embedded = any(part.embeds is not None for part in parts)

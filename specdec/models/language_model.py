@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from specdec.errors import OptionError, UnsupportedError
 from specdec.kernels import AnyLinear, PackedLinear
 from specdec.models.capability import Capability, cache_reset_length, rope_boundary
-from specdec.models.compat import attention_of
+from specdec.models.compat import attention_of, gives_hidden_states
+from specdec.models.compiled import CompiledForward
 from specdec.models.early_exit import shallow_exit
 from specdec.models.encoding import Encoding
 from specdec.models.exactness import Exactness, exactness, strict_obstacle
@@ -33,15 +34,18 @@ class LanguageModel:
 
     `config` is the text decoder's, `vocab_size` the width of the logits, `max_positions` None where there is no limit;
     ids go to `device`, and `dtype` is that of activations and masks.
-    `gear` is what its passes run on. "eager": its layers as they are. "packed": copies of its weights in the order in
-    which short passes on a CPU read them; an `owned` model keeps nothing else. "compiled": short passes through
-    torch.compile, for models that take position ids and keep plain keys and values; the first pass of one token and the
-    first of several take tens of seconds each, and so do those of the first batch. "auto": packed where the model is
-    owned and that is faster, otherwise eager. A C++ compiler is needed for all but "eager" (on a GPU, Triton). In other
-    gears than "eager" weights, hooks or adapters that are changed later are not noticed. Outputs that only some passes
-    have (hidden states, attentions) never come from compiled code.
+    `gear` is what its passes run on. "eager": its layers as they are, in padded passes. "packed": copies of its weights
+    in the order in which short passes on a CPU read them, and attention of our own, which needs no padding; an `owned`
+    model keeps nothing else. "compiled": one compiled function for all of that, for models that transformers' attention
+    interface serves; it is compiled beside the work, once for all models of a structure, in about a minute, and passes
+    run as before until it is there (`wait_until_compiled`). "auto": compiled where that was done before, packed where
+    the model is owned and that is faster, otherwise eager. A C++ compiler is needed for all but "eager". In other gears
+    than "eager" weights, hooks or adapters that are changed later are not noticed. Hidden states and attentions never
+    come from compiled code.
+    `exactness`="strict" promises that a token's logits depend on its text alone, bit for bit: not on the other tokens
+    of a pass, other rows, or branches. It is tried when the model is made.
     Raises OptionError for a model in training mode and unknown gears, UnsupportedError for one without a language-model
-    head, and for gears that it cannot run in.
+    head, and for a gear or exactness that it cannot have.
     """
 
     def __init__(
@@ -76,7 +80,7 @@ class LanguageModel:
         self.model = in_gear(model, gear, owned=owned)
         self.gear = "compiled" if gear == "compiled" else "packed" if is_packed(self.model) else "eager"
         self._lookup, self._scaling = self._lookup_of_positions(), self._scaling_by_length()
-        self.flat = self._in_a_line()
+        self.flat = self._in_a_line(gear)
         if self.is_strict:
             self._make_strict()
 
@@ -186,6 +190,19 @@ class LanguageModel:
         if branched and capability.store != "kv":
             raise UnsupportedError(f"{name} runs the paths of a tree one by one: no `output_attentions` with branches")
 
+    def check_hidden_states(self, layers: Sequence[int]) -> None:
+        """Raises where a draft that asks for the hidden states of these layers cannot have them.
+
+        OptionError for layers that there are not, UnsupportedError for classes that return none.
+        """
+        if wrong := [layer for layer in layers if not 0 <= layer <= self.num_layers]:
+            raise OptionError.of("hidden_layers", f"layers from 0 to {self.num_layers} of the target", wrong)
+        if not gives_hidden_states(self.decoder):
+            raise UnsupportedError(
+                f"{type(self.model).__name__} returns no hidden states, which the draft reads: use a draft model, or "
+                "draft='suffix'"
+            )
+
     def looked_up(self, query: Tensor, key: Tensor) -> AbstractContextManager[None]:
         """While it lasts, this thread's passes find positions `query` `[rows, nodes]` and `key` `[rows, end]`.
 
@@ -217,7 +234,7 @@ class LanguageModel:
 
         return find_capability(self)
 
-    def _in_a_line(self) -> FlatForward | None:
+    def _in_a_line(self, gear: str) -> FlatForward | None:
         """Passes without padding, which the gears above "eager" run where the model allows it; "compiled" needs it."""
         if self.gear == "eager":
             return None
@@ -227,22 +244,27 @@ class LanguageModel:
             if self.gear == "compiled":
                 raise UnsupportedError(f"{error}: leave out `gear`='compiled'") from error
             return None
-        if self.gear == "compiled":
-            from specdec.models.compiled import CompiledForward  # loads the compiler
-
-            flat.compiled = CompiledForward(flat)
+        compiled = CompiledForward(flat)
+        if self.gear == "compiled" or (gear == "auto" and compiled.is_kept):
+            flat.compiled = compiled.start()
+            if compiled.ready:
+                self.gear = "compiled"
         return flat
+
+    def wait_until_compiled(self, timeout: float | None = None) -> bool:
+        """Waits, for so many seconds at the most, until it is known whether passes run compiled; whether they do."""
+        compiled = None if self.flat is None else self.flat.compiled
+        return compiled is not None and compiled.wait(timeout)
 
     def _make_strict(self) -> None:
         """Raises UnsupportedError where a token's logits depend on anything but its text."""
         name = type(self.model).__name__
         if self.flat is None:
             raise UnsupportedError(f"{name} does not run on attention of our own: leave out `exactness`='strict'")
-        for module in self.model.modules():
+        for module in self.model.modules():  # which project encodings
             if isinstance(module, PackedLinear):
                 module.unpacks = ()
-        if self.flat.compiled is not None:
-            self.flat.compiled.wait()
+        self.wait_until_compiled()
         if reason := strict_obstacle(self):
             raise UnsupportedError(f"{name} cannot be strict here, {reason}: leave out `exactness`='strict'")
 

@@ -14,11 +14,15 @@ from specdec.types import Tree
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of attention layer: its name in the mask dict, and what it sees of the past (None: everything)."""
+    """One kind of attention layer: its name in the mask dict, and what it sees of the past (None: everything).
+
+    `first` is the first position that is seen.
+    """
 
     name: str
     window: int | None = None
     chunk: int | None = None
+    first: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,8 @@ class AttentionView:
             visible = visible & (key > query - kind.window)
         if kind.chunk is not None:
             visible = visible & (key // kind.chunk == query // kind.chunk)
+        if kind.first:
+            visible = visible & (key >= kind.first)
         # Additive, because eager attention adds whatever it is given; finite, because rows of -inf are NaN.
         mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
             ~visible, torch.finfo(dtype).min

@@ -67,14 +67,14 @@ def row_scores(
 
 
 def line_scores(
-    logits: Tensor, hidden: tuple[Tensor, ...] | None, rows: Sequence[RowNodes], number: int
+    logits: Tensor, hidden: tuple[Tensor | None, ...] | None, rows: Sequence[RowNodes], number: int
 ) -> list[Scores]:
     """Every row's share of the logits `[kept, vocab]` and hidden states `[nodes, width]` of pass `number`."""
     found, begin, kept = [], 0, 0
     for row in rows:
         end = begin + row.size
         own = logits[kept : kept + row.keep]
-        states = None if hidden is None else tuple(layer[begin:end] for layer in hidden)
+        states = hidden and tuple(None if layer is None else layer[begin:end] for layer in hidden)
         first = len(row.tree) - row.keep
         found.append(Scores(row.tree, first, own, held=row.slots.pending, passes=(number,), hidden_states=states))
         begin, kept = end, kept + row.keep
@@ -87,7 +87,7 @@ def _extras(output: Any, layout: Layout, row: int) -> dict[str, Any]:
     hidden = output.get("hidden_states") or output.get("decoder_hidden_states")
     attentions = output.get("attentions") or output.get("decoder_attentions")
     if hidden:
-        extras["hidden_states"] = tuple(layer[row, :size] for layer in hidden)
+        extras["hidden_states"] = tuple(None if layer is None else layer[row, :size] for layer in hidden)
     if attentions:
         extras["attentions"] = tuple(layer[row, :, :size, columns] for layer in attentions)
     if output.get("cross_attentions"):

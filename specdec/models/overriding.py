@@ -45,6 +45,18 @@ def overridden(methods: Mapping[Method, Callable[..., Any]]) -> Iterator[None]:
         _wanted.methods = before
 
 
+def settled(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module's instance as they are outside of passes."""
+    with _CHANGING:
+        state = dict(vars(module))
+    for name, value in list(state.items()):
+        if isinstance(value, _StandIn):
+            del state[name]
+            if value.own:
+                state[name] = value.original
+    return state
+
+
 class _StandIn:
     """What a module's instance has in the place of a method, for `users` passes."""
 

@@ -18,6 +18,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from specdec.errors import OptionError
 from specdec.models import native_cache
+from specdec.models.compat import hidden_states_of
 from specdec.models.encoding import Encoding
 from specdec.models.session import Session, check_paths, check_trees
 from specdec.types import EMPTY, Scores, Tree
@@ -152,14 +153,17 @@ class ReplaySession(Session):
         *,
         embeds: Sequence[Tensor | None] | None = None,
         wholes: Sequence[int] | None = None,
-        output_hidden_states: bool = False,
+        output_hidden_states: bool | Sequence[int] = False,
         output_attentions: bool = False,
     ) -> list[Scores]:
         """Runs every row's paths, after whatever its cache still has to be fed again."""
         named = [self._row(row) for row in rows]
         check_trees(rows, trees, keep, [row.pending for row in named])
-        extras = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
-        asked = {name: True for name, wanted in extras.items() if wanted}
+        extras = {
+            "output_hidden_states": hidden_states_of(output_hidden_states),
+            "output_attentions": output_attentions,
+        }
+        asked = {name: wanted for name, wanted in extras.items() if wanted}
         if output_attentions:
             self._language.check_attentions(branched=not all(tree.is_chain for tree in trees))
         scores = []
@@ -230,7 +234,7 @@ class ReplaySession(Session):
             raise OptionError.of("rows", f"rows of this session, {sorted(self._rows)}", number)
         return self._rows[number]
 
-    def _run_tree(self, row: _Row, tree: Tree, kept: int, asked: dict[str, bool]) -> Scores:
+    def _run_tree(self, row: _Row, tree: Tree, kept: int, asked: dict[str, Any]) -> Scores:
         first = len(tree) - kept
         if len(tree) == row.pending:
             return Scores(tree, len(tree), self._no_logits(), held=len(tree))
@@ -248,10 +252,10 @@ class ReplaySession(Session):
         logits = output.pop("logits")
         return Scores(tree, first, logits[len(logits) - kept :], **{k: v for k, v in output.items() if v})
 
-    def _run_paths(self, row: _Row, tree: Tree, first: int, asked: dict[str, bool]) -> Scores:
+    def _run_paths(self, row: _Row, tree: Tree, first: int, asked: dict[str, Any]) -> Scores:
         inner = set(tree.parents)
         logits: dict[int, Tensor] = {}
-        hidden: dict[int, list[Tensor]] = {}
+        hidden: dict[int, list[Tensor | None]] = {}
         for leaf in (node for node in range(len(tree)) if node not in inner):
             path = tree.path(leaf)
             row.rewind(len(row.tokens))
@@ -261,9 +265,9 @@ class ReplaySession(Session):
             row.ran = path
             for depth, node in enumerate(path):
                 logits[node] = output["logits"][depth]
-                hidden[node] = [layer[depth] for layer in output["hidden_states"]]
+                hidden[node] = [None if layer is None else layer[depth] for layer in output["hidden_states"]]
         wanted = [logits[node] for node in range(first, len(tree))]
-        layers = tuple(torch.stack(layer) for layer in zip(*(hidden[n] for n in range(len(tree))), strict=True))
+        layers = tuple(map(_stacked, zip(*(hidden[n] for n in range(len(tree))), strict=True)))
         return Scores(tree, first, torch.stack(wanted) if wanted else self._no_logits(), hidden_states=layers or None)
 
     def _no_logits(self) -> Tensor:
@@ -281,7 +285,7 @@ class ReplaySession(Session):
         if row.held <= row.final:
             row.remember()
 
-    def _feed(self, row: _Row, tokens: list[int], kept: int, asked: dict[str, bool]) -> dict[str, Any]:
+    def _feed(self, row: _Row, tokens: list[int], kept: int, asked: dict[str, Any]) -> dict[str, Any]:
         """Feeds `tokens` after what the cache holds; logits and extras of the last `kept`."""
         one_by_one = not self._language.capability.chunks and row.cache is not None and len(tokens) > 1
         if not one_by_one:
@@ -292,10 +296,10 @@ class ReplaySession(Session):
         hidden = zip(*(step["hidden_states"] for step in steps), strict=True)
         return {
             "logits": torch.cat([step["logits"] for step in steps]),
-            "hidden_states": tuple(torch.cat(layer) for layer in hidden),
+            "hidden_states": tuple(None if layer[0] is None else torch.cat(layer) for layer in hidden),
         }
 
-    def _pass(self, row: _Row, tokens: list[int], kept: int, asked: dict[str, bool]) -> dict[str, Any]:
+    def _pass(self, row: _Row, tokens: list[int], kept: int, asked: dict[str, Any]) -> dict[str, Any]:
         inputs = self._inputs(row, tokens) | asked
         if "logits_to_keep" in self._language.input_names:
             inputs["logits_to_keep"] = kept
@@ -312,7 +316,7 @@ class ReplaySession(Session):
         attentions = output.get("attentions") or output.get("decoder_attentions") or ()
         return {
             "logits": output.logits[0, -kept:],
-            "hidden_states": tuple(layer[0, -kept:] for layer in hidden),
+            "hidden_states": tuple(None if layer is None else layer[0, -kept:] for layer in hidden),
             "attentions": tuple(layer[0, :, -kept:] for layer in attentions),
             "cross_attentions": tuple(layer[0, :, -kept:] for layer in output.get("cross_attentions") or ()),
         }
@@ -353,3 +357,9 @@ class ReplaySession(Session):
             hidden[0, : len(given)] = given.to(hidden)
             return inputs | {"inputs_embeds": hidden}
         return inputs | {"input_ids" if row.encoding is None else "decoder_input_ids": ids}
+
+
+def _stacked(nodes: Sequence[Tensor | None]) -> Tensor | None:
+    """One layer's hidden states of all nodes; None of a layer that was not asked for."""
+    known = [node for node in nodes if node is not None]
+    return torch.stack(known) if known else None

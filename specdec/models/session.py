@@ -65,7 +65,7 @@ class Session(ABC):
         *,
         embeds: Sequence[Tensor | None] | None = None,
         wholes: Sequence[int] | None = None,
-        output_hidden_states: bool = False,
+        output_hidden_states: bool | Sequence[int] = False,
         output_attentions: bool = False,
     ) -> list[Scores]:
         """One pass over a tree for each of `rows`; scores hold logits of its last `keep` nodes; nothing is committed.
@@ -74,7 +74,8 @@ class Session(ABC):
         node's position is the row's length plus its depth. A tree without new nodes sits the pass out, and rows that
         are not named cost nothing. `embeds[i]` `[nodes, width]` replace the embeddings of the row's first new nodes.
         `wholes[i]` is the length of the text that these nodes are a chunk of (0, or none given: it ends with the first
-        of the kept nodes). Where the model cannot run all rows in one pass there are several.
+        of the kept nodes). `output_hidden_states`: of all layers, or of those with these numbers (`hidden_states` of
+        transformers). Where the model cannot run all rows in one pass there are several.
         """
 
     @abstractmethod

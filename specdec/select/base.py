@@ -14,7 +14,7 @@ from specdec.logits import Processors, host
 from specdec.select import noise
 from specdec.select.rules import GreedyRule, process, process_all
 from specdec.select.stopping import Stopping
-from specdec.types import BranchRule, DraftRule, Row, Scores, Step
+from specdec.types import BranchRule, DraftRule, Row, Scores, Step, TopTokens
 
 SMALL = 1 << 16
 """Logits of a round that are looked at all at once, as that costs less than one call for each."""
@@ -100,19 +100,27 @@ class TextStrategy(StrategyBase):
     """Base of the strategies that follow one text.
 
     `seed` is the row's own. `ranked` puts the log-probability of its token under the target, before all processors,
-    into every step. A subclass says its `name` and which options it serves.
+    into every step, and `top` those of so many likeliest tokens too. A subclass says its `name` and which options it
+    serves.
     """
 
     seed: int = 0
     _: KW_ONLY
     ranked: bool = False
+    top: int | None = None
     is_search: ClassVar[Literal[False]] = False
 
     @classmethod
     def of(cls, setup: RowSetup) -> TextStrategy:
         """The strategy of one row."""
-        ranked = setup.options.num_samples is not None
-        return cls(setup.processors, setup.seed, ranked=ranked, **setup.common)
+        top = setup.options.top_logprobs
+        ranked = setup.options.num_samples is not None or top is not None
+        return cls(setup.processors, setup.seed, ranked=ranked, top=top, **setup.common)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether a step holds more than its token."""
+        return self.keep_scores or self.keep_logits or self.ranked
 
     @property
     def branching(self) -> BranchRule:
@@ -183,12 +191,13 @@ class TextStrategy(StrategyBase):
 
     def step(self, token: int, scores: Scores, node: int, processed: Tensor) -> Step:
         """The step that emits `token`, with copies of what was asked to be kept."""
-        if not (self.keep_scores or self.keep_logits or self.ranked):
+        if not self.keeps:
             return Step(token, node)
         logits = scores.logits[node - scores.first].float()
         own = logits.clone() if self.keep_logits else None
         log_prob = self._log_prob(token, scores, node, logits) if self.ranked else None
-        return Step(token, node, own, processed.clone() if self.keep_scores else None, log_prob)
+        top = None if self.top is None else top_tokens(logits, self.top)
+        return Step(token, node, own, processed.clone() if self.keep_scores else None, log_prob, top)
 
     def _log_prob(self, token: int, scores: Scores, node: int, logits: Tensor) -> float:
         tokens, log_probs = scores.cache.get("decided", (None, None))
@@ -198,6 +207,12 @@ class TextStrategy(StrategyBase):
         if "own" in scores.cache:  # a copy near at hand
             logits = scores.cache["own"][node - scores.first]
         return float(logits[token] - logits.logsumexp(-1))
+
+
+def top_tokens(logits: Tensor, count: int) -> TopTokens:
+    """The `count` likeliest tokens of `logits` `[vocab]`."""
+    values, tokens = logits.topk(min(count, len(logits)))
+    return TopTokens(tokens.tolist(), (values - logits.logsumexp(-1)).tolist())
 
 
 def paths(scores: Scores) -> list[list[int]]:

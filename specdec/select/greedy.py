@@ -20,7 +20,7 @@ class Greedy(TextStrategy):
         return not options.samples
 
     def advance(self, row: Row, new: list[int], scores: Scores, node: int) -> Step:
-        plain = not (self.keep_scores or self.keep_logits or len(self.processors) or scores.unconditional is not None)
+        plain = not (self.keeps or len(self.processors) or scores.unconditional is not None)
         if plain and host.is_local(scores.logits):
             return Step(self._best(scores, node - scores.first), node)
         return super().advance(row, new, scores, node)

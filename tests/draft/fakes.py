@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from specdec.models.session import Session
 from specdec.types import EMPTY, Commit, DraftSession, DraftTask, Row, Scores, Tree
 
 
@@ -129,6 +130,8 @@ class FakeSession:
     """Holds tokens where a real session holds keys and values; it knows texts only, no branches."""
 
     cache_reset_length = None
+
+    advance = Session.advance
 
     def __init__(self, model: FakeModel) -> None:
         self.model, self.passes = model, 0

@@ -184,9 +184,9 @@ def test_branches_are_kept_while_a_search_settles_nothing(monkeypatch: pytest.Mo
     fed, inner = [], session.cache
     forward = inner.forward
 
-    def counting(rows, trees, *rest):  # type: ignore[no-untyped-def]
+    def counting(rows, trees, *rest, **more):  # type: ignore[no-untyped-def]
         fed.append(len(trees[0]) - inner.pending(rows[0]))
-        return forward(rows, trees, *rest)
+        return forward(rows, trees, *rest, **more)
 
     monkeypatch.setattr(inner, "forward", counting)
     row.tree, row.leaves = Tree.chain([8, 9, 10]), (2,)

@@ -1,0 +1,161 @@
+"""`specdec serve`: models behind an HTTP server in the form of OpenAI's interface."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from specdec.cli.flags import (
+    DeviceMap,
+    DraftTokens,
+    Dtype,
+    Gear,
+    GgufFile,
+    Method,
+    Offload,
+    OffloadFolder,
+    Quantization,
+    RemoteCode,
+    ScheduleName,
+)
+from specdec.cli.request import choose_draft
+from specdec.cli.terminal import OK, Debug, Quiet, loading
+from specdec.errors import OptionError, SpecdecError
+from specdec.loading import NAMES as LOADING
+
+NEEDS = ("fastapi", "uvicorn", "prometheus_client", "python_multipart", "llguidance")
+DEMO = (
+    {"name": "python-code", "target": "zoo:python-code", "draft": "zoo:python-code"},
+    {"name": "python-summary", "target": "zoo:python-summary", "draft": "zoo:python-summary"},
+    {"name": "speech", "target": "zoo:speech", "draft": "zoo:speech"},
+)
+# Flag -> key of the settings, and of their limits.
+SERVER = ("host", "port", "api_key_file", "insecure", "stream_chunk", "pad_events", "log")
+LIMITS = {
+    "max_running": "running",
+    "max_waiting": "waiting",
+    "per_key": "per_key",
+    "request_timeout": "request_seconds",
+    "drain": "drain_seconds",
+}
+
+
+def serve(
+    ctx: typer.Context,
+    target: Annotated[
+        str | None, typer.Argument(help="Hub id, folder, GGUF file, or zoo:NAME; or models of --config.")
+    ] = None,
+    draft_model: Annotated[str | None, typer.Option(help="A smaller model: hub id, folder, or zoo:NAME.")] = None,
+    method: Method = None,
+    num_draft_tokens: DraftTokens = None,
+    schedule: ScheduleName = None,
+    demo: Annotated[bool, typer.Option("--demo", help="The pairs that come with the package.")] = False,
+    config: Annotated[Path | None, typer.Option(help="YAML: see configs/serve.yaml. Flags win.")] = None,
+    name: Annotated[str | None, typer.Option(help="What clients call the model; by default the end of its id.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on; 127.0.0.1 by default.")] = None,
+    port: Annotated[int | None, typer.Option(help="8000 by default; 0 takes a free one.")] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="Keys, one a line or NAME: KEY; read again when it changes.")
+    ] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="No keys on an address that others reach.")] = False,
+    allow_host: Annotated[
+        list[str] | None, typer.Option(metavar="HOST", help="Another name under which browsers reach it; repeatable.")
+    ] = None,
+    context: Annotated[int | None, typer.Option(help="Most tokens of prompt and answer together.")] = None,
+    kv_budget: Annotated[
+        float | None, typer.Option(help="Share of free memory, up to 1, or bytes for keys and values; half by default.")
+    ] = None,
+    max_running: Annotated[int | None, typer.Option(help="Requests that run at a time; 32 by default.")] = None,
+    max_waiting: Annotated[int | None, typer.Option(help="Requests that wait for that; 128 by default.")] = None,
+    per_key: Annotated[int | None, typer.Option(help="Requests that one client may have under way.")] = None,
+    request_timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help="600 by default.")] = None,
+    drain: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="How long requests may go on after SIGTERM; 30 by default.")
+    ] = None,
+    stream_chunk: Annotated[
+        int | None, typer.Option(metavar="N", help="Events of N tokens each, whatever a draft guessed.")
+    ] = None,
+    pad_events: Annotated[
+        bool, typer.Option("--pad-events", help="Fill events up, so that their sizes tell nothing.")
+    ] = False,
+    log: Annotated[str | None, typer.Option(help="text, json or none.")] = None,
+    dtype: Dtype = None,
+    quantization: Quantization = None,
+    gguf_file: GgufFile = None,
+    gear: Gear = None,
+    device_map: DeviceMap = None,
+    offload: Offload = None,
+    offload_folder: OffloadFolder = None,
+    trust_remote_code: RemoteCode = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> int:
+    """Serve models over HTTP as OpenAI does: completions, chats, transcriptions, and a page at /."""
+    if missing := [module for module in NEEDS if find_spec(module) is None]:
+        raise SpecdecError(f"a server needs {', '.join(missing)}: pip install 'specdec-runtime[serve]'")
+    keys = settings_keys(ctx.params)
+    with loading(f"loading {', '.join(model['name'] for model in keys['models'])}", quiet=quiet):
+        from specdec.serve import create_app, load, read_settings
+        from specdec.serve import serve as run
+        from specdec.serve.keys import Keys
+
+        settings = read_settings(keys)
+        if settings.api_key_file is not None:
+            Keys(settings.api_key_file)  # told before anything is loaded
+        models = [load(model, settings.limits, settings.share) for model in settings.models]
+        app = create_app(settings, models)
+    run(app, settings)
+    return OK
+
+
+def settings_keys(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of the settings: flags over the file of --config."""
+    from specdec.config import read_yaml
+
+    keys = read_yaml(params["config"]) if params["config"] is not None else {}
+    named = [option for option, given in (("TARGET", params["target"]), ("--demo", params["demo"])) if given]
+    if len(named) + bool(keys.get("models")) != 1:
+        raise OptionError("pass a TARGET, --demo, or a --config file with `models`, and only one of them")
+    keys |= {name: params[name] for name in SERVER if params[name] is not None and params[name] is not False}
+    if params["allow_host"]:
+        keys["hosts"] = params["allow_host"]
+    limits = {key: params[flag] for flag, key in LIMITS.items() if params[flag] is not None}
+    if limits:
+        keys["limits"] = {**(keys.get("limits") or {}), **limits}
+    if params["demo"]:
+        keys["models"] = list(DEMO)
+    elif params["target"]:
+        keys["models"] = [model_keys(params)]
+    own = ("name", "draft_model", "method", "num_draft_tokens", "schedule", "context", "kv_budget", *LOADING)
+    if not params["target"] and (idle := [flag for flag in own if params.get(flag) not in (None, False, [], ())]):
+        raise OptionError(f"--{idle[0].replace('_', '-')} is about TARGET: pass one, or write it into the file")
+    return keys
+
+
+def model_keys(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of the one model that flags describe."""
+    target = params["target"]
+    _, draft = choose_draft(params, {}, target, {})
+    options = {"num_assistant_tokens": params["num_draft_tokens"], "schedule": params["schedule"]}
+    how = {name: params[name] for name in LOADING if params.get(name) not in (None, False)}
+    budget = params["kv_budget"]
+    keys: dict[str, Any] = {
+        "name": params["name"] or plain_name(target),
+        "target": target,
+        "draft": draft,
+        "loading": how,
+        "options": {name: value for name, value in options.items() if value is not None},
+        "context": params["context"],
+    }
+    return keys if budget is None else {**keys, "kv_budget": budget if budget <= 1 else int(budget)}
+
+
+def plain_name(target: str) -> str:
+    """What clients call a model where nobody says: the end of its id or path."""
+    end = target.removeprefix("zoo:").rstrip("/").rpartition("/")[2]
+    return re.sub(r"[^\w.:@-]", "-", end)[:128] or "model"

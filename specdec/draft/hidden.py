@@ -1,0 +1,341 @@
+"""Drafts with a head: their first guess goes on from what the target said of the text, in its hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from specdec.draft.model import CHUNK, ModelSession, _Held
+from specdec.types import EMPTY, BatchDrafter, Commit, Hidden, Plan, Row, Scores, Tree
+
+if TYPE_CHECKING:
+    from specdec.models.heads import Head, Stages
+
+
+_PENDING = 64  # tokens that are read although nobody asks for guesses, so that their features can go
+
+
+class HeadDrafter(BatchDrafter):
+    """Drafts with a head (EAGLE-3, arXiv 2503.01840; multi-token prediction, arXiv 2412.19437)."""
+
+    reads_predictions = False
+
+    def __init__(self, head: Head, *, source: str = "head") -> None:
+        self.head, self.source = head, source
+        self.models, self.hidden_layers = head.stages, head.hidden_layers
+
+    def __repr__(self) -> str:
+        return f"HeadDrafter({self.head!r})"
+
+    def start(self, vocab_size: int) -> HeadSession:
+        """A session without rows."""
+        kind = HeadSession if self.head.block is None else BlockSession
+        return kind(self.head, vocab_size, self.source)
+
+
+@dataclass(eq=False, slots=True)
+class _Known:
+    """What the head may read of a row: features `states` `[tokens, width]` of its tokens from number `first` on.
+
+    `branches` are those of the row's own branches that the target has seen. `own` branches had the row when it was
+    drafted for. `written` is what the stages wrote in this round, by stage and node: -1 is the end of the text. `tails`
+    is what they wrote at the end of the text in an earlier one.
+    """
+
+    first: int
+    states: Tensor
+    branches: list[Tensor] = field(default_factory=list)
+    own: int = 0
+    written: list[dict[int, Tensor]] = field(default_factory=list)
+    tails: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def end(self) -> int:
+        """One past the last token that it knows."""
+        return self.first + len(self.states)
+
+
+class HeadSession(ModelSession):
+    """A head at work: like a draft model, whose inputs are embeddings and features.
+
+    What was fed of a guess was made of the head's own features. It is forgotten after every round, and fed again with
+    the target's where it became text, in the pass that makes the next guess.
+    """
+
+    keeps_guesses = False
+
+    def __init__(self, head: Head, vocab_size: int, source: str = "head") -> None:
+        super().__init__(head, vocab_size, source)  # type: ignore[arg-type]
+        self._head = head
+        self._shift = 1  # how far a token's feature lies before it
+        self._known: dict[int, _Known] = {}
+
+    def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
+        """One proposal per row; none for a row of whose text the target has not told yet."""
+        for row in rows:
+            if (known := self._known.get(row.key)) is not None:
+                known.own = len(row.tree)
+        return super().propose(rows, plans)
+
+    def join(self, row: Row, source: int | None, length: int) -> int:
+        """A copy of what was read for the other row, all but the last token of it, whose feature is gone."""
+        held = None if source is None else self._held.get(source)
+        if source is None or held is None or held.unreadable or source not in self._known:
+            return 0
+        self._absorb([self._rows[source]])
+        count = min(length, held.text)
+        if count < 2:
+            return 0
+        self._held[row.key], self._rows[row.key] = _Held(self._session.fork(held.slot, count), count), row
+        self._known[row.key] = _Known(count - 1, self._known[source].states[:0])
+        return count - 1
+
+    def commit(self, commits: Sequence[Commit]) -> None:
+        """Takes in the features of new text; what was guessed goes. Prompts are read as they come, in chunks."""
+        read = []
+        for row, path, text, hidden in commits:
+            if row.key not in self._held:
+                if hidden is None:
+                    continue
+                self._admit([row])
+            held, known = self._held[row.key], self._known.get(row.key)
+            kept = known.own if known is not None and len(self._stages.stages) == 1 else 0
+            held.where = {node: at for node, at in held.where.items() if node < kept}
+            if hidden is not None:
+                known = self._hear(row, path, text, hidden)
+                if known.end < len(row.tokens) - 1 or known.end - held.text > _PENDING:
+                    read.append(row)
+        self._stages.first = 0
+        super().commit(commits)
+        self._absorb(read)
+
+    def rewind(self, row: Row, length: int) -> None:
+        super().rewind(row, length)
+        if (known := self._known.get(row.key)) is not None and length < known.end:
+            known.states, known.branches = known.states[: max(length - known.first, 0)], []
+
+    def release(self, keys: Sequence[int]) -> None:
+        super().release(keys)
+        for key in keys:
+            self._known.pop(key, None)
+
+    def _hear(self, row: Row, path: list[int], text: int, hidden: Hidden) -> _Known:
+        """Notes the features of the nodes on a path, as text or as branches, and of text that was read before them."""
+        features = self._head.features(hidden.states)
+        fresh = [node for node in path if node >= hidden.held]
+        unread = len(features) - len(fresh)
+        known = self._known.setdefault(row.key, _Known(hidden.first, features[:0]))
+        of = dict(zip(fresh, features[unread:], strict=True))
+        kept = [of[node] if node in of else known.branches[node] for node in path]
+        if not known.first <= hidden.first <= known.end:  # read again, or nobody told of what lies between
+            known.first, known.states = hidden.first, features[:0]
+        before = known.states[: hidden.first - known.first] if unread else known.states
+        known.states = torch.cat([before, features[:unread], *(one[None] for one in kept[:text])])
+        known.branches = kept[text:]
+        if (gone := self._held[row.key].text - 2 - known.first) > 0:  # the last token may have to be fed again
+            known.first, known.states = known.first + gone, known.states[gone:]
+        return known
+
+    def _absorb(self, rows: Sequence[Row]) -> None:
+        """Reads what is known of these rows' texts."""
+        rows = [row for row in rows if self._is_continuous(row)]
+        while behind := [row for row in rows if self._end(row) > self._held[row.key].text]:
+            self._read(behind, CHUNK)
+
+    def _leader(self, row: Row, here: set[int]) -> int | None:
+        """Nobody: a row joins another one when the target lets it."""
+        return None
+
+    def _limit(self, row: Row, plan: Plan) -> int:
+        known = self._known.get(row.key)
+        told = known is not None and row.key in self._held and known.end >= len(row.tokens) - 1
+        return super()._limit(row, plan) if told and self._is_continuous(row) else 0
+
+    def _end(self, row: Row) -> int:
+        return min(super()._end(row), self._known[row.key].end + self._shift)
+
+    def _run(
+        self,
+        rows: Sequence[Row],
+        trees: Sequence[Tree],
+        keep: Sequence[int],
+        texts: Sequence[int],
+        *,
+        wholes: Sequence[int] | None = None,
+        level: int = 0,
+    ) -> list[Scores]:
+        """A pass of every stage that later guesses build on; scores are those of the first of them."""
+        session = self._stages
+        session.first = min(level, len(session.stages) - 1)
+        slots = [self._held[row.key].slot for row in rows]
+        parts = [
+            _Part(row, tree, session.pending(slot), text)
+            for row, tree, slot, text in zip(rows, trees, slots, texts, strict=True)
+        ]
+        if not level:
+            for row in rows:
+                self._known[row.key].written = [{} for _ in session.stages]
+        scores: list[Scores] = []
+        for stage in range(session.first, len(session.stages)):
+            source = stage if level > stage else stage - 1  # the last stage goes on from itself
+            inputs = [self._head.inputs(part.tokens, self._features(part, source)) for part in parts]
+            said = session.stages[stage].forward(
+                slots,
+                trees,
+                [0] * len(keep) if scores else keep,
+                embeds=inputs,
+                wholes=wholes,
+                output_hidden_states=True,
+            )
+            scores = scores or said
+            for part, one in zip(parts, said, strict=True):
+                self._note(part, stage, one)
+        session.commit(slots, [list(range(len(tree))) for tree in trees], texts=texts, final=not level)
+        for part in parts:
+            self._renumber(part, ends=not level)
+        return scores
+
+    def _features(self, part: _Part, source: int) -> Tensor:
+        """What a stage reads of new nodes: what stage `source` wrote before them; -1 is the target."""
+        known = self._known[part.row.key]
+        if source < 0:
+            return torch.cat([self._of_text(part), *(one[None] for one in self._of_branches(part))])
+        written, blank = known.written[source], known.states.new_zeros(known.states.shape[1])
+        before = [part.tree.parents[node] for node in range(part.held, len(part.tree))]
+        ends = known.tails.get(source, blank)
+        return torch.stack([written.get(node, ends if node < 0 else blank) for node in before])
+
+    def _of_text(self, part: _Part) -> Tensor:
+        """The target's features of text that is fed; the first token of all has none before it."""
+        known, begin = self._known[part.row.key], self._held[part.row.key].text
+        first = known.states.new_zeros(int(part.text > 0 and begin < self._shift), known.states.shape[1])
+        at = begin - self._shift + len(first) - known.first
+        return torch.cat([first, known.states[at : at + part.text - len(first)]])
+
+    def _of_branches(self, part: _Part) -> list[Tensor]:
+        """Those of the row's own branches that are fed."""
+        row, known = part.row, self._known[part.row.key]
+        fresh = sorted(node for node, at in self._held[row.key].where.items() if at >= part.held)
+        parents = [row.tree.parents[node] for node in fresh]
+        return [known.branches[node] if node >= 0 else known.states[-1] for node in parents]
+
+    def _note(self, part: _Part, stage: int, scores: Scores) -> None:
+        """What a stage wrote at the new nodes; the last one, where something may follow."""
+        assert scores.hidden_states is not None
+        last = stage == len(self._stages.stages) - 1
+        first = max(part.held, part.text - 1) if last else part.held
+        states = scores.hidden_states[0][first - part.held :]
+        self._known[part.row.key].written[stage].update(zip(range(first, len(part.tree)), states, strict=True))
+
+    def _renumber(self, part: _Part, *, ends: bool) -> None:
+        """Numbers what was written as nodes are from now on; `ends`: later rounds go on from there."""
+        known = self._known[part.row.key]
+        if part.text:
+            known.written = [
+                {node - part.text: one for node, one in written.items() if node >= part.text - 1}
+                for written in known.written
+            ]
+            if ends:
+                known.tails = {stage: written[-1] for stage, written in enumerate(known.written) if -1 in written}
+
+    @property
+    def _stages(self) -> Stages:
+        return self._session  # type: ignore[return-value]
+
+    def _is_continuous(self, row: Row) -> bool:
+        """Whether nothing is missing between what was read of a text and what is known of it."""
+        return self._known[row.key].first <= max(self._held[row.key].text - self._shift, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A row's part of a pass: a tree of which `held` nodes are in the cache, and the next `text` ones will be text."""
+
+    row: Row
+    tree: Tree
+    held: int
+    text: int
+
+    @property
+    def tokens(self) -> list[int]:
+        """Those of the new nodes."""
+        return self.tree.tokens[self.held :]
+
+
+class BlockSession(HeadSession):
+    """A head that makes all guesses of a round in one pass (`Block`): what a guess is does not change the next ones.
+
+    After the branches of a search it guesses nothing.
+    """
+
+    guesses_branches = False
+
+    def __init__(self, head: Head, vocab_size: int, source: str = "head") -> None:
+        super().__init__(head, vocab_size, source)
+        assert head.block is not None
+        self._block = head.block
+        self._shift = 0 if head.block.reads_itself else 1
+        self._said: dict[int, Tensor] = {}  # logits of a row's guesses in this round `[guesses, vocab]`
+
+    def commit(self, commits: Sequence[Commit]) -> None:
+        """What was guessed is not in the cache."""
+        self._forget([commit.row for commit in commits])
+        super().commit(commits)
+
+    def _forget(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            self._said.pop(row.key, None)
+            if (held := self._held.get(row.key)) is not None:
+                held.text, held.guesses, held.branches = self._session.length(held.slot), 0, EMPTY
+                held.where, held.open = {}, False
+
+    def _close(self, rows: Sequence[Row]) -> None:
+        self._forget(rows)
+
+    def _limit(self, row: Row, plan: Plan) -> int:
+        return 0 if row.tree.tokens else min(super()._limit(row, plan), self._block.guesses)
+
+    def _run(
+        self,
+        rows: Sequence[Row],
+        trees: Sequence[Tree],
+        keep: Sequence[int],
+        texts: Sequence[int],
+        *,
+        wholes: Sequence[int] | None = None,
+        level: int = 0,
+    ) -> list[Scores]:
+        """A pass over text, and where guesses are asked for, over the block after it; they are known afterwards."""
+        if not level:
+            self._read_block(rows, trees, guesses=any(keep), wholes=wholes)
+        said = [
+            self._said[row.key][level].expand(kept, -1) if kept else None for row, kept in zip(rows, keep, strict=True)
+        ]
+        blank = torch.empty(0, 0)
+        return [
+            Scores(tree, len(tree) - kept, blank if logits is None else logits)
+            for tree, kept, logits in zip(trees, keep, said, strict=True)
+        ]
+
+    def _read_block(
+        self, rows: Sequence[Row], trees: Sequence[Tree], *, guesses: bool, wholes: Sequence[int] | None
+    ) -> None:
+        block, slots = self._block, [self._held[row.key].slot for row in rows]
+        masks = [block.token] * block.masks if guesses else []
+        blind = int(guesses and block.reads_itself)  # the last token is one of the block
+        texts = [len(tree) - blind for tree in trees]
+        inputs = []
+        for row, tree, text in zip(rows, trees, texts, strict=True):
+            known = self._of_text(_Part(row, tree, 0, text))
+            masked = block.feature.expand(blind + len(masks), -1)
+            inputs.append(self._head.inputs(tree.tokens + masks, torch.cat([known, masked.to(known)])))
+        fed = [Tree.chain(tree.tokens + masks) for tree in trees]
+        kept = block.guesses if guesses else 0
+        scores = self._session.forward(slots, fed, [kept] * len(fed), embeds=inputs, wholes=wholes)
+        self._session.commit(slots, [list(range(text)) for text in texts])
+        if guesses:
+            self._said |= {row.key: one.logits for row, one in zip(rows, scores, strict=True)}

@@ -1,0 +1,24 @@
+"""Penalties by how often a token was written already."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class OutputPenalty:
+    """Takes `presence` from the logit of every token after the prompt, and `frequency` for each time that it came.
+
+    The prompt's `length` tokens do not count. These are the penalties of OpenAI's interface.
+    """
+
+    def __init__(self, length: int, presence: float, frequency: float) -> None:
+        self.length, self.presence, self.frequency = length, presence, frequency
+
+    def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
+        """`logits` `[n, vocab]` after `ids` `[n, length]`."""
+        written = ids[:, self.length :].to(logits.device)
+        if not written.shape[1]:
+            return logits
+        counts = torch.zeros_like(logits).scatter_add_(1, written, logits.new_ones(written.shape))
+        return logits - self.frequency * counts - self.presence * (counts > 0)

@@ -1,0 +1,46 @@
+"""Heads: small stacks of layers that read the target's hidden states and guess on from there."""
+
+from __future__ import annotations
+
+from os import PathLike
+
+from transformers import PreTrainedModel
+
+from specdec.errors import UnsupportedError
+from specdec.loading import Loading
+from specdec.models.heads.checkpoint import Checkpoint, kind_of
+from specdec.models.heads.dflash import load_assistant, load_dflash
+from specdec.models.heads.eagle import load_eagle
+from specdec.models.heads.head import Head, Stage, Stages
+from specdec.models.heads.mtp import load_mtp
+from specdec.models.language_model import LanguageModel
+
+LOADERS = {"eagle3": load_eagle, "peagle": load_eagle, "dflash": load_dflash, "assistant": load_assistant}
+"""By the `speculators_model_type` of a checkpoint; "assistant" are transformers' own that guess blocks."""
+
+
+def load_head(
+    source: str | PathLike[str] | PreTrainedModel,
+    target: LanguageModel,
+    how: Loading | None = None,
+    *,
+    argument: str = "draft",
+) -> Head:
+    """The head at a folder or hub id, or that a transformers assistant is, for this target, loaded as `how` says.
+
+    Raises OptionError for one that was made for another target, UnsupportedError for kinds that are not known,
+    LoadError for broken checkpoints.
+    """
+    how = how or Loading()
+    if isinstance(source, PreTrainedModel):
+        checkpoint = Checkpoint(type(source).__name__, source.config.to_dict(), dict(source.state_dict()), argument)
+    else:
+        checkpoint = Checkpoint.read(source, how, argument)
+    kind = kind_of(source, how.revision)
+    if kind is None or kind not in LOADERS:
+        known = ", ".join(name for name in LOADERS if name != "assistant")
+        raise UnsupportedError(f"`{argument}` {checkpoint.source!r} is a head of kind {kind!r}; known are {known}")
+    return LOADERS[kind](checkpoint, target, how)
+
+
+__all__ = ["LOADERS", "Head", "Stage", "Stages", "kind_of", "load_head", "load_mtp"]

@@ -1,0 +1,195 @@
+"""Checkpoints of heads in the format of vLLM's `speculators` library: a config that says how, and named weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedModel
+
+from specdec.errors import LoadError, OptionError, UnsupportedError
+from specdec.loading import Loading
+from specdec.models.compat import cached
+from specdec.models.failures import check_folder, explained
+from specdec.models.heads.head import Stage
+from specdec.models.language_model import LanguageModel
+
+_CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_BLOCK = {"target_layer_ids", "block_size", "mask_token_id"}  # of transformers' assistants that guess blocks
+_IGNORED = ("verifier_norm.", "verifier_lm_head.", "rotary_emb.")  # of the library's training
+
+
+def kind_of(source: str | PathLike[str] | PreTrainedModel, revision: str | None = None) -> str | None:
+    """Which kind of head a model is, or is at a folder or hub id ("eagle3", …); None for anything else, or nothing."""
+    try:
+        if isinstance(source, PreTrainedModel):
+            config = source.config.to_dict()
+        elif not _names_folder(str(source)):
+            return None
+        else:
+            config = json.loads(Path(_file(str(source), _CONFIG, revision)).read_text())
+    except (OSError, ValueError):
+        return None
+    if not isinstance(config, dict):
+        return None
+    found: str | None = config.get("speculators_model_type", "assistant" if config.keys() >= _BLOCK else None)
+    return found
+
+
+def _names_folder(source: str) -> bool:
+    """Whether this can be a folder or hub id: no file, and no pair that comes with the package."""
+    return not (":" in source or Path(source).is_file())
+
+
+def _file(source: str, name: str, revision: str | None) -> str:
+    folder = Path(source)
+    return str(folder / name) if folder.is_dir() else cached(source, name, revision)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A head's config and weights; `argument` is what the caller calls it."""
+
+    source: str
+    config: Mapping[str, Any]
+    weights: dict[str, Tensor]
+    argument: str = "draft"
+
+    @classmethod
+    def read(cls, source: str | PathLike[str], how: Loading, argument: str = "draft") -> Checkpoint:
+        """Raises OptionError for what is not there, LoadError for files that are broken or missing."""
+        name = str(source)
+        check_folder(source, argument)
+        with explained(name, argument):
+            config = json.loads(Path(_file(name, _CONFIG, how.revision)).read_text())
+            weights = dict(_weights(name, how.revision))
+        weights = {key: tensor for key, tensor in weights.items() if not key.startswith(_IGNORED)}
+        return cls(name, config, weights, argument)
+
+    def dtype(self, how: Loading, target: LanguageModel) -> torch.dtype:
+        """In which type the head computes: as asked, else that of its weights, but float32 for float16 on a CPU."""
+        if how.dtype != "auto":
+            found: torch.dtype = how.dtype if isinstance(how.dtype, torch.dtype) else getattr(torch, how.dtype)
+            return found
+        stored = next((t.dtype for t in self.weights.values() if t.is_floating_point()), torch.float32)
+        return torch.float32 if stored == torch.float16 and target.device.type == "cpu" else stored
+
+    def layers_config(self) -> Any:
+        """The config of its decoder layers."""
+        given = self.config.get("transformer_layer_config")
+        if not isinstance(given, dict):
+            raise self.broken("its config has no `transformer_layer_config`")
+        with explained(self.source, self.argument):
+            kept = {name: value for name, value in given.items() if name != "model_type"}
+            rope = kept.get("rope_parameters") or {}
+            kept["rope_parameters"] = rope.get("sliding_attention", rope) or None  # one for all, as in the library
+            return AutoConfig.for_model(given.get("model_type", "qwen3"), **kept)
+
+    def vocabulary(self, target: LanguageModel, size: int) -> Tensor | None:
+        """The target's ids `[size]` of the head's own logits, None where it has them all."""
+        if size == target.vocab_size and "d2t" not in self.weights:
+            return None
+        offsets = self.weights.get("d2t")
+        if offsets is None:
+            raise self.broken(f"it guesses {size} of {target.vocab_size} tokens, but `d2t` does not say which")
+        ids = offsets.long() + torch.arange(len(offsets))
+        named = sorted(set(ids.tolist()))
+        if offsets.shape != (size,) or len(named) != size or named[0] < 0 or named[-1] >= target.vocab_size:
+            raise self.broken(f"`d2t` does not name {size} different tokens of {target.vocab_size}")
+        known = self.weights.get("t2d")
+        if known is not None and (len(known) != target.vocab_size or known.nonzero()[:, 0].tolist() != named):
+            raise self.broken("`t2d` does not say the same as `d2t`")
+        return ids.to(target.device)
+
+    def fill(self, stage: Stage, dtype: torch.dtype, device: torch.device) -> None:
+        """Gives a stage its weights; raises LoadError for those that are missing or of another shape."""
+        wanted = stage.state_dict()
+        if missing := [name for name in wanted if name not in self.weights]:
+            raise self.broken(f"{len(missing)} weights are missing, {missing[0]}…")
+        for name, tensor in wanted.items():
+            if self.weights[name].shape != tensor.shape:
+                found, said = list(self.weights[name].shape), list(tensor.shape)
+                raise self.broken(f"`{name}` is {found}, and by its config {said}")
+        stage.load_state_dict({name: self.weights[name].to(device, dtype) for name in wanted}, assign=True)
+        stage.settle(dtype, device)
+
+    def with_weights(self, weights: dict[str, Tensor]) -> Checkpoint:
+        """The same with other weights."""
+        return replace(self, weights=weights)
+
+    def read_layers(self, name: str, target: LanguageModel) -> list[int]:
+        """The layers of the target that the head reads, as its config's field `name` says."""
+        most = target.num_layers
+        layers: list[int] = self.config.get(name) or [2, most // 2, most - 3]
+        if not all(0 <= layer < most for layer in layers) or len(set(layers)) != len(layers):
+            raise self.unfit(f"it reads {layers}, or `{name}` in its config.json is wrong", target)
+        return layers
+
+    def unfit(self, why: str, target: LanguageModel) -> OptionError:
+        """The error of a head that was made for a target with other layers."""
+        return OptionError(
+            f"`{self.argument}` {self.source!r} is of another target, this one has {target.num_layers} layers: {why}"
+        )
+
+    def check_used(self, names: set[str]) -> None:
+        """Raises where the checkpoint has weights that nobody would read."""
+        if unread := sorted(self.weights.keys() - names - {"d2t", "t2d"}):
+            raise self.broken(f"nobody reads its weights {', '.join(unread[:3])}…", UnsupportedError)
+
+    def check_target(self, target: LanguageModel, *, width: int, vocab_size: int) -> None:
+        """Raises OptionError where it was made for another target, and says what does not fit."""
+        verifier = (self.config.get("speculators_config") or {}).get("verifier") or {}
+        made = verifier.get("architectures") or []
+        own, config = type(target.model).__name__, target.config
+        name, theirs = verifier.get("name_or_path") or "", getattr(target.model.config, "name_or_path", "") or ""
+        for what, wanted, have in (
+            ("hidden states", width, config.hidden_size),
+            ("vocabulary", vocab_size, target.vocab_size),
+        ):
+            if wanted != have:
+                raise OptionError(
+                    f"`{self.argument}` {self.source!r} was made for another target: its {what} are {wanted} wide, the "
+                    f"target's {have}: use a head that was trained for {theirs or own}"
+                )
+        if (made and own not in made) or _differ(name, theirs):
+            raise OptionError(
+                f"`{self.argument}` {self.source!r} was made for {name or made[0]!r}, and the target is "
+                f"{theirs or own!r}: use that target, or if they are the same, correct `verifier` in its config.json"
+            )
+
+    def broken(self, why: str, kind: type[Exception] = LoadError) -> Exception:
+        """The error of a checkpoint that cannot be used."""
+        return kind(f"`{self.argument}` {self.source!r} cannot be loaded: {why}")
+
+
+def _weights(name: str, revision: str | None) -> Iterator[tuple[str, Tensor]]:
+    try:
+        files = [_file(name, _WEIGHTS, revision)]
+        if not Path(files[0]).exists():
+            raise FileNotFoundError
+    except OSError:
+        index = json.loads(Path(_file(name, _INDEX, revision)).read_text())
+        files = [_file(name, file, revision) for file in sorted(set(index["weight_map"].values()))]
+    for file in files:
+        yield from load_file(file).items()
+
+
+def _differ(name: str, other: str) -> bool:
+    """Whether two names are those of different models of the hub; folders may have any name."""
+    ids = [one for one in (name, other) if one.count("/") == 1 and not Path(one).exists()]
+    return len(ids) == 2 and ids[0].rpartition("/")[2].lower() != ids[1].rpartition("/")[2].lower()
+
+
+@contextmanager
+def unallocated() -> Iterator[None]:
+    """While it lasts, modules are made without memory for their weights."""
+    with torch.device("meta"):
+        yield

@@ -1,0 +1,210 @@
+"""DFlash heads (arXiv 2602.06036): one pass guesses a whole block, which looks at what the target said of all text.
+
+Nodes are of two kinds. Of text the head keeps keys and values alone, made of the target's hidden states. A block is the
+last token and mask tokens after it, which look at the text and at one another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import Qwen3Config
+from transformers.models.qwen3 import modeling_qwen3
+
+from specdec.errors import UnsupportedError
+from specdec.loading import Loading
+from specdec.models.capability import attention_kinds
+from specdec.models.compat import set_attention
+from specdec.models.heads.checkpoint import Checkpoint, unallocated
+from specdec.models.heads.head import Block, Embedding, Head, Stage
+from specdec.models.language_model import LanguageModel
+from specdec.models.layout import Kind
+
+_MUSE = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}  # transformers' names of the same weights
+
+
+class DFlashStage(Stage):
+    """The layers of a DFlash head, which reads `hidden` layers of the target.
+
+    `anchored`: windows of a block are measured from its first token, otherwise from each; `causal`: in windows, a block
+    looks back only. `whole` is the target's head, for one that has none of its own.
+    """
+
+    def __init__(
+        self,
+        config: Qwen3Config,
+        embedding: Embedding,
+        vocab_size: int,
+        *,
+        hidden: int,
+        anchored: bool = True,
+        causal: bool = False,
+        whole: Callable[[Tensor], Tensor] | None = None,
+        vocabulary: Tensor | None = None,
+    ) -> None:
+        width, eps = config.hidden_size, config.rms_norm_eps
+        super().__init__(config, embedding, width + 1, vocab_size, _kinds(config), depth=-1, vocabulary=vocabulary)
+        self.anchored, self.causal, self._whole = anchored, causal, whole
+        self.fc = nn.Linear(hidden * width, width, bias=False)
+        self.hidden_norm = modeling_qwen3.Qwen3RMSNorm(width, eps=eps)
+        layers = range(config.num_hidden_layers)
+        self.layers = nn.ModuleList(modeling_qwen3.Qwen3DecoderLayer(config, layer) for layer in layers)
+        self.norm = modeling_qwen3.Qwen3RMSNorm(width, eps=eps)
+        if whole is None:
+            size = vocab_size if vocabulary is None else len(vocabulary)
+            self.lm_head = nn.Linear(width, size, bias=False)
+        with torch.device("cpu"):
+            self.rotary_emb = modeling_qwen3.Qwen3RotaryEmbedding(config)
+
+    def features(self, states: Tensor) -> Tensor:
+        """The projection of hidden states `[tokens, layers, width]`, and a 0 that says text: `[tokens, width + 1]`."""
+        return F.pad(self.hidden_norm(self.fc(states.flatten(1))), (0, 1))
+
+    def masked(self) -> Tensor:
+        """The feature of all tokens of a block, which is nothing but a 1: `[width + 1]`."""
+        return F.pad(self.norm.weight.new_zeros(self.width - 1), (0, 1), value=1.0)
+
+    def write(
+        self, embeds: Tensor, features: Tensor, masks: Mapping[str, Tensor], positions: Tensor, cache: Any
+    ) -> Tensor:
+        """The last layer's output, and a column that says nothing."""
+        context, block = features[..., :-1], features[..., -1:] > 0
+        seen = {name: self._widened_mask(name, mask, block[..., 0]) for name, mask in masks.items()}
+        angles, hidden = self.rotary_emb(embeds, positions), embeds
+        layers: list[Any] = list(self.layers)
+        for number, (layer, name) in enumerate(zip(layers, self.config.layer_types, strict=True)):
+            normed = layer.input_layernorm(hidden)
+            told = torch.where(block, normed, context)
+            hidden = hidden + _attention(layer.self_attn, normed, told, angles, seen[name], cache, number)
+            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        return F.pad(hidden, (0, 1))
+
+    def guess(self, written: Tensor) -> Tensor:
+        """Logits, by the target's head where it has none."""
+        normed = self.norm(written[..., :-1])
+        logits: Tensor = self.lm_head(normed) if self._whole is None else self._whole(normed)
+        return logits
+
+    def _widened_mask(self, name: str, mask: Tensor, block: Tensor) -> Tensor:
+        """`mask` `[rows, 1, nodes, end]`; nodes of a `block` `[rows, nodes]` also see what others of it see."""
+        first = block.int().argmax(1)
+        last = block.shape[1] - 1 - block.flip(1).int().argmax(1)
+        begin, end = (mask.gather(2, at.view(-1, 1, 1, 1).expand(-1, 1, 1, mask.shape[3])) for at in (first, last))
+        back = begin if self.anchored else mask
+        ahead = mask if self.causal and name == "sliding_attention" else end
+        return torch.where(block[:, None, :, None], torch.maximum(back, ahead), mask)
+
+
+def _attention(
+    attention: Any, normed: Tensor, told: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor, cache: Any, layer: int
+) -> Tensor:
+    """Attention of nodes, of which `told` are the keys and values, `[rows, nodes, hidden]`."""
+    shape = (*normed.shape[:-1], -1, attention.head_dim)
+    query = attention.q_norm(attention.q_proj(normed).view(shape)).transpose(1, 2)
+    key = attention.k_norm(attention.k_proj(told).view(shape)).transpose(1, 2)
+    value = attention.v_proj(told).view(shape).transpose(1, 2)
+    query, key = modeling_qwen3.apply_rotary_pos_emb(query, key, *angles)
+    if cache is not None:
+        key, value = cache.update(key, value, layer)
+    seen = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, scale=attention.scaling, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    out: Tensor = attention.o_proj(seen.transpose(1, 2).flatten(2))
+    return out
+
+
+def _kinds(config: Any) -> tuple[Kind, ...]:
+    """The kinds of attention; their windows do not count the node itself."""
+    kinds = attention_kinds(config) or ()
+    return tuple(kind if kind.window is None else Kind(kind.name, kind.window + 1) for kind in kinds)
+
+
+def load_dflash(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> Head:
+    """A DFlash head for this target, in the `speculators` format.
+
+    Raises OptionError for one that was made for another target, LoadError for a broken checkpoint.
+    """
+    given, config = checkpoint.config, _layers_of(checkpoint.layers_config(), checkpoint)
+    checkpoint.check_target(
+        target, width=given.get("target_hidden_size") or config.hidden_size, vocab_size=config.vocab_size
+    )
+    layers = checkpoint.read_layers("aux_hidden_state_layer_ids", target)
+    vocabulary = checkpoint.vocabulary(target, given.get("draft_vocab_size", target.vocab_size))
+    has_head = "lm_head.weight" in checkpoint.weights
+    with unallocated():
+        stage = DFlashStage(
+            config,
+            Embedding(target.model.get_input_embeddings()),
+            target.vocab_size,
+            hidden=len(layers),
+            causal=not given.get("sliding_window_non_causal", False),
+            whole=None if has_head or vocabulary is not None else target.model.get_output_embeddings().__call__,
+            vocabulary=vocabulary,
+        )
+    size, anchor = given.get("block_size", 8), bool(given.get("sample_from_anchor", False))
+    return _filled(stage, checkpoint, target, how, layers, size - (not anchor), anchor=anchor)
+
+
+def load_assistant(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> Head:
+    """A DFlash head as transformers' assistants store it (`target_layer_ids`, `block_size`, `mask_token_id`)."""
+    config = _layers_of(checkpoint.config, checkpoint)
+    layers = [layer + 1 for layer in checkpoint.config["target_layer_ids"]]  # what they write
+    if not all(0 < layer <= target.num_layers for layer in layers):
+        raise checkpoint.unfit(f"it reads what layers {list(checkpoint.config['target_layer_ids'])} write", target)
+    checkpoint.check_target(target, width=config.hidden_size, vocab_size=target.vocab_size)
+    renamed = checkpoint.with_weights({_renamed(name): tensor for name, tensor in checkpoint.weights.items()})
+    with unallocated():
+        stage = DFlashStage(
+            config,
+            Embedding(target.model.get_input_embeddings()),
+            target.vocab_size,
+            hidden=len(layers),
+            anchored=False,
+            whole=target.model.get_output_embeddings().__call__,
+        )
+    return _filled(stage, renamed, target, how, layers, checkpoint.config["block_size"] - 1, anchor=False)
+
+
+def _renamed(name: str) -> str:
+    """What the `speculators` format calls a weight of transformers'."""
+    return next((new + name[len(old) :] for old, new in _MUSE.items() if name.startswith(old)), name)
+
+
+def _filled(
+    stage: DFlashStage,
+    checkpoint: Checkpoint,
+    target: LanguageModel,
+    how: Loading,
+    layers: list[int],
+    guesses: int,
+    *,
+    anchor: bool,
+) -> Head:
+    mask = checkpoint.config.get("mask_token_id")
+    if mask is None:
+        raise checkpoint.broken("its config has no `mask_token_id`")
+    checkpoint.check_used({*stage.state_dict(), "embed_tokens.weight"})
+    checkpoint.fill(stage, checkpoint.dtype(how, target), target.device)
+    block = Block(guesses, mask, guesses - anchor, stage.masked(), reads_itself=True)
+    return Head([stage], layers, gear=how.gear, block=block)
+
+
+def _layers_of(given: Any, checkpoint: Checkpoint) -> Qwen3Config:
+    """The config of layers, which are those of Qwen3 in all kinds of checkpoints."""
+    fields = given if isinstance(given, Mapping) else given.to_dict()
+    names = (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters", "max_position_embeddings", "hidden_act",
+        "attention_bias", "layer_types", "sliding_window",
+    )  # fmt: skip
+    kept = {name: fields[name] for name in names if fields.get(name) is not None}
+    kinds = kept.setdefault("layer_types", ["full_attention"] * kept.get("num_hidden_layers", 1))
+    if not set(kinds) <= {"full_attention", "sliding_attention"}:
+        raise checkpoint.broken(f"layers of kinds {sorted(set(kinds))} are not known here", UnsupportedError)
+    config = Qwen3Config(**kept, use_sliding_window="sliding_attention" in kinds)
+    set_attention(config, "sdpa")
+    return config

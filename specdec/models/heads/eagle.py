@@ -1,0 +1,225 @@
+"""EAGLE-3 heads (arXiv 2503.01840) in the `speculators` format: a decoder layer over what three of the target's said.
+
+A feature is the projection of the hidden states of three layers, or what the head itself wrote at a guessed token. Its
+first layer attends over embedding and feature side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.llama import modeling_llama
+from transformers.models.qwen3 import modeling_qwen3
+
+from specdec.errors import UnsupportedError
+from specdec.loading import Loading
+from specdec.models.capability import attention_kinds
+from specdec.models.compat import set_attention
+from specdec.models.heads.checkpoint import Checkpoint, unallocated
+from specdec.models.heads.head import Block, Embedding, Head, Stage
+from specdec.models.language_model import LanguageModel
+from specdec.models.layout import Kind
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The modules that decoder layers of one kind are made of."""
+
+    layer: Any
+    norm: Any
+    rotary: Any
+
+
+KINDS = {
+    "llama": Parts(modeling_llama.LlamaDecoderLayer, modeling_llama.LlamaRMSNorm, modeling_llama.LlamaRotaryEmbedding),
+    "qwen3": Parts(modeling_qwen3.Qwen3DecoderLayer, modeling_qwen3.Qwen3RMSNorm, modeling_qwen3.Qwen3RotaryEmbedding),
+}
+"""By the `model_type` of the layers' config."""
+_GUESSES = 8  # in one pass, where a checkpoint does not say
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Where an EAGLE-3 head normalizes, by the names of the format.
+
+    `norm_before_residual`: its first layer adds to the normalized feature. `norm_before_fc`: the hidden states of all
+    layers together, before they are projected; `fc_norm`: those of each layer. `norm_output`: what it writes, and not
+    only what its logits are made of (EAGLE 3.1).
+    """
+
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Norms:
+        """As the config says; raises LoadError where it contradicts itself."""
+        norms = cls(**{name: bool(checkpoint.config.get(name, False)) for name in cls.__dataclass_fields__})
+        if norms.norm_before_fc and norms.fc_norm:
+            raise checkpoint.broken("`norm_before_fc` and `fc_norm` exclude each other")
+        return norms
+
+
+class FirstLayer(nn.Module):
+    """A decoder layer whose attention reads embedding and feature side by side."""
+
+    def __init__(self, layer: Any, norm: Any, config: Any, *, norm_before_residual: bool) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = layer.self_attn, layer.mlp
+        self.input_layernorm, self.post_attention_layernorm = layer.input_layernorm, layer.post_attention_layernorm
+        self.hidden_norm = norm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm_before_residual = norm_before_residual
+        for name in ("q_proj", "k_proj", "v_proj"):
+            old = getattr(self.self_attn, name)
+            wide = nn.Linear(2 * config.hidden_size, old.out_features, bias=old.bias is not None)
+            setattr(self.self_attn, name, wide)
+
+    def forward(self, embeds: Tensor, features: Tensor, **attention: Any) -> Tensor:
+        """`[rows, nodes, hidden]` of both to the same."""
+        normed = self.hidden_norm(features)
+        residual = normed if self.norm_before_residual else features
+        both = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
+        hidden = residual + self.self_attn(hidden_states=both, **attention)[0]
+        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return out
+
+
+class EagleStage(Stage):
+    """The one stage of an EAGLE-3 head, which reads `hidden` layers of `target_width`."""
+
+    def __init__(
+        self,
+        config: Any,
+        embedding: Embedding,
+        vocab_size: int,
+        *,
+        hidden: int = 3,
+        target_width: int | None = None,
+        norms: Norms | None = None,
+        vocabulary: Tensor | None = None,
+    ) -> None:
+        super().__init__(config, embedding, config.hidden_size, vocab_size, _kinds(config), vocabulary=vocabulary)
+        norms, parts, width = norms or Norms(), KINDS[config.model_type], config.hidden_size
+        read = hidden * (target_width or width)
+        self.norms, self._names = norms, _layer_types(config)
+        first = FirstLayer(parts.layer(config, 0), parts.norm, config, norm_before_residual=norms.norm_before_residual)
+        others = [parts.layer(config, layer) for layer in range(1, config.num_hidden_layers)]
+        self.layers = nn.ModuleList([first, *others])
+        self.fc = nn.Linear(read, width, bias=False)
+        eps = config.rms_norm_eps
+        self.input_norm = parts.norm(read, eps=eps) if norms.norm_before_fc else None
+        self.fc_norm = (
+            nn.ModuleList(parts.norm(read // hidden, eps=eps) for _ in range(hidden)) if norms.fc_norm else None
+        )
+        self.norm = parts.norm(width, eps=eps)
+        self.lm_head = nn.Linear(width, vocab_size if vocabulary is None else len(vocabulary), bias=False)
+        with torch.device("cpu"):
+            self.rotary_emb = parts.rotary(config)
+
+    def features(self, states: Tensor) -> Tensor:
+        """The projection of hidden states `[tokens, layers, width]`: `[tokens, hidden]`."""
+        if self.fc_norm is not None:
+            states = torch.stack([norm(states[:, i]) for i, norm in enumerate(self.fc_norm)], dim=1)
+        together = states.flatten(1)
+        if self.input_norm is not None:
+            together = self.input_norm(together)
+        projected: Tensor = self.fc(together)
+        return projected
+
+    def write(
+        self, embeds: Tensor, features: Tensor, masks: Mapping[str, Tensor], positions: Tensor, cache: Any
+    ) -> Tensor:
+        """The last layer's output."""
+        common = {
+            "position_ids": positions,
+            "position_embeddings": self.rotary_emb(features, positions),
+            "past_key_values": cache,
+        }
+        first, *others = self.layers
+        hidden = first(embeds, features, attention_mask=masks[self._names[0]], **common)
+        for layer, name in zip(others, self._names[1:], strict=True):
+            hidden = layer(hidden, attention_mask=masks[name], **common)
+        return self.norm(hidden) if self.norms.norm_output else hidden
+
+    def guess(self, written: Tensor) -> Tensor:
+        """Logits of the head's own vocabulary."""
+        logits: Tensor = self.lm_head(written if self.norms.norm_output else self.norm(written))
+        return logits
+
+
+def load_eagle(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> Head:
+    """An EAGLE-3 or P-EAGLE head for this target.
+
+    A P-EAGLE head (arXiv 2602.01469) guesses all tokens in one pass, from mask tokens with a feature of their own.
+
+    Raises OptionError for one that was made for another target, UnsupportedError for layers of another kind, LoadError
+    for a broken checkpoint.
+    """
+    config, given = checkpoint.layers_config(), checkpoint.config
+    if config.model_type not in KINDS:
+        raise UnsupportedError(
+            f"`{checkpoint.argument}` {checkpoint.source!r} has layers of kind {config.model_type!r}; known are "
+            f"{', '.join(KINDS)}"
+        )
+    if _is_partial(config):
+        raise checkpoint.broken("positions that turn a part of each head are not known here", UnsupportedError)
+    width = given.get("target_hidden_size") or config.hidden_size
+    checkpoint.check_target(target, width=width, vocab_size=config.vocab_size)
+    layers = checkpoint.read_layers("eagle_aux_hidden_state_layer_ids", target)
+    table = checkpoint.weights.get("embed_tokens.weight")
+    dtype = checkpoint.dtype(how, target)
+    embedding = Embedding(target.model.get_input_embeddings() if table is None else table.to(target.device, dtype))
+    if embedding.width != config.hidden_size:
+        raise checkpoint.broken(f"embeddings are {embedding.width} wide, its layers {config.hidden_size}")
+    vocabulary = checkpoint.vocabulary(target, given.get("draft_vocab_size", target.vocab_size))
+    set_attention(config, "sdpa")
+    with unallocated():
+        stage = EagleStage(
+            config,
+            embedding,
+            target.vocab_size,
+            hidden=len(layers),
+            target_width=width,
+            norms=Norms.of(checkpoint),
+            vocabulary=vocabulary,
+        )
+    checkpoint.check_used({*stage.state_dict(), "embed_tokens.weight", "mask_hidden"})
+    checkpoint.fill(stage, dtype, target.device)
+    return Head([stage], layers, gear=how.gear, block=_block(checkpoint, stage, len(layers)))
+
+
+@torch.no_grad()
+def _block(checkpoint: Checkpoint, stage: EagleStage, layers: int) -> Block | None:
+    """How a P-EAGLE head guesses; None for EAGLE-3, which makes one guess after the other."""
+    if checkpoint.config.get("speculators_model_type") != "peagle":
+        return None
+    hidden, token = checkpoint.weights.get("mask_hidden"), checkpoint.config.get("mask_token_id")
+    if hidden is None or token is None:
+        raise checkpoint.broken("it has no `mask_hidden` or no `mask_token_id`")
+    feature = stage.features(hidden.to(stage.fc.weight).view(1, layers, -1))[0]
+    methods = (checkpoint.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    guesses = methods[0].get("speculative_tokens", _GUESSES)
+    return Block(guesses, token, guesses - 1, feature)
+
+
+def _kinds(config: Any) -> tuple[Kind, ...]:
+    """The kinds of attention of its layers."""
+    kinds = attention_kinds(config)
+    if kinds is None:
+        raise UnsupportedError(f"the layers of a head must all be attention, got {config.layer_types}")
+    return kinds
+
+
+def _layer_types(config: Any) -> Sequence[str]:
+    """The name of every layer's kind."""
+    return getattr(config, "layer_types", None) or [_kinds(config)[0].name] * config.num_hidden_layers
+
+
+def _is_partial(config: Any) -> bool:
+    """Whether positions turn only a part of each attention head."""
+    return (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1) != 1

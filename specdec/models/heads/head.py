@@ -1,0 +1,296 @@
+"""What a head is made of: stages, each a few decoder layers that run on the sessions of any language model.
+
+A stage reads for every token its embedding and a *feature* of the token before it, and writes a feature of its own and
+logits of the token after it. The features that the first stage reads of known text are made of the target's hidden
+states. A guess goes on from what a stage wrote at the token before it: the first guess after known text comes from the
+first stage, the next one from the second stage, which reads the first one's features, and so on; the last stage goes on
+from itself. EAGLE has one stage (arXiv 2503.01840), multi-token prediction one for every token (arXiv 2412.19437).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from specdec.models.capability import Capability
+from specdec.models.encoding import Encoding
+from specdec.models.gears import PackedEmbedding
+from specdec.models.language_model import LanguageModel
+from specdec.models.layout import AttentionView, Kind
+from specdec.models.session import Session
+from specdec.models.vocabulary import widened
+from specdec.types import Scores, Tree
+
+
+class Stage(nn.Module, ABC):
+    """A stage as a model that sessions run; its inputs are embeddings and features side by side, `[..., both widths]`.
+
+    `config` is that of its layers, and `kinds` are their kinds of attention. Features are `width` wide. The first
+    `depth + 1` tokens of a text have no feature, and nobody looks at them (-1: all have one). `vocabulary` are the
+    target's ids of its own logits, None where it has all `vocab_size`.
+    """
+
+    vocabulary: Tensor | None
+
+    def __init__(
+        self,
+        config: Any,
+        embedding: Embedding,
+        width: int,
+        vocab_size: int,
+        kinds: Sequence[Kind],
+        *,
+        depth: int = 0,
+        vocabulary: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        self.config, self.embedding, self.width, self.vocab_size = config, embedding, width, vocab_size
+        self.kinds = tuple(replace(kind, first=depth + 1) for kind in kinds)
+        self.inputs = Blank(embedding.vocab_size, embedding.width + width)
+        self.register_buffer("vocabulary", vocabulary, persistent=False)
+
+    @abstractmethod
+    def write(
+        self, embeds: Tensor, features: Tensor, masks: Mapping[str, Tensor], positions: Tensor, cache: Any
+    ) -> Tensor:
+        """The features that it writes, `[rows, nodes, width]`, from those that it reads."""
+
+    @abstractmethod
+    def guess(self, written: Tensor) -> Tensor:
+        """Logits `[..., vocabulary]` of the next token, from what it wrote."""
+
+    def settle(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Brings what does not come from a checkpoint to where its weights are."""
+        self.to(device)
+        self.inputs.to(dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of its weights."""
+        return self.inputs.blank.dtype
+
+    def get_decoder(self) -> nn.Module:
+        """Itself, as every model is asked."""
+        return self
+
+    def get_input_embeddings(self) -> Blank:
+        """What the session puts the inputs in that it is given."""
+        return self.inputs
+
+    def get_output_embeddings(self) -> Any:
+        """Says how wide its logits are."""
+        return SimpleNamespace(out_features=self.vocab_size)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Mapping[str, Tensor] | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        output_hidden_states: bool = False,
+        **_: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits, and what it writes in the place of hidden states.
+
+        In a trial of its speed, which brings no embeddings, features are zero, and logits those of its own vocabulary.
+        """
+        trial = inputs_embeds is None
+        if inputs_embeds is None:
+            assert input_ids is not None
+            inputs_embeds = F.pad(self.embedding(input_ids).to(self.dtype), (0, self.width))
+        embeds = inputs_embeds[..., : -self.width]
+        if attention_mask is None or position_ids is None:
+            view = self._simple_view(inputs_embeds, past_key_values)
+            position_ids = view.positions
+            attention_mask = {kind.name: view.mask(kind, inputs_embeds.dtype) for kind in self.kinds}
+        written = self.write(embeds, inputs_embeds[..., -self.width :], attention_mask, position_ids, past_key_values)
+        last = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.guess(written[:, last])
+        if self.vocabulary is not None and not trial:
+            logits = widened(logits, self.vocabulary, self.vocab_size)
+        return CausalLMOutputWithPast(logits=logits, hidden_states=(written,) if output_hidden_states else None)
+
+    def _simple_view(self, inputs: Tensor, cache: Any) -> AttentionView:
+        """What nodes see that follow their texts, which are equally long, one by one."""
+        start = 0 if cache is None else cache.get_seq_length()
+        keys = torch.arange(start + inputs.shape[1], device=inputs.device).expand(len(inputs), -1)
+        positions = keys[:, start:]
+        return AttentionView(positions, keys, keys[:, None] <= positions[:, :, None])
+
+
+class Blank(nn.Module):
+    """Empty inputs of a stage, `[...]` ids to `[..., width]`, which sessions fill."""
+
+    blank: Tensor
+
+    def __init__(self, vocab_size: int, width: int) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = vocab_size, width
+        self.register_buffer("blank", torch.zeros(width, device="cpu"), persistent=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Zeros."""
+        return self.blank.expand(*ids.shape, -1)
+
+
+class Embedding:
+    """Looks tokens up in a weight `[vocab, width]` or the target's own module; `as_stored`, without its scaling.
+
+    It is no module itself, so that what belongs to the target is not among the head's weights.
+    """
+
+    def __init__(self, table: Any, *, as_stored: bool = True) -> None:
+        weight = table if isinstance(table, Tensor) else getattr(table, "weight", None)
+        shape = (table.num_embeddings, table.embedding_dim) if weight is None else weight.shape
+        self.vocab_size, self.width = int(shape[0]), int(shape[1])
+        if not as_stored or weight is None or weight.is_meta:
+            self._look_up = table.head.rows if as_stored and isinstance(table, PackedEmbedding) else table
+        else:
+            self._look_up = partial(F.embedding, weight=weight)
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """`[...]` to `[..., width]`."""
+        found: Tensor = self._look_up(ids)
+        return found
+
+
+@dataclass(frozen=True)
+class Block:
+    """How a head makes `guesses` in one pass: from `masks` mask tokens `token` after the text, with this `feature`.
+
+    `reads_itself`: a token of text has the feature that the target wrote at it, and not at the one before, and the last
+    one, of which there is none, is among the masked.
+    """
+
+    guesses: int
+    token: int
+    masks: int
+    feature: Tensor
+    reads_itself: bool = False
+
+
+class Head:
+    """A head and what it wants of its target: the hidden states of `hidden_layers`.
+
+    `stages` are its stages as language models; the vocabulary of its logits is the target's. With a `block` it guesses
+    several tokens in one pass.
+    """
+
+    is_encoder_decoder = False
+    max_positions = None
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        hidden_layers: Sequence[int],
+        *,
+        gear: str = "auto",
+        block: Block | None = None,
+    ) -> None:
+        self.hidden_layers, self.block = tuple(hidden_layers), block
+        self.stages = [_language_model(stage, gear) for stage in stages]
+        self.vocab_size, self.device = self.stages[0].vocab_size, self.stages[0].device
+        self.embedding, self.dtype = stages[0].embedding, stages[0].dtype
+
+    def __repr__(self) -> str:
+        stage = self.stages[0]
+        return f"{type(stage.model).__name__}({len(self.stages)} × {stage.num_layers} layers, {stage.device})"
+
+    @torch.no_grad()
+    def features(self, states: Tensor) -> Tensor:
+        """What the first stage reads of hidden states `[tokens, layers, width]`: `[tokens, features]`."""
+        found: Tensor = self.stages[0].model.features(states.to(self.device, self.dtype))
+        return found
+
+    def inputs(self, tokens: Sequence[int], features: Tensor) -> Tensor:
+        """The inputs of a stage for tokens with `features` `[tokens, features]`."""
+        embeds = self.embedding(torch.tensor(tokens, device=self.device)).to(features)
+        return torch.cat([embeds, features], dim=-1)
+
+    def session(self) -> Stages:
+        """A new session without rows."""
+        return Stages([stage.session() for stage in self.stages])
+
+
+class Stages(Session):
+    """The sessions of all stages, whose rows hold the same texts; `first` is the first stage that still runs.
+
+    A stage runs for known text and for so many guesses after it; what `commit` says of guesses that it was not asked
+    about does not concern it.
+    """
+
+    cache_reset_length = None
+
+    def __init__(self, stages: Sequence[Session]) -> None:
+        self.stages, self.first = stages, 0
+
+    @property
+    def passes(self) -> int:  # type: ignore[override]
+        """Of all stages."""
+        return sum(stage.passes for stage in self.stages)
+
+    @property
+    def bytes(self) -> int:
+        """Of all stages."""
+        return sum(stage.bytes for stage in self.stages)
+
+    def bound(self, rows: int, columns: int) -> None:
+        for stage in self.stages:
+            stage.bound(rows, columns)
+
+    def add(self, rows: int, encoding: Encoding | None = None) -> list[int]:
+        added = [stage.add(rows) for stage in self.stages]
+        return added[0]
+
+    def fork(self, row: int, length: int | None = None) -> int:
+        copies = [stage.fork(row, length) for stage in self.stages]
+        return copies[0]
+
+    def remove(self, rows: Sequence[int]) -> None:
+        for stage in self.stages:
+            stage.remove(rows)
+
+    def length(self, row: int) -> int:
+        return self.stages[-1].length(row)
+
+    def pending(self, row: int) -> int:
+        return self.stages[-1].pending(row)
+
+    def forward(self, rows: Sequence[int], trees: Sequence[Tree], keep: Sequence[int], **more: Any) -> list[Scores]:
+        """A pass of the first stage that still runs."""
+        return self.stages[self.first].forward(rows, trees, keep, **more)
+
+    def commit(
+        self,
+        rows: Sequence[int],
+        paths: Sequence[list[int]],
+        *,
+        texts: Sequence[int] | None = None,
+        final: bool = True,
+    ) -> None:
+        for stage in self.stages[self.first :]:
+            stage.commit(rows, paths, texts=texts, final=final)
+
+    def refresh(self, rows: Sequence[int]) -> None:
+        """Nothing is read again."""
+
+    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        for stage in self.stages:
+            stage.truncate(rows, lengths)
+
+
+def _language_model(stage: Stage, gear: str) -> LanguageModel:
+    """A stage as sessions run it; its weights are its own, so that they may be packed."""
+    capability = Capability("kv", "ids", "dict", "mask", stage.kinds)
+    return LanguageModel(stage.eval(), gear=gear, owned=True, capability=capability)

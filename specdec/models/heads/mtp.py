@@ -1,0 +1,86 @@
+"""Multi-token prediction (arXiv 2412.19437, section 2.2): layers in the target's own checkpoint that guess on.
+
+A stage is one such layer of transformers' own; a feature is the last hidden state, or what the stage before it wrote.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from transformers.modeling_layers import MtpModel
+
+from specdec.errors import UnsupportedError
+from specdec.models.failures import explained
+from specdec.models.heads.head import Embedding, Head, Stage
+from specdec.models.language_model import LanguageModel
+from specdec.models.layout import Kind
+
+_KINDS = ("full_attention", "sliding_attention")
+
+
+class MtpStage(Stage):
+    """Layer number `depth` of a target's multi-token prediction."""
+
+    def __init__(self, model: Any, depth: int, vocab_size: int) -> None:
+        kind = (getattr(model.config, "layer_types", None) or _KINDS[:1] * (depth + 1))[depth]
+        if kind not in _KINDS:
+            raise UnsupportedError(f"a layer for multi-token prediction is of kind {kind!r}; known are {_KINDS}")
+        window = model.config.sliding_window if kind == "sliding_attention" else None
+        config = copy.copy(model.config)
+        vars(config).update(num_hidden_layers=1)  # past the setters, which compare it with lists of all layers
+        embedding = Embedding(model.embed_tokens, as_stored=False)
+        super().__init__(config, embedding, config.hidden_size, vocab_size, (Kind(kind, window),), depth=depth)
+        self.layer, self.rotary_emb = model.layers[depth], model.rotary_emb
+        self.post_norm = model.shared_post_norm if model.use_shared_post_norm else None
+        self._project = model._project_to_logits  # a method: the target's head is none of its own modules
+        self._rotary = {"layer_type": kind} if getattr(model, "has_per_layer_rope", False) else {}
+        for module in self.layer.modules():
+            if hasattr(module, "layer_idx"):
+                module.layer_idx = 0  # every stage has a cache of its own
+        self.settle(self.layer.eh_proj.weight.dtype, self.layer.eh_proj.weight.device)
+
+    def features(self, states: Tensor) -> Tensor:
+        """The last hidden states `[tokens, 1, width]` as they are."""
+        return states[:, 0]
+
+    def write(
+        self, embeds: Tensor, features: Tensor, masks: Mapping[str, Tensor], positions: Tensor, cache: Any
+    ) -> Tensor:
+        """The layer's output."""
+        angles = None
+        if self.rotary_emb is not None:
+            angles = self.rotary_emb(embeds, position_ids=positions, **self._rotary)
+        written: Tensor = self.layer(
+            embeds,
+            features,
+            position_embeddings=angles,
+            position_ids=positions,
+            attention_mask=next(iter(masks.values())),
+            past_key_values=cache,
+        )
+        return written if self.post_norm is None else self.post_norm(written)
+
+    def guess(self, written: Tensor) -> Tensor:
+        """Logits through the target's own head."""
+        logits: Tensor = self._project(written)
+        return logits
+
+
+def load_mtp(target: LanguageModel, *, gear: str = "auto", argument: str = "draft") -> Head:
+    """The multi-token prediction of this target, from its checkpoint.
+
+    Raises UnsupportedError for a target that has none, LoadError where its weights are missing.
+    """
+    name, count = str(target.model.config.name_or_path), getattr(target.config, "num_mtp_layers", None)
+    if not count or target.is_encoder_decoder:
+        raise UnsupportedError(
+            f"`{argument}`: {type(target.model).__name__} has no layers for multi-token prediction (its config has no "
+            "`num_mtp_layers`): name another draft"
+        )
+    with explained(name, argument):
+        model = MtpModel.from_pretrained(target.model, device_map={"": target.device})
+    stages = [MtpStage(model.eval(), depth, target.vocab_size) for depth in range(count)]
+    return Head(stages, [target.num_layers], gear=gear)

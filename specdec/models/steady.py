@@ -1,0 +1,55 @@
+"""Activations whose numbers do not depend on where in a pass a value stands.
+
+torch computes most of a tensor with vectors, and what is left over at its end, or at the end of a thread's share, one
+by one. Of some functions the two differ in the last bit. Those here are made of operators whose results agree.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from specdec.kernels import PackedLinear
+
+
+class Sigmoid(nn.Module):
+    """`x / (1 + exp(-scale * x))`: SiLU, and with a scale of 1.702 GELU nearly (arXiv:1606.08415, section 2)."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of any shape."""
+        wide = x.float()
+        return (wide / (1 + torch.exp(-self.scale * wide))).to(x.dtype)
+
+
+class Tanh(nn.Module):
+    """GELU by way of tanh (arXiv:1606.08415, section 2)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of any shape."""
+        wide = x.float()
+        inner = math.sqrt(2 / math.pi) * (wide + 0.044715 * wide * wide * wide)
+        return (0.5 * wide * (1 + torch.tanh(inner))).to(x.dtype)
+
+
+_STEADY = {
+    type(ACT2FN["silu"]): Sigmoid(),
+    type(ACT2FN["swish"]): Sigmoid(),
+    type(ACT2FN["quick_gelu"]): Sigmoid(1.702),
+    type(ACT2FN["gelu_pytorch_tanh"]): Tanh(),
+}
+
+
+def steady(model: nn.Module) -> None:
+    """Puts them in the place of torch's, and has packed layers compute passes of all widths alike."""
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if type(module) in _STEADY:
+            model.set_submodule(name, _STEADY[type(module)])
+        elif isinstance(module, PackedLinear):
+            module.unpacks = ()

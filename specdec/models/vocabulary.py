@@ -1,0 +1,93 @@
+"""A vocabulary of a draft's own: its head computes the logits of some tokens only, and guesses no others.
+
+The head is most of what a small draft reads in a pass, and most tokens hardly ever come.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specdec.errors import OptionError, UnsupportedError
+from specdec.kernels import AnyLinear
+from specdec.loading import Vocabulary
+from specdec.models.language_model import LanguageModel
+
+
+def widened(logits: Tensor, ids: Tensor, width: int) -> Tensor:
+    """`logits` `[..., ids]` of these tokens among those of all, `[..., width]`: the others are never guessed."""
+    whole = logits.new_full((*logits.shape[:-1], width), float("-inf"))
+    whole[..., ids] = logits
+    return whole
+
+
+def cut(head: Any, ids: Tensor) -> nn.Module:
+    """A head of the outputs `ids` alone; raises UnsupportedError for layers of unknown kinds."""
+    if isinstance(head, AnyLinear):
+        return head.cut(ids)
+    if type(head) is not nn.Linear or head.weight.is_meta:
+        raise UnsupportedError(
+            f"no rows can be taken out of a head of kind {type(head).__name__}: leave `vocabulary` out"
+        )
+    weight, bias = head.weight.detach()[ids], None if head.bias is None else head.bias.detach()[ids]
+    with torch.device("meta"):
+        smaller = nn.Linear(head.in_features, len(ids), bias=bias is not None)
+    smaller.load_state_dict({"weight": weight} | ({} if bias is None else {"bias": bias}), assign=True)
+    return smaller.requires_grad_(False)
+
+
+class CutHead(nn.Module):
+    """A head that computes the logits of tokens `ids` only; all others are -inf."""
+
+    ids: Tensor
+
+    def __init__(self, head: Any, ids: Tensor, width: int) -> None:
+        super().__init__()
+        self.head, self.out_features = cut(head, ids), width
+        self.register_buffer("ids", ids, persistent=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """`[..., width]` logits."""
+        return widened(self.head(hidden), self.ids, self.out_features)
+
+
+def cut_vocabulary(language: LanguageModel, vocabulary: Vocabulary, tokenizer: Any) -> None:
+    """Cuts the head of a draft that was loaded here down to a vocabulary.
+
+    Raises OptionError for more tokens than there are, UnsupportedError for heads and models that cannot be cut.
+    """
+    model, width = language.model, language.vocab_size
+    if getattr(language.config, "final_logit_softcapping", None) is not None:
+        raise UnsupportedError(
+            f"{type(model).__name__} caps its logits, so that no token can be ruled out: leave `vocabulary` out"
+        )
+    ids = torch.tensor(sorted(_ids(language, vocabulary, tokenizer)), device=language.device)
+    model.set_output_embeddings(CutHead(model.get_output_embeddings(), ids, width))
+
+
+def _ids(language: LanguageModel, vocabulary: Vocabulary, tokenizer: Any) -> set[int]:
+    """The likeliest tokens, those that end a text among them."""
+    width, ends = language.vocab_size, _ends(language)
+    likely = list(range(width))
+    if vocabulary.text is not None:
+        if tokenizer is None:
+            raise OptionError("`vocabulary` counts the tokens of a text, which needs the draft's tokenizer beside it")
+        counts = Counter(tokenizer(Path(vocabulary.text).read_text(encoding="utf-8"))["input_ids"])
+        often = [token for token, _ in counts.most_common() if token < width]
+        likely = often if vocabulary.size is None else [*often, *(token for token in likely if token not in counts)]
+    size = len(likely) if vocabulary.size is None else vocabulary.size
+    if size > width:
+        raise OptionError.of("vocabulary", f"at most the {width} tokens of the draft", size)
+    others = [token for token in likely if token not in ends]
+    return {*ends, *others[: max(size - len(ends), 0)]}
+
+
+def _ends(language: LanguageModel) -> Sequence[int]:
+    found = getattr(language.model.generation_config, "eos_token_id", None)
+    ends = [found] if isinstance(found, int) else found or []
+    return [token for token in ends if token < language.vocab_size]

@@ -1,0 +1,82 @@
+"""Who may run: a bounded number at a time, the next by turns among clients, the rest refused."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict, deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from specdec.serve.errors import busy
+
+
+class Admission:
+    """`running` turns at a time; `waiting` more wait, and clients take turns however much each of them asks for.
+
+    `per_client` bounds what one client has running and waiting. To be used on one event loop.
+    """
+
+    def __init__(self, running: int, waiting: int, per_client: int | None = None) -> None:
+        self.free, self._most_waiting, self._per_client = running, waiting, per_client
+        self._running, self.waiting = running, 0
+        self._queues: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        self._held: Counter[str] = Counter()
+
+    @property
+    def running(self) -> int:
+        """Turns that are taken."""
+        return self._running - self.free
+
+    @asynccontextmanager
+    async def turn(self, client: str) -> AsyncIterator[None]:
+        """Waits for a turn and holds it; raises a 429 where too many wait, or the client has too many."""
+        if self._per_client is not None and self._held[client] >= self._per_client:
+            raise busy(f"this client has {self._per_client} requests under way already: wait for one to end", 1)
+        self._held[client] += 1
+        try:
+            await self._take(client)
+            try:
+                yield
+            finally:
+                self._give_back()
+        finally:
+            self._held[client] -= 1
+            if not self._held[client]:
+                del self._held[client]
+
+    async def _take(self, client: str) -> None:
+        if self.free and not self.waiting:
+            self.free -= 1
+            return
+        if self.waiting >= self._most_waiting:
+            raise busy(f"{self.waiting} requests wait already: try again later", 1 + self.waiting // 8)
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queues.setdefault(client, deque()).append(turn)
+        self.waiting += 1
+        try:
+            await turn
+        except BaseException:
+            if turn in self._queues.get(client, ()):
+                self._queues[client].remove(turn)
+                self._drop_empty(client)
+                self.waiting -= 1
+            elif not turn.cancelled():
+                self._give_back()  # it had just been called
+            raise
+
+    def _give_back(self) -> None:
+        """The turn goes to the first of the client that was served least recently."""
+        while self._queues:
+            client, queue = next(iter(self._queues.items()))
+            turn = queue.popleft()
+            self._queues.move_to_end(client)
+            self._drop_empty(client)
+            self.waiting -= 1
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self.free += 1
+
+    def _drop_empty(self, client: str) -> None:
+        if client in self._queues and not self._queues[client]:
+            del self._queues[client]

@@ -1,0 +1,152 @@
+"""`/v1/audio/transcriptions` and `/v1/audio/translations`."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, File, Form, Request, UploadFile
+from pydantic import Field
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from specdec.pipelines import Transcription
+from specdec.pipelines.subtitles import srt, vtt
+from specdec.serve.bridge import Work
+from specdec.serve.errors import ApiError
+from specdec.serve.guards import GuardedRoute
+from specdec.serve.hosting import Host
+from specdec.serve.protocol import Text
+from specdec.serve.respond import watched
+from specdec.serve.speech_model import Listen, SpeechModel
+from specdec.serve.state import client_of, state_of
+
+router = APIRouter(route_class=GuardedRoute, tags=["audio"])
+
+Format = Literal["json", "text", "srt", "verbose_json", "vtt"]
+Granularity = Literal["segment", "word"]
+_COMMON = {"file", "model", "prompt", "response_format", "temperature", "seed", "stream", "timestamp_granularities[]"}
+
+Model = Annotated[Text | None, Form(max_length=256)]
+Prompt = Annotated[Text | None, Form(max_length=4096)]
+Language = Annotated[Text | None, Form(max_length=32)]
+Temperature = Annotated[float, Form(ge=0, le=1, allow_inf_nan=False)]
+Seed = Annotated[int, Form(ge=0, lt=2**63)]
+Granularities = Annotated[list[Granularity], Form(alias="timestamp_granularities[]"), Field(max_length=2)]
+
+
+@router.post("/v1/audio/transcriptions")
+async def transcriptions(
+    request: Request,
+    file: Annotated[UploadFile, File()],
+    model: Model = None,
+    language: Language = None,
+    prompt: Prompt = None,
+    response_format: Annotated[Format, Form()] = "json",
+    temperature: Temperature = 0.0,
+    seed: Seed = 0,
+    timestamp_granularities: Granularities = [],  # noqa: B006
+    stream: Annotated[bool, Form()] = False,
+) -> Response:
+    """Writes down what is said."""
+    await _check_fields(request, _COMMON | {"language"}, stream=stream)
+    if timestamp_granularities and response_format != "verbose_json":
+        raise ApiError(400, "`timestamp_granularities[]` needs `response_format` verbose_json", param="response_format")
+    words = "word" in timestamp_granularities
+    stamps = None if response_format in ("json", "text") else "word" if words else "segment"
+    asked = Listen(await file.read(), "transcribe", language, prompt, temperature, stamps, seed)
+    found, host = await _hear(request, model, asked)
+    return _formed(found, host, asked, response_format, segments=not words or "segment" in timestamp_granularities)
+
+
+@router.post("/v1/audio/translations")
+async def translations(
+    request: Request,
+    file: Annotated[UploadFile, File()],
+    model: Model = None,
+    prompt: Prompt = None,
+    response_format: Annotated[Format, Form()] = "json",
+    temperature: Temperature = 0.0,
+    seed: Seed = 0,
+) -> Response:
+    """Writes down in English what is said in any language."""
+    await _check_fields(request, _COMMON - {"stream", "timestamp_granularities[]"}, stream=False)
+    stamps = None if response_format in ("json", "text") else "segment"
+    asked = Listen(await file.read(), "translate", None, prompt, temperature, stamps, seed)
+    found, host = await _hear(request, model, asked)
+    return _formed(found, host, asked, response_format, segments=True)
+
+
+async def _check_fields(request: Request, known: set[str], *, stream: bool) -> None:
+    """Raises a 400 for fields that nobody reads."""
+    if unknown := [name for name in await request.form() if name not in known]:
+        raise ApiError(400, f"`{unknown[0][:64]}` is not supported: leave it out", param=unknown[0][:64])
+    if stream:
+        raise ApiError(400, "transcriptions are not streamed: leave out `stream`", param="stream")
+
+
+async def _hear(request: Request, name: str | None, asked: Listen) -> tuple[Transcription, Host]:
+    """What is said, once it is the request's turn."""
+    state = state_of(request)
+    state.admit()
+    host = state.hosts.named(name, "speech")
+    began, metrics = time.monotonic(), state.metrics
+
+    async def heard() -> Transcription:
+        model = host.model
+        assert isinstance(model, SpeechModel)
+        async with host.turns.turn(client_of(request)):
+            metrics.queued.labels(model.name).observe(time.monotonic() - began)
+            work = Work(host.pool, lambda cancel: iter([model.hear(asked, cancel)]))
+            try:
+                async for found in work:
+                    return found
+            finally:
+                await work.close()
+        raise AssertionError("a recording was lost")
+
+    found = await watched(request, heard())
+    host.beat()
+    metrics.whole.labels(host.model.name).observe(time.monotonic() - began)
+    metrics.audio_seconds.labels(host.model.name).inc(found.duration)
+    metrics.count(host.model.name, found.stats)
+    return found, host
+
+
+def _formed(found: Transcription, host: Host, asked: Listen, form: Format, *, segments: bool) -> Response:
+    text = found["text"].strip()
+    if form == "json":
+        seconds = {"type": "duration", "seconds": round(found.duration)}
+        return JSONResponse({"text": text, "usage": seconds})
+    if form == "text":
+        return PlainTextResponse(text + "\n")
+    if form in ("srt", "vtt"):
+        return PlainTextResponse((srt if form == "srt" else vtt)(found["chunks"]))
+    body: dict[str, Any] = {
+        "task": asked.task,
+        "language": found.language,
+        "duration": round(found.duration, 3),
+        "text": text,
+        "usage": {"type": "duration", "seconds": round(found.duration)},
+    }
+    if asked.stamps == "word":
+        body["words"] = [_timed(chunk, "word") for chunk in found["chunks"]]
+    if segments:
+        body["segments"] = _segments(found, host)
+    return JSONResponse(body)
+
+
+def _timed(chunk: dict[str, Any], name: str) -> dict[str, Any]:
+    start, end = chunk["timestamp"]
+    return {name: chunk["text"].strip(), "start": start or 0.0, "end": start or 0.0 if end is None else end}
+
+
+def _segments(found: Transcription, host: Host) -> list[dict[str, Any]]:
+    """Stretches between timestamps; scores that whisper has beside them are not worked out."""
+    tokenizer = host.model.generator.tokenizer
+    unknown = dict.fromkeys(("avg_logprob", "compression_ratio", "no_speech_prob"))
+    made: list[dict[str, Any]] = []
+    for segment in (one for stretch in found.segments for one in stretch):
+        text = tokenizer.decode(segment.tokens, skip_special_tokens=True)
+        times = {"seek": 0, "start": round(segment.start, 3), "end": round(segment.end, 3)}
+        made.append({"id": len(made), **times, "text": text, "tokens": segment.tokens, **unknown})
+    return made

@@ -1,0 +1,175 @@
+"""One request for text: its prompts run side by side, their pieces become an answer or a stream of events."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from specdec.serve.answers import Answer, Tally
+from specdec.serve.bridge import Work
+from specdec.serve.hosting import Host
+from specdec.serve.metrics import Metrics
+from specdec.serve.protocol import Generate
+from specdec.serve.settings import ServeSettings
+from specdec.serve.text_model import Ask, Begun, Ended, Piece, TextModel
+
+Item = tuple[int, Begun | Piece | Ended]
+
+
+class Generation:
+    """What a request asks of a model, on its way; `prompts` has one entry for each, None for a conversation."""
+
+    def __init__(
+        self,
+        host: Host,
+        metrics: Metrics,
+        settings: ServeSettings,
+        request: Generate,
+        prompts: Sequence[str | list[int] | None],
+        *,
+        client: str,
+        salt: str | None,
+    ) -> None:
+        assert isinstance(host.model, TextModel)
+        self._host, self._model, self._metrics = host, host.model, metrics
+        self._request, self._prompts, self._client = request, prompts, client
+        chunk = settings.stream_chunk if request.stream else None
+        self._asks = [Ask(request, prompt, salt, chunk) for prompt in prompts]
+        self._tallies = [Tally() for _ in prompts]
+        self._answer = Answer(request, host.model.name, self._tallies, settings.pad_events)
+        self._began = time.monotonic()
+
+    async def whole(self) -> dict[str, Any]:
+        """The body of the answer."""
+        choices: list[list[Piece]] = [[] for _ in range(len(self._prompts) * self._request.n)]
+        echoes: list[str | None] = [None] * len(self._prompts)
+        async with aclosing(self._items()) as items:
+            async for at, item in items:
+                if isinstance(item, Begun):
+                    echoes[at] = item.prompt_text
+                elif isinstance(item, Piece):
+                    choices[at * self._request.n + item.row].append(item)
+        return self._answer.whole(choices, echoes)
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """The events of the answer, once the request has proved sound; until then errors are raised here."""
+        items = self._items()
+        try:
+            first = await anext(items)
+        except BaseException:
+            await items.aclose()
+            raise
+        return self._events(first, items)
+
+    async def _events(self, first: Item, items: AsyncGenerator[Item, None]) -> AsyncGenerator[bytes, None]:
+        echoes: dict[int, str | None] = {}
+        begun: set[int] = set()
+        async with aclosing(items):
+            async for at, item in _chained(first, items):
+                if isinstance(item, Begun):
+                    echoes[at] = item.prompt_text
+                elif isinstance(item, Piece) and (item.text or item.finish or item.scores):
+                    index = at * self._request.n + item.row
+                    is_first = index not in begun
+                    begun.add(index)
+                    echo = echoes.get(at) if is_first else None
+                    yield self._answer.event(self._answer.chunk(index, item, first=is_first, echo=echo))
+        if (last := self._answer.last_chunk()) is not None:
+            yield self._answer.event(last)
+
+    async def _items(self) -> AsyncGenerator[Item, None]:
+        """What comes of all prompts, each with its number."""
+        if len(self._asks) == 1:
+            async with aclosing(self._one(0)) as items:
+                async for item in items:
+                    yield item
+            return
+        news: asyncio.Queue[Item | BaseException | None] = asyncio.Queue()
+        tasks = [asyncio.ensure_future(self._forward(at, news)) for at in range(len(self._asks))]
+        try:
+            for _ in tasks:
+                while (found := await news.get()) is not None:
+                    if isinstance(found, BaseException):
+                        raise found
+                    yield found
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _forward(self, at: int, news: asyncio.Queue[Item | BaseException | None]) -> None:
+        try:
+            async with aclosing(self._one(at)) as items:
+                async for item in items:
+                    news.put_nowait(item)
+            news.put_nowait(None)
+        except Exception as error:
+            news.put_nowait(error)
+
+    async def _one(self, at: int) -> AsyncGenerator[Item, None]:
+        """What comes of one prompt, when its turn is there."""
+        model, observed = self._model, _Observed(self._host, self._metrics, self._began, told=self._request.stream)
+        async with self._host.turns.turn(self._client):
+            observed.turn()
+            work = Work(self._host.pool, lambda cancel: model.run(self._asks[at], cancel))
+            try:
+                async for item in work:
+                    self._take(self._tallies[at], item)
+                    observed.item(item)
+                    yield at, item
+            except (GeneratorExit, asyncio.CancelledError):
+                self._metrics.aborted.labels(model.name).inc()
+                raise
+            finally:
+                await work.close()
+
+    def _take(self, tally: Tally, item: Begun | Piece | Ended) -> None:
+        if isinstance(item, Begun):
+            tally.prompt_tokens = item.prompt_tokens
+            self._metrics.prompt_tokens.labels(self._model.name).inc(item.prompt_tokens)
+        elif isinstance(item, Piece):
+            tally.new_tokens += item.tokens
+        else:
+            tally.stats = item.stats
+            self._metrics.count(self._model.name, item.stats)
+
+
+class _Observed:
+    """The times of one prompt; those between tokens only where its text was `told` as it came."""
+
+    def __init__(self, host: Host, metrics: Metrics, began: float, *, told: bool) -> None:
+        name = host.model.name
+        self._host, self._began, self._told = host, began, told
+        self._queued, self._whole = metrics.queued.labels(name), metrics.whole.labels(name)
+        self._first, self._between = metrics.first_token.labels(name), metrics.between.labels(name)
+        self._new = metrics.new_tokens.labels(name)
+        self._last: float | None = None
+
+    def turn(self) -> None:
+        """Its turn has come."""
+        self._queued.observe(time.monotonic() - self._began)
+
+    def item(self, item: Begun | Piece | Ended) -> None:
+        """Something came."""
+        now = time.monotonic()
+        if isinstance(item, Ended):
+            self._whole.observe(now - self._began)
+        if not isinstance(item, Piece):
+            return
+        self._host.beat()
+        self._new.inc(item.tokens)
+        if self._told and self._last is None:
+            self._first.observe(now - self._began)
+        elif self._told and self._last is not None:
+            for _ in range(item.tokens):
+                self._between.observe((now - self._last) / item.tokens)
+        self._last = now
+
+
+async def _chained(first: Item, items: AsyncIterator[Item]) -> AsyncIterator[Item]:
+    yield first
+    async for item in items:
+        yield item

@@ -1,0 +1,135 @@
+"""Answers in a given form: JSON schemas, regular expressions and grammars as a mask over the next token.
+
+The masks are llguidance's. A grammar is a function of the text alone, so that a draft model guesses under it too, and
+drafts that copy are cut where they leave it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from specdec.errors import EngineError, OptionError
+from specdec.serve.protocol import Generate
+from specdec.values import common_length
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+_ANY_OBJECT: dict[str, Any] = {"type": "object"}
+
+
+@dataclass(frozen=True)
+class Form:
+    """What form an answer has: a kind of grammar, its text, and the field of the request that named it."""
+
+    kind: Literal["json", "regex", "lark", "choice"]
+    source: Any
+    field: str
+
+    @classmethod
+    def of(cls, asked: Generate) -> Form | None:
+        """The form that a request asks for, if it does."""
+        form = asked.response_format
+        if form is not None and form.type != "text":
+            schema = form.json_schema.schema_ if form.json_schema is not None else None
+            return cls("json", _ANY_OBJECT if schema is None else schema, "response_format")
+        if asked.guided_json is not None:
+            return cls("json", asked.guided_json, "guided_json")
+        if asked.guided_regex is not None:
+            return cls("regex", asked.guided_regex, "guided_regex")
+        if asked.guided_grammar is not None:
+            return cls("lark", asked.guided_grammar, "guided_grammar")
+        return None if asked.guided_choice is None else cls("choice", asked.guided_choice, "guided_choice")
+
+    def compiled(self) -> str:
+        """The grammar as llguidance reads it; raises OptionError for what is none."""
+        from llguidance import LLMatcher
+
+        try:
+            if self.kind == "regex":
+                return LLMatcher.grammar_from_regex(self.source)
+            if self.kind == "lark":
+                return LLMatcher.grammar_from_lark(self.source)
+            if self.kind == "choice":
+                choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in self.source)
+                return LLMatcher.grammar_from_lark(f"start: {choices}")
+            # Free whitespace is where small models run in circles.
+            return LLMatcher.grammar_from_json_schema(self.source, overrides={"whitespace_flexible": False})
+        except (ValueError, RecursionError) as error:
+            raise OptionError(f"`{self.field}`: {error}") from None
+
+
+class Grammar:
+    """A logits processor that lets only tokens through which the form allows; for all rows of one prompt.
+
+    `begin` is the length of the prompt. A matcher follows every row, forward and back.
+    """
+
+    pure = True  # a function of ids and logits
+
+    def __init__(self, form: Form, tokenizer: LLTokenizer, begin: int, rows: int = 1) -> None:
+        from llguidance import LLMatcher
+
+        self._begin = begin
+        first = LLMatcher(tokenizer, form.compiled(), log_level=0)
+        if first.is_error():
+            raise OptionError(f"`{form.field}`: {first.get_error()}")
+        self._matchers = [_Follower(first), *(_Follower(first.deep_copy()) for _ in range(rows - 1))]
+        self._ends = torch.tensor(tokenizer.eos_tokens)
+
+    def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
+        """`logits` `[n, vocab]` after `ids` `[n, length]`, with -inf where the form forbids the token."""
+        allowed = torch.stack([self._mask(text[self._begin :].tolist(), logits.shape[1]) for text in ids])
+        return logits.masked_fill(~allowed.to(logits.device), -torch.inf)
+
+    def allowed(self, text: Sequence[int], tokens: Sequence[int]) -> int:
+        """How many of `tokens` may follow `text`, prompt included."""
+        matcher = self._at(list(text[self._begin :]))
+        return 0 if matcher is None else matcher.validate_tokens(list(tokens))
+
+    def _mask(self, written: list[int], width: int) -> Tensor:
+        """Which tokens `[vocab]` may follow what was written; only an end where the text has left the form."""
+        allowed = torch.zeros(width, dtype=torch.bool)
+        matcher = self._at(written)
+        if matcher is None or matcher.is_stopped():
+            allowed[self._ends[self._ends < width]] = True
+            return allowed
+        bits = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.uint8)
+        flat = ((bits[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten()[:width]
+        allowed[: len(flat)] = flat.bool()
+        if not allowed.any():
+            raise EngineError(f"the answer cannot go on in this form: {matcher.get_error() or matcher.stop_reason()}")
+        return allowed
+
+    def _at(self, written: list[int]) -> LLMatcher | None:
+        """A matcher that has read this; None where the text has left the form, as guesses may."""
+        best = max(self._matchers, key=lambda one: (one.shares(written), -len(one.read)))
+        return best.matcher if best.go_to(written) else None
+
+
+class _Follower:
+    """A matcher, and what it has read."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self.matcher, self.read = matcher, list[int]()
+
+    def shares(self, written: Sequence[int]) -> int:
+        """How much of this it has read."""
+        return common_length(self.read, written)
+
+    def go_to(self, written: Sequence[int]) -> bool:
+        """Reads on, or back; whether all of it is in the form."""
+        kept = self.shares(written)
+        if kept < len(self.read):
+            self.matcher.rollback(len(self.read) - kept)
+            del self.read[kept:]
+        new = list(written[kept:])
+        count = self.matcher.try_consume_tokens(new)
+        self.read += new[:count]
+        return count == len(new)

@@ -1,0 +1,169 @@
+"""What every request must pass: keys, hosts and origins, and sizes; and the line in the log that it leaves.
+
+Keys are asked for by the route itself, before its body is read, and not by looking at a path: a route that does not say
+that it is public is closed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import anyio
+from fastapi.routing import APIRoute
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from specdec.serve.errors import ApiError
+from specdec.serve.state import LOG, State, state_of
+
+_ID = re.compile(r"[\w.-]{1,64}")
+_LOCAL = {"localhost", "127.0.0.1", "[::1]", "::1"}
+_FORM_BYTES = 2**16  # of a form besides its file
+_PUBLIC = "_specdec_public"
+
+Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
+
+
+def public(endpoint: Endpoint) -> Endpoint:
+    """Marks an endpoint that asks for no key."""
+    setattr(endpoint, _PUBLIC, True)
+    return endpoint
+
+
+class GuardedRoute(APIRoute):
+    """A route that asks for a key and bounds the body before anything else happens."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The endpoint behind its guards."""
+        handler, is_public = super().get_route_handler(), hasattr(self.endpoint, _PUBLIC)
+
+        async def guarded(request: Request) -> Response:
+            state = state_of(request)
+            if not is_public:
+                authorise(request, state)
+            return await handler(Request(request.scope, _bounded(request, state)))
+
+        return guarded
+
+
+def authorise(request: Request, state: State) -> None:
+    """Raises a 401 without a known key; notes the key's name."""
+    if state.keys is None:
+        return
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    name = state.keys.name(given.strip()) if scheme.lower() == "bearer" and given else None
+    if name is None:
+        message = "an API key is needed: send the header `Authorization: Bearer KEY`"
+        raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+    request.scope["specdec.key"] = name
+
+
+def _bounded(request: Request, state: State) -> Receive:
+    """The body, as long as it is not too large and does not take too long."""
+    limits = state.settings.limits
+    is_form = request.headers.get("content-type", "").startswith("multipart/")
+    most = limits.audio_bytes + _FORM_BYTES if is_form else limits.body_bytes
+    declared = request.headers.get("content-length", "0")
+    if not declared.isdecimal() or int(declared) > most:
+        raise _too_large(most)
+    began, seen, complete = time.monotonic(), 0, False
+
+    async def receive() -> Message:
+        nonlocal seen, complete
+        if complete:
+            return await request.receive()
+        message: Message | None = None
+        with anyio.move_on_after(max(began + limits.upload_seconds - time.monotonic(), 0)):
+            message = await request.receive()
+        if message is None:
+            raise ApiError(408, "the body did not arrive in time", code="timeout")
+        seen += len(message.get("body", b""))
+        if seen > most:
+            raise _too_large(most)
+        complete = not message.get("more_body", False)
+        return message
+
+    return receive
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"the body may have {most:,} bytes at most", code="too_large")
+
+
+class Entrance:
+    """The outermost layer: headers of a sane size, hosts and origins that belong here, an id and a line for the log."""
+
+    def __init__(self, app: ASGIApp, state: State) -> None:
+        self._app, self._state = app, state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes on what is in order."""
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        headers, began = Headers(scope=scope), time.monotonic()
+        given = headers.get("x-request-id", "")
+        own = given if _ID.fullmatch(given) else secrets.token_hex(8)
+        status, sent = 500, 0
+
+        async def tagged(message: Message) -> None:
+            nonlocal status, sent
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                added = MutableHeaders(scope=message)
+                added["X-Request-ID"] = own
+                added["X-Content-Type-Options"] = "nosniff"
+            sent += len(message.get("body", b""))
+            await send(message)
+
+        try:
+            error = self._refusal(scope, headers)
+            if error is None:
+                await self._app(scope, receive, tagged)
+            else:
+                await JSONResponse(error.body, error.status_code)(scope, receive, tagged)
+        finally:
+            self._note(scope, own, status, sent, time.monotonic() - began)
+
+    def _refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
+        """Why a request must not go further."""
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > self._state.settings.limits.header_bytes:
+            return ApiError(431, "the headers are too large", code="too_large")
+        settings, host = self._state.settings, _name(headers.get("host", ""))
+        known = {*settings.hosts, settings.host, *(_LOCAL if settings.is_local else ())}
+        # A page elsewhere may make its own name lead here (DNS rebinding).
+        if settings.is_local and host not in known:
+            return ApiError(421, "this host name is not served: pass --allow-host", code="unknown_host")
+        origin = headers.get("origin")
+        if origin is not None and _name(urlsplit(origin).netloc) not in {host, *settings.hosts}:
+            return ApiError(403, "pages of other sites may not use this server: pass --allow-host", code="cross_origin")
+        return None
+
+    def _note(self, scope: Scope, own: str, status: int, sent: int, seconds: float) -> None:
+        """One line about the request; what was asked and answered is not in it, nor are names beyond the routes'."""
+        route = scope.get("route")
+        path = getattr(route, "path", "unknown")
+        self._state.metrics.requests.labels(path, str(status)).inc()
+        facts = {
+            "request_id": own,
+            "method": scope["method"],
+            "path": path,
+            "status": status,
+            "seconds": round(seconds, 4),
+            "bytes": sent,
+            "key": scope.get("specdec.key"),
+        }
+        LOG.info(json.dumps(facts), extra={"facts": facts})
+
+
+def _name(netloc: str) -> str:
+    """A host without its port."""
+    host, colon, port = netloc.rpartition(":")
+    return (host if colon and port.isdecimal() else netloc).lower()

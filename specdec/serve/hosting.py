@@ -1,0 +1,159 @@
+"""Models at work in a server: each with its turns, its threads, and a sign of life."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from specdec import zoo
+from specdec.errors import OptionError
+from specdec.generator import SpecGenerator
+from specdec.loading import NAMES as LOADING
+from specdec.loading import is_gguf
+from specdec.pipelines import Transcriber
+from specdec.serve.admission import Admission
+from specdec.serve.bridge import call
+from specdec.serve.errors import ApiError
+from specdec.serve.metrics import Load
+from specdec.serve.settings import Limits, ModelSettings
+from specdec.serve.speech_model import SpeechModel
+from specdec.serve.text_model import TextModel
+
+FRESH = 30.0
+"""Seconds for which a sign of life counts."""
+_PATIENCE = 20.0  # seconds that a model may take to show one
+_HELPERS = 2
+
+
+class Host:
+    """One model with the turns of its requests, the threads that they run in, and when it last decoded."""
+
+    def __init__(self, model: TextModel | SpeechModel, limits: Limits) -> None:
+        running = limits.running if isinstance(model, TextModel) else min(limits.recordings, limits.running)
+        self.model = model
+        self.turns = Admission(running, limits.waiting, limits.per_key)
+        self.light = Admission(_HELPERS, limits.waiting, limits.per_key)
+        self.pool = ThreadPoolExecutor(running + 1, thread_name_prefix=f"specdec-{model.name}")
+        self.helpers = ThreadPoolExecutor(_HELPERS, thread_name_prefix=f"specdec-{model.name}-text")
+        self.created, self._alive = int(time.time()), float("-inf")
+        self._probe: asyncio.Future[None] | None = None
+
+    def beat(self) -> None:
+        """The model has just decoded."""
+        self._alive = time.monotonic()
+
+    @property
+    def load(self) -> Load:
+        """How full it is."""
+        engine = self.model.generator.engine
+        rows = [*engine.running, *engine.reading]
+        held = sum(row.length for row in rows)
+        limit, each = engine.budget.limit, engine.model.kv_bytes
+        free = max(limit // each - held, 0) if limit is not None and each else None
+        return Load(self.turns.running, self.turns.waiting, held, free)
+
+    async def is_ready(self) -> bool:
+        """Whether it has decoded lately, or does when it is asked to; one question at a time is put to it."""
+        if time.monotonic() - self._alive < FRESH:
+            return True
+        if self._probe is None or self._probe.done():
+            self._probe = asyncio.ensure_future(self.warm_up())
+        try:
+            await asyncio.wait_for(asyncio.shield(self._probe), _PATIENCE)
+        except Exception:  # whatever keeps it from decoding
+            return False
+        return True
+
+    async def warm_up(self) -> None:
+        """Decodes one token."""
+        await call(self.pool, self._decode)
+        self.beat()
+
+    def _decode(self) -> None:
+        generator = self.model.generator
+        if isinstance(self.model, SpeechModel):
+            generator.generate(**self.model.silence(), max_new_tokens=1)
+        else:
+            generator.generate([[0]], max_new_tokens=1, do_sample=False)
+
+    def close(self) -> None:
+        """Takes no more work; what runs goes on."""
+        self.pool.shutdown(wait=False, cancel_futures=True)
+        self.helpers.shutdown(wait=False, cancel_futures=True)
+
+
+class Hosts:
+    """The models of a server, by name."""
+
+    def __init__(self, models: Sequence[TextModel | SpeechModel], limits: Limits) -> None:
+        self.all = {model.name: Host(model, limits) for model in models}
+
+    def named(self, name: str | None, task: str) -> Host:
+        """The model of this name, or the first of its task without one; raises a 404, or a 400 for another task."""
+        fitting = [host for host in self.all.values() if host.model.task == task]
+        if name is None and fitting:
+            return fitting[0]
+        found = self.all.get(name or "")
+        if found is None:
+            names = ", ".join(repr(host.model.name) for host in fitting) or "none"
+            message = f"there is no model {name!r} here; models for this are {names}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        if found.model.task != task:
+            message = f"the model {name!r} is for {found.model.task}, and this endpoint is for {task}"
+            raise ApiError(400, message, param="model", code="wrong_model")
+        return found
+
+    def loads(self) -> list[tuple[str, Load]]:
+        """How full all are."""
+        return [(name, host.load) for name, host in self.all.items()]
+
+
+def load(settings: ModelSettings, limits: Limits, share: float = 0.5) -> TextModel | SpeechModel:
+    """The model that the settings name, loaded; `share` of free memory is its `kv_budget` where they name none.
+
+    Raises OptionError and LoadError as `from_pretrained` does.
+    """
+    how = _how(settings)
+    target, draft = zoo.locate(settings.target, "target"), _draft(settings.draft)
+    common: dict[str, Any] = {"kv_budget": settings.kv_budget or share, "prefix_cache": settings.prefix_cache}
+    if _task(settings, target, how) == "speech":
+        transcriber = Transcriber.from_pretrained(target, draft, **common, **how, **settings.options)
+        return SpeechModel(settings.name, transcriber, limits.audio_seconds)
+    generator = SpecGenerator.from_pretrained(target, draft, **common, **how, **settings.options)
+    return TextModel(settings.name, generator, context=settings.context, options=settings.options)
+
+
+def _how(settings: ModelSettings) -> dict[str, Any]:
+    unknown = [name for name in settings.loading if name not in (*LOADING, "draft_options")]
+    if unknown:
+        raise OptionError.of("loading", f"fields among {', '.join(LOADING)}, draft_options", unknown[0])
+    return {**({"dtype": "float32"} if settings.target.startswith("zoo:") else {}), **settings.loading}
+
+
+def _draft(draft: Any) -> Any:
+    return tuple(_draft(part) for part in draft) if isinstance(draft, tuple) else draft and zoo.locate(draft, "draft")
+
+
+def _task(settings: ModelSettings, target: str, how: Mapping[str, Any]) -> str:
+    """What the settings say, or what the checkpoint's configuration tells."""
+    if settings.task != "auto":
+        return settings.task
+    if how.get("gguf_file") or is_gguf(Path(target)):
+        return "text"
+    return "speech" if _kind(target, how) == "whisper" else "text"
+
+
+def _kind(target: str, how: Mapping[str, Any]) -> str | None:
+    """The architecture of a checkpoint; None where that cannot be told, which loading it will explain."""
+    hub = {"revision": how.get("revision"), "trust_remote_code": bool(how.get("trust_remote_code"))}
+    try:
+        kind: str = AutoConfig.from_pretrained(target, **hub).model_type
+    except (OSError, ValueError):
+        return None
+    return kind

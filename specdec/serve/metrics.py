@@ -1,0 +1,95 @@
+"""What Prometheus reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from specdec.types import Stats
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_POSITIONS = 16  # of drafted tokens that are told apart
+
+
+@dataclass(frozen=True)
+class Load:
+    """How full a model is: requests that run and wait, and tokens whose keys and values are held and still fit."""
+
+    running: int
+    waiting: int
+    held: int
+    free: int | None
+
+
+class Metrics:
+    """All counts of one server, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = self._counter("requests", "Answers, by endpoint and status.", "endpoint", "status")
+        self.aborted = self._counter("requests_aborted", "Requests whose client left.", "model")
+        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.", "model")
+        self.cached_tokens = self._counter("prompt_tokens_cached", "Those that were not read again.", "model")
+        self.new_tokens = self._counter("generation_tokens", "Tokens that were written.", "model")
+        self.drafts = self._counter("spec_decode_num_drafts", "Passes that checked a draft.", "model")
+        self.drafted = self._counter("spec_decode_num_draft_tokens", "Tokens that drafts guessed.", "model")
+        self.accepted = self._counter("spec_decode_num_accepted_tokens", "Those that came true.", "model")
+        self.per_position = self._counter(
+            "spec_decode_num_accepted_tokens_per_pos", "The same by place in the draft.", "model", "position"
+        )
+        self.audio_seconds = self._counter("audio_seconds", "Sound that was written down.", "model")
+        self.first_token = self._histogram("time_to_first_token_seconds", "From arrival to the first text.")
+        self.between = self._histogram("inter_token_latency_seconds", "Between tokens; those of a pass share its time.")
+        self.whole = self._histogram("e2e_request_latency_seconds", "From arrival to the last text.")
+        self.queued = self._histogram("request_queue_time_seconds", "From arrival to a turn.")
+
+    def watch(self, loads: Callable[[], Sequence[tuple[str, Load]]]) -> None:
+        """Tells how full the models are whenever it is read."""
+        self.registry.register(_Loads(loads))
+
+    def count(self, model: str, stats: Stats) -> None:
+        """Takes a finished request into account."""
+        self.drafts.labels(model).inc(stats.num_spec_steps)
+        self.drafted.labels(model).inc(stats.num_draft_tokens)
+        self.accepted.labels(model).inc(stats.num_accepted_draft_tokens)
+        self.cached_tokens.labels(model).inc(stats.cached_prompt_tokens)
+        for position in range(min(max(stats.per_step_accepted, default=0), _POSITIONS)):
+            reached = sum(accepted > position for accepted in stats.per_step_accepted)
+            self.per_position.labels(model, str(position)).inc(reached)
+
+    @property
+    def text(self) -> bytes:
+        """All of it, in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def _counter(self, name: str, help: str, *labels: str) -> Any:
+        return Counter(f"specdec_{name}", help, labels, registry=self.registry)
+
+    def _histogram(self, name: str, help: str) -> Any:
+        return Histogram(f"specdec_{name}", help, ("model",), registry=self.registry, buckets=_SECONDS)
+
+
+class _Loads(Collector):
+    def __init__(self, loads: Callable[[], Sequence[tuple[str, Load]]]) -> None:
+        self._loads = loads
+
+    def collect(self) -> Iterator[Metric]:
+        """Gauges as they are now."""
+        words = {
+            "running": ("num_requests_running", "Requests that run."),
+            "waiting": ("num_requests_waiting", "Requests that wait for their turn."),
+            "held": ("kv_tokens_held", "Tokens of running requests whose keys and values are held."),
+            "free": ("kv_tokens_free", "Tokens that still fit into the model's kv_budget."),
+        }
+        loads = self._loads()
+        for field, (name, help) in words.items():
+            gauge = GaugeMetricFamily(f"specdec_{name}", help, labels=["model"])
+            for model, load in loads:
+                if (value := getattr(load, field)) is not None:
+                    gauge.add_metric([model], value)
+            yield gauge

@@ -1,0 +1,344 @@
+"""What clients send: OpenAI's fields, those that others added, and specdec's own; every number has bounds.
+
+Fields that cannot be honoured are refused unless their value asks for nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from specdec.fields import SAMPLING
+from specdec.schedule import SCHEDULES
+
+_LONGEST_NAME, _LONGEST_STOP, _LONGEST_GRAMMAR = 256, 256, 65_536
+
+
+def _is_text(value: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError("the text holds half of a character (a lone surrogate)") from None
+    return value
+
+
+Text = Annotated[str, AfterValidator(_is_text)]
+Name = Annotated[Text, Field(max_length=_LONGEST_NAME)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
+Tokens = Annotated[list[TokenId], Field(min_length=1, max_length=2**20)]
+Count = Annotated[int, Field(ge=1, le=2**20, strict=True)]
+Least = Annotated[int, Field(ge=0, le=2**20, strict=True)]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)]
+Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+Stop = Annotated[Text, Field(min_length=1, max_length=_LONGEST_STOP)]
+Grammar = Annotated[Text, Field(min_length=1, max_length=_LONGEST_GRAMMAR)]
+Phrase = Annotated[Text, Field(min_length=1, max_length=_LONGEST_STOP)]
+
+# Field -> the values that ask for nothing, and what is said of any other.
+_TOOLS = "tool calls are not supported: leave it out, or describe the answer with `response_format`"
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "tools": (([],), _TOOLS),
+    "tool_choice": (("none", "auto"), _TOOLS),
+    "functions": (([],), _TOOLS),
+    "function_call": (("none", "auto"), _TOOLS),
+    "parallel_tool_calls": ((True, False), _TOOLS),
+    "modalities": ((["text"],), "only text is written: leave it out"),
+    "audio": ((), "only text is written: leave it out"),
+    "web_search_options": ((), "nothing is searched: leave it out"),
+    "reasoning_effort": ((), "the effort of thinking cannot be set: leave it out"),
+    "verbosity": ((), "leave it out, and ask for short or long answers in words"),
+    "store": ((False,), "nothing is stored: leave it out"),
+    "metadata": (({},), "nothing is stored: leave it out"),
+    "service_tier": (("auto", "default"), "there is one tier: leave it out"),
+    "suffix": (("",), "text cannot be filled in before a suffix: leave it out"),
+    "best_of": ((1,), "use `num_samples` and `n`, the best of samples by their log-probability"),
+    "chat_template": ((), "templates of clients are not run: leave it out"),
+    "prompt_embeds": ((), "embeddings are not read: pass text or token ids"),
+    "stop_token_ids": (([],), "pass `stop`, text"),
+}
+_TEMPLATE = ("enable_thinking",)
+
+
+class Message(BaseModel):
+    """One turn of a conversation; only text is read."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text | list[TextPart] | None = None
+    name: Name | None = None
+    refusal: None = None
+    tool_calls: None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_text(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            if data.get("role") in ("tool", "function") or data.get("tool_calls"):
+                raise ValueError(_TOOLS)
+            parts = data.get("content")
+            for part in parts if isinstance(parts, list) else []:
+                kind = part.get("type") if isinstance(part, dict) else None
+                if kind is not None and kind != "text":
+                    raise ValueError(f"content of type {str(kind)[:40]!r} is not supported: only text is read")
+        return data
+
+    @property
+    def plain(self) -> dict[str, str]:
+        """As chat templates read it."""
+        parts = self.content if isinstance(self.content, list) else None
+        text = "".join(part.text for part in parts) if parts is not None else self.content or ""
+        said = {"role": "system" if self.role == "developer" else self.role, "content": str(text)}
+        return said if self.name is None else {**said, "name": self.name}
+
+
+class TextPart(BaseModel):
+    """A part of a message."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text"]
+    text: Text
+
+
+Message.model_rebuild()
+
+
+class StreamOptions(BaseModel):
+    """How a stream looks: with usage at its end or in every event, and with events filled up to a common size."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
+
+
+class Prediction(BaseModel):
+    """Text that the answer may resemble."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["content"]
+    content: Text | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class JsonSchema(BaseModel):
+    """A named schema; answers follow it whether or not they are called strict."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+    name: Name = "schema"
+    description: Text | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """What form an answer has."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("`json_schema` and the type 'json_schema' go together: pass both")
+        return self
+
+
+class Generate(BaseModel):
+    """What all requests for text share."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: Name | None = None
+    max_tokens: Count | None = None
+    min_tokens: Least = 0
+    n: Annotated[int, Field(ge=1, le=1024, strict=True)] = 1
+    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63, strict=True)] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: Name | None = None
+    # choice
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**20, strict=True)] | None = None
+    min_p: Share | None = None
+    typical_p: Share | None = None
+    frequency_penalty: Penalty = 0.0
+    presence_penalty: Penalty = 0.0
+    repetition_penalty: Positive = 1.0
+    no_repeat_ngram_size: Annotated[int, Field(ge=0, le=1024, strict=True)] = 0
+    logit_bias: Annotated[dict[Annotated[str, Field(max_length=12)], Bias], Field(max_length=1024)] | None = None
+    # form
+    response_format: ResponseFormat | None = None
+    guided_json: dict[str, Any] | Grammar | None = None
+    guided_regex: Grammar | None = None
+    guided_grammar: Grammar | None = None
+    guided_choice: Annotated[list[Phrase], Field(min_length=1, max_length=1024)] | None = None
+    # specdec's strategies and drafts
+    num_beams: Annotated[int, Field(ge=1, le=1024, strict=True)] = 1
+    num_beam_groups: Annotated[int, Field(ge=1, le=1024, strict=True)] = 1
+    diversity_penalty: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
+    length_penalty: Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)] | None = None
+    early_stopping: bool | Literal["never", "exhaustive"] | None = None
+    constraints: (
+        Annotated[
+            list[Phrase | Annotated[list[Phrase], Field(min_length=1, max_length=64)]],
+            Field(min_length=1, max_length=16),
+        ]
+        | None
+    ) = None
+    num_samples: Annotated[int, Field(ge=1, le=1024, strict=True)] | None = None
+    ranking: Literal["mean", "sum"] | None = None
+    penalty_alpha: Share | None = None
+    sampling: Literal[tuple(SAMPLING)] | None = None  # type: ignore[valid-type]
+    speculate: bool = True
+    schedule: Literal[tuple(SCHEDULES)] | None = None  # type: ignore[valid-type]
+    num_assistant_tokens: Annotated[int, Field(ge=1, le=256, strict=True)] | None = None
+    num_assistant_branches: Annotated[int, Field(ge=1, le=64, strict=True)] | None = None
+    assistant_confidence_threshold: Share | None = None
+    prediction: Prediction | None = None
+    return_metrics: bool = False
+    return_drafted: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for name, (neutral, why) in REFUSED.items():
+            if name in data and data[name] is not None and not any(_same(data[name], value) for value in neutral):
+                raise ValueError(f"`{name}` is not supported: {why}")
+        return {name: value for name, value in data.items() if name not in REFUSED and value is not None}
+
+    @model_validator(mode="after")
+    def _together(self) -> Generate:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("`stream_options` need `stream`: set it, or leave them out")
+        forms = ("guided_json", "guided_regex", "guided_grammar", "guided_choice")
+        named = [name for name in forms if getattr(self, name) is not None]
+        if self.response_format is not None and self.response_format.type != "text":
+            named.append("response_format")
+        if len(named) > 1:
+            raise ValueError(f"`{named[0]}` and `{named[1]}` each say what form the answer has: pass one of them")
+        return self
+
+    @property
+    def top(self) -> int | None:
+        """How many likeliest tokens are told of every token; None where nothing is told of them."""
+        raise NotImplementedError
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The length limit; None for all that the model can."""
+        raise NotImplementedError
+
+    @property
+    def stops(self) -> list[str]:
+        """The texts before which the answer ends."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    return type(value) is type(neutral) and bool(value == neutral)
+
+
+class CompletionRequest(Generate):
+    """A text, or several, to be continued."""
+
+    prompt: Text | Tokens | Annotated[list[Text | Tokens], Field(min_length=1, max_length=1024)]
+    echo: bool = False
+    logprobs: Annotated[int, Field(ge=0, le=20, strict=True)] | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Each of them."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [[token for token in self.prompt if isinstance(token, int)]]
+        return [prompt for prompt in self.prompt if not isinstance(prompt, int)]
+
+    @property
+    def top(self) -> int | None:
+        """As `logprobs` says."""
+        return self.logprobs
+
+    @property
+    def most_tokens(self) -> int | None:
+        """As `max_tokens` says; OpenAI's 16 where it says nothing."""
+        return 16 if self.max_tokens is None else self.max_tokens
+
+
+class ChatRequest(Generate):
+    """A conversation to be answered."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20, strict=True)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[Literal[_TEMPLATE], bool] | None = None  # type: ignore[valid-type]
+
+    @model_validator(mode="after")
+    def _agree(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("`top_logprobs` needs `logprobs`: set it to true")
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise ValueError("`max_tokens` and `max_completion_tokens` are the same: pass one of them")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("`continue_final_message` and `add_generation_prompt` contradict: pass one of them")
+        return self
+
+    @property
+    def top(self) -> int | None:
+        """As `logprobs` says."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def most_tokens(self) -> int | None:
+        """As either of its names says."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class TokenizeRequest(BaseModel):
+    """Text or a conversation to be turned into token ids."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: Name | None = None
+    prompt: Text | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+
+    @model_validator(mode="after")
+    def _one(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("pass `prompt` or `messages`")
+        return self
+
+
+class DetokenizeRequest(BaseModel):
+    """Token ids to be turned into text."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: Name | None = None
+    tokens: Annotated[list[TokenId], Field(max_length=2**20)]

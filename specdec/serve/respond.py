@@ -1,0 +1,125 @@
+"""Answers that end when their client leaves: whole ones, and streams of events."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing, suppress
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from specdec.serve.answers import encoded
+from specdec.serve.errors import ApiError, as_api_error
+from specdec.serve.state import LOG, State, state_of
+
+PING = 15.0
+"""Seconds of silence after which a comment shows that a stream is alive."""
+_DONE = b"data: [DONE]\n\n"
+
+T = TypeVar("T")
+
+
+async def watched(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is given up when the client leaves, time is up or the server stops."""
+    state, task = state_of(request), asyncio.ensure_future(work)
+    state.track(task)
+    gone = asyncio.ensure_future(_left(request.receive))
+    try:
+        await asyncio.wait({task, gone}, timeout=_patience(state), return_when=asyncio.FIRST_COMPLETED)
+        if task.done() and not task.cancelled():
+            return task.result()
+        late = not gone.done() and not task.done()
+        await _ended(task)
+        raise _too_late(state) if late else state.given_up()
+    finally:
+        gone.cancel()
+        await _ended(task)
+
+
+class EventStream(Response):
+    """Events as they come, then `[DONE]`; an error becomes the last event, and silence is filled with comments."""
+
+    def __init__(self, state: State, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(
+            media_type="text/event-stream", headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        )
+        del self.headers["content-length"]
+        self._state, self._events = state, events
+        self._last, self._sending = time.monotonic(), False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends everything; the work ends with the client."""
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        task = asyncio.ensure_future(self._produce(send))
+        self._state.track(task)
+        gone = asyncio.ensure_future(_left(receive))
+        end, late = time.monotonic() + _patience(self._state), False
+        try:
+            while not (task.done() or gone.done()):
+                rest = end - time.monotonic()
+                await asyncio.wait({task, gone}, timeout=min(PING, max(rest, 0)), return_when=asyncio.FIRST_COMPLETED)
+                if rest <= 0 and not task.done():
+                    await _ended(task)
+                    late = True
+                elif not task.done() and not self._sending and time.monotonic() - self._last >= PING:
+                    await self._send(send, b": alive\n\n")
+            if task.cancelled() and not gone.done():
+                await self._fail(send, _too_late(self._state) if late else self._state.given_up())
+        finally:
+            gone.cancel()
+            await _ended(task)
+        if not gone.done() or gone.cancelled():
+            with suppress(OSError):
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _produce(self, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            try:
+                async for event in events:
+                    await self._send(send, event)
+                await self._send(send, _DONE)
+            except asyncio.CancelledError:
+                raise
+            except OSError:  # the client has left
+                return
+            except Exception as error:
+                told = as_api_error(error)
+                if told.status_code >= 500:
+                    LOG.exception("a stream failed")
+                await self._fail(send, told)
+
+    async def _fail(self, send: Send, error: ApiError) -> None:
+        with suppress(OSError):
+            await self._send(send, b"data: " + encoded(error.body) + b"\n\n")
+
+    async def _send(self, send: Send, event: bytes) -> None:
+        self._sending = True
+        try:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        finally:
+            self._sending, self._last = False, time.monotonic()
+
+
+def _patience(state: State) -> float:
+    return state.settings.limits.request_seconds
+
+
+def _too_late(state: State) -> ApiError:
+    return ApiError(504, f"the request took longer than {_patience(state):g} s: ask for less", code="timeout")
+
+
+async def _left(receive: Receive) -> None:
+    """Returns when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _ended(task: asyncio.Future[Any]) -> None:
+    """Gives a task up and waits for its end, whatever it raises."""
+    task.cancel()
+    with suppress(BaseException):
+        await task

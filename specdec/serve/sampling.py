@@ -1,0 +1,89 @@
+"""From a request's fields to the options of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from specdec.errors import OptionError, UnsupportedError
+from specdec.serve.errors import ApiError
+from specdec.serve.protocol import Generate
+from specdec.serve.settings import Limits
+
+# Fields that are options by the same name, and the values that do nothing.
+_SAME: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0.0,),
+    "presence_penalty": (0.0,),
+    "repetition_penalty": (1.0,),
+    "no_repeat_ngram_size": (0,),
+    **dict.fromkeys(("min_p", "typical_p", "sampling", "num_samples", "ranking", "penalty_alpha"), (None,)),
+    **dict.fromkeys(("length_penalty", "early_stopping", "diversity_penalty"), (None,)),
+    **dict.fromkeys(("num_beams", "num_beam_groups"), (1,)),
+}
+_DRAFTING = ("schedule", "num_assistant_tokens", "num_assistant_branches", "assistant_confidence_threshold")
+_INHERITED = ("temperature", "top_p", "top_k")
+EVERYTHING = {"temperature": 1.0, "top_k": 0}
+"""What sampling is where neither the request nor the checkpoint says more: from the whole distribution."""
+
+
+def check(asked: Generate, limits: Limits) -> None:
+    """Raises a 400 for numbers beyond this server's limits."""
+    for name, most in (("n", limits.choices), ("num_beams", limits.beams), ("num_samples", limits.beams)):
+        if (getattr(asked, name) or 1) > most:
+            raise ApiError(400, f"`{name}` may be {most} at most on this server", param=name, code="above_limit")
+
+
+def call_options(asked: Generate, checkpoint: Mapping[str, Any], *, drafts: bool) -> dict[str, Any]:
+    """The options of a call, lengths and form left out.
+
+    `checkpoint` are the sampling settings that the model brings along; `drafts` says whether the model has a draft.
+    """
+    options: dict[str, Any] = {
+        name: value for name, idle in _SAME.items() if (value := getattr(asked, name)) not in idle
+    }
+    searches = asked.num_beams > 1 or asked.penalty_alpha
+    if asked.temperature is not None or not searches:
+        options |= {"do_sample": True, **EVERYTHING, **checkpoint}
+    else:
+        options["do_sample"] = False
+    given = {name: value for name in _INHERITED if (value := getattr(asked, name)) is not None}
+    if asked.top_k == -1:
+        given["top_k"] = 0
+    options |= given
+    if options.get("temperature") == 0 and searches:
+        options = {name: value for name, value in options.items() if name not in _INHERITED} | {"do_sample": False}
+        options |= {"top_k": asked.top_k} if asked.top_k and asked.penalty_alpha else {}
+    if asked.n > 1:
+        options["num_return_sequences"] = asked.n
+    if asked.min_tokens:
+        options["min_new_tokens"] = asked.min_tokens
+    if asked.ignore_eos:
+        options["eos_token_id"] = []
+    if asked.logit_bias:
+        options["sequence_bias"] = {(_token_id(token),): float(bias) for token, bias in asked.logit_bias.items()}
+    options["seed"] = asked.seed if asked.seed is None or asked.seed >= 0 else asked.seed + 2**64
+    return options | _draft_options(asked, drafts=drafts)
+
+
+def _draft_options(asked: Generate, *, drafts: bool) -> dict[str, Any]:
+    named = {name: value for name in _DRAFTING if (value := getattr(asked, name)) is not None}
+    if drafts and (not asked.speculate or asked.penalty_alpha):
+        if named:
+            why = "`speculate` is false" if not asked.speculate else "`penalty_alpha` takes no draft"
+            raise OptionError(f"`{next(iter(named))}` says how much to draft, and {why}: leave one of them out")
+        if asked.prediction is not None:
+            raise OptionError(
+                "`prediction` is for drafts that copy, and this request takes none: leave one of them out"
+            )
+        return {"assistant_model": "none"}
+    if not drafts and named:
+        raise UnsupportedError(
+            f"`{next(iter(named))}` says how much to draft, and this model has no draft: leave it out"
+        )
+    return named
+
+
+def _token_id(text: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise OptionError.of("logit_bias", "token ids as keys", text)
+    return int(text)

@@ -1,0 +1,83 @@
+"""The process: uvicorn with a drain, and the log."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import sys
+import time
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from specdec.serve.settings import ServeSettings
+from specdec.serve.state import LOG, State
+
+_MERCY = 5.0  # seconds in which given-up work may say so
+
+
+def serve(app: FastAPI, settings: ServeSettings) -> None:
+    """Serves until a signal ends it: what runs may end first, for as long as the settings say."""
+    start_log(settings.log)
+    limits = settings.limits
+    config = uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        http="h11",
+        ws="none",
+        h11_max_incomplete_event_size=limits.header_bytes,
+        timeout_graceful_shutdown=int(limits.drain_seconds + _MERCY) + 1,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        log_config=None,
+    )
+    _Server(config, app.state.server, limits.drain_seconds).run()
+
+
+class _Server(uvicorn.Server):
+    """At the first signal nothing new is begun, and when time is up what still runs is told so."""
+
+    def __init__(self, config: uvicorn.Config, state: State, drain: float) -> None:
+        super().__init__(config)
+        self._state, self._drain = state, drain
+
+    async def startup(self, sockets: Any = None) -> None:
+        await super().startup(sockets)
+        self._loop = asyncio.get_running_loop()
+        for server in self.servers:
+            for socket in server.sockets:
+                host, port = socket.getsockname()[:2]
+                LOG.info("listening on http://%s:%s", host, port)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if not self._state.draining:
+            self._state.draining = True
+            LOG.info("%s: no new requests, those under way have %g s", signal.Signals(sig).name, self._drain)
+            self._loop.call_soon_threadsafe(self._loop.call_later, self._drain, self._state.stop)
+        super().handle_exit(sig, frame)
+
+
+def start_log(kind: str) -> None:
+    """Lines on stderr, as text or as JSON objects; "none" leaves warnings alone."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Json() if kind == "json" else logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    LOG.handlers = [handler]
+    LOG.propagate = False
+    LOG.setLevel(logging.WARNING if kind == "none" else logging.INFO)
+
+
+class _Json(logging.Formatter):
+    """One object per line: the time, the level, and the facts or the message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03}Z"
+        facts = getattr(record, "facts", None) or {"message": record.getMessage()}
+        if record.exc_info:
+            facts = {**facts, "exception": self.formatException(record.exc_info)}
+        return json.dumps({"time": stamp, "level": record.levelname.lower(), **facts}, ensure_ascii=False)

@@ -1,0 +1,121 @@
+"""What `specdec serve` goes by: one frozen value from flags and YAML, checked before a model is loaded."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from specdec.errors import OptionError
+
+Count = Annotated[int, Field(ge=1, le=2**20)]
+Bytes = Annotated[int, Field(ge=1, le=2**40)]
+Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
+Draft = str | tuple[str, str] | None
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelSettings(_Frozen):
+    """One model of a server: the `name` that clients say, what is loaded, and how.
+
+    `loading` are fields of `Loading`, `options` defaults of calls. `context` bounds prompt and answer in tokens, by
+    default by what the model was made for; `kv_budget` and `prefix_cache` are those of `SpecGenerator`, the former by
+    default the model's part of half of what is free.
+    """
+
+    name: Annotated[str, Field(pattern=r"^[\w.:/@-]{1,128}$")]
+    target: str
+    draft: Draft = None
+    task: Literal["auto", "text", "speech"] = "auto"
+    loading: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, Any] = Field(default_factory=dict)
+    context: Count | None = None
+    kv_budget: int | float | None = None
+    prefix_cache: bool | int | None = None
+
+
+class Limits(_Frozen):
+    """What clients may ask for, and how many at a time; a model runs `running` requests, `waiting` more wait."""
+
+    running: Annotated[int, Field(ge=1, le=1024)] = 32
+    waiting: Annotated[int, Field(ge=0, le=65_536)] = 128
+    per_key: Count | None = None
+    request_seconds: Seconds = 600.0
+    upload_seconds: Seconds = 60.0
+    drain_seconds: Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)] = 30.0
+    body_bytes: Bytes = 2 * 2**20
+    header_bytes: Annotated[int, Field(ge=1024, le=2**20)] = 16 * 2**10
+    prompt_characters: Count = 400_000
+    prompts: Annotated[int, Field(ge=1, le=256)] = 16
+    choices: Annotated[int, Field(ge=1, le=64)] = 4
+    beams: Annotated[int, Field(ge=1, le=64)] = 16
+    new_tokens: Count | None = None
+    audio_bytes: Bytes = 25 * 2**20
+    audio_seconds: Seconds = 1800.0
+    recordings: Annotated[int, Field(ge=1, le=64)] = 2
+
+
+class ServeSettings(_Frozen):
+    """A whole server.
+
+    `api_key_file` lists keys; an address that other machines reach needs one, or `insecure`. `hosts` are names under
+    which browsers may reach it besides its own address. `stream_chunk` lets every event of a stream carry so many
+    tokens, and `pad_events` fills events up, so that sizes of packets do not tell what a draft guessed; `details` lets
+    clients ask for figures about drafts.
+    """
+
+    models: Annotated[tuple[ModelSettings, ...], Field(min_length=1)]
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65_535)] = 8000
+    api_key_file: Path | None = None
+    insecure: bool = False
+    hosts: tuple[str, ...] = ()
+    stream_chunk: Annotated[int, Field(ge=1, le=1024)] | None = None
+    pad_events: bool = False
+    details: bool = True
+    log: Literal["json", "text", "none"] = "text"
+    limits: Limits = Limits()
+
+    @model_validator(mode="after")
+    def _check(self) -> ServeSettings:
+        names = [model.name for model in self.models]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"two models are called {twice[0]!r}: give each a name of its own")
+        if not self.is_local and self.api_key_file is None and not self.insecure:
+            raise ValueError(
+                f"host {self.host!r} can be reached from other machines, and there are no keys: pass --api-key-file, "
+                "or --insecure where something before the server asks for keys"
+            )
+        return self
+
+    @property
+    def share(self) -> float:
+        """Of free memory, what each model's keys and values may take where nobody says."""
+        return 0.5 / len(self.models)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine reaches the address."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+
+def read_settings(given: Mapping[str, Any]) -> ServeSettings:
+    """The settings with these keys; raises OptionError that names the first wrong one."""
+    try:
+        return ServeSettings.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        message = str(first["msg"]).removeprefix("Value error, ")
+        raise OptionError(f"`{where}`: {message}" if where else message) from None

@@ -1,0 +1,71 @@
+"""What all requests of a server share."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from starlette.requests import Request
+
+from specdec.serve.errors import ApiError, unavailable
+from specdec.serve.hosting import Hosts
+from specdec.serve.keys import Keys
+from specdec.serve.metrics import Metrics
+from specdec.serve.settings import ServeSettings
+
+LOG = logging.getLogger("specdec.serve")
+
+
+class State:
+    """Settings, models, keys and counts; `draining` once the server is told to end, `stopping` when time is up."""
+
+    def __init__(self, settings: ServeSettings, hosts: Hosts) -> None:
+        self.settings, self.hosts, self.metrics = settings, hosts, Metrics()
+        self.keys = None if settings.api_key_file is None else Keys(settings.api_key_file)
+        self.draining = self.stopping = False
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.metrics.watch(hosts.loads)
+
+    def track(self, task: asyncio.Task[Any]) -> None:
+        """Work that is given up when time is up."""
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def stop(self) -> None:
+        """Gives up all work under way."""
+        self.stopping = True
+        for task in self._tasks:
+            task.cancel()
+
+    def close(self) -> None:
+        """Lets go of the models' threads."""
+        for host in self.hosts.all.values():
+            host.close()
+
+    def admit(self) -> None:
+        """Raises a 503 once the server is on its way out."""
+        if self.draining:
+            raise unavailable("the server is shutting down")
+
+    def given_up(self) -> ApiError:
+        """Why work was cancelled from within."""
+        if self.stopping:
+            return unavailable("the server is shutting down")
+        return ApiError(499, "the client has left", code="cancelled")
+
+
+def state_of(request: Request) -> State:
+    """The state of the server that a request came to."""
+    found: State = request.app.state.server
+    return found
+
+
+def client_of(request: Request) -> str:
+    """Who asks: the name of the key, or the address where there are no keys."""
+    return request.scope.get("specdec.key") or (request.client.host if request.client else "")
+
+
+def salt_of(request: Request) -> str | None:
+    """What keeps the texts of one key from those of another."""
+    return request.scope.get("specdec.key")

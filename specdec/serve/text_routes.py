@@ -1,0 +1,60 @@
+"""`/v1/completions` and `/v1/chat/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from specdec.serve.errors import ApiError
+from specdec.serve.generation import Generation
+from specdec.serve.guards import GuardedRoute
+from specdec.serve.protocol import ChatRequest, CompletionRequest, Generate
+from specdec.serve.respond import EventStream, watched
+from specdec.serve.sampling import check
+from specdec.serve.state import client_of, salt_of, state_of
+
+router = APIRouter(route_class=GuardedRoute, tags=["text"])
+
+
+@router.post("/v1/completions")
+async def completions(request: Request, asked: CompletionRequest) -> Response:
+    """Continues one text or several."""
+    limits = state_of(request).settings.limits
+    if len(asked.prompts) > limits.prompts:
+        message = f"`prompt` may be {limits.prompts} texts at most on this server"
+        raise ApiError(400, message, param="prompt", code="above_limit")
+    if asked.echo and asked.logprobs is not None:
+        raise ApiError(400, "`echo` and `logprobs` do not go together: prompts are not scored", param="echo")
+    long = [prompt for prompt in asked.prompts if len(prompt) > limits.prompt_characters]
+    return await _answer(request, asked, asked.prompts, too_long=bool(long))
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(request: Request, asked: ChatRequest) -> Response:
+    """Answers a conversation."""
+    length = sum(len(message.plain["content"]) for message in asked.messages)
+    return await _answer(request, asked, [None], too_long=length > state_of(request).settings.limits.prompt_characters)
+
+
+async def _answer(
+    request: Request, asked: Generate, prompts: Sequence[str | list[int] | None], *, too_long: bool
+) -> Response:
+    state = state_of(request)
+    state.admit()
+    check(asked, state.settings.limits)
+    if too_long:
+        most = state.settings.limits.prompt_characters
+        raise ApiError(400, f"prompts may have {most:,} characters at most on this server", code="above_limit")
+    if not state.settings.details and (asked.return_metrics or asked.return_drafted):
+        raise ApiError(400, "this server tells nothing about its drafts: leave out `return_metrics`, `return_drafted`")
+    host = state.hosts.named(asked.model, "text")
+    made = Generation(
+        host, state.metrics, state.settings, asked, prompts, client=client_of(request), salt=salt_of(request)
+    )
+    if asked.stream:
+        return EventStream(state, await watched(request, made.stream()))
+    body: dict[str, Any] = await watched(request, made.whole())
+    return JSONResponse(body)

@@ -1,0 +1,260 @@
+"""Tiny random heads in the `speculators` format, and what they say, recomputed in the plainest way."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 64,
+    "rms_norm_eps": 1e-6,
+}
+READS = [0, 1, 2]
+
+
+def eagle_folder(folder: Path, *, seed: int = 0, kind: str = "llama", **given: Any) -> Path:
+    """An EAGLE-3 checkpoint for a tiny target of three layers; `given` are fields of its config or its layers'."""
+    layers = {"model_type": kind, **SIZES, "num_hidden_layers": 1}
+    layers |= {name: given.pop(name) for name in [*given] if name in {*layers, "layer_types", "sliding_window"}}
+    layers["use_sliding_window"] = "sliding_window" in layers
+    config = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        "draft_vocab_size": 64,
+        "eagle_aux_hidden_state_layer_ids": READS,
+        "transformer_layer_config": layers,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+            "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": None},
+        },
+        **given,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(_weights(config, torch.Generator().manual_seed(seed)), folder / "model.safetensors")
+    return folder
+
+
+def _weights(config: dict[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
+    c = config["transformer_layer_config"]
+    hidden, inner, heads, kept, width = (
+        c[n] for n in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    )
+    size = config["draft_vocab_size"]
+    reads = len(config["eagle_aux_hidden_state_layer_ids"])
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, reads * hidden),
+        "norm.weight": (hidden,),
+        "lm_head.weight": (size, hidden),
+        "embed_tokens.weight": (64, hidden),
+    }
+    for i in range(c["num_hidden_layers"]):
+        name, read = f"layers.{i}.", 2 * hidden if i == 0 else hidden
+        shapes |= {
+            f"{name}self_attn.q_proj.weight": (heads * width, read),
+            f"{name}self_attn.k_proj.weight": (kept * width, read),
+            f"{name}self_attn.v_proj.weight": (kept * width, read),
+            f"{name}self_attn.o_proj.weight": (hidden, heads * width),
+            f"{name}mlp.gate_proj.weight": (inner, hidden),
+            f"{name}mlp.up_proj.weight": (inner, hidden),
+            f"{name}mlp.down_proj.weight": (hidden, inner),
+            f"{name}input_layernorm.weight": (hidden,),
+            f"{name}post_attention_layernorm.weight": (hidden,),
+        }
+        if c["model_type"] == "qwen3":
+            shapes |= {f"{name}self_attn.{part}_norm.weight": (width,) for part in "qk"}
+    shapes["layers.0.hidden_norm.weight"] = (hidden,)
+    if config.get("norm_before_fc"):
+        shapes["input_norm.weight"] = (reads * hidden,)
+    if config.get("fc_norm"):
+        shapes |= {f"fc_norm.{i}.weight": (hidden,) for i in range(reads)}
+    weights = {
+        name: torch.randn(shape, generator=generator) * (0.25 if len(shape) > 1 else 0.3) + (len(shape) == 1)
+        for name, shape in shapes.items()
+    }
+    if "mask_token_id" in config:
+        weights["mask_hidden"] = torch.randn(1, 1, reads * hidden, generator=generator)
+    if size < 64:
+        ids = torch.randperm(64, generator=generator)[:size].sort().values
+        weights["d2t"] = ids - torch.arange(size)
+        weights["t2d"] = torch.zeros(64, dtype=torch.bool).index_fill_(0, ids, True)
+    return weights
+
+
+class Eagle:
+    """The formulas of EAGLE-3, one text at a time, without a cache."""
+
+    def __init__(self, folder: Path) -> None:
+        self.config = json.loads((folder / "config.json").read_text())
+        self.layers = self.config["transformer_layer_config"]
+        self.weights = load_file(folder / "model.safetensors")
+
+    def chain(self, tokens: list[int], states: Tensor, count: int) -> tuple[list[int], list[Tensor]]:
+        """The likeliest `count` guesses after `tokens`, and their logits; `states` `[tokens - 1, layers, width]`."""
+        text, guesses, logits = list(tokens[1:]), [], []
+        features = self.features(states)
+        for _ in range(count):
+            written = self.written(text, features)
+            logits.append(self.logits(written[-1]))
+            guesses.append(int(logits[-1].argmax()))
+            text.append(guesses[-1])
+            features = torch.cat([features, written[-1:]])
+        return guesses, logits
+
+    def block(self, tokens: list[int], states: Tensor, count: int) -> list[int]:
+        """The likeliest `count` guesses of a P-EAGLE head, all from one pass."""
+        masked = self.weights["mask_hidden"].view(1, *states.shape[1:]).expand(count - 1, -1, -1)
+        text = [*tokens[1:], *[self.config["mask_token_id"]] * (count - 1)]
+        written = self.written(text, self.features(torch.cat([states, masked])))
+        return [int(self.logits(one).argmax()) for one in written[-count:]]
+
+    def features(self, states: Tensor) -> Tensor:
+        """What is made of the target's hidden states."""
+        if self.config.get("fc_norm"):
+            parts = [self._norm(states[:, i], f"fc_norm.{i}") for i in range(states.shape[1])]
+            states = torch.stack(parts, dim=1)
+        together = states.reshape(len(states), -1)
+        if self.config.get("norm_before_fc"):
+            together = self._norm(together, "input_norm")
+        return together @ self.weights["fc.weight"].T
+
+    def written(self, tokens: list[int], features: Tensor) -> Tensor:
+        """What the layers make of a text whose token i stands beside feature i."""
+        w = self.weights
+        embeds = self._norm(w["embed_tokens.weight"][tokens], "layers.0.input_layernorm")
+        normed = self._norm(features, "layers.0.hidden_norm")
+        hidden = normed if self.config.get("norm_before_residual") else features
+        hidden = hidden + self._attention(torch.cat([embeds, normed], dim=1), 0)
+        hidden = hidden + self._mlp(hidden, 0)
+        for layer in range(1, self.layers["num_hidden_layers"]):
+            hidden = hidden + self._attention(self._norm(hidden, f"layers.{layer}.input_layernorm"), layer)
+            hidden = hidden + self._mlp(hidden, layer)
+        return self._norm(hidden, "norm") if self.config.get("norm_output") else hidden
+
+    def logits(self, written: Tensor) -> Tensor:
+        """Of the whole vocabulary; -inf for tokens that the head does not know."""
+        out = written if self.config.get("norm_output") else self._norm(written, "norm")
+        logits = self.weights["lm_head.weight"] @ out
+        if "d2t" not in self.weights:
+            return logits
+        whole = torch.full((64,), float("-inf"))
+        for own, offset in enumerate(self.weights["d2t"].tolist()):
+            whole[own + offset] = logits[own]
+        return whole
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * self.weights[f"{name}.weight"]
+
+    def _mlp(self, x: Tensor, layer: int) -> Tensor:
+        name, x = f"layers.{layer}.mlp.", self._norm(x, f"layers.{layer}.post_attention_layernorm")
+        gate, up, down = (self.weights[f"{name}{part}_proj.weight"] for part in ("gate", "up", "down"))
+        return (torch.nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
+
+    def _attention(self, x: Tensor, layer: int) -> Tensor:
+        n, width = len(x), self.layers["head_dim"]
+        q, k, v = (
+            (x @ self.weights[f"layers.{layer}.self_attn.{part}_proj.weight"].T).view(n, -1, width) for part in "qkv"
+        )
+        if self.layers["model_type"] == "qwen3":
+            q, k = (self._norm(one, f"layers.{layer}.self_attn.{part}_norm") for one, part in ((q, "q"), (k, "k")))
+        q, k = self._turned(q), self._turned(k)
+        distance = torch.arange(n)[:, None] - torch.arange(n)
+        seen = distance >= 0
+        if (self.layers.get("layer_types") or [""] * (layer + 1))[layer] == "sliding_attention":
+            seen &= distance < self.layers["sliding_window"]
+        out = []
+        for head in range(q.shape[1]):
+            kept = head * k.shape[1] // q.shape[1]
+            scores = (q[:, head] @ k[:, kept].T / width**0.5).masked_fill(~seen, float("-inf"))
+            out.append(scores.softmax(-1) @ v[:, kept])
+        return torch.cat(out, dim=1) @ self.weights[f"layers.{layer}.self_attn.o_proj.weight"].T
+
+    def _turned(self, x: Tensor) -> Tensor:
+        """Rotated by positions that begin at 1."""
+        half = x.shape[-1] // 2
+        angles = torch.arange(1, len(x) + 1)[:, None] / 10000.0 ** (torch.arange(half) / half)
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        a, b = x[..., :half], x[..., half:]
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+def dflash_folder(folder: Path, target: Any, *, seed: int = 0, **given: Any) -> Path:
+    """A DFlash checkpoint in the `speculators` format, whose vocabulary is the target's."""
+    layers = {"model_type": "qwen3", **SIZES, "num_hidden_layers": 2}
+    layers |= {name: given.pop(name) for name in [*given] if name in {"layer_types", "sliding_window"}}
+    config = {
+        "architectures": ["DFlashSpeculator"],
+        "speculators_model_type": "dflash",
+        "draft_vocab_size": 64,
+        "block_size": 5,
+        "mask_token_id": 63,
+        "aux_hidden_state_layer_ids": READS,
+        "transformer_layer_config": {**layers, "use_sliding_window": "sliding_window" in layers},
+        **given,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    eagle = {"draft_vocab_size": 64, "eagle_aux_hidden_state_layer_ids": READS, "transformer_layer_config": layers}
+    weights = _weights(eagle, torch.Generator().manual_seed(seed))
+    for name in ("q", "k", "v"):  # these read no embedding beside
+        key = f"layers.0.self_attn.{name}_proj.weight"
+        weights[key] = weights[key][:, :32].contiguous()
+    weights["hidden_norm.weight"] = weights.pop("layers.0.hidden_norm.weight")
+    del weights["embed_tokens.weight"], weights["lm_head.weight"]
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+class DFlash(Eagle):
+    """The formulas of DFlash, one text at a time, without a cache; embeddings and head are the target's."""
+
+    def __init__(self, folder: Path, target: Any) -> None:
+        super().__init__(folder)
+        self.target = target
+
+    def block(self, tokens: list[int], states: Tensor, count: int) -> list[int]:
+        """The likeliest `count` guesses after `tokens`; `states` `[tokens - 1, layers, width]`."""
+        size, anchor = self.config["block_size"], self.config.get("sample_from_anchor", False)
+        context = self._norm(states.reshape(len(states), -1) @ self.weights["fc.weight"].T, "hidden_norm")
+        ids = [tokens[-1], *[self.config["mask_token_id"]] * (size - 1)]
+        hidden = self.target.get_input_embeddings().weight[ids]
+        for layer in range(self.layers["num_hidden_layers"]):
+            normed = self._norm(hidden, f"layers.{layer}.input_layernorm")
+            hidden = hidden + self._block_attention(normed, context, layer)
+            hidden = hidden + self._mlp(hidden, layer)
+        logits = self._norm(hidden, "norm") @ self.target.lm_head.weight.T
+        return [int(one.argmax()) for one in logits[0 if anchor else 1 :]][:count]
+
+    def _block_attention(self, x: Tensor, context: Tensor, layer: int) -> Tensor:
+        name, width = f"layers.{layer}.self_attn.", self.layers["head_dim"]
+        query, key_, value = (self.weights[f"{name}{part}_proj.weight"].T for part in "qkv")
+        told = torch.cat([context, x])
+        q, k, v = (rows.view(len(rows), -1, width) for rows in (x @ query, told @ key_, told @ value))
+        q, k = self._norm(q, f"{name}q_norm"), self._norm(k, f"{name}k_norm")
+        k, n = self._turned(k), len(context)
+        q = self._turned(torch.cat([q.new_zeros(n, *q.shape[1:]), q]))[n:]
+        at, key = torch.arange(n, n + len(x))[:, None], torch.arange(n + len(x))
+        seen = torch.ones(len(x), n + len(x), dtype=torch.bool)
+        if (self.layers.get("layer_types") or [""] * (layer + 1))[layer] == "sliding_attention":
+            seen = (key >= n - self.layers["sliding_window"]) & ((key < n) | (key <= at))
+            if self.config.get("sliding_window_non_causal"):
+                seen = (key >= n - self.layers["sliding_window"]).expand(len(x), -1)
+        out = []
+        for head in range(q.shape[1]):
+            kept = head * k.shape[1] // q.shape[1]
+            scores = (q[:, head] @ k[:, kept].T / width**0.5).masked_fill(~seen, float("-inf"))
+            out.append(scores.softmax(-1) @ v[:, kept])
+        return torch.cat(out, dim=1) @ self.weights[f"{name}o_proj.weight"].T

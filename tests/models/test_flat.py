@@ -1,0 +1,298 @@
+"""Passes over nodes in a line: whatever rows they belong to, each sees what it should, in one forward."""
+
+from __future__ import annotations
+
+import functools
+import random
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.modeling_outputs import BaseModelOutput
+
+from specdec.models import Encoding, LanguageModel
+from specdec.models.cross import CrossAttention
+from specdec.models.kv_session import KvSession
+from specdec.models.layout import Kind, SlotMap
+from specdec.models.nodes import Line, RowNodes, seen_columns
+from specdec.models.twin import twin as twin_of
+from specdec.types import Tree
+from tests.models.exact import Twin
+from tests.tiny import ENCODER_DECODERS, NAMES, tiny, tiny_inputs
+
+pytestmark = [pytest.mark.usefixtures("built"), pytest.mark.filterwarnings("ignore:.*generation flags")]
+
+COMMON = ("llama", "gpt2", "gemma2", "mistral", "llama4_text", "whisper", "m2m_100")
+FLAT = (
+    "llama", "qwen2", "stablelm", "cohere", "olmo", "olmo2", "granite", "smollm3", "mistral", "phi3", "starcoder2",
+    "qwen3", "gemma", "glm4", "gpt_neox", "phi", "gpt2", "gpt_bigcode", "gemma2", "gemma3_text", "opt", "mixtral",
+    "gpt_oss", "qwen2_moe", "qwen3_moe", "olmoe", "cohere2", "llama4_text", "deepseek_v3", "biogpt",
+    "bart", "mbart", "marian", "pegasus", "blenderbot", "m2m_100", "whisper",
+)  # fmt: skip
+# Attention that is not looked up by name, or that adds biases to scores.
+PADDED = ("gptj", "codegen", "falcon", "bloom", "mpt", "xglm", "t5")
+CASES = [pytest.param(name, marks=() if name in COMMON else pytest.mark.slow) for name in FLAT]
+
+
+@functools.lru_cache(maxsize=2)
+def _language(name: str) -> LanguageModel:
+    return LanguageModel(tiny(name), gear="packed")
+
+
+def _encoding(name: str, rows: int) -> Encoding | None:
+    return _language(name).encode(tiny_inputs(name, rows)) if name in ENCODER_DECODERS else None
+
+
+def _refuse_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a padded pass")
+
+    monkeypatch.setattr(KvSession, "_pass", refuse)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_of_all_kinds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chains, trees, held branches, rows that join, leave and are forked, and a text far beyond windows and buffers."""
+    assert _language(name).flat is not None
+    _refuse_padding(monkeypatch)
+    twin = Twin(_language(name), 3, _encoding(name, 3))
+    twin.prefill(20, 4, 13)
+    before = twin.session.passes
+    twin.step([twin.chain(3), twin.tree(), twin.chain(1)], [2, 7, 0], [[0, 1], [0, 2, 4], [0]])
+    twin.step([twin.chain(0), twin.tree(), twin.tree()], [0, 5, 0], [[], [5, 6], []])
+    assert twin.session.passes == before + 2
+    twin.branch(3)
+    twin.session.commit(twin.rows, [[], [], []])
+    twin.fork(1)
+    twin.fork(0, 5)
+    twin.step([twin.chain(2) for _ in twin.rows], [2] * 5, [[0]] * 5)
+    twin.leave(0, 3)
+    twin.add(0)
+    twin.step(
+        [twin.chain(2), twin.tree(), twin.chain(3), twin.chain(150)], [2, 7, 3, 2], [[0], [0, 1], [], list(range(150))]
+    )
+    twin.truncate([1, 0, 3, 140])
+    twin.some([3, 0])
+    twin.select([3, 1, 3])
+    twin.step([twin.tree() for _ in range(3)], [7] * 3, [[0, 1, 3], [0], []])
+    twin.branch(2)
+
+
+@pytest.mark.slow
+def test_families() -> None:
+    """Which run in a line; those that stop doing so are missed here."""
+    models = {name: LanguageModel(tiny(name), gear="packed") for name in (*FLAT, *PADDED)}
+    assert {name for name, language in models.items() if language.flat is not None} == set(FLAT)
+    assert set(FLAT) | set(PADDED) <= set(NAMES)
+
+
+def test_without_it() -> None:
+    """A model whose attention is its own runs padded passes over its packed layers."""
+    language = LanguageModel(tiny("gptj"), gear="packed")
+    assert language.flat is None
+    twin = Twin(language, 2)
+    twin.prefill(9, 4)
+    twin.step([twin.tree(), twin.chain(2)], [7, 2], [[0, 1], [0]])
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gemma2", "whisper", "bart"))]
+)
+def test_hidden_states(name: str) -> None:
+    """They are the model's own, of every row and layer."""
+    encoding = _encoding(name, 2)
+    twin = Twin(_language(name), 2, encoding)
+    trees = [twin.chain(9), twin.chain(4)]
+    for row, scores in enumerate(twin.forward(trees, [1, 1], output_hidden_states=True)):
+        ids, inputs = torch.tensor([trees[row].tokens]), dict[str, Any]()
+        if encoding is not None:
+            own = encoding.select([row])
+            inputs = {"encoder_outputs": BaseModelOutput(last_hidden_state=own.hidden), "decoder_input_ids": ids}
+            inputs |= {} if own.mask is None else {"attention_mask": own.mask}
+        with torch.no_grad():
+            output = twin.language.model(**inputs or {"input_ids": ids}, output_hidden_states=True)
+        expected = output.get("hidden_states") or output.get("decoder_hidden_states")
+        assert len(scores.hidden_states) == len(expected)
+        for found, layer in zip(scores.hidden_states, expected, strict=True):
+            torch.testing.assert_close(found, layer[0], atol=1e-4, rtol=1e-4)
+
+
+def test_encoders_with_holes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows whose encoders are shorter, longer than a word of bits, or have holes, and forks that share one."""
+    language, source = _language("m2m_100"), torch.Generator().manual_seed(0)
+    _refuse_padding(monkeypatch)
+    ids = torch.randint(3, 64, (3, 80), generator=source)
+    mask = torch.ones_like(ids)
+    mask[1, 9:] = 0
+    mask[2, 0], mask[2, 3:7], mask[2, 41], mask[2, 75:] = 0, 0, 0, 0
+    twin = Twin(language, 3, language.encode({"input_ids": ids, "attention_mask": mask}))
+    twin.join(1, language.encode({"input_ids": ids[:1, :5]}))
+    twin.prefill(7, 3, 5, 2)
+    for row in (2, 1):
+        twin.fork(row)
+    assert len(twin.session._cross._encodings) == 4  # shared by forks
+    twin.step([twin.tree(), *(twin.chain(2) for _ in range(5))], [7, 2, 2, 1, 2, 2], [[0]] * 6)
+    twin.leave(0, 2)
+    twin.step([twin.chain(2) for _ in range(4)], [2] * 4, [[0, 1]] * 4)
+    twin.leave(0, 2)
+    twin.step([twin.tree(), twin.chain(1)], [7, 1], [[0], [0]])
+
+
+def test_encoders_outlive_others() -> None:
+    """When most rows have left, buffers shrink, but never below what an encoder said. (They shrank to 128 frames.)"""
+    language = _language("m2m_100")
+    cross, source = CrossAttention(language), torch.Generator().manual_seed(0)
+    cross.store.spare_bytes, cross.store._lazy = 0, False  # as on a GPU
+    cross.add(language.encode({"input_ids": torch.randint(3, 64, (12, 400), generator=source)}))
+    cross.project()
+    kept = [side[0].clone() for pair in cross.store.pairs() for side in pair]
+    for index in range(11, 0, -1):
+        cross.remove(index)
+    assert cross.store.row_capacity < 12
+    for side, before in zip((side for pair in cross.store.pairs() for side in pair), kept, strict=True):
+        assert torch.equal(side[0, :, :400], before[:, :400])
+
+
+def test_a_small_vocabulary() -> None:
+    """Tokens that a model is tried with are its own. (Those of a tiny vocabulary were not, and it ran padded.)"""
+    assert LanguageModel(tiny("llama", vocab=10), gear="packed").flat is not None
+
+
+def test_a_twin_of_a_running_model() -> None:
+    """A twin that is made while passes run looks its own positions up. (It kept what stood in for those passes.)"""
+    language = LanguageModel(tiny("bart"), gear="eager")
+    embed = language.decoder.embed_positions
+    with language.looked_up(torch.tensor([[3]]), torch.tensor([[3]])):
+        other = twin_of(language.model).get_decoder().embed_positions
+        assert "forward" in vars(embed)
+        assert "forward" not in vars(other)
+    assert torch.equal(other.weight, embed.weight)
+
+
+def test_hooks_are_not_shared() -> None:
+    """What hooks into a twin does not hook into the model. (The library's put every hidden state in twice.)"""
+    model, ids = tiny("llama"), torch.tensor([[5, 6, 7]])
+    session = LanguageModel(model, gear="packed").session()
+    session.forward(session.add(1), [Tree.chain([5, 6, 7])], [1], output_hidden_states=True)
+    assert len(model(ids, output_hidden_states=True).hidden_states) == 3
+    assert len(model(ids, output_hidden_states=True).hidden_states) == 3
+
+
+def test_threads_share_a_model() -> None:
+    """Passes of several threads over one model do not see each other's positions, tables and encoders."""
+    language, worst = _language("m2m_100"), list[float]()
+
+    def run(seed: int) -> None:
+        inputs = {key: value[: 1 + seed % 2] for key, value in tiny_inputs("m2m_100", 2, seed).items()}
+        twin = Twin(language, len(inputs["input_ids"]), language.encode(inputs), seed)
+        for size in (9 + seed, 1, 3, 1, 2):
+            trees = [twin.chain(size) for _ in twin.rows]
+            worst.append(twin.run(trees, [1] * len(trees)))
+            twin.commit(trees, [list(range(size))] * len(trees))
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(worst) == 15
+    assert max(worst) < 2e-4
+
+
+# --- tables
+
+
+KINDS = [Kind("all"), Kind("window", window=3), Kind("chunk", chunk=4)]
+
+
+class Played:
+    """A row whose every column knows the path of ids that led to its node: a node sees the beginnings of its own."""
+
+    def __init__(self, place: int, base: int, source: random.Random) -> None:
+        self.place, self.random, self.ids = place, source, base
+        self.slots, self.pending, self.text = SlotMap(base=base, top=base), Tree([], []), tuple(range(base))
+        self.columns = {column: self.text[: column + 1] for column in range(base)}
+        self.held: list[tuple[int, ...]] = []  # paths of pending branches
+
+    def grow(self) -> RowNodes:
+        parents, self.paths = list(self.pending.parents), list(self.held)
+        chain = self.random.random() < 0.4
+        for i in range(self.random.randrange(1, 40 if self.random.random() < 0.2 else 6)):
+            parents.append(len(parents) - 1 if chain else self.random.randrange(-1, len(parents)))
+            self.paths.append((self.text if parents[-1] < 0 else self.paths[parents[-1]]) + (self.ids,))
+            self.columns[self.slots.top + i] = self.paths[-1]
+            self.ids += 1
+        self.tree = Tree([path[-1] for path in self.paths], parents)
+        return RowNodes(self.place, self.slots, self.tree, self.random.randrange(len(parents) - len(self.held) + 1))
+
+    def seen(self, kind: Kind) -> list[set[int]]:
+        return [
+            {c for c, own in self.columns.items() if self._sees(kind, path, own)}
+            for path in self.paths[len(self.held) :]
+        ]
+
+    def settle(self) -> None:
+        """Some branches stay, and the text goes on by what they share."""
+        paths = [self.tree.path(self.random.randrange(-1, len(self.paths))) for _ in range(2)]
+        shared = 0
+        while len({tuple(path[: shared + 1]) for path in paths}) == 1 and shared < len(paths[0]):
+            shared += 1
+        chain = paths[0][:shared]
+        nodes = chain + sorted({node for path in paths for node in path} - set(chain))
+        self.text = self.paths[chain[-1]] if chain else self.text
+        self.held, self.pending = [self.paths[node] for node in nodes[shared:]], self.tree.part(nodes, shared)
+        self.slots.keep(self.tree, nodes, shared)
+        moves = self.slots.compact(self.random.choice([-1, 0, 3, 64]))
+        moved = {target: self.columns[source] for source, target in moves}
+        self.columns = {c: own for c, own in (self.columns | moved).items() if c < self.slots.top}
+
+    @staticmethod
+    def _sees(kind: Kind, path: tuple[int, ...], own: tuple[int, ...]) -> bool:
+        query, key = len(path) - 1, len(own) - 1
+        if kind.window is not None and key <= query - kind.window:
+            return False
+        if kind.chunk is not None and key // kind.chunk != query // kind.chunk:
+            return False
+        return path[: len(own)] == own
+
+
+def decoded(line: list[int]) -> set[int]:
+    """The columns that the end of a table's line names: a range, and words of bits behind it."""
+    first, base, *words = line
+    bits = {base + 32 * w + j for w, word in enumerate(words) for j in range(32) if word >> j & 1}
+    return bits | set(range(first, base))
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), bases=st.lists(st.integers(0, 9), min_size=1, max_size=3))
+def test_tables(seed: int, bases: list[int]) -> None:
+    """Random rows over several rounds: places, columns, positions, what is seen, and which logits are kept."""
+    source = random.Random(seed)
+    rows = [Played(place, base, source) for place, base in enumerate(bases)]
+    for _ in range(4):
+        here = source.sample(rows, source.randrange(1, len(rows) + 1))
+        nodes = [row.grow() for row in here]
+        line = Line.of(nodes, KINDS, torch.device("cpu"))
+        paths = [path for row in here for path in row.paths[len(row.held) :]]
+        assert line.ids.tolist() == [[path[-1] for path in paths]]
+        assert line.positions.tolist() == [[len(path) - 1 for path in paths]]
+        tops = [(row.place, row.slots.top + i) for row in here for i in range(len(row.paths) - len(row.held))]
+        for kind, table in zip(KINDS, line.tables, strict=True):
+            assert table.dtype == torch.int32
+            assert [tuple(own[:2]) for own in table[0, 0].tolist()] == tops
+            assert [decoded(own[2:]) for own in table[0, 0].tolist()] == [s for row in here for s in row.seen(kind)]
+        ends = np.cumsum([row.size for row in nodes])
+        kept = [i for end, row in zip(ends, nodes, strict=True) for i in range(end - row.keep, end)]
+        assert line.kept.tolist() == (kept or [ends[-1] - 1])
+        for row in here:
+            row.settle()
+
+
+@given(seen=st.lists(st.booleans(), max_size=150))
+def test_seen_columns(seen: list[bool]) -> None:
+    """Any columns, none and all of them too."""
+    assert decoded(seen_columns(np.array(seen, dtype=bool))) == {column for column, own in enumerate(seen) if own}

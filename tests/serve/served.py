@@ -1,0 +1,143 @@
+"""Servers of tiny models, asked in process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, TypeVar
+
+import httpx
+from fastapi import FastAPI
+
+from specdec import SpecGenerator, Transcriber
+from specdec.serve import ServeSettings, create_app, read_settings
+from specdec.serve.speech_model import SpeechModel
+from specdec.serve.text_model import TextModel
+from tests import speech
+from tests.folders import WIDTH, byte_tokenizer
+from tests.pipelines.models import CHAT
+from tests.tiny import tiny
+
+TOKENIZER = byte_tokenizer()
+TOKENIZER.chat_template = CHAT
+PATIENCE = 60.0  # seconds
+T = TypeVar("T")
+DRAFTS = {"none": None, "suffix": "suffix", "model": "model", "hybrid": "hybrid"}
+
+
+@cache
+def model_of(draft: str) -> TextModel:
+    """The tiny text model with one of `DRAFTS`, the same object in all tests."""
+    return text_model(draft=draft)
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that takes no longer than it should."""
+    return asyncio.run(asyncio.wait_for(work, PATIENCE))
+
+
+def text_model(name: str = "text", draft: str = "suffix", family: str = "llama", **options: Any) -> TextModel:
+    """A tiny model over bytes with one of `DRAFTS`; the draft model is often wrong."""
+    small = tiny(family, vocab=WIDTH, seed=1)
+    named = {"model": small, "hybrid": ("suffix", small)}.get(draft, DRAFTS[draft])
+    generator = SpecGenerator(tiny(family, vocab=WIDTH), named, tokenizer=TOKENIZER, **options)
+    return TextModel(name, generator, context=512)
+
+
+def speech_model(name: str = "speech") -> SpeechModel:
+    """A tiny Whisper with windows of one second."""
+    return SpeechModel(name, Transcriber(speech.whisper(stamps=1.0, end=1.0), processor=speech.processor()), 20.0)
+
+
+def settings(*names: str, **given: Any) -> ServeSettings:
+    """Settings for models of these names."""
+    return read_settings({"models": [{"name": name, "target": "tiny"} for name in names or ("text",)], **given})
+
+
+def app(*models: TextModel | SpeechModel, **given: Any) -> FastAPI:
+    """An application with these models, one with a suffix draft by default."""
+    served = models or (model_of("suffix"),)
+    return create_app(settings(*(model.name for model in served), **given), served)
+
+
+@asynccontextmanager
+async def client(application: FastAPI, **headers: str) -> AsyncIterator[httpx.AsyncClient]:
+    """A client that asks in process."""
+    transport = httpx.ASGITransport(application, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000", headers=headers) as made:
+        yield made
+    application.state.server.close()
+
+
+def events(text: str) -> list[Any]:
+    """The events of a stream, the last of them `[DONE]`."""
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data: ")]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+@dataclass
+class Answered:
+    """What an application answered, and how many pieces of the body it asked for."""
+
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes = b""
+    received: int = 0
+
+
+async def asgi(
+    application: FastAPI,
+    method: str,
+    path: str,
+    *,
+    body: Any = None,
+    chunks: Sequence[bytes | None] = (),
+    length: str | None = None,
+    leave: asyncio.Event | None = None,
+    root_path: str = "",
+    content_type: str = "application/json",
+) -> Answered:
+    """Asks without a library between: bodies that lie or never end (None), and clients that `leave`."""
+    pieces = [json.dumps(body).encode()] if body is not None else list(chunks) or [b""]
+    found, never = Answered(), asyncio.Event()
+    head = {"host": "127.0.0.1:8000", "content-type": content_type}
+    head |= {} if length is None else {"content-length": length}
+
+    async def receive() -> dict[str, Any]:
+        if found.received < len(pieces):
+            piece = pieces[found.received]
+            if piece is None:
+                await never.wait()
+            found.received += 1
+            return {"type": "http.request", "body": piece, "more_body": found.received < len(pieces)}
+        await (leave or never).wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            found.status = message["status"]
+            found.headers = {name.decode(): value.decode() for name, value in message["headers"]}
+        found.body += message.get("body", b"")
+
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": method,
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": root_path,
+        "scheme": "http",
+        "query_string": b"",
+        "headers": [(name.encode(), value.encode()) for name, value in head.items()],
+        "client": ("127.0.0.1", 5000),
+        "server": ("127.0.0.1", 8000),
+        "state": {},
+    }
+    with suppress(Exception):  # a server logs it, after the answer
+        await application(scope, receive, send)
+    return found

@@ -1,0 +1,111 @@
+"""`specdec serve`: flags over a file, and what does not go together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec import zoo
+from specdec.cli import serve as command
+from specdec.cli.commands import run
+from specdec.cli.serve import plain_name, settings_keys
+from specdec.serve import load, read_settings
+from specdec.serve.bridge import Cancel
+from specdec.serve.protocol import CompletionRequest
+from specdec.serve.settings import Limits, ModelSettings
+from specdec.serve.text_model import Ask, Piece, TextModel
+from tests.folders import saved_model
+
+
+def keys(**given: Any) -> dict[str, Any]:
+    """The settings of these flags."""
+    names = (*command.SERVER, *command.LIMITS, *command.LOADING, "target", "draft_model", "method", "demo", "config")
+    names += ("name", "allow_host", "context", "kv_budget", "num_draft_tokens", "schedule")
+    return settings_keys({**dict.fromkeys(names), **given})
+
+
+def test_flags_of_one_model() -> None:
+    """They become the settings of that model, of the server and of its limits."""
+    found = read_settings(
+        keys(
+            target="org/Model-7B", draft_model="org/draft", schedule="cost", dtype="bfloat16", port=9000,
+            kv_budget=0.25, max_running=4, drain=5.0, allow_host=["models.example.org"], pad_events=True, context=512,
+        )
+    )  # fmt: skip
+    model = found.models[0]
+    assert (model.name, model.target, model.draft) == ("Model-7B", "org/Model-7B", "org/draft")
+    assert (model.loading, model.options) == ({"dtype": "bfloat16"}, {"schedule": "cost"})
+    assert (model.kv_budget, model.context) == (0.25, 512)
+    assert (found.port, found.hosts, found.pad_events) == (9000, ("models.example.org",), True)
+    assert (found.limits.running, found.limits.drain_seconds, found.limits.waiting) == (4, 5.0, 128)
+
+
+def test_drafts_are_chosen_as_elsewhere() -> None:
+    """A pair of the package is its own draft, anything else copies unless told otherwise."""
+    drafts = {"zoo:python-code": str(zoo.pair().draft), "org/m": "suffix"}
+    for target, draft in drafts.items():
+        assert read_settings(keys(target=target)).models[0].draft == draft
+    assert read_settings(keys(target="m", method="none")).models[0].draft is None
+    assert read_settings(keys(target="m", method="hybrid", draft_model="d")).models[0].draft == ("suffix", "d")
+
+
+def test_a_file_under_flags(tmp_path: Path) -> None:
+    """Flags win, limits are merged, and models come from one place."""
+    file = tmp_path / "serve.yaml"
+    file.write_text("models: [{name: a, target: b}]\nport: 1\nlimits: {running: 2, waiting: 3}\n")
+    found = read_settings(keys(config=file, port=2, max_running=5))
+    assert (found.port, found.limits.running, found.limits.waiting) == (2, 5, 3)
+    assert read_settings(keys(config=file, port=0)).port == 0  # a free one
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "pass a TARGET"),
+        (["x", "--demo"], "only one of them"),
+        (["--demo", "--draft-model", "x"], "--draft-model is about TARGET"),
+        (["--demo", "--dtype", "float32"], "--dtype is about TARGET"),
+        (["--demo", "--host", "0.0.0.0"], "--api-key-file"),
+        (["--demo", "--api-key-file", "/no/such/file"], "api_key_file"),
+        (["--demo", "--port", "70000"], "port"),
+        (["--demo", "--log", "loud"], "log"),
+        (["x", "--method", "draft"], "--draft-model"),
+    ],
+)
+def test_flags_that_do_not_go(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is told in one line, before a model is loaded."""
+    monkeypatch.setattr("specdec.serve.load", lambda *_: pytest.fail("a model was loaded"))
+    assert run(["serve", *arguments, "--quiet"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_missing_package(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says what to install."""
+    monkeypatch.setattr(command, "NEEDS", ("no_such_package",))
+    assert run(["serve", "--demo"]) == 1
+    assert "specdec-runtime[serve]" in capsys.readouterr().err
+
+
+def test_names() -> None:
+    """The end of an id or path, as far as it can be one."""
+    found = [plain_name(name) for name in ("org/Qwen3-0.6B", "/models/x y/", "zoo:python-code", "/")]
+    assert found == ["Qwen3-0.6B", "x-y", "python-code", "model"]
+
+
+def test_a_folder_is_loaded(tmp_path: Path) -> None:
+    """With what lies beside it, and the options that are its own."""
+    folder = saved_model(tmp_path / "model")
+    options = {"schedule": "constant", "temperature": 0.0}
+    settings = ModelSettings(name="m", target=folder, draft="suffix", options=options, context=99)
+    model = load(settings, Limits(), 0.25)
+    assert isinstance(model, TextModel)
+    assert model.generator.engine.budget._limit == 0.25
+    assert model.generator.options(max_new_tokens=1).schedule == "constant"
+    assert model.context == 99
+    asked = CompletionRequest(prompt="ab", max_tokens=9)
+    texts = ["".join(p.text for p in model.run(Ask(asked, "ab"), Cancel()) if isinstance(p, Piece)) for _ in range(2)]
+    assert texts[0] == texts[1]  # the settings say how a request without a temperature samples

@@ -1,0 +1,353 @@
+"""Turns among clients, work in threads, grammars, recordings: the parts of a server."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from specdec.errors import CancelledError, OptionError
+from specdec.serve.admission import Admission
+from specdec.serve.bridge import Cancel, Work
+from specdec.serve.errors import ApiError
+from specdec.serve.grammar import Form, Grammar
+from specdec.serve.speech_model import SpeechModel
+from specdec.serve.stops import StopTexts
+from tests import speech
+from tests.serve.served import TOKENIZER, app, asgi, client, model_of, run, speech_model
+
+soundfile = pytest.importorskip("soundfile")
+
+
+def test_turns_go_round() -> None:
+    """One client's hundred requests do not keep another's one waiting for more than a turn."""
+    order: list[str] = []
+
+    async def ask(turns: Admission, client: str) -> None:
+        async with turns.turn(client):
+            order.append(client)
+            await asyncio.sleep(0)
+
+    async def all_of_them() -> tuple[int, int]:
+        turns = Admission(2, 200)
+        many = [asyncio.ensure_future(ask(turns, "many")) for _ in range(100)]
+        await asyncio.sleep(0)
+        few = [asyncio.ensure_future(ask(turns, "few")) for _ in range(3)]
+        await asyncio.gather(*many, *few)
+        return turns.running, turns.waiting
+
+    assert run(all_of_them()) == (0, 0)
+    assert len(order) == 103
+    assert max(i for i, name in enumerate(order) if name == "few") < 10
+
+
+def test_turns_are_bounded() -> None:
+    """Beyond the queue, and beyond what one client may have, a 429 says when to try again."""
+
+    async def ask() -> list[Any]:
+        turns, found = Admission(1, 1, per_client=1), []
+        async with turns.turn("a"):
+            for name in ("a", "b", "c"):
+                waiting = asyncio.ensure_future(turns.turn(name).__aenter__())
+                await asyncio.sleep(0)
+                if waiting.done():
+                    error = waiting.exception()
+                    assert isinstance(error, ApiError)
+                    found.append((name, error.status_code, int((error.headers or {})["Retry-After"]) > 0))
+        return found
+
+    assert run(ask()) == [("a", 429, True), ("c", 429, True)]
+
+
+def test_turns_given_up() -> None:
+    """Whoever leaves the queue, also in the moment of being called, costs nobody a turn."""
+
+    async def hold(turns: Admission, name: str, until: asyncio.Event) -> None:
+        async with turns.turn(name):
+            await until.wait()
+
+    async def ask(*, early: bool) -> tuple[int, int, bool]:
+        turns = Admission(1, 10)
+        ends = [asyncio.Event() for _ in range(3)]
+        first, left, right = (
+            asyncio.ensure_future(hold(turns, name, end)) for name, end in zip("abc", ends, strict=True)
+        )
+        await asyncio.sleep(0)
+        if early:
+            left.cancel()
+        ends[0].set()
+        await first
+        left.cancel()  # otherwise it has just been called
+        ends[2].set()
+        await right
+        return turns.running, turns.waiting, left.cancelled()
+
+    assert [run(ask(early=early)) for early in (True, False)] == [(0, 0, True)] * 2
+
+
+def test_work_tells_everything_and_then_its_error() -> None:
+    """In the order in which it came."""
+
+    def work(cancel: Cancel) -> Iterator[int]:
+        yield from range(3)
+        raise OptionError("no")
+
+    async def ask() -> list[int]:
+        found = []
+        with ThreadPoolExecutor(1) as pool:
+            try:
+                async for item in Work(pool, work):
+                    found.append(item)
+            except OptionError:
+                found.append(-1)
+        return found
+
+    assert run(ask()) == [0, 1, 2, -1]
+
+
+def test_work_that_is_given_up() -> None:
+    """Its generator is closed in its own thread, and whoever asked to be told is told."""
+    told, closed = [], []
+
+    def work(cancel: Cancel) -> Iterator[int]:
+        cancel.tell(lambda: told.append(threading.get_ident()))
+        try:
+            while True:
+                yield 1
+        finally:
+            closed.append(threading.get_ident())
+
+    async def ask() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            running = Work(pool, work)
+            async for _ in running:
+                break
+            await running.close()
+            await running.close()
+
+    run(ask())
+    assert told == [threading.get_ident()]
+    assert len(closed) == 1
+    assert closed != told
+    cancel = Cancel()
+    cancel.ask()
+    cancel.tell(lambda: told.append(0))
+    assert told[-1] == 0
+    with pytest.raises(CancelledError):
+        cancel.check()
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 5}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+FORMS: dict[str, tuple[dict[str, Any], Any]] = {
+    "schema": (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": SCHEMA, "strict": True}}},
+        lambda text: 0 <= json.loads(text)["age"] <= 99,
+    ),
+    "guided_json": ({"guided_json": SCHEMA}, lambda text: len(json.loads(text)["name"]) <= 5),
+    "regex": ({"guided_regex": r"[ab]{2,4}\.[0-9]"}, lambda text: text[-2] == "."),
+    "lark": ({"guided_grammar": 'start: "x" ("," NUMBER)*\nNUMBER: /[0-9]{1,2}/'}, lambda text: text.startswith("x")),
+    "choice": ({"guided_choice": ["yes", "no", "né"]}, lambda text: text in ("yes", "no", "né")),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_answers_in_a_form(name: str) -> None:
+    """They are in it, with every draft the same; two choices do not mix up."""
+    fields, fits = FORMS[name]
+
+    async def ask(draft: str) -> list[str]:
+        async with client(app(model_of(draft))) as c:
+            body = {"prompt": "abab", "max_tokens": 60, "n": 2, "seed": 11, "top_k": 3, **fields}
+            found = (await c.post("/v1/completions", json=body)).json()
+            assert {choice["finish_reason"] for choice in found["choices"]} == {"stop"}
+            return [choice["text"] for choice in found["choices"]]
+
+    texts = [run(ask(draft)) for draft in ("none", "suffix", "model")]
+    assert texts[0] == texts[1] == texts[2]
+    assert all(fits(text) for text in texts[0])
+
+
+def test_beams_in_a_form() -> None:
+    """Every hypothesis keeps to it."""
+
+    async def ask() -> Any:
+        async with client(app(model_of("suffix"))) as c:
+            body = {"prompt": "abab", "max_tokens": 30, "num_beams": 3, "guided_regex": "[ab]{3}-[0-9]{2}"}
+            return (await c.post("/v1/completions", json=body)).json()["choices"][0]["text"]
+
+    text = run(ask())
+    assert set(text[:3]) <= {"a", "b"}
+    assert text[3] == "-"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_regex": "("},
+        {"guided_grammar": "nonsense"},
+        {"guided_json": "{"},
+        {"guided_json": {"type": "no-such-type"}},
+        {"guided_json": {"$ref": "http://10.0.0.1/schema"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}},
+    ],
+)
+def test_forms_that_are_none(fields: dict[str, Any]) -> None:
+    """A 400 that names the field, in no time, and nothing is fetched."""
+
+    async def ask() -> Any:
+        async with client(app()) as c:
+            return await c.post("/v1/completions", json={"prompt": "a", "max_tokens": 4, **fields})
+
+    found = run(ask())
+    assert found.status_code == 400, found.text
+    assert next(iter(fields)) in found.json()["error"]["message"]
+
+
+def test_a_grammar_goes_back() -> None:
+    """A draft asks about texts that never come true; the mask depends on the text alone."""
+    grammar = Grammar(Form("regex", "ab*c", "guided_regex"), model_of("none")._grammars, 2)
+    ids = {letter: TOKENIZER(letter)["input_ids"][0] for letter in "abcx"}
+
+    def allowed(text: str) -> set[str]:
+        row = torch.tensor([[5, 6, *(ids[letter] for letter in text)]])
+        logits = grammar(row, torch.zeros(1, 259))[0]
+        return {letter for letter, token in ids.items() if logits[token] == 0} | ({"end"} if logits[2] == 0 else set())
+
+    assert allowed("") == {"a"}
+    assert allowed("abbb") == {"b", "c"}
+    assert allowed("ab") == {"b", "c"}
+    assert allowed("abc") == {"end"}
+    assert allowed("ax") == {"end"}
+    assert allowed("a") == {"b", "c"}
+    tokens = [ids[letter] for letter in "abbcb"]
+    assert grammar.allowed([5, 6], tokens) == 4
+    assert grammar.allowed([5, 6, *tokens[:2]], tokens[2:]) == 2
+
+
+def test_stop_texts_do_not_begin_in_the_prompt() -> None:
+    """Only what was written counts, and every row by itself."""
+    stop = StopTexts(TOKENIZER, ["ab"], 2)
+    rows = [TOKENIZER(text)["input_ids"] for text in ("xabc", "xxab", "ab" + "xx")]
+    assert stop(torch.tensor(rows), None).tolist() == [False, True, False]
+
+
+@cache
+def hearing() -> SpeechModel:
+    """The tiny Whisper."""
+    return speech_model()
+
+
+def recording(seconds: float, kind: str = "WAV") -> bytes:
+    """A sound file."""
+    file = io.BytesIO()
+    soundfile.write(file, speech.speech(seconds), speech.RATE, format=kind)
+    return file.getvalue()
+
+
+async def heard(fields: dict[str, Any], content: bytes, path: str = "transcriptions") -> Any:
+    """The answer about a recording."""
+    async with client(app(hearing())) as c:
+        return await c.post(f"/v1/audio/{path}", files={"file": ("a.wav", content)}, data=fields)
+
+
+def test_transcriptions() -> None:
+    """All forms say the same, which is what `Transcriber` says."""
+    content = recording(2.5)
+    expected = hearing().transcriber(content, language="en", task="transcribe", return_timestamps=True)
+    plain = hearing().transcriber(content, language="en", task="transcribe")["text"].strip()
+
+    async def ask() -> dict[str, Any]:
+        found = {}
+        for form in ("json", "text", "srt", "vtt", "verbose_json"):
+            answer = await heard({"model": "speech", "language": "en", "response_format": form}, content)
+            assert answer.status_code == 200, answer.text
+            found[form] = answer.json() if "json" in form else answer.text
+        return found
+
+    found = run(ask())
+    assert found["json"]["text"] == found["text"].strip() == plain
+    assert found["srt"].startswith("1\n00:00:00,000 --> ")
+    assert found["vtt"].startswith("WEBVTT\n\n00:00:00.000 --> ")
+    verbose = found["verbose_json"]
+    assert verbose["text"] == expected["text"].strip()
+    assert verbose["duration"] == 2.5
+    assert [one["start"] for one in verbose["segments"]] == sorted(one["start"] for one in verbose["segments"])
+    assert "words" not in verbose
+
+
+def test_words_and_translations() -> None:
+    """Words have times where they are asked for; a translation is another text."""
+    content = recording(1.5, "FLAC")
+
+    async def ask() -> list[Any]:
+        fields = {"response_format": "verbose_json", "timestamp_granularities[]": ["word"], "language": "de"}
+        words = await heard(fields, content)
+        german = await heard({"language": "de"}, content)
+        english = await heard({}, content, "translations")
+        return [words.json(), german.json()["text"], english.json()["text"]]
+
+    words, german, english = run(ask())
+    assert all(one["start"] <= one["end"] for one in words["words"])
+    assert "segments" not in words
+    assert german != english
+
+
+WRONG: dict[str, tuple[dict[str, Any], bytes, int]] = {
+    "no sound": ({}, b"not sound at all", 400),
+    "empty": ({}, b"", 400),
+    "nothing in it": ({}, recording(0.0), 400),
+    "long": ({}, recording(21.0), 400),
+    "form": ({"response_format": "xml"}, recording(0.2), 400),
+    "language": ({"language": "xx"}, recording(0.2), 400),
+    "granularity": ({"timestamp_granularities[]": "word"}, recording(0.2), 400),
+    "unknown": ({"url": "http://10.0.0.1/a.wav"}, recording(0.2), 400),
+    "stream": ({"stream": "true"}, recording(0.2), 400),
+    "temperature": ({"temperature": "-1"}, recording(0.2), 400),
+    "model": ({"model": "gpt"}, recording(0.2), 404),
+    "special": ({"prompt": "<|en|>"}, recording(0.2), 400),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_recordings_that_do_not_go(name: str) -> None:
+    """Each is told what is wrong."""
+    fields, content, status = WRONG[name]
+    found = run(heard(fields, content))
+    assert found.status_code == status, found.text
+    assert found.json()["error"]["message"]
+
+
+def test_a_recording_nobody_waits_for() -> None:
+    """Its decoding ends within two rounds."""
+    boundary = "x" * 20
+    head = f'--{boundary}\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\n'
+    body = head.encode() + recording(19.0) + f"\r\n--{boundary}--\r\n".encode()
+
+    async def ask() -> None:
+        gone, application = asyncio.Event(), app(hearing())
+        kind = f"multipart/form-data; boundary={boundary}"
+        path = "/v1/audio/transcriptions"
+        work = asyncio.ensure_future(asgi(application, "POST", path, chunks=[body], leave=gone, content_type=kind))
+        engine = hearing().generator.engine
+        while not engine.running:
+            await asyncio.sleep(0.001)
+        gone.set()
+        await work
+        assert engine.idle
+        assert application.state.server.hosts.all["speech"].load.running == 0
+        application.state.server.close()
+
+    run(ask())

@@ -1,0 +1,346 @@
+"""EAGLE-3 heads: the text stays the target's, and guesses are what the formulas say of the target's hidden states."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from specdec import SpecGenerator
+from specdec.draft.hidden import HeadSession
+from specdec.errors import LoadError, OptionError, UnsupportedError
+from specdec.schedule import Limit
+from specdec.types import Plan, Round, Row, Tree
+from tests.heads import READS, Eagle, eagle_folder
+from tests.tiny import tiny
+
+IDS = [[5, 9, 12, 5, 9, 33, 21], [7, 8, 7], [1]]
+RUN: dict[str, Any] = {"max_new_tokens": 14, "eos_token_id": [], "pad_token_id": 0}
+THREE = {"num_hidden_layers": 3}
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "qwen3": {"kind": "qwen3", "norm_before_residual": True},
+    "fc": {"norm_before_fc": True, "draft_vocab_size": 20},
+    "each": {"fc_norm": True, "norm_output": True},
+    "two": {"num_hidden_layers": 2, "draft_vocab_size": 40, "norm_before_residual": True},
+    "windows": {
+        "kind": "qwen3",
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 4,
+    },
+}
+
+
+def target(seed: int = 0) -> Any:
+    return tiny("llama", seed=seed, **THREE)
+
+
+def states_of(model: Any, tokens: list[int]) -> Tensor:
+    """The target's hidden states of a text `[tokens, layers, width]`."""
+    with torch.no_grad():
+        layers = model(torch.tensor([tokens]), output_hidden_states=True, use_cache=False).hidden_states
+    return torch.stack([layers[layer][0] for layer in READS], dim=1)
+
+
+@pytest.fixture
+def proposals(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], Tree]]:
+    """The text before every proposal of a head, and the proposal."""
+    seen: list[tuple[list[int], Tree]] = []
+    propose = HeadSession.propose
+
+    def spied(self: HeadSession, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
+        trees = propose(self, rows, plans)
+        seen.extend((list(row.tokens), tree) for row, tree in zip(rows, trees, strict=True) if not row.tree.tokens)
+        return trees
+
+    monkeypatch.setattr(HeadSession, "propose", spied)
+    return seen
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_guesses_are_what_the_formulas_say(kind: str, tmp_path: Path, proposals: list[tuple[list[int], Tree]]) -> None:
+    """In ragged batches, over chunked prompts, after rejections: all as if computed anew from the text."""
+    folder = eagle_folder(tmp_path / "head", **KINDS[kind])
+    model, reference = target(), Eagle(folder)
+    plain = SpecGenerator(model).generate(IDS, **RUN)
+    out = SpecGenerator(model, folder).generate(
+        IDS,
+        **RUN,
+        schedule="confidence",
+        num_assistant_tokens=4,
+        assistant_confidence_threshold=1e-9,
+        prefill_chunk_size=3,
+    )
+    assert out.sequences.tolist() == plain.sequences.tolist()
+    drafted = [(text, tree) for text, tree in proposals if tree.tokens]
+    assert len(drafted) >= 20
+    for text, tree in drafted:
+        guesses, logits = reference.chain(text, states_of(model, text[:-1]), len(tree))
+        assert tree.tokens == guesses
+        chances = [float(one.softmax(-1)[token]) for one, token in zip(logits, guesses, strict=True)]
+        assert tree.confidence == pytest.approx(chances, rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["plain", "two"])
+def test_branches_are_read_with_the_target_s_states(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a head says after every leaf of a beam search is what it says of that text alone."""
+    folder = eagle_folder(tmp_path / "head", **KINDS[kind])
+    model, reference, compared = target(), Eagle(folder), 0
+    run = HeadSession._run
+
+    def checked(self: HeadSession, rows: Any, trees: Any, keep: Any, texts: Any, **more: Any) -> Any:
+        nonlocal compared
+        scores = run(self, rows, trees, keep, texts, **more)
+        for row, text, said in zip(rows, texts, scores, strict=True):
+            for leaf in row.leaves if row.tree.tokens and not more["level"] else ():
+                tokens = row.tokens + [row.tree.tokens[node] for node in row.tree.path(leaf)]
+                [expected] = reference.chain(tokens, states_of(model, tokens[:-1]), 1)[1]
+                node = self._held[row.key].where[leaf] + text
+                torch.testing.assert_close(said.logits[node - said.first], expected, rtol=1e-3, atol=1e-4)
+                compared += 1
+        return scores
+
+    monkeypatch.setattr(HeadSession, "_run", checked)
+    SpecGenerator(model, folder).generate(IDS, **RUN, num_beams=3, schedule="constant", num_assistant_tokens=3)
+    assert compared > 30
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"do_sample": True, "seed": 3},
+    "rejection": {"do_sample": True, "seed": 3, "sampling": "rejection", "num_return_sequences": 2},
+    "block": {"do_sample": True, "seed": 3, "sampling": "block"},
+    "beams": {"num_beams": 3, "num_return_sequences": 2},
+    "groups": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
+    "guided": {"guidance_scale": 1.5},
+}
+DRAFTING: list[dict[str, Any]] = [
+    {"schedule": "constant", "num_assistant_tokens": 3},
+    {"schedule": "heuristic", "num_assistant_branches": 4},
+    {"schedule": "confidence"},
+    {"schedule": "cost", "num_assistant_branches": 4},
+]
+EXACT = [way for way in WAYS if way not in ("rejection", "block")]
+
+
+PAIRS = [
+    pytest.param(way, how, marks=[] if i % len(DRAFTING) == j else pytest.mark.slow, id=f"{way}-{how['schedule']}")
+    for i, way in enumerate(WAYS)
+    for j, how in enumerate(DRAFTING)
+    if way not in ("rejection", "block") or how["schedule"] != "cost"  # which goes by the clock
+]
+
+
+@pytest.mark.parametrize(("way", "drafting"), PAIRS)
+def test_the_text_is_the_target_s(way: str, drafting: dict[str, Any], tmp_path: Path) -> None:
+    """With every strategy, schedule and way of sampling, in ragged batches; sampling by q repeats under a seed."""
+    folder = eagle_folder(tmp_path / "head", draft_vocab_size=30)
+    generator = SpecGenerator(target(), folder)
+    out = generator.generate(IDS, **RUN, **WAYS[way], **drafting)
+    reference = generator if way not in EXACT else SpecGenerator(target())
+    given = drafting if way not in EXACT else {}
+    assert out.sequences.tolist() == reference.generate(IDS, **RUN, **WAYS[way], **given).sequences.tolist()
+    assert out.stats.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt2", pytest.param("qwen3_next", marks=pytest.mark.slow), "bloom"])
+def test_targets_of_all_kinds(name: str, tmp_path: Path) -> None:
+    """Any model that tells hidden states can have a head."""
+    model = tiny(name)
+    folder = eagle_folder(tmp_path / "head", eagle_aux_hidden_state_layer_ids=[0, 1])
+    config = json.loads((folder / "config.json").read_text())
+    config["speculators_config"]["verifier"]["architectures"] = [type(model).__name__]
+    (folder / "config.json").write_text(json.dumps(config))
+    for given in ({}, {"num_beams": 2}):
+        out = SpecGenerator(model, folder).generate(IDS[:2], **RUN, **given)
+        assert out.sequences.tolist() == SpecGenerator(model).generate(IDS[:2], **RUN, **given).sequences.tolist()
+        assert out.stats.num_draft_tokens > 0
+
+
+def test_a_head_that_is_right(tmp_path: Path) -> None:
+    """Of a target that goes by its last token alone, which the head does as well, every guess is accepted."""
+    model = target()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.model.embed_tokens.weight[:, 16:] = 0  # two heads of keys and values pass no more
+    sizes = {"layer_types": ["sliding_attention"], "sliding_window": 1, "norm_before_residual": True}
+    folder = eagle_folder(tmp_path / "head", kind="qwen3", **sizes)
+    weights, first = load_file(folder / "model.safetensors"), "layers.0."
+    for name in ("hidden_norm", "mlp.down_proj", "self_attn.v_proj", "self_attn.o_proj"):
+        weights[f"{first}{name}.weight"].zero_()  # nothing passes but attention, of every token to itself
+    weights[f"{first}input_layernorm.weight"].fill_(1)
+    weights[f"{first}self_attn.v_proj.weight"][:, :16] = torch.eye(16)
+    weights[f"{first}self_attn.o_proj.weight"][:8, :8] = torch.eye(8)  # the first and the third head of queries
+    weights[f"{first}self_attn.o_proj.weight"][8:16, 16:24] = torch.eye(8)
+    weights["norm.weight"] = model.model.norm.weight.data.clone()
+    weights["lm_head.weight"] = model.lm_head.weight.data.clone()
+    weights["embed_tokens.weight"] = model.model.embed_tokens.weight.data.clone()
+    save_file(weights, folder / "model.safetensors")
+    plain = SpecGenerator(model).generate(IDS, **RUN)
+    generator = SpecGenerator(model, folder)
+    out = generator.generate(IDS, **RUN, schedule="constant", num_assistant_tokens=5)
+    assert out.sequences.tolist() == plain.sequences.tolist()
+    assert out.stats.draft_acceptance_rate == 1.0
+    assert out.stats.num_target_passes <= 5
+    beams = generator.generate(IDS, **RUN, num_beams=2, schedule="constant", num_assistant_tokens=5)
+    assert beams.stats.num_target_passes <= 8
+
+
+def test_rows_that_continue_another_one(tmp_path: Path, proposals: list[tuple[list[int], Tree]]) -> None:
+    """Samples of one prompt share its reading, in the head too; their guesses are as if they had read it."""
+    folder = eagle_folder(tmp_path / "head")
+    model, reference, prompt = target(), Eagle(folder), [list(range(5, 45))]
+    sampled = {"do_sample": True, "seed": 3, "num_return_sequences": 3}
+    generator = SpecGenerator(model, folder)
+    out = generator.generate(prompt, **RUN, **sampled, schedule="constant", num_assistant_tokens=3)
+    assert out.sequences.tolist() == SpecGenerator(model).generate(prompt, **RUN, **sampled).sequences.tolist()
+    assert out.stats.cached_prompt_tokens == 2 * 38
+    proposals.clear()
+    again = generator.generate(prompt, **RUN, schedule="constant", num_assistant_tokens=3)
+    assert again.stats.cached_prompt_tokens == 0
+    for text, tree in proposals:
+        assert tree.tokens == reference.chain(text, states_of(model, text[:-1]), len(tree))[0]
+
+
+@dataclass(frozen=True)
+class Late:
+    """Drafts nothing before a text has so many tokens."""
+
+    length: int
+    max_branches: ClassVar[int] = 1
+
+    def plan(self, rows: Sequence[Row]) -> list[Limit]:
+        return [Limit(3 if len(row.tokens) >= self.length else 0) for row in rows]
+
+    def after(self, round: Round) -> Late:
+        return self
+
+
+@pytest.mark.parametrize("kind", ["eagle", "block"])
+def test_text_that_grows_long_without_the_head(
+    kind: str, tmp_path: Path, proposals: list[tuple[list[int], Tree]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read now and then, so that its features need not be kept; guesses afterwards are as ever."""
+    more = {} if kind == "eagle" else {"speculators_model_type": "peagle", "mask_token_id": 63}
+    folder, kept = eagle_folder(tmp_path / "head", **more), []
+    model, reference = target(), Eagle(folder)
+    hear = HeadSession._hear
+
+    def noted(self: HeadSession, *given: Any) -> Any:
+        kept.append(len(hear(self, *given).states))
+        return self._known[given[0].key]
+
+    monkeypatch.setattr(HeadSession, "_hear", noted)
+    monkeypatch.setattr("specdec.draft.hidden._PENDING", 8)
+    out = SpecGenerator(model, folder).generate(IDS, **{**RUN, "max_new_tokens": 40}, schedule=Late(30))
+    plain = SpecGenerator(model).generate(IDS, **{**RUN, "max_new_tokens": 40})
+    assert out.sequences.tolist() == plain.sequences.tolist()
+    assert max(kept) <= 16
+    drafted = [(text, tree) for text, tree in proposals if tree.tokens]
+    assert len(drafted) > 10
+    for text, tree in drafted:
+        states = states_of(model, text[:-1])
+        expected = reference.block(text, states, 8) if more else reference.chain(text, states, len(tree))[0]
+        assert tree.tokens == expected[: len(tree)]
+
+
+def test_a_pair_with_a_draft_that_copies(tmp_path: Path) -> None:
+    """A head beside a suffix automaton hears of all rounds, also of those it had no part in."""
+    folder = eagle_folder(tmp_path / "head")
+    model = target()
+    for given in ({}, {"num_beams": 2}):
+        out = SpecGenerator(model, ("suffix", folder)).generate(IDS, **RUN, **given)
+        assert out.sequences.tolist() == SpecGenerator(model).generate(IDS, **RUN, **given).sequences.tolist()
+
+
+def changed(folder: Path, **fields: Any) -> Path:
+    """The checkpoint with other fields in its config."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **fields}))
+    return folder
+
+
+def reweighed(folder: Path, **weights: Tensor | None) -> Path:
+    """The checkpoint with other weights, without those that are None."""
+    stored = {**load_file(folder / "model.safetensors"), **{n.replace("__", "."): t for n, t in weights.items()}}
+    save_file({name: tensor for name, tensor in stored.items() if tensor is not None}, folder / "model.safetensors")
+    return folder
+
+
+VERIFIER = {"architectures": ["LlamaForCausalLM"], "name_or_path": "somebody/another-model"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"target_hidden_size": 48}, "was made for another target: its hidden states are 48 wide, the target's 32"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 7]}, r"this one has 3 layers: it reads \[1, 2, 7\]"),
+        ({"speculators_config": {"verifier": VERIFIER}}, "was made for 'somebody/another-model', and the target is"),
+        (
+            {"speculators_config": {"verifier": {"architectures": ["Qwen3ForCausalLM"]}}},
+            "was made for 'Qwen3ForCausalLM'",
+        ),
+        ({"speculators_model_type": "hydra"}, "is a head of kind 'hydra'; known are eagle3"),
+    ],
+)
+def test_heads_of_other_targets(fields: dict[str, Any], match: str, tmp_path: Path) -> None:
+    """They say what does not fit, before any pass."""
+    folder, model = changed(eagle_folder(tmp_path / "head"), **fields), target()
+    model.config.name_or_path = "somebody/this-model"
+    with pytest.raises(OptionError, match=match):
+        SpecGenerator(model, folder)
+
+
+def test_a_head_of_another_vocabulary(tmp_path: Path) -> None:
+    """The target's vocabulary is wider."""
+    with pytest.raises(OptionError, match="its vocabulary are 64 wide, the target's 70"):
+        SpecGenerator(tiny("llama", vocab=70, **THREE), eagle_folder(tmp_path / "head"))
+
+
+@pytest.mark.parametrize(
+    ("weights", "match"),
+    [
+        ({"fc__weight": None}, "1 weights are missing, fc.weight…"),
+        ({"norm__weight": torch.ones(31)}, r"`norm.weight` is \[31\], and by its config \[32\]"),
+        ({"d2t": torch.full((30,), 40)}, "`d2t` does not name 30 different tokens of 64"),
+        ({"d2t": torch.zeros(30, dtype=torch.long)}, "`t2d` does not say the same as `d2t`"),
+        ({"d2t": None}, "it guesses 30 of 64 tokens, but `d2t` does not say which"),
+        ({"layers__1__norm__weight": torch.ones(3)}, "nobody reads its weights layers.1.norm.weight…"),
+    ],
+)
+def test_broken_heads(weights: dict[str, Any], match: str, tmp_path: Path) -> None:
+    """Weights that are missing, left over, or of another shape; ids that the target lacks."""
+    folder = reweighed(eagle_folder(tmp_path / "head", draft_vocab_size=30), **weights)
+    with pytest.raises((LoadError, UnsupportedError), match=match):
+        SpecGenerator(target(), folder)
+
+
+def test_truncated_files(tmp_path: Path) -> None:
+    """As with any model."""
+    folder = eagle_folder(tmp_path / "head")
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:5000])
+    with pytest.raises(LoadError, match="its files are broken or incomplete"):
+        SpecGenerator(target(), folder)
+
+
+def test_heads_beside_names(tmp_path: Path) -> None:
+    """`from_pretrained` brings in target and head; the head shares embeddings that it lacks."""
+    model = target()
+    model.save_pretrained(tmp_path / "target")
+    folder = reweighed(eagle_folder(tmp_path / "head"), embed_tokens__weight=None)
+    generator = SpecGenerator.from_pretrained(str(tmp_path / "target"), str(folder))
+    out = generator.generate(IDS, **RUN)
+    assert out.sequences.tolist() == SpecGenerator(model).generate(IDS, **RUN).sequences.tolist()
+    assert out.stats.num_draft_tokens > 0
+    assert generator.generate(IDS, **RUN, assistant_model=str(folder)).stats.num_draft_tokens > 0

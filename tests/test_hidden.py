@@ -1,0 +1,251 @@
+"""A draft that asks for hidden states hears of every token that became text, however that came about."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec import LanguageModel, SpecGenerator, UnsupportedError
+from specdec.errors import OptionError
+from specdec.types import BatchDrafter, Commit, DraftSession, Plan, Row, Tree
+from specdec.values import common_length
+from tests.tiny import tiny, tiny_inputs
+from tests.versions import OLD
+
+LAYERS = (2, 0, 1)
+IDS = [[5, 9, 12, 5, 9, 33, 21], [7, 8, 7]]
+RUN: dict[str, Any] = {"max_new_tokens": 14, "eos_token_id": [], "pad_token_id": 0}
+
+
+class Listener(BatchDrafter):
+    """Guesses so that some tokens are right, and keeps the hidden states that it is told, text by text."""
+
+    def __init__(self, text: Sequence[Sequence[int]] = (), *, width: int = 1) -> None:
+        self.text, self.width = text, width
+        self.hidden_layers = LAYERS
+        self.heard: list[tuple[list[int], Tensor]] = []
+        self.joined: list[int] = []
+
+    def start(self, vocab_size: int) -> Listening:
+        return Listening(self)
+
+
+class Listening(DraftSession):
+    guesses_branches = True
+
+    def __init__(self, drafter: Listener) -> None:
+        self.drafter = drafter
+        self.rows: dict[int, Row] = {}
+        self.text: dict[int, Tensor] = {}
+        self.branches: dict[int, list[Tensor]] = {}
+
+    def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
+        return [self._guess(row, min(plan.limit, row.remaining - 1)) for row, plan in zip(rows, plans, strict=True)]
+
+    def _guess(self, row: Row, limit: int) -> Tree:
+        """After every leaf a right chain, and a wrong token beside its first one."""
+        tokens: list[int] = []
+        parents: list[int] = []
+        for i, leaf in enumerate(row.leaves if limit > 0 else ()):
+            known = row.tokens + [row.tree.tokens[node] for node in row.tree.path(leaf)]
+            after = next((t[len(known) :] for t in self.drafter.text if t[: len(known)] == known), [3, 4, 3])
+            guess = [*after[: limit - 1], 6][:limit]
+            parents += [-1 - i, *range(len(tokens), len(tokens) + len(guess) - 1)]
+            tokens += guess
+            for other in range(1, self.drafter.width):
+                tokens.append((guess[0] + other) % 64)
+                parents.append(-1 - i)
+        return Tree(tokens, parents, [0.5] * len(tokens), source="listener")
+
+    def join(self, row: Row, source: int | None, length: int) -> int:
+        known = 0 if source is None else common_length(row.tokens[:length], self.rows[source].tokens)
+        if source is None:
+            return 0
+        self.rows[row.key] = row
+        self.text[row.key] = self.text[source][:known].clone()
+        self.drafter.joined.append(len(self.text[row.key]))
+        return len(self.text[row.key])
+
+    def commit(self, commits: Sequence[Commit]) -> None:
+        for row, path, text, hidden in commits:
+            self.rows[row.key] = row
+            if hidden is None:
+                continue
+            known = self.text.get(row.key, hidden.states[:0])
+            fresh = [node for node in path if node >= hidden.held]
+            unread = len(hidden.states) - len(fresh)
+            assert hidden.first <= len(known)
+            known = torch.cat([known[: hidden.first], hidden.states[:unread]]) if unread else known
+            of = dict(zip(fresh, hidden.states[unread:], strict=True))
+            of |= {node: self.branches[row.key][node] for node in path if node < hidden.held}
+            kept = [of[node] for node in path]
+            self.text[row.key] = torch.cat([known, *(one[None] for one in kept[:text])])
+            self.branches[row.key] = kept[text:]
+            self._check(row)
+
+    def _check(self, row: Row) -> None:
+        """The text is read as far as it goes without its leaves, and all branches that are no leaves are."""
+        known, branches = self.text[row.key], self.branches[row.key]
+        assert len(known) <= len(row.tokens)
+        assert all(node in row.leaves for node in range(len(branches), len(row.tree)))
+        texts = [(row.tokens[: len(known)], known)]
+        if branches and len(known) == len(row.tokens):
+            for node in range(len(branches)):
+                path = row.tree.path(node)
+                states = torch.cat([known, torch.stack([branches[n] for n in path])])
+                texts.append((row.tokens + [row.tree.tokens[n] for n in path], states))
+        self.drafter.heard += texts
+
+    def release(self, keys: Sequence[int]) -> None:
+        for key in keys:
+            self.rows.pop(key, None)
+            self.text.pop(key, None)
+            self.branches.pop(key, None)
+
+
+def check(model: Any, drafter: Listener, **inputs: Tensor) -> None:
+    """What was heard is what the model says of the whole texts."""
+    assert drafter.heard
+    longest = {}
+    for tokens, states in drafter.heard:
+        assert states.shape == (len(tokens), len(LAYERS), 32)
+        longest[tuple(tokens)] = states
+    heard = list(longest.items())
+    for tokens, states in [*heard[:4], *heard[-8:]]:
+        ids = torch.tensor([tokens])
+        with torch.no_grad():
+            given = {"decoder_input_ids": ids, **inputs} if inputs else {"input_ids": ids}
+            out = model(**given, output_hidden_states=True, use_cache=False)
+        layers = out.get("hidden_states") or out["decoder_hidden_states"]
+        expected = torch.stack([layers[layer][0] for layer in LAYERS], dim=1)
+        torch.testing.assert_close(states, expected, rtol=1e-3, atol=1e-4)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "chunks": {"prefill_chunk_size": 2},
+    "sampled": {"do_sample": True, "seed": 3},
+    "several": {"do_sample": True, "seed": 3, "num_return_sequences": 2},
+    "beams": {"num_beams": 3},
+    "groups": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
+    "guided": {"guidance_scale": 1.5},
+}
+
+
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("way", WAYS)
+def test_all_text_is_heard_of(way: str, width: int) -> None:
+    """Strategies, trees, ragged batches and chunked prompts: the same texts as without a draft, and true states."""
+    model, given = tiny("llama"), {**RUN, **WAYS[way]}
+    plain = SpecGenerator(model).generate(IDS, **given)
+    drafter = Listener(plain.sequences.tolist(), width=width)
+    schedule = "heuristic" if width > 1 else "constant"
+    out = SpecGenerator(model, drafter).generate(IDS, **given, schedule=schedule)
+    assert out.sequences.tolist() == plain.sequences.tolist()
+    assert out.stats.num_accepted_draft_tokens < out.stats.num_draft_tokens
+    assert out.stats.num_accepted_draft_tokens > 0 or "num_beams" in given  # searches need every leaf guessed
+    check(model, drafter)
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_next", "bloom", "falcon_alibi")]
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt2", "mamba", *SLOW])
+@pytest.mark.parametrize("beams", [1, 2])
+def test_models_of_all_kinds(name: str, beams: int) -> None:
+    """Also those whose rows run one after another, and are restored and read again."""
+    model, given = tiny(name), {**RUN, "num_beams": beams, "max_new_tokens": 8}
+    plain = SpecGenerator(model).generate(IDS, **given)
+    drafter = Listener(plain.sequences.tolist(), width=2)
+    assert SpecGenerator(model, drafter).generate(IDS, **given).sequences.tolist() == plain.sequences.tolist()
+    check(model, drafter)
+
+
+@pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
+def test_encoder_decoders(name: str) -> None:
+    """The hidden states are the decoder's."""
+    model, inputs = tiny(name), tiny_inputs(name)
+    plain = SpecGenerator(model).generate(**inputs, **RUN)
+    drafter = Listener(plain.sequences.tolist())
+    assert SpecGenerator(model, drafter).generate(**inputs, **RUN).sequences.tolist() == plain.sequences.tolist()
+    check(model, drafter, **inputs)
+
+
+def test_rows_that_continue_what_was_read() -> None:
+    """Of a running row the draft can copy what it knows; what nobody knows any more is read again."""
+    model, prompt = tiny("llama"), [list(range(5, 45))]
+    drafter = Listener()
+    generator = SpecGenerator(model, drafter, prefix_cache=True)
+    generator.generate(prompt, **RUN, num_return_sequences=3, do_sample=True, seed=1)
+    assert drafter.joined == [39, 39]
+    out = generator.generate(prompt, **RUN)
+    assert out.stats.cached_prompt_tokens == 0
+    assert out.sequences.tolist() == SpecGenerator(model).generate(prompt, **RUN).sequences.tolist()
+    check(model, drafter)
+
+
+def test_states_that_somebody_else_wants_too() -> None:
+    """The caller's hidden states are all there, as without a draft."""
+    model, given = tiny("llama"), {**RUN, "output_hidden_states": True, "return_dict_in_generate": True}
+    plain = SpecGenerator(model).generate(IDS, **given)
+    drafter = Listener(plain.sequences.tolist())
+    out = SpecGenerator(model, drafter).generate(IDS, **given)
+    for mine, theirs in zip(out.hidden_states, plain.hidden_states, strict=True):
+        for one, other in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(one, other)
+    check(model, drafter)
+    quiet = SpecGenerator(model, drafter).generate(IDS, **RUN)
+    assert quiet.hidden_states is None
+
+
+@pytest.mark.skipif(OLD, reason="transformers keeps them all")
+def test_only_what_was_asked_for_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass keeps the layers of its drafts, and nothing where no draft asks."""
+    from specdec.models import outputs
+
+    seen = []
+    extras = outputs._extras
+
+    def spied(output: Any, *rest: Any) -> Any:
+        seen.append([layer is not None for layer in output.get("hidden_states") or ()])
+        return extras(output, *rest)
+
+    monkeypatch.setattr(outputs, "_extras", spied)
+    drafter = Listener()
+    drafter.hidden_layers = (1,)
+    SpecGenerator(tiny("llama"), drafter).generate(IDS, **RUN)
+    assert seen
+    assert all(layers == [False, True, False] for layers in seen)
+
+
+def test_the_caller_s_model_stays_as_it_is() -> None:
+    """A model whose passes run in another gear says the same hidden states afterwards. (It said each of them twice.)"""
+    model, ids = tiny("llama"), torch.tensor(IDS[:1])
+    drafter = Listener()
+    generator = SpecGenerator(LanguageModel(model, gear="packed"), drafter)
+    plain = SpecGenerator(model).generate(IDS, **RUN)
+    assert generator.generate(IDS, **RUN).sequences.tolist() == plain.sequences.tolist()
+    with torch.no_grad():
+        assert len(model(ids, output_hidden_states=True).hidden_states) == 3
+    check(model, drafter)
+
+
+def test_layers_that_there_are_not() -> None:
+    """The error comes before any pass, and names what there is."""
+    drafter = Listener()
+    drafter.hidden_layers = (0, 3)
+    with pytest.raises(OptionError, match=r"`hidden_layers` must be layers from 0 to 2 of the target, got \[3\]"):
+        SpecGenerator(tiny("llama"), drafter).generate(IDS, **RUN)
+
+
+def test_models_without_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class that returns none is told of before any pass."""
+    from specdec.models import language_model
+
+    monkeypatch.setattr(language_model, "gives_hidden_states", lambda decoder: False)
+    with pytest.raises(UnsupportedError, match="LlamaForCausalLM returns no hidden states"):
+        SpecGenerator(tiny("llama"), Listener()).generate(IDS, **RUN)

@@ -1,0 +1,169 @@
+"""Multi-token prediction: the same guesses as transformers', and the target's own text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin
+from transformers.generation.candidate_generator import MTPCandidateGenerator
+from transformers.modeling_layers import MtpModel
+
+from specdec import OptionError, SpecGenerator, UnsupportedError
+from specdec.draft.hidden import HeadSession
+from specdec.errors import LoadError
+from specdec.models.miniature import shake
+from tests.tiny import GQA, tiny
+from tests.versions import OLD
+
+IDS = [[5, 9, 12, 5, 9, 33, 21], [7, 8, 7], [1]]
+RUN: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": [], "pad_token_id": 0}
+MOE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 1, "topk_group": 1}
+SIZES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {
+        **GQA, **MOE, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8, "v_head_dim": 8, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    },
+    "glm4_moe": {**GQA, **MOE, "head_dim": 8, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    "mellum": {**GQA, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+               "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+}  # fmt: skip
+
+
+def with_layers(monkeypatch: pytest.MonkeyPatch, name: str, count: int) -> Any:
+    """A tiny target, and in place of its checkpoint's layers for prediction random ones."""
+    if OLD:
+        pytest.skip("transformers cannot tell the layers for prediction from the others")
+    config = AutoConfig.for_model(name, vocab_size=64, num_mtp_layers=count, **SIZES[name])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config).eval()
+        shake(model)
+        layers = MtpModel(model, count).eval()
+        for layer in layers.layers:
+            shake(layer)
+    monkeypatch.setattr(MtpModel, "from_pretrained", lambda *_, **__: layers)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("deepseek_v3", 1), ("deepseek_v3", 3), ("glm4_moe", 1), ("glm4_moe", 2), ("mellum", 1)]
+)
+def test_guesses_are_those_of_transformers(name: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text by text, after rejections too; where transformers stops, the last layer goes on."""
+    model = with_layers(monkeypatch, name, count)
+    theirs: dict[tuple[int, ...], list[int]] = {}
+    candidates = MTPCandidateGenerator.get_candidates
+
+    def noted(self: Any, input_ids: Any, *args: Any, **more: Any) -> Any:
+        ids, logits = candidates(self, input_ids, *args, **more)
+        if logits is not None:
+            theirs[tuple(input_ids[0].tolist())] = ids[0, input_ids.shape[1] :].tolist()
+        return ids, logits
+
+    monkeypatch.setattr(MTPCandidateGenerator, "get_candidates", noted)
+    expected = GenerationMixin.generate(
+        model, torch.tensor(IDS[:1]), use_mtp=True, max_new_tokens=12, do_sample=False, pad_token_id=0
+    )
+    mine: dict[tuple[int, ...], list[int]] = {}
+    propose = HeadSession.propose
+
+    def spied(self: HeadSession, rows: Any, plans: Any) -> Any:
+        trees = propose(self, rows, plans)
+        mine.update((tuple(row.tokens), tree.tokens) for row, tree in zip(rows, trees, strict=True))
+        return trees
+
+    monkeypatch.setattr(HeadSession, "propose", spied)
+    out = SpecGenerator(model).generate(IDS[:1], **RUN, use_mtp=True, schedule="constant", num_assistant_tokens=4)
+    assert out.sequences.tolist() == expected.tolist()
+    common = [text for text in mine if text in theirs and mine[text]]
+    assert len(common) >= 4
+    for text in common:
+        assert mine[text][:count] == theirs[text][: len(mine[text])]
+    assert max(len(tokens) for tokens in mine.values()) == 4
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"schedule": "constant", "num_assistant_tokens": 4},
+        {"schedule": "heuristic", "num_assistant_branches": 3},
+        {"num_beams": 3},
+        {"do_sample": True, "seed": 3, "schedule": "cost"},
+    ],
+    ids=lambda given: "-".join(given),
+)
+@pytest.mark.parametrize("name", ["deepseek_v3", "mellum"])
+def test_the_text_is_the_target_s(name: str, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In ragged batches, trees, beams and samples."""
+    model = with_layers(monkeypatch, name, 1 if name == "mellum" else 2)
+    out = SpecGenerator(model, "mtp").generate(IDS, **RUN, **given)
+    plain = {key: value for key, value in given.items() if key in ("num_beams", "do_sample", "seed")}
+    assert out.sequences.tolist() == SpecGenerator(model).generate(IDS, **RUN, **plain).sequences.tolist()
+    assert out.stats.num_draft_tokens > 0
+
+
+def checkpoint(folder: Path) -> tuple[Path, Any]:
+    """A tiny checkpoint of Mellum, with the names that its layers for prediction have there."""
+    config = AutoConfig.for_model("mellum", vocab_size=64, num_mtp_layers=1, **SIZES["mellum"])
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    shake(model)
+    layers = MtpModel(model, 1)
+    shake(layers.layers[0])
+    model.save_pretrained(folder)
+    names = {
+        "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "post_norm": "norm",
+        "mtp_block": "layers.0",
+    }  # fmt: skip
+    weights = load_file(folder / "model.safetensors")
+    for name, tensor in layers.layers[0].state_dict().items():
+        first, _, rest = name.partition(".")
+        if "experts." in rest and tensor.dim() == 3:  # stored expert by expert
+            for i, one in enumerate(tensor):
+                for part, piece in (
+                    zip(("gate_proj", "up_proj"), one.chunk(2), strict=True)
+                    if "gate_up" in rest
+                    else (("down_proj", one),)
+                ):
+                    weights[f"mtp.layers.0.mlp.experts.{i}.{part}.weight"] = piece.contiguous()
+            continue
+        weights[f"mtp.{names[first]}.{rest}"] = tensor.contiguous()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder, layers
+
+
+@pytest.mark.skipif(OLD, reason="transformers cannot tell the layers for prediction from the others")
+def test_layers_come_from_the_checkpoint(tmp_path: Path) -> None:
+    """They are those that were stored; a checkpoint without them is told of."""
+    folder, layers = checkpoint(tmp_path / "target")
+    generator = SpecGenerator.from_pretrained(str(folder), "mtp")
+    assert generator.drafter is not None
+    loaded = generator.drafter.head.stages[0].model.layer.state_dict()  # type: ignore[attr-defined]
+    for name, tensor in layers.layers[0].state_dict().items():
+        torch.testing.assert_close(loaded[name], tensor)
+    out = generator.generate(IDS, **RUN)
+    plain = SpecGenerator.from_pretrained(str(folder)).generate(IDS, **RUN)
+    assert out.sequences.tolist() == plain.sequences.tolist()
+    assert out.stats.num_draft_tokens > 0
+    file = folder / "model.safetensors"
+    weights = {name: tensor for name, tensor in load_file(file).items() if not name.startswith("mtp.fc")}
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(LoadError, match="weights are missing"):
+        SpecGenerator.from_pretrained(str(folder), "mtp")
+
+
+def test_targets_without_such_layers() -> None:
+    """The error names the caller's argument."""
+    with pytest.raises(UnsupportedError, match=r"`draft`: LlamaForCausalLM has no layers for multi-token prediction"):
+        SpecGenerator(tiny("llama"), "mtp")
+    with pytest.raises(UnsupportedError, match=r"`use_mtp`: LlamaForCausalLM has no layers"):
+        SpecGenerator(tiny("llama")).generate(IDS, **RUN, use_mtp=True)
+    with pytest.raises(OptionError, match="`use_mtp` must be True or False, got 3"):
+        SpecGenerator(tiny("llama")).generate(IDS, **RUN, use_mtp=3)
+    with pytest.raises(OptionError, match="got 'mtp:2'"):
+        SpecGenerator(tiny("llama"), "mtp:2")
+    assert SpecGenerator(tiny("llama")).generate(IDS, **RUN, use_mtp=False).stats.num_draft_tokens == 0

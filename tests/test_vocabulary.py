@@ -1,0 +1,121 @@
+"""A draft with a vocabulary of its own guesses from it alone, and the text stays the target's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from specdec import OptionError, SpecGenerator, UnsupportedError
+from specdec.draft.model import ModelSession
+from specdec.models.vocabulary import CutHead
+from tests.folders import byte_tokenizer, saved, saved_model
+
+RUN: dict[str, Any] = {"max_new_tokens": 16, "eos_token_id": [], "pad_token_id": 0}
+IDS = [[5, 9, 12, 5], [7, 8]]
+
+
+@pytest.fixture
+def guessed(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """All tokens that a draft model guesses."""
+    seen: set[int] = set()
+    propose = ModelSession.propose
+
+    def spied(self: ModelSession, rows: Any, plans: Any) -> Any:
+        trees = propose(self, rows, plans)
+        seen.update(token for tree in trees for token in tree.tokens)
+        return trees
+
+    monkeypatch.setattr(ModelSession, "propose", spied)
+    return seen
+
+
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"num_assistant_branches": 3},
+    {"do_sample": True, "seed": 2},
+    {"num_beams": 2},
+    {"do_sample": True, "seed": 2, "sampling": "rejection", "num_assistant_branches": 3},
+]
+
+
+@pytest.mark.parametrize("given", WAYS, ids=lambda given: "-".join(given) or "greedy")
+def test_the_first_tokens(given: dict[str, Any], tmp_path: Path, guessed: set[int]) -> None:
+    """A number means so many of the tokenizer's first tokens, and those that end a text."""
+    target, draft = saved("llama", tmp_path / "t"), saved("llama", tmp_path / "d", seed=1)
+    generator = SpecGenerator.from_pretrained(target, draft, draft_options={"vocabulary": 12})
+    out = generator.generate(IDS, **RUN, **given)
+    assert guessed
+    assert max(guessed) < 12
+    if "sampling" not in given:
+        plain = {name: value for name, value in given.items() if name != "num_assistant_branches"}
+        expected = SpecGenerator.from_pretrained(target).generate(IDS, **RUN, **plain)
+        assert out.sequences.tolist() == expected.sequences.tolist()
+
+
+def test_tokens_of_a_text(tmp_path: Path, guessed: set[int]) -> None:
+    """They are counted, the likeliest come first; a text alone gives all that come in it."""
+    target, draft = saved_model(tmp_path / "t"), saved_model(tmp_path / "d", seed=1)
+    text, tokenizer = tmp_path / "text", byte_tokenizer()
+    text.write_text("abba cab")
+    for vocabulary, letters in ((str(text), "abc "), ((3, text), "ab")):
+        guessed.clear()
+        generator = SpecGenerator.from_pretrained(target, ("suffix", draft), draft_options={"vocabulary": vocabulary})
+        out = generator.generate("ba", **RUN)
+        assert out.sequences.tolist() == SpecGenerator.from_pretrained(target).generate("ba", **RUN).sequences.tolist()
+        assert guessed
+        assert guessed <= {2, *tokenizer(letters)["input_ids"]}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "bart", "whisper"])
+def test_heads_of_all_kinds(name: str, tmp_path: Path) -> None:
+    """Tied ones, with a bias added afterwards, scaled ones: what is left of them says what it said."""
+    from specdec.loading import Vocabulary
+    from specdec.models import load
+    from specdec.models.vocabulary import cut_vocabulary
+    from tests.tiny import tiny_inputs
+
+    folder = saved(name, tmp_path / name)
+    whole, cut = load(folder), load(folder)
+    cut_vocabulary(cut, Vocabulary(20), None)
+    inputs = {"input_ids": torch.tensor(IDS[:1])} if name == "gpt2" else tiny_inputs(name)
+    if name != "gpt2":
+        inputs["decoder_input_ids"] = torch.tensor(IDS[:1])
+    with torch.no_grad():
+        expected, logits = whole.model(**inputs).logits, cut.model(**inputs).logits
+    torch.testing.assert_close(logits[..., :20], expected[..., :20])
+    assert logits[..., 20:].max() == float("-inf")
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "match"),
+    [
+        (True, "`vocabulary` must be a number of tokens"),
+        (0, "`vocabulary` must be a number of tokens"),
+        (1000, "`vocabulary` must be at most the 64 tokens of the draft, got 1000"),
+        ("nowhere.txt", "there is no such file"),
+    ],
+)
+def test_wrong_vocabularies(vocabulary: Any, match: str, tmp_path: Path) -> None:
+    """Before anything is decoded."""
+    folder = saved("llama", tmp_path / "m")
+    with pytest.raises(OptionError, match=match):
+        SpecGenerator.from_pretrained(folder, folder, draft_options={"vocabulary": vocabulary})
+
+
+def test_what_cannot_be_cut(tmp_path: Path) -> None:
+    """Capped logits, heads of other kinds, texts without a tokenizer, targets."""
+    folder = saved("gemma2", tmp_path / "m")
+    with pytest.raises(UnsupportedError, match="caps its logits"):
+        SpecGenerator.from_pretrained(folder, folder, draft_options={"vocabulary": 8})
+    with pytest.raises(UnsupportedError, match="a head of kind Bilinear"):
+        CutHead(nn.Bilinear(2, 2, 2), torch.tensor([0]), 4)
+    llama, text = saved("llama", tmp_path / "l"), tmp_path / "text"
+    text.write_text("a")
+    with pytest.raises(OptionError, match="needs the draft's tokenizer"):
+        SpecGenerator.from_pretrained(llama, llama, draft_options={"vocabulary": text})
+    with pytest.raises(OptionError, match="vocabulary"):
+        SpecGenerator.from_pretrained(llama, llama, vocabulary=8)
