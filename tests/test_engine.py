@@ -18,7 +18,7 @@ from specdec.models import Session
 from specdec.models.kv_session import KvSession
 from specdec.request import Pacing, Request
 from specdec.rows import RunningRow, TextRow
-from specdec.schedule import Heuristic
+from specdec.schedule import Constant, Heuristic
 from specdec.select import Greedy, Stopping
 from specdec.turn import Stopwatch
 from specdec.types import BatchDrafter, DraftSession, DraftTask, Tree
@@ -374,6 +374,27 @@ def test_an_interrupt_ends_all_that_shared_the_engine() -> None:
     with pytest.raises(EngineError, match="KeyboardInterrupt: call again"):
         list(stream)
     assert generator.generate([PROMPTS[0]], **COMMON).stats.num_new_tokens == 16
+
+
+def test_a_draft_is_read_in_once_and_not_for_ever() -> None:
+    """Rounds in which it guessed, and kept none of it, are no prompts being read. (Nobody learned what they cost.)"""
+    heard: list[bool] = []
+
+    class Unsure(BatchDrafter, DraftSession):
+        def start(self, vocab_size: int) -> Unsure:
+            return self
+
+        def propose(self, rows: Any, plans: Any) -> list[Tree]:
+            return [Tree([], [], source="unsure") for _ in rows]
+
+    class Listening(Constant):
+        def after(self, round: Any) -> Listening:
+            heard.append(round.rows[0].prefill)
+            return self
+
+    SpecGenerator(tiny("llama"), Unsure(), schedule=Listening()).generate([[5, 9]], **COMMON)
+    assert heard[:3] == [True, True, False]
+    assert not any(heard[2:])
 
 
 def test_a_draft_that_offers_too_much_is_told() -> None:
