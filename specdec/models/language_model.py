@@ -266,7 +266,8 @@ class LanguageModel:
                 module.unpacks = ()
         self.wait_until_compiled()
         if reason := strict_obstacle(self):
-            raise UnsupportedError(f"{name} cannot be strict here, {reason}: leave out `exactness`='strict'")
+            other = "" if is_packed(self.model) else "`gear`='packed' packs them, or "
+            raise UnsupportedError(f"{name} cannot be strict here, {reason}: {other}leave out `exactness`='strict'")
 
     def _lookup_of_positions(self) -> Lookup | None:
         style = self.capability.positions
