@@ -6,6 +6,7 @@
 | `summarize.py` | `summarize`: files in, summaries out |
 | `bench.py` | `bench` and `tune`: what they measure, the bar, the outcome in words |
 | `compile.py` | `compile`: passes compiled before they are needed |
+| `distill.py` | `distill`: a draft for any target |
 | `pair.py` | `demo` and `zoo`: the models that come with the package |
 | `request.py` | flags and a YAML file, checked and turned into what to load and how to decode |
 | `flags.py` | flags that several commands have |
