@@ -90,7 +90,7 @@ def likeliest(language: LanguageModel, counts: Counter[int], size: int, argument
     """
     width, ends = language.vocab_size, ends_of(language)
     if size > width:
-        raise OptionError.of(argument, f"at most the {width} tokens of the model", size)
+        raise OptionError.of(argument, f"at most the {width} tokens of the draft", size)
     often = [token for token, _ in counts.most_common() if token < width]
     likely = [*often, *(token for token in range(width) if token not in counts)]
     others = [token for token in likely if token not in ends]

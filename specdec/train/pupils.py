@@ -45,9 +45,8 @@ class Pupil(ABC):
         """Writes the draft."""
 
     def in_bfloat16(self) -> AbstractContextManager[Any]:
-        """Matrix products on a GPU."""
-        kind = self.target.device.type
-        return torch.autocast(kind, torch.bfloat16, enabled=kind != "cpu")
+        """Matrix products, where the target is in 16 bits."""
+        return torch.autocast(self.target.device.type, torch.bfloat16, enabled=self.target.dtype != torch.float32)
 
 
 class EaglePupil(Pupil):

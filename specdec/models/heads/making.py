@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 
 from specdec.errors import UnsupportedError
 from specdec.models.compat import set_attention
-from specdec.models.heads.eagle import EagleStage
+from specdec.models.heads.eagle import EagleStage, Norms
 from specdec.models.heads.head import Embedding
 from specdec.models.language_model import LanguageModel
 
@@ -47,7 +47,8 @@ def make_eagle(target: LanguageModel, vocabulary: Tensor | None, layers: int = 1
         )
     config = _config(target, layers)
     set_attention(config, "sdpa")
-    stage = EagleStage(config, embedding, target.vocab_size, hidden=len(reads), vocabulary=vocabulary)
+    norms = Norms(norm_before_residual=True)  # hidden states of high layers would drown what the head adds to them
+    stage = EagleStage(config, embedding, target.vocab_size, hidden=len(reads), norms=norms, vocabulary=vocabulary)
     stage.to(target.device)
     with torch.no_grad():
         width = config.hidden_size
@@ -83,7 +84,10 @@ def _config(target: LanguageModel, layers: int) -> Any:
 
 
 def _copy_last(target: LanguageModel, stage: EagleStage) -> None:
-    """Starts the first layer from the target's last one, weight by weight, where it has the same names and shapes."""
+    """Starts from the target's last layer and norm, weight by weight, where they have the same names and shapes."""
+    final = getattr(target.decoder, "norm", None)
+    if getattr(final, "weight", None) is not None and final.weight.shape == stage.norm.weight.shape:
+        stage.norm.weight.copy_(final.weight)
     name = f".layers.{target.num_layers - 1}."
     last = {key.partition(name)[2]: tensor for key, tensor in target.model.state_dict().items() if name in key}
     for key, tensor in stage.layers[0].state_dict().items():
