@@ -87,7 +87,8 @@ def progress(*, quiet: bool) -> Iterator[Callable[[float, float, str], None]]:
 def report(card: Mapping[str, Any]) -> Iterator[str]:
     """What became of it, on held-out texts."""
     yield f"steps                   {card['steps']} ({card['tokens']:,} tokens, {card['seconds']:.0f} s)"
-    yield f"loss                    {card['loss']:.3f} nats"
+    if card["loss"] is not None:
+        yield f"loss                    {card['loss']:.3f} nats"
     yield "agreement by position   " + " ".join(f"{share:.0%}" for share in card["agreement"])
     yield f"acceptance length       {card['acceptance_length']:.2f} expected, {card['tokens_per_pass']:.2f} in decoding"
     plain, assisted = card["plain_ms_per_token"], card["assisted_ms_per_token"]

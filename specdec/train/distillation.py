@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from math import isnan
 from os import PathLike
 from pathlib import Path
 from pickle import UnpicklingError
@@ -33,7 +34,7 @@ CARD = "card.json"
 _ROWS = 4  # windows of a step
 _VOCABULARY = 8192  # tokens that a head guesses, of larger vocabularies
 _LAYERS = {"eagle3": 1, "layers": 2}
-_WRITES = 0.25  # at most this share of the time, the target continues prompts
+_WRITES = 0.25  # about this share of the time at the most, the target continues prompts; learning keeps the others
 _DECAY_FROM = 0.4  # of the course
 _RATES = (0.004, 0.001)  # of Muon for a width of `_WIDTH`, and of AdamW
 _WIDTH = 192
@@ -190,7 +191,7 @@ class School:
         """Gathers texts, trains, and says how good the draft is."""
         lessons, seconds = self._gather(texts, prompts)
         pupil = self._pupil(lessons)
-        course = Training(self, pupil, lessons, seconds)
+        course = Training(self, pupil, lessons, min(seconds, _WRITES * self.length.seconds))
         course.run()
         card = {**course.card(), **self._trial(lessons)}
         _write(self.folder / CARD, card)
@@ -315,7 +316,7 @@ class Training:
             "steps": self.step,
             "tokens": self.step * _ROWS * self.lessons.window,
             "seconds": round(self.seconds, 1),
-            "loss": round(self.loss, 4),
+            "loss": None if isnan(self.loss) else round(self.loss, 4),
             "agreement": [round(b / a, 4) if a else 0.0 for a, b in pairwise(reached)],
             "acceptance_length": round(sum(reached), 3),
         }
