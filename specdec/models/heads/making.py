@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 
 from specdec.errors import UnsupportedError
 from specdec.models.compat import set_attention
-from specdec.models.heads.eagle import EagleStage, Norms
+from specdec.models.heads.eagle import EagleStage
 from specdec.models.heads.head import Embedding
 from specdec.models.language_model import LanguageModel
 
@@ -47,8 +47,7 @@ def make_eagle(target: LanguageModel, vocabulary: Tensor | None, layers: int = 1
         )
     config = _config(target, layers)
     set_attention(config, "sdpa")
-    norms = Norms(norm_before_residual=True)  # hidden states of high layers would drown what the head adds to them
-    stage = EagleStage(config, embedding, target.vocab_size, hidden=len(reads), norms=norms, vocabulary=vocabulary)
+    stage = EagleStage(config, embedding, target.vocab_size, hidden=len(reads), vocabulary=vocabulary)
     stage.to(target.device)
     with torch.no_grad():
         width = config.hidden_size
