@@ -7,6 +7,7 @@
 | `bench.py` | `bench` and `tune`: what they measure, the bar, the outcome in words |
 | `compile.py` | `compile`: passes compiled before they are needed |
 | `remote.py` | `bench --url`: a running server under load |
+| `distill.py` | `distill`: a draft for any target |
 | `pair.py` | `demo` and `zoo`: the models that come with the package |
 | `request.py` | flags and a YAML file, checked and turned into what to load and how to decode |
 | `flags.py` | flags that several commands have |

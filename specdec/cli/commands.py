@@ -14,6 +14,7 @@ from rich.console import Console
 
 from specdec.cli.bench import bench, tune
 from specdec.cli.compile import compile_
+from specdec.cli.distill import distill
 from specdec.cli.flags import (
     ConfigFile,
     DeviceMap,
@@ -244,4 +245,5 @@ app.command()(serve)
 app.command()(summarize)
 app.command()(transcribe)
 app.command("compile")(compile_)
+app.command()(distill)
 app.add_typer(zoo_app, name="zoo")

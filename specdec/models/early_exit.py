@@ -1,11 +1,16 @@
-"""A model that stops early: the modules above the layer list are copied shallowly, everything else is shared."""
+"""Models of some of another one's layers.
+
+One that stops early shares all weights, and only the modules above the layer list are copied, shallowly; one of chosen
+layers is a model of its own.
+"""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from specdec.errors import UnsupportedError
 
@@ -22,6 +27,31 @@ def shallow_exit(model: Any, total: int, layers: int) -> Any:
         parent = parent._modules[name]
     parent._modules[names[-1]] = nn.ModuleList(list(parent._modules[names[-1]])[:layers])
     return shallow
+
+
+def with_layers(model: Any, total: int, chosen: Sequence[int]) -> Any:
+    """A new model with copies of these of the `total` decoder layers, and of all other weights.
+
+    Raises UnsupportedError for a model whose layers cannot be told apart like this.
+    """
+    path = ".".join(_path_to_layers(model, total))
+    try:
+        small = type(model)(_cut_config(model.config, total, chosen))
+        small.load_state_dict(dict(_renumbered(model.state_dict(), path, chosen)))
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise UnsupportedError(f"cannot make a {type(model).__name__} of its layers {list(chosen)}: {error}") from error
+    small.generation_config = copy.deepcopy(model.generation_config)
+    return small.to(model.device)
+
+
+def _renumbered(state: dict[str, Tensor], path: str, chosen: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in state.items():
+        head, found, rest = name.partition(f"{path}.")
+        number, _, rest = rest.partition(".")
+        if head or not found:
+            yield name, tensor
+        else:
+            yield from ((f"{path}.{i}.{rest}", tensor) for i, layer in enumerate(chosen) if layer == int(number))
 
 
 def _path_to_layers(model: Any, total: int) -> list[str]:
@@ -41,18 +71,18 @@ def _shallow(module: Any, total: int, layers: int) -> Any:
     other = copy.copy(module)
     other.__dict__["_modules"] = dict(module._modules)
     if isinstance(module, nn.Module) and "config" in vars(module):
-        other.__dict__["config"] = _cut_config(module.config, total, layers)
+        other.__dict__["config"] = _cut_config(module.config, total, range(layers))
     return other
 
 
-def _cut_config(config: Any, total: int, layers: int) -> Any:
+def _cut_config(config: Any, total: int, chosen: Sequence[int]) -> Any:
     cut = copy.deepcopy(config)
     text = cut if cut.is_encoder_decoder else cut.get_text_config(decoder=True)
     # Written past the setters: they check that counts and lists agree, which they do only when both are cut.
     fields = vars(text)
     if isinstance(fields.get("layer_types"), list):
-        fields["layer_types"] = fields["layer_types"][:layers]
+        fields["layer_types"] = [fields["layer_types"][layer] for layer in chosen]
     for name in _COUNTS:
         if fields.get(name) == total:
-            fields[name] = layers
+            fields[name] = len(chosen)
     return cut

@@ -72,22 +72,33 @@ def cut_vocabulary(language: LanguageModel, vocabulary: Vocabulary, tokenizer: A
 
 def _ids(language: LanguageModel, vocabulary: Vocabulary, tokenizer: Any) -> set[int]:
     """The likeliest tokens, those that end a text among them."""
-    width, ends = language.vocab_size, _ends(language)
-    likely = list(range(width))
+    counts: Counter[int] = Counter()
+    size = vocabulary.size
     if vocabulary.text is not None:
         if tokenizer is None:
             raise OptionError("`vocabulary` counts the tokens of a text, which needs the draft's tokenizer beside it")
-        counts = Counter(tokenizer(Path(vocabulary.text).read_text(encoding="utf-8"))["input_ids"])
-        often = [token for token, _ in counts.most_common() if token < width]
-        likely = often if vocabulary.size is None else [*often, *(token for token in likely if token not in counts)]
-    size = len(likely) if vocabulary.size is None else vocabulary.size
+        counts.update(tokenizer(Path(vocabulary.text).read_text(encoding="utf-8"))["input_ids"])
+        size = size or sum(token < language.vocab_size for token in counts)
+    assert size is not None
+    return likeliest(language, counts, size, "vocabulary")
+
+
+def likeliest(language: LanguageModel, counts: Counter[int], size: int, argument: str) -> set[int]:
+    """The `size` most frequent tokens and after them the first ones; those that end a text are always among them.
+
+    Raises OptionError, which calls the size `argument`, for more tokens than there are.
+    """
+    width, ends = language.vocab_size, ends_of(language)
     if size > width:
-        raise OptionError.of("vocabulary", f"at most the {width} tokens of the draft", size)
+        raise OptionError.of(argument, f"at most the {width} tokens of the draft", size)
+    often = [token for token, _ in counts.most_common() if token < width]
+    likely = [*often, *(token for token in range(width) if token not in counts)]
     others = [token for token in likely if token not in ends]
     return {*ends, *others[: max(size - len(ends), 0)]}
 
 
-def _ends(language: LanguageModel) -> Sequence[int]:
+def ends_of(language: LanguageModel) -> Sequence[int]:
+    """The tokens that end a text."""
     found = getattr(language.model.generation_config, "eos_token_id", None)
     ends = [found] if isinstance(found, int) else found or []
     return [token for token in ends if token < language.vocab_size]

@@ -1,13 +1,14 @@
-"""The recipes of the models that come with the package: `specdec zoo train [OUT] --recipe NAME` makes them again.
+"""Drafts for any target, `specdec distill`, and the recipes of the package's models, `specdec zoo train --recipe NAME`.
 
-Nothing else imports this room; what it needs beside the runtime is `pip install 'specdec-runtime[train]'`.
+Nothing else imports this room; what the recipes need beside the runtime is `pip install 'specdec-runtime[train]'`.
 
 | file | what it holds |
 | --- | --- |
 | `python_code.py`, `shapes.py` | the code pair, in several sizes |
 | `speech.py`, `phrases.py`, `synthesis.py`, `windows.py`, `speech_scores.py` | the speech pair |
 | `python_summary.py`, `functions.py` | the summary pair: functions and what they do |
-| `course.py` | what all recipes share: optimizers, steps, stages |
+| `distillation.py`, `texts.py`, `pupils.py` | `distill`: its course, what it reads, what learns |
+| `course.py` | what all share: optimizers, steps, stages |
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 CHECK_EVERY = 200  # steps
-_NO_LAYER = re.compile("embed|shared|bias|letters")  # names of matrices that are no layer's
+_NO_LAYER = re.compile("embed|shared|bias|letters|lm_head|proj_out")  # names of matrices that are no layer's
 
 
 def make_optimizers(
@@ -30,9 +30,20 @@ def make_optimizers(
     return [muon, torch.optim.AdamW(others, lr=adam_rate, betas=(0.9, 0.95), weight_decay=0.0)]
 
 
-def rate(step: int, steps: int, decay_from: float) -> float:
+def rate(step: int, done: float, decay_from: float) -> float:
     """Learning-rate factor: a short warm-up, a plateau, and a linear decay to zero after the share `decay_from`."""
-    return min(1.0, (step + 1) / 40, (1 - step / steps) / max(1 - decay_from, 1e-9))
+    return min(1.0, (step + 1) / 40, max(1 - done, 0.0) / max(1 - decay_from, 1e-9))
+
+
+def descend(loss: Tensor, optimizers: Sequence[torch.optim.Optimizer], factor: float) -> None:
+    """One step of all optimisers against a loss, at `factor` times the learning rates that they were made with."""
+    torch.autograd.backward(loss)
+    for optimizer in optimizers:
+        torch.nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
 
 
 @dataclass(frozen=True)
@@ -52,19 +63,10 @@ class Course:
 
     def run(self) -> None:
         """One optimiser step per batch, and progress now and then."""
-        initial = [[group["lr"] for group in o.param_groups] for o in self.optimizers]
         start = time.perf_counter()
         for step, batch in enumerate(self.batches):
-            factor = rate(step, self.steps, self.decay_from)
-            for optimizer, rates in zip(self.optimizers, initial, strict=True):
-                for group, r in zip(optimizer.param_groups, rates, strict=True):
-                    group["lr"] = r * factor
             loss = self.loss_of(batch)
-            torch.autograd.backward(loss)
-            for optimizer in self.optimizers:
-                torch.nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], 1.0)
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
+            descend(loss, self.optimizers, rate(step, step / self.steps, self.decay_from))
             seconds = time.perf_counter() - start
             if step % 20 == 0:
                 print(f"{self.name} step {step}/{self.steps} loss {loss.item():.3f} {seconds:.0f} s", flush=True)

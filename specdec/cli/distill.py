@@ -1,0 +1,96 @@
+"""`distill`: a draft for a target that has none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from specdec.cli.flags import DeviceMap, Dtype, RemoteCode
+from specdec.cli.request import locate
+from specdec.cli.terminal import INTERRUPTED, OK, Debug, Heartbeat, Quiet, loading, say, stop_on_interrupt
+
+_ALL = 1_000_000  # prompts
+
+
+def distill(
+    target: Annotated[str, typer.Argument(help="Hub id, folder, or zoo:NAME (specdec zoo lists them).")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The draft's folder; a training in it goes on.")],
+    text: Annotated[list[Path] | None, typer.Option(help="A file to learn from; repeatable.")] = None,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Option(help="Prompts whose answers to learn: JSON lines, or a text of paragraphs; repeatable."),
+    ] = None,
+    kind: Annotated[
+        str, typer.Option(help="eagle3: a head over the target's hidden states. layers: some of its own layers.")
+    ] = "eagle3",
+    layers: Annotated[int | None, typer.Option(help="How many the draft has; 1 in a head, 2 of the target's.")] = None,
+    draft_vocabulary: Annotated[int | None, typer.Option(help="How many tokens a head guesses; at most 8192.")] = None,
+    hours: Annotated[float | None, typer.Option(help="How long to train; 1 without --steps.")] = None,
+    steps: Annotated[int | None, typer.Option(help="How many steps to train.")] = None,
+    seed: Annotated[int, typer.Option(help="Of weights, windows and samples.")] = 0,
+    dtype: Dtype = None,
+    device_map: DeviceMap = None,
+    trust_remote_code: RemoteCode = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> int:
+    """Train a draft for TARGET, which `--draft-model` takes. Ctrl-C ends early, and the same command goes on."""
+    from specdec.bench.prompts import read_prompts
+    from specdec.train.distillation import distill
+
+    asked = [prompt.text for source in prompts or [] for prompt in read_prompts(source, _ALL)]
+    how = {"dtype": dtype, "device_map": device_map, "trust_remote_code": trust_remote_code or None}
+    with loading("", quiet=True), stop_on_interrupt() as interrupt, progress(quiet=quiet) as notify:
+        card = distill(
+            locate(target, "target", "TARGET"),
+            out,
+            text=text or [],
+            prompts=asked,
+            kind=kind,
+            layers=layers,
+            draft_vocabulary=draft_vocabulary,
+            hours=hours,
+            steps=steps,
+            seed=seed,
+            notify=notify,
+            is_stopped=lambda: interrupt.asked,
+            **{name: value for name, value in how.items() if value is not None},
+        )
+    for line in report(card):
+        print(line)
+    if interrupt.asked:
+        say(f"interrupted: the draft in {out} is as good as that, and the same command goes on")
+        return INTERRUPTED
+    return OK
+
+
+@contextmanager
+def progress(*, quiet: bool) -> Iterator[Callable[[float, float, str], None]]:
+    """A bar on stderr with the time that is left, or a line now and then."""
+    columns = (TaskProgressColumn(), BarColumn(bar_width=24), TimeRemainingColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True, quiet=quiet), transient=True) as bar:
+        task, beat = bar.add_task("", total=None), Heartbeat(quiet=quiet)
+
+        def notify(done: float, total: float, doing: str) -> None:
+            bar.update(task, completed=done, total=total, description=doing)
+            beat(done, total, doing)
+
+        yield notify
+
+
+def report(card: Mapping[str, Any]) -> Iterator[str]:
+    """What became of it, on held-out texts."""
+    yield f"steps                   {card['steps']} ({card['tokens']:,} tokens, {card['seconds']:.0f} s)"
+    if card["loss"] is not None:
+        yield f"loss                    {card['loss']:.3f} nats"
+    yield "agreement by position   " + " ".join(f"{share:.0%}" for share in card["agreement"])
+    yield f"acceptance length       {card['acceptance_length']:.2f} expected, {card['tokens_per_pass']:.2f} in decoding"
+    plain, assisted = card["plain_ms_per_token"], card["assisted_ms_per_token"]
+    verdict = f"{card['speedup']:.2f}×" if card["speedup"] > 1 else f"{card['speedup']:.2f}×, it does not pay"
+    yield f"ms per token            {plain:.1f} plain, {assisted:.1f} with the draft: {verdict}"

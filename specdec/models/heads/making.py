@@ -1,0 +1,141 @@
+"""EAGLE-3 heads that are yet to be trained, and how they are written in the `speculators` format."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from specdec.errors import UnsupportedError
+from specdec.models.compat import set_attention
+from specdec.models.heads.eagle import EagleStage
+from specdec.models.heads.head import Embedding
+from specdec.models.language_model import LanguageModel
+
+FORMAT = "0.9.0"  # of `speculators`, whose words the config uses
+
+
+def layers_to_read(target: LanguageModel) -> list[int]:
+    """The layers whose hidden states a new head reads: a low, a middle and a high one, as the format has it."""
+    most = target.num_layers
+    return [2, most // 2, most - 3] if most > 6 else list(range(max(most - 3, 0), most))
+
+
+def make_eagle(target: LanguageModel, vocabulary: Tensor | None, layers: int = 1) -> EagleStage:
+    """A head in float32 for this target, which guesses the tokens `vocabulary` `[ids]` (None: all).
+
+    It goes on from the highest hidden state that it reads; its own head and what else fits is the target's. Raises
+    UnsupportedError for targets with an encoder, without hidden states, or with a head of an unknown kind.
+    """
+    if target.is_encoder_decoder:
+        raise UnsupportedError(f"a head goes on from a decoder alone, and {type(target.model).__name__} has an encoder")
+    reads = layers_to_read(target)
+    target.check_hidden_states(reads)
+    head = target.model.get_output_embeddings()
+    if type(head) is not nn.Linear or head.weight.is_meta:
+        raise UnsupportedError(f"a head starts from that of its target, and {type(head).__name__} cannot be copied")
+    embedding = Embedding(target.model.get_input_embeddings())
+    if embedding.width != target.config.hidden_size:
+        raise UnsupportedError(
+            f"the embeddings of {type(target.model).__name__} are {embedding.width} wide, its layers "
+            f"{target.config.hidden_size}: no head reads both"
+        )
+    config = _config(target, layers)
+    set_attention(config, "sdpa")
+    stage = EagleStage(config, embedding, target.vocab_size, hidden=len(reads), vocabulary=vocabulary)
+    stage.to(target.device)
+    with torch.no_grad():
+        width = config.hidden_size
+        for parameter in (*stage.fc.parameters(), *stage.layers.parameters()):
+            if parameter.ndim == 2:
+                nn.init.normal_(parameter, std=0.5 / parameter.shape[1] ** 0.5)
+        stage.fc.weight[:, -width:] += torch.eye(width, device=target.device)
+        weight = head.weight if vocabulary is None else head.weight[vocabulary]
+        stage.lm_head.weight.copy_(weight)
+        _copy_last(target, stage)
+    return stage
+
+
+def _config(target: LanguageModel, layers: int) -> Any:
+    """A Llama layer of the target's sizes."""
+    own = target.config
+    width, heads = own.hidden_size, own.num_attention_heads
+    inner = getattr(own, "intermediate_size", None)
+    rope = getattr(own, "rope_parameters", None) or {}
+    return LlamaConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=width,
+        intermediate_size=inner if isinstance(inner, int) else 4 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(own, "num_key_value_heads", None) or heads,
+        head_dim=getattr(own, "head_dim", None) or width // heads,
+        max_position_embeddings=own.max_position_embeddings,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": float(rope.get("rope_theta", 10000.0))},
+    )
+
+
+def _copy_last(target: LanguageModel, stage: EagleStage) -> None:
+    """Starts from the target's last layer and norm, weight by weight, where they have the same names and shapes."""
+    final = getattr(target.decoder, "norm", None)
+    if getattr(final, "weight", None) is not None and final.weight.shape == stage.norm.weight.shape:
+        stage.norm.weight.copy_(final.weight)
+    name = f".layers.{target.num_layers - 1}."
+    last = {key.partition(name)[2]: tensor for key, tensor in target.model.state_dict().items() if name in key}
+    for key, tensor in stage.layers[0].state_dict().items():
+        found = last.get(key)
+        if found is None or found.ndim != tensor.ndim:
+            continue
+        if found.shape == tensor.shape:
+            tensor.copy_(found)
+        elif found.shape[0] == tensor.shape[0] and 2 * found.shape[1] == tensor.shape[1]:
+            tensor[:, found.shape[1] :] = found  # the half that reads features
+
+
+def save_eagle(stage: EagleStage, target: LanguageModel, folder: Path, *, guesses: int) -> None:
+    """Writes a head to `folder`, its weights in the target's dtype, with as many `guesses` a round in its config."""
+    dtype, vocabulary = target.dtype, stage.vocabulary
+    weights = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in stage.state_dict().items()}
+    every = torch.arange(target.vocab_size, device=target.device)
+    weights["embed_tokens.weight"] = stage.embedding(every).detach().to("cpu", dtype).contiguous()
+    if vocabulary is not None:
+        ids = vocabulary.cpu()
+        weights["d2t"] = ids - torch.arange(len(ids))
+        weights["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+    config = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": FORMAT,
+        "draft_vocab_size": stage.lm_head.out_features,
+        "eagle_aux_hidden_state_layer_ids": layers_to_read(target),
+        "target_hidden_size": target.config.hidden_size,
+        "norm_before_residual": stage.norms.norm_before_residual,
+        "transformer_layer_config": stage.config.to_dict() | {"dtype": str(dtype).removeprefix("torch.")},
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": guesses,
+                    "verifier_accept_k": 1,
+                    "accept_tolerance": 0.0,
+                }
+            ],
+            "verifier": {
+                "architectures": [type(target.model).__name__],
+                "name_or_path": str(target.model.config.name_or_path) or None,
+            },
+        },
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

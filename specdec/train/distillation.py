@@ -1,0 +1,345 @@
+"""`distill`: a draft for any target, trained on given text and on what the target writes itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from math import isnan
+from os import PathLike
+from pathlib import Path
+from pickle import UnpicklingError
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec import SpecGenerator
+from specdec.errors import LoadError, OptionError, UnsupportedError
+from specdec.inputs import check_tokenizer
+from specdec.models.vocabulary import likeliest
+from specdec.train.course import descend, make_optimizers, rate
+from specdec.train.pupils import STEPS, EaglePupil, LayersPupil, Pupil, chains, spread_layers
+from specdec.train.texts import Exam, Texts, Writer, divide, divide_prompts, encode_prompts, read_texts
+from specdec.values import is_whole
+
+KINDS = ("eagle3", "layers")
+STATE = "training"  # a folder beside the draft, from which its training goes on
+CARD = "card.json"
+_ROWS = 4  # windows of a step
+_VOCABULARY = 8192  # tokens that a head guesses, of larger vocabularies
+_LAYERS = {"eagle3": 1, "layers": 2}
+_WRITES = 0.25  # about this share of the time at the most, the target continues prompts; learning keeps the others
+_DECAY_FROM = 0.4  # of the course
+_RATES = (0.004, 0.001)  # of Muon for a width of `_WIDTH`, and of AdamW
+_WIDTH = 192
+_SAVE_EVERY = 120.0  # seconds
+_TRIAL_TOKENS = 48
+
+Notify = Callable[[float, float, str], object]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a draft is trained with; a training that was broken off goes on with the same settings alone.
+
+    Raises OptionError for values that cannot be, and for options that do nothing.
+    """
+
+    kind: str = "eagle3"
+    layers: int | None = None
+    draft_vocabulary: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise OptionError.of("kind", f"one of {', '.join(KINDS)}", self.kind)
+        for name in ("layers", "draft_vocabulary"):
+            value = getattr(self, name)
+            if value is not None and (not is_whole(value) or value < 1):
+                raise OptionError.of(name, "a whole number of at least 1", value)
+        if not is_whole(self.seed) or self.seed < 0:
+            raise OptionError.of("seed", "a whole number of at least 0", self.seed)
+        if self.kind == "layers" and self.draft_vocabulary is not None:
+            raise OptionError(
+                "`draft_vocabulary` belongs to kind 'eagle3': leave it out, and cut the vocabulary of layers when they "
+                "are loaded, draft_options={'vocabulary': …}"
+            )
+
+
+@dataclass(frozen=True)
+class Length:
+    """How long a training is: so many hours, or steps."""
+
+    hours: float | None = None
+    steps: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.hours is not None and self.steps is not None:
+            raise OptionError("`hours` and `steps` both say how long to train: pass one of them")
+        if self.steps is not None and (not is_whole(self.steps) or self.steps < 1):
+            raise OptionError.of("steps", "a whole number of at least 1", self.steps)
+        hours = self.hours
+        if hours is not None and (isinstance(hours, bool) or not isinstance(hours, int | float) or not hours > 0):
+            raise OptionError.of("hours", "a number above 0", hours)
+
+    @property
+    def seconds(self) -> float:
+        """In all, where it is time that counts; an hour where nothing was said."""
+        return (self.hours or 1.0) * 3600
+
+    def done(self, step: int, seconds: float) -> float:
+        """The share that is done after so many steps, and seconds."""
+        return step / self.steps if self.steps is not None else seconds / self.seconds
+
+
+def distill(
+    target: Any,
+    out: str | PathLike[str],
+    *,
+    text: Sequence[str | PathLike[str]] = (),
+    prompts: Sequence[str] = (),
+    tokenizer: Any = None,
+    kind: str = "eagle3",
+    layers: int | None = None,
+    draft_vocabulary: int | None = None,
+    hours: float | None = None,
+    steps: int | None = None,
+    seed: int = 0,
+    notify: Notify | None = None,
+    is_stopped: Callable[[], bool] = lambda: False,
+    **loading: Any,
+) -> dict[str, Any]:
+    """Trains a draft for a decoder-only target on its distributions, writes it to `out` and returns its card.
+
+    `target` is a model with its `tokenizer`, or an id or folder, loaded as `loading` says (`Loading`). It learns from
+    files of `text` and from what the target writes after `prompts`; one part in twenty of both is held out. `kind`:
+    "eagle3" is a head of one or `layers` layers over the target's hidden states, in the format of `speculators`, which
+    guesses the `draft_vocabulary` most frequent tokens (EAGLE-3, arXiv 2503.01840); "layers" is a small sibling made
+    of two or `layers` of the target's own. It takes so many `hours` (1 by default) or `steps`.
+
+    `notify` is told how much of how much is done, and how good the draft is. Where `is_stopped` says so, training
+    ends, and the draft is written as it is. The same call goes on from where the last one ended, and with a larger
+    number of `hours` or `steps` beyond its end. Raises OptionError for wrong options, and for a folder that holds
+    another draft; UnsupportedError for targets that cannot be distilled like this.
+    """
+    settings, length = Settings(kind, layers, draft_vocabulary, seed), Length(hours, steps)
+    if not text and not prompts:
+        raise OptionError("nothing to learn from: pass `text`, `prompts`, or both")
+    if isinstance(text, str | PathLike) or isinstance(prompts, str):
+        raise OptionError("`text` and `prompts` are lists of files and of texts: pass a list")
+    texts = read_texts(text)
+    folder = _claimed(Path(out), settings, loading)
+    check_tokenizer("tokenizer", tokenizer)
+    named = isinstance(target, str | PathLike)
+    make = SpecGenerator.from_pretrained if named else SpecGenerator
+    generator = make(target, tokenizer=tokenizer, gear="eager", **loading)
+    if generator.tokenizer is None:
+        raise OptionError("`tokenizer` is needed to read texts: there is none beside the target")
+    if generator.target.is_encoder_decoder:
+        raise UnsupportedError(
+            f"`target` {type(generator.target.model).__name__} has an encoder; drafts are distilled for decoder-only "
+            "targets: the recipes of `specdec zoo train` show how others are made"
+        )
+    school = School(generator, folder, settings, length, notify or _nobody, is_stopped)
+    return school.run(texts, prompts)
+
+
+def _nobody(done: float, total: float, doing: str) -> None:
+    """Hears nothing."""
+
+
+def _claimed(out: Path, settings: Settings, loading: dict[str, Any]) -> Path:
+    """The folder of a draft, its settings noted there; raises OptionError where another one is in it."""
+    note = out / STATE / "settings.json"
+    wanted = {**asdict(settings), **{name: str(value) for name, value in loading.items()}}
+    if note.exists():
+        if (found := json.loads(note.read_text())) != wanted:
+            differ = sorted(name for name in {*found, *wanted} if found.get(name) != wanted.get(name))
+            raise OptionError(
+                f"`out` {str(out)!r} holds a training with another `{differ[0]}`, {found.get(differ[0])!r}: go on with "
+                "that, or name another folder"
+            )
+        return out
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise OptionError.of("out", "a new or empty folder, or one where a training was broken off", str(out))
+    try:
+        note.parent.mkdir(parents=True)
+        note.write_text(json.dumps(wanted, indent=2) + "\n")
+    except OSError as error:
+        raise OptionError.of("out", "a folder that can be written", str(out), str(error)) from None
+    return out
+
+
+@dataclass(frozen=True)
+class School:
+    """A training: who teaches, where the draft goes, how and how long it learns, who is told."""
+
+    generator: SpecGenerator
+    folder: Path
+    settings: Settings
+    length: Length
+    notify: Notify
+    is_stopped: Callable[[], bool]
+
+    def run(self, texts: Sequence[str], prompts: Sequence[str]) -> dict[str, Any]:
+        """Gathers texts, trains, and says how good the draft is."""
+        lessons, seconds = self._gather(texts, prompts)
+        pupil = self._pupil(lessons)
+        course = Training(self, pupil, lessons, min(seconds, _WRITES * self.length.seconds))
+        course.run()
+        card = {**course.card(), **self._trial(lessons)}
+        _write(self.folder / CARD, card)
+        return card
+
+    def _gather(self, texts: Sequence[str], prompts: Sequence[str]) -> tuple[Texts, float]:
+        """What is learned from, and how many seconds the target wrote for that."""
+        tokenizer, seconds = self.generator.tokenizer, 0.0
+        streams: list[np.ndarray] = []
+        held: list[list[int]] = []
+        writer = Writer(self.generator, self.folder / STATE / "continuations.jsonl", self.settings.seed)
+        if texts:
+            stream, held = divide([tokenizer(text, verbose=False)["input_ids"] for text in texts])
+            streams.append(stream)
+        if prompts:
+            learned, held = divide_prompts(encode_prompts(tokenizer, prompts))
+            stream, seconds = writer.write(learned, self._may_write)
+            if len(stream):
+                streams.append(stream)
+        if not streams or min(map(len, streams)) <= 2 * STEPS:
+            raise OptionError("`prompts` were continued by nothing to learn from: pass more of them, or `text`")
+        return Texts(streams, writer.exams(held)), seconds
+
+    def _may_write(self, done: int, total: int, seconds: float) -> bool:
+        self.notify(done, total, f"the target continues prompts, {done} of {total}")
+        begun = (self.folder / STATE / "state.pt").exists()
+        in_time = self.length.steps is not None or seconds < _WRITES * self.length.seconds
+        return not begun and in_time and (not done or not self.is_stopped())
+
+    def _pupil(self, lessons: Texts) -> Pupil:
+        target, settings = self.generator.target, self.settings
+        layers = settings.layers or min(_LAYERS[settings.kind], target.num_layers)
+        torch.manual_seed(settings.seed)
+        if settings.kind == "layers":
+            if layers > target.num_layers:
+                raise OptionError.of("layers", f"at most the {target.num_layers} of the target", layers)
+            chosen = spread_layers(layers, target.num_layers)
+            return LayersPupil(target, chosen, self.generator.tokenizer)
+        size = settings.draft_vocabulary or min(_VOCABULARY, target.vocab_size)
+        ids = sorted(likeliest(target, lessons.counts(), size, "draft_vocabulary"))
+        whole = len(ids) == target.vocab_size
+        return EaglePupil(target, None if whole else torch.tensor(ids, device=target.device), layers)
+
+    def _trial(self, lessons: Texts) -> dict[str, Any]:
+        """Plain and assisted decoding in turn, on held-out prompts."""
+        model, out = self.generator.target.model, str(self.folder)
+        plain = SpecGenerator(model, tokenizer=self.generator.tokenizer)
+        assisted = SpecGenerator(model, out, tokenizer=self.generator.tokenizer)
+        paces: dict[str, list[float]] = {"plain": [], "assisted": []}
+        passes = tokens = 0
+        for number, exam in enumerate([lessons.exams[0], *lessons.exams]):
+            for name, one in (("plain", plain), ("assisted", assisted)):
+                began = time.perf_counter()
+                made = one.generate([exam.ids[: exam.first]], max_new_tokens=_TRIAL_TOKENS, do_sample=False)
+                if number:  # the first one warms up
+                    paces[name].append((time.perf_counter() - began) / max(len(made.new_tokens()[0]), 1))
+            if number and made.stats is not None:
+                passes, tokens = passes + made.stats.num_target_passes, tokens + len(made.new_tokens()[0])
+        plain_ms, assisted_ms = (1000 * median(paces[name]) for name in ("plain", "assisted"))
+        return {
+            "tokens_per_pass": round(tokens / max(passes, 1), 3),
+            "plain_ms_per_token": round(plain_ms, 3),
+            "assisted_ms_per_token": round(assisted_ms, 3),
+            "speedup": round(plain_ms / assisted_ms, 3),
+        }
+
+
+class Training:
+    """The course of one training, which can be broken off after any step."""
+
+    def __init__(self, school: School, pupil: Pupil, lessons: Texts, seconds: float) -> None:
+        self.school, self.pupil, self.lessons = school, pupil, lessons
+        muon, adam = _RATES
+        width = school.generator.target.config.hidden_size
+        self.optimizers = make_optimizers(pupil.module, muon * _WIDTH / width, adam)
+        self.step, self.seconds, self.loss = 0, seconds, float("nan")
+        self._state = school.folder / STATE / "state.pt"
+        if self._state.exists():
+            self._resume()
+
+    def run(self) -> None:
+        """Trains to the end, or until somebody stops it, and writes the draft and its state now and then."""
+        school, saved = self.school, time.perf_counter()
+        while (done := school.length.done(self.step, self.seconds)) < 1 and not school.is_stopped():
+            began = time.perf_counter()
+            batch = self.lessons.batch(self.step, _ROWS, school.settings.seed).to(school.generator.target.device)
+            loss = self.pupil.loss(batch)
+            descend(loss, self.optimizers, rate(self.step, done, _DECAY_FROM))
+            told = loss.item()
+            self.loss = told if self.step == 0 else 0.95 * self.loss + 0.05 * told
+            self.step += 1
+            self.seconds += time.perf_counter() - began
+            self._tell()
+            if time.perf_counter() - saved > _SAVE_EVERY:
+                self.save()
+                saved = time.perf_counter()
+        self.save()
+
+    def save(self) -> None:
+        """Writes the draft, and what its training goes on from."""
+        self.pupil.save(self.school.folder)
+        _write(self.school.folder / CARD, self.card())
+        state = {
+            "step": self.step,
+            "seconds": self.seconds,
+            "loss": self.loss,
+            "module": self.pupil.module.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+        }
+        fresh = self._state.with_suffix(".new")
+        torch.save(state, fresh)
+        os.replace(fresh, self._state)
+
+    def card(self) -> dict[str, Any]:
+        """What the draft is, and how good it is on held-out texts."""
+        settings, target = self.school.settings, self.school.generator.target
+        right = torch.cat([self._chains(exam) for exam in self.lessons.exams])
+        reached = [(right >= step).float().mean().item() for step in range(STEPS + 1)]
+        return {
+            **{name: value for name, value in asdict(settings).items() if value is not None},
+            "target": str(target.model.config.name_or_path) or type(target.model).__name__,
+            "steps": self.step,
+            "tokens": self.step * _ROWS * self.lessons.window,
+            "seconds": round(self.seconds, 1),
+            "loss": None if isnan(self.loss) else round(self.loss, 4),
+            "agreement": [round(b / a, 4) if a else 0.0 for a, b in pairwise(reached)],
+            "acceptance_length": round(sum(reached), 3),
+        }
+
+    def _chains(self, exam: Exam) -> Tensor:
+        ids = torch.tensor([exam.ids], device=self.school.generator.target.device)
+        return chains(self.pupil.hits(ids))[0, max(exam.first - 2, 0) :]
+
+    def _tell(self) -> None:
+        length = self.school.length
+        done, total = (self.step, length.steps) if length.steps is not None else (self.seconds, length.seconds)
+        self.school.notify(done, total, f"step {self.step}, loss {self.loss:.3f}")
+
+    def _resume(self) -> None:
+        try:
+            state = torch.load(self._state, map_location=self.school.generator.target.device, weights_only=True)
+            self.pupil.module.load_state_dict(state["module"])
+            for optimizer, own in zip(self.optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(own)
+        except (OSError, RuntimeError, ValueError, KeyError, EOFError, UnpicklingError) as error:
+            raise LoadError(f"{self._state} is broken: remove it to begin anew") from error
+        self.step, self.seconds, self.loss = state["step"], state["seconds"], state["loss"]
+
+
+def _write(file: Path, card: dict[str, Any]) -> None:
+    file.write_text(json.dumps(card, indent=2) + "\n")

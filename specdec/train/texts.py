@@ -1,0 +1,151 @@
+"""The texts that a draft is distilled on: given ones, and the target's own continuations of prompts."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec import SpecGenerator
+from specdec.errors import OptionError
+
+WINDOW = 256  # tokens of a training window
+_LEAST = 64  # tokens of text, and of a window
+_HELD_OUT = 20  # one prompt of so many, and one token
+_ROWS = 16  # prompts that the target continues together
+_NEW = 192  # tokens of a continuation
+_LONGEST = 512  # tokens of a prompt
+_EXAMS = 8  # held-out texts
+_EXAM_PROMPT, _EXAM_NEW = 128, 64  # tokens
+
+
+def read_texts(files: Sequence[str | PathLike[str]]) -> list[str]:
+    """The texts of files; raises OptionError for what cannot be read."""
+    texts = []
+    for file in files:
+        try:
+            texts.append(Path(file).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise OptionError.of("text", "readable files in UTF-8", str(file), str(error)) from None
+    return texts
+
+
+def encode_prompts(tokenizer: Any, prompts: Sequence[str]) -> list[list[int]]:
+    """The ids of prompts, through the chat template of a tokenizer that has one."""
+    if getattr(tokenizer, "chat_template", None):
+        turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        texts = [tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True) for turn in turns]
+        found = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    else:
+        found = [tokenizer(prompt)["input_ids"] for prompt in prompts]
+    return [ids[-_LONGEST:] for ids in found if ids]
+
+
+@dataclass(frozen=True)
+class Exam:
+    """A held-out text `ids` that the target continued greedily from token number `first` on."""
+
+    ids: list[int]
+    first: int
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Streams of ids to learn from, and exams."""
+
+    streams: list[np.ndarray]
+    exams: list[Exam]
+
+    @property
+    def window(self) -> int:
+        """How many tokens a training window has, beside the one after it."""
+        return int(min(WINDOW, *(len(stream) - 1 for stream in self.streams)))
+
+    def counts(self) -> Counter[int]:
+        """How often each token comes."""
+        return Counter(np.concatenate(self.streams).tolist())
+
+    def batch(self, step: int, rows: int, seed: int) -> Tensor:
+        """The windows of a step, `[rows, window + 1]`, of one stream after the other; a step's are always the same."""
+        stream, generator = self.streams[step % len(self.streams)], np.random.default_rng((seed, step))
+        starts = generator.integers(0, len(stream) - self.window, rows)
+        return torch.from_numpy(np.stack([stream[s : s + self.window + 1] for s in starts]))
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Lets the target continue prompts, and notes the continuations in a file, where they are found again."""
+
+    generator: SpecGenerator
+    file: Path
+    seed: int
+
+    def write(self, prompts: Sequence[list[int]], go_on: Callable[[int, int, float], bool]) -> tuple[np.ndarray, float]:
+        """Prompts with their continuations as one stream, and how many seconds they took; half of them are sampled.
+
+        `go_on` is asked before every batch, with how many prompts of how many are done, and the seconds that it took.
+        """
+        lines = self._lines()
+        while (done := len(lines) * _ROWS) < len(prompts) and go_on(
+            done, len(prompts), lines[-1]["seconds"] if lines else 0.0
+        ):
+            began = time.perf_counter()
+            batch = list(prompts[done : done + _ROWS])
+            number = len(lines)
+            how = {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": self.seed + number}
+            out = self.generator.generate(batch, max_new_tokens=_NEW, **(how if number % 2 else {"do_sample": False}))
+            texts = [[*ids, *new] for ids, new in zip(batch, out.new_tokens(), strict=True)]
+            before = lines[-1]["seconds"] if lines else 0.0
+            lines.append({"seconds": before + time.perf_counter() - began, "texts": texts})
+            with self.file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(lines[-1]) + "\n")
+        stream = np.array([token for line in lines for text in line["texts"] for token in text], dtype=np.int64)
+        return stream, lines[-1]["seconds"] if lines else 0.0
+
+    def _lines(self) -> list[dict[str, Any]]:
+        """The batches that were written before; one that was cut off is written again."""
+        if not self.file.exists():
+            return []
+        whole = self.file.read_bytes()
+        whole = whole[: whole.rfind(b"\n") + 1]
+        self.file.write_bytes(whole)
+        return [json.loads(line) for line in whole.decode().splitlines()]
+
+    def exams(self, prompts: Sequence[list[int]]) -> list[Exam]:
+        """Held-out prompts with the target's greedy continuations."""
+        prompts = [ids[-_EXAM_PROMPT:] for ids in prompts[:_EXAMS]]
+        out = self.generator.generate(prompts, max_new_tokens=_EXAM_NEW, do_sample=False)
+        pairs = zip(prompts, out.new_tokens(), strict=True)
+        return [Exam([*ids, *new], len(ids)) for ids, new in pairs if len(new) > 1]
+
+
+def divide(ids: Sequence[Sequence[int]]) -> tuple[np.ndarray, list[list[int]]]:
+    """What is trained on of the texts, as one stream, and beginnings of what is held out at the end of each.
+
+    Raises OptionError where there is too little.
+    """
+    kept, held = [], []
+    for text in ids:
+        cut = len(text) - max(len(text) // _HELD_OUT, min(_LEAST, len(text) // 4))
+        kept.append(np.array(text[:cut], dtype=np.int64))
+        held += [list(text[s : s + _LEAST]) for s in range(cut, len(text), max((len(text) - cut) // _EXAMS, _LEAST))]
+    stream = np.concatenate(kept)
+    if len(stream) < _LEAST:
+        raise OptionError.of("text", "files of some hundred tokens at least, better a million", f"{len(stream)} tokens")
+    return stream, [one for one in held if one]
+
+
+def divide_prompts(prompts: Sequence[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
+    """The prompts that are trained on, and those that are held out; raises OptionError where there are too few."""
+    if len(prompts) < 2:
+        raise OptionError.of("prompts", "two at least, as one in twenty is held out", len(prompts))
+    return [ids for number, ids in enumerate(prompts) if number % _HELD_OUT], list(prompts[::_HELD_OUT])

@@ -1,0 +1,226 @@
+"""`distill`: drafts that learn from their target, serve as any other, and go on where they were left."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import DynamicCache
+
+from specdec import SpecGenerator
+from specdec.cli.commands import run
+from specdec.errors import LoadError, OptionError, UnsupportedError
+from specdec.models import LanguageModel
+from specdec.models.early_exit import with_layers
+from specdec.train.distillation import distill
+from specdec.train.pupils import STEPS, EaglePupil, LayersPupil, chains, spread_layers, unrolled_mask
+from tests.folders import WIDTH, byte_tokenizer, saved
+from tests.heads import Eagle
+from tests.tiny import tiny
+
+TEXT = "the cat sat on the mat, and the dog sat on the cat; " * 3
+PROMPTS = ["the cat", "a dog sat", "on the mat", "and then"]
+THREE = {"num_hidden_layers": 3}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file to learn from."""
+    file = tmp_path_factory.mktemp("texts") / "text.txt"
+    file.write_text(TEXT)
+    return file
+
+
+def target(seed: int = 0) -> Any:
+    return tiny("llama", vocab=WIDTH, seed=seed, **THREE)
+
+
+def train(out: Path, **given: Any) -> dict[str, Any]:
+    return distill(target(), out, tokenizer=byte_tokenizer(), **given)
+
+
+def batch(rows: int = 2, tokens: int = 24) -> torch.Tensor:
+    return torch.randint(3, 60, (rows, tokens), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "layers"])
+def test_a_draft_learns_and_serves(kind: str, tmp_path: Path, text: Path) -> None:
+    """The loss falls, held-out guesses come true more often than before, and the text stays the target's."""
+    limits: dict[str, Any] = {"draft_vocabulary": 100} if kind == "eagle3" else {"layers": 1}
+    given = {"text": [text], "prompts": PROMPTS, "kind": kind, **limits}
+    first, last = (train(tmp_path / str(n), **given, steps=n) for n in (1, 80))
+    assert last["loss"] < 0.7 * first["loss"]
+    assert last["acceptance_length"] > first["acceptance_length"]
+    assert json.loads((tmp_path / "80" / "card.json").read_text()) == last
+    model, tokenizer, options = target(), byte_tokenizer(), {"max_new_tokens": 24, "eos_token_id": []}
+    plain = SpecGenerator(model, tokenizer=tokenizer).generate(["the cat", "sat on the mat"], **options)
+    drafted = SpecGenerator(model, str(tmp_path / "80"), tokenizer=tokenizer)
+    out = drafted.generate(["the cat", "sat on the mat"], **options, schedule="constant")
+    assert out.new_tokens() == plain.new_tokens()
+    assert out.stats is not None
+    assert out.stats.num_accepted_draft_tokens > 0
+
+
+def test_unrolled_steps_are_those_of_decoding(tmp_path: Path) -> None:
+    """What a head guesses in training after s of its own features is what its formulas say in decoding."""
+    model = tiny("llama", **THREE)
+    language = LanguageModel(model)
+    pupil = EaglePupil(language, torch.arange(0, 64, 2))
+    pupil.save(tmp_path)
+    reference, ids = Eagle(tmp_path), batch(1, 16)
+    with torch.no_grad():
+        states, _ = pupil._listen(ids)
+        steps = list(pupil._unrolled(ids, states))
+    features = reference.features(states[0])
+    for begin in (0, 4, 9):
+        own = features[: begin + 1]
+        for step in range(STEPS):
+            written = reference.written(ids[0, 1 : begin + step + 2].tolist(), own)
+            guess = reference.logits(written[-1])[::2]
+            torch.testing.assert_close(steps[step][0, begin + step], guess, rtol=1e-4, atol=1e-4)
+            own = torch.cat([own, written[-1:]])
+
+
+def test_chains_end_at_the_first_miss() -> None:
+    """Step s of a chain that begins at token i stands at token i + s."""
+    hits = torch.zeros(1, STEPS, 6, dtype=torch.bool)
+    hits[0, 0, 0] = hits[0, 1, 1] = hits[0, 3, 3] = hits[0, 1, 2] = True
+    assert chains(hits).tolist() == [[2, 0, 0]]
+    assert unrolled_mask(3, 1, torch.device("cpu"))[0, 0].int().tolist() == [
+        [0, 0, 0, 1, 0, 0],
+        [1, 0, 0, 0, 1, 0],
+        [1, 1, 0, 0, 0, 1],
+    ]
+
+
+def test_a_training_goes_on_bit_for_bit(tmp_path: Path, text: Path) -> None:
+    """Stopped after some steps and begun again, with text and prompts: the weights of one that was never stopped."""
+    told: list[float] = []
+    given: dict[str, Any] = {"text": [text], "prompts": PROMPTS, "steps": 6}
+    train(tmp_path / "whole", **given)
+    stopped = train(
+        tmp_path / "parts",
+        **given,
+        notify=lambda done, total, doing: told.append(done) if "step" in doing else None,
+        is_stopped=lambda: len(told) == 3,
+    )
+    assert (stopped["steps"], told) == (3, [1, 2, 3])
+    assert train(tmp_path / "parts", **given)["steps"] == 6
+    whole, parts = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    assert train(tmp_path / "parts", **{**given, "steps": 8})["steps"] == 8  # beyond its end
+
+
+def test_batches_of_prompts_are_written_once(tmp_path: Path, text: Path) -> None:
+    """A batch of continuations that was cut off is written again, whole ones are not."""
+    train(tmp_path, prompts=PROMPTS, steps=1)
+    file = tmp_path / "training" / "continuations.jsonl"
+    (tmp_path / "training" / "state.pt").unlink()
+    whole = file.read_bytes()
+    file.write_bytes(whole + whole[:40])
+    train(tmp_path, prompts=PROMPTS, steps=1)
+    assert file.read_bytes() == whole
+
+
+def test_layers_are_copies() -> None:
+    """Of the chosen layers, in a model that shares no weights; all of them are the model itself."""
+    model, ids = tiny("qwen3", **THREE), batch()
+    assert spread_layers(1, 9) == [0]
+    assert spread_layers(2, 9) == [0, 8]
+    assert spread_layers(4, 10) == [0, 3, 6, 9]
+    with torch.no_grad():
+        assert torch.equal(with_layers(model, 3, [0, 1, 2]).eval()(ids).logits, model(ids).logits)
+        small = with_layers(model, 3, [0, 2])
+        assert small.config.num_hidden_layers == 2
+        small.model.layers[1].mlp.up_proj.weight.zero_()
+        assert model.model.layers[2].mlp.up_proj.weight.any()
+        cache = DynamicCache()
+        small(ids, past_key_values=cache)
+        assert len(cache.layers) == 2
+    language = LanguageModel(model)
+    pupil = LayersPupil(language, [0, 1, 2], None)
+    pupil.module.eval()
+    assert pupil.loss(ids).item() == pytest.approx(0, abs=1e-6)
+    assert pupil.hits(ids).all()
+
+
+def test_the_target_is_not_changed(tmp_path: Path, text: Path) -> None:
+    """Neither its weights, nor whether they could learn."""
+    model = target()
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    distill(model, tmp_path, tokenizer=byte_tokenizer(), text=[text], steps=2)
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+    assert all(weight.requires_grad and weight.grad is None for weight in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"kind": "medusa"}, "`kind` must be one of eagle3, layers"),
+        ({"hours": 1, "steps": 5}, "`hours` and `steps`"),
+        ({"hours": 0}, "`hours` must be a number above 0"),
+        ({"steps": 0}, "`steps` must be a whole number"),
+        ({"layers": 0}, "`layers` must be a whole number"),
+        ({"kind": "layers", "layers": 4}, "`layers` must be at most the 3 of the target"),
+        ({"kind": "layers", "draft_vocabulary": 9}, "`draft_vocabulary` belongs to kind 'eagle3'"),
+        ({"draft_vocabulary": WIDTH + 1}, f"`draft_vocabulary` must be at most the {WIDTH} tokens"),
+        ({"text": ["nowhere.txt"]}, "`text` must be readable files in UTF-8, got 'nowhere.txt'"),
+        ({"text": "text.txt"}, "pass a list"),
+        ({"text": []}, "nothing to learn from"),
+        ({"text": [], "prompts": ["one"]}, "`prompts` must be two at least"),
+    ],
+)
+def test_wrong_options(given: dict[str, Any], words: str, tmp_path: Path, text: Path) -> None:
+    """Each is named, with what was expected."""
+    with pytest.raises(OptionError) as caught:
+        train(tmp_path / "out", **{"text": [text], **({} if "hours" in given else {"steps": 1}), **given})
+    assert words in str(caught.value)
+
+
+def test_folders_that_hold_something_else(tmp_path: Path, text: Path) -> None:
+    """Another draft's training, anything else, a broken state; targets that cannot be distilled; too little text."""
+    train(tmp_path / "out", text=[text], steps=1)
+    with pytest.raises(OptionError, match="another `kind`, 'eagle3'"):
+        train(tmp_path / "out", text=[text], steps=1, kind="layers")
+    (tmp_path / "out" / "training" / "state.pt").write_bytes(b"no")
+    with pytest.raises(LoadError, match="remove it to begin anew"):
+        train(tmp_path / "out", text=[text], steps=1)
+    with pytest.raises(OptionError, match="a new or empty folder"):
+        train(text.parent, text=[text], steps=1)
+    with pytest.raises(UnsupportedError, match="has an encoder"):
+        distill(tiny("bart"), tmp_path / "bart", tokenizer=byte_tokenizer(), text=[text], steps=1)
+    short = tmp_path / "short.txt"
+    short.write_text("short")
+    with pytest.raises(OptionError, match="some hundred tokens at least"):
+        train(tmp_path / "short", text=[short], steps=1)
+
+
+def test_the_command(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It reads prompts and text, reports on stdout, and its folder is a draft for `generate`."""
+    model, prompts, out = (
+        saved("llama", tmp_path / "target", vocab=WIDTH, **THREE),
+        tmp_path / "p.jsonl",
+        tmp_path / "o",
+    )
+    byte_tokenizer().save_pretrained(model)
+    prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    asked = ["distill", model, "-o", str(out), "--text", str(text), "--prompts", str(prompts), "--steps", "2"]
+    capsys.readouterr()
+    assert run([*asked, "--quiet"]) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    assert [line.split("  ")[0] for line in said.out.splitlines()] == [
+        "steps",
+        "loss",
+        "agreement by position",
+        "acceptance length",
+        "ms per token",
+    ]
+    assert run(["generate", model, "--draft-model", str(out), "-p", "the", "--max-new-tokens", "4", "--quiet"]) == 0
+    assert run(["distill", model, "-o", str(tmp_path / "no"), "--steps", "2"]) == 2
+    assert "nothing to learn from" in capsys.readouterr().err
