@@ -84,7 +84,7 @@ def _config(target: LanguageModel, layers: int) -> Any:
 
 def _copy_last(target: LanguageModel, stage: EagleStage) -> None:
     """Starts from the target's last layer and norm, weight by weight, where they have the same names and shapes."""
-    final = getattr(target.decoder, "norm", None)
+    final: Any = getattr(target.decoder, "norm", None)
     if getattr(final, "weight", None) is not None and final.weight.shape == stage.norm.weight.shape:
         stage.norm.weight.copy_(final.weight)
     name = f".layers.{target.num_layers - 1}."
