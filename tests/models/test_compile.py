@@ -27,7 +27,7 @@ from tests.models.exact import Twin
 from tests.tiny import ENCODER_DECODERS, tiny, tiny_inputs
 
 pytestmark = pytest.mark.usefixtures("built")
-NAMES = ("llama", "gpt2", "gemma2", "gemma3_text", "whisper", "bart")
+NAMES = ("llama", "gpt2", "whisper")
 PAUSE = 60  # seconds, of a compiler that never ends
 
 
@@ -250,15 +250,6 @@ class TestCode:
         assert again.flat.compiled.ready
         for one in (again, language):
             _twin(one, 2).prefill(9, 4)
-
-    def test_a_changed_weight_is_used(self, language: LanguageModel) -> None:
-        """Weights are read where the model has them."""
-        twin, head = _twin(language, 1), language.model.get_output_embeddings().weight
-        twin.prefill(9)
-        for factor in (-2, -0.5):
-            with torch.no_grad():
-                head.mul_(factor)
-            twin.step([twin.chain(2)], [2], [[0]])
 
     def test_several_threads(self, language: LanguageModel) -> None:
         """Sessions of one model run side by side."""
