@@ -230,6 +230,15 @@ def test_contradictions() -> None:
             session.forward(rows, [Tree.chain([5, 6, 7])], [1], **more)
 
 
+def test_hidden_states_do_not_come_from_other_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What compiled code does not give would be computed by another gear, whose roundings are others."""
+    language = strict("llama", "float32")
+    monkeypatch.setattr(language, "gear", "compiled")
+    session = language.session()
+    with pytest.raises(UnsupportedError, match=r"no hidden states in `gear`='compiled'.*use 'packed'"):
+        session.forward(session.add(1), [Tree.chain([3, 4])], [1], output_hidden_states=True)
+
+
 def test_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reason why there are none is part of the answer."""
     monkeypatch.setattr(kernels.build, "available", lambda: False)

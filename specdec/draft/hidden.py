@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specdec.draft.model import CHUNK, ModelSession, _Held
+from specdec.draft.growth import Held
+from specdec.draft.model import CHUNK, ModelSession
 from specdec.types import EMPTY, BatchDrafter, Commit, Hidden, Plan, Row, Scores, Tree
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class HeadSession(ModelSession):
         count = min(length, held.text)
         if count < 2:
             return 0
-        self._held[row.key], self._rows[row.key] = _Held(self._session.fork(held.slot, count), count), row
+        self._held[row.key], self._rows[row.key] = Held(self._session.fork(held.slot, count), count), row
         self._known[row.key] = _Known(count - 1, self._known[source].states[:0])
         return count - 1
 

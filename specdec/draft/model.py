@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from specdec.draft.best_leaf import branch_tokens
+from specdec.draft.growth import Branches, Chain, Held
 from specdec.errors import UnsupportedError
 from specdec.select.rules import fit
-from specdec.types import EMPTY, BatchDrafter, Branch, Commit, DraftSession, Plan, Row, Scores, Tree
+from specdec.types import EMPTY, BatchDrafter, Commit, DraftSession, Plan, Row, Scores, Tree
 
 if TYPE_CHECKING:
     from specdec.models import Encoding, LanguageModel, Session
 
-GoesOn = Callable[[Row, int], bool]  # whether a guess may follow a token of a row
 
 CHUNK = 2048
 """Prompt tokens that a pass reads while nobody waits for it."""
@@ -50,24 +44,6 @@ class ModelDrafter(BatchDrafter):
         return ModelSession(self.model, vocab_size, self.source, shared_encoder=self.shared_encoder)
 
 
-@dataclass(eq=False, slots=True)
-class _Held:
-    """What the draft's cache holds of one row, number `slot` of the model's session.
-
-    `text` tokens of the row's text, then `guesses` of a chain. In place of a chain there may be `branches`; `where`
-    says which of them a node is, of the row's branches followed by the proposal. A row is `unreadable` once its text
-    has a token that the draft has no embedding for. `open` rows wait to hear what became of their proposal.
-    """
-
-    slot: int
-    text: int = 0
-    guesses: int = 0
-    branches: Tree = EMPTY
-    where: dict[int, int] = field(default_factory=dict)
-    unreadable: bool = False
-    open: bool = False
-
-
 class ModelSession(DraftSession):
     """A draft model at work: a round takes one pass per level over all rows that still go on.
 
@@ -83,7 +59,7 @@ class ModelSession(DraftSession):
         self._model, self._vocab_size, self._source = model, vocab_size, source
         self._shared_encoder = shared_encoder
         self._session: Session = model.session()
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, Held] = {}
         self._rows: dict[int, Row] = {}
         self._encoded: dict[int, tuple[object, Encoding]] = {}  # by the identity of the inputs, which are kept alive
 
@@ -99,7 +75,7 @@ class ModelSession(DraftSession):
             return [EMPTY] * len(rows)
         try:
             ready = self._caught_up([row for row, limit in zip(rows, limits, strict=True) if limit])
-            growths: dict[int, _Chain | _Branches] = {
+            growths: dict[int, Chain | Branches] = {
                 row.key: self._growth(row, plan, limit)
                 for row, plan, limit in zip(rows, plans, limits, strict=True)
                 if limit and row.key in ready
@@ -242,7 +218,7 @@ class ModelSession(DraftSession):
                 continue
             leader = self._leader(row, here)
             if leader is None:
-                self._held[row.key] = _Held(self._session.add(1, self._encoding(row))[0])
+                self._held[row.key] = Held(self._session.add(1, self._encoding(row))[0])
                 self._rows[row.key] = row
             else:
                 followers.setdefault(leader, []).append(row)
@@ -269,7 +245,7 @@ class ModelSession(DraftSession):
                 count = len(row.tokens) - 1
                 if leader.text >= count:
                     slot = self._session.fork(leader.slot, count)
-                    self._held[row.key] = _Held(slot, count, unreadable=leader.unreadable)
+                    self._held[row.key] = Held(slot, count, unreadable=leader.unreadable)
                     self._rows[row.key] = row
                     joined.append(row)
         return joined
@@ -287,7 +263,7 @@ class ModelSession(DraftSession):
             self._encoded[id(inputs)] = (inputs, self._model.encode(inputs))
         return self._encoded[id(inputs)][1].select([row.task.place])
 
-    def _is_readable(self, held: _Held, row: Row) -> bool:
+    def _is_readable(self, held: Held, row: Row) -> bool:
         """Whether the draft has embeddings for all that its cache lacks of the row's text."""
         return not held.unreadable and max(row.tokens[held.text :], default=0) < self._model.vocab_size
 
@@ -310,14 +286,14 @@ class ModelSession(DraftSession):
                 self._drop_branches([held])
             held.guesses, held.open = 0, False
 
-    def _drop_branches(self, held: Sequence[_Held]) -> None:
+    def _drop_branches(self, held: Sequence[Held]) -> None:
         """Forgets branches of rows whose text went on without this draft."""
         if held:
             self._session.commit([one.slot for one in held], [[] for _ in held])
             for one in held:
                 one.branches, one.where = EMPTY, {}
 
-    def _settle(self, held: _Held, row: Row, path: list[int], text: int) -> None:
+    def _settle(self, held: Held, row: Row, path: list[int], text: int) -> None:
         """Of a tree in the cache, keeps the part of `path` that it has, the first nodes as text."""
         leaves = {text + leaf for leaf in row.leaves if leaf >= 0}
         number = {node: i for i, node in enumerate(path)}
@@ -335,22 +311,22 @@ class ModelSession(DraftSession):
         held.branches = held.branches.part(nodes, settled)
         held.where = {number[node] - text: i for i, node in enumerate(kept[settled:])}
 
-    def _growth(self, row: Row, plan: Plan, limit: int) -> _Chain | _Branches:
+    def _growth(self, row: Row, plan: Plan, limit: int) -> Chain | Branches:
         held = self._held[row.key]
         goes_on = self._goes_on
         if -1 in row.leaves and held.text >= len(row.tokens):  # its last token is fed again, for its logits
             self.rewind(row, len(row.tokens) - 1)
         if row.task.branching is None or (plan.branches == 1 and not row.tree.tokens):
-            return _Chain(row, plan, limit, held, goes_on)
+            return Chain(row, plan, limit, held, goes_on)
         if row.tree.tokens and max(row.tree.tokens) >= self._model.vocab_size:
-            return _Branches(row, plan, 0, held, goes_on)
-        return _Branches(row, plan, limit, held, goes_on)
+            return Branches(row, plan, 0, held, goes_on)
+        return Branches(row, plan, limit, held, goes_on)
 
     def _goes_on(self, row: Row, token: int) -> bool:
         """Whether a guess may follow `token`: no text ends with it, and the draft can read what processors forced."""
         return token < self._model.vocab_size and token not in row.task.ends
 
-    def _grow(self, growths: list[_Chain | _Branches]) -> None:
+    def _grow(self, growths: list[Chain | Branches]) -> None:
         """Feeds what texts and branches are ahead by, then one level after the other."""
         feeds = [(growth, tree) for growth in growths if (tree := growth.first()) is not None]
         level = 0
@@ -365,153 +341,3 @@ class ModelSession(DraftSession):
                 if (following := growth.take(tree, fit(found.logits, self._vocab_size))) is not None
             ]
             level += 1
-
-
-class _Chain:
-    """The chain that grows for one row in this round; its guesses lie behind the row's text in the cache."""
-
-    def __init__(self, row: Row, plan: Plan, limit: int, held: _Held, goes_on: GoesOn) -> None:
-        self.row, self.plan, self.limit, self.held, self._goes_on = row, plan, limit, held, goes_on
-        self.tokens: list[int] = []
-        self.confidence: list[float] = []
-        self.q: list[Tensor] = []
-        self.text = 0
-
-    def first(self) -> Tree | None:
-        """What the cache lacks of the text."""
-        missing = self.row.tokens[self.held.text :]
-        self.text = len(missing)
-        return Tree.chain(missing)
-
-    def keep(self, tree: Tree) -> int:
-        """Only the last node's logits are wanted."""
-        return 1
-
-    def take(self, tree: Tree, logits: Tensor) -> Tree | None:
-        """One guess from `logits` `[1, vocab]`; it is fed if the next draft pass pays."""
-        self._fed(tree)
-        rule = self.row.task.rule
-        token, confidence, q = rule.pick(self.row, self.tokens, logits[-1], confident=self.plan.needs_confidence)
-        if math.isnan(confidence):
-            return None  # a draft that overflowed has nothing to say
-        self.confidence.append(confidence)
-        # A token drawn at random must not be dropped after it was seen: that would bend the output's distribution.
-        if not rule.needs_q and not self.plan.keep(self.confidence):
-            self.confidence.pop()
-            return None
-        self.tokens.append(token)
-        if q is not None:
-            self.q.append(q)
-        goes_on = len(self.tokens) < self.limit and self.plan.go_on([self.confidence])
-        self.text = 1
-        return Tree.chain([token]) if goes_on and self._goes_on(self.row, token) else None
-
-    def proposal(self, source: str) -> Tree:
-        """The guesses."""
-        return Tree.chain(self.tokens, self.confidence, torch.stack(self.q).float() if self.q else None, source)
-
-    def _fed(self, tree: Tree) -> None:
-        """Notes what the cache holds now."""
-        if self.tokens:
-            self.held.guesses += 1
-        else:
-            self.held.text += len(tree)
-
-
-class _Branches:
-    """The levels that grow from one row's leaves in this round; the cache holds them as branches.
-
-    Of every end, `at` says which of the cache's branches it is (-1: the end of the text), and `_proposed` which node of
-    the levels (-1 - i: the row's leaf i).
-    """
-
-    def __init__(self, row: Row, plan: Plan, limit: int, held: _Held, goes_on: GoesOn) -> None:
-        self.row, self.plan, self.held, self._limit, self._goes_on = row, plan, held, limit, goes_on
-        leaves = zip(row.leaves, row.leaf_scores, strict=True)
-        self.ends = [Branch(branch_tokens(row, leaf), score) for leaf, score in leaves]
-        self.at: list[int] = []
-        self.text = 0
-        self._proposed = [-1 - i for i in range(len(self.ends))]
-        self._nodes: list[Branch] = []
-        self._parents: list[int] = []
-        self._fed: dict[int, int] = {}  # node of the levels -> branch of the cache
-        self._levels: list[float] = []
-
-    def first(self) -> Tree | None:
-        """The cache's branches, and what it lacks of the text and of the row's own branches."""
-        if not self._limit:
-            return None
-        row, held = self.row, self.held
-        missing = row.tokens[held.text :]
-        known = len(held.branches) + len(missing)
-        fresh = [node for node in range(len(row.tree)) if node not in held.where]
-        number = {**held.where, **{node: known + i for i, node in enumerate(fresh)}, -1: known - 1 if missing else -1}
-        parents = [number[row.tree.parents[node]] for node in fresh]
-        chain = Tree.chain(missing) if missing else held.branches  # text that is missing has no branches after it
-        self.at = [number[leaf] for leaf in row.leaves]
-        self.text = len(missing)
-        held.where = {node: i - len(missing) for node, i in number.items() if node >= 0}
-        return Tree(chain.tokens + [row.tree.tokens[node] for node in fresh], chain.parents + parents)
-
-    def keep(self, tree: Tree) -> int:
-        """From the first of the ends on."""
-        return len(tree) - min(self.at)
-
-    def take(self, tree: Tree, logits: Tensor) -> Tree | None:
-        """The next level, from `logits` `[nodes, vocab]`; what the cache's branches become, None if no pass pays."""
-        first = len(tree) - len(logits)
-        at = torch.tensor([end - first for end in self.at], device=logits.device)
-        text, self.text = self.text, 0
-        self.held.text += text
-        self.held.branches = tree.part(range(len(tree)), text)
-        self.at = [max(end - text, -1) for end in self.at]
-        branching = self.row.task.branching
-        assert branching is not None
-        return self._level(branching.expand(self.row, self.ends, logits[at], self.plan))
-
-    def _level(self, level: list[tuple[int, Branch]]) -> Tree | None:
-        cached, first = self.held.branches, len(self._nodes)
-        self._nodes += [branch for _, branch in level]
-        self._parents += [self._proposed[end] for end, _ in level]
-        self._levels.append(max((branch.confidence for _, branch in level), default=0.0))
-        best = set(self._best())
-        open_ = [
-            i for i, (_, branch) in enumerate(level) if first + i in best and self._goes_on(self.row, branch.tokens[-1])
-        ]
-        chosen = [(first + i, *level[i]) for i in open_[: self.plan.branches]]
-        parents = [self.at[end] for _, end, _ in chosen]
-        self.ends = [branch for _, _, branch in chosen]
-        self.at = list(range(len(cached), len(cached) + len(chosen)))
-        self._proposed = [node for node, _, _ in chosen]
-        if not chosen or len(self._levels) >= self._limit or not self.plan.go_on(self._paths(), len(chosen)):
-            return None
-        self._fed |= dict(zip(self._proposed, self.at, strict=True))
-        return Tree(cached.tokens + [end.tokens[-1] for end in self.ends], cached.parents + parents)
-
-    def _paths(self) -> list[Sequence[float]]:
-        """The draft's belief in what it would continue; the branches of a search are one path."""
-        return [end.chances for end in self.ends if end.chances] or [self._levels]
-
-    def _best(self) -> Sequence[int]:
-        """The nodes worth proposing: the best, as many as chains of the planned length would have; of a search, all."""
-        nodes = range(len(self._nodes))
-        if self.plan.branches is None or not self._nodes or not self._nodes[0].chances:
-            return nodes
-        best = sorted(nodes, key=lambda node: -self._nodes[node].score)  # no node is better than its parent
-        return sorted(best[: self.plan.branches * self.plan.limit])
-
-    def proposal(self, source: str) -> Tree:
-        """The nodes worth proposing; from here on the cache goes by their numbers."""
-        nodes = self._best()
-        place = {node: i for i, node in enumerate(nodes)}
-        kept = [self._nodes[node] for node in nodes]
-        drawn = [node.q for node in kept if node.q is not None]
-        own = len(self.row.tree)
-        self.held.where |= {own + place[node]: at for node, at in self._fed.items() if node in place}
-        return Tree(
-            [node.tokens[-1] for node in kept],
-            [place.get(self._parents[node], self._parents[node]) for node in nodes],
-            [node.confidence for node in kept],
-            drawn or None,
-            source,
-        )

@@ -12,9 +12,8 @@
 //
 // Every output is summed up column by column, one chain of fused multiply-adds in float32, whichever rows stand beside
 // it, in whichever block of rows or columns, and on whichever thread: a row's result is the same, bit for bit, alone
-// and among others. (A step takes two columns where the processor multiplies pairs of bfloat16.) Vectors are those of
-// GCC and Clang, so that one source serves AVX-512, AVX2 and NEON; intrinsics stand where compilers have no word for
-// an instruction.
+// and among others. (A step takes two columns where the processor multiplies pairs of bfloat16.) `vectors.h` says what
+// its vectors are.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -27,11 +26,7 @@
 #include <numeric>
 #include <utility>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#elif defined(__ARM_NEON)
-#include <arm_neon.h>
-#endif
+#include "vectors.h"
 
 namespace {
 
@@ -42,28 +37,10 @@ constexpr int64_t AHEAD = 4 << 10;  // bytes between what is read and what is as
 constexpr int64_t BATCH = 64;       // rows whose sums wait in the first cache
 
 // As many sums as the registers hold: rows times 32 outputs.
-#if defined(__AVX512F__)
-constexpr int LANES = 16, ROWS = 12;
-#elif defined(__AVX2__)
-constexpr int LANES = 8, ROWS = 3;
-#else
-constexpr int LANES = 4, ROWS = 3;
-#endif
+constexpr int ROWS = LANES == 16 ? 12 : 3;
 constexpr int VECTORS = BLOCK / LANES;
 
-typedef float Floats __attribute__((vector_size(4 * LANES)));
-typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
-typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef int8_t Bytes __attribute__((vector_size(LANES)));
-
-#define UNROLL _Pragma("GCC unroll 16")
-
-template <class Vector>
-inline Vector load(const void* from) {
-  Vector vector;
-  std::memcpy(&vector, from, sizeof vector);
-  return vector;
-}
 
 inline Floats floats(Ints integers) { return __builtin_convertvector(integers, Floats); }
 

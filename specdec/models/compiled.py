@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from specdec import kernels
 from specdec.errors import UnsupportedError
-from specdec.models.flat import Buffers, FlatModel, alike
+from specdec.models.flat import FlatModel, Given, alike
 from specdec.models.twin import twin
 
 if TYPE_CHECKING:
@@ -86,10 +86,10 @@ class CompiledForward:
         self._done.wait(timeout)
         return self.ready
 
-    def __call__(self, *arguments: Any) -> Tensor:
-        """Logits `[1, kept, vocab]`; arguments as of `FlatModel`."""
+    def __call__(self, given: Given) -> Tensor:
+        """Logits `[1, kept, vocab]`."""
         assert self._run is not None
-        return self._run(_flattened(*arguments))[0]
+        return self._run(given.tensors)[0]
 
     @property
     def _name(self) -> str:
@@ -151,24 +151,10 @@ class CompiledForward:
         package.load_constants(self._constants, check_full_update=True, user_managed=True)
         run: Callable[[list[Tensor]], list[Tensor]] = package.loader.boxed_run
         with torch.no_grad():
-            expected = self._model(*_example(self._model, self._widths)[0])
-        if not alike(run(_flattened(*_example(self._model, self._widths)[0]))[0], expected):
+            expected = self._model(_example(self._model, self._widths)[0])
+        if not alike(run(_example(self._model, self._widths)[0].tensors)[0], expected):  # over buffers of its own
             raise UnsupportedError("compiled code gives other logits")
         return run
-
-
-def _flattened(
-    ids: Tensor,
-    positions: Tensor,
-    kept: Tensor,
-    tables: Sequence[Tensor],
-    encoders: Sequence[Tensor],
-    buffers: Buffers,
-    frames: Buffers,
-) -> list[Tensor]:
-    """The arguments in the order in which they were traced."""
-    pairs = (side for pair in (*buffers, *frames) for side in pair)
-    return [ids, positions, kept, *tables, *encoders, *pairs]
 
 
 def _root() -> Path:
@@ -209,40 +195,32 @@ def _plain(module: nn.Module) -> list[tuple[str, object]]:
     return [(name, value) for name, value in held if name[0] != "_" and name != "name_or_path"]
 
 
-def _without_weights(model: FlatModel) -> Any:
+def _without_weights(model: FlatModel) -> FlatModel:
     """A twin whose tensors have shapes and nothing else, but for the smallest."""
-    other, made = twin(model), dict[int, Tensor]()
-
-    def emptied(tensor: Tensor | None) -> Tensor | None:
-        if tensor is None or tensor.numel() <= _WRITTEN:
-            return tensor
-        if id(tensor) not in made:
-            empty = torch.empty_like(tensor, device="meta")
-            made[id(tensor)] = nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
-        return made[id(tensor)]
-
-    for module in other.modules():
-        for held in (module._parameters, module._buffers):
-            held.update({name: emptied(tensor) for name, tensor in held.items()})  # type: ignore[arg-type]
+    other: FlatModel = twin(model)
+    _move(other, "meta")
     return other
 
 
-def _with_weights(model: Any) -> None:
-    """Gives tensors without memory some that nobody writes to."""
+def _move(model: nn.Module, device: str) -> None:
+    """Gives a model tensors of the same sizes there, with nothing in them; the smallest and those there stay."""
     made: dict[int, Tensor] = {}
+
+    def moved(tensor: Tensor | None) -> Any:
+        if tensor is None or tensor.numel() <= _WRITTEN or tensor.device.type == device:
+            return tensor
+        if id(tensor) not in made:
+            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+            made[id(tensor)] = nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
+        return made[id(tensor)]
+
     for module in model.modules():
         for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
-                if tensor is not None and tensor.is_meta:
-                    if id(tensor) not in made:
-                        filled = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-                        is_parameter = isinstance(tensor, nn.Parameter)
-                        made[id(tensor)] = nn.Parameter(filled, requires_grad=False) if is_parameter else filled
-                    held[name] = made[id(tensor)]
+            held.update({name: moved(tensor) for name, tensor in held.items()})
 
 
-def _example(model: FlatModel, widths: Sequence[tuple[int, ...]]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Arguments of a pass, and which of their sizes change."""
+def _example(model: FlatModel, widths: Sequence[tuple[int, ...]]) -> tuple[Given, Given]:
+    """What a pass is given, and in its place which sizes of it change."""
     from torch.export import Dim  # loads the compiler
 
     count = len(model.kinds) or 1
@@ -255,10 +233,13 @@ def _example(model: FlatModel, widths: Sequence[tuple[int, ...]]) -> tuple[tuple
     tables, encoders = [table.clone() for _ in range(count)], [frames] if model.has_encoder else []
     buffers = [_pair(width, _ROWS, _COLUMNS, model.dtype) for width in widths]
     projections = [_pair(width, _ROWS - 1, _FRAMES, model.dtype) for width in widths] if model.has_encoder else []
-    arguments = (place[None], positions, place[:_KEPT], tables, encoders, buffers, projections)
-    free, table_sizes, sides = Dim.DYNAMIC, {2: Dim.DYNAMIC, 3: Dim.DYNAMIC}, {0: Dim.DYNAMIC, 2: Dim.DYNAMIC}
-    sizes = ({1: free}, {1: free}, {0: free}, [table_sizes] * count, [table_sizes] * len(encoders))
-    return arguments, (*sizes, [(sides, sides)] * len(buffers), [(sides, sides)] * len(projections))
+    given = Given(place[None], positions, place[:_KEPT], tables, encoders, buffers, projections)
+    free, of = Dim.DYNAMIC, dict[str, Any]()
+    of["ids"] = of["positions"] = {1: free}
+    of["kept"] = {0: free}
+    of["tables"], of["encoders"] = ([{2: free, 3: free}] * len(some) for some in (tables, encoders))
+    of["buffers"], of["frames"] = ([({0: free, 2: free},) * 2] * len(some) for some in (buffers, projections))
+    return given, Given(**of)
 
 
 def _pair(width: tuple[int, ...], rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -275,10 +256,10 @@ def _main(folder: Path) -> None:
     torch.set_num_threads(1)
     kernels.available()
     model, widths = torch.load(folder / "model.pt", weights_only=False)
-    _with_weights(model)
-    arguments, sizes = _example(model, widths)
+    _move(model, "cpu")
+    given, sizes = _example(model, widths)
     with torch.no_grad(), shape_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
-        program = torch.export.export(model.eval(), arguments, dynamic_shapes=sizes, strict=False)
+        program = torch.export.export(model.eval(), (given,), dynamic_shapes=(sizes,), strict=False)
     made = torch._inductor.aoti_compile_and_package(program, inductor_configs=_OPTIONS)
     own = _tensors(model)
     torch.save({n: t for n, t in program.constants.items() if n not in own}, folder / _CONSTANTS)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.kernels import AnyLinear, PackedLinear, why_not
-from specdec.models.encoding import Encoding
+from specdec.models.encoding import trial_encoding
 from specdec.models.int8 import Int8Linear
 from specdec.models.offload import execution_device
 from specdec.models.session import Session
@@ -22,7 +22,6 @@ Exactness = Literal["strict", "exact", "rounding", "row-dependent"]
 _OUTLIER = 100.0  # far beyond what LLM.int8() still takes for an ordinary activation (6)
 _TEXT, _BRANCHING = 80, 40  # tokens that strictness is tried on, and after how many of them there are branches
 _WIDTHS = (1, 1, 2, 3, 1, 5, 8, 16, 43)  # of passes over them
-_FRAMES = 5  # of encoders, where there are any
 _LONGER = 300  # tokens of a row beside them, for which buffers grow
 
 
@@ -95,15 +94,6 @@ def _read(session: Session, rows: list[int], texts: list[list[int]]) -> list[Ten
     scores = session.forward(rows, [Tree.chain(text) for text in texts], [len(text) for text in texts])
     session.commit(rows, [list(range(len(text))) for text in texts])
     return [one.logits for one in scores]
-
-
-def trial_encoding(language: LanguageModel, rows: int) -> Encoding | None:
-    """What an encoder might say, to try a model with; None for models without one."""
-    if not language.is_encoder_decoder:
-        return None
-    width = getattr(language.config, "d_model", None) or language.config.hidden_size
-    hidden = torch.randn(rows, _FRAMES, width, generator=torch.Generator().manual_seed(0))
-    return Encoding(hidden.to(language.device, language.dtype), None)
 
 
 def _kind(module: nn.Module) -> tuple[type, type]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ from transformers.modeling_outputs import BaseModelOutput
 from specdec import kernels
 from specdec.errors import UnsupportedError
 from specdec.models.cross import Frames
+from specdec.models.encoding import trial_encoding
+from specdec.models.gears import likeness
 from specdec.models.layout import SlotMap
 from specdec.models.nodes import Line, RowNodes
 from specdec.models.positions import Lookup
@@ -35,11 +37,34 @@ if TYPE_CHECKING:
 
 ATTENTION = "specdec"
 _POSITIONS = {"ids": "position_ids", "decoder_ids": "decoder_position_ids", "embedding": None}
-_TRIED, _FRAMES = 12, 5  # tokens, and encoder positions, that a model is tried with
+_TRIED = 12  # tokens that a model is tried with
 _ALIKE, _ALIKE_IN_HALF = 0.9999, 0.98  # cosine of logits
 
 Buffers = Sequence[tuple[Tensor, Tensor]]
 """Each layer's keys and values, `[rows, heads, columns, head width]`."""
+
+
+class Given(NamedTuple):
+    """What a pass is given: the tensors of a `Line`, the buffers of the text, and encoders' projections (`frames`)."""
+
+    ids: Tensor
+    positions: Tensor
+    kept: Tensor
+    tables: Sequence[Tensor]
+    encoders: Sequence[Tensor]
+    buffers: Buffers
+    frames: Buffers
+
+    @classmethod
+    def of(cls, line: Line, buffers: Buffers, frames: Buffers = ()) -> Given:
+        """For the nodes of a line."""
+        return cls(line.ids, line.positions, line.kept, line.tables, line.encoders, buffers, frames)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All of them, in the order of the fields."""
+        pairs = (side for pair in (*self.buffers, *self.frames) for side in pair)
+        return [self.ids, self.positions, self.kept, *self.tables, *self.encoders, *pairs]
 
 
 class _Running(threading.local):
@@ -94,7 +119,7 @@ class _Text(Cache):  # type: ignore[misc]
 
 
 class FlatModel(nn.Module):
-    """A model that takes the tensors of a `Line`, and writes to the buffers that it is given.
+    """A model that takes the nodes of a line, and writes to the buffers that it is given.
 
     Of `language`'s model nothing is changed: a twin computes with our attention, and of strict ones with activations
     that do not depend on a value's place.
@@ -112,57 +137,39 @@ class FlatModel(nn.Module):
         self._positions, self._style = _POSITIONS[capability.positions], capability.positions
         self.prefix = "decoder_" if language.is_encoder_decoder else ""
 
-    def forward(
-        self,
-        ids: Tensor,
-        positions: Tensor,
-        kept: Tensor,
-        tables: Sequence[Tensor],
-        cross: Sequence[Tensor],
-        buffers: Buffers,
-        frames: Buffers,
-    ) -> Tensor:
-        """Logits `[1, kept, vocab]`; arguments as in `Line`, `cross` has one table or none."""
-        logits: Tensor = self.output(ids, positions, kept, tables, cross, buffers, frames).logits
+    def forward(self, given: Given) -> Tensor:
+        """Logits `[1, kept, vocab]`."""
+        logits: Tensor = self.output(given).logits
         return logits
 
-    def output(
-        self,
-        ids: Tensor,
-        positions: Tensor,
-        kept: Tensor,
-        tables: Sequence[Tensor],
-        cross: Sequence[Tensor],
-        buffers: Buffers,
-        frames: Buffers,
-        **wanted: Any,
-    ) -> Any:
+    def output(self, given: Given, **wanted: Any) -> Any:
         """The whole output, with what else is `wanted` of it."""
-        given: dict[str, Any] = {
-            self.prefix + "input_ids": ids,
+        tables, text = given.tables, _Text(given.buffers, given.tables[0])
+        inputs: dict[str, Any] = {
+            self.prefix + "input_ids": given.ids,
             self.prefix + "attention_mask": dict(zip(self.kinds, tables, strict=True)) if self.kinds else tables[0],
-            "past_key_values": _Text(buffers, tables[0]),
+            "past_key_values": text,
             "use_cache": True,
             "return_dict": True,
         }
         if self._positions is not None:
-            given[self._positions] = positions
+            inputs[self._positions] = given.positions
         if self._keeps:
-            given["logits_to_keep"] = kept
-        if frames:
-            layers = Cache(layers=[Frames(*pair) for pair in frames])
-            given["past_key_values"] = EncoderDecoderCache(given["past_key_values"], layers)
+            inputs["logits_to_keep"] = given.kept
+        if given.frames:
+            layers = Cache(layers=[Frames(*pair) for pair in given.frames])
+            inputs["past_key_values"] = EncoderDecoderCache(text, layers)
             # Of no use, but that layers ask whether there is an encoder.
-            nothing = torch.zeros(1, 1, frames[0][0].shape[-1], dtype=self.dtype, device=ids.device)
-            given["encoder_outputs"] = BaseModelOutput(last_hidden_state=nothing)
-        held, _running.cross = _running.cross, cross[0] if cross else None
+            nothing = torch.zeros(1, 1, given.frames[0][0].shape[-1], dtype=self.dtype, device=given.ids.device)
+            inputs["encoder_outputs"] = BaseModelOutput(last_hidden_state=nothing)
+        held, _running.cross = _running.cross, given.encoders[0] if given.encoders else None
         try:
-            with self._looked_up(positions):
-                output = self.model(**given, **wanted)
+            with self._looked_up(given.positions):
+                output = self.model(**inputs, **wanted)
         finally:
             _running.cross = held
         if not self._keeps:
-            output.logits = output.logits[:, kept]
+            output.logits = output.logits[:, given.kept]
         return output
 
     def _looked_up(self, positions: Tensor) -> AbstractContextManager[None]:
@@ -195,14 +202,14 @@ class FlatForward:
     def __call__(self, line: Line, buffers: Buffers, frames: Buffers = ()) -> Tensor:
         """Logits `[kept, vocab]`; `frames` are the projections of encoders, if there are any."""
         model = self.compiled if self.compiled is not None and self.compiled.ready else self.model
-        logits: Tensor = model(*arguments(line, buffers, frames))
+        logits: Tensor = model(Given.of(line, buffers, frames))
         return logits[0]
 
     def with_hidden_states(
         self, line: Line, buffers: Buffers, frames: Buffers, layers: bool | Sequence[int]
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """The same, and the hidden states `[nodes, width]` of the embeddings and every layer, None of others."""
-        output = self.model.output(*arguments(line, buffers, frames), output_hidden_states=layers)
+        output = self.model.output(Given.of(line, buffers, frames), output_hidden_states=layers)
         hidden = output.get("hidden_states") or output.get("decoder_hidden_states")
         return output.logits[0], tuple(None if layer is None else layer[0] for layer in hidden)
 
@@ -214,9 +221,10 @@ class FlatForward:
         ids = (torch.arange(_TRIED, device=language.device) + known // 2)[None] % known  # far from special tokens
         text, frames = DynamicCache(), DynamicCache()
         given: dict[str, Any] = {self.model.prefix + "input_ids": ids, "past_key_values": text}
-        if language.is_encoder_decoder:
+        encoding = trial_encoding(language, 1)
+        if encoding is not None:
             given["past_key_values"] = EncoderDecoderCache(text, frames)
-            given["encoder_outputs"] = BaseModelOutput(last_hidden_state=_hidden(language))
+            given["encoder_outputs"] = BaseModelOutput(last_hidden_state=encoding.hidden)
         expected = own(**given, use_cache=True).logits[0]
         self.widths = [(keys.shape[1], keys.shape[3], values.shape[3]) for keys, values in _pairs(text)]
         buffers = [
@@ -225,22 +233,19 @@ class FlatForward:
         slots, logits = SlotMap(), []
         for tokens in torch.tensor_split(ids[0], 2):
             tree = Tree.chain(tokens.tolist())
-            nodes, encoders = RowNodes(1, slots, tree, len(tree)), [[0, 0, 0, _FRAMES]]
-            line = Line.of([nodes], language.capability.kinds, language.device, encoders if frames.layers else None)
+            nodes = RowNodes(1, slots, tree, len(tree))
+            encoders = None if encoding is None else [[0, 0, 0, encoding.hidden.shape[1]]]
+            line = Line.of([nodes], language.capability.kinds, language.device, encoders)
             logits.append(self(line, buffers, _pairs(frames)))  # type: ignore[arg-type]
             slots.base = slots.top = slots.base + len(tree)
         return alike(torch.cat(logits), expected)
 
 
-def arguments(line: Line, buffers: Buffers, frames: Buffers) -> tuple[Any, ...]:
-    """What `FlatModel` takes."""
-    return line.ids, line.positions, line.kept, line.tables, line.encoders, buffers, frames
-
-
 def alike(logits: Tensor, expected: Tensor) -> bool:
     """Whether they differ by no more than roundings do."""
-    alike = torch.cosine_similarity(logits.flatten().float(), expected.flatten().float(), dim=0)
-    return bool(alike >= (_ALIKE if expected.dtype in (torch.float32, torch.float64) else _ALIKE_IN_HALF))
+    return likeness(logits, expected) >= (
+        _ALIKE if expected.dtype in (torch.float32, torch.float64) else _ALIKE_IN_HALF
+    )
 
 
 def _obstacle(language: LanguageModel) -> str | None:
@@ -255,12 +260,6 @@ def _obstacle(language: LanguageModel) -> str | None:
     if capability.boundary is not None:
         return "has rotary scaling that depends on the length"
     return None
-
-
-def _hidden(language: LanguageModel) -> Tensor:
-    """What an encoder might say, `[1, frames, width]`."""
-    width = getattr(language.config, "d_model", None) or language.config.hidden_size
-    return torch.linspace(-1, 1, _FRAMES * width, device=language.device, dtype=language.dtype).view(1, _FRAMES, width)
 
 
 def _pairs(cache: DynamicCache) -> list[tuple[Tensor, Tensor]]:

@@ -186,15 +186,16 @@ def changed(model: Any, change: Callable[[], Callable[[], None]]) -> Callable[[]
     expected = _said(model)
     undo = change()
     with suppress(AttributeError, TypeError):  # of those that look for a weight in the place of another
-        if _alike(_said(model), expected):
+        # Half precision may blow a rounding up; a layer that is used otherwise than as a layer gives something else.
+        if likeness(_said(model), expected) > _ALIKE:
             return undo
     undo()
     return None
 
 
-def _alike(said: Tensor, expected: Tensor) -> bool:
-    """Half precision may blow a rounding up; a layer that is used otherwise than as a layer gives something else."""
-    return bool(torch.cosine_similarity(said.flatten(), expected.flatten(), dim=0) > _ALIKE)
+def likeness(logits: Tensor, expected: Tensor) -> float:
+    """The cosine of all logits of a pass and those that were expected."""
+    return float(torch.cosine_similarity(logits.flatten().float(), expected.flatten().float(), dim=0))
 
 
 def _pack_if_faster(model: Any) -> None:

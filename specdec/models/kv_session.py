@@ -1,4 +1,4 @@
-"""Sessions of models that keep plain keys and values: rows share a padded pass, rollback is free."""
+"""Sessions of models that keep plain keys and values: rows share a pass, in a line or padded, and rollback is free."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ class _Row:
 class KvSession(Session):
     """Rows of one model over one `KvStore`: a row's text and branches are slots, beams share what they have in common.
 
-    Branches that die leave void slots behind, which nobody looks at; they are closed up now and then. A pass covers the
-    rows of the store from the first to the last that take part: the narrow view of a buffer costs nothing.
+    Branches that die leave void slots behind, which nobody looks at; they are closed up now and then. Where the model
+    allows it, the new nodes of all rows stand in a line (`FlatForward`). A padded pass covers the rows of the store
+    from the first to the last that take part: the narrow view of a buffer costs nothing.
     """
 
     def __init__(self, language: LanguageModel) -> None:
@@ -147,7 +148,7 @@ class KvSession(Session):
         output_hidden_states: bool | Sequence[int] = False,
         output_attentions: bool = False,
     ) -> list[Scores]:
-        """One padded pass; several where rows lie far apart and many nodes would be padding."""
+        """One pass; several where passes are padded, rows lie far apart and many nodes would be padding."""
         if (
             self._is_simple
             and len(rows) == len(trees) == len(keep) == 1
@@ -197,10 +198,8 @@ class KvSession(Session):
         """A pass over rows and trees of any shape."""
         named = [self._row(row) for row in rows]
         check_trees(rows, trees, keep, [row.slots.pending for row in named])
-        wanted = {
-            "output_hidden_states": hidden_states_of(output_hidden_states),
-            "output_attentions": output_attentions,
-        }
+        hidden = hidden_states_of(output_hidden_states)
+        wanted = {"output_hidden_states": hidden, "output_attentions": output_attentions}
         extras = {name: want for name, want in wanted.items() if want}
         if output_attentions:
             self._language.check_attentions()
@@ -212,12 +211,17 @@ class KvSession(Session):
                 scores[row.number] = Scores(tree, len(tree), self._no_logits(), held=len(tree))
                 continue
             row.slots.begin(tree, len(tree) - keep[i], wholes[i] if wholes is not None else 0)
-            parts[self._index[row.number]] = _Part(row, tree, keep[i], None if embeds is None else embeds[i])
+            place = self._index[row.number]
+            parts[place] = _Part.of(place, row, keep[i], None if embeds is None else embeds[i])
         if self._cross is not None and parts:
             self._cross.project()
         flat = self._language.flat
+        if hidden and self._language.is_strict and self._language.gear == "compiled":
+            raise UnsupportedError(
+                "`exactness`='strict' has no hidden states in `gear`='compiled', whose code gives none: use 'packed'"
+            )
         if flat is not None and parts and not output_attentions and all(part.embeds is None for part in parts.values()):
-            scores.update(self._flat(flat, parts, hidden_states_of(output_hidden_states)))
+            scores.update(self._flat(flat, parts, hidden))
         else:
             if self._language.is_strict and parts:
                 raise UnsupportedError("`exactness`='strict' has no embeddings and no attentions: leave them out")
@@ -318,7 +322,7 @@ class KvSession(Session):
         longest of these has, and computes as many nodes as the widest.
         """
         weights, column = self._language.weight_bytes, self._language.kv_bytes
-        reach = [parts[index].row.slots.top + parts[index].size for index in order]
+        reach = [parts[index].slots.top + parts[index].size for index in order]
         nodes = [parts[index].size for index in order]
         idle = [max((row.slots.top for row in self._rows[i + 1 : j]), default=0) for i, j in pairwise(order)]
 
@@ -348,7 +352,7 @@ class KvSession(Session):
 
     def _flat(self, flat: FlatForward, parts: dict[int, _Part], hidden: bool | Sequence[int]) -> dict[int, Scores]:
         """One forward over the new nodes of all rows, in a line."""
-        rows = [RowNodes(index, part.row.slots, part.tree, part.keep) for index, part in parts.items()]
+        rows = list(parts.values())
         for row in rows:
             self.store.extend(row.place, row.slots.top + row.size)
         line = Line.of(rows, self._language.capability.kinds, self._device, self._encoders(row.place for row in rows))
@@ -358,7 +362,7 @@ class KvSession(Session):
             logits, states = flat(line, *self._buffers(flat)), None
         self.passes += 1
         scores = line_scores(logits, states, rows, self.passes)
-        return {part.row.number: own for part, own in zip(parts.values(), scores, strict=True)}
+        return {row.number: own for row, own in zip(rows, scores, strict=True)}
 
     def _encoders(self, places: Iterable[int]) -> list[list[int]] | None:
         """What the rows at these places see of encoders."""
@@ -370,8 +374,8 @@ class KvSession(Session):
 
     def _pass(self, parts: dict[int, _Part], first: int, last: int, extras: dict[str, Any]) -> dict[int, Scores]:
         """One forward over the rows of the store from `first` to `last`; those without a part are padding."""
-        here = [parts.get(index) or _Part.idle(self._rows[index]) for index in range(first, last + 1)]
-        trees, slots = [part.tree for part in here], [part.row.slots for part in here]
+        here = [parts.get(index) or _Part.idle(index, self._rows[index]) for index in range(first, last + 1)]
+        trees, slots = [part.tree for part in here], [part.slots for part in here]
         layout = Layout.of(trees, slots, self._device)
         if layout.view is None and layout.nodes > 1 and self._language.forgets_order:
             layout = replace(layout, view=layout.causal())
@@ -380,7 +384,7 @@ class KvSession(Session):
         output, kept = self._forward(here, layout, kept, first, extras)
         self.passes += 1
         found = row_scores(output, trees, layout, kept, self.passes, sliced=self._can_keep, extras=bool(extras))
-        return {part.row.number: scores for part, scores in zip(here, found, strict=True)}
+        return {part.number: scores for part, scores in zip(here, found, strict=True)}
 
     def _forward(
         self, parts: list[_Part], layout: Layout, kept: LogitNodes, first: int, extras: dict[str, Any]
@@ -450,26 +454,20 @@ class KvSession(Session):
             return language.model(**inputs)
 
 
-@dataclass(eq=False, slots=True)
-class _Part:
-    """A row's part of one pass: its tree, how many of its last nodes need logits, embeddings of its first new ones."""
+@dataclass(frozen=True, eq=False, slots=True)
+class _Part(RowNodes):
+    """A row's part of one pass; `embeds` are the embeddings of its first new nodes, where they are given."""
 
-    row: _Row
-    tree: Tree
-    keep: int
+    number: int = 0
     embeds: Tensor | None = None
 
     @classmethod
-    def idle(cls, row: _Row) -> _Part:
+    def of(cls, place: int, row: _Row, keep: int = 0, embeds: Tensor | None = None) -> _Part:
+        """What is new in the row's tree."""
+        return cls(place, row.slots, row.tree, keep, row.number, embeds)
+
+    @classmethod
+    def idle(cls, place: int, row: _Row) -> _Part:
         """The part of a row that lies between others and has nothing to do."""
-        return cls(row, row.tree.part(range(row.slots.pending)) if row.slots.pending else EMPTY, 0)
-
-    @property
-    def size(self) -> int:
-        """New nodes."""
-        return len(self.tree) - self.row.slots.pending
-
-    @property
-    def tokens(self) -> list[int]:
-        """The ids of the new nodes."""
-        return self.tree.tokens[self.row.slots.pending :]
+        tree = row.tree.part(range(row.slots.pending)) if row.slots.pending else EMPTY
+        return cls(place, row.slots, tree, 0, row.number)

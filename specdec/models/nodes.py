@@ -94,7 +94,7 @@ class Line:
     ) -> Line:
         """One more token for each of several rows that hold text alone, as many tokens as `columns` says."""
         tables = [
-            [[place, at, max(_first(at, kind), 0), at + 1] for place, at in zip(places, columns, strict=True)]
+            [[place, at, min(int(_first(at, kind)), at + 1), at + 1] for place, at in zip(places, columns, strict=True)]
             for kind in kinds
         ]
         return cls(
@@ -125,7 +125,7 @@ class _Placed:
         """`[nodes, 4 + words]`, with bits for `wide` columns."""
         words = -(-wide // _WORD)
         table = np.zeros((len(self.columns), 4 + words), dtype=np.int32)
-        first = np.maximum(_first(self.positions, kind), 0)
+        first = _first(self.positions, kind)
         table[:, 0], table[:, 1] = self.place, self.columns
         table[:, 2], table[:, 3] = np.minimum(first, self.base), self.base
         if few := self.kin.shape[1]:
@@ -136,10 +136,10 @@ class _Placed:
 
 
 def _first(position: Any, kind: Kind) -> Any:
-    """The first position that nodes at `position` see; windows may begin before the text."""
+    """The first position that nodes at `position` see."""
     if kind.window is not None:
-        return position - kind.window + 1
-    return position * 0 if kind.chunk is None else position // kind.chunk * kind.chunk
+        return np.maximum(position - kind.window + 1, kind.first)
+    return np.maximum(position * 0 if kind.chunk is None else position // kind.chunk * kind.chunk, kind.first)
 
 
 def _cross(sizes: Sequence[int], encoders: Sequence[list[int]]) -> Tensor:

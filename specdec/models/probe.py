@@ -15,8 +15,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from specdec.models.capability import REPLAY, Capability, Positions, attention_kinds, known, kv_capability
 from specdec.models.compat import TAKES_MASKS, attention_of
-from specdec.models.encoding import Encoding
-from specdec.models.exactness import trial_encoding
+from specdec.models.encoding import Encoding, trial_encoding
 from specdec.models.miniature import miniature
 from specdec.models.native_cache import MODULE_STATE, module_state, set_module_state
 from specdec.models.verdicts import holds

@@ -192,8 +192,7 @@ class School:
         lessons, seconds = self._gather(texts, prompts)
         pupil = self._pupil(lessons)
         course = Training(self, pupil, lessons, min(seconds, _WRITES * self.length.seconds))
-        course.run()
-        card = {**course.card(), **self._trial(lessons)}
+        card = {**course.run(), **self._trial(lessons)}
         _write(self.folder / CARD, card)
         return card
 
@@ -272,8 +271,8 @@ class Training:
         if self._state.exists():
             self._resume()
 
-    def run(self) -> None:
-        """Trains to the end, or until somebody stops it, and writes the draft and its state now and then."""
+    def run(self) -> dict[str, Any]:
+        """Trains to the end, or until somebody stops it, and writes the draft and its state now and then; its card."""
         school, saved = self.school, time.perf_counter()
         while (done := school.length.done(self.step, self.seconds)) < 1 and not school.is_stopped():
             began = time.perf_counter()
@@ -288,12 +287,13 @@ class Training:
             if time.perf_counter() - saved > _SAVE_EVERY:
                 self.save()
                 saved = time.perf_counter()
-        self.save()
+        return self.save()
 
-    def save(self) -> None:
-        """Writes the draft, and what its training goes on from."""
+    def save(self) -> dict[str, Any]:
+        """Writes the draft, and what its training goes on from; the card."""
         self.pupil.save(self.school.folder)
-        _write(self.school.folder / CARD, self.card())
+        card = self.card()
+        _write(self.school.folder / CARD, card)
         state = {
             "step": self.step,
             "seconds": self.seconds,
@@ -304,6 +304,7 @@ class Training:
         fresh = self._state.with_suffix(".new")
         torch.save(state, fresh)
         os.replace(fresh, self._state)
+        return card
 
     def card(self) -> dict[str, Any]:
         """What the draft is, and how good it is on held-out texts."""

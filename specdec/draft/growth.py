@@ -1,0 +1,183 @@
+"""What a draft model's cache holds of a row, and the chain or branches that grow from it in one round."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from specdec.draft.best_leaf import branch_tokens
+from specdec.types import EMPTY, Branch, Plan, Row, Tree
+
+GoesOn = Callable[[Row, int], bool]  # whether a guess may follow a token of a row
+
+
+@dataclass(eq=False, slots=True)
+class Held:
+    """What the draft's cache holds of one row, number `slot` of the model's session.
+
+    `text` tokens of the row's text, then `guesses` of a chain. In place of a chain there may be `branches`; `where`
+    says which of them a node is, of the row's branches followed by the proposal. A row is `unreadable` once its text
+    has a token that the draft has no embedding for. `open` rows wait to hear what became of their proposal.
+    """
+
+    slot: int
+    text: int = 0
+    guesses: int = 0
+    branches: Tree = EMPTY
+    where: dict[int, int] = field(default_factory=dict)
+    unreadable: bool = False
+    open: bool = False
+
+
+class Chain:
+    """The chain that grows for one row in this round; its guesses lie behind the row's text in the cache."""
+
+    def __init__(self, row: Row, plan: Plan, limit: int, held: Held, goes_on: GoesOn) -> None:
+        self.row, self.plan, self.limit, self.held, self._goes_on = row, plan, limit, held, goes_on
+        self.tokens: list[int] = []
+        self.confidence: list[float] = []
+        self.q: list[Tensor] = []
+        self.text = 0
+
+    def first(self) -> Tree | None:
+        """What the cache lacks of the text."""
+        missing = self.row.tokens[self.held.text :]
+        self.text = len(missing)
+        return Tree.chain(missing)
+
+    def keep(self, tree: Tree) -> int:
+        """Only the last node's logits are wanted."""
+        return 1
+
+    def take(self, tree: Tree, logits: Tensor) -> Tree | None:
+        """One guess from `logits` `[1, vocab]`; it is fed if the next draft pass pays."""
+        self._fed(tree)
+        rule = self.row.task.rule
+        token, confidence, q = rule.pick(self.row, self.tokens, logits[-1], confident=self.plan.needs_confidence)
+        if math.isnan(confidence):
+            return None  # a draft that overflowed has nothing to say
+        self.confidence.append(confidence)
+        # A token drawn at random must not be dropped after it was seen: that would bend the output's distribution.
+        if not rule.needs_q and not self.plan.keep(self.confidence):
+            self.confidence.pop()
+            return None
+        self.tokens.append(token)
+        if q is not None:
+            self.q.append(q)
+        goes_on = len(self.tokens) < self.limit and self.plan.go_on([self.confidence])
+        self.text = 1
+        return Tree.chain([token]) if goes_on and self._goes_on(self.row, token) else None
+
+    def proposal(self, source: str) -> Tree:
+        """The guesses."""
+        return Tree.chain(self.tokens, self.confidence, torch.stack(self.q).float() if self.q else None, source)
+
+    def _fed(self, tree: Tree) -> None:
+        """Notes what the cache holds now."""
+        if self.tokens:
+            self.held.guesses += 1
+        else:
+            self.held.text += len(tree)
+
+
+class Branches:
+    """The levels that grow from one row's leaves in this round; the cache holds them as branches.
+
+    Of every end, `at` says which of the cache's branches it is (-1: the end of the text), and `_proposed` which node of
+    the levels (-1 - i: the row's leaf i).
+    """
+
+    def __init__(self, row: Row, plan: Plan, limit: int, held: Held, goes_on: GoesOn) -> None:
+        self.row, self.plan, self.held, self._limit, self._goes_on = row, plan, held, limit, goes_on
+        leaves = zip(row.leaves, row.leaf_scores, strict=True)
+        self.ends = [Branch(branch_tokens(row, leaf), score) for leaf, score in leaves]
+        self.at: list[int] = []
+        self.text = 0
+        self._proposed = [-1 - i for i in range(len(self.ends))]
+        self._nodes: list[Branch] = []
+        self._parents: list[int] = []
+        self._fed: dict[int, int] = {}  # node of the levels -> branch of the cache
+        self._levels: list[float] = []
+
+    def first(self) -> Tree | None:
+        """The cache's branches, and what it lacks of the text and of the row's own branches."""
+        if not self._limit:
+            return None
+        row, held = self.row, self.held
+        missing = row.tokens[held.text :]
+        known = len(held.branches) + len(missing)
+        fresh = [node for node in range(len(row.tree)) if node not in held.where]
+        number = {**held.where, **{node: known + i for i, node in enumerate(fresh)}, -1: known - 1 if missing else -1}
+        parents = [number[row.tree.parents[node]] for node in fresh]
+        chain = Tree.chain(missing) if missing else held.branches  # text that is missing has no branches after it
+        self.at = [number[leaf] for leaf in row.leaves]
+        self.text = len(missing)
+        held.where = {node: i - len(missing) for node, i in number.items() if node >= 0}
+        return Tree(chain.tokens + [row.tree.tokens[node] for node in fresh], chain.parents + parents)
+
+    def keep(self, tree: Tree) -> int:
+        """From the first of the ends on."""
+        return len(tree) - min(self.at)
+
+    def take(self, tree: Tree, logits: Tensor) -> Tree | None:
+        """The next level, from `logits` `[nodes, vocab]`; what the cache's branches become, None if no pass pays."""
+        first = len(tree) - len(logits)
+        at = torch.tensor([end - first for end in self.at], device=logits.device)
+        text, self.text = self.text, 0
+        self.held.text += text
+        self.held.branches = tree.part(range(len(tree)), text)
+        self.at = [max(end - text, -1) for end in self.at]
+        branching = self.row.task.branching
+        assert branching is not None
+        return self._level(branching.expand(self.row, self.ends, logits[at], self.plan))
+
+    def _level(self, level: list[tuple[int, Branch]]) -> Tree | None:
+        cached, first = self.held.branches, len(self._nodes)
+        self._nodes += [branch for _, branch in level]
+        self._parents += [self._proposed[end] for end, _ in level]
+        self._levels.append(max((branch.confidence for _, branch in level), default=0.0))
+        best = set(self._best())
+        open_ = [
+            i for i, (_, branch) in enumerate(level) if first + i in best and self._goes_on(self.row, branch.tokens[-1])
+        ]
+        chosen = [(first + i, *level[i]) for i in open_[: self.plan.branches]]
+        parents = [self.at[end] for _, end, _ in chosen]
+        self.ends = [branch for _, _, branch in chosen]
+        self.at = list(range(len(cached), len(cached) + len(chosen)))
+        self._proposed = [node for node, _, _ in chosen]
+        if not chosen or len(self._levels) >= self._limit or not self.plan.go_on(self._paths(), len(chosen)):
+            return None
+        self._fed |= dict(zip(self._proposed, self.at, strict=True))
+        return Tree(cached.tokens + [end.tokens[-1] for end in self.ends], cached.parents + parents)
+
+    def _paths(self) -> list[Sequence[float]]:
+        """The draft's belief in what it would continue; the branches of a search are one path."""
+        return [end.chances for end in self.ends if end.chances] or [self._levels]
+
+    def _best(self) -> Sequence[int]:
+        """The nodes worth proposing: the best, as many as chains of the planned length would have; of a search, all."""
+        nodes = range(len(self._nodes))
+        if self.plan.branches is None or not self._nodes or not self._nodes[0].chances:
+            return nodes
+        best = sorted(nodes, key=lambda node: -self._nodes[node].score)  # no node is better than its parent
+        return sorted(best[: self.plan.branches * self.plan.limit])
+
+    def proposal(self, source: str) -> Tree:
+        """The nodes worth proposing; from here on the cache goes by their numbers."""
+        nodes = self._best()
+        place = {node: i for i, node in enumerate(nodes)}
+        kept = [self._nodes[node] for node in nodes]
+        drawn = [node.q for node in kept if node.q is not None]
+        own = len(self.row.tree)
+        self.held.where |= {own + place[node]: at for node, at in self._fed.items() if node in place}
+        return Tree(
+            [node.tokens[-1] for node in kept],
+            [place.get(self._parents[node], self._parents[node]) for node in nodes],
+            [node.confidence for node in kept],
+            drawn or None,
+            source,
+        )

@@ -1,0 +1,200 @@
+"""What a draft is asked, what it answers, and what it is told."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from specdec.types.rounds import Row
+    from specdec.types.trees import Tree
+
+
+class Branch(NamedTuple):
+    """A path that a draft considers: its tokens after the row's shared text, and the sum of their log-probabilities.
+
+    `confidence` is the draft's probability of the last token, `chances` those of all tokens, where the path is a guess
+    for its own sake and not one of a search's branches. `q` `[vocab]` is what the last token was drawn from, if it was
+    drawn. `groups` are the groups of beams that a group beam search would use the path for.
+    """
+
+    tokens: list[int]
+    score: float
+    confidence: float = 1.0
+    chances: Sequence[float] = ()
+    q: Tensor | None = None
+    groups: frozenset[int] | None = None
+
+
+class DraftRule(Protocol):
+    """How a draft turns its own logits into a guess, so that it tends to agree with the strategy."""
+
+    @property
+    def needs_q(self) -> bool:
+        """Whether the strategy looks at the draft's distribution (rejection) or only at its tokens (match).
+
+        Under rejection a node drawn at random must never be dropped after it was seen.
+        """
+
+    def pick(
+        self, row: Row, guesses: list[int], logits: Tensor, *, confident: bool = True
+    ) -> tuple[int, float, Tensor | None]:
+        """From draft `logits` `[vocab]` after `guesses`: a token, its probability, and q `[vocab]` if `needs_q`.
+
+        Unless it must be `confident`, the probability is told as 1, which spares a sum over the vocabulary. A
+        probability of NaN says that the draft has no guess.
+        """
+
+
+class BranchRule(Protocol):
+    """How a draft turns its own logits into several guesses; for a search it runs the search's own steps on them."""
+
+    def expand(self, row: Row, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
+        """From draft `logits` `[ends, vocab]`: nodes worth a look next, best first, each with the end it continues.
+
+        `ends` are equally long. Only the first `plan.branches` will be continued, all of them where that is None.
+        """
+
+
+class Plan(Protocol):
+    """How much one row may draft in this round, as its schedule decided."""
+
+    @property
+    def limit(self) -> int:
+        """The most nodes on a path; 0 means no draft."""
+
+    @property
+    def branches(self) -> int | None:
+        """The most nodes that one draft pass continues; None leaves that to the strategy, one for most."""
+
+    @property
+    def needs_confidence(self) -> bool:
+        """Whether the answers below depend on the draft's confidence."""
+
+    def go_on(self, paths: Sequence[Sequence[float]], width: int = 1) -> bool:
+        """Whether the next draft pass pays, given the confidence of the nodes on the paths that it would continue.
+
+        `width` is how many nodes the pass brings. The branches of a search count as one path.
+        """
+
+    def keep(self, confidence: Sequence[float]) -> bool:
+        """Whether the last of these nodes is worth the target's time (match verification and one-hot drafts only)."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class DraftTask:
+    """What a row's request wants of a draft.
+
+    `allowed` tells how many of some tokens may follow a text, where processors know that without the target's logits.
+    `rule` turns the draft's logits into a guess, `branching` into several (None: proposals are chains). What is guessed
+    after one of `ends`, the tokens that end a text, is lost. Rows of one `source` continue the same input; `inputs` are
+    those of its encoder, `[inputs, ...]`, of which it is number `place`, for a draft with an encoder of its own.
+    """
+
+    rule: DraftRule
+    branching: BranchRule | None = None
+    ends: frozenset[int] = frozenset()
+    source: Hashable = None
+    inputs: Mapping[str, Tensor] | None = None
+    place: int = 0
+    allowed: Callable[[Sequence[int], Sequence[int]], int] | None = None
+
+
+class Hidden(NamedTuple):
+    """The target's hidden states of what it has read, for a draft that asked for them (`BatchDrafter.hidden_layers`).
+
+    `states` `[tokens, layers, width]`, on the target's device: of the row's tokens from number `first` on that it had
+    not read, and of those nodes of the commit's path, from number `held` on, that are new to it.
+    """
+
+    first: int
+    held: int
+    states: Tensor
+
+
+class Commit(NamedTuple):
+    """What became of a row's branches and proposal: nodes `path` are kept, the first `text` of them as the row's text.
+
+    Nodes are numbered as in a `RowPass`; the others are forgotten. The row has taken all this in already: its own
+    branches are the rest of the path, in this order, and new leaves. A draft that asked for hidden states gets them
+    with every commit, and a commit with an empty path for each chunk of a prompt that was read; None where the target
+    has computed nothing for the row, and of a row that has ended.
+    """
+
+    row: Row
+    path: list[int]
+    text: int
+    hidden: Hidden | None = None
+
+
+class DraftSession(ABC):
+    """A draft at work on rows of one target, which come and go; all its buffers are its own.
+
+    `guesses_branches`: proposals look after all branches of a search. (Others are asked to continue the best one.)
+    """
+
+    guesses_branches = False
+
+    @property
+    def cache(self) -> Any:
+        """The `specdec.models.Session` that holds its keys and values, if it has one."""
+        return None
+
+    @abstractmethod
+    def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
+        """One tree per row, possibly empty, growing from the row's leaves; no path is longer than `plan.limit`.
+
+        A row that was never seen before joins; `row.key` says which row it is.
+        """
+
+    def join(self, row: Row, source: int | None, length: int) -> int:
+        """Learns that a new row could begin with the first `length` tokens of row `source`, which is not told of them.
+
+        `source` is None where that row has left. Returns how many tokens the draft can do without hearing of their
+        hidden states; the target reads the others again. Only asked of drafts that want hidden states.
+        """
+        return 0
+
+    def commit(self, commits: Sequence[Commit]) -> None:
+        """Learns what became of rows in the round, whoever made their proposals."""
+
+    def rewind(self, row: Row, length: int) -> None:
+        """Learns that a row's text was written anew from its first `length` tokens on."""
+
+    def release(self, keys: Sequence[int]) -> None:
+        """Forgets rows, which may be unknown."""
+
+
+class BatchDrafter(ABC):
+    """A kind of draft: starts sessions, and describes itself.
+
+    `models` are the language models that it runs, `guesses_trees` says whether it may propose several continuations of
+    one text, `reads_predictions` whether it looks for its guesses in given texts, and `instant` that it guesses from
+    the text alone in next to no time. `hidden_layers` are the layers of the target whose hidden states it wants to hear
+    of after every round (`Commit.hidden`), in this order: layer i is what decoder layer i reads, so that 0 are the
+    embeddings, and the number of layers is what the head reads.
+    """
+
+    models: Sequence[Any] = ()
+    hidden_layers: Sequence[int] = ()
+    guesses_trees = True
+    reads_predictions = True
+    instant = False
+
+    @abstractmethod
+    def start(self, vocab_size: int) -> DraftSession:
+        """A session without rows, for a target with logits of this width."""
+
+    def for_sampling(self, sampling: str | None) -> BatchDrafter:
+        """The draft for a call's kind of sampling ("rejection", "block", …), None where nothing is sampled."""
+        return self
+
+
+class Drafter(Protocol):
+    """The simplest draft a user can write: from the text so far to at most `k` tokens that may follow."""
+
+    def propose(self, tokens: list[int], k: int) -> list[int]: ...

@@ -1,0 +1,76 @@
+"""What a call came to, in numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Stats:
+    """How a call went; counts are sums over rounds and rows.
+
+    *Mean acceptance length* is 1 + accepted / speculative steps (a row's share of a target pass that had something
+    drafted; prefill passes without a draft do not count). *Target passes per token* counts every pass. A search's
+    tokens are its steps; `lengths` are the new tokens of every text that was returned. `cached_prompt_tokens` were read
+    in an earlier call or for another row, and not again. Seconds are those of rounds, which rows of other calls may
+    have shared. `exactness` says what holds of the text beside that of the same call without a draft: "strict" and
+    "exact", it is the same; "rounding", the same but for near-ties in half precision; "row-dependent", it may differ,
+    as layers of the target look at all tokens of a pass.
+    """
+
+    num_new_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    num_target_passes: int = 0
+    num_spec_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    per_step_drafted: Sequence[int] = ()
+    per_step_accepted: Sequence[int] = ()
+    seconds: float = 0.0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    select_seconds: float = 0.0
+    finish_reasons: Sequence[str] = ()
+    lengths: Sequence[int] = ()
+    per_row: Sequence[Stats] = field(default=(), repr=False)
+    settings: dict[str, str] = field(default_factory=dict)
+    exactness: str = "exact"
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """1 + accepted draft tokens per speculative step."""
+        return 1.0 + self.num_accepted_draft_tokens / self.num_spec_steps if self.num_spec_steps else 1.0
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Accepted share of the drafted tokens; 0 when nothing was drafted."""
+        return self.num_accepted_draft_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    @property
+    def acceptance_histogram(self) -> list[int]:
+        """`[n]`: how many speculative steps accepted exactly n draft tokens."""
+        histogram = [0] * (max(self.per_step_accepted, default=-1) + 1)
+        for accepted in self.per_step_accepted:
+            histogram[accepted] += 1
+        return histogram
+
+    @property
+    def target_passes_per_token(self) -> float:
+        """Target forward passes, prefill included, per new token of all rows."""
+        return self.num_target_passes / self.num_new_tokens if self.num_new_tokens else 0.0
+
+    @property
+    def weight_passes_per_token(self) -> float:
+        """How often the target's weights were read per new token, prompts included; one pass reads them once."""
+        return self.target_passes_per_token
+
+    @property
+    def other_seconds(self) -> float:
+        """Wall time outside drafting, verification and selection."""
+        return self.seconds - self.draft_seconds - self.verify_seconds - self.select_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens of all rows per second of wall time."""
+        return self.num_new_tokens / self.seconds if self.seconds else 0.0
