@@ -86,10 +86,10 @@ class CompiledForward:
         self._done.wait(timeout)
         return self.ready
 
-    def __call__(self, given: Given) -> Tensor:
-        """Logits `[1, kept, vocab]`."""
+    def __call__(self, *given: Any) -> Tensor:
+        """Logits `[1, kept, vocab]`; arguments as of `FlatModel`."""
         assert self._run is not None
-        return self._run(given.tensors)[0]
+        return self._run(Given(*given).tensors)[0]
 
     @property
     def _name(self) -> str:
@@ -151,7 +151,7 @@ class CompiledForward:
         package.load_constants(self._constants, check_full_update=True, user_managed=True)
         run: Callable[[list[Tensor]], list[Tensor]] = package.loader.boxed_run
         with torch.no_grad():
-            expected = self._model(_example(self._model, self._widths)[0])
+            expected = self._model(*_example(self._model, self._widths)[0])
         if not alike(run(_example(self._model, self._widths)[0].tensors)[0], expected):  # over buffers of its own
             raise UnsupportedError("compiled code gives other logits")
         return run
@@ -259,7 +259,7 @@ def _main(folder: Path) -> None:
     _move(model, "cpu")
     given, sizes = _example(model, widths)
     with torch.no_grad(), shape_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
-        program = torch.export.export(model.eval(), (given,), dynamic_shapes=(sizes,), strict=False)
+        program = torch.export.export(model.eval(), tuple(given), dynamic_shapes={"given": tuple(sizes)}, strict=False)
     made = torch._inductor.aoti_compile_and_package(program, inductor_configs=_OPTIONS)
     own = _tensors(model)
     torch.save({n: t for n, t in program.constants.items() if n not in own}, folder / _CONSTANTS)

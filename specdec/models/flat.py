@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
-from transformers.masking_utils import sdpa_mask
 from transformers.modeling_outputs import BaseModelOutput
 
 from specdec import kernels
@@ -94,8 +93,12 @@ def _attention(
     return kernels.attend(query, key, value, table, scale, softcap or 0.0, s_aux), None
 
 
+def _no_mask(*_: Any, **__: Any) -> None:
+    """Of the text there are tables, and of encoders too."""
+
+
 AttentionInterface.register(ATTENTION, _attention)
-AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+AttentionMaskInterface.register(ATTENTION, _no_mask)
 
 
 class _Text(Cache):  # type: ignore[misc]
@@ -137,9 +140,9 @@ class FlatModel(nn.Module):
         self._positions, self._style = _POSITIONS[capability.positions], capability.positions
         self.prefix = "decoder_" if language.is_encoder_decoder else ""
 
-    def forward(self, given: Given) -> Tensor:
-        """Logits `[1, kept, vocab]`."""
-        logits: Tensor = self.output(given).logits
+    def forward(self, *given: Any) -> Tensor:
+        """Logits `[1, kept, vocab]`; the arguments are the fields of `Given`, as named ones are not traced."""
+        logits: Tensor = self.output(Given(*given)).logits
         return logits
 
     def output(self, given: Given, **wanted: Any) -> Any:
@@ -202,7 +205,7 @@ class FlatForward:
     def __call__(self, line: Line, buffers: Buffers, frames: Buffers = ()) -> Tensor:
         """Logits `[kept, vocab]`; `frames` are the projections of encoders, if there are any."""
         model = self.compiled if self.compiled is not None and self.compiled.ready else self.model
-        logits: Tensor = model(Given.of(line, buffers, frames))
+        logits: Tensor = model(*Given.of(line, buffers, frames))
         return logits[0]
 
     def with_hidden_states(
