@@ -205,7 +205,11 @@ def test_bridges_are_let_go() -> None:
     assert [reference() is not None for reference in seen] == [False, False, True, True]
 
 
-@pytest.mark.parametrize("draft", [None, "suffix", "early_exit:1", Guess(), ("suffix", Guess())], ids=str)
+@pytest.mark.parametrize(
+    "draft",
+    [None, "suffix", "early_exit:1", Guess(), ("suffix", Guess())],
+    ids=["none", "suffix", "early_exit", "own", "pair"],
+)
 def test_an_assistant_tokenizer_needs_a_draft_model(draft: Any) -> None:
     """Beside a draft that has none it did nothing, silently."""
     with pytest.raises(OptionError, match="`assistant_tokenizer` belongs to a draft model"):
