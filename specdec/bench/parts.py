@@ -39,14 +39,16 @@ class Mode(Part):
     device_map: str | dict[str, str | int] | None = None
     revision: str | None = None
     gear: str | None = None
+    exactness: str | None = None
     trust_remote_code: bool | None = None
     draft_options: dict[str, Any] = {}
 
     @property
     def label(self) -> str:
         """Its name, or what it changes."""
-        parts = [self.dtype, self.quantization or self.gguf_file, self.offload and f"offload {self.offload}"]
-        return self.name or ", ".join([*filter(None, parts), *([self.gear] if self.gear else [])]) or "as loaded"
+        offload = self.offload and f"offload {self.offload}"
+        parts = [self.dtype, self.quantization or self.gguf_file, offload, self.gear, self.exactness]
+        return self.name or ", ".join(filter(None, parts)) or "as loaded"
 
     @property
     def loading(self) -> dict[str, Any]:

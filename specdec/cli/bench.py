@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
-from specdec.cli.flags import Dtype, Gear, GgufFile, Offload, OffloadFolder, Quantization
+from specdec.cli.flags import Dtype, ExactnessName, Gear, GgufFile, Offload, OffloadFolder, Quantization
 from specdec.cli.remote import KEY, check_flags, measure_server
 from specdec.cli.request import COPYING, WORDS
 from specdec.cli.show import write
@@ -38,7 +38,7 @@ FLAGS = {
     "near_tie": "near_tie",
 }
 DRAFTS = f"Hub id, folder, zoo:python-code, {', '.join(WORDS)} or {COPYING[0]}+MODEL"
-MODE_FLAGS = ("dtype", "quantization", "gguf_file", "offload", "offload_folder", "gear")
+MODE_FLAGS = ("dtype", "quantization", "gguf_file", "offload", "offload_folder", "gear", "exactness")
 
 Out = Annotated[Path | None, typer.Option(help="Folder of samples and report; bench-NAME by default.")]
 Draft = Annotated[
@@ -78,6 +78,7 @@ def bench(
     offload: Offload = None,
     offload_folder: OffloadFolder = None,
     gear: Gear = None,
+    exactness: ExactnessName = None,
     max_new_tokens: Tokens = None,
     repeats: Repeats = None,
     seed: Annotated[int | None, typer.Option(help="Of sampling.")] = None,
@@ -248,6 +249,7 @@ def tune(
     offload: Offload = None,
     offload_folder: OffloadFolder = None,
     gear: Gear = None,
+    exactness: ExactnessName = None,
     max_new_tokens: Tokens = None,
     repeats: Repeats = None,
     out: Out = None,

@@ -4,6 +4,8 @@
 //   keys      [rows, kv heads, capacity, width], values alike; query heads in groups share a head of theirs
 //   nodes     int32 [tokens, 4 + words]: row, slot, first, base, and bits. The token sees the columns from `first` to
 //             before `base`, and `base + j` wherever bit j is set; it is stored in the column `slot`
+//   biases    [heads, distances], if there are any: what is added to a score, by how many columns that the token sees
+//             stand behind the key; the last one is for all that are farther away
 //   result    [1, tokens, heads, width of a value]
 //
 // What a token gets depends, bit for bit, on nothing but its query and the keys and values that it sees, in their
@@ -267,7 +269,8 @@ struct Call {
   Heads<In> queries, keys, values;
   Nodes nodes;
   float scale, softcap;
-  const float* sinks;
+  const float *sinks, *biases;
+  int64_t distances;
   In* out;
   int64_t group;
 };
@@ -413,6 +416,7 @@ class Tiled {
     for (int64_t i = 0; i < of_token.right; i++) to[right + i] = to[own[of_token.left + i]];
 
     auto n = of_token.count, padded = up(n, LANES);
+    if (call.biases) add_biases(to, n, call.biases + head(q) * call.distances);
     if (call.softcap > 0)
       for (int64_t i = 0; i < padded; i += LANES)
         store(to + i, hyperbolic_tangent(floats(to + i) / call.softcap) * call.softcap);
@@ -435,6 +439,13 @@ class Tiled {
     for (int l = 1; l < LANES; l++) total[0] += total[l];
     if (call.sinks) total[0] += exponential(call.sinks[head(q)] - most)[0];
     totals[q] = total[0];
+  }
+
+  // The key that the token sees last is its nearest.
+  void add_biases(float* to, int64_t n, const float* biases) {
+    auto far = std::max<int64_t>(n - call.distances, 0);
+    for (int64_t i = 0; i < far; i++) to[i] += biases[call.distances - 1];
+    for (auto i = far; i < n; i++) to[i] += biases[n - 1 - i];
   }
 
   // Weighted values: of columns left of the shared ones, of these, and of those right of them.
@@ -565,22 +576,30 @@ void check_heads(const char* name, const at::Tensor& tensor, at::ScalarType type
                     " with strides ", tensor.strides());
 }
 
+at::Tensor as_floats(const std::optional<at::Tensor>& tensor) {
+  return tensor ? tensor->to(at::kFloat).contiguous() : at::Tensor();
+}
+
+const float* numbers(const at::Tensor& tensor) { return tensor.defined() ? tensor.const_data_ptr<float>() : nullptr; }
+
 template <class In>
 at::Tensor attend_in(const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& values, const Nodes& nodes,
-                     double scale, double softcap, const float* sinks) {
+                     double scale, double softcap, const at::Tensor& sinks, const at::Tensor& biases) {
   auto heads = queries.size(1), kv_heads = keys.size(1);
   at::Tensor out = at::empty({1, nodes.count, heads, values.size(3)}, queries.options());
   auto to = out.mutable_data_ptr<In>();
   for (int64_t t = 0, size = heads * values.size(3); t < nodes.count; t++)
     if (!nodes[t].end()) std::fill_n(to + t * size, size, In(0));
   attend_all(Call<In>{Heads<In>(queries), Heads<In>(keys), Heads<In>(values), nodes, static_cast<float>(scale),
-                      static_cast<float>(softcap), sinks, to, heads / kv_heads},
+                      static_cast<float>(softcap), numbers(sinks), numbers(biases),
+                      biases.defined() ? biases.size(1) : 0, to, heads / kv_heads},
              kv_heads);
   return out;
 }
 
 at::Tensor attend(const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& values, const at::Tensor& nodes,
-                  double scale, double softcap, const std::optional<at::Tensor>& sinks) {
+                  double scale, double softcap, const std::optional<at::Tensor>& sinks,
+                  const std::optional<at::Tensor>& biases) {
   auto type = queries.scalar_type();
   EXPECT("queries", queries.dim() == 4 && queries.size(0) == 1 && (type == at::kFloat || type == at::kBFloat16),
         "float32 or bfloat16 [1, heads, tokens, width]", type, " ", queries.sizes());
@@ -594,14 +613,15 @@ at::Tensor attend(const at::Tensor& queries, const at::Tensor& keys, const at::T
   EXPECT("softcap", softcap >= 0, "0 (none) or more", softcap);
   EXPECT("sinks", !sinks || (sinks->sizes() == at::IntArrayRef{heads} && sinks->is_floating_point()),
         "a float for each head", sinks->scalar_type(), " ", sinks->sizes(), " for ", heads, " heads");
+  EXPECT("biases", !biases || (biases->dim() == 2 && biases->size(0) == heads && biases->size(1) > 0 &&
+                               biases->is_floating_point()),
+        "floats [heads, distances]", biases->scalar_type(), " ", biases->sizes(), " for ", heads, " heads");
   Nodes of_tokens(nodes);
   check_each(of_tokens, "rows and columns that `keys` has", [&](const Token& one) {
     return one.row >= 0 && one.row < rows && one.first >= 0 && one.base <= capacity && one.end() <= capacity;
   });
-  at::Tensor as_floats = sinks ? sinks->to(at::kFloat).contiguous() : at::Tensor();
-  auto pointer = sinks ? as_floats.const_data_ptr<float>() : nullptr;
   auto run = type == at::kFloat ? attend_in<float> : attend_in<at::BFloat16>;
-  return run(queries, keys, values, of_tokens, scale, softcap, pointer);
+  return run(queries, keys, values, of_tokens, scale, softcap, as_floats(sinks), as_floats(biases));
 }
 
 // Tokens `[1, kv heads, tokens, width]` into a buffer.

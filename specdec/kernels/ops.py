@@ -21,7 +21,7 @@ _LIBRARY.define(f"packed_rows(Tensor ids, {_WEIGHT}, int inputs, int group) -> T
 _BUFFERS = "Tensor(a!) key_buffer, Tensor(b!) value_buffer"
 _LIBRARY.define(f"store_nodes(Tensor keys, Tensor values, {_BUFFERS}, Tensor nodes) -> ()")  # type: ignore[no-untyped-call]
 _CACHE = "Tensor queries, Tensor keys, Tensor values, Tensor nodes"
-_LIBRARY.define(f"attend({_CACHE}, float scale, float softcap, Tensor? sinks) -> Tensor")  # type: ignore[no-untyped-call]
+_LIBRARY.define(f"attend({_CACHE}, float scale, float softcap, Tensor? sinks, Tensor? biases) -> Tensor")  # type: ignore[no-untyped-call]
 
 
 @torch.library.register_fake("specdec::packed_linear", lib=_LIBRARY)  # type: ignore[untyped-decorator]
@@ -60,7 +60,7 @@ def _store_nodes(keys: object, values: object, key_buffer: object, value_buffer:
 
 @torch.library.register_fake("specdec::attend", lib=_LIBRARY)  # type: ignore[untyped-decorator]
 def _attend(queries: Tensor, keys: object, values: Tensor, nodes: object, scale: float, softcap: float,
-            sinks: object) -> Tensor:  # fmt: skip
+            sinks: object, biases: object) -> Tensor:  # fmt: skip
     return queries.new_empty((1, queries.shape[2], queries.shape[1], values.shape[3]))
 
 
@@ -74,7 +74,7 @@ def store_nodes(keys: Tensor, values: Tensor, key_buffer: Tensor, value_buffer: 
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, nodes: Tensor, scale: float, softcap: float = 0.0,
-           sinks: Tensor | None = None) -> Tensor:  # fmt: skip
+           sinks: Tensor | None = None, biases: Tensor | None = None) -> Tensor:  # fmt: skip
     """Attention of tokens `[1, heads, tokens, width]` over a cache; `[1, tokens, heads, width of a value]`.
 
     `keys` and `values` are `[rows, kv heads, capacity, width]`, with any strides but a dense last dimension; `heads`
@@ -86,10 +86,13 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, nodes: Tensor, scale: 
     nothing gets zeros. Numbers in columns that it does not see do not matter, on the CPU not even NaN.
 
     `softcap` bounds scores as in Gemma 2 (arXiv:2408.00118, section 2), 0 does not; `sinks` `[heads]` are scores
-    without a value, as in GPT-OSS. On the CPU a token's result depends, bit for bit, only on its query and on what it
-    sees, in that order. Raises ValueError for what does not fit.
+    without a value, as in GPT-OSS. `biases` `[heads, distances]` are added to scores as in T5 (arXiv:1910.10683,
+    section 2.1): entry d where d of the columns that the token sees stand behind the key, the last entry to all beyond.
+
+    On the CPU a token's result depends, bit for bit, only on its query and on what it sees, in that order. Raises
+    ValueError for what does not fit.
     """
-    return torch.ops.specdec.attend.default(queries, keys, values, nodes, scale, softcap, sinks)
+    return torch.ops.specdec.attend.default(queries, keys, values, nodes, scale, softcap, sinks, biases)
 
 
 _LIBRARY.impl("store_nodes", plain.store_nodes, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]

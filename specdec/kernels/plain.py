@@ -24,7 +24,7 @@ def store_nodes(keys: Tensor, values: Tensor, key_buffer: Tensor, value_buffer: 
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, nodes: Tensor, scale: float, softcap: float,
-           sinks: Tensor | None) -> Tensor:  # fmt: skip
+           sinks: Tensor | None, biases: Tensor | None) -> Tensor:  # fmt: skip
     """`specdec::attend`: all rows beside each other, each token masked to what it sees of its own."""
     if queries.dim() != 4 or len(queries) != 1:
         raise OptionError.of("queries", "[1, heads, tokens, width]", list(queries.shape))
@@ -35,24 +35,29 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, nodes: Tensor, scale: 
         raise OptionError.of("values", f"{list(keys.shape[:3])} and a width", list(values.shape))
     if sinks is not None and sinks.shape != queries.shape[1:2]:
         raise OptionError.of("sinks", "one for each head of `queries`", list(sinks.shape))
+    if biases is not None and (biases.dim() != 2 or len(biases) != queries.shape[1] or not biases.numel()):
+        raise OptionError.of("biases", "[heads, distances], for each head of `queries`", list(biases.shape))
     seen = _seen(_lines(nodes, queries.shape[2]), rows, capacity)
     ignored = ~seen.any(0)[:, None]
     keys, values = (
         side.transpose(0, 1).reshape(1, kv_heads, rows * capacity, -1).masked_fill(ignored, 0)
         for side in (keys, values)
     )
-    if softcap or sinks is not None:
-        out = _softmax(queries, keys, values, seen, scale, softcap, sinks)
+    if softcap or sinks is not None or biases is not None:
+        out = _softmax(queries, keys, values, seen, scale, softcap, sinks, biases)
     else:
         out = F.scaled_dot_product_attention(queries, keys, values, seen, scale=scale, enable_gqa=True)
     return out.transpose(1, 2).masked_fill(~seen.any(1)[:, None, None], 0)
 
 
 def _softmax(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float, softcap: float,
-             sinks: Tensor | None) -> Tensor:  # fmt: skip
+             sinks: Tensor | None, biases: Tensor | None) -> Tensor:  # fmt: skip
     _, heads, tokens, width = queries.shape
     grouped = queries.reshape(keys.shape[1], -1, width)  # heads that share keys, below each other
     scores = (grouped @ keys[0].transpose(1, 2)).float().view(heads, tokens, -1) * scale
+    if biases is not None:
+        distance = seen.flip(1).cumsum(1).flip(1) - 1  # of columns that are seen; what others get does not matter
+        scores = scores + biases.float()[:, distance.clamp(0, biases.shape[1] - 1)]
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~seen, -torch.inf)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from specdec.models.language_model import LanguageModel
 
 ATTENTION = "specdec"
-_POSITIONS = {"ids": "position_ids", "decoder_ids": "decoder_position_ids", "embedding": None}
+_POSITIONS = {"ids": "position_ids", "decoder_ids": "decoder_position_ids", "embedding": None, "bias": None}
 _TRIED = 12  # tokens that a model is tried with
 _ALIKE, _ALIKE_IN_HALF = 0.9999, 0.98  # cosine of logits
 
@@ -84,13 +84,18 @@ def _attention(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The attention that transformers' layers call: of the text by the table in place of a mask, else of encoders."""
-    table = _running.cross if attention_mask is None else attention_mask
+    table, biases = attention_mask, None
+    if table is None:
+        table = _running.cross
+    elif position_bias is not None:
+        biases = position_bias[0, :, 0]  # by distance: see `FlatModel`
     assert table is not None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return kernels.attend(query, key, value, table, scale, softcap or 0.0, s_aux), None
+    return kernels.attend(query, key, value, table, scale, softcap or 0.0, s_aux, biases), None
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
@@ -179,7 +184,14 @@ class FlatModel(nn.Module):
         """While it lasts, models that take no positions find these; nothing is kept, as a copy has other modules."""
         if self._positions is not None:
             return nullcontext()
-        return Lookup(self.model.get_decoder(), self._style).running(positions, positions)
+        query = key = positions
+        if self._style == "bias":  # of one query to keys at every distance that is told from others
+            query, key = positions.new_zeros(1, 1), -torch.arange(self._farthest() + 1, device=positions.device)[None]
+        return Lookup(self.model.get_decoder(), self._style).running(query, key)
+
+    def _farthest(self) -> int:
+        layers = self.model.get_decoder().modules()
+        return max(getattr(layer, "relative_attention_max_distance", 0) for layer in layers)
 
 
 class FlatForward:

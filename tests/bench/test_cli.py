@@ -45,6 +45,7 @@ def params(**given: Any) -> dict[str, Any]:
         "offload",
         "offload_folder",
         "gear",
+        "exactness",
         "max_new_tokens",
         "repeats",
     )

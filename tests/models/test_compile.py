@@ -27,7 +27,7 @@ from tests.models.exact import Twin
 from tests.tiny import ENCODER_DECODERS, tiny, tiny_inputs
 
 pytestmark = pytest.mark.usefixtures("built")
-NAMES = ("llama", "gpt2", "gemma2", "gemma3_text", "whisper", "bart")
+NAMES = ("llama", "gpt2", "gemma2", "gemma3_text", "whisper", "bart", "t5")
 PAUSE = 60  # seconds, of a compiler that never ends
 
 

@@ -31,10 +31,10 @@ FLAT = (
     "llama", "qwen2", "stablelm", "cohere", "olmo", "olmo2", "granite", "smollm3", "mistral", "phi3", "starcoder2",
     "qwen3", "gemma", "glm4", "gpt_neox", "phi", "gpt2", "gpt_bigcode", "gemma2", "gemma3_text", "opt", "mixtral",
     "gpt_oss", "qwen2_moe", "qwen3_moe", "olmoe", "cohere2", "llama4_text", "deepseek_v3", "biogpt",
-    "bart", "mbart", "marian", "pegasus", "blenderbot", "m2m_100", "whisper",
+    "bart", "mbart", "marian", "pegasus", "blenderbot", "m2m_100", "whisper", "t5", "mt5", "umt5",
 )  # fmt: skip
 # Attention that is not looked up by name, or that adds biases to scores.
-PADDED = ("gptj", "codegen", "falcon", "bloom", "mpt", "xglm", "t5")
+PADDED = ("gptj", "codegen", "falcon", "bloom", "mpt", "xglm")
 CASES = [pytest.param(name, marks=() if name in COMMON else pytest.mark.slow) for name in FLAT]
 
 
