@@ -2,6 +2,7 @@
 
     python benchmarks/engine.py                # all three
     python benchmarks/engine.py --only long --dtype bfloat16
+    python benchmarks/engine.py --only useless --gear compiled
 
 overhead: wall time per round outside any model forward, chains of 5, greedy.
 useless:  tokens per second with an always-wrong draft model and the cost schedule, over plain decoding.
@@ -24,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from specdec import LanguageModel, SpecGenerator
 from specdec.draft import ModelDrafter
+from specdec.loading import GEARS
 from specdec.types import BatchDrafter, Commit, DraftSession, Plan, Row, Tree
 from specdec.zoo import pair
 
@@ -54,8 +56,8 @@ class Stopwatch:
 class AlwaysWrong(BatchDrafter, DraftSession):
     """A draft model's work and cost, with every guess spoiled."""
 
-    def __init__(self, model: Any) -> None:
-        self._drafter = ModelDrafter(LanguageModel(model))
+    def __init__(self, model: LanguageModel) -> None:
+        self._drafter = ModelDrafter(model)
 
     def start(self, vocab_size: int) -> AlwaysWrong:
         """A session: the model's own, and the width of the vocabulary to spoil within."""
@@ -120,17 +122,18 @@ def overhead(target: Any, draft: Any, prompts: list[Any], repeats: int) -> None:
     print(f"overhead: {statistics.median(found):.2f} ms per round outside forwards (chains of 5, greedy)")
 
 
-def useless(target: Any, draft: Any, prompts: list[Any], repeats: int, watch: Watch) -> None:
+def useless(target: LanguageModel, draft: LanguageModel, prompts: list[Any], repeats: int, watch: Watch) -> None:
     """Speed with an always-wrong draft over plain speed."""
+    wrong = AlwaysWrong(draft)
     for tokens in (256, 512):
         # A new generator for every call: nothing learned before helps.
         systems = {
             "plain": lambda ids, n=tokens: SpecGenerator(target, prefix_cache=False).generate(
                 ids, max_new_tokens=n, **GREEDY
             ),
-            "wrong": lambda ids, n=tokens: SpecGenerator(
-                target, AlwaysWrong(draft), schedule="cost", prefix_cache=False
-            ).generate(ids, max_new_tokens=n, **GREEDY),
+            "wrong": lambda ids, n=tokens: SpecGenerator(target, wrong, schedule="cost", prefix_cache=False).generate(
+                ids, max_new_tokens=n, **GREEDY
+            ),
         }
         seconds = interleaved(systems, prompts[:4], repeats, watch)
         print(f"useless: {ratio(seconds['plain'], seconds['wrong']):.3f}x of plain over {tokens} tokens")
@@ -179,6 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("overhead", "useless", "long"))
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--gear", choices=GEARS, default="packed", help="what passes of `useless` run on")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     watch = Watch()
@@ -190,7 +194,10 @@ def main() -> None:
     if args.only in (None, "overhead"):
         overhead(target, draft, prompts, args.repeats)
     if args.only in (None, "useless"):
-        useless(target, draft, prompts, args.repeats, watch)
+        ours = [SpecGenerator(model, gear=args.gear) for model in (target, draft)]
+        for generator in ours:
+            generator.wait_until_compiled()
+        useless(*(generator.target for generator in ours), prompts, args.repeats, watch)
     if args.only in (None, "long"):
         long(target, draft, prompts[0], args.repeats)
     print(watch.verdict())

@@ -2,12 +2,13 @@
 
     python benchmarks/pipelines.py speech                     # the package's pair; needs espeak-ng, or --audio
     python benchmarks/pipelines.py speech --target WHISPER --draft DISTILLED --audio talk.flac
+    python benchmarks/pipelines.py recordings --target WHISPER --audio talk*.flac --dtype float32 --beams 5
     python benchmarks/pipelines.py summaries                  # the package's pair on functions it never saw
     python benchmarks/pipelines.py summaries --target my-t5 --draft my-small-t5 --texts articles.jsonl
 
-Seconds are those of decoding, the encoder included, tokenizer and feature extractor not; rows named "pipeline" go from
-samples to text, with `Transcriber` and transformers' pipeline. Every ratio is the median over cases of the ratio of
-median seconds. A kind of pipeline is a function from the arguments to its `Bench`.
+Seconds are those of decoding, the encoder included, tokenizer and feature extractor not; rows named "pipeline", and all
+of "recordings", go from samples to text, with `Transcriber` and transformers' pipeline. Every ratio is the median over
+cases of the ratio of median seconds. A kind of pipeline is a function from the arguments to its `Bench`.
 """
 
 from __future__ import annotations
@@ -152,6 +153,32 @@ def speech(args: argparse.Namespace) -> Bench:
     return Bench(long_enough(heard, systems[PLAIN], args), systems, text_of)
 
 
+def recordings(args: argparse.Namespace) -> Bench:
+    """The recordings as one long one, with timestamps, from samples to text."""
+    target, *drafts = load(AutoModelForSpeechSeq2Seq, args)
+    processor = AutoProcessor.from_pretrained(args.target)
+    parts = {"tokenizer": processor.tokenizer, "feature_extractor": processor.feature_extractor}
+    rate = processor.feature_extractor.sampling_rate
+    case = np.concatenate([read_audio(str(file), rate).samples for file in args.audio])
+    how = {"do_sample": False, "num_beams": args.beams}
+    if target.generation_config.is_multilingual:
+        how |= {"language": "en", "task": "transcribe"}
+    reference = pipeline("automatic-speech-recognition", model=target, **parts)
+    systems: dict[str, System] = {
+        "transformers": lambda case: reference(case.copy(), return_timestamps=True, generate_kwargs=dict(how))
+    }
+    own = generators(target, drafts, gear=args.gear)
+    for name, generator in own.items():
+        if args.beams == 1 or name == PLAIN:
+            generator.wait_until_compiled()
+            transcriber = Transcriber(generator, **parts)
+            systems[name] = lambda case, transcriber=transcriber: transcriber(
+                case, return_timestamps=True, generate_kwargs=dict(how)
+            )
+    print(f"{len(case) / rate:.0f} s of sound, {args.beams} beams, gear {args.gear}")
+    return Bench([case], systems, lambda result: str(result["text"]).strip())
+
+
 @dataclass(frozen=True)
 class Sound:
     """A window: its samples, and what the models hear."""
@@ -185,7 +212,7 @@ def report(bench: Bench, repeats: int) -> None:
         return lambda case: results[name].append(bench.systems[name](case))
 
     seconds = interleaved({name: recorded(name) for name in bench.systems}, bench.cases, repeats, watch)
-    assisted = ASSISTED if ASSISTED in bench.systems else "transformers prompt lookup"
+    assisted = next((n for n in (ASSISTED, "transformers prompt lookup") if n in bench.systems), "transformers")
     rows = []
     for name, found in results.items():
         stats = [out.stats for out in found if hasattr(out, "stats")]
@@ -211,6 +238,7 @@ def report(bench: Bench, repeats: int) -> None:
 # kind: what it makes of the arguments, the pair it is measured on by default, and the least tokens of a case.
 KINDS: dict[str, tuple[Callable[[argparse.Namespace], Bench], str, int]] = {
     "speech": (speech, "zoo:speech", 60),
+    "recordings": (recordings, "zoo:speech", 0),
     "summaries": (summaries, "zoo:python-summary", 24),
 }
 
@@ -223,8 +251,11 @@ def main() -> None:
     parser.add_argument("--draft", help="a smaller model; without it, text drafts alone")
     parser.add_argument("--texts", type=Path, help="text file or JSON lines (default: functions held out in training)")
     parser.add_argument("--audio", type=Path, nargs="+", help="recordings (default: held-out sentences by espeak-ng)")
+    parser.add_argument("--beams", type=int, default=1, help="of recordings")
     parser.add_argument("--count", type=int, default=8, help="texts, or windows of sound")
-    parser.add_argument("--least", type=int, help="tokens that the target writes of a case (default: 60 and 24)")
+    parser.add_argument(
+        "--least", type=int, help="tokens that the target writes of a case (default: 60 for windows, 24 for texts)"
+    )
     parser.add_argument("--length", type=int, default=512, help="tokens of a text that are read, at most")
     parser.add_argument("--tokens", type=int, default=96, help="new tokens per text, at most")
     parser.add_argument("--repeats", type=int, default=3)
@@ -236,6 +267,8 @@ def main() -> None:
         args.target, args.draft = locate(own, "target"), args.draft or locate(own, "draft")
     if args.least is None:
         args.least = least
+    if args.kind == "recordings" and not args.audio:
+        parser.error("recordings needs --audio")
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, ", end="")
     print(f"{torch.get_num_threads()} threads, {args.kind}, {args.dtype}")
     bench = make(args)
