@@ -194,7 +194,8 @@ def main() -> None:
     if args.only in (None, "overhead"):
         overhead(target, draft, prompts, args.repeats)
     if args.only in (None, "useless"):
-        ours = [SpecGenerator(model, gear=args.gear) for model in (target, draft)]
+        paths = str(pair().target), str(pair().draft)
+        ours = [SpecGenerator.from_pretrained(path, dtype=args.dtype, gear=args.gear) for path in paths]
         for generator in ours:
             generator.wait_until_compiled()
         useless(*(generator.target for generator in ours), prompts, args.repeats, watch)

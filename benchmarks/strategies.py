@@ -20,7 +20,7 @@ from measure import Watch, interleaved, ratio, read_prompts, table
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specdec import SpecGenerator
+from specdec import LanguageModel, SpecGenerator
 from specdec.loading import GEARS
 from specdec.zoo import pair
 
@@ -42,14 +42,21 @@ NO_DRAFT = {"contrastive search"}
 TRANSFORMERS = {"sample-and-rank": {"num_return_sequences": 16}}  # it draws them, but ranks nothing
 
 
+def loaded(path: str, args: argparse.Namespace) -> LanguageModel:
+    """A model of specdec's own in the gear that was asked for."""
+    generator = SpecGenerator.from_pretrained(path, dtype=args.dtype, gear=args.gear)
+    generator.wait_until_compiled()
+    return generator.target
+
+
 def build(args: argparse.Namespace, strategy: str) -> dict[str, Callable[[Tensor], Any]]:
     """The systems by name, each from prompt ids `[1, length]` to its result."""
-    how = {"dtype": getattr(torch, args.dtype)}
-    target, draft = (AutoModelForCausalLM.from_pretrained(p, **how).eval() for p in (pair().target, pair().draft))
+    theirs = AutoModelForCausalLM.from_pretrained(pair().target, dtype=getattr(torch, args.dtype)).eval()
+    target, draft = (loaded(str(path), args) for path in (pair().target, pair().draft))
     shared, own, known = STRATEGIES[strategy]
 
     def ours(draft: Any, **options: Any) -> Callable[[Tensor], Any]:
-        generator = SpecGenerator(target, draft, gear=args.gear, prefix_cache=False)
+        generator = SpecGenerator(target, draft, prefix_cache=False)
         common = {"max_new_tokens": args.tokens, "eos_token_id": [], "pad_token_id": 0}
         return lambda ids: generator.generate(ids, **common, **shared, **own, **options)
 
@@ -61,7 +68,7 @@ def build(args: argparse.Namespace, strategy: str) -> dict[str, Callable[[Tensor
             "pad_token_id": 0,
             **TRANSFORMERS.get(strategy, {}),
         }
-        systems["transformers"] = lambda ids: target.generate(
+        systems["transformers"] = lambda ids: theirs.generate(
             ids, attention_mask=torch.ones_like(ids), **more, **shared
         )
     systems["specdec plain"] = ours(None)
