@@ -38,6 +38,7 @@ RANKS = {
     "dispatcher": 9,
     "call": 10,
     "generator": 11,
+    "hook": 12,
     "pipelines": 12,
     "train": 13,
     "bench": 13,
