@@ -14,6 +14,7 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import soundfile
 import torch
 from measure import Watch, interleaved, ratio, read_prompts, table
 from transformers import AutoModelForCausalLM, AutoModelForSpeechSeq2Seq, AutoProcessor, AutoTokenizer, pipeline
@@ -52,15 +53,15 @@ def text_systems(tokens: int) -> dict[str, Callable[[str], Any]]:
     }
 
 
-def speech_systems() -> dict[str, Callable[[str], Any]]:
+def speech_systems() -> dict[str, Callable[[dict[str, Any]], Any]]:
     """`pipeline("automatic-speech-recognition")`, greedy, window after window."""
     target, draft, helper = models("speech", AutoModelForSpeechSeq2Seq)
     processor = AutoProcessor.from_pretrained(zoo.pair("speech").target)
     parts = {"tokenizer": processor.tokenizer, "feature_extractor": processor.feature_extractor}
     pipe = pipeline("automatic-speech-recognition", target, **parts, device="cpu")
 
-    def run(**more: Any) -> Callable[[str], Any]:
-        return lambda path: pipe(str(path), generate_kwargs={"num_beams": 1, **more})
+    def run(**more: Any) -> Callable[[dict[str, Any]], Any]:
+        return lambda sound: pipe(dict(sound), generate_kwargs={"num_beams": 1, **more})
 
     return {
         "transformers": run(),
@@ -94,7 +95,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     report("text-generation", text_systems(args.tokens), read_prompts(None, args.count), args.repeats)
-    recordings = [path for path, _ in zoo.recordings()]
+    sounds = [soundfile.read(path, dtype="float32") for path, _ in zoo.recordings()]
+    recordings = [{"raw": samples, "sampling_rate": rate} for samples, rate in sounds]
     report("automatic-speech-recognition", speech_systems(), recordings, args.repeats)
 
 

@@ -28,6 +28,7 @@ EXTRAS = {
     "audio": "recordings in any format and word errors",
     "bench": "reports with plots, servers under load",
     "gguf": "GGUF files",
+    "harness": "lm-evaluation-harness",
     "quant": "INT8, NF4 and FP4 of bitsandbytes",
     "serve": "specdec serve",
     "summaries": "ROUGE",
@@ -76,7 +77,7 @@ def _accelerator(name: str | None) -> Finding:
 
 def installation() -> Iterator[Finding]:
     """Versions beside those that were tested, the kernels, and the extras."""
-    needed = [Requirement(text) for text in requires(DISTRIBUTION) or ()]
+    needed = [Requirement(text) for text in _requirements()]
     core = [one for one in needed if one.marker is None]
     wrong = [one for one in core if _lacks(one)]
     found = ", ".join(f"{one.name} {_version(one.name) or 'missing'}" for one in core)
@@ -93,12 +94,22 @@ def installation() -> Iterator[Finding]:
         yield Finding("installation", "kernels", f"none, so passes stay torch's: {reason}", "bad", way_out)
     for extra, brings in EXTRAS.items():
         own = [one for one in needed if one.marker is not None and one.marker.evaluate({"extra": extra})]
-        lacking = [one.name for one in own if one not in core and one.name != DISTRIBUTION and _lacks(one)]
+        if not own:  # an older installation does not know it
+            continue
+        lacking = [one.name for one in own if _lacks(one)]
         if lacking:
             remedy = f"pip install '{DISTRIBUTION}[{extra}]'"
             yield Finding("installation", f"[{extra}]", f"{brings}: no {', '.join(lacking)}", "note", remedy)
         else:
             yield Finding("installation", f"[{extra}]", brings)
+
+
+def _requirements() -> list[str]:
+    """What the package says that it needs; nothing where it runs from its folder, uninstalled."""
+    try:
+        return requires(DISTRIBUTION) or []
+    except PackageNotFoundError:
+        return []
 
 
 def _version(package: str) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor, wait
+from threading import Thread
 from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -53,12 +53,13 @@ def _wait(generator: SpecGenerator, *, quiet: bool) -> bool:
     """Waits for compiled code, with about the time that it takes; whether all models run on it."""
     drafts = generator.drafter.models if generator.drafter is not None else ()
     models, began = (generator.target, *drafts), monotonic()
-    with counting(quiet=quiet) as notify, ThreadPoolExecutor(len(models)) as pool:
-        waits = {pool.submit(model.wait_until_compiled) for model in models}
-        left = waits
-        while left:
-            _, left = wait(left, timeout=0.5)
-            finished = len(waits) - len(left)
-            share = min((monotonic() - began) / _SECONDS, 0.95 * len(waits))
-            notify(max(share, finished), len(waits), f"{finished} of {len(waits)} compiled")
-    return all(one.result() for one in waits)
+    waiting = [Thread(target=model.wait_until_compiled, daemon=True) for model in models]  # Ctrl-C leaves them
+    for thread in waiting:
+        thread.start()
+    with counting(quiet=quiet) as notify:
+        while left := [thread for thread in waiting if thread.is_alive()]:
+            left[0].join(0.5)
+            done = len(models) - len(left)
+            share = min((monotonic() - began) / _SECONDS, 0.95 * len(models))
+            notify(max(share, done), len(models), f"{done} of {len(models)} compiled")
+    return all([model.wait_until_compiled(0) for model in models])

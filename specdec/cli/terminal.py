@@ -23,7 +23,7 @@ EXAMPLES = {
     "bench": "specdec bench zoo:python-code --draft zoo:python-code --count 2 --max-new-tokens 32 --out bench-demo",
     "compile": "specdec compile zoo:python-code --draft-model zoo:python-code",
     "demo": "specdec demo --sample --seed 3",
-    "distill": "specdec distill zoo:python-code -o my-draft --text setup.py --steps 20",
+    "distill": "specdec distill zoo:python-code -o my-draft --text README.md --steps 20",
     "doctor": "specdec doctor zoo:python-code",
     "generate": "specdec generate zoo:python-code -p 'def mean(values):' --show-draft --stats",
     "serve": "specdec serve --demo",
