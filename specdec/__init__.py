@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         VocabularyError,
     )
     from specdec.generator import SpecGenerator
+    from specdec.hook import custom_generate
     from specdec.loading import Loading
     from specdec.logits import HammingDiversityLogitsProcessor
     from specdec.models import LanguageModel
@@ -55,6 +56,7 @@ _HOMES = {
     "Transcriber": "pipelines",
     "UnsupportedError": "errors",
     "VocabularyError": "errors",
+    "custom_generate": "hook",
 }
 __all__ = [
     "CancelledError",
@@ -79,6 +81,7 @@ __all__ = [
     "Transcriber",
     "UnsupportedError",
     "VocabularyError",
+    "custom_generate",
 ]
 
 

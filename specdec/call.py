@@ -28,7 +28,7 @@ from specdec.inputs import (
 )
 from specdec.logits import build_processors
 from specdec.models import Encoding, LanguageModel, digest
-from specdec.output import Generation, Recorder, beam_indices, decode, per_token, sequences, traces
+from specdec.output import Generation, Recorder, beam_indices, per_token, sequences, traces
 from specdec.request import Request
 from specdec.rows import RunningRow, SearchRow, TextRow
 from specdec.schedule import Schedule
@@ -197,9 +197,8 @@ class Call:
         self._add_beams(out)
         if o.num_samples is not None:
             out.sequences_scores = torch.tensor([self._rank(row) for row in rows], device=rows[0].device)
-        tokenizer = self.extras.tokenizer
-        if tokenizer is not None:
-            out.texts = [decode(tokenizer, ids, self.stops) for ids in new]
+        if o.beams == 1:
+            out.drafted = self._recorder.drafted([row.key for row in rows])
         schedule = self.request.pacing.schedule
         out.stats = self._recorder.stats(
             [row.key for row in self.rows],
@@ -215,6 +214,8 @@ class Call:
             },
             exactness=self.target.exactness,
         )
+        if self.extras.tokenizer is not None:
+            out.word(self.extras.tokenizer, self.stops)
         return out
 
     def _draft_gear(self) -> dict[str, str]:

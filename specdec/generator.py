@@ -269,8 +269,12 @@ class SpecGenerator:
             given,
             config=None if config is None else config.to_dict(),
             defaults=self._defaults,
-            inherited=inherited(self.target.model, self._task),
+            inherited=self._inherited(),
         )
+
+    def _inherited(self) -> dict[str, Any]:
+        """The settings that come with the checkpoint."""
+        return inherited(self.target.model, self._task)
 
 
 def _prefixes(target: LanguageModel, wanted: bool | int | None) -> Prefixes | None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
+from specdec.notebook import as_html
 from specdec.rows import RunningRow
 from specdec.types import Round, RowRound, Stats
 
@@ -26,6 +28,8 @@ class Generation(ModelOutput):  # type: ignore[misc]
     `hidden_states` (for encoder-decoder targets `decoder_…` and `cross_attentions`) hold a tuple of layers per token.
     `sequences_scores` `[rows]` are of hypotheses, or of ranked samples; `beam_indices` `[rows, tokens]` say which beam
     each token continued, and `trace[prompt][step]` is the search's state after a step: its live beams and hypotheses.
+    `drafted[row][i]` says whether the row's new token `i` was the draft's guess; searches have none. A notebook shows
+    the texts with these tokens in colour.
     """
 
     sequences: Tensor | None = None
@@ -43,6 +47,20 @@ class Generation(ModelOutput):  # type: ignore[misc]
     trace: list[Any] | None = None
     texts: list[str] | None = None
     stats: Stats | None = None
+    drafted: list[list[bool]] | None = None
+
+    def _repr_html_(self) -> str:
+        words = self.__dict__.get("_wording", _Wording())
+        if words.tokenizer is not None and self.drafted is not None:
+            rows = zip(self.new_tokens(), self.drafted, strict=True)
+            return as_html([pieces(words.tokenizer, ids, origins, words.stops) for ids, origins in rows], self.stats)
+        plain = self.texts if self.texts is not None else [" ".join(map(str, ids)) for ids in self.new_tokens()]
+        return as_html([[(text, False)] for text in plain], self.stats)
+
+    def word(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
+        """Fills in `texts`, and remembers how, for notebooks; they end before the first of `stops`."""
+        self.texts = [decode(tokenizer, ids, stops) for ids in self.new_tokens()]
+        self.__dict__["_wording"] = _Wording(tokenizer, stops)
 
     def new_tokens(self) -> list[list[int]]:
         """Each row's new ids, without prompt and padding."""
@@ -51,6 +69,16 @@ class Generation(ModelOutput):  # type: ignore[misc]
         counts = self.stats.lengths
         start = self.sequences.shape[1] - max(counts)
         return [row[start : start + n].tolist() for row, n in zip(self.sequences, counts, strict=True)]
+
+
+class _Wording(NamedTuple):
+    """How ids become text; it stays behind where a result is pickled or copied."""
+
+    tokenizer: Any = None
+    stops: Sequence[str] = ()
+
+    def __reduce__(self) -> tuple[type[_Wording], tuple[()]]:
+        return _Wording, ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +135,17 @@ class Detokenizer:
             return ""
         self._start, self._given = self._given, len(self._ids)
         return after[len(before) :]
+
+
+def pieces(
+    tokenizer: Any, ids: Sequence[int], drafted: Sequence[bool], stops: Sequence[str] = ()
+) -> list[tuple[str, bool]]:
+    """The text of new ids in pieces, each with whether it came from the draft."""
+    text, found = Detokenizer(tokenizer, stops), []
+    for number, (token, origin) in enumerate(zip(ids, drafted, strict=True), 1):
+        if piece := text.push([token], last=number == len(ids)):
+            found.append((piece, origin))
+    return [("".join(text for text, _ in run), origin) for origin, run in groupby(found, key=lambda piece: piece[1])]
 
 
 def sequences(padded: Tensor, new: Sequence[list[int]], pad: int) -> Tensor:
@@ -186,6 +225,13 @@ class Recorder:
             self._seconds[phase] += seconds
         for row in round.rows:
             self._rows.setdefault(row.key, []).append(row)
+
+    def drafted(self, keys: Sequence[int]) -> list[list[bool]]:
+        """For every row, in the order of `keys`, which of its new tokens were the draft's."""
+        return [
+            [step < round.accepted for round in self._rows.get(key, ()) for step in range(len(round.steps))]
+            for key in keys
+        ]
 
     def stats(self, keys: Sequence[int], **known: Any) -> Stats:
         """Statistics of the request and of every row, in the order of `keys`; `known` are fields counted elsewhere."""

@@ -6,6 +6,7 @@ import inspect
 import io
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -27,7 +29,7 @@ from specdec.cli.commands import run
 from specdec.cli.pair import comparison
 from specdec.cli.request import read_request
 from specdec.cli.show import Printer, write
-from specdec.cli.terminal import BROKEN_PIPE, Interrupt
+from specdec.cli.terminal import BROKEN_PIPE, EXAMPLES, Interrupt, loading
 from specdec.errors import OptionError, SpecdecError
 from specdec.output import Event, Generation
 from specdec.train import RECIPES
@@ -106,6 +108,77 @@ def test_help_does_not_import_torch() -> None:
     code += "; import sys; sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", sorted(EXAMPLES))
+def test_every_command_has_an_example_that_its_parser_takes(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The help ends with it; flags that were renamed would break it. (`slow` runs them.)"""
+    assert run([command, "--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"Example: {EXAMPLES[command]}" in shown
+    made = typer.main.get_command(commands.app)
+    words = shlex.split(EXAMPLES[command])[1:]
+    assert isinstance(made, typer.core.TyperGroup)
+    chosen = made.commands[words[0]]
+    if not isinstance(chosen, typer.core.TyperGroup):
+        chosen.make_context(command, words[1:])
+
+
+def test_every_command_is_shown_and_traced() -> None:
+    """No command without an example or without --debug."""
+    made = typer.main.get_command(commands.app)
+    assert set(made.commands) == set(EXAMPLES)
+    for name, command in made.commands.items():
+        assert "debug" in {parameter.name for parameter in command.params}, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", sorted(set(EXAMPLES) - {"serve", "distill", "compile"}))
+def test_examples_run_offline(command: str, tmp_path: Path) -> None:
+    """As they stand in the help; those of servers and of training have tests of their own."""
+    words = shlex.split(EXAMPLES[command])
+    done = subprocess.run(
+        [sys.executable, "-m", "specdec.cli", *words[1:]],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("specdec doc", ["doctor"]),
+        ("specdec generate --gear pa", ["packed"]),
+        ("specdec generate zoo", ["zoo:python-code", "zoo:speech", "zoo:python-summary"]),
+        ("specdec generate --method hybrid:", ["hybrid:suffix", "hybrid:ngram"]),
+    ],
+)
+def test_shell_completion(words: str, expected: list[str], tmp_path: Path) -> None:
+    """Commands, and the words that flags and names take, without loading torch."""
+    asked = {"_SPECDEC_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
+    asked["XDG_CACHE_HOME"] = str(tmp_path)  # where pairs of this user might be
+    code = "import sys; sys.argv = ['specdec']; from specdec.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **asked})
+    assert done.stdout.split() == expected
+
+
+def test_a_bar_while_weights_are_brought_in(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal it is as long as the model has tensors; transformers' own stays away."""
+    shown = io.StringIO()
+    screen = Console(file=shown, force_terminal=True, width=80)
+    monkeypatch.setattr("specdec.cli.terminal.Console", lambda **_: screen)
+    with loading("loading it", quiet=False):
+        AutoModelForCausalLM.from_pretrained(target)
+    text = shown.getvalue()
+    assert "loading it" in text
+    assert "Loading weights" not in text
+    assert "0:00:00" in text  # the time left, at the end
 
 
 USAGE_ERRORS = [
@@ -587,7 +660,12 @@ def test_demo(sampled: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setattr("specdec.bench.duel.prompt", lambda seed: "def f():\n")
     assert run(["demo", "--max-new-tokens", "6", *sampled]) == 0
     out, err = capsys.readouterr()
-    assert out.startswith("def f():\n")
+    assert out.startswith("── the target alone ──\ndef f():\n")
+    assert "── the target and its draft ──\ndef f():\n" in out
+    alone, draft = (line for line in out.splitlines() if line.endswith(" passes of the target"))
+    assert alone.startswith("  alone      █")
+    assert draft.startswith("  with draft █")
+    assert "▒ draft" in out
     assert "\x1b" not in out
     assert err == ""
     last = out.splitlines()[-1]

@@ -33,7 +33,17 @@ class Duel:
     @property
     def speedup(self) -> float:
         """Median assisted rate over median plain rate."""
-        return median(self.assisted_rates) / median(self.plain_rates)
+        return self.assisted_rate / self.plain_rate
+
+    @property
+    def plain_rate(self) -> float:
+        """Median tokens per second without the draft."""
+        return median(self.plain_rates)
+
+    @property
+    def assisted_rate(self) -> float:
+        """Median tokens per second with the draft."""
+        return median(self.assisted_rates)
 
 
 def load(pair: Pair) -> tuple[SpecGenerator, SpecGenerator]:

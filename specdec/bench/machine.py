@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from specdec import kernels
 from specdec.versions import versions
 
 # Parts of a processor's flags that decide how fast matrices are multiplied.
@@ -33,6 +34,12 @@ def provenance() -> dict[str, Any]:
         "load": round(os.getloadavg()[0], 2),
         "versions": versions(),
     }
+
+
+def memory_bandwidth(size: int = 2**28, tries: int = 6) -> float:
+    """Bytes a second at which torch's threads read a buffer of `size` bytes, at their best."""
+    buffer = torch.ones(size // 4)
+    return size / kernels.best_seconds(buffer.sum, tries)
 
 
 def _processor(*names: str) -> str:

@@ -6,23 +6,19 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-from rich.table import Column, Table
+from rich.table import Table
 
 from specdec.cli.flags import Dtype, ExactnessName, Gear, GgufFile, Offload, OffloadFolder, Quantization
 from specdec.cli.remote import KEY, check_flags, measure_server
 from specdec.cli.request import COPYING, WORDS
 from specdec.cli.show import write
-from specdec.cli.terminal import FAILED, MISMATCH, OK, Debug, Heartbeat, Quiet, fail, loading, say
+from specdec.cli.terminal import FAILED, MISMATCH, OK, Debug, Quiet, counting, fail, loading, say
 from specdec.errors import OptionError
 from specdec.schedule import SCHEDULES
-
-if TYPE_CHECKING:
-    from specdec.bench.runner import Notify
 
 # Flag of `bench` -> key of a suite.
 FLAGS = {
@@ -116,7 +112,7 @@ def bench(
             from specdec.bench.extras import check_extras
 
             check_extras()
-        return measure_server(ctx.params, progress(quiet=quiet), out or Path("bench-server"))
+        return measure_server(ctx.params, counting(quiet=quiet), out or Path("bench-server"))
     keys = suite_keys(ctx.params)
     with loading("reading the suite", quiet=quiet):
         from specdec.bench import exit_state, read_suite, results, run, write_report
@@ -126,7 +122,7 @@ def bench(
     if restart:
         with suppress(NotADirectoryError):  # which the run tells
             (folder / "samples.jsonl").unlink(missing_ok=True)
-    with resumable(folder, without=" without --restart" if restart else ""), progress(quiet=quiet) as notify:
+    with resumable(folder, without=" without --restart" if restart else ""), counting(quiet=quiet) as notify:
         found = results(run(suite, folder, notify))
     write(Console(), "".join(f"{line}\n" for line in lines(found)))
     say(f"report: {write_report(found, folder)}")
@@ -195,19 +191,6 @@ def counted(source: str | Mapping[str, Any], count: int) -> dict[str, Any]:
 
 
 @contextmanager
-def progress(*, quiet: bool) -> Iterator[Notify]:
-    """A bar on stderr with the time left, or lines now and then; what it returns is told how far the run is."""
-    with progress_bar(Console(stderr=True, quiet=quiet)) as bar:
-        task, beat = bar.add_task("", total=None), Heartbeat(quiet=quiet)
-
-        def notify(done: int, total: int, doing: str) -> None:
-            bar.update(task, completed=done, total=total, description=doing)
-            beat(done, total, doing)
-
-        yield notify
-
-
-@contextmanager
 def resumable(folder: Path | None, *, without: str = "") -> Iterator[None]:
     """Tells at Ctrl-C how a run with this folder goes on; `without` is a flag that would forget its samples."""
     try:
@@ -216,20 +199,6 @@ def resumable(folder: Path | None, *, without: str = "") -> Iterator[None]:
         if folder is not None:
             say(f"the same command{without} goes on from here; what was measured so far is in {folder}")
         raise
-
-
-def progress_bar(console: Console) -> Progress:
-    """A bar whose share and times are never squeezed out by what is being done."""
-    return Progress(
-        TaskProgressColumn(),
-        BarColumn(bar_width=12),
-        TimeRemainingColumn(),
-        TextColumn("left"),
-        TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
-        console=console,
-        transient=True,
-        expand=True,
-    )
 
 
 def tune(
@@ -268,7 +237,7 @@ def tune(
         from specdec.bench.tune import LENGTHS, best, candidates, ranked, snippet
 
         suite = candidates(target, draft, given, num_draft_tokens or LENGTHS)
-    with tempfile.TemporaryDirectory() as scratch, resumable(out), progress(quiet=quiet) as notify:
+    with tempfile.TemporaryDirectory() as scratch, resumable(out), counting(quiet=quiet) as notify:
         found = results(run(suite, out or Path(scratch), notify))
         if out is not None:
             write_report(found, out)

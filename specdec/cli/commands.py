@@ -15,6 +15,7 @@ from rich.console import Console
 from specdec.cli.bench import bench, tune
 from specdec.cli.compile import compile_
 from specdec.cli.distill import distill
+from specdec.cli.doctor import doctor
 from specdec.cli.flags import (
     ConfigFile,
     DeviceMap,
@@ -31,6 +32,8 @@ from specdec.cli.flags import (
     ScheduleName,
     Settings,
     Stats,
+    one_of,
+    own_pairs,
 )
 from specdec.cli.load import load
 from specdec.cli.pair import demo, zoo_app
@@ -40,6 +43,7 @@ from specdec.cli.show import Printer, print_texts, report, stats_table, write
 from specdec.cli.summarize import summarize
 from specdec.cli.terminal import (
     BROKEN_PIPE,
+    EXAMPLES,
     FAILED,
     INTERRUPTED,
     OK,
@@ -56,9 +60,12 @@ from specdec.cli.transcribe import transcribe
 from specdec.errors import OptionError, SpecdecError
 from specdec.fields import SAMPLING
 
-app = typer.Typer(
-    add_completion=False, pretty_exceptions_enable=False, help="Speculative decoding: the same text, in fewer passes."
-)
+app = typer.Typer(pretty_exceptions_enable=False, help="Speculative decoding: the same text, in fewer passes.")
+
+
+def example(command: str) -> str:
+    """The last line of a command's help."""
+    return f"Example: {EXAMPLES[command]}"
 
 
 def main() -> None:
@@ -133,12 +140,15 @@ def root(
     raise typer.Exit
 
 
-@app.command()
+@app.command(epilog=example("generate"))
 def generate(
     ctx: typer.Context,
     target: Annotated[
         str | None,
-        typer.Argument(help="Hub id, folder, GGUF file, or zoo:NAME (specdec zoo lists them); may come from --config."),
+        typer.Argument(
+            help="Hub id, folder, GGUF file, or zoo:NAME (specdec zoo lists them); may come from --config.",
+            autocompletion=own_pairs,
+        ),
     ] = None,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The text to continue; - reads stdin.")] = None,
     chat: Annotated[
@@ -149,7 +159,8 @@ def generate(
         str | None, typer.Option(metavar="FILE", help="Text that the answer may resemble, for drafts that copy.")
     ] = None,
     draft_model: Annotated[
-        str | None, typer.Option(help="A smaller model: hub id, folder, GGUF file, or zoo:NAME.")
+        str | None,
+        typer.Option(help="A smaller model: hub id, folder, GGUF file, or zoo:NAME.", autocompletion=own_pairs),
     ] = None,
     method: Method = None,
     num_draft_tokens: DraftTokens = None,
@@ -166,7 +177,9 @@ def generate(
     temperature: Annotated[float | None, typer.Option(help="Implies --sample, like the next three.")] = None,
     top_k: Annotated[int | None, typer.Option()] = None,
     top_p: Annotated[float | None, typer.Option()] = None,
-    sampling: Annotated[str | None, typer.Option(help=f"One of {', '.join(SAMPLING)}.")] = None,
+    sampling: Annotated[
+        str | None, typer.Option(help=f"One of {', '.join(SAMPLING)}.", autocompletion=one_of(SAMPLING))
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Of sampling; without it a fresh one, which --json tells.")] = None,
     num_return_sequences: Annotated[int | None, typer.Option(help="How many samples.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; repeatable.")] = None,
@@ -238,12 +251,13 @@ def messages(text: str, system: str | None) -> list[dict[str, str]]:
     return [*before, {"role": "user", "content": text}]
 
 
-app.command()(demo)
-app.command()(bench)
-app.command()(tune)
-app.command()(serve)
-app.command()(summarize)
-app.command()(transcribe)
-app.command("compile")(compile_)
-app.command()(distill)
-app.add_typer(zoo_app, name="zoo")
+app.command(epilog=example("demo"))(demo)
+app.command(epilog=example("doctor"))(doctor)
+app.command(epilog=example("bench"))(bench)
+app.command(epilog=example("tune"))(tune)
+app.command(epilog=example("serve"))(serve)
+app.command(epilog=example("summarize"))(summarize)
+app.command(epilog=example("transcribe"))(transcribe)
+app.command("compile", epilog=example("compile"))(compile_)
+app.command(epilog=example("distill"))(distill)
+app.add_typer(zoo_app, name="zoo", epilog=example("zoo"))

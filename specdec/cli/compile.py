@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from threading import Thread
+from time import monotonic
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from specdec.cli.flags import Dtype, GgufFile, Quantization, RemoteCode
-from specdec.cli.terminal import FAILED, OK, Debug, Quiet, duration, fail, loading, say
+from specdec.cli.terminal import FAILED, OK, Debug, Quiet, counting, duration, fail, loading, say
+
+if TYPE_CHECKING:
+    from specdec.generator import SpecGenerator
+
+_SECONDS = 60.0  # that a model takes, about
 
 
 def compile_(
@@ -21,20 +28,38 @@ def compile_(
     debug: Debug = False,
 ) -> int:
     """Compile the passes of TARGET and its draft, about a minute each; from then on they run on that code."""
-    from time import monotonic
-
     from specdec.generator import SpecGenerator
 
     given = {"dtype": dtype, "quantization": quantization, "gguf_file": gguf_file}
     how: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     began = monotonic()
-    with loading(f"compiling {target}", quiet=quiet):
+    with loading(f"loading {target}", quiet=quiet):
         generator = SpecGenerator.from_pretrained(
             target, draft_model, gear="compiled", trust_remote_code=trust_remote_code, **how
         )
-        ready = generator.wait_until_compiled()
+    try:
+        ready = _wait(generator, quiet=quiet)
+    except KeyboardInterrupt:
+        say("a model whose passes are compiled keeps them, and the same command goes on with the rest")
+        raise
     if not ready:
         return fail("error: not everything could be compiled", FAILED)
     if not quiet:
         say(f"ready after {duration(monotonic() - began)}: --gear compiled, and auto, run on it with these options")
     return OK
+
+
+def _wait(generator: SpecGenerator, *, quiet: bool) -> bool:
+    """Waits for compiled code, with about the time that it takes; whether all models run on it."""
+    drafts = generator.drafter.models if generator.drafter is not None else ()
+    models, began = (generator.target, *drafts), monotonic()
+    waiting = [Thread(target=model.wait_until_compiled, daemon=True) for model in models]  # Ctrl-C leaves them
+    for thread in waiting:
+        thread.start()
+    with counting(quiet=quiet) as notify:
+        while left := [thread for thread in waiting if thread.is_alive()]:
+            left[0].join(0.5)
+            done = len(models) - len(left)
+            share = min((monotonic() - began) / _SECONDS, 0.95 * len(models))
+            notify(max(share, done), len(models), f"{done} of {len(models)} compiled")
+    return all([model.wait_until_compiled(0) for model in models])

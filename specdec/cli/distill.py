@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from specdec.cli.flags import DeviceMap, Dtype, RemoteCode
 from specdec.cli.request import locate
-from specdec.cli.terminal import INTERRUPTED, OK, Debug, Heartbeat, Quiet, loading, say, stop_on_interrupt
+from specdec.cli.terminal import INTERRUPTED, OK, Debug, Quiet, counting, loading, say, stop_on_interrupt
 
 _ALL = 1_000_000  # prompts
 
@@ -46,7 +43,7 @@ def distill(
 
     asked = [prompt.text for source in prompts or [] for prompt in read_prompts(source, _ALL)]
     how = {"dtype": dtype, "device_map": device_map, "trust_remote_code": trust_remote_code or None}
-    with loading("", quiet=True), stop_on_interrupt() as interrupt, progress(quiet=quiet) as notify:
+    with loading("", quiet=True), stop_on_interrupt() as interrupt, counting(quiet=quiet) as notify:
         card = distill(
             locate(target, "target", "TARGET"),
             out,
@@ -68,20 +65,6 @@ def distill(
         say(f"interrupted: the draft in {out} is as good as that, and the same command goes on")
         return INTERRUPTED
     return OK
-
-
-@contextmanager
-def progress(*, quiet: bool) -> Iterator[Callable[[float, float, str], None]]:
-    """A bar on stderr with the time that is left, or a line now and then."""
-    columns = (TaskProgressColumn(), BarColumn(bar_width=24), TimeRemainingColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True, quiet=quiet), transient=True) as bar:
-        task, beat = bar.add_task("", total=None), Heartbeat(quiet=quiet)
-
-        def notify(done: float, total: float, doing: str) -> None:
-            bar.update(task, completed=done, total=total, description=doing)
-            beat(done, total, doing)
-
-        yield notify
 
 
 def report(card: Mapping[str, Any]) -> Iterator[str]:

@@ -2,36 +2,71 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from specdec.cli.request import COPYING, METHODS
-from specdec.loading import GEARS, OFFLOADS, QUANTIZATIONS
+from specdec.cli.request import COPYING, METHODS, WORDS
+from specdec.loading import DTYPES, EXACTNESS, GEARS, OFFLOADS, QUANTIZATIONS
 from specdec.schedule import SCHEDULES
+
+
+def one_of(words: Iterable[str]) -> Callable[[str], list[str]]:
+    """What completes a word in a shell: those of `words` that begin like it."""
+    known = [*words]
+    return lambda incomplete: [word for word in known if word.startswith(incomplete)]  # typer goes by this name
+
+
+def own_pairs(incomplete: str) -> list[str]:
+    """What completes the name of a model: the pairs of the package and of this user; files are the shell's own."""
+    from specdec import zoo
+
+    return one_of(f"zoo:{name}" for name in zoo.folders())(incomplete)
+
 
 Method = Annotated[
     str | None,
     typer.Option(
         help=f"{METHODS}. auto: draft if there is a draft model, else {COPYING[0]}. hybrid: the draft model and "
-        f"{COPYING[0]}; hybrid:{COPYING[-1]}: the draft model and {COPYING[-1]}."
+        f"{COPYING[0]}; hybrid:{COPYING[-1]}: the draft model and {COPYING[-1]}.",
+        autocompletion=one_of(["auto", "draft", *WORDS, "hybrid", *(f"hybrid:{word}" for word in COPYING), "none"]),
     ),
 ]
 DraftTokens = Annotated[int | None, typer.Option(help="Most tokens to draft per round.")]
-ScheduleName = Annotated[str | None, typer.Option(help=f"One of {', '.join(SCHEDULES)}.")]
+ScheduleName = Annotated[
+    str | None, typer.Option(help=f"One of {', '.join(SCHEDULES)}.", autocompletion=one_of(SCHEDULES))
+]
 Dtype = Annotated[
     str | None,
-    typer.Option(help="float32, bfloat16 …; auto, the default, is the checkpoint's, but float32 for float16 on a CPU."),
+    typer.Option(
+        help="float32, bfloat16 …; auto, the default, is the checkpoint's, but float32 for float16 on a CPU.",
+        autocompletion=one_of(DTYPES),
+    ),
 ]
-Gear = Annotated[str | None, typer.Option(help=f"What passes run on: {', '.join(GEARS)}.")]
+Gear = Annotated[
+    str | None, typer.Option(help=f"What passes run on: {', '.join(GEARS)}.", autocompletion=one_of(GEARS))
+]
 ExactnessName = Annotated[
-    str | None, typer.Option("--exactness", help="strict: the text of plain decoding, bit for bit, in any dtype.")
+    str | None,
+    typer.Option(
+        "--exactness",
+        help="strict: the text of plain decoding, bit for bit, in any dtype.",
+        autocompletion=one_of(EXACTNESS),
+    ),
 ]
-Quantization = Annotated[str | None, typer.Option(help=f"One of {', '.join(QUANTIZATIONS)}.")]
+Quantization = Annotated[
+    str | None, typer.Option(help=f"One of {', '.join(QUANTIZATIONS)}.", autocompletion=one_of(QUANTIZATIONS))
+]
 GgufFile = Annotated[str | None, typer.Option(metavar="NAME", help="A GGUF file in the folder or on the hub.")]
 DeviceMap = Annotated[str | None, typer.Option(help="cpu, cuda, auto …")]
-Offload = Annotated[str | None, typer.Option(help=f"{' or '.join(OFFLOADS)}: read weights from there in every pass.")]
+Offload = Annotated[
+    str | None,
+    typer.Option(
+        help=f"{' or '.join(OFFLOADS)}: read weights from there in every pass.", autocompletion=one_of(OFFLOADS)
+    ),
+]
 OffloadFolder = Annotated[str | None, typer.Option(help="For weights that must be written again.")]
 ConfigFile = Annotated[Path | None, typer.Option(help="YAML: target, draft, method and options. Flags win.")]
 Settings = Annotated[

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from statistics import median
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.style import Style
 
 from specdec.cli.request import DEFAULT_NEW_TOKENS
 from specdec.cli.show import ACCEPTED, PROMPT, TARGET, Printer, has_colours, write
@@ -15,6 +16,9 @@ from specdec.cli.terminal import MISMATCH, OK, Debug, Quiet, fail, loading
 
 if TYPE_CHECKING:
     from specdec.bench.duel import Duel
+    from specdec.types import Stats
+
+HEADING = Style(bold=True)
 
 zoo_app = typer.Typer(help="The models that come with the package, and the recipes that made them.")
 
@@ -27,7 +31,7 @@ def demo(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> int:
-    """Watch the package's own small pair write code, and see what the draft brings."""
+    """Watch the package's own small target write code alone, then with its draft, and where the time went."""
     from specdec import zoo
 
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": sample or temperature is not None}
@@ -40,20 +44,52 @@ def demo(
 
         assisted, plain = load(pair)
         text = prompt(seed)
-    write(out, text, PROMPT)
-    Printer(out, assisted.tokenizer, show_draft=True, marks=False).follow(assisted.stream(text, **options))
-    if has_colours(out):
+        for generator in (plain, assisted):  # the first passes of a process are slow
+            generator.generate(text, **{**options, "max_new_tokens": 1})
+    for heading, generator in (("the target alone", plain), ("the target and its draft", assisted)):
+        write(out, f"── {heading} ──\n", HEADING)
+        write(out, text, PROMPT)
+        Printer(out, generator.tokenizer, show_draft=True, marks=False).follow(generator.stream(text, **options))
         write(out, "\n")
+    if has_colours(out):
         for words, style in (
             ("■ prompt  ", PROMPT),
             ("■ accepted from the draft  ", ACCEPTED),
-            ("■ the target's own\n", TARGET),
+            ("■ the target's own\n\n", TARGET),
         ):
             write(out, words, style)
-    with Console(stderr=True, quiet=quiet).status("measuring plain and assisted decoding in turn"):
+    with Console(stderr=True, quiet=quiet).status("measuring both in turn"):
         result = duel(assisted, plain, text, **options)
+    for parts in time_spent(result):
+        for words, style in parts:
+            write(out, words, style)
     write(out, f"\n{verdict(result)}\n")
     return _compared(result, assisted.tokenizer)
+
+
+def time_spent(duel: Duel, width: int = 40) -> Iterator[list[tuple[str, Style]]]:
+    """A bar for each way of decoding, as long as it took, in parts for what took it; styled pieces of lines."""
+    runs = [(name, out.stats) for name, out in (("alone", duel.plain), ("with draft", duel.assisted)) if out.stats]
+    longest = max((stats.seconds for _, stats in runs), default=1.0) or 1.0
+    yield [("where the time went\n", HEADING)]
+    for name, stats in runs:
+        line = [(f"  {name:<11}", TARGET)]
+        for _, mark, style, seconds in _phases(stats):
+            line.append((mark * round(width * seconds / longest), style))
+        told = f" {stats.seconds:.2f} s, {stats.num_target_passes} passes of the target\n"
+        yield [*line, (told, TARGET)]
+    legend = [(f"{mark} {phase}  ", style) for phase, mark, style, _ in _phases(runs[-1][1])] if runs else []
+    yield [("             ", TARGET), *legend, ("\n", TARGET)]
+
+
+def _phases(stats: Stats) -> list[tuple[str, str, Style, float]]:
+    """What takes the time of a call: in words, by a mark and a style, in seconds."""
+    rest = stats.select_seconds + stats.other_seconds
+    return [
+        ("target", "█", Style(color="blue"), stats.verify_seconds),
+        ("draft", "▒", ACCEPTED, stats.draft_seconds),
+        ("all else", "░", PROMPT, rest),
+    ]
 
 
 def verdict(duel: Duel) -> str:
@@ -62,8 +98,8 @@ def verdict(duel: Duel) -> str:
     length = stats.mean_acceptance_length if stats is not None else 1.0
     return " · ".join(
         (
-            f"plain {median(duel.plain_rates):.0f} tokens/s",
-            f"assisted {median(duel.assisted_rates):.0f} tokens/s",
+            f"plain {duel.plain_rate:.0f} tokens/s",
+            f"assisted {duel.assisted_rate:.0f} tokens/s",
             comparison(duel.speedup),
             f"mean acceptance length {length:.2f}",
             f"identical: {'no' if duel.difference else 'yes'}",

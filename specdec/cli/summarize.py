@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -27,7 +27,7 @@ from specdec.cli.flags import (
 from specdec.cli.load import load
 from specdec.cli.request import DEFAULT_NEW_TOKENS, Request, read_request, read_text
 from specdec.cli.show import print_text, settings, stats_fields, stats_table, write
-from specdec.cli.terminal import OK, Debug, Quiet, loading, say
+from specdec.cli.terminal import INTERRUPTED, OK, Debug, Heartbeat, Quiet, loading, say
 from specdec.errors import OptionError
 from specdec.versions import versions
 
@@ -85,15 +85,42 @@ def summarize(
     if references:
         check_rouge()
     summarizer = make(request, quiet=quiet, template=template, chunk_tokens=chunk_tokens)
-    options = {**request.options, "batch_size": batch_size, "truncation": truncate}
-    found = []
-    for names in batches(list(texts), batch_size):
-        with loading(f"summarizing {', '.join(names)}", quiet=quiet):
-            found.append(summarizer.summarize([texts[name] for name in names], **options))
-        if format == "text":
-            print_summaries(names, found[-1], headings=len(texts) > 1)
+    options = {**request.options, "truncation": truncate}
+    found: list[Summaries] = []
+    shown = print_summaries if format == "text" else None
+    try:
+        for made in summaries(summarizer, texts, batch_size, options, shown, quiet=quiet):
+            found.append(made)
+    except KeyboardInterrupt:
+        done = sum(len(made.documents) for made in found)
+        say(f"interrupted: {done} of {len(texts)} are done, leave these files out to go on")
+        conclude(request, texts, list(references.values()), found, as_json=format == "json", stats=stats)
+        return INTERRUPTED
     conclude(request, texts, list(references.values()), found, as_json=format == "json", stats=stats)
     return OK
+
+
+def summaries(
+    summarizer: Summarizer,
+    texts: Mapping[str, str],
+    size: int,
+    options: Mapping[str, Any],
+    show: Callable[..., None] | None,
+    *,
+    quiet: bool,
+) -> Iterator[Summaries]:
+    """The summaries, so many texts at a time, shown as they come; the wait for each tells how long the rest takes."""
+    beat, names = Heartbeat(quiet=quiet), list(texts)
+    for first in range(0, len(names), size):
+        now = names[first : first + size]
+        doing = f"summarizing {', '.join(now)}"
+        beat(first, len(names), doing)
+        left = beat.left(first, len(names))
+        with loading(f"{doing}{f', about {left} left' if left else ''}", quiet=quiet):
+            made = summarizer.summarize([texts[name] for name in now], batch_size=size, **options)
+        if show is not None:
+            show(now, made, headings=len(texts) > 1)
+        yield made
 
 
 def read_files(names: Sequence[str]) -> dict[str, str]:
@@ -133,12 +160,6 @@ def make(request: Request, *, quiet: bool, **how: Any) -> Summarizer:
     return Summarizer(generator, **how)
 
 
-def batches(names: list[str], size: int) -> Iterator[list[str]]:
-    """The names, so many at a time."""
-    for first in range(0, len(names), size):
-        yield names[first : first + size]
-
-
 def print_summaries(names: Sequence[str], found: Summaries, *, headings: bool) -> None:
     """Every summary, under its file's name where there are several files."""
     for name, summary in zip(names, found.documents, strict=True):
@@ -155,17 +176,20 @@ def conclude(
     as_json: bool,
     stats: bool,
 ) -> None:
-    """What is told when all summaries are there: the JSON object, ROUGE, statistics."""
+    """What is told in the end: the JSON object, ROUGE, statistics."""
+    if not found:
+        return
     from specdec.pipelines import rouge
     from specdec.pipelines.stats import total
 
     documents = [document for part in found for document in part.documents]
-    scores = rouge([document.texts[0] for document in documents], references) if references else None
+    pairs = list(zip([document.texts[0] for document in documents], references, strict=False))
+    scores = rouge(*map(list, zip(*pairs, strict=True))) if pairs else None
     counts = total([part.stats for part in found])
     if as_json:
         rows = [
             {"file": name, "summary_text": d.texts[0], "summaries": d.texts, "parts": d.parts}
-            for name, d in zip(texts, documents, strict=True)
+            for name, d in zip(texts, documents, strict=False)  # after Ctrl-C the first of them
         ]
         whole = {"documents": rows, "rouge": scores, "stats": stats_fields(counts)}
         whole |= {"settings": settings(request, counts), "versions": versions()}

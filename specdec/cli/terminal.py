@@ -7,15 +7,32 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 # 0 ok, 1 runtime error, 2 usage, 3 the assisted text differs from the plain one; the last two as a shell reports them.
 OK, FAILED, USAGE, MISMATCH, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 3, 130, 141
+
+EXAMPLES = {
+    "bench": "specdec bench zoo:python-code --draft zoo:python-code --count 2 --max-new-tokens 32 --out bench-demo",
+    "compile": "specdec compile zoo:python-code --draft-model zoo:python-code",
+    "demo": "specdec demo --sample --seed 3",
+    "distill": "specdec distill zoo:python-code -o my-draft --text README.md --steps 20",
+    "doctor": "specdec doctor zoo:python-code",
+    "generate": "specdec generate zoo:python-code -p 'def mean(values):' --show-draft --stats",
+    "serve": "specdec serve --demo",
+    "summarize": "specdec summarize --demo --stats",
+    "transcribe": "specdec transcribe --demo --format srt --output-dir subtitles",
+    "tune": "specdec tune zoo:python-code zoo:python-code --count 2 --max-new-tokens 32",
+    "zoo": "specdec zoo train my-pair --size small --help",
+}
+"""A line for the help of every command; all work offline."""
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no warnings on stderr.")]
@@ -47,9 +64,14 @@ class Heartbeat:
         self._before = done if self._before is None else self._before
         if self._silent or now - self._last < self._seconds or not total:
             return
-        self._last, made = now, done - self._before
-        left = f", about {duration((total - done) * (now - self._began) / made)} left" if made > 0 else ""
-        say(f"{done / total:.0%}{left}: {doing}")
+        self._last = now
+        left = self.left(done, total)
+        say(f"{done / total:.0%}{f', about {left} left' if left else ''}: {doing}")
+
+    def left(self, done: float, total: float) -> str | None:
+        """About how long the rest takes at the pace so far; None where nothing tells."""
+        made = done - (self._before or 0.0)
+        return duration((total - done) * (time.monotonic() - self._began) / made) if made > 0 else None
 
 
 def duration(seconds: float) -> str:
@@ -87,26 +109,88 @@ def abandon_stdout() -> None:
 
 @contextmanager
 def loading(message: str, *, quiet: bool, downloads: bool = False) -> Iterator[None]:
-    """A spinner on stderr, if that is a terminal; where files may come over the network, the hub's own bars instead."""
-    err = Console(stderr=True, quiet=quiet)
+    """A sign of life on stderr, with the time left while weights are brought in; of downloads the hub's own bars too.
+
+    Ctrl-C says that what was downloaded stays.
+    """
     if quiet:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    if downloads:
-        err.print(message, style="dim", markup=False, highlight=False)
-        _hush_transformers()
-        yield
-        return
-    with err.status(message):
-        _hush_transformers()
-        yield
+    try:
+        if downloads:
+            Console(stderr=True, quiet=quiet).print(message, style="dim", markup=False, highlight=False)
+            _hush_transformers()
+            yield
+        else:
+            with _weights(message, quiet=quiet):
+                yield
+    except KeyboardInterrupt:
+        if downloads:
+            say("what was downloaded stays in the cache, and the same command goes on from there")
+        raise
 
 
-def _hush_transformers() -> None:
-    """No log lines and no weight-loading bars between the data and the progress."""
+@contextmanager
+def _weights(message: str, *, quiet: bool) -> Iterator[None]:
+    """A bar that moves with the weights of the model that transformers loads; lines now and then without a terminal."""
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), TimeRemainingColumn())
+    err = Console(stderr=True, quiet=quiet)
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+        task, beat = bar.add_task(message, total=None), Heartbeat(quiet=quiet)
+
+        def counted(parts: Iterable[Any]) -> Iterator[Any]:
+            total = len(parts) if isinstance(parts, Sized) else None
+            bar.reset(task, total=total)
+            for number, part in enumerate(parts):
+                beat(number, total or 0, message)
+                yield part
+                bar.advance(task)
+
+        def follow(make: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+            return make(counted(given[0]), *given[1:], **named) if given else make(**named)
+
+        logging = _hush_transformers()
+        before = logging.set_tqdm_hook(follow)
+        try:
+            yield
+        finally:
+            logging.set_tqdm_hook(before)
+
+
+def _hush_transformers() -> Any:
+    """No log lines and no bars of transformers' own between the data and the progress; returns its logging module."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    return logging
+
+
+@contextmanager
+def counting(*, quiet: bool) -> Iterator[Callable[[float, float, str], None]]:
+    """A bar on stderr with the time left, or a line now and then; what it returns is told (done, total, doing)."""
+    with progress_bar(Console(stderr=True, quiet=quiet)) as bar:
+        task, beat = bar.add_task("", total=None), Heartbeat(quiet=quiet)
+
+        def notify(done: float, total: float, doing: str) -> None:
+            bar.update(task, completed=done, total=total, description=doing)
+            beat(done, total, doing)
+
+        yield notify
+
+
+def progress_bar(console: Console) -> Progress:
+    """A bar whose share and times are never squeezed out by what is being done."""
+    return Progress(
+        TaskProgressColumn(),
+        BarColumn(bar_width=12),
+        TimeRemainingColumn(),
+        TextColumn("left"),
+        TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+        expand=True,
+    )
 
 
 class Interrupt:

@@ -70,6 +70,7 @@ def transcribe(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any other option of a call; repeatable.")
     ] = None,
     output_dir: Annotated[Path | None, typer.Option(help="Write NAME.txt, .json, .srt or .vtt there.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Leave out recordings that have a file there.")] = False,
     stats: Stats = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -83,8 +84,32 @@ def transcribe(
     options = read_options(ctx.params)
     if output_dir is not None:
         output_dir.mkdir(parents=True, exist_ok=True)
+    if resume:
+        files, references = unfinished(files, references, format, output_dir)
+        if not files:
+            return OK
     transcriber = load(ctx.params, quiet=quiet)
     texts: list[str | None] = []
+    try:
+        transcribe_all(transcriber, files, references, texts, options, ctx.params)
+    except KeyboardInterrupt:
+        say(f"{len(texts)} of {len(files)} recordings are done; {how_to_go_on(output_dir)}")
+        raise
+    if references is not None:
+        say(whole_error_rate(transcriber, texts, references, language))
+    return FAILED if None in texts else OK
+
+
+def transcribe_all(
+    transcriber: Transcriber,
+    files: Sequence[str],
+    references: Sequence[str] | None,
+    texts: list[str | None],
+    options: Mapping[str, Any],
+    params: Mapping[str, Any],
+) -> None:
+    """Transcribes and shows the files in batches, and adds to `texts`: None for what could not be read."""
+    batch_size, format, quiet = params["batch_size"], params["format"], params["quiet"]
     for first in range(0, len(files), batch_size):
         names = files[first : first + batch_size]
         with progress(f"{first + len(names)}/{len(files)}", quiet=quiet) as notify:
@@ -94,15 +119,36 @@ def transcribe(
             texts.append(None if out is None else out["text"])
             if out is not None:
                 wer = None if references is None else error_rate(transcriber, out, references[i])
-                show(name, out, wer, format, output_dir, headed=len(files) > 1)
+                show(name, out, wer, format, params["output_dir"], headed=len(files) > 1)
         heard = [out for out in found if out is not None]
-        if stats and heard:
+        if params["stats"] and heard:
             Console(stderr=True).print(stats_table(heard[0].stats))
         if not quiet and heard:
             say(pace(heard))
-    if references is not None:
-        say(whole_error_rate(transcriber, texts, references, language))
-    return FAILED if None in texts else OK
+
+
+def how_to_go_on(folder: Path | None) -> str:
+    """What goes on from there after Ctrl-C."""
+    if folder is None:
+        return "leave these files out to go on (with --output-dir, --resume does)"
+    return "the same command with --resume goes on"
+
+
+def unfinished(
+    files: list[str], references: list[str] | None, format: Format, folder: Path | None
+) -> tuple[list[str], list[str] | None]:
+    """The recordings that have no file in the folder yet, and what is said in them."""
+    if folder is None:
+        raise OptionError("--resume looks for what is done in --output-dir: pass it")
+    left = [i for i, name in enumerate(files) if not output_file(name, format, folder).exists()]
+    say(f"{len(files) - len(left)} of {len(files)} recordings are done already")
+    return [files[i] for i in left], None if references is None else [references[i] for i in left]
+
+
+def output_file(name: str, format: Format, folder: Path) -> Path:
+    """Where a recording's text goes."""
+    ending = "txt" if format == "text" else format
+    return folder / f"{Path(name).stem if name != STDIN else 'stdin'}.{ending}"
 
 
 def unreadable(source: Any, error: SpecdecError) -> None:
@@ -186,7 +232,8 @@ def progress(label: str, *, quiet: bool) -> Iterator[Callable[[float, float], No
         TextColumn("{task.completed:.0f}/{task.total:.0f} s of sound"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True, quiet=quiet), transient=True) as bar:
+    err = Console(stderr=True, quiet=quiet)
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task, beat = bar.add_task(label, total=0), Heartbeat(quiet=quiet)
 
         def notify(done: float, known: float) -> None:
@@ -202,8 +249,7 @@ def show(
     """One recording's text, where it was asked for."""
     content = rendered(name, out, wer, format)
     if folder is not None:
-        ending = "txt" if format == "text" else format
-        (folder / f"{Path(name).stem if name != STDIN else 'stdin'}.{ending}").write_text(content, encoding="utf-8")
+        output_file(name, format, folder).write_text(content, encoding="utf-8")
         return
     console = Console()
     if headed and format == "text":

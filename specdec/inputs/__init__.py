@@ -2,10 +2,11 @@
 
 from specdec.inputs.limits import check_least, check_vocabulary, length_limit
 from specdec.inputs.predictions import with_predictions
-from specdec.inputs.prompts import NAMES, Prompt, Prompts, RowPrompt, pad_id, read_prompts
+from specdec.inputs.prompts import FEATURES, NAMES, Prompt, Prompts, RowPrompt, pad_id, read_prompts
 from specdec.inputs.tokenizers import check_tokenizer, tokenizer_beside
 
 __all__ = [
+    "FEATURES",
     "NAMES",
     "Prompt",
     "Prompts",

@@ -70,14 +70,14 @@ def in_gear(model: Any, gear: str, *, owned: bool) -> Any:
     machine and kind of model. Raises UnsupportedError where "packed" was asked for and cannot be.
     """
     if gear == "eager" or (gear != "packed" and not owned):
-        if gear == "auto" and _obstacle(model) is None and _bytes(model) >= _LEAST:
+        if gear == "auto" and why_not_packed(model) is None and _bytes(model) >= _LEAST:
             _log.info(
                 "%s was handed over and stays as it is: short passes on this CPU may be faster over a second copy of "
                 "its weights, gear='packed'",
                 type(model).__name__,
             )
         return model
-    reason = _obstacle(model)
+    reason = why_not_packed(model)
     if gear == "packed":
         model = model if owned or reason else twin(model)
         if reason is None and changed(model, partial(_pack, model)) is None:
@@ -89,7 +89,7 @@ def in_gear(model: Any, gear: str, *, owned: bool) -> Any:
     return model
 
 
-def _obstacle(model: Any) -> str | None:
+def why_not_packed(model: Any) -> str | None:
     """Why no layer of a model can be packed, if that is so."""
     if is_offloaded(model):
         return "has weights that are read for each pass"

@@ -14,9 +14,9 @@ from rich.console import Console
 from specdec.bench import group as group_module
 from specdec.bench.systems import measure
 from specdec.bench.tune import best, candidates, ranked, snippet
-from specdec.cli.bench import progress_bar, suite_keys
+from specdec.cli.bench import suite_keys
 from specdec.cli.commands import run
-from specdec.cli.terminal import Heartbeat, duration
+from specdec.cli.terminal import Heartbeat, duration, progress_bar
 from tests.folders import saved_model
 
 

@@ -1,0 +1,237 @@
+"""What this machine, this installation and a pair are fit for: findings in words, and what mends the bad ones."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from statistics import median
+from time import perf_counter as clock
+from typing import Any, Literal
+
+import torch
+from packaging.requirements import Requirement
+
+from specdec import kernels
+from specdec.bench.duel import PROMPTS, WARM_UP, Duel, duel, prompt
+from specdec.bench.machine import Watch, memory_bandwidth, provenance
+from specdec.draft.model import ModelDrafter
+from specdec.generator import SpecGenerator
+from specdec.models import LanguageModel, free_bytes
+from specdec.models.gears import why_not_packed
+
+State = Literal["good", "note", "bad"]
+DISTRIBUTION = "specdec-runtime"
+EXTRAS = {
+    "audio": "recordings in any format and word errors",
+    "bench": "reports with plots, servers under load",
+    "gguf": "GGUF files",
+    "harness": "lm-evaluation-harness",
+    "quant": "INT8, NF4 and FP4 of bitsandbytes",
+    "serve": "specdec serve",
+    "summaries": "ROUGE",
+    "train": "the recipes of the zoo",
+}
+"""Extras of the package, and what they bring."""
+_SECONDS = 10.0
+_TOKENS = (8, 96)  # new ones of an estimate's texts, at least and at most
+_LEAST = 3  # prompts of an estimate
+_TEXTS = 4 * _LEAST  # that are written for them, warm-ups aside
+_FASTER = "specdec tune finds the best schedule, specdec bench measures with intervals"
+_SLOWER = "--method suffix for text that copies, a smaller draft, or specdec distill; specdec tune tries schedules"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the examination: what was looked at, what was found, and what mends it where it is not good."""
+
+    section: str
+    name: str
+    text: str
+    state: State = "good"
+    remedy: str | None = None
+
+
+def machine() -> Iterator[Finding]:
+    """The processor, its memory and how fast that is read, accelerators."""
+    found = provenance()
+    yield Finding("machine", "processor", f"{found['processor']}: {found['cores']} cores, {found['threads']} threads")
+    yield Finding("machine", "instructions", " ".join(found["flags"]) or "not told by the system", "note")
+    free = free_bytes(torch.device("cpu")) / 2**30
+    speed = memory_bandwidth() / 1e9
+    yield Finding("machine", "memory", f"{found['memory_gib']} GiB, {free:.1f} free; read at {speed:.0f} GB/s")
+    yield _accelerator(found["accelerator"])
+
+
+def _accelerator(name: str | None) -> Finding:
+    if name is not None:
+        free, whole = torch.cuda.mem_get_info()
+        return Finding("machine", "accelerator", f"{name}: {whole / 2**30:.1f} GiB, {free / 2**30:.1f} free")
+    if shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia").exists():
+        remedy = "pip install torch, without a CPU build's index or constraints"
+        return Finding("machine", "accelerator", "there is one, which this torch does not see", "bad", remedy)
+    return Finding("machine", "accelerator", "none: models run on the processor", "note")
+
+
+def installation() -> Iterator[Finding]:
+    """Versions beside those that were tested, the kernels, and the extras."""
+    needed = [Requirement(text) for text in _requirements()]
+    core = [one for one in needed if one.marker is None]
+    wrong = [one for one in core if _lacks(one)]
+    found = ", ".join(f"{one.name} {_version(one.name) or 'missing'}" for one in core)
+    if wrong:
+        remedy = f"pip install {' '.join(repr(str(one)) for one in wrong)}"
+        yield Finding("installation", "packages", f"{found}: others were tested", "bad", remedy)
+    else:
+        yield Finding("installation", "packages", found)
+    reason = kernels.why_not()
+    if reason is None:
+        yield Finding("installation", "kernels", f"of our own, built for this processor in {kernels.folder()}")
+    else:
+        way_out = "apt install g++, or the compiler of your system" if "no C++ compiler" in reason else None
+        yield Finding("installation", "kernels", f"none, so passes stay torch's: {reason}", "bad", way_out)
+    for extra, brings in EXTRAS.items():
+        own = [one for one in needed if one.marker is not None and one.marker.evaluate({"extra": extra})]
+        if not own:  # an older installation does not know it
+            continue
+        lacking = [one.name for one in own if _lacks(one)]
+        if lacking:
+            remedy = f"pip install '{DISTRIBUTION}[{extra}]'"
+            yield Finding("installation", f"[{extra}]", f"{brings}: no {', '.join(lacking)}", "note", remedy)
+        else:
+            yield Finding("installation", f"[{extra}]", brings)
+
+
+def _requirements() -> list[str]:
+    """What the package says that it needs; nothing where it runs from its folder, uninstalled."""
+    try:
+        return requires(DISTRIBUTION) or []
+    except PackageNotFoundError:
+        return []
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _lacks(needed: Requirement) -> bool:
+    """Whether a package is missing, or of a version that was not tested."""
+    found = _version(needed.name)
+    return found is None or not needed.specifier.contains(found, prereleases=True)
+
+
+def models(generator: SpecGenerator) -> Iterator[Finding]:
+    """The target, its gear, and whether its draft fits it."""
+    drafter = generator.drafter
+    parts = [("target", generator.target), *(("draft", one) for one in (drafter.models if drafter else ()))]
+    for role, model in parts:
+        yield Finding("models", role, _described(model))
+        yield Finding("models", f"{role}'s gear", f"{model.gear}: {why(model)}", *_gear_state(model))
+    if generator.target.capability.store != "kv":
+        yield Finding("models", "cache", f"{generator.target.capability.reason}: guesses cost more here", "note")
+    if drafter is None:
+        remedy = "name one: --draft-model, or --method suffix for text that copies"
+        yield Finding("models", "draft", "none", "note", remedy)
+    else:
+        yield _fit(generator)
+
+
+def _described(model: LanguageModel) -> str:
+    weights = f"{model.weight_bytes / 2**20:.0f} MiB of weights"
+    kind = type(model.model).__name__
+    return f"{kind}, {model.num_layers} layers, {str(model.dtype).removeprefix('torch.')}, {weights}"
+
+
+def why(model: LanguageModel) -> str:
+    """Why passes of a model that was loaded here run in its gear."""
+    if model.gear == "compiled":
+        return "compiled code for it was kept here"
+    if model.gear == "packed":
+        return "short passes over packed weights are faster on this processor, which was measured"
+    reason = why_not_packed(model.model)
+    if reason is not None:
+        return f"it {reason}"
+    return kernels.why_not() or "packed weights were not faster on this processor, or there are few of them"
+
+
+def _gear_state(model: LanguageModel) -> tuple[State, str | None]:
+    if model.gear == "packed":
+        return "good", "specdec compile may make it faster still"
+    return ("good" if model.gear == "compiled" else "note"), None
+
+
+def _fit(generator: SpecGenerator) -> Finding:
+    """How target and draft understand each other; a pair that cannot was refused when it was loaded."""
+    drafter, target = generator.drafter, generator.target
+    assert drafter is not None
+    if not drafter.models:
+        return Finding("models", "fit", f"{drafter!r} reads the text alone and fits any target")
+    if isinstance(drafter, ModelDrafter):
+        widths = {model.vocab_size for model in (target, *drafter.models)}
+        known = len(generator.tokenizer) if generator.tokenizer is not None else min(widths)
+        return Finding("models", "fit", f"one vocabulary of {known:,} tokens: guesses are checked as they are")
+    return Finding("models", "fit", f"{drafter!r}")
+
+
+def estimate(generator: SpecGenerator, texts: Sequence[str], *, seconds: float = _SECONDS) -> Iterator[Finding]:
+    """Plain and assisted greedy decoding of held-out code, or of `texts`, in turn, for about so many seconds."""
+    if generator.drafter is None:
+        return
+    if generator.tokenizer is None or generator.target.model.main_input_name != "input_ids":
+        yield Finding("estimate", "speed", "only of models that read text: specdec transcribe --stats tells", "note")
+        return
+    plain = SpecGenerator(generator.target, tokenizer=generator.tokenizer)
+    watch = Watch()
+    runs = list(_duels(generator, plain, texts or [prompt(seed) for seed in range(PROMPTS)], seconds, watch))
+    speedup = median(one.speedup for one in runs)
+    slow, fast = (median(rates) for rates in zip(*((one.plain_rate, one.assisted_rate) for one in runs), strict=True))
+    length = median(one.assisted.stats.mean_acceptance_length for one in runs if one.assisted.stats is not None)
+    words = f"{speedup:.2f}x: {slow:.0f} tokens/s plain, {fast:.0f} with the draft, {length:.2f} tokens per round"
+    source = f"{len(runs)} {'prompts of yours' if texts else 'prompts of held-out code'}, greedy"
+    pays = speedup > 1.02
+    yield Finding("estimate", "speed", f"{words}; {source}", "good" if pays else "note", _FASTER if pays else _SLOWER)
+    yield _compared(generator.target, runs)
+    yield Finding("estimate", "machine", watch.verdict(), "note")
+
+
+def _compared(target: LanguageModel, runs: Sequence[Duel]) -> Finding:
+    """Whether the texts are the same with the draft and without."""
+    different = f"{sum(one.difference is not None for one in runs)} of {len(runs)}"
+    if all(one.difference is None for one in runs):
+        return Finding("estimate", "texts", "the same with the draft and without")
+    if target.exactness in ("exact", "strict"):
+        return Finding("estimate", "texts", f"{different} differ, which must not be", "bad", "please report it")
+    remedy = "--exactness strict, or --dtype float32, makes them the same"
+    return Finding("estimate", "texts", f"{different} part at a near-tie", "note", remedy)
+
+
+def _duels(
+    assisted: SpecGenerator, plain: SpecGenerator, texts: Sequence[str], seconds: float, watch: Watch
+) -> Iterator[Duel]:
+    """Runs of one prompt after another, of lengths that let a few of them fit into the time."""
+    options: dict[str, Any] = {"eos_token_id": []}
+    first = plain.generate(texts[0], max_new_tokens=WARM_UP, **options)
+    began, rate = clock(), first.stats.tokens_per_second if first.stats is not None else 1.0
+    tokens = int(min(max(rate * seconds / _TEXTS, _TOKENS[0]), _TOKENS[1]))
+    for number, text in enumerate(texts):
+        if number and clock() - began > seconds * (1 - 1 / _LEAST):
+            break
+        watch.look()
+        yield duel(assisted, plain, text, repeats=2, max_new_tokens=tokens, **options)
+        watch.look()
+
+
+def examine(
+    generator: SpecGenerator | None = None, texts: Sequence[str] = (), *, seconds: float = _SECONDS
+) -> Iterator[Finding]:
+    """Everything, one finding after the other; without a generator the machine and the installation alone."""
+    yield from machine()
+    yield from installation()
+    if generator is not None:
+        yield from models(generator)
+        yield from estimate(generator, texts, seconds=seconds)

@@ -1,0 +1,106 @@
+"""A model for EleutherAI's lm-evaluation-harness: scores are the target's own, and generative tasks take fewer passes.
+
+    python -m specdec.harness run --model specdec --model_args pretrained=TARGET,draft=DRAFT --tasks gsm8k
+
+Beside `draft`, `model_args` are those of the harness' own `hf` model and the options of `specdec.custom_generate`.
+Log-likelihoods pass through to `hf`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec import zoo
+from specdec.errors import SpecdecError
+from specdec.hook import OPTIONS, custom_generate
+from specdec.types import Stats
+
+try:
+    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.huggingface import HFLM
+except ImportError as error:
+    raise SpecdecError(f"the harness is not complete ({error}): pip install 'specdec-runtime[harness]'") from error
+
+_log = logging.getLogger(__name__)
+_LOADING = ("gear", "exactness")
+
+
+@register_model("specdec")
+class SpecdecLM(HFLM):  # type: ignore[misc]
+    """The harness' model over transformers, whose `generate` calls decode with a draft.
+
+    `pretrained` and `draft` are models, ids, folders or zoo:NAME; `options` are those of `specdec.custom_generate`, and
+    of the harness' `hf`. `runs` are the statistics of every batch that was decoded.
+    """
+
+    def __init__(self, pretrained: Any, draft: Any = None, **options: Any) -> None:
+        own = {name: options.pop(name) for name in (*OPTIONS, *_LOADING) if name in options}
+        if isinstance(pretrained, str):
+            pretrained = zoo.locate(pretrained, "target", "pretrained")
+        super().__init__(pretrained=pretrained, **options)
+        self._hook = custom_generate(draft, tokenizer=self.tokenizer, **own)
+        self.runs: list[Stats] = []
+
+    def generate_until(self, requests: Any, *more: Any, **options: Any) -> list[str]:
+        """The texts of the harness' requests; what they took is logged."""
+        before = len(self.runs)
+        texts: list[str] = super().generate_until(requests, *more, **options)
+        tokens, passes, seconds = (
+            sum(getattr(run, name) for run in self.runs[before:])
+            for name in ("num_new_tokens", "num_target_passes", "seconds")
+        )
+        if passes:
+            _log.info("%d tokens in %.1f s, %.2f for each pass of the target", tokens, seconds, tokens / passes)
+        return texts
+
+    def _model_generate(self, context: Tensor, max_length: int, stop: Sequence[str], **options: Any) -> Tensor:
+        """New text `[rows, length]` after `context`, until one of `stop` is in it; the harness cuts it there."""
+        if options.setdefault("temperature", 0.0) == 0.0:
+            options["do_sample"] = False
+            del options["temperature"]
+        mask = options.setdefault("attention_mask", torch.ones_like(context))
+        prompts = [row[kept.bool()].tolist() for row, kept in zip(context, mask, strict=True)]
+        found: Tensor = self.model.generate(
+            input_ids=context,
+            max_length=max_length,
+            stopping_criteria=[Stops(self.tokenizer, stop, prompts)],
+            pad_token_id=self.tokenizer.pad_token_id,
+            custom_generate=self._hook,
+            **options,
+        )
+        if self._hook.stats is not None:
+            self.runs.append(self._hook.stats)
+        return found
+
+
+class Stops:
+    """Ends a row where one of `strings` is in what follows its prompt, one of `prompts`.
+
+    The harness' own criterion waits for whole batches and counts padding; rows come here one at a time without.
+    """
+
+    def __init__(self, tokenizer: Any, strings: Sequence[str], prompts: Sequence[Sequence[int]]) -> None:
+        self._tokenizer = tokenizer
+        self._strings = [string for string in strings if string]
+        self._prompts = sorted(map(list, prompts), key=len, reverse=True)
+        self._reach = 4 * max(map(len, self._strings), default=0) + 4  # tokens; a character may be four
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        """For each of `input_ids` `[texts, length]`, whether it ends."""
+        return torch.tensor([self._ends(row) for row in input_ids.tolist()], device=input_ids.device)
+
+    def _ends(self, ids: list[int]) -> bool:
+        # Of prompts that begin alike the longest: an end that is missed costs time, a wrong one text.
+        start = next((len(prompt) for prompt in self._prompts if ids[: len(prompt)] == prompt), 0)
+        text = self._tokenizer.decode(ids[max(start, len(ids) - self._reach) :])
+        return any(string in text for string in self._strings)
+
+
+if __name__ == "__main__":
+    cli_evaluate()

@@ -1,0 +1,110 @@
+"""What `model.generate` was asked, for whoever decodes in its place (`custom_generate=`).
+
+transformers hands a decoding method its prepared inputs, but drops the streamer, the assistant and whether a cache came
+from the caller (`GenerationMixin._extract_generation_mode_kwargs`). They are read where they still are: among the
+arguments of the call of `generate` that is under way.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import EosTokenCriteria, GenerationConfig, GenerationMixin, MaxLengthCriteria, MaxTimeCriteria
+from transformers.generation.logits_process import WhisperNoSpeechDetection
+from transformers.generation.utils import (
+    GenerateBeamDecoderOnlyOutput,
+    GenerateBeamEncoderDecoderOutput,
+    GenerateDecoderOnlyOutput,
+    GenerateEncoderDecoderOutput,
+)
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.integrations.fsdp import is_fsdp_managed_module
+from transformers.utils import ModelOutput
+
+from specdec.errors import OptionError, UnsupportedError
+
+_CODE = inspect.unwrap(GenerationMixin.generate).__code__
+_ARGUMENTS = (*inspect.signature(GenerationMixin.generate).parameters,)
+GUESSES = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
+
+
+def generate_arguments() -> dict[str, Any]:
+    """The arguments of the innermost call of `GenerationMixin.generate` under way, by name; the free ones in `kwargs`.
+
+    Raises OptionError where there is none.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _CODE:
+        frame = frame.f_back
+    if frame is None:
+        raise OptionError("`custom_generate` decodes for transformers: pass it to `model.generate(custom_generate=…)`")
+    return {name: frame.f_locals[name] for name in _ARGUMENTS}
+
+
+def check_sharding(model: Any, synced_gpus: bool | None) -> None:
+    """Raises UnsupportedError where processes have to pass together, as each holds only a part of the weights."""
+    sharded = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
+    several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    several = several and torch.distributed.get_world_size() > 1
+    if synced_gpus or (synced_gpus is None and sharded and several):
+        raise UnsupportedError("`synced_gpus` is not supported: gather the weights on every process, and pass False")
+
+
+def transformers_defaults() -> dict[str, Any]:
+    """What `generate` fills into a generation config where neither caller nor checkpoint says anything."""
+    found: dict[str, Any] = GenerationConfig()._get_default_generation_params()
+    return found
+
+
+def chosen_guesses(config: Any) -> dict[str, Any]:
+    """How much to draft, as far as `config` says something else than transformers' defaults."""
+    defaults = transformers_defaults()
+    return {name: value for name in GUESSES if (value := getattr(config, name, None)) != defaults.get(name)}
+
+
+def own_criteria(given: Sequence[Any], config: Any) -> list[Any]:
+    """The caller's criteria without those whose settings `config` takes over: one of a kind replaces transformers'.
+
+    Raises UnsupportedError for one about end-of-sequence ids beside those of `config`.
+    """
+    if config.eos_token_id is not None and any(type(one) is EosTokenCriteria for one in given):
+        raise UnsupportedError("`stopping_criteria` with an EosTokenCriteria: pass its ids as `eos_token_id=` instead")
+    if any(type(one) is MaxTimeCriteria for one in given):
+        config.max_time = None
+    return [one for one in given if type(one) is not MaxLengthCriteria]
+
+
+def beam_filler(config: Any) -> int | None:
+    """The padding id of a search's texts: transformers takes a 0 for none, and the first end-of-sequence id instead."""
+    ends = [config.eos_token_id] if isinstance(config.eos_token_id, int) else list(config.eos_token_id or [])
+    return ends[0] if ends and config.pad_token_id == 0 else config.pad_token_id
+
+
+def split_detectors(processors: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Whisper's detectors of silence, and the other processors."""
+    detectors = [one for one in processors if isinstance(one, WhisperNoSpeechDetection)]
+    return detectors, [one for one in processors if one not in detectors]
+
+
+def detect_silence(detectors: Sequence[Any], ids: Tensor, logits: Tensor) -> None:
+    """Shows detectors the first `logits` `[rows, vocab]` after the prompts `ids`; they wait for whole batches."""
+    for detector in detectors:
+        detector(ids, logits.log_softmax(-1) if detector.is_scores_logprobs else logits)
+
+
+def as_transformers(out: ModelOutput, *, encoder: bool, beams: bool) -> ModelOutput:
+    """`out` in the class that `generate` returns; its cache is not among the fields."""
+    kinds = {
+        (False, False): GenerateDecoderOnlyOutput,
+        (True, False): GenerateEncoderDecoderOutput,
+        (False, True): GenerateBeamDecoderOnlyOutput,
+        (True, True): GenerateBeamEncoderDecoderOutput,
+    }
+    kind = kinds[encoder, beams]
+    return kind(**{name: value for name, value in out.items() if name in kind.__dataclass_fields__})

@@ -1,0 +1,84 @@
+"""`specdec doctor`: findings in words, their way out, exit codes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from specdec import SpecGenerator
+from specdec.bench import doctor
+from specdec.bench.machine import memory_bandwidth
+from specdec.cli.commands import run
+from specdec.zoo import Pair
+from tests.folders import saved_model
+from tests.tiny import tiny
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A target and a draft that disagrees with it."""
+    folder = tmp_path_factory.mktemp("pair")
+    target, draft = saved_model(folder / "target"), saved_model(folder / "draft", seed=1)
+    return Pair("pair", Path(target), Path(draft), {})
+
+
+def test_machine_and_installation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is here, what is not, and the command that installs it; nothing is wrong where only extras are missing."""
+    known = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "gguf" else known(name))
+    assert run(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert "GB/s" in out
+    assert re.search(r"^  · \[gguf\] +GGUF files: no gguf$", out, re.MULTILINE)
+    assert "→ pip install 'specdec-runtime[gguf]'" in out
+    assert memory_bandwidth(2**20, tries=1) > 0
+
+
+def test_an_untested_version_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Packages that the others need more of than they promise; exit code 1, and the command that mends it."""
+    monkeypatch.setattr(doctor, "_version", lambda name: "99.0" if name == "transformers" else "1.0")
+    monkeypatch.setattr(doctor.kernels, "why_not", lambda: "there is no C++ compiler (c++): install one")
+    assert run(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "✗ packages" in out
+    assert "→ pip install 'torch" in out
+    assert "transformers<5." in out
+    assert "✗ kernels" in out
+    assert "→ apt install g++" in out
+
+
+def test_a_pair(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    """Gears and why, whether they fit, and an estimate that says when a draft does not pay."""
+    arguments = ["doctor", str(pair.target), "--draft-model", str(pair.draft), "-p", "def f", "--seconds", "0.1"]
+    assert run([*arguments, "--json", "--quiet"]) == 0
+    found = {(one["section"], one["name"]): one for one in json.loads(capsys.readouterr().out)["findings"]}
+    assert found["models", "target"]["text"].startswith("LlamaForCausalLM, 2 layers, float32")
+    assert found["models", "target's gear"]["text"].startswith(("eager: ", "packed: "))
+    assert found["models", "fit"]["text"].startswith("one vocabulary of 259 tokens")
+    assert "1 prompts of yours, greedy" in found["estimate", "speed"]["text"]
+    assert found["estimate", "texts"]["text"] == "the same with the draft and without"
+
+
+def test_a_pair_that_does_not_fit(pair: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The error of loading is a finding, with its way out, and exit code 1."""
+    tiny("llama", vocab=64).save_pretrained(tmp_path)
+    assert run(["doctor", str(pair.target), "--draft-model", str(tmp_path), "--quiet"]) == 1
+    out = capsys.readouterr().out
+    assert "✗ loading" in out
+    assert "draft='suffix'" in out
+
+
+def test_models_without_a_draft_and_with_words() -> None:
+    """A draft that copies fits any target; without one there is nothing to estimate."""
+    model = tiny("llama")
+    found = {one.name: one for one in doctor.models(SpecGenerator(model, "suffix"))}
+    assert found["fit"].text.endswith("reads the text alone and fits any target")
+    found = {one.name: one for one in doctor.models(SpecGenerator(model))}
+    assert found["draft"].state == "note"
+    assert list(doctor.estimate(SpecGenerator(model), ())) == []
+    [only] = doctor.estimate(SpecGenerator(tiny("whisper"), tiny("whisper", seed=1)), ())
+    assert only.text.startswith("only of models that read text")

@@ -1,0 +1,65 @@
+"""The model for lm-evaluation-harness: the texts of its own `hf` model, in fewer passes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from specdec import zoo
+from tests.folders import WIDTH, byte_tokenizer
+from tests.tiny import tiny
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def test_without_the_harness_the_command_that_installs_it() -> None:
+    """One line, and nothing else of the package needs it."""
+    code = "import sys; sys.modules['lm_eval'] = None; import specdec.harness"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "pip install 'specdec-runtime[harness]'" in done.stderr.splitlines()[-1]
+
+
+def requests(kind: str, *arguments: Any) -> list[Any]:
+    from lm_eval.api.instance import Instance
+
+    return [Instance(kind, {}, one, i) for i, one in enumerate(arguments)]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_texts_and_likelihoods_are_those_of_hf(batch_size: int) -> None:
+    """Ragged batches, stop strings across tokens and prompts that end with a part of one; likelihoods pass through."""
+    pytest.importorskip("lm_eval")
+    from lm_eval.models.huggingface import HFLM
+
+    from specdec.harness import SpecdecLM
+
+    common = {"tokenizer": byte_tokenizer(), "batch_size": batch_size, "device": "cpu", "max_length": 200}
+    model = tiny("llama", vocab=WIDTH)
+    theirs = HFLM(pretrained=model, **common)
+    ours = SpecdecLM(pretrained=model, draft=tiny("llama", vocab=WIDTH, seed=1), schedule="cost", **common)
+    until = {"until": ["S", "=", "8S"], "max_gen_toks": 24}
+    asked = [(text, until) for text in ("def f(x):", "a", "class Long(Thing):\n    pass\n8")]
+    expected = theirs.generate_until(requests("generate_until", *asked), disable_tqdm=True)
+    assert ours.generate_until(requests("generate_until", *asked), disable_tqdm=True) == expected
+    assert any(len(text) < 20 for text in expected)
+    assert sum(run.num_new_tokens for run in ours.runs) > 0
+    pairs = requests("loglikelihood", ("def ", "f(x)"), ("a", "b"))
+    found, wanted = (one.loglikelihood(pairs, disable_tqdm=True) for one in (ours, theirs))
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in wanted]
+    assert torch.allclose(*(torch.tensor([score for score, _ in one]) for one in (found, wanted)))
+
+
+def test_pairs_of_the_zoo() -> None:
+    """Names as everywhere else."""
+    pytest.importorskip("lm_eval")
+    from specdec.harness import SpecdecLM
+
+    model = SpecdecLM(pretrained="zoo:python-code", draft="zoo:python-code", device="cpu", dtype="float32")
+    [text] = model.generate_until(requests("generate_until", ("def mean(values):\n", {"until": ["\n\n"]})))
+    assert text
+    assert model.runs[0].num_accepted_draft_tokens > 0
+    assert zoo.locate("zoo:python-code", "draft").endswith("draft")

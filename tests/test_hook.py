@@ -1,0 +1,286 @@
+"""`model.generate(custom_generate=…)`: what transformers hands over is honoured or refused, and what it returns."""
+
+from __future__ import annotations
+
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    DynamicCache,
+    EosTokenCriteria,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    StopStringCriteria,
+    TemperatureLogitsWarper,
+    TextIteratorStreamer,
+    pipeline,
+)
+
+from specdec import OptionError, SpecGenerator, custom_generate
+from tests import speech
+from tests.folders import WIDTH, byte_tokenizer
+from tests.oracle import oracle
+from tests.tiny import tiny, tiny_inputs
+
+IDS = torch.tensor([[5, 9, 12, 7, 9], [0, 0, 6, 8, 8]])
+BATCH = {"input_ids": IDS, "attention_mask": (IDS != 0).long()}
+STARTS = torch.tensor([[1, 7], [1, 9]])
+DICT = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+LAYERS = {"output_attentions": True, "output_hidden_states": True}
+pytestmark = pytest.mark.filterwarnings("ignore:Using the model-agnostic default:UserWarning")
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny("llama", attn_implementation="eager")
+
+
+@pytest.fixture(scope="module")
+def wrong() -> PreTrainedModel:
+    return tiny("llama", seed=1)
+
+
+def check(model: PreTrainedModel, draft: Any, **given: Any) -> Any:
+    """`generate` with the hook returns the class, the fields and the values that it returns without."""
+    expected = GenerationMixin.generate(model, **given)
+    found = GenerationMixin.generate(model, custom_generate=custom_generate(draft), **given)
+    assert type(found) is type(expected)
+    if isinstance(expected, torch.Tensor):
+        assert torch.equal(found, expected)
+        return found
+    assert set(found) == set(expected) - {"past_key_values"}
+    for name in found:
+        ours, theirs = _leaves(found[name]), _leaves(expected[name])
+        assert [one.shape for one in ours] == [one.shape for one in theirs], name
+        assert all(torch.allclose(a, b, atol=2e-4) for a, b in zip(ours, theirs, strict=True)), name
+    return found
+
+
+def _leaves(value: Any) -> list[torch.Tensor]:
+    return [value] if isinstance(value, torch.Tensor) else [leaf for part in value for leaf in _leaves(part)]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"max_new_tokens": 12},
+        {"max_new_tokens": 9, "eos_token_id": None, **DICT},
+        {"max_new_tokens": 9, "eos_token_id": None, **DICT, **LAYERS, "input_ids": IDS[:1], "attention_mask": None},
+        {"max_length": 16, "min_length": 12, "eos_token_id": list(range(2, 40))},
+        {"max_new_tokens": 9, "min_new_tokens": 5, "eos_token_id": list(range(2, 40))},
+        {"max_new_tokens": 9, "repetition_penalty": 1.4, "no_repeat_ngram_size": 2, "bad_words_ids": [[5], [7, 9]]},
+        {"max_new_tokens": 9, "num_beams": 3, "num_return_sequences": 2, "eos_token_id": None, **DICT},
+        {"max_new_tokens": 9, "num_beams": 3, "eos_token_id": list(range(2, 20)), "pad_token_id": 0},
+        {"max_new_tokens": 6, "guidance_scale": 1.5, "negative_prompt_ids": torch.tensor([[4, 5], [8, 3]])},
+        {"generation_config": GenerationConfig(max_new_tokens=7, num_beams=2)},
+        {"max_new_tokens": 7, "prompt_lookup_num_tokens": 3, "input_ids": IDS[:1], "attention_mask": None},
+        {},
+    ],
+    ids=lambda given: "-".join(given) or "nothing",
+)
+def test_generate_returns_what_it_returns(model: PreTrainedModel, wrong: PreTrainedModel, given: Any) -> None:
+    """Padded batches: greedy, beams, limits, penalties, guidance; a whole config, and no argument at all."""
+    check(model, wrong, **{**BATCH, **given})
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_embeddings(model: PreTrainedModel, wrong: PreTrainedModel, known: bool) -> None:
+    """Lengths count as in transformers, with the ids of the embeddings and without."""
+    embeds = model.get_input_embeddings()(IDS)
+    inputs = {**(BATCH if known else {"attention_mask": BATCH["attention_mask"]}), "inputs_embeds": embeds}
+    check(model, wrong, **inputs, max_length=12, min_length=9, eos_token_id=list(range(2, 40)))
+
+
+@pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
+def test_encoder_decoders(name: str) -> None:
+    """The encoder runs once, in transformers; drafts with an encoder of their own read its inputs."""
+    model, inputs = tiny(name, attn_implementation="eager"), tiny_inputs(name, rows=2)
+    endless = {**DICT, "eos_token_id": None}
+    for draft in (tiny(name, seed=1), None):
+        check(model, draft, **inputs, max_new_tokens=7, num_beams=2, **endless)
+        check(model, draft, **inputs, max_new_tokens=5, decoder_input_ids=STARTS, **endless, **LAYERS)
+    if name != "whisper":
+        check(
+            model, "suffix", **inputs, max_new_tokens=7, encoder_no_repeat_ngram_size=2, encoder_repetition_penalty=1.3
+        )
+    outputs = model.get_encoder()(**inputs)
+    mask = {"attention_mask": inputs["attention_mask"]} if "attention_mask" in inputs else {}
+    check(model, None, encoder_outputs=outputs, **mask, max_new_tokens=5)
+
+
+def test_fewer_passes(model: PreTrainedModel) -> None:
+    """It is the draft that is used, and what is known of it is kept from call to call."""
+    expected = model.generate(IDS[:1], max_new_tokens=16, eos_token_id=[])
+    hook = custom_generate(oracle("perfect", expected.tolist(), 64))
+    for _ in range(2):
+        assert torch.equal(model.generate(IDS[:1], max_new_tokens=16, eos_token_id=[], custom_generate=hook), expected)
+        assert hook.stats is not None
+        assert hook.stats.num_target_passes < 8
+    assert repr(hook).startswith("custom_generate(draft=")
+
+
+def test_samples_are_those_of_a_generator(model: PreTrainedModel, wrong: PreTrainedModel) -> None:
+    """A seed is specdec's; without one torch's generator decides. No draft changes the text."""
+    how = {"do_sample": True, "max_new_tokens": 12, "temperature": 0.8, "top_k": 20, "num_return_sequences": 2}
+    texts = [
+        model.generate(**BATCH, **how, custom_generate=custom_generate(draft, seed=3))
+        for draft in (None, wrong, "suffix")
+    ]
+    assert all(torch.equal(text, texts[0]) for text in texts)
+    assert torch.equal(texts[0], SpecGenerator(model).generate(**BATCH, **how, seed=3).sequences)
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        drawn.append(model.generate(**BATCH, **how, custom_generate=custom_generate(wrong)))
+    assert torch.equal(*drawn)
+    assert not torch.equal(drawn[0], texts[0])
+
+
+def test_processors_criteria_and_prefixes(model: PreTrainedModel, wrong: PreTrainedModel) -> None:
+    """The caller's own come through, in the places of transformers' where they are of one kind."""
+
+    def stop(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        return ids[:, -1] % 5 == 0
+
+    def fewer(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.index_fill(1, (ids[0, -1:] + 1) % 64, -torch.inf)
+
+    check(model, wrong, **BATCH, max_new_tokens=20, stopping_criteria=StoppingCriteriaList([stop]))
+    check(model, wrong, input_ids=IDS[:1], max_new_tokens=9, logits_processor=LogitsProcessorList([fewer]))
+    check(model, wrong, **BATCH, max_length=9, stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(14)]))
+    check(model, wrong, **BATCH, max_new_tokens=8, prefix_allowed_tokens_fn=lambda row, ids: [3 + row, 9, 12])
+    stops = StopStringCriteria(byte_tokenizer(), ["e"])
+    bytewise = tiny("llama", vocab=WIDTH)
+    check(bytewise, None, input_ids=IDS[:1], max_new_tokens=40, stopping_criteria=StoppingCriteriaList([stops]))
+    warm = LogitsProcessorList([TemperatureLogitsWarper(0.5)])
+    check(model, wrong, **BATCH, max_new_tokens=5, logits_processor=warm)
+
+
+def test_streamers(wrong: PreTrainedModel) -> None:
+    """A streamer gets the prompt once, the text, and its end; transformers gives no hook its streamer."""
+    model, tokenizer = tiny("llama", vocab=WIDTH), byte_tokenizer()
+    ids = tokenizer("the quick brown", return_tensors="pt")["input_ids"]
+    texts = []
+    for hook in (None, custom_generate(tiny("llama", vocab=WIDTH, seed=1))):
+        streamer = TextIteratorStreamer(tokenizer, timeout=20)
+        arguments = {"streamer": streamer, "max_new_tokens": 16, "custom_generate": hook}
+        thread = Thread(target=model.generate, args=(ids,), kwargs=arguments)
+        thread.start()
+        texts.append("".join(streamer))
+        thread.join()
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("the quick brown")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"assistant_model": "draft"}, "`assistant_model` beside `custom_generate`"),
+        ({"past_key_values": DynamicCache()}, "`past_key_values` is not supported"),
+        ({"position_ids": torch.arange(5)[None]}, "`position_ids` is not supported"),
+        ({"synced_gpus": True}, "`synced_gpus` is not supported"),
+        ({"cache_implementation": "static"}, "`cache_implementation`='static' is not supported"),
+        ({"negative_prompt_ids": IDS[:1]}, "does nothing without `guidance_scale`"),
+        ({"stopping_criteria": StoppingCriteriaList([EosTokenCriteria(7)])}, "pass its ids as `eos_token_id=`"),
+        ({"penalty_alpha": 0.5, "top_k": 4}, "takes no draft"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(model: PreTrainedModel, wrong: Any, given: Any, message: str) -> None:
+    """No argument is ignored."""
+    given = {name: wrong if value == "draft" else value for name, value in given.items()}
+    with pytest.raises(OptionError, match=message):
+        model.generate(IDS[:1], max_new_tokens=4, custom_generate=custom_generate(wrong), **given)
+
+
+def test_options_of_the_hook(model: PreTrainedModel) -> None:
+    """Options that `generate` takes are not taken twice; the hook is nobody's but `generate`'s."""
+    with pytest.raises(OptionError, match="`temperature` is not an option of custom_generate: pass it to `model"):
+        custom_generate("suffix", temperature=0.5)
+    with pytest.raises(OptionError, match="`sedule` is not an option"):
+        custom_generate("suffix", sedule="cost")
+    hook = custom_generate("suffix", schedule="cost", stop_strings="S", tokenizer=byte_tokenizer())
+    text = tiny("llama", vocab=WIDTH).generate(IDS[:1], max_new_tokens=60, custom_generate=hook)
+    assert byte_tokenizer().decode(text[0]).count("S") == 1
+    assert hook.stats.settings["schedule"] == "cost"
+    with pytest.raises(OptionError, match="decodes for transformers"):
+        hook(model, IDS, [], [], GenerationConfig())
+
+
+def test_weights_that_change(wrong: PreTrainedModel) -> None:
+    """Training goes on between evaluations: no text is told from weights of yesterday."""
+    model, hook = tiny("llama"), custom_generate(wrong)
+    before = model.generate(IDS[:1], max_new_tokens=8, custom_generate=hook)
+    model.load_state_dict(tiny("llama", seed=7).state_dict())
+    after = model.generate(IDS[:1], max_new_tokens=8, custom_generate=hook)
+    assert torch.equal(after, model.generate(IDS[:1], max_new_tokens=8))
+    assert not torch.equal(after, before)
+    model.train()
+    with pytest.raises(OptionError, match="training mode"):
+        model.generate(IDS[:1], max_new_tokens=8, custom_generate=hook)
+
+
+def test_contrastive_search_comes_back(model: PreTrainedModel) -> None:
+    """Strategies that transformers has no code for any more run with the hook."""
+    how = {"max_new_tokens": 8, "penalty_alpha": 0.6, "top_k": 4}
+    found = model.generate(IDS[:1], **how, custom_generate=custom_generate())
+    assert torch.equal(found, SpecGenerator(model).generate(IDS[:1], **how).sequences)
+
+
+def test_a_text_pipeline_that_exists() -> None:
+    """Single prompts, batches and samples, through `generate_kwargs`."""
+    tokenizer = byte_tokenizer()
+    tokenizer.padding_side = "left"
+    pipe = pipeline("text-generation", tiny("llama", vocab=WIDTH), tokenizer=tokenizer, device="cpu")
+    hook = custom_generate(tiny("llama", vocab=WIDTH, seed=1))
+    prompts, how = ["def f(", "class Long(", "x"], {"max_new_tokens": 10, "do_sample": False}
+    assert pipe(prompts, batch_size=3, **how, custom_generate=hook) == pipe(prompts, batch_size=3, **how)
+    assert pipe(prompts[0], **how, num_beams=2, num_return_sequences=2, custom_generate=hook) == pipe(
+        prompts[0], **how, num_beams=2, num_return_sequences=2
+    )
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        pytest.param(
+            {"return_timestamps": True, "generate_kwargs": {"language": "en", "num_beams": 2}}, marks=pytest.mark.slow
+        ),
+        pytest.param({"return_timestamps": "word"}, marks=pytest.mark.slow),
+        {
+            "return_timestamps": True,
+            "generate_kwargs": {
+                "logprob_threshold": -1.0,
+                "no_speech_threshold": 0.001,
+                "compression_ratio_threshold": 1.35,
+                "temperature": (0.0,),
+                "condition_on_prev_tokens": True,
+            },
+        },
+    ],
+    ids=["short", "beams", "words", "thresholds"],
+)
+def test_a_speech_pipeline_that_exists(given: dict[str, Any]) -> None:
+    """Windows one after another, their timestamps, words, silence, and the text before them."""
+    model = speech.whisper(stamps=2.0, end=2.0, attn_implementation="eager")
+    processor = speech.processor()
+    pipe = pipeline(
+        "automatic-speech-recognition",
+        model,
+        tokenizer=processor.tokenizer,
+        feature_extractor=processor.feature_extractor,
+        device="cpu",
+    )
+    seconds = 2.5 if given.get("return_timestamps") else 0.9
+    sound = {"raw": speech.speech(seconds), "sampling_rate": speech.RATE}
+    expected = pipe(dict(sound), **given)
+    hook = custom_generate(speech.whisper(seed=1))
+    kwargs = {**given.get("generate_kwargs", {}), "custom_generate": hook}
+    assert pipe(dict(sound), **{**given, "generate_kwargs": kwargs}) == expected
+    assert hook.stats is not None
