@@ -31,8 +31,9 @@ from specdec.cli.flags import (
     ScheduleName,
     Settings,
     Stats,
+    TpPlan,
 )
-from specdec.cli.load import load
+from specdec.cli.load import first_of_job, load
 from specdec.cli.pair import demo, zoo_app
 from specdec.cli.request import DEFAULT_NEW_TOKENS, read_prediction, read_prompt, read_request
 from specdec.cli.serve import serve
@@ -181,6 +182,7 @@ def generate(
     ] = None,
     offload: Offload = None,
     offload_folder: OffloadFolder = None,
+    tp_plan: TpPlan = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the target on the hub.")] = None,
     draft_dtype: Annotated[str | None, typer.Option(help="The same for the draft; by default the target's.")] = None,
     draft_quantization: Annotated[str | None, typer.Option(help="The same for the draft.")] = None,
@@ -200,6 +202,7 @@ def generate(
 ) -> int:
     """Continue a prompt with TARGET, or answer it (--chat), helped by a draft; the text is TARGET's own."""
     request = read_request(ctx.params)
+    first_of_job(request)
     text, expected = read_prompt(prompt), read_prediction(prediction, request.method)
     generator = load(request, quiet=quiet)
     live = stream and not json_ and request.options.get("num_return_sequences", 1) == 1

@@ -31,6 +31,9 @@ ExactnessName = Annotated[
 Quantization = Annotated[str | None, typer.Option(help=f"One of {', '.join(QUANTIZATIONS)}.")]
 GgufFile = Annotated[str | None, typer.Option(metavar="NAME", help="A GGUF file in the folder or on the hub.")]
 DeviceMap = Annotated[str | None, typer.Option(help="cpu, cuda, auto …")]
+TpPlan = Annotated[
+    str | None, typer.Option(metavar="auto", help="Share the target among the processes that torchrun started.")
+]
 Offload = Annotated[str | None, typer.Option(help=f"{' or '.join(OFFLOADS)}: read weights from there in every pass.")]
 OffloadFolder = Annotated[str | None, typer.Option(help="For weights that must be written again.")]
 ConfigFile = Annotated[Path | None, typer.Option(help="YAML: target, draft, method and options. Flags win.")]
