@@ -49,6 +49,7 @@ from specdec.cli.terminal import (
     Quiet,
     abandon_stdout,
     fail,
+    is_beside,
     notes,
     say,
     stop_on_interrupt,
@@ -73,7 +74,8 @@ def main() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Runs one command and returns its exit code; errors become one line on stderr, unless --debug is given."""
     debug = "--debug" in arguments
-    quiet = "--quiet" in arguments or "-q" in arguments
+    beside = is_beside(arguments)
+    quiet = beside or "--quiet" in arguments or "-q" in arguments
     with warnings.catch_warnings(), notes(quiet=quiet):
         warnings.showwarning = _show_warning(quiet=quiet)
         try:
@@ -93,7 +95,8 @@ def run(arguments: Sequence[str]) -> int:
         except Exception as error:
             if debug:
                 traceback.print_exc()
-            return fail(*_explain(error))
+            message, code = _explain(error)
+            return code if beside and code == USAGE else fail(message, code)
 
 
 def _explain(error: Exception) -> tuple[str, int]:

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from specdec import zoo
-from specdec.errors import OptionError
+from specdec.errors import OptionError, UnsupportedError
 from specdec.loading import DTYPES, PASSES, Loading, split_gguf
 from specdec.models.compat import loads
 from specdec.models.failures import check_complete, check_folder, explained
@@ -61,6 +61,11 @@ def load(
         return source
     if isinstance(source, PreTrainedModel):
         _check_unused(how)
+        if (getattr(source, "tp_size", None) or 1) > 1:
+            raise UnsupportedError(
+                f"the {name} is shared by several processes already, which would not follow one another: pass its name "
+                "or folder to SpecGenerator.from_pretrained with tp_plan='auto'"
+            )
         return LanguageModel(source, gear=how.gear, exactness=how.exactness)
     if not isinstance(source, (str, PathLike)):
         raise OptionError.of(name, "a hub name, a path or a transformers model", type(source).__name__)

@@ -19,7 +19,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
 from typing import Any, NamedTuple
@@ -31,8 +31,8 @@ from transformers.utils import logging
 
 from specdec.errors import EngineError, LoadError, OptionError, SpecdecError
 
-_PATIENCE = timedelta(minutes=10)
-"""How long a process waits for another one that says nothing, but has not ended."""
+_PATIENCE = timedelta(minutes=30)
+"""How long a process waits for another one that says nothing but has not ended; some load far longer than others."""
 _BEAT = 60.0  # seconds without a message until rank 0 gives a sign of life
 _FIRST = 2048  # bytes that a message takes at least
 _LENGTH = 8  # bytes in front that say how long it is
@@ -142,18 +142,21 @@ class Ranks:
         """Lets the others forget what they have under a number some time after `thing` is gone."""
         weakref.finalize(thing, self._gone.append, number)
 
-    def end(self, patience: float = 60.0) -> None:
-        """Lets the others go, after what is under way, for which it waits so many seconds at the most."""
-        ready = self._turn.acquire(timeout=patience)
+    def end(self, patience: float = 60.0) -> bool:
+        """Lets the others go, after what is under way, for which it waits so many seconds; whether that went well."""
+        if not self._turn.acquire(timeout=patience):
+            return False
         try:
-            if ready and self._broken is None:
-                self._unsaid += _packed(None)
-                with suppress(RuntimeError):
-                    self._send()
-            self._broken = self._broken or "the job was ended"
+            if self._broken is not None:
+                return False
+            self._broken = "the job was ended"
+            self._unsaid += _packed(None)
+            self._send()
+            return True
+        except RuntimeError:
+            return False
         finally:
-            if ready:
-                self._turn.release()
+            self._turn.release()
 
     def beat(self, quiet: float) -> None:
         """Gives a sign of life after so many seconds without a message; where nobody is there, nothing can be done."""
@@ -339,7 +342,7 @@ def join(option: str) -> Ranks | None:
         raise SystemExit(0)
     ranks = Ranks(job)
     _own.append(ranks)
-    atexit.register(ranks.end)
+    atexit.register(_leave, ranks)
     threading.Thread(target=_keep_alive, args=(ranks,), name="specdec-ranks", daemon=True).start()
     return ranks
 
@@ -389,3 +392,9 @@ def _keep_alive(ranks: Ranks) -> None:
     while True:
         time.sleep(_BEAT / 4)
         ranks.beat(_BEAT)
+
+
+def _leave(ranks: Ranks) -> None:
+    """At the end of the program; of a job that is broken nothing can be put in order."""
+    if ranks.end() and dist.is_initialized():
+        dist.destroy_process_group()

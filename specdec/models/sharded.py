@@ -6,6 +6,7 @@ Every process runs the same passes over its part of the weights, and keeps its p
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -182,7 +183,7 @@ class LedSession(Shared, Session):
         bare = [Tree(tree.tokens, tree.parents) for tree in trees]  # what a draft thinks of them stays here
         wanted = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
         found: list[Scores] = self._at_once("forward", rows, bare, keep, embeds=embeds, wholes=wholes, **wanted)
-        return found
+        return [replace(scores, tree=tree) for scores, tree in zip(found, trees, strict=True)]
 
     def commit(
         self,
