@@ -31,13 +31,12 @@ def torchrun(*command: str) -> Iterator[subprocess.Popen[str]]:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
-        launch, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        launch, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as running:
         try:
             yield running
         finally:
-            if running.poll() is None:
-                os.killpg(running.pid, signal.SIGKILL)
+            running.terminate()  # it ends the two
 
 
 def finished(*command: str) -> dict[str, Any]:
