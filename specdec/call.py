@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 from time import perf_counter as clock
@@ -11,6 +11,7 @@ from time import time
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from transformers import MaxTimeCriteria, StopStringCriteria
 
 from specdec.config import Options
@@ -135,6 +136,7 @@ class Call:
             if self.reuses_prefixes:
                 rows[-1].context = self._context(prompt, place)
         check_vocabulary(o, self.target)
+        self._in_step = self._step()
         self.request = Request(
             rows=rows,
             pacing=pacing,
@@ -170,7 +172,8 @@ class Call:
         if streamer is not None:
             streamer.put(self.prompts.padded)
         index: dict[int, int] = {}
-        with closing(dispatcher.rounds(self.request, stream=stream or streamer is not None)) as rounds:
+        told = dispatcher.rounds(self.request, stream=stream or streamer is not None)
+        with self._in_step, closing(told) as rounds:
             for round_ in rounds:
                 self._recorder.add(round_)
                 index = index or {row.key: i for i, row in enumerate(self.rows)}
@@ -182,6 +185,21 @@ class Call:
         if streamer is not None:
             streamer.end()
         return self._result(clock() - began)
+
+    def _step(self) -> AbstractContextManager[None]:
+        """What keeps the target's passes in step with those of other processes, where they wait for one another."""
+        if self.options.synced_gpus is False or not (dist.is_available() and dist.is_initialized()):
+            return nullcontext()
+        from specdec.models.synced import InStep, waits_for_others
+
+        if not waits_for_others(self.target, self.options.synced_gpus):
+            return nullcontext()
+        drafter = self.drafter
+        return (
+            InStep(self.target)
+            if drafter is None
+            else InStep(self.target, drafter.models, reading=bool(drafter.hidden_layers))
+        )
 
     def _result(self, seconds: float) -> Generation:
         """What came of the finished request, `seconds` after the call."""

@@ -101,6 +101,7 @@ class Options(BaseModel):
     num_assistant_branches: Positive | None = None
     assistant_confidence_threshold: Share | None = None
     prefill_chunk_size: Positive | None = None
+    synced_gpus: Flag | None = None
     # outputs
     use_cache: Flag | None = None
     return_dict_in_generate: Flag | None = None

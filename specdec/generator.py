@@ -21,7 +21,7 @@ from specdec.inputs import NAMES as MODEL_INPUTS
 from specdec.inputs import Prompt, check_tokenizer, read_prompts, tokenizer_beside, with_predictions
 from specdec.loading import NAMES as LOADING
 from specdec.loading import Loading, Vocabulary
-from specdec.models import LanguageModel
+from specdec.models import LanguageModel, leading, on_own_device
 from specdec.output import Detokenizer, Event, Generation
 from specdec.prefixes import Prefixes
 from specdec.schedule import make_schedule
@@ -98,11 +98,16 @@ class SpecGenerator:
         takes over `dtype`, `device_map` and `trust_remote_code`; `draft_options` are its own (`Loading`
         again), and a `vocabulary`: the number of tokens that it may guess, the likeliest by their ids, the path of a
         text whose tokens they are, or a pair of a number and a text in which they are counted.
+        With `tp_plan` this returns in the first process of a job alone, which also has the draft; the others work for
+        it, and leave the program (SystemExit) when it ends. Raises EngineError in those that lose it.
         Raises OptionError, UnsupportedError and LoadError where something cannot be loaded as asked.
         """
         how, options = Loading.split(options)
         check_defaults(options)
+        leads = leading(how) is not None
         draft_how = how.of_draft(draft_options)
+        if leads:
+            draft_how = on_own_device(draft_how)
         if draft_options and not names_model(draft):
             raise OptionError("`draft_options` load a draft model, and `draft` is no id or path: leave them out")
         if tokenizer is None and is_name(target):

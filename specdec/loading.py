@@ -18,6 +18,8 @@ PASSES = ("gear", "exactness")
 """Options of passes, which models that are loaded already take as well."""
 EXACTNESS = ("auto", "strict")
 """What is promised of texts: what the dtype allows, or equality bit for bit."""
+_WHOLE = ("quantization", "gguf_file", "device_map", "max_memory", "offload", "offload_folder")
+"""Options that say of all weights where they are, or what they are made into."""
 _BY_HAND = "load the model with transformers and pass it, `SpecGenerator(model, tokenizer=tokenizer)`"
 # transformers' words for what is called otherwise here, or must be done there -> the way out.
 FOREIGN = {
@@ -25,7 +27,7 @@ FOREIGN = {
     "load_in_8bit": "pass `quantization='int8'`",
     "load_in_4bit": "pass `quantization='nf4'`",
     **dict.fromkeys(
-        ("attn_implementation", "cache_dir", "force_download", "quantization_config", "subfolder", "token", "tp_plan"),
+        ("attn_implementation", "cache_dir", "force_download", "quantization_config", "subfolder", "token"),
         _BY_HAND,
     ),
 }
@@ -94,7 +96,9 @@ class Loading:
     quantized already. `device_map`, `max_memory` (most memory per device, a number of bytes or text like "2GiB"),
     `revision` and `trust_remote_code` mean what they mean in transformers. `offload` keeps weights in host
     memory ("cpu") or on disk ("disk") and reads them in every pass: all layers, or with `max_memory` those that do not
-    fit; `offload_folder` is for weights that must be written again, a temporary one by default. `gear` is what passes
+    fit; `offload_folder` is for weights that must be written again, a temporary one by default. `tp_plan` shares the
+    weights among the processes of a job (torchrun): "auto", by transformers' plan for the model, or a plan of your own
+    as transformers takes it; the first process goes on alone, the others work for it. `gear` is what passes
     run on: "eager", the layers as they are; "packed", weights in the order in which short passes on a CPU read them;
     "compiled", one compiled function for all passes; "auto" packs where that is faster here, which is measured once,
     and takes compiled code that is there from an earlier time. `exactness`="strict" promises, whatever the dtype, the
@@ -110,6 +114,7 @@ class Loading:
     max_memory: Mapping[str | int, str | int] | None = None
     offload: str | None = None
     offload_folder: str | PathLike[str] | None = None
+    tp_plan: str | Mapping[str, str] | None = None
     gear: str = "auto"
     exactness: str = "auto"
     revision: str | None = None
@@ -128,6 +133,8 @@ class Loading:
             raise OptionError.of("trust_remote_code", "true or false", self.trust_remote_code)
         if self.gguf_file is not None:
             self._check_gguf()
+        if self.tp_plan is not None:
+            self._check_plan()
         if self.offload is not None and self.device_map is not None:
             raise OptionError("`device_map` and `offload` both say where weights live: pass one of them")
         placed = self.offload is not None or self.device_map is not None
@@ -140,6 +147,21 @@ class Loading:
             raise OptionError(
                 f"`quantization`={self.quantization!r} and `offload` do not go together, as such weights stay in "
                 f"memory: use {others}, or leave out one of them"
+            )
+
+    def _check_plan(self) -> None:
+        if self.tp_plan != "auto" and not isinstance(self.tp_plan, Mapping):
+            raise OptionError.of("tp_plan", "'auto', or a mapping of modules to transformers' styles", self.tp_plan)
+        if idle := [name for name in _WHOLE if getattr(self, name) is not None]:
+            raise OptionError(
+                f"`tp_plan` shares weights among processes as they are in the checkpoint, and `{idle[0]}` wants them "
+                "otherwise: leave out one of them"
+            )
+        if self.gear not in ("auto", "eager") or self.exactness != "auto":
+            name = "gear" if self.gear not in ("auto", "eager") else "exactness"
+            raise UnsupportedError(
+                f"`{name}`={getattr(self, name)!r} needs whole layers, and `tp_plan` leaves each process a part of "
+                f"them: leave out `{name}`"
             )
 
     def _check_gguf(self) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from specdec.models import LanguageModel, Prefix
-from specdec.models.kv_session import KvSession
 from specdec.prefixes import LEAST, Prefixes, Text
 from specdec.request import Request
 from specdec.rows import RunningRow
@@ -31,7 +30,7 @@ class Places:
 
     def __init__(self, model: LanguageModel, prefixes: Prefixes | None = None) -> None:
         self.target = model.session()
-        self._shares = isinstance(self.target, KvSession) and model.capability.boundary is None
+        self._shares = self.target.keeps_prefixes and model.capability.boundary is None
         self._keeps = self._shares and not model.is_encoder_decoder
         self.prefixes = prefixes if self._keeps else None
         self._model, self._weights = model, model.weights_state()
@@ -131,7 +130,6 @@ class Places:
 
     def _continue(self, row: RunningRow, join: Join | None = None) -> int:
         """Gives a row a place, where it continues what was read for another one, if there is such; how much that is."""
-        assert isinstance(self.target, KvSession)
         source, length = self._nearest(row)
         length = _joined(join, row, source, length)
         if not length:
@@ -144,7 +142,6 @@ class Places:
 
     def _retain(self, row: RunningRow, prefixes: Prefixes) -> None:
         """Keeps the text of a row that leaves, where there is room for it."""
-        assert isinstance(self.target, KvSession)
         assert row.slot is not None
         length = self.target.length(row.slot)
         text = _text(row, length)

@@ -32,10 +32,11 @@ from specdec.cli.flags import (
     ScheduleName,
     Settings,
     Stats,
+    TpPlan,
     one_of,
     own_pairs,
 )
-from specdec.cli.load import load
+from specdec.cli.load import first_of_job, load
 from specdec.cli.pair import demo, zoo_app
 from specdec.cli.request import DEFAULT_NEW_TOKENS, read_prediction, read_prompt, read_request
 from specdec.cli.serve import serve
@@ -52,6 +53,7 @@ from specdec.cli.terminal import (
     Quiet,
     abandon_stdout,
     fail,
+    is_beside,
     notes,
     say,
     stop_on_interrupt,
@@ -79,7 +81,8 @@ def main() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Runs one command and returns its exit code; errors become one line on stderr, unless --debug is given."""
     debug = "--debug" in arguments
-    quiet = "--quiet" in arguments or "-q" in arguments
+    beside = is_beside(arguments)
+    quiet = beside or "--quiet" in arguments or "-q" in arguments
     with warnings.catch_warnings(), notes(quiet=quiet):
         warnings.showwarning = _show_warning(quiet=quiet)
         try:
@@ -99,7 +102,8 @@ def run(arguments: Sequence[str]) -> int:
         except Exception as error:
             if debug:
                 traceback.print_exc()
-            return fail(*_explain(error))
+            message, code = _explain(error)
+            return code if beside and code == USAGE else fail(message, code)
 
 
 def _explain(error: Exception) -> tuple[str, int]:
@@ -194,6 +198,7 @@ def generate(
     ] = None,
     offload: Offload = None,
     offload_folder: OffloadFolder = None,
+    tp_plan: TpPlan = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the target on the hub.")] = None,
     draft_dtype: Annotated[str | None, typer.Option(help="The same for the draft; by default the target's.")] = None,
     draft_quantization: Annotated[str | None, typer.Option(help="The same for the draft.")] = None,
@@ -213,6 +218,7 @@ def generate(
 ) -> int:
     """Continue a prompt with TARGET, or answer it (--chat), helped by a draft; the text is TARGET's own."""
     request = read_request(ctx.params)
+    first_of_job(request)
     text, expected = read_prompt(prompt), read_prediction(prediction, request.method)
     generator = load(request, quiet=quiet)
     live = stream and not json_ and request.options.get("num_return_sequences", 1) == 1

@@ -67,6 +67,9 @@ Offload = Annotated[
         help=f"{' or '.join(OFFLOADS)}: read weights from there in every pass.", autocompletion=one_of(OFFLOADS)
     ),
 ]
+TpPlan = Annotated[
+    str | None, typer.Option(metavar="auto", help="Share the target among the processes that torchrun started.")
+]
 OffloadFolder = Annotated[str | None, typer.Option(help="For weights that must be written again.")]
 ConfigFile = Annotated[Path | None, typer.Option(help="YAML: target, draft, method and options. Flags win.")]
 Settings = Annotated[

@@ -7,9 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.cli.request import Request, locate
 from specdec.cli.terminal import loading
+from specdec.loading import Loading
 
 if TYPE_CHECKING:
     from specdec.generator import SpecGenerator
+
+
+def first_of_job(request: Request) -> None:
+    """Returns in the first process of those that share the target; the others stay in here, and leave when it ends."""
+    if request.loading.get("tp_plan") is not None:
+        from specdec.models import leading
+
+        leading(Loading(tp_plan=request.loading["tp_plan"]))
 
 
 def load(request: Request, *, quiet: bool, **more: Any) -> SpecGenerator:

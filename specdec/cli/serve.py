@@ -22,6 +22,7 @@ from specdec.cli.flags import (
     Quantization,
     RemoteCode,
     ScheduleName,
+    TpPlan,
 )
 from specdec.cli.request import choose_draft
 from specdec.cli.terminal import OK, Debug, Quiet, loading
@@ -91,6 +92,7 @@ def serve(
     device_map: DeviceMap = None,
     offload: Offload = None,
     offload_folder: OffloadFolder = None,
+    tp_plan: TpPlan = None,
     trust_remote_code: RemoteCode = False,
     quiet: Quiet = False,
     debug: Debug = False,

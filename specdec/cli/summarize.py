@@ -24,7 +24,7 @@ from specdec.cli.flags import (
     Settings,
     Stats,
 )
-from specdec.cli.load import load
+from specdec.cli.load import first_of_job, load
 from specdec.cli.request import DEFAULT_NEW_TOKENS, Request, read_request, read_text
 from specdec.cli.show import print_text, settings, stats_fields, stats_table, write
 from specdec.cli.terminal import INTERRUPTED, OK, Debug, Heartbeat, Quiet, loading, say
@@ -79,6 +79,7 @@ def summarize(
     request = read_request(flags, named="--model", new_tokens=None)
     if not files and not demo:
         raise OptionError("no file was named: pass FILE, - to read stdin, or --demo for texts of the package")
+    first_of_job(request)
     texts, references = demo_texts() if demo else read_files(files or []), read_files(reference or [])
     if references and len(references) != len(texts):
         raise OptionError.of("--reference", f"given once for each of {len(texts)} files", list(references))

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from typing import Annotated, Any
 
@@ -36,6 +36,11 @@ EXAMPLES = {
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no warnings on stderr.")]
+
+
+def is_beside(arguments: Sequence[str]) -> bool:
+    """Whether another process of the same job says what there is to say."""
+    return os.environ.get("RANK", "0") != "0" and any(one.startswith("--tp-plan") for one in arguments)
 
 
 def fail(message: str, code: int) -> int:

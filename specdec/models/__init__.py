@@ -4,7 +4,7 @@ from specdec.models.capability import Capability
 from specdec.models.encoding import Encoding
 from specdec.models.helpers import release_helpers
 from specdec.models.language_model import LanguageModel
-from specdec.models.loading import load
+from specdec.models.loading import leading, load, on_own_device
 from specdec.models.memory import digest, free_bytes
 from specdec.models.session import Session
 from specdec.models.store import Prefix
@@ -17,6 +17,8 @@ __all__ = [
     "Session",
     "digest",
     "free_bytes",
+    "leading",
     "load",
+    "on_own_device",
     "release_helpers",
 ]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from specdec.kernels import AnyLinear, PackedLinear, why_not
 from specdec.models.encoding import trial_encoding
@@ -97,8 +98,13 @@ def _read(session: Session, rows: list[int], texts: list[list[int]]) -> list[Ten
 
 
 def _kind(module: nn.Module) -> tuple[type, type]:
-    """Layers of one kind compute alike: their class, and that of their weight, which quantization replaces."""
-    return type(module), type(getattr(module, "weight", None))
+    """Layers of one kind compute alike: their class, and that of their weight, which quantization replaces.
+
+    Those whose weights are gathered from other processes for every pass are ordinary then.
+    """
+    weight = getattr(module, "weight", None)
+    gathered = isinstance(module, nn.Linear) and isinstance(weight, DTensor)
+    return (nn.Linear, nn.Parameter) if gathered else (type(module), type(weight))
 
 
 _KNOWN = ((nn.Linear, nn.Parameter), (Int8Linear, nn.Parameter))

@@ -46,6 +46,8 @@ class KvSession(Session):
     from the first to the last that take part: the narrow view of a buffer costs nothing.
     """
 
+    keeps_prefixes = True
+
     def __init__(self, language: LanguageModel) -> None:
         self.passes = 0
         self.cache_reset_length = language.capability.cache_reset_length

@@ -45,8 +45,10 @@ class LanguageModel:
     `exactness`="strict" promises that a token's logits depend on its text alone, bit for bit: not on the other tokens
     of a pass, other rows, or branches. It is tried when the model is made.
     Raises OptionError for a model in training mode and unknown gears, UnsupportedError for one without a language-model
-    head, and for a gear or exactness that it cannot have.
+    head, and for a gear or exactness that it cannot have. `is_sharded`: other processes have parts of its weights.
     """
+
+    is_sharded = False
 
     def __init__(
         self,
@@ -147,7 +149,7 @@ class LanguageModel:
         """The same model stopping after its first `layers` decoder layers; weights are shared, nothing is changed."""
         if not 1 <= layers < self.num_layers:
             raise OptionError.of("layers", f"between 1 and {self.num_layers - 1}, fewer than the model has", layers)
-        return LanguageModel(
+        return type(self)(
             shallow_exit(self.model, self.num_layers, layers), gear="compiled" if self.gear == "compiled" else "eager"
         )
 
@@ -223,6 +225,16 @@ class LanguageModel:
             return False
         mine, theirs = (m.model.get_encoder().state_dict() for m in (self, other))
         return mine.keys() == theirs.keys() and all(_equal(mine[name], theirs[name]) for name in mine)
+
+    @property
+    def input_embeddings(self) -> Any:
+        """The module that looks tokens up, as drafts may use it."""
+        return self.model.get_input_embeddings()
+
+    @property
+    def output_embeddings(self) -> Any:
+        """The language head, as drafts may use it."""
+        return self.model.get_output_embeddings()
 
     @property
     def decoder(self) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import (
@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from specdec import zoo
-from specdec.errors import OptionError
+from specdec.errors import OptionError, UnsupportedError
 from specdec.loading import DTYPES, PASSES, Loading, split_gguf
 from specdec.models.compat import loads
 from specdec.models.failures import check_complete, check_folder, explained
@@ -28,8 +28,12 @@ from specdec.models.gears import is_packed, slower_than_floats
 from specdec.models.gguf import GgufFile
 from specdec.models.language_model import LanguageModel
 from specdec.models.placement import device_map, dispatch, keep, offload_folder, read_ahead
+from specdec.models.plans import parts
 from specdec.models.quantize import Quantizer, make_quantizer, settle_four_bits
 from specdec.models.stored import check
+
+if TYPE_CHECKING:
+    from specdec.models.ranks import Ranks
 
 _log = logging.getLogger(__name__)
 _POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")  # of transformers' device_map
@@ -57,6 +61,11 @@ def load(
         return source
     if isinstance(source, PreTrainedModel):
         _check_unused(how)
+        if (getattr(source, "tp_size", None) or 1) > 1:
+            raise UnsupportedError(
+                f"the {name} is shared by several processes already, which would not follow one another: pass its name "
+                "or folder to SpecGenerator.from_pretrained with tp_plan='auto'"
+            )
         return LanguageModel(source, gear=how.gear, exactness=how.exactness)
     if not isinstance(source, (str, PathLike)):
         raise OptionError.of(name, "a hub name, a path or a transformers model", type(source).__name__)
@@ -70,11 +79,45 @@ def load(
     else:
         raise OptionError(f"`gguf_file` names a file in a folder, and `{name}` is a GGUF file itself: leave one out")
     _check_devices(how)
-    with explained(str(source), name, words):
+    ranks = leading(how)
+    if ranks is None:
+        language = _made(LanguageModel, str(source), folder, replace(how, tp_plan=None), name, tuple(words))
+        _tell_slow_type(str(source), language, how)
+        return language
+    from specdec.models.sharded import ShardedModel
+
+    how = replace(how, gear="eager")
+    number, part = ranks.load(_made, ShardedModel, str(source), folder, how, name, tuple(words))
+    led: LanguageModel = part.lead(ranks, number)
+    return led
+
+
+def leading(how: Loading) -> Ranks | None:
+    """This process's say over the others that share a model which is loaded so; None where nobody does.
+
+    Those others stay in here, and leave the program when this one ends. Raises OptionError where no job was started.
+    """
+    if how.tp_plan is None:
+        return None
+    from specdec.models.ranks import join
+
+    return join("tp_plan")
+
+
+def on_own_device(how: Loading) -> Loading:
+    """The same for a model of this process alone, on the device on which it has its part of a shared one."""
+    if how.device_map is not None or not torch.accelerator.is_available():
+        return how
+    return replace(how, device_map={"": torch.accelerator.current_device_index()})
+
+
+def _made(
+    kind: type[LanguageModel], source: str, folder: str, how: Loading, name: str, words: tuple[str, ...]
+) -> LanguageModel:
+    """The model in a folder or at a hub name, wrapped; `source` is what the caller called that."""
+    with explained(source, name, words):
         model = _read(folder, how, name)
-    language = LanguageModel(model, gear=how.gear, exactness=how.exactness, owned=True)
-    _tell_slow_type(str(source), language, how)
-    return language
+    return kind(model, gear=how.gear, exactness=how.exactness, owned=True)
 
 
 def _check_unused(how: Loading) -> None:
@@ -127,6 +170,8 @@ def _read(name: str, how: Loading, argument: str) -> Any:
         options["offload_folder"] = folder
         options["device_map"] = how.device_map if places is None or quantizer.converts else places
         options["max_memory"] = how.max_memory and dict(how.max_memory)  # strings in it are replaced
+        if how.tp_plan is not None:
+            options["distributed_config"] = parts(config, how.tp_plan, name)
         with reading():
             model, info = kind.from_pretrained(name, config=config, output_loading_info=True, **options)
         if options["dtype"] == "auto" and _widens(model.dtype, config, how):  # where the config had not told the type

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specdec.errors import OptionError
+from specdec.errors import OptionError, UnsupportedError
 from specdec.models.encoding import Encoding
+from specdec.models.store import Prefix
 from specdec.types import Scores, Tree
 
 
@@ -19,11 +20,12 @@ class Session(ABC):
     A row is a number that `add` or `fork` gave out; it never changes. It holds a text and, beyond the text's end,
     *pending branches*: a tree of nodes that may still become text (beams). `passes` counts the forward passes so far.
     Where `cache_reset_length` is set, a text that grows longer must be read again from its beginning: no node of a pass
-    may lie beyond that length while the text does not.
+    may lie beyond that length while the text does not. `keeps_prefixes`: texts can be kept and continued by new rows.
     """
 
     cache_reset_length: int | None
     passes: int
+    keeps_prefixes = False
 
     @property
     @abstractmethod
@@ -43,6 +45,17 @@ class Session(ABC):
 
         None keeps the pending branches as well. Raises OptionError for more tokens than the row holds.
         """
+
+    def keep_prefix(self, row: int, length: int) -> Prefix:
+        """A copy of the keys and values of the row's first `length` tokens, which must be its settled text.
+
+        Raises UnsupportedError, as `read_from` does, unless the session `keeps_prefixes`.
+        """
+        raise UnsupportedError(f"{type(self).__name__} keeps no texts of rows that have left")
+
+    def read_from(self, prefix: Prefix, length: int) -> int:
+        """A new row that begins with the first `length` tokens of keys and values kept by `keep_prefix`."""
+        raise UnsupportedError(f"{type(self).__name__} continues no texts of rows that have left")
 
     @abstractmethod
     def remove(self, rows: Sequence[int]) -> None:

@@ -138,11 +138,11 @@ def load_dflash(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> 
     with unallocated():
         stage = DFlashStage(
             config,
-            Embedding(target.model.get_input_embeddings()),
+            Embedding(target.input_embeddings),
             target.vocab_size,
             hidden=len(layers),
             causal=not given.get("sliding_window_non_causal", False),
-            whole=None if has_head or vocabulary is not None else target.model.get_output_embeddings().__call__,
+            whole=None if has_head or vocabulary is not None else target.output_embeddings.__call__,
             vocabulary=vocabulary,
         )
     size, anchor = given.get("block_size", 8), bool(given.get("sample_from_anchor", False))
@@ -160,11 +160,11 @@ def load_assistant(checkpoint: Checkpoint, target: LanguageModel, how: Loading) 
     with unallocated():
         stage = DFlashStage(
             config,
-            Embedding(target.model.get_input_embeddings()),
+            Embedding(target.input_embeddings),
             target.vocab_size,
             hidden=len(layers),
             anchored=False,
-            whole=target.model.get_output_embeddings().__call__,
+            whole=target.output_embeddings.__call__,
         )
     return _filled(stage, renamed, target, how, layers, checkpoint.config["block_size"] - 1, anchor=False)
 

@@ -173,7 +173,7 @@ def load_eagle(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> H
     layers = checkpoint.read_layers("eagle_aux_hidden_state_layer_ids", target)
     table = checkpoint.weights.get("embed_tokens.weight")
     dtype = checkpoint.dtype(how, target)
-    embedding = Embedding(target.model.get_input_embeddings() if table is None else table.to(target.device, dtype))
+    embedding = Embedding(target.input_embeddings if table is None else table.to(target.device, dtype))
     if embedding.width != config.hidden_size:
         raise checkpoint.broken(f"embeddings are {embedding.width} wide, its layers {config.hidden_size}")
     vocabulary = checkpoint.vocabulary(target, given.get("draft_vocab_size", target.vocab_size))

@@ -36,10 +36,10 @@ def make_eagle(target: LanguageModel, vocabulary: Tensor | None, layers: int = 1
         raise UnsupportedError(f"a head goes on from a decoder alone, and {type(target.model).__name__} has an encoder")
     reads = layers_to_read(target)
     target.check_hidden_states(reads)
-    head = target.model.get_output_embeddings()
+    head = target.output_embeddings
     if type(head) is not nn.Linear or head.weight.is_meta:
         raise UnsupportedError(f"a head starts from that of its target, and {type(head).__name__} cannot be copied")
-    embedding = Embedding(target.model.get_input_embeddings())
+    embedding = Embedding(target.input_embeddings)
     if embedding.width != target.config.hidden_size:
         raise UnsupportedError(
             f"the embeddings of {type(target.model).__name__} are {embedding.width} wide, its layers "

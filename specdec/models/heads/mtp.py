@@ -80,6 +80,8 @@ def load_mtp(target: LanguageModel, *, gear: str = "auto", argument: str = "draf
             f"`{argument}`: {type(target.model).__name__} has no layers for multi-token prediction (its config has no "
             "`num_mtp_layers`): name another draft"
         )
+    if target.is_sharded:
+        raise UnsupportedError(f"`{argument}`: layers for multi-token prediction are not shared: leave `tp_plan` out")
     with explained(name, argument):
         model = MtpModel.from_pretrained(target.model, device_map={"": target.device})
     stages = [MtpStage(model.eval(), depth, target.vocab_size) for depth in range(count)]

@@ -1,0 +1,6 @@
+"""`python -m specdec`, and `torchrun -m specdec`: the command line."""
+
+from specdec.cli import main
+
+if __name__ == "__main__":
+    main()

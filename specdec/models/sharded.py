@@ -1,0 +1,215 @@
+"""Models whose weights lie on several processes (tensor parallelism by transformers' plans), as rank 0 uses them.
+
+Every process runs the same passes over its part of the weights, and keeps its part of the keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from specdec.errors import EngineError, UnsupportedError
+from specdec.models.encoding import Encoding
+from specdec.models.exactness import Exactness
+from specdec.models.language_model import LanguageModel
+from specdec.models.ranks import Ranks, Shared
+from specdec.models.session import Session
+from specdec.models.store import Prefix
+from specdec.types import Scores, Tree
+
+_KEYS = ("k_proj", "qkv_proj", "query_key_value")  # what the modules are called that make keys
+
+
+class ShardedModel(Shared, LanguageModel):
+    """A model of which every process has a part; on rank 0, which `leads`, whatever is done with it all do.
+
+    Its passes run on the layers as they are (`gear` "eager").
+    """
+
+    is_sharded = True
+    ranks: Ranks | None = None
+
+    def lead(self, ranks: Ranks, number: int) -> ShardedModel:
+        """Makes this part the one that the program uses, of what all have under `number`."""
+        self.ranks, self.number = ranks, number
+        ranks.drop_with(self, number)
+
+        def check(*_: Any) -> None:
+            if not ranks.telling:
+                raise EngineError(
+                    "this model is shared by several processes, and a pass of one of them would wait for the others "
+                    "for ever: use it through SpecGenerator"
+                )
+
+        self.model.register_forward_pre_hook(check)
+        return self
+
+    @property
+    def kv_bytes(self) -> int:
+        """What the keys and values of one position take in this process."""
+        whole, size = super().kv_bytes, getattr(self.model, "_tp_size", None) or 1
+        plan: Mapping[str, str] = getattr(self.model, "_tp_plan", None) or {}
+        split = any(name.rpartition(".")[2] in _KEYS and style == "colwise" for name, style in plan.items())
+        return whole // size if split else whole
+
+    @cached_property
+    def exactness(self) -> Exactness:
+        """As of ordinary layers; parts of sums are added up in one order, whatever shares a pass."""
+        return "exact" if self.dtype in (torch.float32, torch.float64) else "rounding"
+
+    @property
+    def input_embeddings(self) -> Any:
+        """A whole copy, for drafts, which rank 0 runs alone."""
+        return self._whole_embeddings if self.ranks is not None else super().input_embeddings
+
+    @property
+    def output_embeddings(self) -> Any:
+        """A whole copy, for drafts."""
+        return self._whole_head if self.ranks is not None else super().output_embeddings
+
+    def session(self) -> Session:
+        """A new session without rows, in every process."""
+        if self.ranks is None:
+            return super().session()
+        return LedSession(self.ranks, *self.ranks.make(LanguageModel.session, self))
+
+    def early_exit(self, layers: int) -> LanguageModel:
+        """The same model stopping after its first layers, in every process."""
+        if self.ranks is None:
+            return super().early_exit(layers)
+        number, small = self.ranks.load(LanguageModel.early_exit, self, layers)
+        assert isinstance(small, ShardedModel)
+        return small.lead(self.ranks, number)
+
+    def check_attentions(self, *, drafted: bool = False, branched: bool = False) -> None:
+        """Raises UnsupportedError: every process has those of some heads."""
+        raise UnsupportedError("`output_attentions` are those of some heads in each process: leave `tp_plan` out")
+
+    @cached_property
+    def _whole_embeddings(self) -> nn.Embedding:
+        assert self.ranks is not None
+        weight = self.ranks.do(_whole, self, "get_input_embeddings", "weight")
+        return nn.Embedding(weight.shape[0], weight.shape[1], _weight=weight)
+
+    @cached_property
+    def _whole_head(self) -> nn.Linear:
+        assert self.ranks is not None
+        weight, bias = (self.ranks.do(_whole, self, "get_output_embeddings", name) for name in ("weight", "bias"))
+        head = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+        head.load_state_dict({"weight": weight} | ({} if bias is None else {"bias": bias}), assign=True)
+        return head
+
+
+def _whole(language: LanguageModel, module: str, name: str) -> Tensor | None:
+    """All parts of a weight put together, in every process."""
+    weight: Any = getattr(getattr(language.model, module)(), name, None)
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
+class LedPrefix(Shared, Prefix):
+    """Rank 0's part of a text's keys and values."""
+
+    def __init__(self, ranks: Ranks, number: int, own: Prefix) -> None:
+        super().__init__(own)
+        self.number = number
+        ranks.drop_with(self, number)
+
+
+class LedSession(Shared, Session):
+    """A session of which every process has a part: what is done to it all do, and rank 0 looks at its own."""
+
+    def __init__(self, ranks: Ranks, number: int, own: Session) -> None:
+        self._ranks, self.number, self._own = ranks, number, own
+        self.cache_reset_length, self.keeps_prefixes = own.cache_reset_length, own.keeps_prefixes
+        ranks.drop_with(self, number)
+
+    @property
+    def own(self) -> Session:
+        """The part of this process."""
+        return self._own
+
+    @property
+    def passes(self) -> int:  # type: ignore[override]
+        """Forward passes so far, the same in all processes."""
+        return self._own.passes
+
+    @property
+    def bytes(self) -> int:
+        """What the buffers of this process take."""
+        return self._own.bytes
+
+    def bound(self, rows: int, columns: int) -> None:
+        self._each("bound", rows, columns)
+
+    def add(self, rows: int, encoding: Encoding | None = None) -> list[int]:
+        added: list[int] = self._each("add", rows, encoding)
+        return added
+
+    def fork(self, row: int, length: int | None = None) -> int:
+        return int(self._each("fork", row, length))
+
+    def read_from(self, prefix: Prefix, length: int) -> int:
+        return int(self._each("read_from", prefix, length))
+
+    def keep_prefix(self, row: int, length: int) -> Prefix:
+        return LedPrefix(self._ranks, *self._ranks.make(type(self._own).keep_prefix, self, row, length))
+
+    def remove(self, rows: Sequence[int]) -> None:
+        self._each("remove", rows)
+
+    def length(self, row: int) -> int:
+        return self._own.length(row)
+
+    def pending(self, row: int) -> int:
+        return self._own.pending(row)
+
+    def forward(
+        self,
+        rows: Sequence[int],
+        trees: Sequence[Tree],
+        keep: Sequence[int],
+        *,
+        embeds: Sequence[Tensor | None] | None = None,
+        wholes: Sequence[int] | None = None,
+        output_hidden_states: bool | Sequence[int] = False,
+        output_attentions: bool = False,
+    ) -> list[Scores]:
+        bare = [Tree(tree.tokens, tree.parents) for tree in trees]  # what a draft thinks of them stays here
+        wanted = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
+        found: list[Scores] = self._at_once("forward", rows, bare, keep, embeds=embeds, wholes=wholes, **wanted)
+        return [replace(scores, tree=tree) for scores, tree in zip(found, trees, strict=True)]
+
+    def commit(
+        self,
+        rows: Sequence[int],
+        paths: Sequence[list[int]],
+        *,
+        texts: Sequence[int] | None = None,
+        final: bool = True,
+    ) -> None:
+        self._each("commit", rows, paths, texts=texts, final=final)
+
+    def advance(self, rows: Sequence[int], tokens: Sequence[int]) -> Tensor:
+        found: Tensor = self._at_once("advance", rows, tokens)
+        return found
+
+    def refresh(self, rows: Sequence[int]) -> None:
+        if self.cache_reset_length is not None:
+            self._each("refresh", rows)
+
+    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        self._each("truncate", rows, lengths)
+
+    def _at_once(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """A pass, in which all meet."""
+        return self._ranks.do(getattr(type(self._own), method), self, *arguments, **options)
+
+    def _each(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """What every process does with its own part alone."""
+        return self._ranks.note(getattr(type(self._own), method), self, *arguments, **options)

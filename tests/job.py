@@ -1,0 +1,107 @@
+"""What processes of a job run in tests: `torchrun -m tests.job WHAT FOLDER`; rank 0 prints what came of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+from specdec import SpecGenerator, cli
+from tests.folders import saved
+from tests.heads import eagle_folder
+from tests.tiny import tiny
+
+IDS = [[5, 6, 7, 8, 9, 5, 6], [3, 4, 5]]
+RUN: dict[str, Any] = {"max_new_tokens": 16, "eos_token_id": [], "pad_token_id": 0}
+CALLS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "seed": 3},
+    "rejection": {"do_sample": True, "seed": 3, "sampling": "rejection"},
+    "beams": {"num_beams": 3, "num_return_sequences": 2},
+}
+TARGETS: dict[str, dict[str, Any]] = {"llama": {}, "qwen3": {"tie_word_embeddings": True, "vocab": 63}}
+DRAFTS = (None, "suffix", "ngram", "model", "head", "early_exit:1")
+ARRIVALS = 6
+
+
+def save(folder: Path) -> None:
+    """The models of all jobs."""
+    for name, options in TARGETS.items():
+        saved(name, folder / name, num_hidden_layers=3, **options)
+    saved("llama", folder / "model", seed=1)
+    eagle_folder(folder / "head")
+
+
+def texts(folder: Path, **how: Any) -> dict[str, Any]:
+    """What is written with every draft, by every strategy; and by threads whose calls come at any time."""
+    found: dict[str, Any] = {}
+    for target in TARGETS:
+        for name in DRAFTS:
+            draft = str(folder / name) if name in ("model", "head") else name
+            if draft != name and target != "llama":
+                continue  # those have its vocabulary
+            gen = SpecGenerator.from_pretrained(str(folder / target), draft, dtype="float32", **how, **RUN)
+            for call, options in CALLS.items():
+                out = gen.generate(IDS, **options)
+                found[f"{target} {name} {call}"] = out.sequences.tolist()
+    found["arrivals"] = arrivals(gen)
+    return found
+
+
+def arrivals(gen: SpecGenerator) -> list[Any]:
+    """What calls write that overlap, each from a thread of its own, which comes when it likes."""
+    found: list[Any] = [None] * ARRIVALS
+
+    def call(i: int) -> None:
+        time.sleep(0.02 * (os.urandom(1)[0] % 4))
+        found[i] = gen.generate([IDS[0][: i + 1]], do_sample=bool(i % 2), seed=i).sequences.tolist()
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(ARRIVALS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def synced(_: Path) -> dict[str, Any]:
+    """What processes write of which each has texts of its own, on weights that every pass gathers from all."""
+    dist.init_process_group("gloo")
+    rank, model = dist.get_rank(), tiny("llama")
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    gen = SpecGenerator(model, tiny("llama", seed=1), **RUN)
+    given: dict[str, Any] = {"max_new_tokens": 4 + 20 * rank}
+    out = [
+        gen.generate([IDS[rank]], synced_gpus=True, **given).sequences.tolist(),
+        gen.generate([IDS[1 - rank]], do_sample=True, seed=rank).sequences.tolist(),  # it is known that it must
+    ]
+    every: list[Any] = [None, None]
+    dist.all_gather_object(every, out)
+    dist.destroy_process_group()
+    return {"synced": every}
+
+
+def main(what: str, folder: str) -> int:
+    torch.set_num_threads(1)
+    if what == "command":
+        Path(folder, os.environ["RANK"]).write_text(str(os.getpid()))
+        prompt = ["-p", "abc", "--method", "suffix", "--max-new-tokens", "1500", "--set", "eos_token_id=[]"]
+        return cli.commands.run(["generate", folder, "--tp-plan", "auto", *prompt])
+    found = texts(Path(folder), tp_plan="auto") if what == "texts" else synced(Path(folder))
+    if os.environ["RANK"] == "0":
+        print(json.dumps(found), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
