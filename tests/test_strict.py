@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from specdec.models.exactness import strict_obstacle
 from specdec.models.gears import replaced
 from specdec.models.steady import Sigmoid, Tanh
 from specdec.types import Tree
+from tests.heads import eagle_folder
 from tests.tiny import ENCODER_DECODERS, tiny, tiny_inputs
 
 pytestmark = pytest.mark.usefixtures("built")
@@ -40,6 +42,11 @@ CASES = [
 @functools.cache
 def strict(name: str, kind: str) -> LanguageModel:
     """With its decoder's layers in this dtype or quantization."""
+    return LanguageModel(quantized(name, kind), exactness="strict")
+
+
+def quantized(name: str, kind: str) -> Any:
+    """The model, whose integers are packed."""
     model = tiny(name)
     if kind == "bfloat16":
         model = model.bfloat16()
@@ -49,7 +56,7 @@ def strict(name: str, kind: str) -> LanguageModel:
             if type(module) is nn.Linear and module not in encoder:
                 weight = kernels.to_int8(module.weight) if kind == "int8" else kernels.to_int4(module.weight, 16)
                 replaced(model, layer, kernels.pack(weight, bias=module.bias, lookup=True))
-    return LanguageModel(model, exactness="strict")
+    return model
 
 
 def wild(tokens: list[int], k: int) -> list[int]:
@@ -170,6 +177,41 @@ def test_activations_do_not_depend_on_the_place() -> None:
         torch.testing.assert_close(whole, torchs(given.float()).to(dtype), atol=1e-5, rtol=2**-7)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads(kind: str, tmp_path: Path) -> None:
+    """A draft that reads hidden states changes no bit either, whatever its schedule and the way of choosing."""
+    target = strict("llama", kind)
+    generator = SpecGenerator(target, eagle_folder(tmp_path, eagle_aux_hidden_state_layer_ids=[0, 1]))
+    given: dict[str, Any] = {"input_ids": prompts(3), **COMMON}
+    for how, schedule, branches in zip(HOWS, SCHEDULES[1:], (2, 1, 4), strict=True):
+        out = generator.generate(**given, **how, schedule=schedule, num_assistant_branches=branches)
+        assert texts(out) == texts(SpecGenerator(target).generate(**given, **how))
+        assert out.stats.num_draft_tokens > 0
+        assert out.stats.exactness == "strict"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_compiled_passes_of_target_and_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One function of each makes all passes, those whose hidden states a head reads and those that nobody asks."""
+    monkeypatch.setenv("SPECDEC_COMPILED", str(tmp_path / "compiled"))
+    target = LanguageModel(quantized("llama", "int8"), gear="compiled", exactness="strict")
+    folder = eagle_folder(tmp_path / "head", eagle_aux_hidden_state_layer_ids=[0, 1], draft_vocab_size=30)
+    generator = SpecGenerator(target, folder, gear="compiled")
+    [stage] = generator.drafter.models  # type: ignore[union-attr]
+    assert stage.wait_until_compiled(280)
+    for model in (target, stage):
+        assert model.flat.compiled.ready
+        monkeypatch.setattr(model.flat.model, "output", None)
+    given: dict[str, Any] = {"input_ids": prompts(3), **COMMON}
+    for how in HOWS:
+        plain = texts(SpecGenerator(target).generate(**given, **how))
+        for more in ({"schedule": "constant"}, {"schedule": "heuristic", "num_assistant_branches": 3}):
+            out = generator.generate(**given, **how, **more)
+            assert texts(out) == plain
+            assert out.stats.num_draft_tokens > 0
+
+
 # --- what cannot be strict
 
 
@@ -228,15 +270,6 @@ def test_contradictions() -> None:
     for more in ({"embeds": [torch.zeros(3, 32)]}, {"output_attentions": True}):
         with pytest.raises(UnsupportedError, match="no embeddings and no attentions"):
             session.forward(rows, [Tree.chain([5, 6, 7])], [1], **more)
-
-
-def test_hidden_states_do_not_come_from_other_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What compiled code does not give would be computed by another gear, whose roundings are others."""
-    language = strict("llama", "float32")
-    monkeypatch.setattr(language, "gear", "compiled")
-    session = language.session()
-    with pytest.raises(UnsupportedError, match=r"no hidden states in `gear`='compiled'.*use 'packed'"):
-        session.forward(session.add(1), [Tree.chain([3, 4])], [1], output_hidden_states=True)
 
 
 def test_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ class Capability:
 
     `store`: our own keys and values ("kv"), the library's cache with snapshots ("replay"), or no rollback at all.
     `positions`: passed as an argument, looked up by a wrapper, or left to the model ("native").
+    `inputs`: the ids of tokens, or, for heads, what sessions are given in their place, "embeds".
     `masks`: one mask for all layers, or a dict by layer kind (`kinds`).
     `tree`: whether siblings share a pass ("mask") or paths run one after another ("paths").
     `chunks`: whether a cache that holds tokens takes several more in one pass (some recurrent layers do not).
@@ -34,6 +35,7 @@ class Capability:
     chunks: bool = True
     boundary: int | None = None
     cache_reset_length: int | None = None
+    inputs: Literal["ids", "embeds"] = "ids"
     reason: str = ""
 
 

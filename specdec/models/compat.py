@@ -48,6 +48,13 @@ def gives_hidden_states(decoder: Any) -> bool:
     )
 
 
+def note_outputs(model: Any) -> None:
+    """Has a model that was not constructed here give hidden states: constructors note what their class can record."""
+    parts = [module for module in model.modules() if getattr(module, "_can_record_outputs", None)]
+    registry = output_capturing._CAN_RECORD_REGISTRY
+    registry.update({str(type(part)): part._can_record_outputs for part in parts})
+
+
 def loads(auto_class: Any, config: Any) -> bool:
     """Whether an `AutoModelFor…` class has a model for this config: asking it for one would be the other way."""
     return type(config) in auto_class._model_mapping

@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from specdec import kernels
 from specdec.errors import UnsupportedError
+from specdec.models.compat import note_outputs
 from specdec.models.flat import FlatModel, Given, alike
 from specdec.models.twin import twin
 
@@ -41,6 +42,7 @@ _CODE, _CONSTANTS = "passes.pt2", "constants.pt"
 _WRITTEN = 8  # numbers: of tensors up to this size the compiler writes them into the code
 _PLAIN = (bool, int, float, str, torch.dtype)
 _NODES, _KEPT, _WORDS, _ROWS, _COLUMNS, _FRAMES = 5, 3, 2, 4, 96, 7  # of the pass that is traced: all different
+_TOLD = 100  # nodes of the first hidden state in it, one more of each other one
 
 
 class CompiledForward:
@@ -51,13 +53,13 @@ class CompiledForward:
     """
 
     def __init__(self, flat: FlatForward) -> None:
-        self._model, self._widths = flat.model, flat.widths
+        self._model, self._widths, self._states = flat.model, flat.widths, flat.states
         self._run: Callable[[list[Tensor]], list[Tensor]] | None = None
         self._done = threading.Event()
 
     @cached_property
     def _folder(self) -> Path:
-        return _root() / _key(self._model, self._widths)
+        return _root() / _key(self._model, self._widths, self._states)
 
     def start(self) -> CompiledForward:
         """Takes the code that is there, or has it made beside the work."""
@@ -86,10 +88,10 @@ class CompiledForward:
         self._done.wait(timeout)
         return self.ready
 
-    def __call__(self, *given: Any) -> Tensor:
-        """Logits `[1, kept, vocab]`; arguments as of `FlatModel`."""
+    def __call__(self, *given: Any) -> list[Tensor]:
+        """Logits `[1, kept, vocab]` and hidden states; arguments as of `FlatModel`."""
         assert self._run is not None
-        return self._run(Given(*given).tensors)[0]
+        return self._run(Given(*given).tensors)
 
     @property
     def _name(self) -> str:
@@ -124,7 +126,8 @@ class CompiledForward:
 
     def _compile(self) -> None:
         with tempfile.TemporaryDirectory(dir=self._folder) as folder:
-            torch.save((_without_weights(self._model), self._widths), Path(folder) / "model.pt")
+            made = (_without_weights(self._model), self._widths, self._states)
+            torch.save(made, Path(folder) / "model.pt")
             # What can be imported here can be there, and no file that happens to lie in the current folder.
             known = {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)), "PYTHONSAFEPATH": "1"}
             process = subprocess.Popen(
@@ -150,9 +153,11 @@ class CompiledForward:
         self._constants = {name: held[name] for name in package.get_constant_fqns()}
         package.load_constants(self._constants, check_full_update=True, user_managed=True)
         run: Callable[[list[Tensor]], list[Tensor]] = package.loader.boxed_run
+        example = partial(_example, self._model, self._widths, self._states)  # every time with buffers of its own
         with torch.no_grad():
-            expected = self._model(*_example(self._model, self._widths)[0])
-        if not alike(run(_example(self._model, self._widths)[0].tensors)[0], expected):  # over buffers of its own
+            logits, *states = self._model(*example()[0])
+        said, *hidden = run(example()[0].tensors)
+        if not alike(said, logits) or not all(map(alike, hidden, states)):
             raise UnsupportedError("compiled code gives other logits")
         return run
 
@@ -171,7 +176,7 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _key(model: FlatModel, widths: Sequence[tuple[int, ...]]) -> str:
+def _key(model: FlatModel, widths: Sequence[tuple[int, ...]], states: int) -> str:
     """What compiled code depends on, as a short name."""
     folder = Path(__file__).parent
     parts = [
@@ -179,14 +184,22 @@ def _key(model: FlatModel, widths: Sequence[tuple[int, ...]]) -> str:
         transformers.__version__,
         kernels.digest(),
         *((folder / f"{name}.py").read_text("utf-8") for name in ("flat", "compiled", "positions", "cross")),
+        *(Path(file).read_text("utf-8") for file in sorted(_own_files(model))),
         *(f"{name} {type(module).__module__}.{type(module).__qualname__}" for name, module in model.named_modules()),
         *(f"{name} {tensor.dtype} {list(tensor.shape)} {tensor.stride()}" for name, tensor in _tensors(model).items()),
         *(f"{name} {tensor.tolist()}" for name, tensor in _tensors(model).items() if tensor.numel() <= _WRITTEN),
         *(f"{name} {_plain(module)}" for name, module in model.named_modules()),
         model.model.config.to_json_string(use_diff=False),
-        str(list(widths)),
+        f"{list(widths)} {states}",
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _own_files(model: FlatModel) -> set[str]:
+    """The files of this package that modules of a model are from."""
+    package = __name__.partition(".")[0]
+    names = {type(module).__module__ for module in model.modules()}
+    return {str(sys.modules[name].__file__) for name in names if name.partition(".")[0] == package}
 
 
 def _plain(module: nn.Module) -> list[tuple[str, object]]:
@@ -219,7 +232,7 @@ def _move(model: nn.Module, device: str) -> None:
             held.update({name: moved(tensor) for name, tensor in held.items()})
 
 
-def _example(model: FlatModel, widths: Sequence[tuple[int, ...]]) -> tuple[Given, Given]:
+def _example(model: FlatModel, widths: Sequence[tuple[int, ...]], states: int) -> tuple[Given, Given]:
     """What a pass is given, and in its place which sizes of it change."""
     from torch.export import Dim  # loads the compiler
 
@@ -233,11 +246,13 @@ def _example(model: FlatModel, widths: Sequence[tuple[int, ...]]) -> tuple[Given
     tables, encoders = [table.clone() for _ in range(count)], [frames] if model.has_encoder else []
     buffers = [_pair(width, _ROWS, _COLUMNS, model.dtype) for width in widths]
     projections = [_pair(width, _ROWS - 1, _FRAMES, model.dtype) for width in widths] if model.has_encoder else []
-    given = Given(place[None], positions, place[:_KEPT], tables, encoders, buffers, projections)
+    told = [torch.arange(_TOLD + state) % _NODES for state in range(states)]
+    given = Given(model.inputs(place[None]), positions, place[:_KEPT], tables, encoders, buffers, projections, told)
     free, of = Dim.DYNAMIC, dict[str, Any]()
     of["ids"] = of["positions"] = {1: free}
     of["kept"] = {0: free}
     of["tables"], of["encoders"] = ([{2: free, 3: free}] * len(some) for some in (tables, encoders))
+    of["told"] = [{0: free}] * states
     of["buffers"], of["frames"] = ([({0: free, 2: free},) * 2] * len(some) for some in (buffers, projections))
     return given, Given(**of)
 
@@ -255,9 +270,10 @@ def _main(folder: Path) -> None:
     os.nice(10)
     torch.set_num_threads(1)
     kernels.available()
-    model, widths = torch.load(folder / "model.pt", weights_only=False)
+    model, widths, states = torch.load(folder / "model.pt", weights_only=False)
     _move(model, "cpu")
-    given, sizes = _example(model, widths)
+    note_outputs(model)
+    given, sizes = _example(model, widths, states)
     with torch.no_grad(), shape_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
         program = torch.export.export(model.eval(), tuple(given), dynamic_shapes={"given": tuple(sizes)}, strict=False)
     made = torch._inductor.aoti_compile_and_package(program, inductor_configs=_OPTIONS)

@@ -7,9 +7,11 @@ write each node's keys and values to its place in the buffers and read what the 
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,6 +22,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from specdec import kernels
 from specdec.errors import UnsupportedError
+from specdec.models.compat import gives_hidden_states, hidden_states_of
 from specdec.models.cross import Frames
 from specdec.models.encoding import trial_encoding
 from specdec.models.gears import likeness
@@ -44,7 +47,10 @@ Buffers = Sequence[tuple[Tensor, Tensor]]
 
 
 class Given(NamedTuple):
-    """What a pass is given: the tensors of a `Line`, the buffers of the text, and encoders' projections (`frames`)."""
+    """What a pass is given: the tensors of a `Line`, the buffers of the text, and encoders' projections (`frames`).
+
+    `told` are, for each of the model's hidden states, the numbers of the nodes of which it is an output: all or none.
+    """
 
     ids: Tensor
     positions: Tensor
@@ -53,17 +59,18 @@ class Given(NamedTuple):
     encoders: Sequence[Tensor]
     buffers: Buffers
     frames: Buffers
+    told: Sequence[Tensor]
 
     @classmethod
-    def of(cls, line: Line, buffers: Buffers, frames: Buffers = ()) -> Given:
+    def of(cls, line: Line, buffers: Buffers, frames: Buffers = (), told: Sequence[Tensor] = ()) -> Given:
         """For the nodes of a line."""
-        return cls(line.ids, line.positions, line.kept, line.tables, line.encoders, buffers, frames)
+        return cls(line.ids, line.positions, line.kept, line.tables, line.encoders, buffers, frames, told)
 
     @property
     def tensors(self) -> list[Tensor]:
         """All of them, in the order of the fields."""
         pairs = (side for pair in (*self.buffers, *self.frames) for side in pair)
-        return [self.ids, self.positions, self.kept, *self.tables, *self.encoders, *pairs]
+        return [self.ids, self.positions, self.kept, *self.tables, *self.encoders, *pairs, *self.told]
 
 
 class _Running(threading.local):
@@ -140,21 +147,28 @@ class FlatModel(nn.Module):
             steady(self.model)
         capability, self.dtype, self.device = language.capability, language.dtype, language.device
         self.kinds = [kind.name for kind in capability.kinds] if capability.masks == "dict" else []
-        self.has_encoder = language.is_encoder_decoder
+        self.has_encoder, self.reads_embeds = language.is_encoder_decoder, capability.inputs == "embeds"
         self._keeps = "logits_to_keep" in language.input_names
         self._positions, self._style = _POSITIONS[capability.positions], capability.positions
         self.prefix = "decoder_" if language.is_encoder_decoder else ""
 
-    def forward(self, *given: Any) -> Tensor:
-        """Logits `[1, kept, vocab]`; the arguments are the fields of `Given`, as named ones are not traced."""
-        logits: Tensor = self.output(Given(*given)).logits
-        return logits
+    def forward(self, *given: Any) -> tuple[Tensor, ...]:
+        """Logits `[1, kept, vocab]`, and every hidden state `[1, told, width]` of the nodes that it is told of.
 
-    def output(self, given: Given, **wanted: Any) -> Any:
-        """The whole output, with what else is `wanted` of it."""
+        The arguments are the fields of `Given`, as named ones are not traced.
+        """
+        told = Given(*given).told
+        logits, hidden = self.output(Given(*given), bool(told))
+        return logits, *(state.index_select(1, nodes) for state, nodes in zip(hidden, told, strict=True))
+
+    def output(self, given: Given, layers: bool | Sequence[int] = False) -> tuple[Tensor, Sequence[Any]]:
+        """Logits, and hidden states `[1, nodes, width]`: of these layers, None of others; nothing where none is asked.
+
+        The layers are those of transformers' `hidden_states`, from the embeddings on.
+        """
         tables, text = given.tables, _Text(given.buffers, given.tables[0])
         inputs: dict[str, Any] = {
-            self.prefix + "input_ids": given.ids,
+            "inputs_embeds" if self.reads_embeds else self.prefix + "input_ids": given.ids,
             self.prefix + "attention_mask": dict(zip(self.kinds, tables, strict=True)) if self.kinds else tables[0],
             "past_key_values": text,
             "use_cache": True,
@@ -165,20 +179,26 @@ class FlatModel(nn.Module):
         if self._keeps:
             inputs["logits_to_keep"] = given.kept
         if given.frames:
-            layers = Cache(layers=[Frames(*pair) for pair in given.frames])
-            inputs["past_key_values"] = EncoderDecoderCache(text, layers)
+            projected = Cache(layers=[Frames(*pair) for pair in given.frames])
+            inputs["past_key_values"] = EncoderDecoderCache(text, projected)
             # Of no use, but that layers ask whether there is an encoder.
             nothing = torch.zeros(1, 1, given.frames[0][0].shape[-1], dtype=self.dtype, device=given.ids.device)
             inputs["encoder_outputs"] = BaseModelOutput(last_hidden_state=nothing)
         held, _running.cross = _running.cross, given.encoders[0] if given.encoders else None
         try:
             with self._looked_up(given.positions):
-                output = self.model(**inputs, **wanted)
+                output = self.model(**inputs, output_hidden_states=hidden_states_of(layers))
         finally:
             _running.cross = held
-        if not self._keeps:
-            output.logits = output.logits[:, given.kept]
-        return output
+        hidden = output.get("hidden_states") or output.get("decoder_hidden_states") or ()
+        return output.logits if self._keeps else output.logits[:, given.kept], hidden
+
+    def inputs(self, ids: Tensor) -> Tensor:
+        """For a trial, what stands for tokens `[1, nodes]`: themselves, or embeddings of some kind."""
+        if not self.reads_embeds:
+            return ids
+        width = self.model.get_input_embeddings().embedding_dim
+        return torch.sin(1.0 + ids[..., None] * torch.arange(width, device=ids.device)).to(self.dtype)
 
     def _looked_up(self, positions: Tensor) -> AbstractContextManager[None]:
         """While it lasts, models that take no positions find these; nothing is kept, as a copy has other modules."""
@@ -197,15 +217,18 @@ class FlatModel(nn.Module):
 class FlatForward:
     """A model's passes over nodes in a line; `widths` are heads, and head widths of keys and values, of each layer.
 
-    They run on compiled code as soon as that is there. Raises UnsupportedError for models that cannot be run so.
+    `states` is how many hidden states it gives. Passes run on compiled code as soon as that is there. Raises
+    UnsupportedError for models that cannot be run so.
     """
 
     def __init__(self, language: LanguageModel) -> None:
         if reason := _obstacle(language):
             raise UnsupportedError(f"{type(language.model).__name__} {reason}")
         self._language = language
+        self._none = torch.empty(0, dtype=torch.long, device=language.device)
         self.model = FlatModel(language)
         self.widths: list[tuple[int, int, int]] = []
+        self.states = 0
         self.compiled: CompiledForward | None = None
         try:
             agrees = self._agrees()
@@ -214,19 +237,26 @@ class FlatForward:
         if not agrees:
             raise UnsupportedError(f"{type(language.model).__name__} gives other logits with attention of our own")
 
-    def __call__(self, line: Line, buffers: Buffers, frames: Buffers = ()) -> Tensor:
-        """Logits `[kept, vocab]`; `frames` are the projections of encoders, if there are any."""
-        model = self.compiled if self.compiled is not None and self.compiled.ready else self.model
-        logits: Tensor = model(*Given.of(line, buffers, frames))
-        return logits[0]
-
-    def with_hidden_states(
-        self, line: Line, buffers: Buffers, frames: Buffers, layers: bool | Sequence[int]
+    def __call__(
+        self, line: Line, buffers: Buffers, frames: Buffers = (), layers: bool | Sequence[int] = ()
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """The same, and the hidden states `[nodes, width]` of the embeddings and every layer, None of others."""
-        output = self.model.output(Given.of(line, buffers, frames), output_hidden_states=layers)
-        hidden = output.get("hidden_states") or output.get("decoder_hidden_states")
-        return output.logits[0], tuple(None if layer is None else layer[0] for layer in hidden)
+        """Logits `[kept, vocab]`, and hidden states `[nodes, width]` of the embeddings and every layer, None of others.
+
+        `frames` are the projections of encoders, if there are any. `layers` are those whose hidden states are wanted,
+        True for all; where there are none, none are given.
+        """
+        if self.compiled is None or not self.compiled.ready:
+            logits, hidden = self.model.output(Given.of(line, buffers, frames), layers or False)
+            return logits[0], tuple(None if state is None else state[0] for state in hidden)
+        told = self._told(line.ids.shape[1], layers)
+        logits, *states = self.compiled(*Given.of(line, buffers, frames, told))
+        wanted = zip(states, told, strict=True) if layers else ()
+        return logits[0], tuple(state[0] if len(nodes) else None for state, nodes in wanted)
+
+    def _told(self, count: int, layers: bool | Sequence[int]) -> list[Tensor]:
+        """Of every hidden state all `count` nodes, or none."""
+        none, every = self._none, torch.arange(count if layers else 0, device=self._none.device)
+        return [every if layers is True or (layers and layer in layers) else none for layer in range(self.states)]
 
     @torch.no_grad()
     def _agrees(self) -> bool:
@@ -235,12 +265,15 @@ class FlatForward:
         known = own.get_input_embeddings().num_embeddings
         ids = (torch.arange(_TRIED, device=language.device) + known // 2)[None] % known  # far from special tokens
         text, frames = DynamicCache(), DynamicCache()
-        given: dict[str, Any] = {self.model.prefix + "input_ids": ids, "past_key_values": text}
+        given: dict[str, Any] = {"past_key_values": text}
+        given["inputs_embeds" if self.model.reads_embeds else self.model.prefix + "input_ids"] = self.model.inputs(ids)
         encoding = trial_encoding(language, 1)
         if encoding is not None:
             given["past_key_values"] = EncoderDecoderCache(text, frames)
             given["encoder_outputs"] = BaseModelOutput(last_hidden_state=encoding.hidden)
-        expected = own(**given, use_cache=True).logits[0]
+        told = gives_hidden_states(language.decoder)
+        output = own(**given, use_cache=True, output_hidden_states=told)
+        self.states = len(output.get("hidden_states") or output.get("decoder_hidden_states") or ())
         self.widths = [(keys.shape[1], keys.shape[3], values.shape[3]) for keys, values in _pairs(text)]
         buffers = [
             tuple(side.new_zeros(2, side.shape[1], _TRIED + 1, side.shape[3]) for side in pair) for pair in _pairs(text)
@@ -251,16 +284,18 @@ class FlatForward:
             nodes = RowNodes(1, slots, tree, len(tree))
             encoders = None if encoding is None else [[0, 0, 0, encoding.hidden.shape[1]]]
             line = Line.of([nodes], language.capability.kinds, language.device, encoders)
-            logits.append(self(line, buffers, _pairs(frames)))  # type: ignore[arg-type]
+            line = replace(line, ids=self.model.inputs(line.ids))
+            logits.append(self(line, buffers, _pairs(frames))[0])  # type: ignore[arg-type]
             slots.base = slots.top = slots.base + len(tree)
-        return alike(torch.cat(logits), expected)
+        blind = max(kind.first for kind in language.capability.kinds)  # whoever sees nothing says nothing
+        return alike(torch.cat(logits)[blind:], output.logits[0, blind:])
 
 
 def alike(logits: Tensor, expected: Tensor) -> bool:
     """Whether they differ by no more than roundings do."""
-    return likeness(logits, expected) >= (
-        _ALIKE if expected.dtype in (torch.float32, torch.float64) else _ALIKE_IN_HALF
-    )
+    least = _ALIKE if expected.dtype in (torch.float32, torch.float64) else _ALIKE_IN_HALF
+    ruled_out = expected == -math.inf  # outside the vocabulary of a draft
+    return likeness(logits.masked_fill(ruled_out, 0), expected.masked_fill(ruled_out, 0)) >= least
 
 
 def _obstacle(language: LanguageModel) -> str | None:

@@ -200,8 +200,8 @@ class KvSession(Session):
         """A pass over rows and trees of any shape."""
         named = [self._row(row) for row in rows]
         check_trees(rows, trees, keep, [row.slots.pending for row in named])
-        hidden = hidden_states_of(output_hidden_states)
-        wanted = {"output_hidden_states": hidden, "output_attentions": output_attentions}
+        hidden = output_hidden_states
+        wanted = {"output_hidden_states": hidden_states_of(hidden), "output_attentions": output_attentions}
         extras = {name: want for name, want in wanted.items() if want}
         if output_attentions:
             self._language.check_attentions()
@@ -218,11 +218,8 @@ class KvSession(Session):
         if self._cross is not None and parts:
             self._cross.project()
         flat = self._language.flat
-        if hidden and self._language.is_strict and self._language.gear == "compiled":
-            raise UnsupportedError(
-                "`exactness`='strict' has no hidden states in `gear`='compiled', whose code gives none: use 'packed'"
-            )
-        if flat is not None and parts and not output_attentions and all(part.embeds is None for part in parts.values()):
+        fits = flat is not None and all((part.embeds is None) != flat.model.reads_embeds for part in parts.values())
+        if flat is not None and fits and parts and not output_attentions:
             scores.update(self._flat(flat, parts, hidden))
         else:
             if self._language.is_strict and parts:
@@ -261,7 +258,7 @@ class KvSession(Session):
         for place, column in zip(places, columns, strict=True):
             self.store.extend(place, column + 1)
         line = Line.next(places, columns, tokens, self._language.capability.kinds, self._device, self._encoders(places))
-        logits = flat(line, *self._buffers(flat))
+        logits, _ = flat(line, *self._buffers(flat))
         self.passes += 1
         for row in named:
             row.slots.base = row.slots.top = row.slots.top + 1
@@ -358,12 +355,11 @@ class KvSession(Session):
         for row in rows:
             self.store.extend(row.place, row.slots.top + row.size)
         line = Line.of(rows, self._language.capability.kinds, self._device, self._encoders(row.place for row in rows))
-        if hidden:
-            logits, states = flat.with_hidden_states(line, *self._buffers(flat), hidden)
-        else:
-            logits, states = flat(line, *self._buffers(flat)), None
+        if flat.model.reads_embeds:
+            line = replace(line, ids=torch.cat([row.embeds for row in rows if row.embeds is not None])[None])
+        logits, states = flat(line, *self._buffers(flat), hidden)
         self.passes += 1
-        scores = line_scores(logits, states, rows, self.passes)
+        scores = line_scores(logits, states or None, rows, self.passes)
         return {row.number: own for row, own in zip(rows, scores, strict=True)}
 
     def _encoders(self, places: Iterable[int]) -> list[list[int]] | None:

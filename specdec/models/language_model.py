@@ -40,8 +40,8 @@ class LanguageModel:
     interface serves; it is compiled beside the work, once for all models of a structure, in about a minute, and passes
     run as before until it is there (`wait_until_compiled`). "auto": compiled where that was done before, packed where
     the model is owned and that is faster, otherwise eager. A C++ compiler is needed for all but "eager". In other gears
-    than "eager" weights, hooks or adapters that are changed later are not noticed. Hidden states and attentions never
-    come from compiled code.
+    than "eager" weights, hooks or adapters that are changed later are not noticed. Attentions never come from compiled
+    code.
     `exactness`="strict" promises that a token's logits depend on its text alone, bit for bit: not on the other tokens
     of a pass, other rows, or branches. It is tried when the model is made.
     Raises OptionError for a model in training mode and unknown gears, UnsupportedError for one without a language-model

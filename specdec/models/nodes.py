@@ -45,6 +45,7 @@ class RowNodes:
 class Line:
     """The nodes of a pass: `ids` and `positions` `[1, nodes]`, a table for each kind of layer, where logits are needed.
 
+    Of models that read no ids, embeddings `[1, nodes, width]` stand in their place.
     `kept` are the numbers of these nodes; there is at least one. `encoders` has a table of what they see of
     encoders, or none.
     """

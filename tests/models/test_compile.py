@@ -62,6 +62,10 @@ def flat(name: str = "llama", **options: object) -> FlatForward:
     return FlatForward(LanguageModel(tiny(name, **options)))
 
 
+def key(own: FlatForward) -> str:
+    return _key(own.model, own.widths, own.states)
+
+
 # --- around the compiler
 
 
@@ -102,7 +106,7 @@ def test_a_model_that_cannot_be_sent(cache: Path, caplog: pytest.LogCaptureFixtu
 def test_code_of_no_use(cache: Path, compiler: Callable[[str], None], caplog: pytest.LogCaptureFixture) -> None:
     """What lies there and cannot be loaded goes, and is made anew. (It stayed for ever.)"""
     compiler("exit 1")
-    place = cache / _key(flat().model, flat().widths)
+    place = cache / key(flat())
     place.mkdir(parents=True)
     (place / "passes.pt2").write_bytes(b"half a file")
     made = compiled(tiny("llama"))
@@ -140,7 +144,7 @@ def test_not_on_other_devices(cache: Path) -> None:
 
 def test_what_code_depends_on() -> None:
     """Not on weights, but on sizes, dtype, options, and numbers that the compiler writes into the code."""
-    keys = [_key(own.model, own.widths) for own in (flat(), flat(seed=1))]
+    keys = [key(own) for own in (flat(), flat(seed=1))]
     assert keys[0] == keys[1]
     half = FlatForward(LanguageModel(tiny("llama").bfloat16()))
     others = [
@@ -150,7 +154,7 @@ def test_what_code_depends_on() -> None:
         flat("gpt2"),
         flat(rope_parameters={"rope_theta": 50.0, "rope_type": "default"}),
     ]
-    assert len({keys[0], *(_key(own.model, own.widths) for own in others)}) == 6
+    assert len({keys[0], *map(key, others)}) == 6
 
 
 def test_weights_are_not_sent() -> None:
@@ -234,14 +238,29 @@ class TestCode:
             twin.leave(0, 2)
             for size in (1, 1, 2, 1):
                 twin.step([twin.chain(size)], [size], [[0]])
-            with pytest.raises(TypeError):
-                twin.forward([twin.chain(1)], [1], output_hidden_states=True)
 
-    def test_hidden_states(self, language: LanguageModel) -> None:
-        """They come from the ordinary forward."""
-        twin = _twin(language, 1)
-        trees = [twin.chain(3)]
-        assert twin.forward(trees, [1], output_hidden_states=True)[0].hidden_states is not None
+    def test_hidden_states(self, language: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+        """They come from the same code: of all layers or some, those of the model's own, beside the same logits."""
+        twin, below = _twin(language, 2), _twin(LanguageModel(language.model, gear="eager"), 2)
+        for one in (twin, below):
+            one.prefill(20, 4)
+        trees, keep = [twin.chain(3), twin.tree()], [2, 7]
+        with monkeypatch.context() as patch:
+            patch.setattr(language.flat.model, "output", None)
+            plain, some, whole = (
+                twin.forward(trees, keep, output_hidden_states=layers) for layers in (False, [0, 2], True)
+            )
+        expected = below.forward(trees, keep, output_hidden_states=True)
+        for row in range(2):
+            assert plain[row].hidden_states is None
+            assert torch.equal(some[row].logits, plain[row].logits)
+            assert torch.equal(whole[row].logits, plain[row].logits)
+            assert [state is not None for state in some[row].hidden_states] == [True, False, True]
+            for mine, own, part in zip(
+                whole[row].hidden_states, expected[row].hidden_states, some[row].hidden_states, strict=True
+            ):
+                torch.testing.assert_close(mine, own, rtol=1e-3, atol=1e-4)
+                assert part is None or torch.equal(part, mine)
 
     def test_kept(self, language: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
         """The next model of this structure finds the code and compiles nothing; its weights are its own."""

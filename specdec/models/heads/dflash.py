@@ -34,6 +34,8 @@ class DFlashStage(Stage):
     looks back only. `whole` is the target's head, for one that has none of its own.
     """
 
+    compiles = False  # nodes of a block look ahead
+
     def __init__(
         self,
         config: Qwen3Config,

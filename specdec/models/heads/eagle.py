@@ -107,6 +107,7 @@ class EagleStage(Stage):
         norms, parts, width = norms or Norms(), KINDS[config.model_type], config.hidden_size
         read = hidden * (target_width or width)
         self.norms, self._names = norms, _layer_types(config)
+        self.norm_output = norms.norm_output  # as a plain attribute it is told compiled code apart by
         first = FirstLayer(parts.layer(config, 0), parts.norm, config, norm_before_residual=norms.norm_before_residual)
         others = [parts.layer(config, layer) for layer in range(1, config.num_hidden_layers)]
         self.layers = nn.ModuleList([first, *others])
@@ -144,11 +145,11 @@ class EagleStage(Stage):
         hidden = first(embeds, features, attention_mask=masks[self._names[0]], **common)
         for layer, name in zip(others, self._names[1:], strict=True):
             hidden = layer(hidden, attention_mask=masks[name], **common)
-        return self.norm(hidden) if self.norms.norm_output else hidden
+        return self.norm(hidden) if self.norm_output else hidden
 
     def guess(self, written: Tensor) -> Tensor:
         """Logits of the head's own vocabulary."""
-        logits: Tensor = self.lm_head(written if self.norms.norm_output else self.norm(written))
+        logits: Tensor = self.lm_head(written if self.norm_output else self.norm(written))
         return logits
 
 

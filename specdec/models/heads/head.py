@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -36,9 +36,10 @@ class Stage(nn.Module, ABC):
 
     `config` is that of its layers, and `kinds` are their kinds of attention. Features are `width` wide. The first
     `depth + 1` tokens of a text have no feature, and nobody looks at them (-1: all have one). `vocabulary` are the
-    target's ids of its own logits, None where it has all `vocab_size`.
+    target's ids of its own logits, None where it has all `vocab_size`. `compiles`: it reads nothing but its own.
     """
 
+    compiles: ClassVar[bool] = True
     vocabulary: Tensor | None
 
     def __init__(
@@ -147,7 +148,8 @@ class Blank(nn.Module):
 class Embedding:
     """Looks tokens up in a weight `[vocab, width]` or the target's own module; `as_stored`, without its scaling.
 
-    It is no module itself, so that what belongs to the target is not among the head's weights.
+    It is no module itself, so that what belongs to the target is not among the head's weights. Nor is it stored with
+    them.
     """
 
     def __init__(self, table: Any, *, as_stored: bool = True) -> None:
@@ -158,6 +160,9 @@ class Embedding:
             self._look_up = table.head.rows if as_stored and isinstance(table, PackedEmbedding) else table
         else:
             self._look_up = partial(F.embedding, weight=weight)
+
+    def __getstate__(self) -> dict[str, int]:
+        return {"vocab_size": self.vocab_size, "width": self.width}
 
     def __call__(self, ids: Tensor) -> Tensor:
         """`[...]` to `[..., width]`."""
@@ -292,5 +297,6 @@ class Stages(Session):
 
 def _language_model(stage: Stage, gear: str) -> LanguageModel:
     """A stage as sessions run it; its weights are its own, so that they may be packed."""
-    capability = Capability("kv", "ids", "dict", "mask", stage.kinds)
+    capability = Capability("kv", "ids", "dict", "mask", stage.kinds, inputs="embeds")
+    gear = "packed" if gear == "compiled" and not stage.compiles else gear
     return LanguageModel(stage.eval(), gear=gear, owned=True, capability=capability)

@@ -24,6 +24,8 @@ _KINDS = ("full_attention", "sliding_attention")
 class MtpStage(Stage):
     """Layer number `depth` of a target's multi-token prediction."""
 
+    compiles = False  # the head is the target's
+
     def __init__(self, model: Any, depth: int, vocab_size: int) -> None:
         kind = (getattr(model.config, "layer_types", None) or _KINDS[:1] * (depth + 1))[depth]
         if kind not in _KINDS:
