@@ -24,7 +24,8 @@ from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.inputs import check_tokenizer
 from specdec.models.vocabulary import likeliest
 from specdec.train.course import descend, make_optimizers, rate
-from specdec.train.pupils import STEPS, EaglePupil, LayersPupil, Pupil, chains, spread_layers
+from specdec.train.pupils import STEPS, EaglePupil, LayersPupil, Pupil, spread_layers
+from specdec.train.teacher import Spool
 from specdec.train.texts import Exam, Texts, Writer, divide, divide_prompts, encode_prompts, read_texts
 from specdec.values import is_whole
 
@@ -268,6 +269,8 @@ class Training:
         self.optimizers = make_optimizers(pupil.module, muon * _WIDTH / width, adam)
         self.step, self.seconds, self.loss = 0, seconds, float("nan")
         self._state = school.folder / STATE / "state.pt"
+        spooled = school.folder / STATE / "spool.bin"
+        self._spool = Spool(pupil.teacher, spooled, sum(map(len, lessons.windows)), lessons.window + 1)
         if self._state.exists():
             self._resume()
 
@@ -276,8 +279,9 @@ class Training:
         school, saved = self.school, time.perf_counter()
         while (done := school.length.done(self.step, self.seconds)) < 1 and not school.is_stopped():
             began = time.perf_counter()
-            batch = self.lessons.batch(self.step, _ROWS, school.settings.seed).to(school.generator.target.device)
-            loss = self.pupil.loss(batch)
+            numbers, ids = self.lessons.batch(self.step, _ROWS, school.settings.seed)
+            lesson = self._spool.lesson(numbers, ids.to(school.generator.target.device))
+            loss = self.pupil.loss(lesson, self.step)
             descend(loss, self.optimizers, rate(self.step, done, _DECAY_FROM))
             told = loss.item()
             self.loss = told if self.step == 0 else 0.95 * self.loss + 0.05 * told
@@ -324,7 +328,7 @@ class Training:
 
     def _chains(self, exam: Exam) -> Tensor:
         ids = torch.tensor([exam.ids], device=self.school.generator.target.device)
-        return chains(self.pupil.hits(ids))[0, max(exam.first - 2, 0) :]
+        return self.pupil.hits(ids)[0, max(exam.first - 2, 0) :].long().cumprod(1).sum(1)
 
     def _tell(self) -> None:
         length = self.school.length

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ from torch import Tensor
 from specdec import SpecGenerator
 from specdec.errors import OptionError
 
-WINDOW = 256  # tokens of a training window
+WINDOW = 512  # tokens of a training window
 _LEAST = 64  # tokens of text, and of a window
 _HELD_OUT = 20  # one prompt of so many, and one token
-_ROWS = 16  # prompts that the target continues together
+_ROWS = 64  # prompts that the target continues together
+_SAMPLED = 4  # one batch of so many is sampled, the others are greedy
 _NEW = 192  # tokens of a continuation
 _LONGEST = 512  # tokens of a prompt
 _EXAMS = 8  # held-out texts
@@ -74,11 +76,27 @@ class Texts:
         """How often each token comes."""
         return Counter(np.concatenate(self.streams).tolist())
 
-    def batch(self, step: int, rows: int, seed: int) -> Tensor:
-        """The windows of a step, `[rows, window + 1]`, of one stream after the other; a step's are always the same."""
-        stream, generator = self.streams[step % len(self.streams)], np.random.default_rng((seed, step))
-        starts = generator.integers(0, len(stream) - self.window, rows)
-        return torch.from_numpy(np.stack([stream[s : s + self.window + 1] for s in starts]))
+    @cached_property
+    def windows(self) -> list[np.ndarray]:
+        """The windows of each stream, `[windows, window + 1]`."""
+        size = self.window
+        return [np.stack([one[s : s + size + 1] for s in range(0, len(one) - size, size)]) for one in self.streams]
+
+    def batch(self, step: int, rows: int, seed: int) -> tuple[list[int], Tensor]:
+        """The numbers and ids `[rows, window + 1]` of a step's windows, which are of one stream after the other.
+
+        Every stream is read in another order each time; a step's windows are always the same.
+        """
+        turn, at = divmod(step, len(self.streams))
+        windows = self.windows[at]
+        first = sum(map(len, self.windows[:at]))
+        chosen = [self._window(at, turn * rows + row, seed) for row in range(rows)]
+        return [first + one for one in chosen], torch.from_numpy(windows[chosen])
+
+    def _window(self, stream: int, count: int, seed: int) -> int:
+        """Which window of a stream is read after `count` others."""
+        epoch, place = divmod(count, len(self.windows[stream]))
+        return int(np.random.default_rng((seed, stream, epoch)).permutation(len(self.windows[stream]))[place])
 
 
 @dataclass(frozen=True)
@@ -90,19 +108,20 @@ class Writer:
     seed: int
 
     def write(self, prompts: Sequence[list[int]], go_on: Callable[[int, int, float], bool]) -> tuple[np.ndarray, float]:
-        """Prompts with their continuations as one stream, and how many seconds they took; half of them are sampled.
+        """Prompts with their continuations as one stream, and how many seconds they took; some are sampled.
 
         `go_on` is asked before every batch, with how many prompts of how many are done, and the seconds that it took.
         """
         lines = self._lines()
-        while (done := len(lines) * _ROWS) < len(prompts) and go_on(
+        while (done := sum(len(line["texts"]) for line in lines)) < len(prompts) and go_on(
             done, len(prompts), lines[-1]["seconds"] if lines else 0.0
         ):
             began = time.perf_counter()
             batch = list(prompts[done : done + _ROWS])
             number = len(lines)
-            how = {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": self.seed + number}
-            out = self.generator.generate(batch, max_new_tokens=_NEW, **(how if number % 2 else {"do_sample": False}))
+            sampled = {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": self.seed + number}
+            how = sampled if number % _SAMPLED == _SAMPLED - 1 else {"do_sample": False}
+            out = self.generator.generate(batch, max_new_tokens=_NEW, **how)
             texts = [[*ids, *new] for ids, new in zip(batch, out.new_tokens(), strict=True)]
             before = lines[-1]["seconds"] if lines else 0.0
             lines.append({"seconds": before + time.perf_counter() - began, "texts": texts})

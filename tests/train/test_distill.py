@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -17,7 +18,9 @@ from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.models import LanguageModel
 from specdec.models.early_exit import with_layers
 from specdec.train.distillation import distill
-from specdec.train.pupils import STEPS, EaglePupil, LayersPupil, chains, spread_layers, unrolled_mask
+from specdec.train.pupils import STEPS, EaglePupil, LayersPupil, spread_layers, unrolled_mask
+from specdec.train.teacher import Spool, Teacher, divergence
+from specdec.train.texts import Texts
 from tests.folders import WIDTH, byte_tokenizer, saved
 from tests.heads import Eagle
 from tests.tiny import tiny
@@ -73,28 +76,80 @@ def test_unrolled_steps_are_those_of_decoding(tmp_path: Path) -> None:
     pupil.save(tmp_path)
     reference, ids = Eagle(tmp_path), batch(1, 16)
     with torch.no_grad():
-        states, _ = pupil._listen(ids)
-        steps = list(pupil._unrolled(ids, states))
+        states, _ = pupil.teacher.listen(ids)
+        begins = torch.tensor([0, 4, 9])
+        steps = list(pupil._unrolled(ids, states[:, :-1], begins))
     features = reference.features(states[0])
-    for begin in (0, 4, 9):
+    for number, begin in enumerate(begins.tolist()):
         own = features[: begin + 1]
         for step in range(STEPS):
             written = reference.written(ids[0, 1 : begin + step + 2].tolist(), own)
             guess = reference.logits(written[-1])[::2]
-            torch.testing.assert_close(steps[step][0, begin + step], guess, rtol=1e-4, atol=1e-4)
+            found = steps[step][0, number if step else begin]
+            torch.testing.assert_close(found, guess, rtol=1e-4, atol=1e-4)
             own = torch.cat([own, written[-1:]])
 
 
-def test_chains_end_at_the_first_miss() -> None:
-    """Step s of a chain that begins at token i stands at token i + s."""
-    hits = torch.zeros(1, STEPS, 6, dtype=torch.bool)
-    hits[0, 0, 0] = hits[0, 1, 1] = hits[0, 3, 3] = hits[0, 1, 2] = True
-    assert chains(hits).tolist() == [[2, 0, 0]]
-    assert unrolled_mask(3, 1, torch.device("cpu"))[0, 0].int().tolist() == [
-        [0, 0, 0, 1, 0, 0],
-        [1, 0, 0, 0, 1, 0],
-        [1, 1, 0, 0, 0, 1],
-    ]
+def test_chains_see_their_own_steps_alone() -> None:
+    """Beside the text up to where they start."""
+    assert unrolled_mask(3, torch.tensor([0, 2]), 1)[0, 0].int().tolist() == [[1, 0, 0, 1, 0], [1, 1, 1, 0, 1]]
+
+
+def test_hits_follow_chains() -> None:
+    """Whole chains at every start are the steps of a training whose chains start there."""
+    pupil, ids = EaglePupil(LanguageModel(tiny("llama", **THREE)), torch.arange(0, 64, 2)), batch(2, 12)
+    wanted = pupil.teacher.listen(ids)[1].argmax(-1)
+    with torch.no_grad():
+        states = pupil.teacher.listen(ids)[0]
+        steps = list(pupil._unrolled(ids, states[:, :-1], torch.tensor([3, 5])))
+    hits = pupil.hits(ids)
+    assert hits.shape == (2, 12 - STEPS, STEPS)
+    for step in range(STEPS):
+        guesses = 2 * (steps[step] if step else steps[0][:, [3, 5]]).argmax(-1)
+        assert torch.equal(hits[:, [3, 5], step], guesses == wanted[:, [4 + step, 6 + step]])
+
+
+def test_divergence_and_its_gradient() -> None:
+    """Those of the whole distributions, where all tokens are choices, and of the renormalized likeliest ones."""
+    target, guesses = torch.randn(2, 2, 3, 20, generator=torch.Generator().manual_seed(0)).unbind()
+    guesses.requires_grad_()
+    wanted = target.softmax(-1)
+    for likeliest in (20, 5):
+        chances, choices = wanted.topk(likeliest)
+        chances = chances / chances.sum(-1, keepdim=True)
+        told = divergence(choices, chances, guesses)
+        logs = guesses.log_softmax(-1).gather(-1, choices)
+        expected = (chances * (chances.log() - logs)).sum(-1)
+        torch.testing.assert_close(told, expected)
+        weight = torch.arange(6.0).view(2, 3)
+        (found,), (slope,) = (torch.autograd.grad((one * weight).sum(), guesses) for one in (told, expected))
+        torch.testing.assert_close(found, slope)
+
+
+def test_what_was_heard_is_kept(tmp_path: Path) -> None:
+    """A spool gives the lesson that was made, without a pass of the target; what finds no room is made each time."""
+    teacher, ids = Teacher(LanguageModel(tiny("llama", **THREE)), [0, 1, 2], torch.arange(40)), batch(2, 9)
+    taught = teacher.teach(ids)
+    whole, none = Spool(teacher, tmp_path / "whole", 5, 9), Spool(teacher, tmp_path / "none", 5, 9, limit=10)
+    for spool, passes in ((whole, 1), (none, 2)):
+        heard: list[torch.Tensor] = []
+        teacher.target.model.register_forward_hook(lambda *_, heard=heard: heard.append(ids))
+        for lesson in (spool.lesson([4, 1], ids), spool.lesson([4, 1], ids)):
+            for name in ("ids", "states", "choices", "chances", "weight"):
+                assert torch.equal(getattr(lesson, name), getattr(taught, name))
+        assert len(heard) == passes
+
+
+def test_every_window_is_read_once_before_any_is_read_again() -> None:
+    """Of each stream, in another order each time."""
+    texts = Texts([np.arange(65 * 6 + 1), np.arange(1000, 1065)], [])
+    assert (texts.window, [len(windows) for windows in texts.windows]) == (64, [6, 1])
+    read = [texts.batch(step, 2, seed=1) for step in range(12)]
+    own = [number for numbers, _ in read[::2] for number in numbers]
+    assert sorted(own[:6]) == sorted(own[6:]) == list(range(6))
+    assert own[:6] != own[6:]
+    assert all(numbers == [6, 6] for numbers, _ in read[1::2])
+    assert all(ids[0, 0] == 64 * numbers[0] for numbers, ids in read[::2])
 
 
 def test_a_training_goes_on_bit_for_bit(tmp_path: Path, text: Path) -> None:
@@ -145,7 +200,9 @@ def test_layers_are_copies() -> None:
     language = LanguageModel(model)
     pupil = LayersPupil(language, [0, 1, 2], None)
     pupil.module.eval()
-    assert pupil.loss(ids).item() == pytest.approx(0, abs=1e-6)
+    lesson = pupil.teacher.teach(ids)
+    mass = model(ids).logits.softmax(-1).topk(lesson.choices.shape[-1]).values.sum(-1)
+    assert pupil.loss(lesson, 0).item() == pytest.approx(-mass.log().mean().item(), abs=1e-5)
     assert pupil.hits(ids).all()
 
 
