@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from specdec.errors import UnsupportedError
 from specdec.models import LanguageModel
 from specdec.models.early_exit import with_layers
 from specdec.models.heads.making import layers_to_read, make_eagle, save_eagle
 from specdec.train.course import save
-from specdec.train.teacher import Lesson, Teacher, divergence
+from specdec.train.teacher import Lesson, Teacher, divergence, output_of
 
 STEPS = 4  # of the head over its own output, in training and in exams
 _FADES = 0.8  # how much less each further step counts
@@ -41,7 +40,7 @@ class Pupil(ABC):
         """The mean divergence of its distributions from the target's, in nats, in the step `turn` of a training."""
 
     @abstractmethod
-    def hits(self, ids: Tensor) -> Tensor:
+    def hits(self, ids: Tensor, heard: Tensor | None = None) -> Tensor:
         """Whether guesses are the target's likeliest tokens: `[rows, tokens - STEPS, STEPS]`.
 
         The chain of guesses of token number i + 1 goes on without the target.
@@ -84,7 +83,7 @@ class EaglePupil(Pupil):
         return total / sum(_FADES**step for step in range(STEPS))
 
     @torch.no_grad()
-    def hits(self, ids: Tensor) -> Tensor:
+    def hits(self, ids: Tensor, heard: Tensor | None = None) -> Tensor:
         states, logits = self.teacher.listen(ids)
         wanted = logits[:, 1:].argmax(-1)
         starts = torch.arange(ids.shape[1] - STEPS, device=ids.device)
@@ -131,14 +130,12 @@ def unrolled_mask(count: int, starts: Tensor, step: int) -> Tensor:
 
 
 class LayersPupil(Pupil):
-    """A model of some of the target's layers, whose embeddings and head stay the target's."""
+    """A model of some of the target's layers, whose embeddings, head and encoder stay the target's."""
 
     def __init__(self, target: LanguageModel, chosen: list[int], tokenizer: Any) -> None:
-        if target.is_encoder_decoder:
-            raise UnsupportedError(
-                f"{type(target.model).__name__} has an encoder; drafts are distilled for decoder-only targets"
-            )
         model = with_layers(target.model, target.num_layers, chosen).float()
+        if target.is_encoder_decoder:
+            model.get_encoder().requires_grad_(False)
         for table in (model.get_input_embeddings(), model.get_output_embeddings()):
             table.requires_grad_(False)
         super().__init__(target, model)
@@ -146,18 +143,19 @@ class LayersPupil(Pupil):
 
     def loss(self, lesson: Lesson, turn: int) -> Tensor:
         with self.in_bfloat16():
-            guesses = self.module(lesson.ids, use_cache=False).logits
-            return divergence(lesson.choices, lesson.chances, guesses).mean()
+            guesses = output_of(self.module, lesson.ids, lesson.heard).logits
+        told = divergence(lesson.choices, lesson.chances, guesses) * lesson.weight
+        return told.sum() / lesson.weight.sum()
 
     @torch.no_grad()
-    def hits(self, ids: Tensor) -> Tensor:
-        _, wanted = self.teacher.listen(ids)
+    def hits(self, ids: Tensor, heard: Tensor | None = None) -> Tensor:
+        _, wanted = self.teacher.listen(ids, heard)
         with self.in_bfloat16():
-            guesses = self.module(ids, use_cache=False).logits
+            guesses = output_of(self.module, ids, heard).logits
         return (wanted.argmax(-1) == guesses.argmax(-1))[:, 1:].unfold(1, STEPS, 1)
 
     def save(self, folder: Path) -> None:
-        save(self.module, folder)
+        save(self.module, folder, self.target.dtype)
         if self._tokenizer is not None:
             self._tokenizer.save_pretrained(folder)
 

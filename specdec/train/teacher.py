@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.modeling_outputs import BaseModelOutput
 
 from specdec.models import LanguageModel
 
@@ -25,7 +26,8 @@ class Lesson:
 
     `states` `[rows, tokens, layers, width]` are hidden states. The likeliest next tokens of those that the draft may
     guess are `choices` `[rows, tokens, likeliest]`, by their numbers in the draft's vocabulary, with `chances` that sum
-    to 1; `weight` `[rows, tokens]` is how likely any that the draft may guess is.
+    to 1; `weight` `[rows, tokens]` is how likely any that the draft may guess is, 0 where nothing is learned. `heard`
+    `[rows, frames, width]` is what the encoder of a target that has one says.
     """
 
     ids: Tensor
@@ -33,6 +35,15 @@ class Lesson:
     choices: Tensor
     chances: Tensor
     weight: Tensor
+    heard: Tensor | None = None
+
+
+def output_of(model: Any, ids: Tensor, heard: Tensor | None, **more: Any) -> Any:
+    """The output of a model for texts `[rows, tokens]`, which follow what its encoder said."""
+    if heard is None:
+        return model(ids, use_cache=False, **more)
+    given = BaseModelOutput(last_hidden_state=heard.to(model.dtype))
+    return model(encoder_outputs=given, decoder_input_ids=ids, use_cache=False, **more)
 
 
 class Teacher:
@@ -47,19 +58,21 @@ class Teacher:
         return min(LIKELIEST, self.target.vocab_size if self.vocabulary is None else len(self.vocabulary))
 
     @torch.no_grad()
-    def listen(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def listen(self, ids: Tensor, heard: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Hidden states `[rows, tokens, layers, width]` and logits `[rows, tokens, vocab]` at every token."""
-        out = self.target.model(ids, use_cache=False, output_hidden_states=bool(self.reads))
+        out = output_of(self.target.model, ids, heard, output_hidden_states=bool(self.reads))
         if not self.reads:
             return out.logits.new_empty(*ids.shape, 0, 0), out.logits
         return torch.stack([out.hidden_states[layer] for layer in self.reads], dim=2), out.logits
 
-    def teach(self, ids: Tensor) -> Lesson:
-        """The lesson about these texts; hidden states come in bfloat16, as a spool keeps them."""
-        states, logits = self.listen(ids)
+    def teach(self, ids: Tensor, heard: Tensor | None = None) -> Lesson:
+        """The lesson about these texts; states come in bfloat16, as a spool keeps them."""
+        if heard is not None:
+            heard = heard.bfloat16()
+        states, logits = self.listen(ids, heard)
         found = [self._distribution(row) for row in logits]
         choices, chances, weight = (torch.stack(one) for one in zip(*found, strict=True))
-        return Lesson(ids, states.bfloat16(), choices, chances, weight)
+        return Lesson(ids, states.bfloat16(), choices, chances, weight, heard)
 
     def _distribution(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Choices, chances and weight of logits `[tokens, vocab]`."""
@@ -70,44 +83,49 @@ class Teacher:
 
 
 class Spool:
-    """Lessons of a teacher about numbered windows of `tokens`, each made once and kept in a file of bounded size."""
+    """Lessons about numbered windows, each made once by `teach` and kept in a file of bounded size.
 
-    def __init__(self, teacher: Teacher, file: Path, windows: int, tokens: int, limit: int = SPOOL_BYTES) -> None:
-        self.teacher = teacher
-        width = teacher.target.config.hidden_size if teacher.reads else 0
-        record = np.dtype(
-            [
-                ("states", np.int16, (tokens, len(teacher.reads), width)),
-                ("choices", np.int32, (tokens, teacher.likeliest)),
-                ("chances", np.float32, (tokens, teacher.likeliest)),
-                ("weight", np.float32, (tokens,)),
-            ]
-        )
-        self._room, self._heard = min(windows, limit // record.itemsize), set[int]()
-        self._records: Any = np.memmap(file, record, "w+", shape=(self._room,)) if self._room else None
+    Windows are taught one by one, so that a lesson is the same whenever, and beside whatever, it is made.
+    """
+
+    def __init__(
+        self, teach: Callable[[int, Tensor], Lesson], file: Path, windows: int, limit: int = SPOOL_BYTES
+    ) -> None:
+        self._teach, self._file, self._room, self._limit = teach, file, windows, limit
+        self._kept = set[int]()
+        self._records: Any = None
 
     def lesson(self, numbers: Sequence[int], ids: Tensor) -> Lesson:
         """The lesson about the windows `ids` `[rows, tokens]` of these numbers."""
-        missing = [row for row, number in enumerate(numbers) if number not in self._heard]
-        if any(numbers[row] >= self._room for row in missing):
-            return self.teacher.teach(ids)
-        if missing:
-            self._keep([numbers[row] for row in missing], self.teacher.teach(ids[missing]))
-        kept = self._records[list(numbers)]
+        rows = [self._one(number, ids[row : row + 1]) for row, number in enumerate(numbers)]
+        return Lesson(ids, **{name: torch.cat([row[name] for row in rows]).to(ids.device) for name in rows[0]})
 
-        def read(name: str) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(kept[name])).to(ids.device)
+    def _one(self, number: int, ids: Tensor) -> dict[str, Tensor]:
+        if number in self._kept:
+            return {name: _tensor(self._records[number : number + 1][name]) for name in self._records.dtype.names}
+        made = vars(self._teach(number, ids))
+        lesson = {name: value for name, value in made.items() if name != "ids" and value is not None}
+        if self._records is None:
+            record = np.dtype([(name, _array(value).dtype, value.shape[1:]) for name, value in lesson.items()])
+            self._room = min(self._room, self._limit // record.itemsize)
+            self._records = np.memmap(self._file, record, "w+", shape=(max(self._room, 1),))
+        if number < self._room:
+            for name, value in lesson.items():
+                self._records[number][name] = _array(value)[0]
+            self._kept.add(number)
+        return lesson
 
-        states = read("states").view(torch.bfloat16)
-        return Lesson(ids, states, read("choices").long(), read("chances"), read("weight"))
 
-    def _keep(self, numbers: Sequence[int], lesson: Lesson) -> None:
-        for row, number in enumerate(numbers):
-            record = self._records[number]
-            record["states"] = lesson.states[row].view(torch.int16).cpu().numpy()
-            for name in ("choices", "chances", "weight"):
-                record[name] = getattr(lesson, name)[row].cpu().numpy()
-        self._heard.update(numbers)
+def _array(tensor: Tensor) -> np.ndarray:
+    """A tensor in NumPy, which has no bfloat16: that as whole numbers of 16 bits."""
+    tensor = tensor.cpu()
+    return np.asarray(tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor)
+
+
+def _tensor(array: np.ndarray) -> Tensor:
+    """The other way round."""
+    found = torch.from_numpy(np.array(array))
+    return found.view(torch.bfloat16) if found.dtype == torch.int16 else found
 
 
 def divergence(choices: Tensor, chances: Tensor, guesses: Tensor) -> Tensor:

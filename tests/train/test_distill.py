@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import soundfile
 import torch
 from safetensors.torch import load_file
 from transformers import DynamicCache
@@ -17,12 +18,15 @@ from specdec.cli.commands import run
 from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.models import LanguageModel
 from specdec.models.early_exit import with_layers
+from specdec.pipelines import Transcriber
 from specdec.train.distillation import distill
 from specdec.train.pupils import STEPS, EaglePupil, LayersPupil, spread_layers, unrolled_mask
-from specdec.train.teacher import Spool, Teacher, divergence
+from specdec.train.sounds import Stenographer, find_sounds
+from specdec.train.teacher import Lesson, Spool, Teacher, divergence
 from specdec.train.texts import Texts
 from tests.folders import WIDTH, byte_tokenizer, saved
 from tests.heads import Eagle
+from tests.speech import RATE, processor, speech, whisper
 from tests.tiny import tiny
 
 TEXT = "the cat sat on the mat, and the dog sat on the cat; " * 3
@@ -129,15 +133,22 @@ def test_divergence_and_its_gradient() -> None:
 def test_what_was_heard_is_kept(tmp_path: Path) -> None:
     """A spool gives the lesson that was made, without a pass of the target; what finds no room is made each time."""
     teacher, ids = Teacher(LanguageModel(tiny("llama", **THREE)), [0, 1, 2], torch.arange(40)), batch(2, 9)
-    taught = teacher.teach(ids)
-    whole, none = Spool(teacher, tmp_path / "whole", 5, 9), Spool(teacher, tmp_path / "none", 5, 9, limit=10)
-    for spool, passes in ((whole, 1), (none, 2)):
-        heard: list[torch.Tensor] = []
-        teacher.target.model.register_forward_hook(lambda *_, heard=heard: heard.append(ids))
+    taught = [teacher.teach(ids[row : row + 1]) for row in range(2)]
+    heard: list[int] = []
+
+    def teach(number: int, window: torch.Tensor) -> Lesson:
+        heard.append(number)
+        return teacher.teach(window)
+
+    record = sum(value[0].nbytes for name, value in vars(taught[0]).items() if name != "ids" and value is not None)
+    for limit, passes in ((record * 9, [4, 1]), (record * 4, [4, 1, 4]), (10, [4, 1, 4, 1])):
+        heard.clear()
+        spool = Spool(teach, tmp_path / str(limit), 5, limit)
         for lesson in (spool.lesson([4, 1], ids), spool.lesson([4, 1], ids)):
+            assert lesson.heard is None
             for name in ("ids", "states", "choices", "chances", "weight"):
-                assert torch.equal(getattr(lesson, name), getattr(taught, name))
-        assert len(heard) == passes
+                assert torch.equal(getattr(lesson, name), torch.cat([getattr(one, name) for one in taught]))
+        assert heard == passes
 
 
 def test_every_window_is_read_once_before_any_is_read_again() -> None:
@@ -206,6 +217,81 @@ def test_layers_are_copies() -> None:
     assert pupil.hits(ids).all()
 
 
+@pytest.fixture(scope="module")
+def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with sound files of a second and more."""
+    folder = tmp_path_factory.mktemp("sounds")
+    for number, seconds in enumerate((0.9, 2.5, 0.8)):
+        soundfile.write(folder / f"{number}.wav", speech(seconds, seed=number), RATE)
+    return folder
+
+
+def hear(out: Path, recordings: Path, **given: Any) -> dict[str, Any]:
+    parts = processor()
+    options = {"kind": "layers", "layers": 1, "feature_extractor": parts.feature_extractor}
+    return distill(whisper(0), out, tokenizer=parts.tokenizer, audio=[recordings], **{**options, **given})
+
+
+def test_a_draft_of_a_speech_model(tmp_path: Path, recordings: Path) -> None:
+    """One decoder layer on the target's encoder learns, goes on bit for bit, and writes the same text."""
+    first, last = (hear(tmp_path / str(steps), recordings, steps=steps) for steps in (1, 100))
+    assert last["loss"] < 0.7 * first["loss"]
+    hear(tmp_path / "parts", recordings, steps=12, is_stopped=lambda: True)
+    told: list[float] = []
+    hear(
+        tmp_path / "parts",
+        recordings,
+        steps=12,
+        notify=lambda done, total, doing: told.append(done) if "step" in doing else None,
+        is_stopped=lambda: len(told) == 5,
+    )
+    assert told == [1, 2, 3, 4, 5]
+    hear(tmp_path / "parts", recordings, steps=12)
+    hear(tmp_path / "whole", recordings, steps=12)
+    whole, parts = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    model = whisper(0)
+    own = model.get_encoder().state_dict()
+    assert all(torch.equal(whole[f"model.encoder.{name}"], weight) for name, weight in own.items())
+    plain, helped = (Transcriber(model, draft, processor=processor()) for draft in (None, str(tmp_path / "100")))
+    sound = speech(2.2, seed=7)
+    assert helped(sound)["text"] == plain(sound)["text"]
+    drafter = helped.generator.drafter
+    assert drafter is not None
+    assert drafter.models[0].num_layers == 1
+
+
+def test_where_sounds_are_found(tmp_path: Path, recordings: Path) -> None:
+    """In folders, by name, and in lists beside which they lie."""
+    names = [recordings / f"{number}.wav" for number in range(3)]
+    listed = recordings / "some.txt"
+    listed.write_text("2.wav\n\n0.wav\n")
+    assert find_sounds([recordings]) == names
+    assert find_sounds([listed, names[1]]) == [names[2], names[0], names[1]]
+    for wrong in (tmp_path, tmp_path / "no.wav"):
+        with pytest.raises(OptionError, match="`audio` must be sound files, folders of"):
+            find_sounds([wrong])
+    listed.unlink()
+
+
+def test_nothing_is_learned_about_prompts_and_padding(tmp_path: Path, recordings: Path) -> None:
+    """The weight of a lesson is that of the tokens that the target wrote."""
+    parts = processor()
+    generator = SpecGenerator(whisper(0, end=4.0), tokenizer=parts.tokenizer)
+    stenographer = Stenographer(generator, parts.feature_extractor, tmp_path / "transcripts.jsonl")
+    sounds = stenographer.write(find_sounds([recordings]), lambda done, total: True)
+    assert (sounds.size, len(sounds.exams)) == (4, 1)
+    assert stenographer.write(find_sounds([recordings]), lambda done, total: True) == sounds
+    numbers, ids = sounds.batch(0, 4, seed=0)
+    assert sorted(numbers) == [0, 1, 2, 3]
+    for row, number in enumerate(numbers):
+        piece = sounds.learned[number]
+        lesson = sounds.teach(Teacher(generator.target, (), None), number, ids[row : row + 1])
+        asked = lesson.weight[0].nonzero()[:, 0].tolist()
+        assert asked == list(range(piece.first - 1, len(piece.ids) - 1))
+        assert ids[row, : len(piece.ids)].tolist() == piece.ids
+
+
 def test_the_target_is_not_changed(tmp_path: Path, text: Path) -> None:
     """Neither its weights, nor whether they could learn."""
     model = target()
@@ -230,6 +316,9 @@ def test_the_target_is_not_changed(tmp_path: Path, text: Path) -> None:
         ({"text": "text.txt"}, "pass a list"),
         ({"text": []}, "nothing to learn from"),
         ({"text": [], "prompts": ["one"]}, "`prompts` must be two at least"),
+        ({"audio": ["a.wav"]}, "`audio` trains kind 'layers'"),
+        ({"text": [], "audio": "a.wav", "kind": "layers"}, "pass a list"),
+        ({"text": [], "audio": ["a.wav"], "kind": "layers"}, "`audio` must be sound files"),
     ],
 )
 def test_wrong_options(given: dict[str, Any], words: str, tmp_path: Path, text: Path) -> None:
@@ -244,6 +333,12 @@ def test_folders_that_hold_something_else(tmp_path: Path, text: Path) -> None:
     train(tmp_path / "out", text=[text], steps=1)
     with pytest.raises(OptionError, match="another `kind`, 'eagle3'"):
         train(tmp_path / "out", text=[text], steps=1, kind="layers")
+    with pytest.raises(OptionError, match="another `prompts`"):
+        train(tmp_path / "out", text=[text], steps=1, prompts=PROMPTS)
+    other = tmp_path / "other.txt"
+    other.write_text(TEXT.upper())
+    with pytest.raises(OptionError, match="another `text`"):
+        train(tmp_path / "out", text=[other], steps=1)
     (tmp_path / "out" / "training" / "state.pt").write_bytes(b"no")
     with pytest.raises(LoadError, match="remove it to begin anew"):
         train(tmp_path / "out", text=[text], steps=1)
