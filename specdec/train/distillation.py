@@ -237,7 +237,7 @@ class School:
 
         def go_on(done: int, total: int) -> bool:
             self.notify(done, total, f"the target writes down what it hears, {done} of {total}")
-            return not self.is_stopped()
+            return not self._begun and not self.is_stopped()
 
         return Stenographer(self.generator, extractor, self.folder / STATE / "transcripts.jsonl").write(sounds, go_on)
 
@@ -259,11 +259,15 @@ class School:
             raise OptionError("`prompts` were continued by nothing to learn from: pass more of them, or `text`")
         return Texts(streams, writer.exams(held)), seconds
 
+    @property
+    def _begun(self) -> bool:
+        """Whether something was learned already: then the lessons stay what they are."""
+        return (self.folder / STATE / "state.pt").exists()
+
     def _may_write(self, done: int, total: int, seconds: float) -> bool:
         self.notify(done, total, f"the target continues prompts, {done} of {total}")
-        begun = (self.folder / STATE / "state.pt").exists()
         in_time = self.length.steps is not None or seconds < _WRITES * self.length.seconds
-        return not begun and in_time and (not done or not self.is_stopped())
+        return not self._begun and in_time and (not done or not self.is_stopped())
 
     def _pupil(self, lessons: Lessons) -> Pupil:
         target, settings = self.generator.target, self.settings
@@ -334,6 +338,7 @@ class Training:
             if time.perf_counter() - saved > _SAVE_EVERY:
                 self.save()
                 saved = time.perf_counter()
+        self._spool.close()
         return self.save()
 
     def save(self) -> dict[str, Any]:

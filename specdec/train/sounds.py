@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -150,7 +150,7 @@ class Stenographer:
         return range(0, max(len(self._samples(str(file))) - rest, 0), self.extractor.n_samples)
 
     def _samples(self, file: str) -> Samples:
-        return read_audio(file, self.extractor.sampling_rate).samples
+        return _read(file, self.extractor.sampling_rate)
 
     def _transcribed(self, windows: Sequence[tuple[str, int]]) -> list[Piece]:
         features = torch.stack([self._features(*window) for window in windows])
@@ -174,3 +174,8 @@ class Stenographer:
         lines = self.file.read_text(encoding="utf-8").split("\n")[:-1]
         self.file.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
         return [Piece(**json.loads(line)) for line in lines]
+
+
+@lru_cache(maxsize=1)  # one file after the other, window after window
+def _read(file: str, rate: int) -> Samples:
+    return read_audio(file, rate).samples

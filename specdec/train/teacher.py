@@ -98,14 +98,14 @@ class Spool:
     def lesson(self, numbers: Sequence[int], ids: Tensor) -> Lesson:
         """The lesson about the windows `ids` `[rows, tokens]` of these numbers."""
         rows = [self._one(number, ids[row : row + 1]) for row, number in enumerate(numbers)]
-        return Lesson(ids, **{name: torch.cat([row[name] for row in rows]).to(ids.device) for name in rows[0]})
+        return Lesson(ids, **{name: torch.cat([row[name].to(ids.device) for row in rows]) for name in rows[0]})
 
     def _one(self, number: int, ids: Tensor) -> dict[str, Tensor]:
         if number in self._kept:
             return {name: _tensor(self._records[number : number + 1][name]) for name in self._records.dtype.names}
         made = vars(self._teach(number, ids))
         lesson = {name: value for name, value in made.items() if name != "ids" and value is not None}
-        if self._records is None:
+        if self._records is None and self._room:
             record = np.dtype([(name, _array(value).dtype, value.shape[1:]) for name, value in lesson.items()])
             self._room = min(self._room, self._limit // record.itemsize)
             self._records = np.memmap(self._file, record, "w+", shape=(max(self._room, 1),))
@@ -114,6 +114,12 @@ class Spool:
                 self._records[number][name] = _array(value)[0]
             self._kept.add(number)
         return lesson
+
+    def close(self) -> None:
+        """Removes the file; what is asked from now on is made anew."""
+        self._records, self._room = None, 0
+        self._kept.clear()
+        self._file.unlink(missing_ok=True)
 
 
 def _array(tensor: Tensor) -> np.ndarray:

@@ -232,6 +232,7 @@ def hear(out: Path, recordings: Path, **given: Any) -> dict[str, Any]:
     return distill(whisper(0), out, tokenizer=parts.tokenizer, audio=[recordings], **{**options, **given})
 
 
+@pytest.mark.slow
 def test_a_draft_of_a_speech_model(tmp_path: Path, recordings: Path) -> None:
     """One decoder layer on the target's encoder learns, goes on bit for bit, and writes the same text."""
     first, last = (hear(tmp_path / str(steps), recordings, steps=steps) for steps in (1, 100))
