@@ -23,6 +23,10 @@ def distill(
         list[str] | None,
         typer.Option(help="Prompts whose answers to learn: JSON lines, or a text of paragraphs; repeatable."),
     ] = None,
+    audio: Annotated[
+        list[Path] | None,
+        typer.Option(help="Sounds for a Whisper TARGET: files, folders, .txt lists of files; with --kind layers."),
+    ] = None,
     kind: Annotated[
         str, typer.Option(help="eagle3: a head over the target's hidden states. layers: some of its own layers.")
     ] = "eagle3",
@@ -49,6 +53,7 @@ def distill(
             out,
             text=text or [],
             prompts=asked,
+            audio=audio or [],
             kind=kind,
             layers=layers,
             draft_vocabulary=draft_vocabulary,

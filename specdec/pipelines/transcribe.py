@@ -90,7 +90,7 @@ class Transcriber:
         **options: Any,
     ) -> None:
         if processor is None and is_name(target):
-            processor = _processor_beside(target)
+            processor = processor_beside(target)
         tokenizer = tokenizer or getattr(processor, "tokenizer", None) or getattr(target, "tokenizer", None)
         self._extractor: Any = feature_extractor or getattr(processor, "feature_extractor", None)
         if tokenizer is None or self._extractor is None:
@@ -113,7 +113,7 @@ class Transcriber:
             name: options.pop(name) for name in (*_CALL, *NAMES, "processor", "feature_extractor") if name in options
         }
         if "processor" not in own:
-            own["processor"] = _processor_beside(
+            own["processor"] = processor_beside(
                 target, options.get("revision"), trust_remote_code=bool(options.get("trust_remote_code"))
             )
         return cls(SpecGenerator.from_pretrained(str(target), draft, **options), **own)
@@ -244,7 +244,7 @@ class Transcriber:
         return found
 
 
-def _processor_beside(target: Any, revision: str | None = None, *, trust_remote_code: bool = False) -> Any:
+def processor_beside(target: Any, revision: str | None = None, *, trust_remote_code: bool = False) -> Any:
     """The processor in the folder or hub repository of a Whisper model; UnsupportedError where it is none."""
     check_folder(target, "target")
     name, hub = zoo.locate(str(target), "target"), {"revision": revision, "trust_remote_code": trust_remote_code}

@@ -81,11 +81,11 @@ def check_stage(parser: ArgumentParser, stage: str | None, out: Path, needs: Map
             parser.error(f"--stage {stage} needs a model in {out / role}, and there is none: run the stages before it")
 
 
-def save(model: PreTrainedModel, folder: Path) -> None:
-    """Writes the weights as bf16 safetensors, tied ones once; the training copy stays in float32."""
+def save(model: PreTrainedModel, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Writes the weights in this type as safetensors, tied ones once; the training copy stays in float32."""
     first = {weight.data_ptr(): name for name, weight in reversed(model.state_dict().items())}
-    state = {k: v.to(torch.bfloat16) for k, v in model.state_dict().items() if first[v.data_ptr()] == k}
+    state = {k: v.to(dtype) for k, v in model.state_dict().items() if first[v.data_ptr()] == k}
     model.save_pretrained(folder, state_dict=state)
     config = json.loads((folder / "config.json").read_text())
-    config["dtype"] = "bfloat16"
+    config["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import pairwise
 from math import isnan
 from os import PathLike
 from pathlib import Path
 from pickle import UnpicklingError
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,21 +26,23 @@ from specdec import SpecGenerator
 from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.inputs import check_tokenizer
 from specdec.models.vocabulary import likeliest
+from specdec.pipelines.transcribe import processor_beside
 from specdec.train.course import descend, make_optimizers, rate
-from specdec.train.pupils import STEPS, EaglePupil, LayersPupil, Pupil, chains, spread_layers
+from specdec.train.pupils import STEPS, EaglePupil, LayersPupil, Pupil, spread_layers
+from specdec.train.sounds import Sounds, Stenographer, find_sounds
+from specdec.train.teacher import Lesson, Spool, Teacher
 from specdec.train.texts import Exam, Texts, Writer, divide, divide_prompts, encode_prompts, read_texts
 from specdec.values import is_whole
 
 KINDS = ("eagle3", "layers")
 STATE = "training"  # a folder beside the draft, from which its training goes on
 CARD = "card.json"
-_ROWS = 4  # windows of a step
+_ROWS = 2  # windows of a step
 _VOCABULARY = 8192  # tokens that a head guesses, of larger vocabularies
 _LAYERS = {"eagle3": 1, "layers": 2}
 _WRITES = 0.25  # about this share of the time at the most, the target continues prompts; learning keeps the others
 _DECAY_FROM = 0.4  # of the course
-_RATES = (0.004, 0.001)  # of Muon for a width of `_WIDTH`, and of AdamW
-_WIDTH = 192
+_RATES = (0.006, 0.001)  # of Muon and of AdamW
 _SAVE_EVERY = 120.0  # seconds
 _TRIAL_TOKENS = 48
 
@@ -104,7 +109,9 @@ def distill(
     *,
     text: Sequence[str | PathLike[str]] = (),
     prompts: Sequence[str] = (),
+    audio: Sequence[str | PathLike[str]] = (),
     tokenizer: Any = None,
+    feature_extractor: Any = None,
     kind: str = "eagle3",
     layers: int | None = None,
     draft_vocabulary: int | None = None,
@@ -115,10 +122,12 @@ def distill(
     is_stopped: Callable[[], bool] = lambda: False,
     **loading: Any,
 ) -> dict[str, Any]:
-    """Trains a draft for a decoder-only target on its distributions, writes it to `out` and returns its card.
+    """Trains a draft for a target on its distributions, writes it to `out` and returns its card.
 
     `target` is a model with its `tokenizer`, or an id or folder, loaded as `loading` says (`Loading`). It learns from
-    files of `text` and from what the target writes after `prompts`; one part in twenty of both is held out. `kind`:
+    files of `text` and from what a decoder-only target writes after `prompts`, or from `audio` (sound files, folders,
+    `.txt` files that name one a line) and what a Whisper target, with its `feature_extractor`, hears in there; one part
+    in twenty is held out. `kind`:
     "eagle3" is a head of one or `layers` layers over the target's hidden states, in the format of `speculators`, which
     guesses the `draft_vocabulary` most frequent tokens (EAGLE-3, arXiv 2503.01840); "layers" is a small sibling made
     of two or `layers` of the target's own. It takes so many `hours` (1 by default) or `steps`.
@@ -129,35 +138,50 @@ def distill(
     another draft; UnsupportedError for targets that cannot be distilled like this.
     """
     settings, length = Settings(kind, layers, draft_vocabulary, seed), Length(hours, steps)
-    if not text and not prompts:
-        raise OptionError("nothing to learn from: pass `text`, `prompts`, or both")
-    if isinstance(text, str | PathLike) or isinstance(prompts, str):
-        raise OptionError("`text` and `prompts` are lists of files and of texts: pass a list")
-    texts = read_texts(text)
-    folder = _claimed(Path(out), settings, loading)
+    if not text and not prompts and not audio:
+        raise OptionError("nothing to learn from: pass `text`, `prompts`, or both, or `audio` for a Whisper model")
+    if audio and (text or prompts or kind != "layers"):
+        raise OptionError("`audio` trains kind 'layers' and goes without `text` and `prompts`: pass it and that alone")
+    if any(isinstance(one, str | PathLike) for one in (text, prompts, audio)):
+        raise OptionError("`text` and `audio` are lists of files, `prompts` one of texts: pass a list")
+    texts, sounds = read_texts(text), find_sounds(audio)
+    learned = {"text": texts, "prompts": prompts, "audio": [f"{file} {file.stat().st_size}" for file in sounds]}
+    folder = _claimed(Path(out), settings, {**loading, **{name: digest(what) for name, what in learned.items()}})
     check_tokenizer("tokenizer", tokenizer)
     named = isinstance(target, str | PathLike)
     make = SpecGenerator.from_pretrained if named else SpecGenerator
     generator = make(target, tokenizer=tokenizer, gear="eager", **loading)
     if generator.tokenizer is None:
         raise OptionError("`tokenizer` is needed to read texts: there is none beside the target")
-    if generator.target.is_encoder_decoder:
+    if generator.target.is_encoder_decoder and not audio:
         raise UnsupportedError(
             f"`target` {type(generator.target.model).__name__} has an encoder; drafts are distilled for decoder-only "
-            "targets: the recipes of `specdec zoo train` show how others are made"
+            "targets, and for Whisper models from `audio`: the recipes of `specdec zoo train` show how others are made"
         )
     school = School(generator, folder, settings, length, notify or _nobody, is_stopped)
-    return school.run(texts, prompts)
+    if not audio:
+        return school.run(*school.read(texts, prompts))
+    if feature_extractor is None and named:
+        feature_extractor = processor_beside(target).feature_extractor
+    if feature_extractor is None:
+        raise OptionError("`feature_extractor` is needed to hear sounds: pass it with the model")
+    return school.run(school.listen(sounds, feature_extractor), 0.0)
 
 
 def _nobody(done: float, total: float, doing: str) -> None:
     """Hears nothing."""
 
 
-def _claimed(out: Path, settings: Settings, loading: dict[str, Any]) -> Path:
-    """The folder of a draft, its settings noted there; raises OptionError where another one is in it."""
+def digest(texts: Sequence[str]) -> str:
+    """A short name of these texts, in this order, by which others are told from them."""
+    lengths = ",".join(str(len(text)) for text in texts)
+    return hashlib.sha256("\0".join([lengths, *texts]).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def _claimed(out: Path, settings: Settings, given: dict[str, Any]) -> Path:
+    """The folder of a draft, its settings and what else was `given` noted; raises OptionError where others are."""
     note = out / STATE / "settings.json"
-    wanted = {**asdict(settings), **{name: str(value) for name, value in loading.items()}}
+    wanted = {**asdict(settings), **{name: str(value) for name, value in given.items()}}
     if note.exists():
         if (found := json.loads(note.read_text())) != wanted:
             differ = sorted(name for name in {*found, *wanted} if found.get(name) != wanted.get(name))
@@ -176,6 +200,20 @@ def _claimed(out: Path, settings: Settings, loading: dict[str, Any]) -> Path:
     return out
 
 
+class Lessons(Protocol):
+    """What is learned from: numbered windows of a length in tokens, and held-out texts."""
+
+    @property
+    def exams(self) -> list[Exam]: ...
+    @property
+    def window(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def counts(self) -> Counter[int]: ...
+    def batch(self, step: int, rows: int, seed: int) -> tuple[list[int], Tensor]: ...
+    def teach(self, teacher: Teacher, number: int, ids: Tensor) -> Lesson: ...
+
+
 @dataclass(frozen=True)
 class School:
     """A training: who teaches, where the draft goes, how and how long it learns, who is told."""
@@ -187,16 +225,23 @@ class School:
     notify: Notify
     is_stopped: Callable[[], bool]
 
-    def run(self, texts: Sequence[str], prompts: Sequence[str]) -> dict[str, Any]:
-        """Gathers texts, trains, and says how good the draft is."""
-        lessons, seconds = self._gather(texts, prompts)
-        pupil = self._pupil(lessons)
-        course = Training(self, pupil, lessons, min(seconds, _WRITES * self.length.seconds))
+    def run(self, lessons: Lessons, seconds: float) -> dict[str, Any]:
+        """Trains, and says how good the draft is; preparing the lessons took so many seconds of the training."""
+        course = Training(self, self._pupil(lessons), lessons, min(seconds, _WRITES * self.length.seconds))
         card = {**course.run(), **self._trial(lessons)}
         _write(self.folder / CARD, card)
         return card
 
-    def _gather(self, texts: Sequence[str], prompts: Sequence[str]) -> tuple[Texts, float]:
+    def listen(self, sounds: Sequence[Path], extractor: Any) -> Sounds:
+        """The target's transcripts of sounds."""
+
+        def go_on(done: int, total: int) -> bool:
+            self.notify(done, total, f"the target writes down what it hears, {done} of {total}")
+            return not self._begun and not self.is_stopped()
+
+        return Stenographer(self.generator, extractor, self.folder / STATE / "transcripts.jsonl").write(sounds, go_on)
+
+    def read(self, texts: Sequence[str], prompts: Sequence[str]) -> tuple[Texts, float]:
         """What is learned from, and how many seconds the target wrote for that."""
         tokenizer, seconds = self.generator.tokenizer, 0.0
         streams: list[np.ndarray] = []
@@ -214,13 +259,17 @@ class School:
             raise OptionError("`prompts` were continued by nothing to learn from: pass more of them, or `text`")
         return Texts(streams, writer.exams(held)), seconds
 
+    @property
+    def _begun(self) -> bool:
+        """Whether something was learned already: then the lessons stay what they are."""
+        return (self.folder / STATE / "state.pt").exists()
+
     def _may_write(self, done: int, total: int, seconds: float) -> bool:
         self.notify(done, total, f"the target continues prompts, {done} of {total}")
-        begun = (self.folder / STATE / "state.pt").exists()
         in_time = self.length.steps is not None or seconds < _WRITES * self.length.seconds
-        return not begun and in_time and (not done or not self.is_stopped())
+        return not self._begun and in_time and (not done or not self.is_stopped())
 
-    def _pupil(self, lessons: Texts) -> Pupil:
+    def _pupil(self, lessons: Lessons) -> Pupil:
         target, settings = self.generator.target, self.settings
         layers = settings.layers or min(_LAYERS[settings.kind], target.num_layers)
         torch.manual_seed(settings.seed)
@@ -234,7 +283,7 @@ class School:
         whole = len(ids) == target.vocab_size
         return EaglePupil(target, None if whole else torch.tensor(ids, device=target.device), layers)
 
-    def _trial(self, lessons: Texts) -> dict[str, Any]:
+    def _trial(self, lessons: Lessons) -> dict[str, Any]:
         """Plain and assisted decoding in turn, on held-out prompts."""
         model, out = self.generator.target.model, str(self.folder)
         plain = SpecGenerator(model, tokenizer=self.generator.tokenizer)
@@ -242,9 +291,10 @@ class School:
         paces: dict[str, list[float]] = {"plain": [], "assisted": []}
         passes = tokens = 0
         for number, exam in enumerate([lessons.exams[0], *lessons.exams]):
+            room = min(_TRIAL_TOKENS, len(exam.ids) - exam.first)
             for name, one in (("plain", plain), ("assisted", assisted)):
                 began = time.perf_counter()
-                made = one.generate([exam.ids[: exam.first]], max_new_tokens=_TRIAL_TOKENS, do_sample=False)
+                made = one.generate(**exam.asked, max_new_tokens=room, do_sample=False)
                 if number:  # the first one warms up
                     paces[name].append((time.perf_counter() - began) / max(len(made.new_tokens()[0]), 1))
             if number and made.stats is not None:
@@ -261,13 +311,13 @@ class School:
 class Training:
     """The course of one training, which can be broken off after any step."""
 
-    def __init__(self, school: School, pupil: Pupil, lessons: Texts, seconds: float) -> None:
+    def __init__(self, school: School, pupil: Pupil, lessons: Lessons, seconds: float) -> None:
         self.school, self.pupil, self.lessons = school, pupil, lessons
-        muon, adam = _RATES
-        width = school.generator.target.config.hidden_size
-        self.optimizers = make_optimizers(pupil.module, muon * _WIDTH / width, adam)
+        self.optimizers = make_optimizers(pupil.module, *_RATES)
         self.step, self.seconds, self.loss = 0, seconds, float("nan")
         self._state = school.folder / STATE / "state.pt"
+        spooled = school.folder / STATE / "spool.bin"
+        self._spool = Spool(partial(lessons.teach, pupil.teacher), spooled, lessons.size)
         if self._state.exists():
             self._resume()
 
@@ -276,8 +326,9 @@ class Training:
         school, saved = self.school, time.perf_counter()
         while (done := school.length.done(self.step, self.seconds)) < 1 and not school.is_stopped():
             began = time.perf_counter()
-            batch = self.lessons.batch(self.step, _ROWS, school.settings.seed).to(school.generator.target.device)
-            loss = self.pupil.loss(batch)
+            numbers, ids = self.lessons.batch(self.step, _ROWS, school.settings.seed)
+            lesson = self._spool.lesson(numbers, ids.to(school.generator.target.device))
+            loss = self.pupil.loss(lesson, self.step)
             descend(loss, self.optimizers, rate(self.step, done, _DECAY_FROM))
             told = loss.item()
             self.loss = told if self.step == 0 else 0.95 * self.loss + 0.05 * told
@@ -287,6 +338,7 @@ class Training:
             if time.perf_counter() - saved > _SAVE_EVERY:
                 self.save()
                 saved = time.perf_counter()
+        self._spool.close()
         return self.save()
 
     def save(self) -> dict[str, Any]:
@@ -323,8 +375,10 @@ class Training:
         }
 
     def _chains(self, exam: Exam) -> Tensor:
-        ids = torch.tensor([exam.ids], device=self.school.generator.target.device)
-        return chains(self.pupil.hits(ids))[0, max(exam.first - 2, 0) :]
+        target = self.school.generator.target
+        heard = None if exam.features is None else target.encode({"input_features": exam.features}).hidden
+        hits = self.pupil.hits(torch.tensor([exam.ids], device=target.device), heard)
+        return hits[0, max(exam.first - 2, 0) :].long().cumprod(1).sum(1)
 
     def _tell(self) -> None:
         length = self.school.length

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,16 @@ from torch import Tensor
 
 from specdec import SpecGenerator
 from specdec.errors import OptionError
+from specdec.train.teacher import Lesson, Teacher
 
-WINDOW = 256  # tokens of a training window
+WINDOW = 512  # tokens of a training window
 _LEAST = 64  # tokens of text, and of a window
-_HELD_OUT = 20  # one prompt of so many, and one token
-_ROWS = 16  # prompts that the target continues together
+HELD_OUT = 20  # one prompt of so many, and one token
+_ROWS = 64  # prompts that the target continues together
+_SAMPLED = 4  # one batch of so many is sampled, the others are greedy
 _NEW = 192  # tokens of a continuation
 _LONGEST = 512  # tokens of a prompt
-_EXAMS = 8  # held-out texts
+EXAMS = 8  # held-out texts
 _EXAM_PROMPT, _EXAM_NEW = 128, 64  # tokens
 
 
@@ -52,10 +55,22 @@ def encode_prompts(tokenizer: Any, prompts: Sequence[str]) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Exam:
-    """A held-out text `ids` that the target continued greedily from token number `first` on."""
+    """A held-out text `ids` that the target continued greedily from token number `first` on.
+
+    Of a target with an encoder, that heard `features` `[1, mels, frames]`.
+    """
 
     ids: list[int]
     first: int
+    features: Tensor | None = None
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """What makes the target write this, as arguments of `generate`."""
+        prompt = [self.ids[: self.first]]
+        if self.features is None:
+            return {"prompt": prompt}
+        return {"input_features": self.features, "decoder_input_ids": prompt}
 
 
 @dataclass(frozen=True)
@@ -74,11 +89,37 @@ class Texts:
         """How often each token comes."""
         return Counter(np.concatenate(self.streams).tolist())
 
-    def batch(self, step: int, rows: int, seed: int) -> Tensor:
-        """The windows of a step, `[rows, window + 1]`, of one stream after the other; a step's are always the same."""
-        stream, generator = self.streams[step % len(self.streams)], np.random.default_rng((seed, step))
-        starts = generator.integers(0, len(stream) - self.window, rows)
-        return torch.from_numpy(np.stack([stream[s : s + self.window + 1] for s in starts]))
+    @cached_property
+    def windows(self) -> list[np.ndarray]:
+        """The windows of each stream, `[windows, window + 1]`."""
+        size = self.window
+        return [np.stack([one[s : s + size + 1] for s in range(0, len(one) - size, size)]) for one in self.streams]
+
+    def batch(self, step: int, rows: int, seed: int) -> tuple[list[int], Tensor]:
+        """The numbers and ids `[rows, window + 1]` of a step's windows, which are of one stream after the other.
+
+        Every stream is read in another order each time; a step's windows are always the same.
+        """
+        turn, at = divmod(step, len(self.streams))
+        windows = self.windows[at]
+        first = sum(map(len, self.windows[:at]))
+        chosen = [in_order(len(windows), turn * rows + row, seed + at) for row in range(rows)]
+        return [first + one for one in chosen], torch.from_numpy(windows[chosen])
+
+    @property
+    def size(self) -> int:
+        """How many windows there are."""
+        return sum(map(len, self.windows))
+
+    def teach(self, teacher: Teacher, number: int, ids: Tensor) -> Lesson:
+        """The lesson about the window `ids` `[1, window + 1]` of this number."""
+        return teacher.teach(ids)
+
+
+def in_order(size: int, count: int, seed: int) -> int:
+    """Which of `size` windows is read after `count` others: all of them, then all in another order, and so on."""
+    again, place = divmod(count, size)
+    return int(np.random.default_rng((seed, again)).permutation(size)[place])
 
 
 @dataclass(frozen=True)
@@ -90,19 +131,20 @@ class Writer:
     seed: int
 
     def write(self, prompts: Sequence[list[int]], go_on: Callable[[int, int, float], bool]) -> tuple[np.ndarray, float]:
-        """Prompts with their continuations as one stream, and how many seconds they took; half of them are sampled.
+        """Prompts with their continuations as one stream, and how many seconds they took; some are sampled.
 
         `go_on` is asked before every batch, with how many prompts of how many are done, and the seconds that it took.
         """
         lines = self._lines()
-        while (done := len(lines) * _ROWS) < len(prompts) and go_on(
+        while (done := sum(len(line["texts"]) for line in lines)) < len(prompts) and go_on(
             done, len(prompts), lines[-1]["seconds"] if lines else 0.0
         ):
             began = time.perf_counter()
             batch = list(prompts[done : done + _ROWS])
             number = len(lines)
-            how = {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": self.seed + number}
-            out = self.generator.generate(batch, max_new_tokens=_NEW, **(how if number % 2 else {"do_sample": False}))
+            sampled = {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": self.seed + number}
+            how = sampled if number % _SAMPLED == _SAMPLED - 1 else {"do_sample": False}
+            out = self.generator.generate(batch, max_new_tokens=_NEW, **how)
             texts = [[*ids, *new] for ids, new in zip(batch, out.new_tokens(), strict=True)]
             before = lines[-1]["seconds"] if lines else 0.0
             lines.append({"seconds": before + time.perf_counter() - began, "texts": texts})
@@ -122,7 +164,7 @@ class Writer:
 
     def exams(self, prompts: Sequence[list[int]]) -> list[Exam]:
         """Held-out prompts with the target's greedy continuations."""
-        prompts = [ids[-_EXAM_PROMPT:] for ids in prompts[:_EXAMS]]
+        prompts = [ids[-_EXAM_PROMPT:] for ids in prompts[:EXAMS]]
         out = self.generator.generate(prompts, max_new_tokens=_EXAM_NEW, do_sample=False)
         pairs = zip(prompts, out.new_tokens(), strict=True)
         return [Exam([*ids, *new], len(ids)) for ids, new in pairs if len(new) > 1]
@@ -135,9 +177,9 @@ def divide(ids: Sequence[Sequence[int]]) -> tuple[np.ndarray, list[list[int]]]:
     """
     kept, held = [], []
     for text in ids:
-        cut = len(text) - max(len(text) // _HELD_OUT, min(_LEAST, len(text) // 4))
+        cut = len(text) - max(len(text) // HELD_OUT, min(_LEAST, len(text) // 4))
         kept.append(np.array(text[:cut], dtype=np.int64))
-        held += [list(text[s : s + _LEAST]) for s in range(cut, len(text), max((len(text) - cut) // _EXAMS, _LEAST))]
+        held += [list(text[s : s + _LEAST]) for s in range(cut, len(text), max((len(text) - cut) // EXAMS, _LEAST))]
     stream = np.concatenate(kept)
     if len(stream) < _LEAST:
         raise OptionError.of("text", "files of some hundred tokens at least, better a million", f"{len(stream)} tokens")
@@ -148,4 +190,4 @@ def divide_prompts(prompts: Sequence[list[int]]) -> tuple[list[list[int]], list[
     """The prompts that are trained on, and those that are held out; raises OptionError where there are too few."""
     if len(prompts) < 2:
         raise OptionError.of("prompts", "two at least, as one in twenty is held out", len(prompts))
-    return [ids for number, ids in enumerate(prompts) if number % _HELD_OUT], list(prompts[::_HELD_OUT])
+    return [ids for number, ids in enumerate(prompts) if number % HELD_OUT], list(prompts[::HELD_OUT])

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import soundfile
 import torch
 from safetensors.torch import load_file
 from transformers import DynamicCache
@@ -16,10 +18,15 @@ from specdec.cli.commands import run
 from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.models import LanguageModel
 from specdec.models.early_exit import with_layers
+from specdec.pipelines import Transcriber
 from specdec.train.distillation import distill
-from specdec.train.pupils import STEPS, EaglePupil, LayersPupil, chains, spread_layers, unrolled_mask
+from specdec.train.pupils import STEPS, EaglePupil, LayersPupil, spread_layers, unrolled_mask
+from specdec.train.sounds import Stenographer, find_sounds
+from specdec.train.teacher import Lesson, Spool, Teacher, divergence
+from specdec.train.texts import Texts
 from tests.folders import WIDTH, byte_tokenizer, saved
 from tests.heads import Eagle
+from tests.speech import RATE, processor, speech, whisper
 from tests.tiny import tiny
 
 TEXT = "the cat sat on the mat, and the dog sat on the cat; " * 3
@@ -73,28 +80,87 @@ def test_unrolled_steps_are_those_of_decoding(tmp_path: Path) -> None:
     pupil.save(tmp_path)
     reference, ids = Eagle(tmp_path), batch(1, 16)
     with torch.no_grad():
-        states, _ = pupil._listen(ids)
-        steps = list(pupil._unrolled(ids, states))
+        states, _ = pupil.teacher.listen(ids)
+        begins = torch.tensor([0, 4, 9])
+        steps = list(pupil._unrolled(ids, states[:, :-1], begins))
     features = reference.features(states[0])
-    for begin in (0, 4, 9):
+    for number, begin in enumerate(begins.tolist()):
         own = features[: begin + 1]
         for step in range(STEPS):
             written = reference.written(ids[0, 1 : begin + step + 2].tolist(), own)
             guess = reference.logits(written[-1])[::2]
-            torch.testing.assert_close(steps[step][0, begin + step], guess, rtol=1e-4, atol=1e-4)
+            found = steps[step][0, number if step else begin]
+            torch.testing.assert_close(found, guess, rtol=1e-4, atol=1e-4)
             own = torch.cat([own, written[-1:]])
 
 
-def test_chains_end_at_the_first_miss() -> None:
-    """Step s of a chain that begins at token i stands at token i + s."""
-    hits = torch.zeros(1, STEPS, 6, dtype=torch.bool)
-    hits[0, 0, 0] = hits[0, 1, 1] = hits[0, 3, 3] = hits[0, 1, 2] = True
-    assert chains(hits).tolist() == [[2, 0, 0]]
-    assert unrolled_mask(3, 1, torch.device("cpu"))[0, 0].int().tolist() == [
-        [0, 0, 0, 1, 0, 0],
-        [1, 0, 0, 0, 1, 0],
-        [1, 1, 0, 0, 0, 1],
-    ]
+def test_chains_see_their_own_steps_alone() -> None:
+    """Beside the text up to where they start."""
+    assert unrolled_mask(3, torch.tensor([0, 2]), 1)[0, 0].int().tolist() == [[1, 0, 0, 1, 0], [1, 1, 1, 0, 1]]
+
+
+def test_hits_follow_chains() -> None:
+    """Whole chains at every start are the steps of a training whose chains start there."""
+    pupil, ids = EaglePupil(LanguageModel(tiny("llama", **THREE)), torch.arange(0, 64, 2)), batch(2, 12)
+    wanted = pupil.teacher.listen(ids)[1].argmax(-1)
+    with torch.no_grad():
+        states = pupil.teacher.listen(ids)[0]
+        steps = list(pupil._unrolled(ids, states[:, :-1], torch.tensor([3, 5])))
+    hits = pupil.hits(ids)
+    assert hits.shape == (2, 12 - STEPS, STEPS)
+    for step in range(STEPS):
+        guesses = 2 * (steps[step] if step else steps[0][:, [3, 5]]).argmax(-1)
+        assert torch.equal(hits[:, [3, 5], step], guesses == wanted[:, [4 + step, 6 + step]])
+
+
+def test_divergence_and_its_gradient() -> None:
+    """Those of the whole distributions, where all tokens are choices, and of the renormalized likeliest ones."""
+    target, guesses = torch.randn(2, 2, 3, 20, generator=torch.Generator().manual_seed(0)).unbind()
+    guesses.requires_grad_()
+    wanted = target.softmax(-1)
+    for likeliest in (20, 5):
+        chances, choices = wanted.topk(likeliest)
+        chances = chances / chances.sum(-1, keepdim=True)
+        told = divergence(choices, chances, guesses)
+        logs = guesses.log_softmax(-1).gather(-1, choices)
+        expected = (chances * (chances.log() - logs)).sum(-1)
+        torch.testing.assert_close(told, expected)
+        weight = torch.arange(6.0).view(2, 3)
+        (found,), (slope,) = (torch.autograd.grad((one * weight).sum(), guesses) for one in (told, expected))
+        torch.testing.assert_close(found, slope)
+
+
+def test_what_was_heard_is_kept(tmp_path: Path) -> None:
+    """A spool gives the lesson that was made, without a pass of the target; what finds no room is made each time."""
+    teacher, ids = Teacher(LanguageModel(tiny("llama", **THREE)), [0, 1, 2], torch.arange(40)), batch(2, 9)
+    taught = [teacher.teach(ids[row : row + 1]) for row in range(2)]
+    heard: list[int] = []
+
+    def teach(number: int, window: torch.Tensor) -> Lesson:
+        heard.append(number)
+        return teacher.teach(window)
+
+    record = sum(value[0].nbytes for name, value in vars(taught[0]).items() if name != "ids" and value is not None)
+    for limit, passes in ((record * 9, [4, 1]), (record * 4, [4, 1, 4]), (10, [4, 1, 4, 1])):
+        heard.clear()
+        spool = Spool(teach, tmp_path / str(limit), 5, limit)
+        for lesson in (spool.lesson([4, 1], ids), spool.lesson([4, 1], ids)):
+            assert lesson.heard is None
+            for name in ("ids", "states", "choices", "chances", "weight"):
+                assert torch.equal(getattr(lesson, name), torch.cat([getattr(one, name) for one in taught]))
+        assert heard == passes
+
+
+def test_every_window_is_read_once_before_any_is_read_again() -> None:
+    """Of each stream, in another order each time."""
+    texts = Texts([np.arange(65 * 6 + 1), np.arange(1000, 1065)], [])
+    assert (texts.window, [len(windows) for windows in texts.windows]) == (64, [6, 1])
+    read = [texts.batch(step, 2, seed=1) for step in range(12)]
+    own = [number for numbers, _ in read[::2] for number in numbers]
+    assert sorted(own[:6]) == sorted(own[6:]) == list(range(6))
+    assert own[:6] != own[6:]
+    assert all(numbers == [6, 6] for numbers, _ in read[1::2])
+    assert all(ids[0, 0] == 64 * numbers[0] for numbers, ids in read[::2])
 
 
 def test_a_training_goes_on_bit_for_bit(tmp_path: Path, text: Path) -> None:
@@ -145,8 +211,86 @@ def test_layers_are_copies() -> None:
     language = LanguageModel(model)
     pupil = LayersPupil(language, [0, 1, 2], None)
     pupil.module.eval()
-    assert pupil.loss(ids).item() == pytest.approx(0, abs=1e-6)
+    lesson = pupil.teacher.teach(ids)
+    mass = model(ids).logits.softmax(-1).topk(lesson.choices.shape[-1]).values.sum(-1)
+    assert pupil.loss(lesson, 0).item() == pytest.approx(-mass.log().mean().item(), abs=1e-5)
     assert pupil.hits(ids).all()
+
+
+@pytest.fixture(scope="module")
+def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with sound files of a second and more."""
+    folder = tmp_path_factory.mktemp("sounds")
+    for number, seconds in enumerate((0.9, 2.5, 0.8)):
+        soundfile.write(folder / f"{number}.wav", speech(seconds, seed=number), RATE)
+    return folder
+
+
+def hear(out: Path, recordings: Path, **given: Any) -> dict[str, Any]:
+    parts = processor()
+    options = {"kind": "layers", "layers": 1, "feature_extractor": parts.feature_extractor}
+    return distill(whisper(0), out, tokenizer=parts.tokenizer, audio=[recordings], **{**options, **given})
+
+
+@pytest.mark.slow
+def test_a_draft_of_a_speech_model(tmp_path: Path, recordings: Path) -> None:
+    """One decoder layer on the target's encoder learns, goes on bit for bit, and writes the same text."""
+    first, last = (hear(tmp_path / str(steps), recordings, steps=steps) for steps in (1, 100))
+    assert last["loss"] < 0.7 * first["loss"]
+    hear(tmp_path / "parts", recordings, steps=12, is_stopped=lambda: True)
+    told: list[float] = []
+    hear(
+        tmp_path / "parts",
+        recordings,
+        steps=12,
+        notify=lambda done, total, doing: told.append(done) if "step" in doing else None,
+        is_stopped=lambda: len(told) == 5,
+    )
+    assert told == [1, 2, 3, 4, 5]
+    hear(tmp_path / "parts", recordings, steps=12)
+    hear(tmp_path / "whole", recordings, steps=12)
+    whole, parts = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    model = whisper(0)
+    own = model.get_encoder().state_dict()
+    assert all(torch.equal(whole[f"model.encoder.{name}"], weight) for name, weight in own.items())
+    plain, helped = (Transcriber(model, draft, processor=processor()) for draft in (None, str(tmp_path / "100")))
+    sound = speech(2.2, seed=7)
+    assert helped(sound)["text"] == plain(sound)["text"]
+    drafter = helped.generator.drafter
+    assert drafter is not None
+    assert drafter.models[0].num_layers == 1
+
+
+def test_where_sounds_are_found(tmp_path: Path, recordings: Path) -> None:
+    """In folders, by name, and in lists beside which they lie."""
+    names = [recordings / f"{number}.wav" for number in range(3)]
+    listed = recordings / "some.txt"
+    listed.write_text("2.wav\n\n0.wav\n")
+    assert find_sounds([recordings]) == names
+    assert find_sounds([listed, names[1]]) == [names[2], names[0], names[1]]
+    for wrong in (tmp_path, tmp_path / "no.wav"):
+        with pytest.raises(OptionError, match="`audio` must be sound files, folders of"):
+            find_sounds([wrong])
+    listed.unlink()
+
+
+def test_nothing_is_learned_about_prompts_and_padding(tmp_path: Path, recordings: Path) -> None:
+    """The weight of a lesson is that of the tokens that the target wrote."""
+    parts = processor()
+    generator = SpecGenerator(whisper(0, end=4.0), tokenizer=parts.tokenizer)
+    stenographer = Stenographer(generator, parts.feature_extractor, tmp_path / "transcripts.jsonl")
+    sounds = stenographer.write(find_sounds([recordings]), lambda done, total: True)
+    assert (sounds.size, len(sounds.exams)) == (4, 1)
+    assert stenographer.write(find_sounds([recordings]), lambda done, total: True) == sounds
+    numbers, ids = sounds.batch(0, 4, seed=0)
+    assert sorted(numbers) == [0, 1, 2, 3]
+    for row, number in enumerate(numbers):
+        piece = sounds.learned[number]
+        lesson = sounds.teach(Teacher(generator.target, (), None), number, ids[row : row + 1])
+        asked = lesson.weight[0].nonzero()[:, 0].tolist()
+        assert asked == list(range(piece.first - 1, len(piece.ids) - 1))
+        assert ids[row, : len(piece.ids)].tolist() == piece.ids
 
 
 def test_the_target_is_not_changed(tmp_path: Path, text: Path) -> None:
@@ -173,6 +317,9 @@ def test_the_target_is_not_changed(tmp_path: Path, text: Path) -> None:
         ({"text": "text.txt"}, "pass a list"),
         ({"text": []}, "nothing to learn from"),
         ({"text": [], "prompts": ["one"]}, "`prompts` must be two at least"),
+        ({"audio": ["a.wav"]}, "`audio` trains kind 'layers'"),
+        ({"text": [], "audio": "a.wav", "kind": "layers"}, "pass a list"),
+        ({"text": [], "audio": ["a.wav"], "kind": "layers"}, "`audio` must be sound files"),
     ],
 )
 def test_wrong_options(given: dict[str, Any], words: str, tmp_path: Path, text: Path) -> None:
@@ -187,6 +334,12 @@ def test_folders_that_hold_something_else(tmp_path: Path, text: Path) -> None:
     train(tmp_path / "out", text=[text], steps=1)
     with pytest.raises(OptionError, match="another `kind`, 'eagle3'"):
         train(tmp_path / "out", text=[text], steps=1, kind="layers")
+    with pytest.raises(OptionError, match="another `prompts`"):
+        train(tmp_path / "out", text=[text], steps=1, prompts=PROMPTS)
+    other = tmp_path / "other.txt"
+    other.write_text(TEXT.upper())
+    with pytest.raises(OptionError, match="another `text`"):
+        train(tmp_path / "out", text=[other], steps=1)
     (tmp_path / "out" / "training" / "state.pt").write_bytes(b"no")
     with pytest.raises(LoadError, match="remove it to begin anew"):
         train(tmp_path / "out", text=[text], steps=1)

@@ -1,0 +1,162 @@
+"""What a target says about texts: its hidden states and distributions, heard once and kept in a bounded file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.modeling_outputs import BaseModelOutput
+
+from specdec.models import LanguageModel
+
+LIKELIEST = 32  # tokens of a distribution that are learned
+SPOOL_BYTES = 4 << 30
+_CHUNK = 256  # distributions that are compared at once: their logits stay in the cache of a CPU
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """Texts `ids` `[rows, tokens]`, and what their target says about them.
+
+    `states` `[rows, tokens, layers, width]` are hidden states. The likeliest next tokens of those that the draft may
+    guess are `choices` `[rows, tokens, likeliest]`, by their numbers in the draft's vocabulary, with `chances` that sum
+    to 1; `weight` `[rows, tokens]` is how likely any that the draft may guess is, 0 where nothing is learned. `heard`
+    `[rows, frames, width]` is what the encoder of a target that has one says.
+    """
+
+    ids: Tensor
+    states: Tensor
+    choices: Tensor
+    chances: Tensor
+    weight: Tensor
+    heard: Tensor | None = None
+
+
+def output_of(model: Any, ids: Tensor, heard: Tensor | None, **more: Any) -> Any:
+    """The output of a model for texts `[rows, tokens]`, which follow what its encoder said."""
+    if heard is None:
+        return model(ids, use_cache=False, **more)
+    given = BaseModelOutput(last_hidden_state=heard.to(model.dtype))
+    return model(encoder_outputs=given, decoder_input_ids=ids, use_cache=False, **more)
+
+
+class Teacher:
+    """A target, asked for the hidden states of the layers `reads` and the chances of `vocabulary` (None: all)."""
+
+    def __init__(self, target: LanguageModel, reads: Sequence[int], vocabulary: Tensor | None) -> None:
+        self.target, self.reads, self.vocabulary = target, tuple(reads), vocabulary
+
+    @property
+    def likeliest(self) -> int:
+        """How many tokens of each distribution a lesson has."""
+        return min(LIKELIEST, self.target.vocab_size if self.vocabulary is None else len(self.vocabulary))
+
+    @torch.no_grad()
+    def listen(self, ids: Tensor, heard: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Hidden states `[rows, tokens, layers, width]` and logits `[rows, tokens, vocab]` at every token."""
+        out = output_of(self.target.model, ids, heard, output_hidden_states=bool(self.reads))
+        if not self.reads:
+            return out.logits.new_empty(*ids.shape, 0, 0), out.logits
+        return torch.stack([out.hidden_states[layer] for layer in self.reads], dim=2), out.logits
+
+    def teach(self, ids: Tensor, heard: Tensor | None = None) -> Lesson:
+        """The lesson about these texts; states come in bfloat16, as a spool keeps them."""
+        if heard is not None:
+            heard = heard.bfloat16()
+        states, logits = self.listen(ids, heard)
+        found = [self._distribution(row) for row in logits]
+        choices, chances, weight = (torch.stack(one) for one in zip(*found, strict=True))
+        return Lesson(ids, states.bfloat16(), choices, chances, weight, heard)
+
+    def _distribution(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Choices, chances and weight of logits `[tokens, vocab]`."""
+        whole = logits.float()
+        known = whole if self.vocabulary is None else whole[:, self.vocabulary]
+        top, choices = known.topk(self.likeliest)
+        return choices, top.softmax(-1), (known.logsumexp(-1) - whole.logsumexp(-1)).exp()
+
+
+class Spool:
+    """Lessons about numbered windows, each made once by `teach` and kept in a file of bounded size.
+
+    Windows are taught one by one, so that a lesson is the same whenever, and beside whatever, it is made.
+    """
+
+    def __init__(
+        self, teach: Callable[[int, Tensor], Lesson], file: Path, windows: int, limit: int = SPOOL_BYTES
+    ) -> None:
+        self._teach, self._file, self._room, self._limit = teach, file, windows, limit
+        self._kept = set[int]()
+        self._records: Any = None
+
+    def lesson(self, numbers: Sequence[int], ids: Tensor) -> Lesson:
+        """The lesson about the windows `ids` `[rows, tokens]` of these numbers."""
+        rows = [self._one(number, ids[row : row + 1]) for row, number in enumerate(numbers)]
+        return Lesson(ids, **{name: torch.cat([row[name].to(ids.device) for row in rows]) for name in rows[0]})
+
+    def _one(self, number: int, ids: Tensor) -> dict[str, Tensor]:
+        if number in self._kept:
+            return {name: _tensor(self._records[number : number + 1][name]) for name in self._records.dtype.names}
+        made = vars(self._teach(number, ids))
+        lesson = {name: value for name, value in made.items() if name != "ids" and value is not None}
+        if self._records is None and self._room:
+            record = np.dtype([(name, _array(value).dtype, value.shape[1:]) for name, value in lesson.items()])
+            self._room = min(self._room, self._limit // record.itemsize)
+            self._records = np.memmap(self._file, record, "w+", shape=(max(self._room, 1),))
+        if number < self._room:
+            for name, value in lesson.items():
+                self._records[number][name] = _array(value)[0]
+            self._kept.add(number)
+        return lesson
+
+    def close(self) -> None:
+        """Removes the file; what is asked from now on is made anew."""
+        self._records, self._room = None, 0
+        self._kept.clear()
+        self._file.unlink(missing_ok=True)
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    """A tensor in NumPy, which has no bfloat16: that as whole numbers of 16 bits."""
+    tensor = tensor.cpu()
+    return np.asarray(tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor)
+
+
+def _tensor(array: np.ndarray) -> Tensor:
+    """The other way round."""
+    found = torch.from_numpy(np.array(array))
+    return found.view(torch.bfloat16) if found.dtype == torch.int16 else found
+
+
+def divergence(choices: Tensor, chances: Tensor, guesses: Tensor) -> Tensor:
+    """KL divergence `[...]` in nats of distributions over `choices` `[..., likeliest]` from logits `[..., vocab]`."""
+    entropy = torch.special.entr(chances).sum(-1)
+    crossed: Tensor = _CrossEntropy.apply(guesses, choices, chances)  # type: ignore[no-untyped-call]
+    return crossed - entropy
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Of logits and distributions over a few of their tokens, its gradient made in the same pass over the logits."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, choices: Tensor, chances: Tensor) -> Tensor:
+        told = logits.new_empty(logits.shape[:-1], dtype=torch.float32)
+        slope = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        flat = (*(tensor.flatten(0, -2) for tensor in (logits, choices, chances, slope)), told.view(-1))
+        for one, chosen, wanted, down, out in zip(*(tensor.split(_CHUNK) for tensor in flat), strict=True):
+            logs = F.log_softmax(one.float(), dim=-1)
+            out.copy_(-(logs.gather(-1, chosen) * wanted).sum(-1))
+            down.copy_(logs.exp_().scatter_add_(-1, chosen, -wanted))
+        ctx.save_for_backward(slope)
+        return told
+
+    @staticmethod
+    def backward(ctx: Any, above: Tensor) -> tuple[Tensor, None, None]:
+        (slope,) = ctx.saved_tensors
+        return slope * above.unsqueeze(-1).to(slope.dtype), None, None
