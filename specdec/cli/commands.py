@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from specdec.cli.batch import batch
 from specdec.cli.bench import bench, tune
 from specdec.cli.compile import compile_
 from specdec.cli.distill import distill
@@ -242,6 +243,7 @@ app.command()(demo)
 app.command()(bench)
 app.command()(tune)
 app.command()(serve)
+app.command()(batch)
 app.command()(summarize)
 app.command()(transcribe)
 app.command("compile")(compile_)
