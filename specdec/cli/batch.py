@@ -45,6 +45,7 @@ from specdec.errors import OptionError
 if TYPE_CHECKING:
     from specdec.scale import Progress as Done
     from specdec.scale import Source, Work
+    from specdec.scale.batch import Start
 
 TaskName = Literal["generate", "chat", "summarize", "transcribe"]
 _TEXT = ("generate", "chat", "summarize")
@@ -55,6 +56,7 @@ ONLY = {
     "chunk_tokens": ("summarize",),
     **dict.fromkeys(("method", "config", "sample", "temperature", "top_k", "top_p"), _TEXT),
 }
+OF_WORKERS = ("workers", "worker_cpus", "worker_gpus")
 # What `transcribe` has flags for, and a batch --set.
 _AT_REST = {
     **dict.fromkeys(("language", "task", "chunk_length")),
@@ -92,6 +94,13 @@ def batch(
     top_p: Annotated[float | None, typer.Option()] = None,
     seed: Annotated[int | None, typer.Option(help="Of sampling; 0 by default. Every row has its own by it.")] = None,
     at_once: Annotated[int, typer.Option(min=1, help="Rows that share passes.")] = 32,
+    ray: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Over a Ray cluster: its address, auto, or local for a new one."),
+    ] = None,
+    workers: Annotated[str | None, typer.Option(metavar="N", help="Of a cluster, as in 4 or 1-4.")] = None,
+    worker_cpus: Annotated[float | None, typer.Option(help="CPUs of each worker.")] = None,
+    worker_gpus: Annotated[float | None, typer.Option(help="GPUs of each worker; may be less than 1.")] = None,
     row_stats: Annotated[
         bool, typer.Option("--row-stats", help="Passes, drafts and seconds in every row; they differ between runs.")
     ] = False,
@@ -113,11 +122,12 @@ def batch(
     """
     request = read_task(ctx.params)
     with loading("", quiet=True), stop_on_interrupt() as interrupt, progress(request.target, quiet=quiet) as tell:
-        from specdec.scale import Source, run
+        from specdec.scale import Source, embedded, run
 
         rows = Source.of(source)
         work = make_work(request, rows, ctx.params)
-        done = run(rows, out, work, at_once=at_once, overwrite=overwrite, tell=tell, stop=lambda: interrupt.asked)
+        start = embedded(at_once) if ray is None else cluster(ray, ctx.params, rows.rows)
+        done = run(rows, out, work, start=start, overwrite=overwrite, tell=tell, stop=lambda: interrupt.asked)
     if not quiet:
         say(summary(done))
     if done.done < done.total:
@@ -133,6 +143,10 @@ def read_task(params: Mapping[str, Any]) -> Request:
         if params[flag] not in (None, False) and task not in tasks:
             name = flag.replace("_", "-")
             raise OptionError(f"--{name} is for the task {' or '.join(tasks)}, and this is {task}: leave it out")
+    if params["ray"] is None and (idle := [flag for flag in OF_WORKERS if params[flag] is not None]):
+        raise OptionError(
+            f"--{idle[0].replace('_', '-')} is about the workers of a cluster: pass --ray, or leave it out"
+        )
     if task == "transcribe":
         return read_speech(params)
     flags = defaultdict(lambda: None, {**params, "target": params["model"]})
@@ -181,6 +195,16 @@ def make_work(request: Request, rows: Source, params: Mapping[str, Any]) -> Work
         folder=str(rows.path.parent.absolute()),
         row_stats=params["row_stats"],
     )
+
+
+def cluster(address: str, params: Mapping[str, Any], rows: int) -> Start:
+    """The workers of a Ray cluster."""
+    from specdec.scale import Pool, connect, over_ray
+
+    how = {"cpus": params["worker_cpus"], "gpus": params["worker_gpus"], "at_once": params["at_once"]}
+    pool = Pool.of(params["workers"], **how)
+    connect(address)
+    return over_ray(pool, rows)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
@@ -23,7 +23,10 @@ OUT_KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".pq"
 AT_ONCE = 32
 """Rows that share passes, where nobody says."""
 _WINDOW = 16  # rows that are sorted by length together, for each that runs
-Answers = Callable[[Iterator[Row], Callable[[], bool]], Iterator[Line]]
+Stop = Callable[[], bool]
+Answers = Callable[[Iterator[Row], Stop], Iterator[Line]]
+"""From rows to their lines, in any order."""
+Start = Callable[[Work], Answers]
 
 
 @dataclass(frozen=True)
@@ -58,27 +61,24 @@ def run(
     out: str | Path,
     work: Work,
     *,
-    at_once: int = AT_ONCE,
+    start: Start | None = None,
     overwrite: bool = False,
-    answers: Answers | None = None,
     tell: Callable[[Progress], None] = lambda _: None,
-    stop: Callable[[], bool] = lambda: False,
+    stop: Stop = lambda: False,
 ) -> Progress:
     """Answers every row of `source` that has no answer in `out` yet; `out` has one for each row then, in order.
 
-    `at_once` rows share the passes. `answers` turns rows into lines in any order; by default models in this process
-    do. `tell` hears of every row. Where `stop` says so, no more rows are begun, and the rest is left to another run.
-    Raises OptionError for an `out` that belongs to something else, and whatever `work.start` does.
+    `start` says who answers: `embedded()`, models in this process, or `over_ray()`. `tell` hears of every row. Where
+    `stop` says so, no more rows are begun, and the rest is left to another run. Raises OptionError for an `out` that
+    belongs to something else, and whatever loading the models does.
     """
-    if at_once < 1:
-        raise OptionError.of("at_once", "at least 1", at_once)
     output = Output(Path(out), source, work, overwrite=overwrite)
     work, ledger = output.work, output.ledger
     try:
         progress = Progress(source.rows, ledger.done, ledger.done, failed=output.failed())
         tell(progress)
         if progress.done < progress.total:
-            answers = answers or embedded(work.start(), work, at_once)
+            answers = (start or embedded())(work)
             missing = (row for row in source.read(work.input) if row.number not in ledger)
             began = monotonic()
             for line in answers(missing, stop):
@@ -141,30 +141,42 @@ class Output:
         return pyarrow_module().schema([*kept, *answers])
 
 
-def embedded(desk: Desk, work: Work, at_once: int) -> Answers:
-    """Answers from models in this process: `at_once` rows share their passes, rows of alike length side by side."""
+def embedded(at_once: int = AT_ONCE) -> Start:
+    """Models in this process: so many rows share their passes, rows of alike length side by side."""
+    if at_once < 1:
+        raise OptionError.of("at_once", "at least 1", at_once)
 
-    def answers(rows: Iterator[Row], stop: Callable[[], bool]) -> Iterator[Line]:
-        running: set[Future[Line]] = set()
-        with ThreadPoolExecutor(at_once, thread_name_prefix="specdec-batch") as pool:
-            try:
-                for row in by_length(rows, work, _WINDOW * at_once):
-                    if stop():
-                        break
-                    running.add(pool.submit(desk, row))
-                    if len(running) == 2 * at_once:  # some wait, so that no thread does
-                        done, running = wait(running, return_when=FIRST_COMPLETED)
-                        yield from (future.result() for future in done)
-                while running:
-                    if stop():
-                        running = {future for future in running if not future.cancel()}
-                    done, running = wait(running, return_when=FIRST_COMPLETED)
-                    yield from (future.result() for future in done)
-            finally:
-                for future in running:
-                    future.cancel()
+    def start(work: Work) -> Answers:
+        desk = work.start()
 
-    return answers
+        def answers(rows: Iterator[Row], stop: Stop) -> Iterator[Line]:
+            with ThreadPoolExecutor(at_once, thread_name_prefix="specdec-batch") as pool:
+                yield from _through(pool, desk, 2 * at_once, by_length(rows, work, _WINDOW * at_once), stop)
+
+        return answers
+
+    return start
+
+
+def _through(pool: Executor, desk: Desk, most: int, rows: Iterator[Row], stop: Stop) -> Iterator[Line]:
+    """The lines of rows as they are finished; `most` are handed in, so that no thread waits for one."""
+    running: set[Future[Line]] = set()
+    try:
+        for row in rows:
+            if stop():
+                break
+            running.add(pool.submit(desk, row))
+            if len(running) == most:
+                done, running = wait(running, return_when=FIRST_COMPLETED)
+                yield from (future.result() for future in done)
+        while running:
+            if stop():
+                running = {future for future in running if not future.cancel()}
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            yield from (future.result() for future in done)
+    finally:
+        for future in running:
+            future.cancel()
 
 
 def by_length(rows: Iterator[Row], work: Work, window: int) -> Iterator[Row]:

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from specdec import SpecGenerator, zoo
 from specdec.cli.commands import run
 from specdec.pipelines import Summarizer, Transcriber
-from specdec.scale import Source, Work
+from specdec.scale import Source, Work, embedded
 from specdec.scale import run as run_batch
 from specdec.scale.batch import is_failure
 from specdec.select import fold
@@ -112,7 +112,11 @@ def test_a_run_that_was_ended_goes_on(models: list[str], tmp_path: Path) -> None
     assert (ends[0].done, out.read_bytes()) == (0, b"")
     while ends[-1].done < len(PROMPTS):
         news: list[int] = []
-        some = {"at_once": 1, "tell": lambda p, news=news: news.append(p.done), "stop": lambda news=news: len(news) > 3}
+        some = {
+            "start": embedded(1),
+            "tell": lambda p, news=news: news.append(p.done),
+            "stop": lambda news=news: len(news) > 3,
+        }
         ends.append(run_batch(rows, out, work, **some))
         assert ends[-1].before == ends[-2].done < ends[-1].done
     assert len(ends) > 3
