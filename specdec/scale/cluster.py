@@ -22,8 +22,9 @@ def ray_module() -> Any:
 def connect(address: str) -> None:
     """Joins the cluster at `address` ("auto": the one that this machine is in; "local": a new one on it)."""
     ray = ray_module()
+    own: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
     try:
-        ray.init(address, ignore_reinit_error=True, log_to_driver=False, logging_level="error")
+        ray.init(address, ignore_reinit_error=True, log_to_driver=False, logging_level="error", **own)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise OptionError.of("ray", "the address of a cluster, auto or local", address, str(error)) from None
     ray.data.DataContext.get_current().enable_progress_bars = False

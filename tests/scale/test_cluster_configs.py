@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import yaml
 
-pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 from specdec.errors import OptionError
 from specdec.scale.ray_serve import Replicas
 from specdec.serve import read_settings
