@@ -77,7 +77,7 @@ def over_ray(pool: Pool, total: int) -> Start:
     def start(work: Work) -> Answers:
         def answers(rows: Iterator[Row], stop: Stop) -> Iterator[Line]:
             own = pool.settled()
-            size = max(1, min(_MOST_ROWS, own.at_once // 2, total // (2 * _CALLS * own.most)))
+            size = max(1, min(_MOST_ROWS, own.at_once // 2, total // (2 * _CALLS * (own.most or 1))))
             ordered = by_length(rows, work, _MOST_ROWS * own.at_once)
             blocks = [ray_module().put(_block(some)) for some in windows(ordered, size)]
             yield from _answered(work, own, blocks, stop)

@@ -97,7 +97,7 @@ class Replicas:
     @classmethod
     def of(cls, count: int | str | None, *, cpus: float | None = None, gpus: float | None = None) -> Replicas:
         """So many, as in 4, 1-4 or auto."""
-        taken = {"cpus": 1.0 if cpus is None else cpus, "gpus": gpus or 0.0}
+        taken: dict[str, Any] = {"cpus": 1.0 if cpus is None else cpus, "gpus": gpus or 0.0}
         if count in (None, AUTO):
             return cls(**taken)
         least, most = between("replicas", str(count), f"a number, two as in 1-4, or {AUTO}")

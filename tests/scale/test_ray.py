@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,9 @@ def cluster() -> Iterator[None]:
     yield
     ray.shutdown()
     os.environ["PYTHONPATH"] = before
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Ray leaves its processes to the system
+        gc.collect()
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +54,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 def workers() -> list[int]:
     """The processes that hold models for a batch."""
-    found = [Path(f"/proc/{pid}/cmdline") for pid in os.listdir("/proc") if pid.isdigit()]
-    return [int(path.parent.name) for path in found if b"ray::MapWorker" in read(path)]
+    return processes(b"Map")
+
+
+def processes(name: bytes) -> list[int]:
+    """Ray's processes whose title holds this."""
+    found = {int(pid): read(Path(f"/proc/{pid}/cmdline")) for pid in os.listdir("/proc") if pid.isdigit()}
+    return [pid for pid, title in found.items() if title.startswith(b"ray::") and name in title]
 
 
 def read(path: Path) -> bytes:
@@ -133,9 +143,7 @@ def test_two_replicas_one_of_which_is_killed(cluster: None) -> None:
             thread.start()
         while len(ends) < 4:
             time.sleep(0.01)
-        replicas = [
-            int(p) for p in os.listdir("/proc") if p.isdigit() and b"ServeReplica" in read(Path(f"/proc/{p}/cmdline"))
-        ]
+        replicas = processes(b"ServeReplica")
         assert len(replicas) == 2
         os.kill(replicas[0], signal.SIGKILL)
         for thread in threads:
