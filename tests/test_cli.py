@@ -139,6 +139,7 @@ def test_every_command_is_shown_and_traced() -> None:
 def test_examples_run_offline(command: str, tmp_path: Path) -> None:
     """As they stand in the help; those of servers and of training have tests of their own."""
     words = shlex.split(EXAMPLES[command])
+    (tmp_path / "prompts.txt").write_text("def mean(values):\n")
     done = subprocess.run(
         [sys.executable, "-m", "specdec.cli", *words[1:]],
         cwd=tmp_path,

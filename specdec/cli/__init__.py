@@ -3,6 +3,7 @@
 | file | what it holds |
 | --- | --- |
 | `commands.py` | the entry point, `generate`, and what becomes of an error |
+| `batch.py` | `batch`: a file of rows in, the same rows with their answers out |
 | `summarize.py` | `summarize`: files in, summaries out |
 | `bench.py` | `bench` and `tune`: what they measure, the bar, the outcome in words |
 | `compile.py` | `compile`: passes compiled before they are needed |

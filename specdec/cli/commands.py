@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from specdec.cli.batch import batch
 from specdec.cli.bench import bench, tune
 from specdec.cli.compile import compile_
 from specdec.cli.distill import distill
@@ -262,6 +263,7 @@ app.command(epilog=example("doctor"))(doctor)
 app.command(epilog=example("bench"))(bench)
 app.command(epilog=example("tune"))(tune)
 app.command(epilog=example("serve"))(serve)
+app.command(epilog=example("batch"))(batch)
 app.command(epilog=example("summarize"))(summarize)
 app.command(epilog=example("transcribe"))(transcribe)
 app.command("compile", epilog=example("compile"))(compile_)

@@ -63,11 +63,16 @@ class Request:
 
 
 def read_request(
-    params: Mapping[str, Any], *, named: str = "TARGET", new_tokens: int | None = DEFAULT_NEW_TOKENS
+    params: Mapping[str, Any],
+    *,
+    named: str = "TARGET",
+    new_tokens: int | None = DEFAULT_NEW_TOKENS,
+    seed: int | None = None,
 ) -> Request:
     """Flags over the file of --config, checked; raises OptionError before anything is loaded.
 
-    `named` is what the command calls its target, `new_tokens` the length limit where nothing sets one.
+    `named` is what the command calls its target, `new_tokens` the length limit and `seed` what sampling goes by where
+    nothing sets them; None leaves the former to the model and draws the latter.
     """
     file = read_config(params["config"])
     target = params["target"] or file.get("target")
@@ -78,7 +83,7 @@ def read_request(
     if params["show_draft"] and not params["stream"]:
         raise OptionError("--show-draft marks text as it comes: leave out --no-stream")
     loading, rest = read_loading(params, {n: v for n, v in file.items() if n not in NAMED})
-    options = read_options(params, rest, new_tokens)
+    options = read_options(params, rest, new_tokens, seed)
     if params["show_draft"] and options.get("num_return_sequences", 1) > 1:
         raise OptionError("--show-draft shows one text: leave out --num-return-sequences")
     locate(target, "target", named)  # the draft may have the same name, and the error would be about that
@@ -140,7 +145,9 @@ def _device_and_size(text: str) -> tuple[str | int, str]:
     return int(device) if device.isdecimal() else device, size
 
 
-def read_options(params: Mapping[str, Any], file: Mapping[str, Any], new_tokens: int | None) -> dict[str, Any]:
+def read_options(
+    params: Mapping[str, Any], file: Mapping[str, Any], new_tokens: int | None, seed: int | None = None
+) -> dict[str, Any]:
     """The options of the call: flags and --set over the file's, with a length limit, and a seed for sampling."""
     from specdec.config import resolve
 
@@ -161,7 +168,7 @@ def read_options(params: Mapping[str, Any], file: Mapping[str, Any], new_tokens:
     except OptionError as error:
         raise _in_flags(error, flags) from None
     if resolved.samples:
-        options.setdefault("seed", secrets.randbits(32))
+        options.setdefault("seed", secrets.randbits(32) if seed is None else seed)
     return options
 
 

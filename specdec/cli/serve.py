@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Event
 from typing import Annotated, Any
 
 import typer
@@ -25,7 +26,7 @@ from specdec.cli.flags import (
     TpPlan,
 )
 from specdec.cli.request import choose_draft
-from specdec.cli.terminal import OK, Debug, Quiet, loading
+from specdec.cli.terminal import OK, Debug, Quiet, loading, say
 from specdec.errors import OptionError, SpecdecError
 from specdec.loading import NAMES as LOADING
 
@@ -37,6 +38,7 @@ DEMO = (
 )
 # Flag -> key of the settings, and of their limits.
 SERVER = ("host", "port", "api_key_file", "insecure", "stream_chunk", "pad_events", "log")
+OF_REPLICAS = ("replicas", "replica_cpus", "replica_gpus")
 LIMITS = {
     "max_running": "running",
     "max_waiting": "waiting",
@@ -85,6 +87,14 @@ def serve(
         bool, typer.Option("--pad-events", help="Fill events up, so that their sizes tell nothing.")
     ] = False,
     log: Annotated[str | None, typer.Option(help="text, json or none.")] = None,
+    ray: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="On a Ray cluster: its address, auto, or local for a new one.")
+    ] = None,
+    replicas: Annotated[
+        str | None, typer.Option(metavar="N", help="Of a cluster: as in 4 or 1-4, by load; or auto.")
+    ] = None,
+    replica_cpus: Annotated[float | None, typer.Option(help="CPUs of each replica.")] = None,
+    replica_gpus: Annotated[float | None, typer.Option(help="GPUs of each replica; may be less than 1.")] = None,
     dtype: Dtype = None,
     quantization: Quantization = None,
     gguf_file: GgufFile = None,
@@ -101,6 +111,10 @@ def serve(
     if missing := [module for module in NEEDS if find_spec(module) is None]:
         raise SpecdecError(f"a server needs {', '.join(missing)}: pip install 'specdec-runtime[serve]'")
     keys = settings_keys(ctx.params)
+    if ray is not None:
+        return on_cluster(ray, keys, ctx.params)
+    if idle := [flag for flag in OF_REPLICAS if ctx.params[flag] is not None]:
+        raise OptionError(f"--{idle[0].replace('_', '-')} is about replicas on a cluster: pass --ray, or leave it out")
     with loading(f"loading {', '.join(model['name'] for model in keys['models'])}", quiet=quiet):
         from specdec.serve import create_app, load, read_settings
         from specdec.serve import serve as run
@@ -112,6 +126,24 @@ def serve(
         models = [load(model, settings.limits, settings.share) for model in settings.models]
         app = create_app(settings, models)
     run(app, settings)
+    return OK
+
+
+def on_cluster(address: str, keys: Mapping[str, Any], params: Mapping[str, Any]) -> int:
+    """Deploys the server; a new cluster ends with this process, any other one keeps it."""
+    with loading("starting replicas", quiet=params["quiet"]):
+        from specdec.scale.ray_serve import Replicas, deploy, withdraw
+
+        replicas = Replicas.of(params["replicas"], cpus=params["replica_cpus"], gpus=params["replica_gpus"])
+        deploy(keys, replicas, address)
+    say(f"serving on port {keys.get('port', 8000)} of the cluster")
+    if address != "local":
+        say("the same command with other settings replaces it, replica by replica; `serve shutdown` ends it")
+        return OK
+    try:
+        Event().wait()
+    finally:
+        withdraw()
     return OK
 
 

@@ -20,6 +20,7 @@ from rich.table import Column
 OK, FAILED, USAGE, MISMATCH, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 3, 130, 141
 
 EXAMPLES = {
+    "batch": "specdec batch prompts.txt answers.jsonl --model zoo:python-code --max-new-tokens 32",
     "bench": "specdec bench zoo:python-code --draft zoo:python-code --count 2 --max-new-tokens 32 --out bench-demo",
     "compile": "specdec compile zoo:python-code --draft-model zoo:python-code",
     "demo": "specdec demo --sample --seed 3",

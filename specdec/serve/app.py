@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from specdec import __version__
 from specdec.serve import audio_routes, page_routes, status_routes, text_routes
-from specdec.serve.errors import ApiError, as_api_error
+from specdec.serve.errors import ApiError, as_api_error, invalid
 from specdec.serve.guards import Entrance, GuardedRoute
 from specdec.serve.hosting import Hosts
 from specdec.serve.settings import ServeSettings
@@ -56,13 +55,7 @@ async def _invalid(request: Request, error: Exception) -> Response:
     """A body that is not what the endpoint takes."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    where = [str(part) for part in first["loc"][1:]]
-    message = str(first["msg"]).removeprefix("Value error, ")
-    if first["type"] == "extra_forbidden":
-        message = "this field is not known here: leave it out"
-    named = re.match(r"`(\w+)`", message)
-    param = ".".join(where)[:128] or (named and named[1])
-    return _answer(ApiError(400, f"`{param}`: {message}" if where else message, param=param, code="invalid_value"))
+    return _answer(invalid(first, first["loc"][1:]))
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +47,17 @@ def busy(message: str, seconds: int) -> ApiError:
 def unavailable(message: str, seconds: int = 5) -> ApiError:
     """The server cannot do this now."""
     return ApiError(503, message, code="unavailable", headers={"Retry-After": str(seconds)})
+
+
+def invalid(fault: Mapping[str, Any], place: Sequence[Any]) -> ApiError:
+    """What pydantic found at this place of a request, as a 400."""
+    where = [str(part) for part in place]
+    message = str(fault["msg"]).removeprefix("Value error, ")
+    if fault["type"] == "extra_forbidden":
+        message = "this field is not known here: leave it out"
+    named = re.match(r"`(\w+)`", message)
+    param = ".".join(where)[:128] or (named and named[1])
+    return ApiError(400, f"`{param}`: {message}" if where else message, param=param, code="invalid_value")
 
 
 def as_api_error(error: BaseException) -> ApiError:

@@ -1,0 +1,234 @@
+"""`specdec batch`: a file of rows in, the same rows with their answers out."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from specdec.cli.flags import (
+    ConfigFile,
+    DeviceMap,
+    DraftTokens,
+    Dtype,
+    ExactnessName,
+    Gear,
+    Method,
+    Quantization,
+    RemoteCode,
+    ScheduleName,
+    Settings,
+)
+from specdec.cli.request import DEFAULT_NEW_TOKENS, Request, locate, read_request
+from specdec.cli.serve import plain_name
+from specdec.cli.terminal import (
+    FAILED,
+    INTERRUPTED,
+    OK,
+    Debug,
+    Heartbeat,
+    Quiet,
+    duration,
+    loading,
+    say,
+    stop_on_interrupt,
+)
+from specdec.cli.transcribe import read_options
+from specdec.errors import OptionError
+
+if TYPE_CHECKING:
+    from specdec.scale import Progress as Done
+    from specdec.scale import Source, Work
+    from specdec.scale.batch import Start
+
+TaskName = Literal["generate", "chat", "summarize", "transcribe"]
+_TEXT = ("generate", "chat", "summarize")
+# Flag -> the tasks that it is for.
+ONLY = {
+    "system": ("chat",),
+    "template": ("summarize",),
+    "chunk_tokens": ("summarize",),
+    **dict.fromkeys(("method", "config", "sample", "temperature", "top_k", "top_p"), _TEXT),
+}
+OF_WORKERS = ("workers", "worker_cpus", "worker_gpus")
+# What `transcribe` has flags for, and a batch --set.
+_AT_REST = {
+    **dict.fromkeys(("language", "task", "chunk_length")),
+    **{"format": "text", "words": False, "context": False, "fallback": False},
+}
+
+
+def batch(
+    ctx: typer.Context,
+    source: Annotated[Path, typer.Argument(metavar="IN", help="Rows: .jsonl, .parquet, or .txt with one a line.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The same rows with their answers: .jsonl or .parquet.")],
+    task: Annotated[
+        TaskName | None, typer.Option(help="generate by default. Requests in OpenAI's form need none.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Hub id, folder, or zoo:NAME; may come from --config.")] = None,
+    draft_model: Annotated[str | None, typer.Option(help="A smaller model: hub id, folder, or zoo:NAME.")] = None,
+    method: Method = None,
+    num_draft_tokens: DraftTokens = None,
+    schedule: ScheduleName = None,
+    field: Annotated[
+        str | None,
+        typer.Option(help="What is read of a row; prompt, messages, text or audio by default, as the task is."),
+    ] = None,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="A message before each chat.")] = None,
+    template: Annotated[str | None, typer.Option(help="What a summary's model reads, with {text} in it.")] = None,
+    chunk_tokens: Annotated[int | None, typer.Option(min=1, help="Summarise longer texts in such pieces.")] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(help=f"Length limit, {DEFAULT_NEW_TOKENS} if nothing sets one.")
+    ] = None,
+    sample: Annotated[
+        bool | None, typer.Option("--sample/--greedy", help="Draw tokens, or take the likeliest.")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="Implies --sample, like the next two.")] = None,
+    top_k: Annotated[int | None, typer.Option()] = None,
+    top_p: Annotated[float | None, typer.Option()] = None,
+    seed: Annotated[int | None, typer.Option(help="Of sampling; 0 by default. Every row has its own by it.")] = None,
+    at_once: Annotated[int, typer.Option(min=1, help="Rows that share passes.")] = 32,
+    ray: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Over a Ray cluster: its address, auto, or local for a new one."),
+    ] = None,
+    workers: Annotated[str | None, typer.Option(metavar="N", help="Of a cluster, as in 4 or 1-4.")] = None,
+    worker_cpus: Annotated[float | None, typer.Option(help="CPUs of each worker.")] = None,
+    worker_gpus: Annotated[float | None, typer.Option(help="GPUs of each worker; may be less than 1.")] = None,
+    row_stats: Annotated[
+        bool, typer.Option("--row-stats", help="Passes, drafts and seconds in every row; they differ between runs.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Begin anew, whatever OUT holds.")] = False,
+    dtype: Dtype = None,
+    quantization: Quantization = None,
+    gear: Gear = None,
+    exactness: ExactnessName = None,
+    device_map: DeviceMap = None,
+    config: ConfigFile = None,
+    set_: Settings = None,
+    trust_remote_code: RemoteCode = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> int:
+    """Answer every row of a file. After Ctrl-C or a kill the same command goes on where it was ended.
+
+    A row that cannot be answered says why in its `error`, the others go on, and the exit code is 1.
+    """
+    request = read_task(ctx.params)
+    with loading("", quiet=True), stop_on_interrupt() as interrupt, progress(request.target, quiet=quiet) as tell:
+        from specdec.scale import Source, embedded, run
+
+        rows = Source.of(source)
+        work = make_work(request, rows, ctx.params)
+        start = embedded(at_once) if ray is None else cluster(ray, ctx.params, rows.rows)
+        done = run(rows, out, work, start=start, overwrite=overwrite, tell=tell, stop=lambda: interrupt.asked)
+    if not quiet:
+        say(summary(done))
+    if done.done < done.total:
+        say(f"interrupted: {done.total - done.done} rows are left, and the same command goes on with them")
+        return INTERRUPTED
+    return FAILED if done.failed else OK
+
+
+def read_task(params: Mapping[str, Any]) -> Request:
+    """What is loaded, and the options of all rows; raises OptionError for flags that another task has."""
+    task = params["task"] or "generate"
+    for flag, tasks in ONLY.items():
+        if params[flag] not in (None, False) and task not in tasks:
+            name = flag.replace("_", "-")
+            raise OptionError(f"--{name} is for the task {' or '.join(tasks)}, and this is {task}: leave it out")
+    if params["ray"] is None and (idle := [flag for flag in OF_WORKERS if params[flag] is not None]):
+        raise OptionError(
+            f"--{idle[0].replace('_', '-')} is about the workers of a cluster: pass --ray, or leave it out"
+        )
+    if task == "transcribe":
+        return read_speech(params)
+    flags = defaultdict(lambda: None, {**params, "target": params["model"]})
+    limit = None if task == "summarize" else DEFAULT_NEW_TOKENS
+    return read_request(flags, named="--model", new_tokens=limit, seed=0)
+
+
+def read_speech(params: Mapping[str, Any]) -> Request:
+    """The same for recordings, whose options have names of their own."""
+    model, draft = params["model"], params["draft_model"]
+    if model is None:
+        raise OptionError("no model was named: pass --model, a Whisper model")
+    zoo = model.startswith("zoo:")
+    draft = model if draft is None and zoo else draft
+    options = read_options({**params, **_AT_REST})
+    names = ("dtype", "quantization", "gear", "exactness", "device_map", "trust_remote_code")
+    how = {name: params[name] for name in names if params[name] not in (None, False)}
+    target, draft = locate(model, "target", "--model"), draft and locate(draft, "draft", "--draft-model")
+    return Request(target, draft, "auto", options, {**({"dtype": "float32"} if zoo else {}), **how})
+
+
+def make_work(request: Request, rows: Source, params: Mapping[str, Any]) -> Work:
+    """What is done with every row; requests in OpenAI's form are known by their first row."""
+    from specdec.scale import Work
+    from specdec.scale.tasks import is_request
+
+    task = params["task"] or "generate"
+    if is_request(rows.first().fields):
+        if params["task"] is not None:
+            raise OptionError(f"{rows.path} has requests in OpenAI's form, which say what to do: leave out --task")
+        task = "openai"
+    options = dict(request.options)
+    seed = options.pop("seed", 0)
+    if not isinstance(seed, int):
+        raise OptionError.of("seed", "one number, from which every row has its own", seed)
+    return Work(
+        task,
+        locate(request.target, "target", "--model"),
+        request.draft,
+        options=options,
+        loading=request.loading,
+        more={flag: params[flag] for flag in ("system", "template", "chunk_tokens") if params[flag] is not None},
+        seed=seed,
+        name=plain_name(params["model"] or request.target),
+        field=params["field"],
+        folder=str(rows.path.parent.absolute()),
+        row_stats=params["row_stats"],
+    )
+
+
+def cluster(address: str, params: Mapping[str, Any], rows: int) -> Start:
+    """The workers of a Ray cluster."""
+    from specdec.scale import Pool, connect, over_ray
+
+    how = {"cpus": params["worker_cpus"], "gpus": params["worker_gpus"], "at_once": params["at_once"]}
+    pool = Pool.of(params["workers"], **how)
+    connect(address)
+    return over_ray(pool, rows)
+
+
+@contextmanager
+def progress(target: str, *, quiet: bool) -> Iterator[Callable[[Done], None]]:
+    """A bar on stderr with what is done in a second and the time that is left, or a line now and then."""
+    columns = (TaskProgressColumn(), BarColumn(bar_width=24), TimeRemainingColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True, quiet=quiet), transient=True) as bar:
+        task, beat = bar.add_task(f"loading {target}", total=None), Heartbeat(quiet=quiet)
+
+        def tell(done: Done) -> None:
+            pace = f"{done.done}/{done.total} rows, {rates(done)}" if done.seconds else f"loading {target}"
+            bar.update(task, completed=done.done, total=done.total, description=pace)
+            beat(done.done, done.total, pace)
+
+        yield tell
+
+
+def rates(done: Done) -> str:
+    """How fast a run is."""
+    return f"{done.rows_per_second:.1f} rows/s, {done.tokens_per_second:.0f} tokens/s"
+
+
+def summary(done: Done) -> str:
+    """A line about a run that is over."""
+    made = f"{done.done - done.before} rows in {duration(done.seconds)} ({rates(done)})"
+    earlier = f", {done.before} before" if done.before else ""
+    return f"{made}{earlier}, {done.failed} failed"

@@ -1,0 +1,63 @@
+"""Parquet by way of pyarrow, which is only imported for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specdec.errors import OptionError, SpecdecError
+
+if TYPE_CHECKING:
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
+
+_ROWS = 1024  # written at a time
+
+
+def pyarrow_module() -> Any:
+    """The package; raises SpecdecError where it is missing."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise SpecdecError("Parquet needs pyarrow: pip install 'specdec-runtime[parquet]'") from None
+    return pyarrow
+
+
+def parquet(path: Path) -> ParquetFile:
+    """A Parquet file, open to be read; raises OptionError where it is none."""
+    arrow = pyarrow_module()
+    try:
+        return arrow.parquet.ParquetFile(path)
+    except arrow.ArrowInvalid as error:
+        raise OptionError(f"{path} is no Parquet file ({error}): check the name") from None
+
+
+def write_parquet(path: Path, rows: Iterable[dict[str, Any]], schema: pyarrow.Schema) -> None:
+    """A Parquet file of these rows."""
+    arrow = pyarrow_module()
+    with arrow.parquet.ParquetWriter(path, schema) as writer:
+        for batch in _batches(rows):
+            writer.write_table(arrow.Table.from_pylist(batch, schema=schema))
+
+
+def schema_of(rows: Iterable[dict[str, Any]]) -> pyarrow.Schema:
+    """The columns that hold all of these rows; raises OptionError where a field has values of different kinds."""
+    arrow = pyarrow_module()
+    found = arrow.schema([])
+    try:
+        for batch in _batches(rows):
+            names = list(dict.fromkeys(name for row in batch for name in row))
+            columns = [(name, arrow.array([row.get(name) for row in batch]).type) for name in names]
+            found = arrow.unify_schemas([found, arrow.schema(columns)], promote_options="permissive")
+    except (arrow.ArrowInvalid, arrow.ArrowTypeError) as error:
+        raise OptionError(f"the rows do not fit into columns ({error}): name OUT .jsonl, which takes any") from None
+    return found
+
+
+def _batches(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    rest = iter(rows)
+    while batch := list(islice(rest, _ROWS)):
+        yield batch

@@ -1,0 +1,193 @@
+"""A batch from file to file: rows go through the models many at a time, and their answers to the output in order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from specdec.errors import OptionError
+from specdec.scale.arrow import parquet, pyarrow_module, schema_of, write_parquet
+from specdec.scale.ledger import Ledger
+from specdec.scale.source import Row, Source, kind_of, windows
+from specdec.scale.work import Desk, Line, Work
+
+if TYPE_CHECKING:
+    import pyarrow
+
+OUT_KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
+AT_ONCE = 32
+"""Rows that share passes, where nobody says."""
+_WINDOW = 16  # rows that are sorted by length together, for each that runs
+Stop = Callable[[], bool]
+Answers = Callable[[Iterator[Row], Stop], Iterator[Line]]
+"""From rows to their lines, in any order."""
+Start = Callable[[Work], Answers]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is: `done` of `total` rows, of which `before` were done by earlier runs; the rest is this run's."""
+
+    total: int
+    before: int
+    done: int
+    failed: int = 0
+    new_tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def rows_per_second(self) -> float:
+        """Of this run."""
+        return (self.done - self.before) / self.seconds if self.seconds else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of this run."""
+        return self.new_tokens / self.seconds if self.seconds else 0.0
+
+    def after(self, line: Line, began: float) -> Progress:
+        """One row later."""
+        counts = {"done": self.done + 1, "failed": self.failed + line.failed}
+        return replace(self, **counts, new_tokens=self.new_tokens + line.tokens, seconds=monotonic() - began)
+
+
+def run(
+    source: Source,
+    out: str | Path,
+    work: Work,
+    *,
+    start: Start | None = None,
+    overwrite: bool = False,
+    tell: Callable[[Progress], None] = lambda _: None,
+    stop: Stop = lambda: False,
+) -> Progress:
+    """Answers every row of `source` that has no answer in `out` yet; `out` has one for each row then, in order.
+
+    `start` says who answers: `embedded()`, models in this process, or `over_ray()`. `tell` hears of every row. Where
+    `stop` says so, no more rows are begun, and the rest is left to another run. Raises OptionError for an `out` that
+    belongs to something else, and whatever loading the models does.
+    """
+    output = Output(Path(out), source, work, overwrite=overwrite)
+    work, ledger = output.work, output.ledger
+    try:
+        progress = Progress(source.rows, ledger.done, ledger.done, failed=output.failed())
+        tell(progress)
+        if progress.done < progress.total:
+            answers = (start or embedded())(work)
+            missing = (row for row in source.read(work.input) if row.number not in ledger)
+            began = monotonic()
+            for line in answers(missing, stop):
+                ledger.add(line.number, line.data)
+                progress = progress.after(line, began)
+                tell(progress)
+        if progress.done == progress.total:
+            output.finish()
+    finally:
+        ledger.close()
+    return progress
+
+
+class Output:
+    """The file that a run writes, or goes on with: JSON lines as they come, Parquet when all rows are there."""
+
+    def __init__(self, path: Path, source: Source, work: Work, *, overwrite: bool) -> None:
+        kind = kind_of(path, "OUT", OUT_KINDS)
+        if path.resolve() == source.path.resolve():
+            raise OptionError(f"{path} is the input too: take another name for OUT")
+        self._parquet, self._path, self._source = kind == "parquet", path, source
+        rows = path.with_name(path.name + ".rows") if self._parquet else path
+        if self._parquet:
+            pyarrow_module()
+            if overwrite:
+                path.unlink(missing_ok=True)
+            elif path.exists():
+                raise OptionError(f"{path} exists: take another name for OUT, or pass --overwrite to begin anew")
+        self.work = replace(work, merges=not self._parquet and work.task != "openai")
+        settings = {**self.work.settings, "input": source.digest}
+        self.ledger = Ledger(rows, settings, overwrite=overwrite)
+
+    def failed(self) -> int:
+        """How many of the rows that are done went wrong."""
+        return sum(map(is_failure, self.ledger.lines()))
+
+    def finish(self) -> None:
+        """All rows are done: the file takes its final form."""
+        if not self._parquet:
+            return self.ledger.finish()
+        new = self._path.with_name(self._path.name + ".new")
+        write_parquet(new, self._rows(), self._schema())
+        new.replace(self._path)
+        self.ledger.finish()
+        self.ledger.path.unlink()
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        """Every row with its answer."""
+        lines = map(json.loads, self.ledger.lines())
+        for row, answer in zip(self._source.read(self.work.input), lines, strict=True):
+            yield answer if self.work.task == "openai" else {**row.fields, **answer}
+
+    def _schema(self) -> pyarrow.Schema:
+        """The columns: those of a Parquet input as they are, all others as their values say."""
+        answers = schema_of(map(json.loads, self.ledger.lines()))
+        if self._source.kind != "parquet" or self.work.task == "openai":
+            return schema_of(self._rows())
+        own = parquet(self._source.path).schema_arrow
+        kept = [column for column in own if column.name not in answers.names]
+        return pyarrow_module().schema([*kept, *answers])
+
+
+def embedded(at_once: int = AT_ONCE) -> Start:
+    """Models in this process: so many rows share their passes, rows of alike length side by side."""
+    if at_once < 1:
+        raise OptionError.of("at_once", "at least 1", at_once)
+
+    def start(work: Work) -> Answers:
+        desk = work.start()
+
+        def answers(rows: Iterator[Row], stop: Stop) -> Iterator[Line]:
+            with ThreadPoolExecutor(at_once, thread_name_prefix="specdec-batch") as pool:
+                yield from _through(pool, desk, 2 * at_once, by_length(rows, work, _WINDOW * at_once), stop)
+
+        return answers
+
+    return start
+
+
+def _through(pool: Executor, desk: Desk, most: int, rows: Iterator[Row], stop: Stop) -> Iterator[Line]:
+    """The lines of rows as they are finished; `most` are handed in, so that no thread waits for one."""
+    running: set[Future[Line]] = set()
+    try:
+        for row in rows:
+            if stop():
+                break
+            running.add(pool.submit(desk, row))
+            if len(running) == most:
+                done, running = wait(running, return_when=FIRST_COMPLETED)
+                yield from (future.result() for future in done)
+        while running:
+            if stop():
+                running = {future for future in running if not future.cancel()}
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            yield from (future.result() for future in done)
+    finally:
+        for future in running:
+            future.cancel()
+
+
+def by_length(rows: Iterator[Row], work: Work, window: int) -> Iterator[Row]:
+    """The rows, the longest of each `window` first."""
+    for some in windows(rows, window):
+        yield from sorted(some, key=work.size, reverse=True)
+
+
+def is_failure(line: bytes) -> bool:
+    """Whether a line tells of an error."""
+    found = json.loads(line)
+    response = found.get("response")
+    refused = "custom_id" in found and isinstance(response, dict) and response.get("status_code") != 200
+    return found.get("error") is not None or refused

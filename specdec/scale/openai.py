@@ -1,0 +1,97 @@
+"""Batch files as OpenAI defines them: every row is a request to an endpoint, every line its response."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from specdec.pipelines.stats import total
+from specdec.scale.tasks import Fields, Task, explained, load_generator
+from specdec.serve.answers import Answer, Tally
+from specdec.serve.bridge import Cancel
+from specdec.serve.errors import ApiError, as_api_error, invalid
+from specdec.serve.protocol import ChatRequest, CompletionRequest
+from specdec.serve.text_model import Ask, Begun, Ended, Piece, TextModel
+from specdec.types import Stats
+
+if TYPE_CHECKING:
+    from specdec.scale.work import Work
+
+ENDPOINTS: dict[str, type[ChatRequest] | type[CompletionRequest]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+}
+_NO_SEED = 2**63
+_TIMELESS = ("prompt_tokens", "completion_tokens", "total_tokens")
+
+
+class OpenAI(Task):
+    """Requests are answered as a server would, whatever model they name; nothing in an answer depends on the clock."""
+
+    field = "body"
+
+    def __init__(self, work: Work) -> None:
+        generator = load_generator(work, **work.options)
+        self._model = TextModel(work.name, generator, options=work.options)
+
+    def answer(self, fields: Fields, seed: int) -> tuple[dict[str, Any], Stats]:
+        """The line of a request that was answered."""
+        request = _request(fields)
+        if request.seed is None:
+            request = request.model_copy(update={"seed": seed % _NO_SEED})
+        prompts = [None] if isinstance(request, ChatRequest) else request.prompts
+        tallies = [Tally() for _ in prompts]
+        choices: list[list[Piece]] = [[] for _ in range(len(prompts) * request.n)]
+        echoes: list[str | None] = [None] * len(prompts)
+        for at, prompt in enumerate(prompts):
+            for item in self._model.run(Ask(request, prompt), Cancel()):
+                if isinstance(item, Begun):
+                    tallies[at].prompt_tokens, echoes[at] = item.prompt_tokens, item.prompt_text
+                elif isinstance(item, Piece):
+                    tallies[at].new_tokens += item.tokens
+                    choices[at * request.n + item.row].append(item)
+                elif isinstance(item, Ended):
+                    tallies[at].stats = item.stats
+        body = Answer(request, self._model.name, tallies, id=_id(seed), created=0).whole(choices, echoes)
+        body["usage"] = {name: body["usage"][name] for name in _TIMELESS}
+        return self._line(fields, seed, 200, body), total([t.stats for t in tallies if t.stats is not None])
+
+    def failure(self, fields: Fields, error: Exception, seed: int) -> dict[str, Any]:
+        """The line of a request that was refused, or that failed; of what is no request the error alone."""
+        if not fields:
+            told = {"code": "invalid_request", "message": explained(error)}
+            return {"id": f"batch_req_{_id(seed)}", "custom_id": None, "response": None, "error": told}
+        known = as_api_error(error)
+        if known.status_code == 500:  # a server's log would say more
+            known = ApiError(500, explained(error), code=known.code)
+        return self._line(fields, seed, known.status_code, known.body)
+
+    def _line(self, fields: Fields, seed: int, status: int, body: dict[str, Any]) -> dict[str, Any]:
+        response = {"status_code": status, "request_id": _id(seed), "body": body}
+        own = fields.get("custom_id")
+        return {"id": f"batch_req_{_id(seed)}", "custom_id": own, "response": response, "error": None}
+
+    @classmethod
+    def size(cls, fields: Fields, name: str) -> int:
+        """The length of the request."""
+        return len(str(fields.get(name)))
+
+
+def _request(fields: Fields) -> ChatRequest | CompletionRequest:
+    """The request of a row; raises a 400, or a 404 for an endpoint that is not served here."""
+    kind = ENDPOINTS.get(str(fields.get("url")))
+    if kind is None:
+        named = " or ".join(ENDPOINTS)
+        raise ApiError(404, f"`url` must be {named}, got {fields.get('url')!r}", param="url", code="unknown_url")
+    if fields.get("method", "POST") != "POST":
+        raise ApiError(400, f"`method` must be 'POST', got {fields['method']!r}", param="method", code="invalid_value")
+    try:
+        return kind.model_validate(fields.get("body"))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise invalid(first, first["loc"]) from None
+
+
+def _id(seed: int) -> str:
+    return f"{seed % 2**96:024x}"

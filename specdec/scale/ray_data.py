@@ -1,0 +1,208 @@
+"""Rows over a cluster, by Ray Data: a pool of actors that hold the models, and what became of their rows."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from specdec.errors import EngineError
+from specdec.scale.arrow import pyarrow_module
+from specdec.scale.batch import AT_ONCE, Answers, Start, Stop, by_length
+from specdec.scale.cluster import between, ray_module
+from specdec.scale.source import Row, windows
+from specdec.scale.work import Line, Work, encoded
+
+if TYPE_CHECKING:
+    import pyarrow
+    from ray.data import ActorPoolStrategy, Dataset
+
+_CALLS = 4  # blocks that an actor has under way, so that its passes stay full while one comes to its end
+_MOST_ROWS = 128  # of a block
+_RETRIES = 5  # of a block whose worker was lost: a row that takes its worker along must not do so for ever
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Workers with the models, at least so many and at most so many; each takes `at_once` rows, and of its node this.
+
+    None: one worker for each GPU, or for each node where there are none, and an equal part of the CPUs.
+    """
+
+    least: int | None = None
+    most: int | None = None
+    cpus: float | None = None
+    gpus: float | None = None
+    at_once: int = AT_ONCE
+
+    @classmethod
+    def of(cls, workers: str | None, **more: Any) -> Pool:
+        """The pool of so many workers, written as in 4 or 1-4."""
+        if workers is None:
+            return cls(**more)
+        return cls(*between("workers", workers, "a number, or two as in 1-4"), **more)
+
+    def settled(self) -> Pool:
+        """The pool as the cluster at hand has it."""
+        ray, known = ray_module(), ray_module().cluster_resources()
+        gpus, nodes = int(known.get("GPU", 0)), sum(node["Alive"] for node in ray.nodes())
+        most = self.most or (gpus if self.gpus is None and gpus else nodes)
+        held = self.gpus if self.gpus is not None else float(gpus >= most)
+        cpus = self.cpus or (1.0 if held else max(1.0, known.get("CPU", 1) // most))
+        return replace(self, least=self.least or most, most=most, cpus=cpus, gpus=held)
+
+    @property
+    def strategy(self) -> ActorPoolStrategy:
+        """The same as Ray Data has it."""
+        from ray.data import ActorPoolStrategy
+
+        more = {"max_concurrent_calls_per_actor": _CALLS, "enable_true_multi_threading": True}
+        return ActorPoolStrategy(min_size=self.least, max_size=self.most, max_tasks_in_flight_per_actor=_CALLS, **more)
+
+    @property
+    def resources(self) -> dict[str, Any]:
+        """What each worker takes, and how often work goes on elsewhere that one has lost."""
+        return {"num_cpus": self.cpus, "num_gpus": self.gpus, "max_restarts": -1, "max_task_retries": _RETRIES}
+
+
+def over_ray(pool: Pool, total: int) -> Start:
+    """Workers of the cluster that this process is connected to, for so many rows.
+
+    What a worker was doing when it was lost is done by another one.
+    """
+
+    def start(work: Work) -> Answers:
+        def answers(rows: Iterator[Row], stop: Stop) -> Iterator[Line]:
+            own = pool.settled()
+            size = max(1, min(_MOST_ROWS, own.at_once // 2, total // (2 * _CALLS * (own.most or 1))))
+            ordered = by_length(rows, work, _MOST_ROWS * own.at_once)
+            blocks = [ray_module().put(_block(some)) for some in windows(ordered, size)]
+            yield from _answered(work, own, blocks, stop)
+
+        return answers
+
+    return start
+
+
+def _answered(work: Work, pool: Pool, blocks: list[Any], stop: Stop) -> Iterator[Line]:
+    """The lines of these blocks as they are finished."""
+    ray = ray_module()
+    found = ray.data.from_arrow_refs(blocks).map_batches(
+        _Lines,
+        fn_constructor_args=(work, pool.at_once),
+        batch_size=None,
+        batch_format="pyarrow",
+        compute=pool.strategy,
+        **pool.resources,
+    )
+    try:
+        for batch in found.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
+            if stop():
+                return
+            yield from (Line(**line) for line in batch.to_pylist())
+    except ray.exceptions.RayError as error:
+        raise EngineError(f"the cluster gave up ({_cause(error)}); the same command goes on") from error
+
+
+def map_batches(
+    dataset: Dataset,
+    target: str,
+    draft: Any = None,
+    *,
+    task: str = "generate",
+    field: str | None = None,
+    id: str | None = None,
+    seed: int = 0,
+    workers: str | None = None,
+    num_cpus: float | None = None,
+    num_gpus: float | None = None,
+    at_once: int = AT_ONCE,
+    batch_size: int = 64,
+    loading: dict[str, Any] | None = None,
+    **options: Any,
+) -> Dataset:
+    """A Ray dataset with the columns `output`, `finish_reason`, `usage` and `error` behind its own.
+
+    `workers` hold target and draft ("4", or "1-4" to scale by load) and take `at_once` rows each; `num_gpus` may be
+    less than 1. `task` is generate, chat, summarize or transcribe, and `field` the column that it reads. A sample
+    depends on `seed` and on the row's column `id`, or on all of the row. `loading` are options of `from_pretrained`,
+    `options` those of every call. Raises OptionError.
+    """
+    ray_module()
+    work = Work(task, target, draft, options=options, loading=loading or {}, seed=seed, field=field, merges=False)
+    pool = Pool.of(workers, cpus=num_cpus, gpus=num_gpus, at_once=at_once).settled()
+    return dataset.map_batches(
+        _Columns,
+        fn_constructor_args=(work, pool.at_once, id),
+        batch_size=batch_size,
+        batch_format="pyarrow",
+        compute=pool.strategy,
+        **pool.resources,
+    )
+
+
+class _Lines:
+    """A worker: models that are loaded once, and rows of several blocks at a time."""
+
+    def __init__(self, work: Work, at_once: int) -> None:
+        self._desk, self._pool = work.start(), ThreadPoolExecutor(at_once)
+
+    def __call__(self, block: pyarrow.Table) -> pyarrow.Table:
+        """The lines of a block of rows."""
+        rows = [
+            Row(number, **json.loads(row)) for number, row in zip(*(c.to_pylist() for c in block.columns), strict=True)
+        ]
+        return pyarrow_module().Table.from_pylist([vars(line) for line in self._answer(rows)])
+
+    def _answer(self, rows: list[Row]) -> list[Line]:
+        return list(self._pool.map(self._desk, rows))
+
+
+class _Columns(_Lines):
+    """The same for rows of any columns, which stay."""
+
+    def __init__(self, work: Work, at_once: int, id: str | None) -> None:
+        super().__init__(work, at_once)
+        self._id = id
+
+    def __call__(self, block: pyarrow.Table) -> pyarrow.Table:
+        """The block with the columns of its answers."""
+        rows = [Row(self._number(fields), fields) for fields in block.to_pylist()]
+        answers = [json.loads(line.data) for line in self._answer(rows)]
+        for name in answers[0]:
+            if name in block.column_names:
+                block = block.drop_columns(name)
+            block = block.append_column(name, _column(name, [answer[name] for answer in answers]))
+        return block
+
+    def _number(self, fields: dict[str, Any]) -> int:
+        """What tells a row from others: its id, or all of it."""
+        told = fields if self._id is None else fields[self._id]
+        return int.from_bytes(hashlib.blake2b(encoded(told), digest_size=7).digest(), "big")
+
+
+def _column(name: str, values: list[Any]) -> pyarrow.Array:
+    """Values of one kind; all blocks have the same kinds, also those where nothing failed, or everything did."""
+    arrow = pyarrow_module()
+    count = arrow.int64()
+    kinds = {
+        "error": arrow.string(),
+        "usage": arrow.struct({"prompt_tokens": count, "completion_tokens": count}),
+    }
+    found = arrow.array(values, type=kinds.get(name))
+    return found.cast(arrow.string()) if arrow.types.is_null(found.type) else found
+
+
+def _block(rows: list[Row]) -> pyarrow.Table:
+    """Rows as they are sent: what they hold as JSON, whatever its form."""
+    sent = [encoded({"fields": row.fields, "error": row.error}) for row in rows]
+    return pyarrow_module().table({"number": [row.number for row in rows], "row": sent})
+
+
+def _cause(error: BaseException) -> str:
+    """What a worker said at last."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[-1].strip() if lines else type(error).__name__

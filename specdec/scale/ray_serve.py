@@ -1,0 +1,172 @@
+"""The server on a cluster, by Ray Serve: the same application in several replicas behind one address."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from specdec.errors import EngineError
+from specdec.scale.cluster import between, connect, ray_module
+from specdec.serve import create_app, load, read_settings
+from specdec.serve.server import start_log
+from specdec.serve.state import State
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+    from ray.serve import Application
+
+NAME = "specdec"
+AUTO = "auto"
+_BUSY = 0.5  # share of a model's requests that may run before another replica is worth it
+_CHECK_SECONDS = 15.0  # between two questions whether a replica decodes; it may take twice as long to answer
+_METRICS_SECONDS = 5.0
+_ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+
+
+class Replica:
+    """One copy of the server: its models, its application, and whether they are sound."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._settings = read_settings(settings)
+        start_log(self._settings.log)
+        limits, share = self._settings.limits, self._settings.share
+        self._models = [load(model, limits, share) for model in self._settings.models]
+
+    def __serve_build_asgi_app__(self) -> Any:
+        """The application; Ray Serve asks for it once the models are there."""
+        app = create_app(self._settings, self._models)
+        self._state: State = app.state.server
+        Exporter(self._state.metrics.registry).start()
+        return app
+
+    async def check_health(self) -> None:
+        """Raises where `/ready` would say no; Ray Serve then replaces the replica."""
+        for name, host in self._state.hosts.all.items():
+            if not await host.is_ready():
+                raise RuntimeError(f"the model {name!r} does not decode")
+
+
+class Exporter:
+    """A server's counts as metrics of Ray, which tells them by replica; told anew every few seconds."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._gauges: dict[str, Any] = {}
+
+    def start(self) -> None:
+        """Tells them from now on."""
+        threading.Thread(target=self._run, name="specdec-metrics", daemon=True).start()
+
+    def tell(self) -> None:
+        """Tells them as they are now."""
+        from ray.serve.metrics import Gauge
+
+        for name, labels, value in samples(self._registry):
+            if name not in self._gauges:
+                self._gauges[name] = Gauge(name, description=name, tag_keys=tuple(labels))
+            self._gauges[name].set(value, tags=labels)
+
+    def _run(self) -> None:
+        pause = threading.Event()
+        while not pause.wait(_METRICS_SECONDS):
+            self.tell()
+
+
+def samples(registry: CollectorRegistry) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Names, labels and values of everything in a registry, without the buckets of histograms."""
+    for family in registry.collect():
+        for sample in family.samples:
+            if not sample.name.endswith(("_bucket", "_created")):
+                yield sample.name, dict(sample.labels), sample.value
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """How many replicas there are, `least` to `most` by how many requests are under way, and what each of them takes.
+
+    None: as many as the cluster has nodes, at the most.
+    """
+
+    least: int = 1
+    most: int | None = None
+    cpus: float = 1.0
+    gpus: float = 0.0
+
+    @classmethod
+    def of(cls, count: int | str | None, *, cpus: float | None = None, gpus: float | None = None) -> Replicas:
+        """So many, as in 4, 1-4 or auto."""
+        taken: dict[str, Any] = {"cpus": 1.0 if cpus is None else cpus, "gpus": gpus or 0.0}
+        if count in (None, AUTO):
+            return cls(**taken)
+        least, most = between("replicas", str(count), f"a number, two as in 1-4, or {AUTO}")
+        return cls(least, most, **taken)
+
+    def options(self, running: int) -> dict[str, Any]:
+        """The same as Ray Serve has it, for replicas that run so many requests at a time."""
+        taken = {"ray_actor_options": {"num_cpus": self.cpus, "num_gpus": self.gpus}}
+        if self.least == self.most:
+            return {"num_replicas": self.least, **taken}
+        most = self.most or sum(node["Alive"] for node in ray_module().nodes())
+        scale = {"min_replicas": self.least, "max_replicas": most, "target_ongoing_requests": max(1.0, running * _BUSY)}
+        return {"autoscaling_config": scale, **taken}
+
+
+def application(keys: Mapping[str, Any], replicas: Replicas) -> Application:
+    """The server that these settings describe, as Ray Serve runs it.
+
+    A conversation that names itself in the header `X-Session-Id` keeps its replica, which holds its keys and values.
+    Raises OptionError for settings that are wrong.
+    """
+    ray_module()
+    from ray import serve
+    from ray.serve.config import RequestRouterConfig
+
+    settings = read_settings(keys)
+    running = settings.limits.running * len(settings.models)
+    deployment = serve.deployment(serve.ingress()(Replica)).options(
+        name=NAME,
+        max_ongoing_requests=running + settings.limits.waiting,
+        graceful_shutdown_timeout_s=settings.limits.drain_seconds,
+        health_check_period_s=_CHECK_SECONDS,
+        health_check_timeout_s=2 * _CHECK_SECONDS,
+        request_router_config=RequestRouterConfig(request_router_class=_ROUTER),
+        **replicas.options(running),
+    )
+    return deployment.bind(settings.model_dump(mode="json"))
+
+
+def build(args: Mapping[str, Any]) -> Application:
+    """The application of a Ray Serve config, `import_path: specdec.scale.ray_serve:build`.
+
+    `args` are the keys of `configs/serve.yaml`, with `host` as in the config's `http_options`, and beside them
+    `replicas` (4, "1-4" or "auto"), `replica_cpus` and `replica_gpus`. Raises OptionError.
+    """
+    keys = {"host": "0.0.0.0", **args}  # where proxies listen, unless the config's http_options say otherwise
+    count, cpus, gpus = (keys.pop(name, None) for name in ("replicas", "replica_cpus", "replica_gpus"))
+    return application(keys, Replicas.of(count, cpus=cpus, gpus=gpus))
+
+
+def deploy(keys: Mapping[str, Any], replicas: Replicas, address: str) -> None:
+    """Puts the server on the cluster at `address`, in the place of one that is there, replica by replica.
+
+    Returns when it serves. Raises OptionError, and EngineError where the replicas do not come up.
+    """
+    settings = read_settings(keys)
+    connect(address)
+    from ray import serve
+
+    http = {"host": settings.host, "port": settings.port, "request_timeout_s": settings.limits.request_seconds}
+    serve.start(http_options=http)
+    try:
+        serve.run(application(keys, replicas), name=NAME, route_prefix="/")
+    except RuntimeError as error:
+        raise EngineError(f"the replicas did not come up: {' '.join(str(error).split())}") from None
+
+
+def withdraw() -> None:
+    """Takes the server off the cluster."""
+    from ray import serve
+
+    serve.shutdown()

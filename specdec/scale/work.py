@@ -1,0 +1,97 @@
+"""What becomes of a row: models are loaded, and each row gets its answer, or says what was wrong with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from specdec.errors import OptionError
+from specdec.scale.source import Row
+from specdec.scale.tasks import Task, task_class
+from specdec.select import fold
+
+_COUNTS = ("num_target_passes", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "seconds")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is done with every row; it can be pickled, and `start` loads what it needs.
+
+    `task` is one of `TASKS`; `field` names what is read of a row, if not the task's own. `options` go with every call,
+    `loading` to `from_pretrained`, `more` to the task. `folder` is where relative paths in rows begin. `merges` says
+    that lines hold the fields of their rows too, `row_stats` that they tell of passes and drafts.
+    """
+
+    task: str
+    target: str
+    draft: Any = None
+    options: dict[str, Any] = field(default_factory=dict)
+    loading: dict[str, Any] = field(default_factory=dict)
+    more: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    name: str = "model"
+    field: str | None = None
+    folder: str = "."
+    merges: bool = True
+    row_stats: bool = False
+
+    @property
+    def input(self) -> str:
+        """The field that is read of every row."""
+        return self.field or task_class(self.task).field
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the answers depend on, as JSON has it."""
+        known: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))
+        del known["folder"]  # files may move between two runs
+        return known
+
+    def size(self, row: Row) -> int:
+        """About how long a row is; rows of alike sizes share passes well."""
+        return task_class(self.task).size(row.fields, self.input)
+
+    def start(self) -> Desk:
+        """Loads the models; raises OptionError and LoadError as `from_pretrained` does."""
+        return Desk(self, task_class(self.task)(self))
+
+
+@dataclass(frozen=True)
+class Line:
+    """A finished row: its number, its line of the output, whether it failed, and how many tokens were written."""
+
+    number: int
+    data: bytes
+    failed: bool
+    tokens: int
+
+
+class Desk:
+    """Models at work: called with a row it returns its line; several threads may call, and share the passes."""
+
+    def __init__(self, work: Work, task: Task) -> None:
+        self._work, self._task = work, task
+
+    def __call__(self, row: Row) -> Line:
+        """The line of a row; what goes wrong with it is told there."""
+        seed, tokens, failed = fold(self._work.seed, row.number), 0, False
+        try:
+            if row.error is not None:
+                raise OptionError(row.error)
+            result, stats = self._task.answer(row.fields, seed)
+            tokens = stats.num_new_tokens
+            if self._work.row_stats:
+                result |= {"stats": {name: getattr(stats, name) for name in _COUNTS}}
+        except Exception as error:  # one row's error is no other's
+            result, failed = self._task.failure(row.fields, error, seed), True
+        return Line(row.number, encoded({**row.fields, **result} if self._work.merges else result), failed, tokens)
+
+
+def encoded(line: Mapping[str, Any]) -> bytes:
+    """A line of JSON in UTF-8, values that JSON does not know as text."""
+    try:
+        return json.dumps(line, ensure_ascii=False, default=str).encode() + b"\n"
+    except UnicodeEncodeError:  # half of a character somewhere
+        return json.dumps(line, default=str).encode() + b"\n"

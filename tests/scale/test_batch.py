@@ -1,0 +1,290 @@
+"""`specdec batch`: rows in, the same rows with their answers out, in order, whatever comes in between."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from specdec import SpecGenerator, zoo
+from specdec.cli.commands import run
+from specdec.pipelines import Summarizer, Transcriber
+from specdec.scale import Source, Work, embedded
+from specdec.scale import run as run_batch
+from specdec.scale.batch import is_failure
+from specdec.select import fold
+from tests.folders import saved_model
+from tests.pipelines.models import CHAT
+
+NEW = ["--max-new-tokens", "8"]
+PROMPTS = [f"{'row ' * (n % 5)}number {n}" for n in range(12)]
+SAMPLE = ["--sample", "--seed", "3"]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Flags that name a target and a draft that often disagrees with it."""
+    folder = tmp_path_factory.mktemp("models")
+    tokenizer = AutoTokenizer.from_pretrained(saved_model(folder / "target"))
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(folder / "target")
+    return ["--model", str(folder / "target"), "--draft-model", saved_model(folder / "draft", seed=1)]
+
+
+def write(path: Path, rows: Sequence[Any]) -> Path:
+    """A file of these rows; text as it is."""
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def prompts(path: Path) -> Path:
+    return write(path, [{"id": n, "prompt": prompt} for n, prompt in enumerate(PROMPTS)])
+
+
+def batch(*arguments: Any) -> int:
+    return run(["batch", *map(str, arguments), "-q"])
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+@pytest.mark.parametrize("sample", [[], SAMPLE], ids=["greedy", "sampled"])
+def test_rows_get_the_text_of_a_call_of_their_own(models: list[str], tmp_path: Path, sample: list[str]) -> None:
+    """Rows keep their fields and their order; a row's seed depends on its number alone."""
+    source, out = prompts(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    assert batch(source, out, *models, *NEW, *sample, "--at-once", 3) == 0
+    generator = SpecGenerator.from_pretrained(models[1])
+    given = {"max_new_tokens": 8, "do_sample": bool(sample)}
+    for number, row in enumerate(read(out)):
+        alone = generator.generate(PROMPTS[number], seed=fold(3, number), **given)
+        assert row == {
+            "id": number,
+            "prompt": PROMPTS[number],
+            "output": alone.texts[0],
+            "finish_reason": alone.stats.finish_reasons[0],
+            "usage": {"prompt_tokens": len(PROMPTS[number]), "completion_tokens": alone.stats.num_new_tokens},
+            "error": None,
+        }
+    assert number == len(PROMPTS) - 1
+    again = tmp_path / "again.jsonl"
+    assert batch(source, again, *models, *NEW, *sample, "--at-once", 12) == 0
+    assert again.read_bytes() == out.read_bytes()
+
+
+def test_errors_stay_in_their_rows(models: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows that cannot be read or answered say why, the others are answered, and the exit code is 1."""
+    rows = ["no JSON", [1], {"id": 1}, {"prompt": 5}, {"prompt": [70000]}, {"prompt": "x", "options": {"top_q": 1}}]
+    right = {"prompt": "good", "options": {"max_new_tokens": 2, "top_p": None}}
+    source = write(tmp_path / "in.jsonl", [*rows, "", right, {"prompt": [5, 6], "note": "\ud800"}])
+    out = tmp_path / "out.jsonl"
+    with source.open("ab") as file:
+        file.write(b'{"prompt": "\xff"}\n')
+    assert batch(source, out, *models, *NEW) == 1
+    found = read(out)
+    texts = ["not JSON", "must be a JSON object", "no field `prompt`", "must be text or list", "token 70000", "top_q"]
+    for row, text in zip(found, texts, strict=False):
+        assert text in row["error"]
+        assert row["output"] is row["finish_reason"] is row["usage"] is None
+    assert found[3]["prompt"] == 5
+    assert found[6]["usage"]["completion_tokens"] == 2
+    assert (found[7]["error"], found[7]["note"]) == (None, "\ud800")
+    assert "UTF-8" in found[8]["error"]
+    assert len(found) == 9
+    assert sum(map(is_failure, out.read_bytes().splitlines())) == 7
+
+
+def test_a_run_that_was_ended_goes_on(models: list[str], tmp_path: Path) -> None:
+    """Stopped anywhere, with other settings refused in between: the same file as in one go, no row done twice."""
+    rows = Source.of(prompts(tmp_path / "in.jsonl"))
+    work = Work("generate", models[1], models[3], options={"max_new_tokens": 6, "do_sample": True}, seed=5)
+    run_batch(rows, whole := tmp_path / "whole.jsonl", work)
+    out, ends = tmp_path / "out.jsonl", [run_batch(rows, tmp_path / "out.jsonl", work, stop=lambda: True)]
+    assert (ends[0].done, out.read_bytes()) == (0, b"")
+    while ends[-1].done < len(PROMPTS):
+        news: list[int] = []
+        some = {
+            "start": embedded(1),
+            "tell": lambda p, news=news: news.append(p.done),
+            "stop": lambda news=news: len(news) > 3,
+        }
+        ends.append(run_batch(rows, out, work, **some))
+        assert ends[-1].before == ends[-2].done < ends[-1].done
+    assert len(ends) > 3
+    assert out.read_bytes() == whole.read_bytes()
+
+
+def test_settings_must_be_the_same_to_go_on(
+    models: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another seed, model or input would make another file; `--overwrite` begins it."""
+    source, out = prompts(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    assert batch(source, out, *models, *NEW, *SAMPLE) == 0
+    whole = out.read_bytes()
+    assert batch(source, out, *models, *NEW, *SAMPLE) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert batch(source, out, *models, *NEW, *SAMPLE, "--overwrite") == 0
+    assert out.read_bytes() == whole
+    assert batch(source, source, *models) == 2
+    assert "is the input too" in capsys.readouterr().err
+    for arguments, text in [
+        ([tmp_path / "none.jsonl", out], "cannot be read"),
+        ([source, "out.csv"], "ends in .jsonl"),
+        ([write(tmp_path / "empty.txt", [""]), out], "is empty"),
+        ([source, out, "--system", "x"], "--system is for the task chat"),
+        ([source, out, "--task", "transcribe", "--sample"], "--sample is for"),
+        ([source, tmp_path / "o.jsonl", "--set", "seed=[1, 2]"], "one number"),
+        ([source, tmp_path / "o.jsonl", "--set", "num_beam_groups=7"], "num_beam"),
+    ]:
+        assert batch(*arguments, *models) == 2
+        assert text in capsys.readouterr().err
+
+
+def test_lines_of_text_and_parquet(models: list[str], tmp_path: Path) -> None:
+    """The three forms of input and the two of output have the same answers; Parquet keeps its own columns."""
+    pq, pa = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed"), pytest.importorskip("pyarrow")
+    import datetime
+
+    when = datetime.datetime(2020, 1, 2, tzinfo=datetime.timezone.utc)
+    columns = {"prompt": PROMPTS[:4], "when": [when] * 4, "raw": [b"\xff"] * 4, "output": [1] * 4}
+    pq.write_table(table := pa.table(columns), tmp_path / "in.parquet")
+    (tmp_path / "in.txt").write_text("\n\n".join(PROMPTS[:4]))
+    outs = []
+    for name, ending in (
+        ("in.parquet", "parquet"),
+        ("in.txt", "parquet"),
+        ("in.parquet", "jsonl"),
+        ("in.txt", "jsonl"),
+    ):
+        outs.append(tmp_path / f"{name}.{ending}")
+        assert batch(tmp_path / name, outs[-1], *models, *NEW) == 0
+    kept, text = pq.read_table(outs[0]), pq.read_table(outs[1])
+    assert kept.select(["prompt", "when", "raw"]).equals(table.select(["prompt", "when", "raw"]))
+    assert kept.select(["output", "usage"]).equals(text.select(["output", "usage"]))
+    assert (
+        [row["output"] for row in read(outs[2])]
+        == [row["output"] for row in read(outs[3])]
+        == text["output"].to_pylist()
+    )
+    assert not list(tmp_path.glob("*.rows*"))
+    assert batch(tmp_path / "in.txt", outs[1], *models, *NEW) == 2
+    pq.write_table(pa.table({"text": ["x"]}), tmp_path / "bad.parquet")
+    assert batch(tmp_path / "bad.parquet", tmp_path / "bad.out.parquet", *models, *NEW) == 1
+    assert pq.read_table(tmp_path / "bad.out.parquet")["error"].to_pylist()[0].startswith("the row has no field")
+
+
+def test_chats(models: list[str], tmp_path: Path) -> None:
+    """Messages go through the chat template, behind --system; a text is a message of a user."""
+    said = [{"role": "user", "content": "hello"}]
+    source = write(tmp_path / "in.jsonl", [{"messages": said}, {"messages": "hello"}, {"messages": 5}])
+    out = tmp_path / "out.jsonl"
+    assert batch(source, out, *models, *NEW, "--task", "chat", "--system", "be brief") == 1
+    one, other, wrong = read(out)
+    alone = SpecGenerator.from_pretrained(models[1]).generate(
+        messages=[{"role": "system", "content": "be brief"}, *said], max_new_tokens=8
+    )
+    assert one["output"] == other["output"] == alone.texts[0]
+    assert (
+        one["usage"]["prompt_tokens"]
+        == other["usage"]["prompt_tokens"]
+        == alone.sequences.shape[1] - alone.stats.lengths[0]
+    )
+    assert wrong["error"]
+
+
+def test_summaries_and_several_texts(models: list[str], tmp_path: Path) -> None:
+    """Summaries are the pipeline's; where several texts are asked for, output and reason are lists."""
+    source = write(tmp_path / "in.jsonl", [{"text": "One. Two. Three."}, {"text": " "}])
+    out = tmp_path / "out.jsonl"
+    given = ["--task", "summarize", "--template", "{text} =>", *NEW]
+    assert batch(source, out, *models, *given) == 1
+    first, empty = read(out)
+    summarizer = Summarizer.from_pretrained(models[1], template="{text} =>")
+    assert first["output"] == summarizer.summarize(["One. Two. Three."], max_new_tokens=8).documents[0].texts[0]
+    assert "empty" in empty["error"]
+    source, out = prompts(tmp_path / "several.jsonl"), tmp_path / "n.jsonl"
+    assert batch(source, out, *models, *NEW, *SAMPLE, "--set", "num_return_sequences=2") == 0
+    assert {(len(row["output"]), len(row["finish_reason"])) for row in read(out)} == {(2, 2)}
+
+
+def test_recordings(tmp_path: Path) -> None:
+    """Paths are relative to the file that names them; what is no recording is an error of its row."""
+    path, _ = zoo.recordings()[0]
+    (tmp_path / "here.wav").symlink_to(path)
+    source = write(tmp_path / "in.txt", ["here.wav", "none.wav"])
+    out = tmp_path / "out.jsonl"
+    flags = ["--task", "transcribe", "--model", "zoo:speech", "--set", "return_timestamps=true"]
+    assert batch(source, out, *flags) == 1
+    heard, missing = read(out)
+    alone = Transcriber.from_pretrained("zoo:speech", dtype="float32")(str(path), return_timestamps=True)
+    assert (heard["audio"], heard["output"], heard["seconds"]) == ("here.wav", alone["text"], round(alone.duration, 3))
+    assert heard["chunks"] == json.loads(json.dumps(alone["chunks"]))
+    assert "none.wav" in missing["error"]
+
+
+def test_requests_in_the_form_of_openai(models: list[str], tmp_path: Path) -> None:
+    """Each line is a response as OpenAI's batches have it, whatever model it names; nothing depends on the clock."""
+    pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
+    said = [{"role": "user", "content": "hello"}]
+    chat, text = {"model": "gpt", "messages": said, "max_tokens": 6, "temperature": 0}, {"prompt": ["ab", "cd"], "n": 2}
+    rows = [("/v1/chat/completions", chat), ("/v1/completions", text), ("/v1/completions", {"prompt": "a", "n": 0})]
+    rows += [("/v1/embeddings", {"input": "a"}), ("/v1/completions", {"prompt": "a", "colour": 1})]
+    source = write(
+        tmp_path / "in.jsonl",
+        [{"custom_id": f"c{i}", "method": "POST", "url": url, "body": body} for i, (url, body) in enumerate(rows)]
+        + ["nonsense"],
+    )
+    outs = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
+    for at_once, out in enumerate(outs, 1):
+        assert batch(source, out, *models, "--at-once", at_once) == 1
+    found = read(outs[0])
+    assert outs[0].read_bytes() == outs[1].read_bytes()
+    assert [row["custom_id"] for row in found] == ["c0", "c1", "c2", "c3", "c4", None]
+    codes = [row["response"] and row["response"]["status_code"] for row in found]
+    assert codes == [200, 200, 400, 404, 400, None]
+    alone = SpecGenerator.from_pretrained(models[1]).generate(messages=said, max_new_tokens=6)
+    answer = found[0]["response"]["body"]
+    assert answer["choices"][0]["message"]["content"] == alone.texts[0]
+    assert answer["usage"]["completion_tokens"] == alone.stats.num_new_tokens
+    assert len(found[1]["response"]["body"]["choices"]) == 4
+    assert "colour" in found[4]["response"]["body"]["error"]["message"]
+    assert found[5]["error"]["code"] == "invalid_request"
+    assert batch(source, tmp_path / "three.jsonl", *models, "--task", "chat") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sample", [[], SAMPLE], ids=["greedy", "sampled"])
+def test_killed_and_run_again(models: list[str], tmp_path: Path, sample: list[str]) -> None:
+    """SIGKILL in the middle, twice, in a process of its own: the same bytes as a run that nothing disturbed."""
+    source = write(tmp_path / "in.jsonl", [{"prompt": f"{'row ' * (n % 5)}{n}"} for n in range(300)])
+    flags = ["batch", str(source), "--max-new-tokens", "24", "--at-once", "4", *models, *sample, "-q"]
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    assert run([*flags[:2], str(whole), *flags[2:]]) == 0
+    command = [sys.executable, "-m", "specdec.cli", *flags[:2], str(out), *flags[2:]]
+    before, environment = 0, {**os.environ, "OMP_NUM_THREADS": "1"}
+    for share in (0.2, 0.6):
+        with subprocess.Popen(command, env=environment) as process:
+            while written(out) < share * whole.stat().st_size:
+                assert process.poll() is None
+                time.sleep(0.005)
+            process.send_signal(signal.SIGKILL)
+        assert process.returncode == -signal.SIGKILL
+        assert before < written(out) < 2 * whole.stat().st_size
+        before = written(out)
+    assert run([*flags[:2], str(out), *flags[2:]]) == 0
+    assert out.read_bytes() == whole.read_bytes()
+
+
+def written(out: Path) -> int:
+    """Bytes of finished rows; those that went through the journal may count twice."""
+    journal = out.with_name(out.name + ".journal")
+    return sum(path.stat().st_size for path in (out, journal) if path.exists())

@@ -1,0 +1,100 @@
+"""The output in the making: whatever a kill leaves behind, the next run appends exactly what is missing."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from specdec.errors import OptionError
+from specdec.scale import ledger as ledger_module
+from specdec.scale.ledger import Ledger
+
+SETTINGS = {"input": "abc", "options": {"seed": 0}}
+LINES = [f'{{"row": {n}, "text": "é{"x" * (n % 7)}"}}\n'.encode() for n in range(30)]
+
+
+def write(path: Path, order: list[int]) -> list[int]:
+    """Adds the rows that are missing, in this order; which they were."""
+    ledger = Ledger(path, SETTINGS)
+    missing = [row for row in order if row not in ledger]
+    for row in missing:
+        ledger.add(row, LINES[row])
+    if ledger.done == len(LINES):
+        ledger.finish()
+    else:
+        ledger.close()
+    return missing
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rows_in_any_order_and_any_number_of_runs(tmp_path: Path, seed: int) -> None:
+    """Every row is written once, in order, and nothing lies beside the file at the end."""
+    out, rng, written = tmp_path / "out.jsonl", random.Random(seed), []
+    order = rng.sample(range(len(LINES)), len(LINES))
+    for some in (order[:4], order[:17], order):
+        written += write(out, some)
+    assert sorted(written) == list(range(len(LINES)))
+    assert out.read_bytes() == b"".join(LINES)
+    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("which", ["out.jsonl", "out.jsonl.journal"])
+def test_a_line_that_was_cut_off_is_done_again(tmp_path: Path, seed: int, which: str) -> None:
+    """As where a kill came in the middle of a write, at any byte of it."""
+    out, rng = tmp_path / "out.jsonl", random.Random(seed)
+    order = rng.sample(range(5, len(LINES)), 20)
+    write(out, order if "journal" in which else [0, 1, 2, *order])
+    cut = tmp_path / which
+    whole = cut.read_bytes()
+    header = whole.index(b"\n") + 1 if "journal" in which else 0
+    cut.write_bytes(whole[: rng.randrange(max(len(whole) - 40, header), len(whole))])
+    write(out, list(range(len(LINES))))
+    assert out.read_bytes() == b"".join(LINES)
+
+
+def test_a_row_in_both_files_is_written_once(tmp_path: Path) -> None:
+    """As where a kill came after a row went from the journal to the file."""
+    out = tmp_path / "out.jsonl"
+    write(out, [1, 2, 5])
+    out.write_bytes(b"".join(LINES[:3]))
+    assert write(out, list(range(len(LINES)))) == [3, 4, *range(6, len(LINES))]
+    assert out.read_bytes() == b"".join(LINES)
+
+
+def test_a_long_journal_is_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not grow with rows that are in the file already, and loses none that are not."""
+    monkeypatch.setattr(ledger_module, "_DEAD", 100)
+    out = tmp_path / "out.jsonl"
+    ledger, sizes = Ledger(out, SETTINGS), []
+    for row in range(1, len(LINES) - 1, 2):
+        ledger.add(row, LINES[row])
+        ledger.add(row - 1, LINES[row - 1])
+        sizes.append((tmp_path / "out.jsonl.journal").stat().st_size)
+    assert max(sizes) < 400
+    ledger.add(29, LINES[29])
+    ledger.close()
+    assert write(out, list(range(len(LINES)))) == [28]
+    assert out.read_bytes() == b"".join(LINES)
+
+
+def test_files_of_something_else_are_refused(tmp_path: Path) -> None:
+    """A finished file, a run with other settings, one that is under way: each error names the way out."""
+    out = tmp_path / "out.jsonl"
+    write(out, [0, 3])
+    with pytest.raises(OptionError, match=r"begun with `input`='abc', and now it is 'other'.*--overwrite"):
+        Ledger(out, {**SETTINGS, "input": "other"})
+    first = Ledger(out, SETTINGS)
+    with pytest.raises(OptionError, match="being written by another process"):
+        Ledger(out, SETTINGS)
+    first.close()
+    write(out, list(range(len(LINES))))
+    with pytest.raises(OptionError, match=r"no unfinished run made it.*--overwrite"):
+        Ledger(out, SETTINGS)
+    anew = Ledger(out, SETTINGS, overwrite=True)
+    assert anew.done == 0
+    anew.close()
+    with pytest.raises(OptionError, match="cannot be written"):
+        Ledger(tmp_path / "no" / "out.jsonl", SETTINGS)
