@@ -3,7 +3,7 @@
 | page | made from |
 | --- | --- |
 | `reference/cli.md` | the parsers of `specdec` |
-| `reference/options.md` | the options of calls, of loading, of suites and of servers, and `options.yaml` beside this file |
+| `reference/options.md` | options of calls, loading, suites and servers; `options.yaml` says what they do |
 | `reference/errors.md` | every message in the source that names an argument or a way out |
 | `changelog.md` | CHANGELOG.md |
 """

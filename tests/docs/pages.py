@@ -15,7 +15,9 @@ from specdec.cli.commands import run
 
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
-_BLOCK = re.compile(r"(?:<!-- (?P<mark>[^>]+?) -->\n+)?(?P<indent> *)```(?P<info>.+)\n(?P<code>(?:.*\n)*?)(?P=indent)```\n")
+_BLOCK = re.compile(
+    r"(?:<!-- (?P<mark>[^>]+?) -->\n+)?(?P<indent> *)```(?P<info>.+)\n(?P<code>(?:.*\n)*?)(?P=indent)```\n"
+)
 
 
 class Block(NamedTuple):
@@ -53,7 +55,7 @@ def run_python(block: Block, page: Path, names: dict[str, Any]) -> str:
 
 
 def run_shell(block: Block) -> str:
-    """Runs a block of commands, each on its line, and returns what they print; other programs than specdec are not run."""
+    """Runs a block of commands, one a line, and returns what they print; other programs than specdec are not run."""
     return "".join(run_line(line) for line in _lines(block.code))
 
 

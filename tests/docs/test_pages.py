@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import re
+import socket
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import soundfile
 import yaml
 from huggingface_hub import constants
 
-from specdec import SpecGenerator
-from tests.docs.hub import MODELS, fill
-from tests.docs.pages import PAGES, ROOT, Block, blocks, run_python, run_shell, same
+from tests.docs.hub import fill
+from tests.docs.pages import PAGES, ROOT, blocks, run_python, run_shell, same
 from tests.speech import RATE, speech
 
-# Pages that take longer than the default tests may; CI runs them, too.
-SLOW: set[str] = set()
-RUN = [page for page in PAGES if any(block.language in ("python", "bash") for block in blocks(page))]
+# Pages whose code takes little time; the others are slow tests, which CI runs, too.
+QUICK = {
+    *("docs/guides/constraints.md", "docs/guides/drafts.md", "docs/guides/hidden-drafts.md", "docs/how/loop.md"),
+    *("docs/migrating/transformers.md", "docs/migrating/vllm.md", "docs/start/your-models.md"),
+}
+OWN_TESTS = {"docs/extending.md"}  # tests/test_extending.py looks at more than that it runs
+SERVING = ROOT / "docs" / "guides" / "serving.md"
+SERVED = "served"  # what stands before a block that a server answers
 FILES = {
     "request.txt": "# The same with docstrings:\n",
     "old.py": "def area(width, height):\n    return width * height\n",
@@ -54,21 +67,24 @@ def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-def pages() -> list[Any]:
-    """Every page with code."""
-    return [
-        pytest.param(page, id=name_of(page), marks=[pytest.mark.slow] if name_of(page) in SLOW else []) for page in RUN
-    ]
+RUN = [
+    page
+    for page in PAGES
+    if any(block.language in ("python", "bash") for block in blocks(page)) and name_of(page) not in OWN_TESTS
+]
 
 
-@pytest.mark.parametrize("page", pages())
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, id=name_of(page), marks=[] if name_of(page) in QUICK else [pytest.mark.slow]) for page in RUN],
+)
 def test_a_page_runs(page: Path, reader: Path, cache: Path) -> None:
     """As a reader would type it, each page by itself."""
     fill(cache, page.read_text(encoding="utf-8"))
     names: dict[str, Any] = {"__name__": "page"}
     printed: str | None = None
     for block in blocks(page):
-        if not block.is_run:
+        if not block.is_run or block.mark == SERVED:
             printed = None
         elif block.language == "python":
             printed = run_python(block, page, names)
@@ -77,3 +93,66 @@ def test_a_page_runs(page: Path, reader: Path, cache: Path) -> None:
         elif block.language == "text" and block.mark != "for example":
             assert printed is not None, f"{name_of(page)}:{block.line}: nothing was printed before"
             assert same(printed, block.code), f"{name_of(page)}:{block.line}: it printed\n{printed}"
+
+
+def test_every_block_is_run_or_says_why() -> None:
+    """A language that nothing runs is data; what is not run has its reason before it."""
+    assert {name_of(page) for page in RUN} > QUICK
+    for page in PAGES:
+        found = blocks(page)
+        fences = re.findall(r"^ *```\w+", page.read_text(encoding="utf-8"), re.M)
+        assert len(fences) == len(found), name_of(page)
+        for block in found:
+            where = f"{name_of(page)}:{block.line}"
+            assert block.language in ("python", "bash", "text", "yaml"), where
+            assert block.is_run or len(block.mark) > len("not run: because"), where
+            if block.language == "yaml":
+                yaml.safe_load(block.code)
+
+
+@pytest.mark.slow
+def test_a_server_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clients of the guide, asking a server as it says: `specdec serve --demo`."""
+    monkeypatch.chdir(tmp_path)
+    soundfile.write("talk.mp3", speech(1.5), RATE)
+    port = free_port()
+    command = [sys.executable, "-m", "specdec.cli", "serve", "--demo", "--port", str(port)]
+    with (tmp_path / "log").open("w") as log:
+        server = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        wait_for(f"{url}/ready", server)
+        served = [block for block in blocks(SERVING) if block.mark == SERVED]
+        assert [block.language for block in served] == ["bash", "python", "bash"]
+        for block in served:
+            code = block.code.replace("127.0.0.1:8000", f"127.0.0.1:{port}").replace("localhost:8000", f"127.0.0.1:{port}")
+            if block.language == "bash":
+                lines = code.strip().splitlines()
+                out = [subprocess.check_output(["bash", "-c", f"{line} -sSf"], text=True) for line in lines]
+                assert all(out)
+            elif find_spec("openai"):
+                with contextlib.redirect_stdout(io.StringIO()) as printed:
+                    exec(code, {"__name__": "client"})
+                assert float(printed.getvalue().split()[-1]) >= 1
+        assert json.loads(out[0])["choices"][0]["text"] in ("yes", "no")
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
+    """Returns once the address answers."""
+    end = time.monotonic() + 120
+    while server.poll() is None and time.monotonic() < end:
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(url).is_success:
+                return
+        time.sleep(0.2)
+    raise AssertionError(f"{url} does not answer")
