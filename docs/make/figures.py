@@ -98,7 +98,9 @@ def plot(theme: Theme) -> str:
             text(left + speed(row) * scale + 50, y + 18, f"{row['ms per token']} ms", theme.faint, size=12),
         ]
     under = 38 + len(rows) * step + 16
-    parts.append(text(0, under, "ms: milliseconds per token. Every text is the same. " + machine(), theme.faint, size=11))
+    parts.append(
+        text(0, under, f"Milliseconds per token. {machine()}", theme.faint, size=11)
+    )
     label = "Bars: " + ", ".join(f"{SYSTEMS[name]} {speed(row):.1f} times" for name, row in rows.items())
     return svg(under + 10, label, parts)
 
@@ -164,9 +166,7 @@ def record() -> dict[str, Any]:
         rounds.append(small.generate([tokens], max_new_tokens=k, eos_token_id=[]).new_tokens()[0])
         return rounds[-1]
 
-    gen = SpecGenerator(
-        target.target, guess, tokenizer=target.tokenizer, schedule="constant", num_assistant_tokens=5
-    )
+    gen = SpecGenerator(target.target, guess, tokenizer=target.tokenizer, schedule="constant", num_assistant_tokens=5)
     first = next(iter(gen.stream(PROMPT, max_new_tokens=8)))
     words = [[target.tokenizer.decode([token]) for token in tokens] for tokens in (rounds[0], first.token_ids)]
     return {"prompt": PROMPT, "guessed": words[0], "written": words[1], "accepted": first.accepted}
@@ -247,9 +247,8 @@ def text(
 
 def box(x: float, y: float, width: float, height: float, fill: str, line: str = "none") -> str:
     """A rounded rectangle."""
-    return (
-        f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="4" fill="{fill}" stroke="{line}"/>'
-    )
+    place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
+    return f'<rect {place} rx="4" fill="{fill}" stroke="{line}"/>'
 
 
 def svg(height: float, label: str, parts: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""The models that the documents name, as tiny random ones in a cache of the hub: code that loads them runs as printed."""
+"""The models that the documents name, as tiny random ones in a cache of the hub: what loads them runs as printed."""
 
 from __future__ import annotations
 

@@ -125,7 +125,9 @@ def test_a_server_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         served = [block for block in blocks(SERVING) if block.mark == SERVED]
         assert [block.language for block in served] == ["bash", "python", "bash"]
         for block in served:
-            code = block.code.replace("127.0.0.1:8000", f"127.0.0.1:{port}").replace("localhost:8000", f"127.0.0.1:{port}")
+            code = block.code.replace("127.0.0.1:8000", f"127.0.0.1:{port}").replace(
+                "localhost:8000", f"127.0.0.1:{port}"
+            )
             if block.language == "bash":
                 lines = code.strip().splitlines()
                 out = [subprocess.check_output(["bash", "-c", f"{line} -sSf"], text=True) for line in lines]

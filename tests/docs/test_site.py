@@ -32,7 +32,9 @@ def test_pictures_and_tables_are_those_of_the_results() -> None:
 def test_the_plot_shows_the_results() -> None:
     """Each bar is as long as its figure says, and the figure stands beside it."""
     rows = figures.measured(figures.gears()[-1])
-    widths = [float(width) for width in re.findall(r'<rect [^>]*width="([\d.]+)"', figures.plot(figures.THEMES["dark"]))]
+    widths = [
+        float(width) for width in re.findall(r'<rect [^>]*width="([\d.]+)"', figures.plot(figures.THEMES["dark"]))
+    ]
     assert len(widths) == len(rows) == 7
     unit = widths[0] / figures.speed(rows["transformers greedy"])
     for width, row in zip(widths, rows.values(), strict=True):
