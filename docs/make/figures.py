@@ -98,9 +98,7 @@ def plot(theme: Theme) -> str:
             text(left + speed(row) * scale + 50, y + 18, f"{row['ms per token']} ms", theme.faint, size=12),
         ]
     under = 38 + len(rows) * step + 16
-    parts.append(
-        text(0, under, f"Milliseconds per token. {machine()}", theme.faint, size=11)
-    )
+    parts.append(text(0, under, f"Milliseconds per token. {machine()}", theme.faint, size=11))
     label = "Bars: " + ", ".join(f"{SYSTEMS[name]} {speed(row):.1f} times" for name, row in rows.items())
     return svg(under + 10, label, parts)
 

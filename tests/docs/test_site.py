@@ -38,7 +38,7 @@ def test_the_plot_shows_the_results() -> None:
     assert len(widths) == len(rows) == 7
     unit = widths[0] / figures.speed(rows["transformers greedy"])
     for width, row in zip(widths, rows.values(), strict=True):
-        assert width == pytest.approx(unit * figures.speed(row), abs=0.1)
+        assert width == pytest.approx(unit * figures.speed(row), abs=0.5)
         assert f">{row['ms per token']} ms<" in figures.plot(figures.THEMES["light"])
 
 
@@ -54,7 +54,8 @@ def test_the_command_line_page_has_every_command_and_flag() -> None:
     for name, command in commands.items():
         section = page.split(f"## specdec {name}\n")[1].split("\n## ")[0]
         for parameter in command.params:
-            assert f"`{parameter.opts[0]}" in section or parameter.opts[-1] in section
+            is_flag = parameter.opts[0].startswith("-")
+            assert (parameter.opts[0] if is_flag else parameter.metavar or parameter.name) in section
     assert "--seedling-steps" in page.split("### --recipe speech")[1]
 
 
