@@ -5,13 +5,15 @@
     python benchmarks/vs_transformers.py --prompts humaneval.jsonl --target my-target --draft my-draft
 
 Every ratio is the median over prompts of the ratio of median seconds. transformers assisted runs with the schedule of
-its original report (5 tokens, +2/−1), prompt lookup with 10 tokens.
+its original report (5 tokens, +2/−1), prompt lookup with 10 tokens. `--json` writes the tables' figures to a file, from
+which `docs/make/figures.py` draws.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +26,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specdec import SpecGenerator
+from specdec.bench.machine import provenance
 from specdec.loading import GEARS
 from specdec.zoo import pair
 
@@ -48,6 +51,7 @@ def build(args: argparse.Namespace, dtype: torch.dtype) -> tuple[dict[str, Calla
 
     def ours(draft: Any, **options: Any) -> Callable[[Tensor], Any]:
         generator = SpecGenerator(target, draft, gear=args.gear, prefix_cache=False)
+        generator.wait_until_compiled()
         run = {"max_new_tokens": args.tokens, "do_sample": False, "eos_token_id": [], "pad_token_id": 0}
         return lambda ids: generator.generate(ids, **run, **options)
 
@@ -77,6 +81,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "both"), default="both")
     parser.add_argument("--gear", choices=GEARS, default="packed", help="what specdec's passes run on")
+    parser.add_argument("--json", type=Path, help="a file for the figures")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
     if args.target is None:
@@ -86,12 +91,16 @@ def main() -> None:
     prompts = [tokenizer(p, return_tensors="pt").input_ids for p in read_prompts(args.prompts, args.count)]
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {args.threads} threads, ", end="")
     print(f"{len(prompts)} prompts of {statistics.median(p.shape[1] for p in prompts):.0f} tokens, {args.tokens} new")
-    for name in ("float32", "bfloat16") if args.dtype == "both" else (args.dtype,):
-        report(args, name, prompts)
+    dtypes = ("float32", "bfloat16") if args.dtype == "both" else (args.dtype,)
+    tables = {name: report(args, name, prompts) for name in dtypes}
+    if args.json is not None:
+        found = {name: provenance()[name] for name in ("processor", "cores", "threads", "versions")}
+        found |= {"prompts": len(prompts), "tokens": args.tokens, "gear": args.gear, "tables": tables}
+        args.json.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def report(args: argparse.Namespace, dtype: str, prompts: list[Tensor]) -> None:
-    """One dtype's table."""
+def report(args: argparse.Namespace, dtype: str, prompts: list[Tensor]) -> list[dict[str, str]]:
+    """One dtype's table, printed; its rows by their columns."""
     watch = Watch()
     systems, target = build(args, getattr(torch, dtype))
     outputs = {name: [run(ids) for ids in prompts[:1]] for name, run in systems.items()}  # warm-up
@@ -120,11 +129,13 @@ def report(args: argparse.Namespace, dtype: str, prompts: list[Tensor]) -> None:
         )
     header = ["system", "ms per token", "vs greedy", "vs assisted", f"vs best ({best.split()[-1]})"]
     print(f"\n{dtype}\n")
-    print(table([*header, "mean acceptance length", "acceptance rate", "same text"], rows))
+    header += ["mean acceptance length", "acceptance rate", "same text"]
+    print(table(header, rows))
     for row in rows:
         if row[0].startswith("specdec") and float(row[2][:-1]) < 1:
             print(f"\n{row[0]} is slower than transformers greedy here ({row[2]}).")
     print(f"\n{watch.verdict()}", flush=True)
+    return [dict(zip(header, row, strict=True)) for row in rows]
 
 
 def same(expected: list[Any], got: list[Any], target: Any) -> str:

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from specdec.values import plain
 
-# Field -> (the value at which it does nothing, what to do instead). The README lists them; a test compares.
+# Field -> (where it does nothing, what to do instead). docs/reference/models.md lists them; a test compares.
 REFUSED: dict[str, tuple[object, str]] = {
     "assistant_ensemble_weight": (None, "specdec never mixes the draft into the target's distribution"),
     "assistant_lookbehind": (None, "the text bridge aligns by text and needs no window; leave it out"),

@@ -59,7 +59,7 @@ def _weights(config: dict[str, Any], generator: torch.Generator) -> dict[str, Te
         "fc.weight": (hidden, reads * hidden),
         "norm.weight": (hidden,),
         "lm_head.weight": (size, hidden),
-        "embed_tokens.weight": (64, hidden),
+        "embed_tokens.weight": (c["vocab_size"], hidden),
     }
     for i in range(c["num_hidden_layers"]):
         name, read = f"layers.{i}.", 2 * hidden if i == 0 else hidden

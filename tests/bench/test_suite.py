@@ -142,8 +142,8 @@ def test_all_suites_are_there() -> None:
     assert {path.stem for path in CONFIGS} >= {"quick", "temperatures", "drafts", "batches", "strategies", "int8"}
 
 
-def test_the_readmes_suite() -> None:
-    """The example in the README is one."""
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"```yaml\n(targets:.*?)```", readme, re.S)
+def test_the_suite_of_the_guide() -> None:
+    """The example in the guide is one."""
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "measuring.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```yaml\n(targets:.*?)```", guide, re.S)
     assert len(read_suite(yaml.safe_load(example)).groups()) == 2 * 3 * 4 * 2

@@ -1,0 +1,295 @@
+"""Pages that are made from the code while the site is built: a hook of mkdocs.
+
+| page | made from |
+| --- | --- |
+| `reference/cli.md` | the parsers of `specdec` |
+| `reference/options.md` | options of calls, loading, suites and servers; `options.yaml` says what they do |
+| `reference/errors.md` | every message in the source that names an argument or a way out |
+| `changelog.md` | CHANGELOG.md |
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import redirect_stdout, suppress
+from dataclasses import fields
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, get_args, get_origin
+from unittest.mock import patch
+
+import typer.main
+import yaml
+from pydantic import BaseModel
+
+import specdec
+from specdec import errors
+from specdec.bench import parts, suite
+from specdec.cli.commands import app
+from specdec.config import Options
+from specdec.loading import Loading
+from specdec.serve import settings
+from specdec.train import RECIPES
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+SOURCE = Path(specdec.__file__).parent
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Adds the pages; mkdocs calls this."""
+    from mkdocs.structure.files import File
+
+    for path, make in PAGES.items():
+        files.append(File.generated(config, path, content=make()))
+    return files
+
+
+# the command line
+
+
+def command_line() -> str:
+    """Usage, help and flags of every command."""
+    about = (
+        "# Command line\n\n"
+        "Standard output is data, standard error is progress. `--quiet` leaves progress and warnings out, `--debug` "
+        "shows the traceback of an error. This page is made from the parsers themselves.\n\n"
+        "| exit code | what it says |\n| ---: | --- |\n"
+        "| 0 | done |\n"
+        "| 1 | failed, or a part of the work was left out (a recording, a setting of a benchmark) |\n"
+        "| 2 | wrong usage |\n"
+        "| 3 | outputs differ that should be the same |\n"
+        "| 130 | interrupted (Ctrl-C) |\n"
+    )
+    root = typer.main.get_command(app)
+    return "\n".join([about, *_commands(root, "specdec"), *map(_recipe, RECIPES)])
+
+
+def _commands(command: Any, name: str) -> Iterator[str]:
+    """One section per command, those of a group after it."""
+    children = getattr(command, "commands", {})
+    if name == "specdec":
+        for child in sorted(children):
+            yield from _commands(children[child], f"{name} {child}")
+        return
+    context = command.context_class(command, info_name=name)
+    usage = command.get_usage(context).removeprefix("Usage: ")
+    records = [record for param in command.get_params(context) if (record := param.get_help_record(context))]
+    rows = "".join(f"| {_code(flags)} | {_cell(told)} |\n" for flags, told in records)
+    table = f"| flag | |\n| --- | --- |\n{rows}" if rows else ""
+    epilog = f"\n{command.epilog}\n" if command.epilog else ""
+    yield f"## {name}\n\n{_prose(command.help)}\n\n```text\n{usage}\n```\n{epilog}\n{table}"
+    for child in sorted(children):
+        yield from _commands(children[child], f"{name} {child}")
+
+
+def _recipe(name: str) -> str:
+    """What `--help` says of one recipe of `specdec zoo train`."""
+    train = import_module(f"specdec.train.{name.replace('-', '_')}")
+    with redirect_stdout(io.StringIO()) as told, suppress(SystemExit), patch.dict(os.environ, COLUMNS="100"):
+        train.main(["--help"])
+    return f"### --recipe {name}\n\n```text\n{told.getvalue().strip()}\n```\n"
+
+
+# options and files
+
+
+@cache
+def told() -> dict[str, dict[str, Any]]:
+    """What `options.yaml` says of each table's keys."""
+    found: dict[str, dict[str, Any]] = yaml.safe_load((HERE / "options.yaml").read_text(encoding="utf-8"))
+    return found
+
+
+def known() -> dict[str, dict[str, str]]:
+    """Each table's keys, and what values they take, from the code."""
+    return {
+        "generate": _schema(Options),
+        "loading": {field.name: f"`{field.default!r}`" for field in fields(Loading)},
+        "suite": {**_schema(suite.Suite), **{f"modes: {name}": kind for name, kind in _schema(parts.Mode).items()}},
+        "serve": _schema(settings.ServeSettings),
+        "serve_model": _schema(settings.ModelSettings),
+        "serve_limits": _schema(settings.Limits),
+    }
+
+
+def options() -> str:
+    """Every key of every configuration; raises where one has no words, or words have no key."""
+    page, keys = [], known()
+    for table, said in told().items():
+        sections = said["sections"]
+        named = [name for section in sections for name in section["keys"]]
+        if sorted(named) != sorted(keys[table]):
+            odd = sorted({*named} ^ {*keys[table]})
+            raise ValueError(f"docs/make/options.yaml, {table}: the code has other keys, see {', '.join(odd)}")
+        page.append(f"## {said['title']}\n\n{said['about']}")
+        for section in sections:
+            head = f"### {section['title']}\n\n" if "title" in section else ""
+            rows = [f"| `{name}` | {keys[table][name]} | {words} |" for name, words in section["keys"].items()]
+            page.append(f"{head}| key | {said['column']} | |\n| --- | --- | --- |\n" + "\n".join(rows) + "\n")
+    about = (
+        "# Options and files\n\n"
+        "Four kinds of settings exist: options of a call, options of loading, keys of a benchmark and keys of a "
+        "server. Each is checked before any work begins: an unknown key is an error that names the nearest known one. "
+        "Keys and values on this page are read from the code.\n\n"
+        "A file for `specdec generate --config`, `summarize` and `transcribe` is a YAML mapping. It holds `target`, "
+        "`draft` and `method`, options of loading, `draft_options` (options of loading for the draft) and options of "
+        "calls. Flags win over the file.\n"
+    )
+    return "\n".join([about, *page])
+
+
+def _schema(model: type[BaseModel]) -> dict[str, str]:
+    """The keys of a model, each with its values and default in words."""
+    schema = model.model_json_schema()["properties"]
+    bounds = {name: " ".join(dict.fromkeys(_bounds(field))) for name, field in model.model_fields.items()}
+    return {name: _kind(part, bounds[name]) for name, part in schema.items()}
+
+
+def _bounds(part: Any) -> Iterator[str]:
+    """Least and most of a number; JSON schemas lack those that stand behind a validator."""
+    for bound in getattr(part, "metadata", getattr(part, "__metadata__", ())):
+        for name, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤")):
+            if (value := getattr(bound, name, None)) is not None:
+                yield f"{sign} {_number(value)}"
+        yield from _bounds(bound) if hasattr(bound, "metadata") else ()
+    for inner in get_args(getattr(part, "annotation", part)):
+        if get_origin(inner) not in (list, tuple, dict):
+            yield from _bounds(inner)
+
+
+def _kind(part: Mapping[str, Any], bounds: str) -> str:
+    words = f"{_values(part)} {bounds}".strip()
+    default = part.get("default")
+    shown = default is not None and not isinstance(default, list | dict)
+    return f"{words}, `{json.dumps(default)}`" if shown else words
+
+
+def _values(part: Mapping[str, Any]) -> str:
+    """The values that a part of a JSON schema lets through."""
+    if "$ref" in part:
+        return "mapping"
+    if "anyOf" in part:
+        return " or ".join(dict.fromkeys(_values(one) for one in part["anyOf"] if one.get("type") != "null"))
+    if "enum" in part:
+        return " or ".join(f"`{value}`" for value in part["enum"])
+    names = {"integer": "whole number", "number": "number", "boolean": "true or false", "string": "text"}
+    names |= {"object": "mapping", "array": "list"}
+    of = f" of {_values(part['items'])}" if part.get("items") else ""
+    return names.get(part.get("type", ""), "any") + of
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value == int(value) else f"{value:g}"
+
+
+# errors
+
+
+def error_list() -> str:
+    """The tree of errors, and every message in the source."""
+    about = (
+        "# Errors\n\n"
+        "Everything that specdec raises on purpose is a `SpecdecError`. A message names the argument, what was "
+        "expected, what came, and the way out. Errors about arguments come before any work is done. On the command "
+        "line an error is one line on standard error; `--debug` shows where it came from.\n\n"
+        "```text\n" + _tree() + "\n```\n\n"
+        "Every message in the source follows, so that the search finds yours. `…` stands for what depends on the "
+        "call.\n"
+    )
+    found: dict[str, set[str]] = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        for kind, message in messages(ast.parse(path.read_text(encoding="utf-8"))):
+            found.setdefault(kind, set()).add(message)
+    page = [about]
+    for kind in KINDS:
+        rows = "".join(f"- {_escaped(message)}\n" for message in sorted(found.get(kind, ()), key=_by_words))
+        if rows:
+            page.append(f"## {kind}\n\n{getattr(errors, kind).__doc__.strip()}\n\n{rows}")
+    return "\n".join(page)
+
+
+def _tree() -> str:
+    """The tree in the docstring of `specdec.errors`."""
+    return (errors.__doc__ or "").partition("\n\n")[2].strip()
+
+
+def messages(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """Each error that the code makes: its kind, and its message with … for what is not known beforehand."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        texts = [_literal(argument) for argument in node.args]
+        if name in KINDS and texts and (texts[0] or "").strip("… "):
+            yield name, str(texts[0])
+        elif name.removesuffix(".of") in KINDS and name.endswith(".of") and len(texts) >= 2:
+            named, expected, *others = (text or "…" for text in texts)
+            way_out = f": {others[1]}" if len(others) > 1 else ""
+            yield name.removesuffix(".of"), f"`{named}` must be {expected}, got …{way_out}"
+
+
+def _literal(node: ast.expr) -> str | None:
+    """The text of an expression as far as it stands in the source."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_literal(part) or "…" for part in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return (_literal(node.left) or "…") + (_literal(node.right) or "…")
+    return None
+
+
+KINDS = tuple(
+    name
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, errors.SpecdecError) and kind is not errors.SpecdecError
+)
+
+
+# text
+
+
+def _code(flags: str) -> str:
+    return f"`{_pipes(flags)}`"
+
+
+def _prose(text: str | None) -> str:
+    """A docstring as one paragraph."""
+    return _escaped(" ".join((text or "").split()))
+
+
+def _cell(text: str) -> str:
+    return _pipes(_prose(text))
+
+
+def _pipes(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _escaped(text: str) -> str:
+    """Text in which HTML means nothing."""
+    return re.sub(r"<(?=[\w/!])", "&lt;", " ".join(text.split()))
+
+
+def _by_words(text: str) -> str:
+    return re.sub(r"\W", "", text).lower()
+
+
+def changes() -> str:
+    """CHANGELOG.md under a title of the site."""
+    return (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("# Changelog", "# Changes", 1)
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "reference/cli.md": command_line,
+    "reference/options.md": options,
+    "reference/errors.md": error_list,
+    "changelog.md": changes,
+}

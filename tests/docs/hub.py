@@ -1,0 +1,85 @@
+"""The models that the documents name, as tiny random ones in a cache of the hub: what loads them runs as printed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tests.folders import WIDTH, byte_tokenizer, saved_gguf
+from tests.heads import eagle_folder
+from tests.pipelines.models import CHAT, model
+from tests.pipelines.models import tokenizer as sentence_tokenizer
+from tests.speech import processor, whisper
+from tests.tiny import tiny
+
+COMMIT = "0" * 40
+
+
+def chat_tokenizer(*, backwards: bool = False) -> PreTrainedTokenizerBase:
+    """Bytes, with a chat template."""
+    made = byte_tokenizer(backwards=backwards)
+    made.chat_template = CHAT
+    return made
+
+
+def _llama(seed: int, *, backwards: bool = False, **sizes: Any) -> Callable[[Path], None]:
+    def save(folder: Path) -> None:
+        chat_tokenizer(backwards=backwards).save_pretrained(folder)
+        tiny("llama", vocab=WIDTH, seed=seed, **sizes).save_pretrained(folder)
+
+    return save
+
+
+def _whisper(seed: int) -> Callable[[Path], None]:
+    def save(folder: Path) -> None:
+        processor().save_pretrained(folder)
+        whisper(seed).save_pretrained(folder)
+
+    return save
+
+
+def _bart(seed: int) -> Callable[[Path], None]:
+    def save(folder: Path) -> None:
+        made: PreTrainedModel = model("bart", seed)
+        made.save_pretrained(folder)
+        sentence_tokenizer(ends=True, most=100).save_pretrained(folder)
+
+    return save
+
+
+def _head(folder: Path) -> None:
+    eagle_folder(folder, vocab_size=WIDTH, draft_vocab_size=WIDTH)
+
+
+def _gguf(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({}))
+    saved_gguf(folder / "SmolLM2-1.7B-Instruct-Q4_0.gguf", vocab=WIDTH + 1, tokens=True)
+
+
+MODELS: dict[str, Callable[[Path], None]] = {
+    "HuggingFaceTB/SmolLM2-1.7B-Instruct": _llama(0),
+    "HuggingFaceTB/SmolLM2-135M-Instruct": _llama(1),
+    "Qwen/Qwen2.5-0.5B-Instruct": _llama(2, backwards=True),
+    "Qwen/Qwen3-8B": _llama(3, num_hidden_layers=3),
+    "RedHatAI/Qwen3-8B-speculator.eagle3": _head,
+    "openai/whisper-small.en": _whisper(0),
+    "distil-whisper/distil-small.en": _whisper(1),
+    "facebook/bart-large-cnn": _bart(0),
+    "sshleifer/distilbart-cnn-6-6": _bart(1),
+    "bartowski/SmolLM2-1.7B-Instruct-GGUF": _gguf,
+}
+
+
+def fill(cache: Path, text: str) -> None:
+    """Puts those of the models that a text names into the cache, where they are not yet."""
+    for name, save in MODELS.items():
+        home = cache / f"models--{name.replace('/', '--')}"
+        if name in text and not home.exists():
+            (home / "refs").mkdir(parents=True)
+            (home / "refs" / "main").write_text(COMMIT)
+            save(home / "snapshots" / COMMIT)

@@ -1,0 +1,160 @@
+"""The README and every page: their blocks run as printed, one after the other, and print what the pages say."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import socket
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import soundfile
+import yaml
+from huggingface_hub import constants
+
+from tests.docs.hub import fill
+from tests.docs.pages import PAGES, ROOT, blocks, run_python, run_shell, same
+from tests.speech import RATE, speech
+
+# Pages whose code takes little time; the others are slow tests, which CI runs, too.
+QUICK = {
+    *("docs/guides/constraints.md", "docs/guides/drafts.md", "docs/guides/hidden-drafts.md", "docs/how/loop.md"),
+    *("docs/migrating/transformers.md", "docs/migrating/vllm.md", "docs/start/your-models.md"),
+}
+OWN_TESTS = {"docs/extending.md"}  # tests/test_extending.py looks at more than that it runs
+SERVING = ROOT / "docs" / "guides" / "serving.md"
+SERVED = "served"  # what stands before a block that a server answers
+FILES = {
+    "request.txt": "# The same with docstrings:\n",
+    "old.py": "def area(width, height):\n    return width * height\n",
+    "report.txt": "The cat sat. It was warm. It slept.\n",
+    "notes.txt": "One line. Another line.\n",
+    "summary.txt": "The cat slept.\n",
+    "function.py": "def add(first, second):\n    return first + second\n",
+    "prompts.jsonl": '{"prompt": "What is a cat?"}\n{"prompt": "Name a colour."}\n' * 12,
+    "corpus.txt": "A cat is an animal. " * 60,
+}
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache of the hub with tiny models under the names of real ones."""
+    return tmp_path_factory.mktemp("hub")
+
+
+@pytest.fixture
+def reader(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the files that pages name, in which their code runs."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.chdir(tmp_path)
+    for name, text in FILES.items():
+        Path(name).write_text(text, encoding="utf-8")
+    soundfile.write("talk.mp3", speech(1.5), RATE)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    return tmp_path
+
+
+def name_of(page: Path) -> str:
+    """A page's path from the root."""
+    return page.relative_to(ROOT).as_posix()
+
+
+RUN = [
+    page
+    for page in PAGES
+    if any(block.language in ("python", "bash") for block in blocks(page)) and name_of(page) not in OWN_TESTS
+]
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, id=name_of(page), marks=[] if name_of(page) in QUICK else [pytest.mark.slow]) for page in RUN],
+)
+def test_a_page_runs(page: Path, reader: Path, cache: Path) -> None:
+    """As a reader would type it, each page by itself."""
+    fill(cache, page.read_text(encoding="utf-8"))
+    names: dict[str, Any] = {"__name__": "page"}
+    printed: str | None = None
+    for block in blocks(page):
+        if not block.is_run or block.mark == SERVED:
+            printed = None
+        elif block.language == "python":
+            printed = run_python(block, page, names)
+        elif block.language == "bash":
+            printed = run_shell(block)
+        elif block.language == "text" and block.mark != "for example":
+            assert printed is not None, f"{name_of(page)}:{block.line}: nothing was printed before"
+            assert same(printed, block.code), f"{name_of(page)}:{block.line}: it printed\n{printed}"
+
+
+def test_every_block_is_run_or_says_why() -> None:
+    """A language that nothing runs is data; what is not run has its reason before it."""
+    assert {name_of(page) for page in RUN} > QUICK
+    for page in PAGES:
+        found = blocks(page)
+        fences = re.findall(r"^ *```\w+", page.read_text(encoding="utf-8"), re.M)
+        assert len(fences) == len(found), name_of(page)
+        for block in found:
+            where = f"{name_of(page)}:{block.line}"
+            assert block.language in ("python", "bash", "text", "yaml"), where
+            assert block.is_run or len(block.mark) > len("not run: because"), where
+            if block.language == "yaml":
+                yaml.safe_load(block.code)
+
+
+@pytest.mark.slow
+def test_a_server_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clients of the guide, asking a server as it says: `specdec serve --demo`."""
+    monkeypatch.chdir(tmp_path)
+    soundfile.write("talk.mp3", speech(1.5), RATE)
+    port = free_port()
+    command = [sys.executable, "-m", "specdec.cli", "serve", "--demo", "--port", str(port)]
+    with (tmp_path / "log").open("w") as log:
+        server = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        wait_for(f"{url}/ready", server)
+        served = [block for block in blocks(SERVING) if block.mark == SERVED]
+        assert [block.language for block in served] == ["bash", "python", "bash"]
+        for block in served:
+            code = block.code.replace("127.0.0.1:8000", f"127.0.0.1:{port}").replace(
+                "localhost:8000", f"127.0.0.1:{port}"
+            )
+            if block.language == "bash":
+                lines = code.strip().splitlines()
+                out = [subprocess.check_output(["bash", "-c", f"{line} -sSf"], text=True) for line in lines]
+                assert all(out)
+            elif find_spec("openai"):
+                with contextlib.redirect_stdout(io.StringIO()) as printed:
+                    exec(code, {"__name__": "client"})
+                assert float(printed.getvalue().split()[-1]) >= 1
+        assert json.loads(out[0])["choices"][0]["text"] in ("yes", "no")
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
+    """Returns once the address answers."""
+    end = time.monotonic() + 120
+    while server.poll() is None and time.monotonic() < end:
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(url).is_success:
+                return
+        time.sleep(0.2)
+    raise AssertionError(f"{url} does not answer")

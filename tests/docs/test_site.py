@@ -1,0 +1,137 @@
+"""What the documents are made of: pictures and tables from results, reference pages from the code, links, extras."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import typer.main
+import yaml
+
+from docs.make import figures
+from docs.make import pages as made
+from specdec import errors
+from specdec.cli.commands import app
+from specdec.config import Options
+from tests.docs.pages import PAGES, ROOT
+
+README = ROOT / "README.md"
+
+
+def test_pictures_and_tables_are_those_of_the_results() -> None:
+    """`python docs/make/figures.py` would change nothing."""
+    for path, picture in figures.pictures().items():
+        assert path.read_text(encoding="utf-8") == picture, f"{path} is old: python docs/make/figures.py"
+    for name in figures.DOCUMENTS:
+        text = (ROOT / name).read_text(encoding="utf-8")
+        assert figures.filled(text) == text, f"{name} is old: python docs/make/figures.py"
+        assert "<!-- figures: beside transformers -->\n| |" in text
+
+
+def test_the_plot_shows_the_results() -> None:
+    """Each bar is as long as its figure says, and the figure stands beside it."""
+    rows = figures.measured(figures.gears()[-1])
+    widths = [
+        float(width) for width in re.findall(r'<rect [^>]*width="([\d.]+)"', figures.plot(figures.THEMES["dark"]))
+    ]
+    assert len(widths) == len(rows) == 7
+    unit = widths[0] / figures.speed(rows["transformers greedy"])
+    for width, row in zip(widths, rows.values(), strict=True):
+        assert width == pytest.approx(unit * figures.speed(row), abs=0.5)
+        assert f">{row['ms per token']} ms<" in figures.plot(figures.THEMES["light"])
+
+
+def test_the_picture_is_a_round_that_happened() -> None:
+    """The package's pair plays it again."""
+    assert figures.record() == figures.recorded()
+
+
+def test_the_command_line_page_has_every_command_and_flag() -> None:
+    """Those of the recipes, too."""
+    page = made.command_line()
+    commands = typer.main.get_command(app).commands
+    for name, command in commands.items():
+        section = page.split(f"## specdec {name}\n")[1].split("\n## ")[0]
+        for parameter in command.params:
+            is_flag = parameter.opts[0].startswith("-")
+            assert (parameter.opts[0] if is_flag else parameter.metavar or parameter.name) in section
+    assert "--seedling-steps" in page.split("### --recipe speech")[1]
+
+
+def test_the_options_page_has_every_key() -> None:
+    """With its bounds; a key without words would fail the build."""
+    page = made.options()
+    for name in Options.model_fields:
+        assert f"| `{name}` |" in page
+    assert "| `top_p` | number ≥ 0 ≤ 1 |" in page
+    assert "| `port` | whole number ≥ 0 ≤ 65,535, `8000` |" in page
+    assert "| `ranking` | `mean` or `sum` |" in page
+
+
+def test_a_key_without_words_fails_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And so do words without a key."""
+    known = made.known()
+    del known["serve"]["port"]
+    monkeypatch.setattr(made, "known", lambda: known)
+    with pytest.raises(ValueError, match=r"serve: the code has other keys, see port$"):
+        made.options()
+
+
+def test_the_errors_page_has_messages_of_every_kind() -> None:
+    """As they stand in the source, in Python and on the command line."""
+    page = made.error_list()
+    for kind in made.KINDS:
+        assert f"## {kind}\n" in page
+        assert len(re.findall(r"^- ", page.split(f"## {kind}\n")[1].split("\n## ")[0], re.M)) >= 1
+    assert "- a text prompt needs a length limit: pass `max_new_tokens=`" in page
+    assert "SpecdecError" not in made.KINDS
+    assert {*made.KINDS} < {*vars(errors)}
+
+
+def test_the_readme_is_short() -> None:
+    """It is the way in, and the site has the rest."""
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 200
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    """To files of the repository, or to pages that are made while the site is built."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
+    for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)|src(?:set)?=\"([^\"]+)\"", text):
+        target = link[0] or link[1]
+        if not target.startswith(("http:", "https:")):
+            path = (page.parent / target).resolve()
+            is_made = path.is_relative_to(ROOT / "docs") and path.relative_to(ROOT / "docs").as_posix() in made.PAGES
+            assert is_made or path.is_file(), f"{page}: {target}"
+
+
+def test_extras_exist() -> None:
+    """Every extra that a page says to install is one; the page on installing names all."""
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    section = project.split("[project.optional-dependencies]\n")[1].split("\n[")[0]
+    extras = {*re.findall(r"^(\w+) = \[", section, re.M)}
+    named = {
+        extra
+        for page in PAGES
+        for found in re.findall(r"(?:\.|specdec-runtime)\[([\w,]+)\]", page.read_text(encoding="utf-8"))
+        for extra in found.split(",")
+    }
+    assert named <= extras
+    table = (ROOT / "docs" / "start" / "install.md").read_text(encoding="utf-8").split("## Extras")[1]
+    assert {*re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", table, re.M)))} == extras
+
+
+def test_every_page_has_a_place() -> None:
+    """In the navigation, once; mkdocs finds the links that lead nowhere."""
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    nav = yaml.safe_load(text[text.index("nav:") :])["nav"]
+
+    def leaves(entry: object) -> list[str]:
+        if isinstance(entry, str):
+            return [entry]
+        parts = entry.values() if isinstance(entry, dict) else entry if isinstance(entry, list) else []
+        return [leaf for part in parts for leaf in leaves(part)]
+
+    written = {page.relative_to(ROOT / "docs").as_posix() for page in PAGES if page != README}
+    assert sorted(leaves(nav)) == sorted(written | {*made.PAGES})
