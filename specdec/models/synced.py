@@ -41,8 +41,11 @@ class InStep:
         self._model, self._device = language.model, language.device
 
     def __enter__(self) -> None:
+        def announce(*_: object) -> None:
+            self._announce(1)
+
         # Before the hooks that gather weights, for which the others must have begun a pass too.
-        self._hook = self._model.register_forward_pre_hook(lambda *_: self._announce(1), prepend=True)
+        self._hook = self._model.register_forward_pre_hook(announce, prepend=True)
 
     def __exit__(self, *_: object) -> None:
         self._hook.remove()
