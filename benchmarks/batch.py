@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -76,6 +77,7 @@ def main() -> None:
     own, over = Paces(), Paces()
     batches: list[float] = []
     if args.ray:
+        sys.path.remove(str(Path(__file__).parent))  # Ray would take requests.py beside this file for a package
         connect("local")
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "in.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))

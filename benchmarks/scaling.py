@@ -165,6 +165,7 @@ def measured(rows: int, tokens: int, at_once: int) -> dict[str, Any]:
     found = subprocess.run(command, check=True, capture_output=True, text=True, env=_one_thread()).stdout
     figures: dict[str, Any] = {**json.loads(found.splitlines()[-1]), "at_once": at_once, "runs": {}}
     work = Work("generate", *pair, options={"max_new_tokens": tokens}, loading={"dtype": "float32"})
+    sys.path.remove(str(Path(__file__).parent))  # Ray would take requests.py beside this file for a package
     connect("local")
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "in.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))

@@ -86,3 +86,14 @@ def test_config_and_cli_never_import_torch() -> None:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
                 assert not any(n.split(".")[0] in ("torch", "transformers") for n in names), path
+
+
+def test_ray_and_pyarrow_are_imported_where_they_are_asked_for() -> None:
+    """Nor is the server, but by the two files that are about it."""
+    for path in sorted((ROOT / "scale").glob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+                assert not any(n.split(".")[0] in ("ray", "pyarrow") for n in names), path
+                about = path.name in ("ray_serve.py", "openai.py")
+                assert about or not any(n.startswith("specdec.serve") for n in names), path
