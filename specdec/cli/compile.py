@@ -62,4 +62,4 @@ def _wait(generator: SpecGenerator, *, quiet: bool) -> bool:
             done = len(models) - len(left)
             share = min((monotonic() - began) / _SECONDS, 0.95 * len(models))
             notify(max(share, done), len(models), f"{done} of {len(models)} compiled")
-    return all([model.wait_until_compiled(0) for model in models])
+    return all(model.wait_until_compiled(0) for model in models)
