@@ -16,6 +16,9 @@ from specdec.zoo import Pair
 from tests.folders import saved_model
 from tests.tiny import tiny
 
+NEEDED = ["torch<9,>=2.11", "transformers<5.99,>=5.17", 'gguf<1,>=0.17; extra == "gguf"']
+"""What an installation says of itself, which may be older than this folder."""
+
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
@@ -28,6 +31,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 def test_machine_and_installation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """What is here, what is not, and the command that installs it; nothing is wrong where only extras are missing."""
     known = doctor._version
+    monkeypatch.setattr(doctor, "_requirements", lambda: NEEDED)
     monkeypatch.setattr(doctor, "_version", lambda name: None if name == "gguf" else known(name))
     assert run(["doctor"]) == 0
     out = capsys.readouterr().out
@@ -40,6 +44,7 @@ def test_machine_and_installation(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 def test_an_untested_version_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Packages that the others need more of than they promise; exit code 1, and the command that mends it."""
+    monkeypatch.setattr(doctor, "_requirements", lambda: NEEDED)
     monkeypatch.setattr(doctor, "_version", lambda name: "99.0" if name == "transformers" else "1.0")
     monkeypatch.setattr(doctor.kernels, "why_not", lambda: "there is no C++ compiler (c++): install one")
     assert run(["doctor"]) == 1

@@ -17,9 +17,17 @@ from specdec.bench.results import Results
 
 INK, RULE = "#1c2126", "#c8ced5"  # as such in a PNG; in the page they stand for its own colours
 THEMED = {INK: "var(--ink)", RULE: "var(--rule)"}
-STATES = {"faster": "#2f9e77", "slower": "#d6553f", "same": "#8b95a3"}
-SERIES = ("#3d85c8", "#e08a2e", "#2f9e77", "#b164b8", "#c75a5a", "#8d7f5c", "#4aa7b5", "#7a78c9")
-SPLIT = {"draft": SERIES[1], "verify": SERIES[0], "select": SERIES[3], "overhead": "#8b95a3"}
+# Okabe and Ito's colours, which eyes that see fewer of them tell apart too; lines have markers of their own besides.
+SERIES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8d7f5c", "#7a78c9")
+MARKERS = "os^Dv*PX"
+STATES = {"faster": SERIES[2], "slower": SERIES[4], "same": "#8b95a3"}
+# Part of the time -> what it is called, and its colour.
+SPLIT = {
+    "draft": ("the draft's passes", SERIES[1]),
+    "verify": ("the target's passes", SERIES[0]),
+    "select": ("choosing tokens", SERIES[3]),
+    "overhead": ("all else", "#8b95a3"),
+}
 WIDTH = 8.2  # inches
 _ROW = 0.29  # inches of a bar
 _LONGEST = 46  # characters of a label
@@ -187,12 +195,16 @@ def _acceptance(left: Axes, right: Axes, cells: list[Results]) -> None:
         places = [place for place in cell["acceptance_by_position"] if place["drafted"] >= _ENOUGH]
         shares = [place["accepted"] / place["drafted"] for place in places]
         at = range(1, len(places) + 1)
-        left.plot(at, shares, marker="o", markersize=3, color=_colour(n), label=short(cell["name"]))
+        left.plot(at, shares, marker=_marker(n), markersize=4, color=_colour(n), label=short(cell["name"]))
         counts = cell["acceptance_histogram"]
         middle = (n - (len(cells) - 1) / 2) * thick
         bars = [count / sum(counts) for count in counts]
         right.bar([i + middle for i in range(len(counts))], bars, 0.95 * thick, color=_colour(n))
-    left.set(xlabel="position in the draft", ylabel="accepted share of those drafted there", ylim=(0, 1.04))
+    deepest = max((len(line.get_xdata()) for line in left.lines), default=0)
+    left.set(xlabel="position in the draft", ylabel="accepted share", ylim=(0, 1.04), xlim=(0.5, max(deepest, 1) + 0.5))
+    if not deepest:
+        words = f"no position was drafted in {_ENOUGH} rounds"
+        left.text(0.5, 0.5, words, transform=left.transAxes, ha="center", fontsize=8)
     right.set(xlabel="accepted tokens of a round", ylabel="share of rounds")
     right.grid(axis="x", visible=False)
     for axes in (left, right):
@@ -202,7 +214,7 @@ def _acceptance(left: Axes, right: Axes, cells: list[Results]) -> None:
 
 def _sweep(axes: Axes, sweeps: list[Results]) -> None:
     for n, sweep in enumerate(sweeps):
-        _line(axes, sweep["k"], sweep["measured"], f"{short(sweep['draft'])}, measured", _colour(n))
+        _line(axes, sweep["k"], sweep["measured"], f"{short(sweep['draft'])}, measured", n)
     for n, sweep in enumerate(sweeps):
         if sweep["theory"]:
             theory, lengths = Prediction(**sweep["theory"]), range(1, max(sweep["k"]) + 1)
@@ -218,14 +230,14 @@ def _temperatures(axes: Axes, groups: list[Results]) -> None:
             lines.setdefault(cell["draft"], []).append((group["temperature"], cell["speedup"]))
     for n, (draft, points) in enumerate(lines.items()):
         at, found = [t for t, _ in points], [s for _, s in points]
-        _line(axes, at, found, f"{short(draft)}, fastest schedule", _colour(n))
+        _line(axes, at, found, f"{short(draft)}, fastest schedule", n)
     _flat(axes, "temperature", len(lines))
 
 
-def _line(axes: Axes, at: Sequence[float], found: Sequence[Results], label: str, colour: str) -> None:
-    """Speedups at these places, with their intervals."""
+def _line(axes: Axes, at: Sequence[float], found: Sequence[Results], label: str, n: int) -> None:
+    """Speedups at these places, with their intervals: the `n`-th line of a picture."""
     values = [s["value"] for s in found]
-    style: dict[str, Any] = {"color": colour, "marker": "o", "markersize": 4, "capsize": 3, "label": label}
+    style: dict[str, Any] = {"color": _colour(n), "marker": _marker(n), "markersize": 4, "capsize": 3, "label": label}
     axes.errorbar(at, values, yerr=_spread(found), **style)
 
 
@@ -246,9 +258,9 @@ def _flat(axes: Axes, label: str, count: int) -> None:
 
 def _split(axes: Axes, systems: list[Results]) -> None:
     left = [0.0] * len(systems)
-    for part, colour in SPLIT.items():
+    for part, (name, colour) in SPLIT.items():
         values = [max(system["split_ms_per_token"][part], 0.0) for system in systems]
-        axes.barh(range(len(systems)), values, 0.62, left=left, color=colour, label=part)
+        axes.barh(range(len(systems)), values, 0.62, left=left, color=colour, label=name)
         left = [a + b for a, b in zip(left, values, strict=True)]
     for place, whole in enumerate(left):
         axes.annotate(f"{whole:.2f}", (whole, place), (4, 0), textcoords="offset points", va="center")
@@ -265,3 +277,7 @@ def _legend(axes: Axes, count: int) -> None:
 
 def _colour(n: int) -> str:
     return SERIES[n % len(SERIES)]
+
+
+def _marker(n: int) -> str:
+    return MARKERS[n % len(MARKERS)]
