@@ -85,14 +85,14 @@ def speed(row: Mapping[str, str]) -> float:
 
 def plot(theme: Theme) -> str:
     """One bar per system: how many times as fast as transformers' greedy decoding."""
-    rows, step, left = measured(gears()[-1]), 34, 190
+    rows, step, left = measured(gears()[-1]), 34, 216
     scale = (WIDTH - left - 105) / max(map(speed, rows.values()))
     parts = [text(0, 18, "Times as fast as greedy decoding by transformers", theme.text, size=15, weight=600)]
     for n, (name, row) in enumerate(rows.items()):
         y = 38 + n * step
         own = name.startswith("specdec")
         parts += [
-            text(left - 10, y + 17, SYSTEMS[name], theme.text, anchor="end"),
+            text(left - 10, y + 17, SYSTEMS[name], theme.text, anchor="end", size=13),
             box(left, y + 2, speed(row) * scale, 22, theme.own if own else theme.other),
             text(left + speed(row) * scale + 8, y + 18, f"{speed(row):.1f}×", theme.text, weight=600),
             text(left + speed(row) * scale + 50, y + 18, f"{row['ms per token']} ms", theme.faint, size=12),
