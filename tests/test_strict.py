@@ -253,7 +253,7 @@ def test_llm_int8() -> None:
         LanguageModel(model, exactness="strict")
 
 
-@pytest.mark.parametrize("name", ["t5", "gptj", "mamba"])
+@pytest.mark.parametrize("name", ["bloom", "gptj", "mamba"])
 def test_models_without_attention_of_ours(name: str) -> None:
     """They say so."""
     with pytest.raises(UnsupportedError, match="leave out"):

@@ -71,13 +71,15 @@ class Heartbeat:
         if self._silent or now - self._last < self._seconds or not total:
             return
         self._last = now
-        left = self.left(done, total)
+        left = self.left(done, total, now)
         say(f"{done / total:.0%}{f', about {left} left' if left else ''}: {doing}")
 
-    def left(self, done: float, total: float) -> str | None:
+    def left(self, done: float, total: float, now: float | None = None) -> str | None:
         """About how long the rest takes at the pace so far; None where nothing tells."""
         made = done - (self._before or 0.0)
-        return duration((total - done) * (time.monotonic() - self._began) / made) if made > 0 else None
+        if made <= 0:
+            return None
+        return duration((total - done) * ((now or time.monotonic()) - self._began) / made)
 
 
 def duration(seconds: float) -> str:
