@@ -42,7 +42,8 @@ _VOCABULARY = 8192  # tokens that a head guesses, of larger vocabularies
 _LAYERS = {"eagle3": 1, "layers": 2}
 _WRITES = 0.25  # about this share of the time at the most, the target continues prompts; learning keeps the others
 _DECAY_FROM = 0.4  # of the course
-_RATES = (0.006, 0.001)  # of Muon and of AdamW
+_RATES = (0.006, 0.001)  # of Muon, lower for targets that are wider than `_WIDTH`, and of AdamW
+_WIDTH = 576
 _SAVE_EVERY = 120.0  # seconds
 _TRIAL_TOKENS = 48
 
@@ -313,7 +314,9 @@ class Training:
 
     def __init__(self, school: School, pupil: Pupil, lessons: Lessons, seconds: float) -> None:
         self.school, self.pupil, self.lessons = school, pupil, lessons
-        self.optimizers = make_optimizers(pupil.module, *_RATES)
+        muon, adam = _RATES
+        width = school.generator.target.config.hidden_size
+        self.optimizers = make_optimizers(pupil.module, muon * min(1.0, _WIDTH / width), adam)
         self.step, self.seconds, self.loss = 0, seconds, float("nan")
         self._state = school.folder / STATE / "state.pt"
         spooled = school.folder / STATE / "spool.bin"

@@ -149,7 +149,7 @@ class _CrossEntropy(torch.autograd.Function):
         told = logits.new_empty(logits.shape[:-1], dtype=torch.float32)
         slope = torch.empty_like(logits, memory_format=torch.contiguous_format)
         flat = (*(tensor.flatten(0, -2) for tensor in (logits, choices, chances, slope)), told.view(-1))
-        for one, chosen, wanted, down, out in zip(*(tensor.split(_CHUNK) for tensor in flat), strict=True):
+        for one, chosen, wanted, down, out in zip(*(torch.split(tensor, _CHUNK) for tensor in flat), strict=True):
             logs = F.log_softmax(one.float(), dim=-1)
             out.copy_(-(logs.gather(-1, chosen) * wanted).sum(-1))
             down.copy_(logs.exp_().scatter_add_(-1, chosen, -wanted))
