@@ -176,7 +176,7 @@ def _speedups(axes: Axes, cells: list[Results]) -> None:
 
 def _categories(axes: Axes, cells: list[Results]) -> None:
     names = list(cells[0]["categories"])
-    thick = 0.8 / len(cells)
+    thick, deepest = 0.8 / len(cells), 0
     for n, cell in enumerate(cells):
         places = [i + (n - (len(cells) - 1) / 2) * thick for i in range(len(names))]
         values = [cell["categories"].get(name, 0.0) for name in names]
@@ -190,17 +190,16 @@ def _categories(axes: Axes, cells: list[Results]) -> None:
 def _acceptance(left: Axes, right: Axes, cells: list[Results]) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    thick = 0.8 / len(cells)
+    thick, deepest = 0.8 / len(cells), 0
     for n, cell in enumerate(cells):
         places = [place for place in cell["acceptance_by_position"] if place["drafted"] >= _ENOUGH]
         shares = [place["accepted"] / place["drafted"] for place in places]
-        at = range(1, len(places) + 1)
-        left.plot(at, shares, marker=_marker(n), markersize=4, color=_colour(n), label=short(cell["name"]))
+        deepest = max(deepest, len(places))
+        left.plot(range(1, len(places) + 1), shares, marker=_marker(n), markersize=4, color=_colour(n), label=short(cell["name"]))
         counts = cell["acceptance_histogram"]
         middle = (n - (len(cells) - 1) / 2) * thick
         bars = [count / sum(counts) for count in counts]
         right.bar([i + middle for i in range(len(counts))], bars, 0.95 * thick, color=_colour(n))
-    deepest = max((len(line.get_xdata()) for line in left.lines), default=0)
     left.set(xlabel="position in the draft", ylabel="accepted share", ylim=(0, 1.04), xlim=(0.5, max(deepest, 1) + 0.5))
     if not deepest:
         words = f"no position was drafted in {_ENOUGH} rounds"
