@@ -176,7 +176,7 @@ def _speedups(axes: Axes, cells: list[Results]) -> None:
 
 def _categories(axes: Axes, cells: list[Results]) -> None:
     names = list(cells[0]["categories"])
-    thick, deepest = 0.8 / len(cells), 0
+    thick = 0.8 / len(cells)
     for n, cell in enumerate(cells):
         places = [i + (n - (len(cells) - 1) / 2) * thick for i in range(len(names))]
         values = [cell["categories"].get(name, 0.0) for name in names]
@@ -195,7 +195,8 @@ def _acceptance(left: Axes, right: Axes, cells: list[Results]) -> None:
         places = [place for place in cell["acceptance_by_position"] if place["drafted"] >= _ENOUGH]
         shares = [place["accepted"] / place["drafted"] for place in places]
         deepest = max(deepest, len(places))
-        left.plot(range(1, len(places) + 1), shares, marker=_marker(n), markersize=4, color=_colour(n), label=short(cell["name"]))
+        at = range(1, len(places) + 1)
+        left.plot(at, shares, marker=_marker(n), markersize=4, color=_colour(n), label=short(cell["name"]))
         counts = cell["acceptance_histogram"]
         middle = (n - (len(cells) - 1) / 2) * thick
         bars = [count / sum(counts) for count in counts]
