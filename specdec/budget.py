@@ -27,6 +27,8 @@ class KvBudget:
                 "kv_budget", "a number of bytes, or a share of what is free (above 0, up to 1.0)", limit
             )
         self._limit, self._model = limit, model
+        self._kept = (0, 0)  # rows and columns that stores may hold on to
+        self.kept_bytes = 0  # what these take
 
     @property
     def limit(self) -> int | None:
@@ -58,6 +60,20 @@ class KvBudget:
         """The same of a draft's store."""
         own = sum(len(request.rows) for request in requests if request.drafter is drafter)
         return own, self.bounds(requests)[1]
+
+    def ample(self, requests: Sequence[Request]) -> tuple[int, int]:
+        """The bounds, or those of earlier requests while they take no more than half of what is allowed.
+
+        Stores that shrank and grew with every request that leaves and comes would be copied each time.
+        """
+        rows, columns = self.bounds(requests)
+        kept = max(rows, self._kept[0]), max(columns, self._kept[1])
+        models = {id(m): m for r in requests if r.drafter is not None for m in r.drafter.models}
+        width = self._model.kv_bytes + sum(model.kv_bytes for model in models.values())
+        fits = self.limit is None or 2 * kept[0] * kept[1] * width <= self.limit
+        self._kept = kept if fits else (rows, columns)
+        self.kept_bytes = self._kept[0] * self._kept[1] * width
+        return self._kept
 
     def bytes(self, requests: Sequence[Request]) -> int:
         """What the target's and the drafts' keys and values of these requests may take."""

@@ -159,6 +159,11 @@ class Drafts:
             assistant_tokenizer = tokenizer_beside(str(draft))
         target = self._target
         model = language_model(on_encoder_of(target.model, draft), name, self._how)
+        if model.is_encoder_decoder and not target.is_encoder_decoder:
+            raise OptionError(
+                f"`{name}` is an encoder-decoder model, and the target has no encoder inputs to give it: "
+                "name a decoder-only model, or 'suffix'"
+            )
         shared = model.is_encoder_decoder and target.is_encoder_decoder and target.shares_encoder_with(model)
         drafter = ModelDrafter(model, shared_encoder=shared)
         if assistant_tokenizer is None:

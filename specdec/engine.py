@@ -142,12 +142,13 @@ class Engine:
         limit, admitted = self.budget.limit, self._admitted
         if limit is None:
             return
-        self.target.bound(*self.budget.bounds(admitted))
+        ample = self.budget.ample(admitted)
+        self.target.bound(*ample)
         for draft in self._drafts.values():
             if draft.session.cache is not None:
-                draft.session.cache.bound(*self.budget.bounds_of(draft.drafter, admitted))
+                draft.session.cache.bound(*ample)
         if self.places.prefixes is not None:
-            self.places.prefixes.room = limit - self.budget.bytes(admitted)
+            self.places.prefixes.room = limit - max(self.budget.bytes(admitted), self.budget.kept_bytes)
             self.places.prefixes.shrink()
 
     def _read(self) -> None:

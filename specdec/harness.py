@@ -25,7 +25,10 @@ try:
     from lm_eval.api.registry import register_model
     from lm_eval.models.huggingface import HFLM
 except ImportError as error:
-    raise SpecdecError(f"the harness is not complete ({error}): pip install 'specdec-runtime[harness]'") from error
+    reason = f"the harness is not complete ({error}): pip install 'specdec-runtime[harness]'"
+    if __name__ == "__main__":
+        raise SystemExit(f"error: {reason}") from None
+    raise SpecdecError(reason) from error
 
 _log = logging.getLogger(__name__)
 _LOADING = ("gear", "exactness")

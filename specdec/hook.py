@@ -45,7 +45,7 @@ def custom_generate(
     `draft` and the rest are as in `SpecGenerator`; `options` are those that `generate` has no argument for (`OPTIONS`).
     Sampled text has the same distribution, and its seeds are specdec's own: `seed=`, or torch's generator. Everything
     that `generate` was given is honoured or refused with an error; with `return_dict_in_generate` the result has no
-    `past_key_values`. Make one and keep it: it holds the draft, and what was learned about it.
+    `past_key_values`. Make one for each model and keep it: it holds the draft, and what was learned about it.
 
     Raises OptionError for options that belong to `generate`.
     """
@@ -67,7 +67,11 @@ class CustomGenerate:
         self.stats: Stats | None = None
 
     def __repr__(self) -> str:
-        return f"custom_generate(draft={self._draft!r})"
+        draft = type(self._draft).__name__ if isinstance(self._draft, torch.nn.Module) else repr(self._draft)
+        return f"custom_generate(draft={draft})"
+
+    def __reduce__(self) -> Any:
+        return CustomGenerate, (self._draft, self._options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CustomGenerate:
         return self  # whoever copies settings means the same draft

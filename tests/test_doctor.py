@@ -64,7 +64,7 @@ def test_a_pair(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["models", "target"]["text"].startswith("LlamaForCausalLM, 2 layers, float32")
     assert found["models", "target's gear"]["text"].startswith(("eager: ", "packed: "))
     assert found["models", "fit"]["text"].startswith("one vocabulary of 259 tokens")
-    assert "1 prompts of yours, greedy" in found["estimate", "speed"]["text"]
+    assert "1 of your prompts, greedy" in found["estimate", "speed"]["text"]
     assert found["estimate", "texts"]["text"] == "the same with the draft and without"
 
 

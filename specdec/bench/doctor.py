@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 from specdec import kernels
 from specdec.bench.duel import PROMPTS, WARM_UP, Duel, duel, prompt
 from specdec.bench.machine import Watch, memory_bandwidth, provenance
+from specdec.draft.bridge import TextBridge
 from specdec.draft.model import ModelDrafter
 from specdec.generator import SpecGenerator
 from specdec.models import LanguageModel, free_bytes
@@ -29,7 +30,9 @@ EXTRAS = {
     "bench": "reports with plots, servers under load",
     "gguf": "GGUF files",
     "harness": "lm-evaluation-harness",
+    "parquet": "Parquet files in specdec batch",
     "quant": "INT8, NF4 and FP4 of bitsandbytes",
+    "ray": "clusters: specdec batch --ray, specdec serve --ray",
     "serve": "specdec serve",
     "summaries": "ROUGE",
     "train": "the recipes of the zoo",
@@ -166,7 +169,7 @@ def _gear_state(model: LanguageModel) -> tuple[State, str | None]:
 
 
 def _fit(generator: SpecGenerator) -> Finding:
-    """How target and draft understand each other; a pair that cannot was refused when it was loaded."""
+    """How target and draft understand each other; where they do not, loading them failed."""
     drafter, target = generator.drafter, generator.target
     assert drafter is not None
     if not drafter.models:
@@ -175,7 +178,10 @@ def _fit(generator: SpecGenerator) -> Finding:
         widths = {model.vocab_size for model in (target, *drafter.models)}
         known = len(generator.tokenizer) if generator.tokenizer is not None else min(widths)
         return Finding("models", "fit", f"one vocabulary of {known:,} tokens: guesses are checked as they are")
-    return Finding("models", "fit", f"{drafter!r}")
+    if isinstance(drafter, TextBridge):
+        words = "another tokenizer: guesses travel as text, which costs time"
+        return Finding("models", "fit", words, "note", "a draft with the target's tokenizer, if there is one")
+    return Finding("models", "fit", "guesses are checked as they are")
 
 
 def estimate(generator: SpecGenerator, texts: Sequence[str], *, seconds: float = _SECONDS) -> Iterator[Finding]:
@@ -192,8 +198,8 @@ def estimate(generator: SpecGenerator, texts: Sequence[str], *, seconds: float =
     slow, fast = (median(rates) for rates in zip(*((one.plain_rate, one.assisted_rate) for one in runs), strict=True))
     length = median(one.assisted.stats.mean_acceptance_length for one in runs if one.assisted.stats is not None)
     words = f"{speedup:.2f}x: {slow:.0f} tokens/s plain, {fast:.0f} with the draft, {length:.2f} tokens per round"
-    source = f"{len(runs)} {'prompts of yours' if texts else 'prompts of held-out code'}, greedy"
-    pays = speedup > 1.02
+    source = f"{len(runs)} {'of your prompts' if texts else 'prompt(s) of held-out code'}, greedy"
+    pays = speedup > 1.02 and length > 1.05  # where nothing is accepted, nothing is gained but by chance
     yield Finding("estimate", "speed", f"{words}; {source}", "good" if pays else "note", _FASTER if pays else _SLOWER)
     yield _compared(generator.target, runs)
     yield Finding("estimate", "machine", watch.verdict(), "note")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from specdec.cli.flags import (
     ScheduleName,
     Settings,
 )
+from specdec.cli.load import first_of_job
 from specdec.cli.request import DEFAULT_NEW_TOKENS, Request, locate, read_request
 from specdec.cli.serve import plain_name
 from specdec.cli.terminal import (
@@ -69,7 +71,11 @@ def batch(
     source: Annotated[Path, typer.Argument(metavar="IN", help="Rows: .jsonl, .parquet, or .txt with one a line.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The same rows with their answers: .jsonl or .parquet.")],
     task: Annotated[
-        TaskName | None, typer.Option(help="generate by default. Requests in OpenAI's form need none.")
+        TaskName | None,
+        typer.Option(
+            metavar="TASK",
+            help="generate, the default, chat, summarize or transcribe. Requests in OpenAI's form need none.",
+        ),
     ] = None,
     model: Annotated[str | None, typer.Option(help="Hub id, folder, or zoo:NAME; may come from --config.")] = None,
     draft_model: Annotated[str | None, typer.Option(help="A smaller model: hub id, folder, or zoo:NAME.")] = None,
@@ -121,13 +127,18 @@ def batch(
     A row that cannot be answered says why in its `error`, the others go on, and the exit code is 1.
     """
     request = read_task(ctx.params)
+    first_of_job(request)
     with loading("", quiet=True), stop_on_interrupt() as interrupt, progress(request.target, quiet=quiet) as tell:
         from specdec.scale import Source, embedded, run
 
         rows = Source.of(source)
         work = make_work(request, rows, ctx.params)
         start = embedded(at_once) if ray is None else cluster(ray, ctx.params, rows.rows)
-        done = run(rows, out, work, start=start, overwrite=overwrite, tell=tell, stop=lambda: interrupt.asked)
+        try:
+            done = run(rows, out, work, start=start, overwrite=overwrite, tell=tell, stop=lambda: interrupt.asked)
+        except KeyboardInterrupt:  # the second one: nobody waits for the rows under way
+            say("ended at once: the same command goes on")
+            os._exit(INTERRUPTED)
     if not quiet:
         say(summary(done))
     if done.done < done.total:
@@ -140,7 +151,7 @@ def read_task(params: Mapping[str, Any]) -> Request:
     """What is loaded, and the options of all rows; raises OptionError for flags that another task has."""
     task = params["task"] or "generate"
     for flag, tasks in ONLY.items():
-        if params[flag] not in (None, False) and task not in tasks:
+        if params[flag] is not None and params[flag] is not False and task not in tasks:
             name = flag.replace("_", "-")
             raise OptionError(f"--{name} is for the task {' or '.join(tasks)}, and this is {task}: leave it out")
     if params["ray"] is None and (idle := [flag for flag in OF_WORKERS if params[flag] is not None]):
@@ -177,6 +188,8 @@ def make_work(request: Request, rows: Source, params: Mapping[str, Any]) -> Work
     if is_request(rows.first().fields):
         if params["task"] is not None:
             raise OptionError(f"{rows.path} has requests in OpenAI's form, which say what to do: leave out --task")
+        if params["field"] is not None:
+            raise OptionError(f"{rows.path} has requests in OpenAI's form, with fields of their own: leave out --field")
         task = "openai"
     options = dict(request.options)
     seed = options.pop("seed", 0)
@@ -211,7 +224,8 @@ def cluster(address: str, params: Mapping[str, Any], rows: int) -> Start:
 def progress(target: str, *, quiet: bool) -> Iterator[Callable[[Done], None]]:
     """A bar on stderr with what is done in a second and the time that is left, or a line now and then."""
     columns = (TaskProgressColumn(), BarColumn(bar_width=24), TimeRemainingColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True, quiet=quiet), transient=True) as bar:
+    err = Console(stderr=True, quiet=quiet)
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task, beat = bar.add_task(f"loading {target}", total=None), Heartbeat(quiet=quiet)
 
         def tell(done: Done) -> None:

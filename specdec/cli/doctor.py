@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -107,6 +108,10 @@ def _show(finding: Finding, *, headed: bool) -> None:
     if headed:
         write(out, f"{finding.section}\n", Style(bold=True))
     write(out, f"  {mark} ", style)
-    write(out, f"{finding.name:<{_WIDTH}} {finding.text}\n")
+    text = finding.text
+    if out.is_terminal:  # long ones go on below where they began
+        margin = _WIDTH + 5
+        text = f"\n{'':<{margin}}".join(textwrap.wrap(text, max(out.width - margin, 30)))
+    write(out, f"{finding.name:<{_WIDTH}} {text}\n")
     if finding.remedy is not None:
         write(out, f"    {'':<{_WIDTH}} → {finding.remedy}\n", PROMPT)

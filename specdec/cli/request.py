@@ -310,7 +310,8 @@ def read_text(file: str) -> str:
     except UnicodeError as error:
         raise _not_utf8(source, error) from None
     except (OSError, ValueError) as error:  # a name with a zero byte in it is a ValueError
-        raise OptionError(f"{source} cannot be read ({error}): check the name") from None
+        reason = getattr(error, "strerror", None) or error
+        raise OptionError(f"{source} cannot be read ({reason}): check the name") from None
     if "\0" in text:
         raise OptionError(f"{source} has zero bytes in it, and so is no text: extract its text first")
     return text

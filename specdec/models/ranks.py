@@ -88,7 +88,7 @@ class Ranks:
         self._numbers = count()
         self._gone: deque[int] = deque()  # of things that nobody here holds any more
         self._unsaid = bytearray()
-        self._turn, self._speaking = threading.RLock(), threading.Lock()
+        self._turn, self._speaking = threading.RLock(), threading.RLock()
         self._teller: int | None = None
         self._spoke = time.monotonic()
         self._broken: str | None = None
@@ -125,7 +125,7 @@ class Ranks:
     def load(self, function: Callable[..., Any], *arguments: Any) -> tuple[int, Any]:
         """`make` at once, and waits until all have it; raises LoadError where one of them does not."""
         number = next(self._numbers)
-        with self._telling():
+        with self._telling(), self._speaking:  # no sign of life between what is told and the reports
             self._note(function, arguments, {}, number, reports=True)
             self._send()
             try:

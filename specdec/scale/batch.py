@@ -150,8 +150,11 @@ def embedded(at_once: int = AT_ONCE) -> Start:
         desk = work.start()
 
         def answers(rows: Iterator[Row], stop: Stop) -> Iterator[Line]:
-            with ThreadPoolExecutor(at_once, thread_name_prefix="specdec-batch") as pool:
+            pool = ThreadPoolExecutor(at_once, thread_name_prefix="specdec-batch")
+            try:
                 yield from _through(pool, desk, 2 * at_once, by_length(rows, work, _WINDOW * at_once), stop)
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)  # who is interrupted twice does not wait for rows
 
         return answers
 

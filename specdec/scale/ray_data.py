@@ -9,11 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from specdec.errors import EngineError
+from specdec.errors import EngineError, OptionError
 from specdec.scale.arrow import pyarrow_module
 from specdec.scale.batch import AT_ONCE, Answers, Start, Stop, by_length
 from specdec.scale.cluster import between, ray_module
 from specdec.scale.source import Row, windows
+from specdec.scale.tasks import TASKS
 from specdec.scale.work import Line, Work, encoded
 
 if TYPE_CHECKING:
@@ -132,6 +133,8 @@ def map_batches(
     `options` those of every call. Raises OptionError.
     """
     ray_module()
+    if task not in (known := [name for name in TASKS if name != "openai"]):
+        raise OptionError.of("task", f"one of {', '.join(known)}", task)
     work = Work(task, target, draft, options=options, loading=loading or {}, seed=seed, field=field, merges=False)
     pool = Pool.of(workers, cpus=num_cpus, gpus=num_gpus, at_once=at_once).settled()
     return dataset.map_batches(
@@ -172,10 +175,10 @@ class _Columns(_Lines):
         """The block with the columns of its answers."""
         rows = [Row(self._number(fields), fields) for fields in block.to_pylist()]
         answers = [json.loads(line.data) for line in self._answer(rows)]
-        for name in answers[0]:
+        for name in dict.fromkeys(name for answer in answers for name in answer):
             if name in block.column_names:
                 block = block.drop_columns(name)
-            block = block.append_column(name, _column(name, [answer[name] for answer in answers]))
+            block = block.append_column(name, _column(name, [answer.get(name) for answer in answers]))
         return block
 
     def _number(self, fields: dict[str, Any]) -> int:

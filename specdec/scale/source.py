@@ -52,7 +52,7 @@ class Source:
             digest = _digest(path)
             rows = parquet(path).metadata.num_rows if kind == "parquet" else sum(1 for _ in _lines(path))
         except OSError as error:
-            raise OptionError(f"{path} cannot be read ({error}): check the name") from None
+            raise OptionError(f"{path} cannot be read ({error.strerror or error}): check the name") from None
         if not rows:
             raise OptionError(f"{path} is empty: there is nothing to do")
         return cls(path, kind, rows, digest)

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from specdec.errors import OptionError
+from specdec.errors import EngineError, OptionError, SpecdecError
 from specdec.scale.source import Row
 from specdec.scale.tasks import Task, task_class
 from specdec.select import fold
 
+_ODD = 8
 _COUNTS = ("num_target_passes", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "seconds")
 
 
@@ -73,6 +74,7 @@ class Desk:
 
     def __init__(self, work: Work, task: Task) -> None:
         self._work, self._task = work, task
+        self._odd = 0  # rows, one after the other, that failed for none of the reasons that lie in a row
 
     def __call__(self, row: Row) -> Line:
         """The line of a row; what goes wrong with it is told there."""
@@ -84,9 +86,22 @@ class Desk:
             tokens = stats.num_new_tokens
             if self._work.row_stats:
                 result |= {"stats": {name: getattr(stats, name) for name in _COUNTS}}
+            self._odd = 0
+        except EngineError:
+            raise
         except Exception as error:  # one row's error is no other's
+            self._count(error)
             result, failed = self._task.failure(row.fields, error, seed), True
         return Line(row.number, encoded({**row.fields, **result} if self._work.merges else result), failed, tokens)
+
+    def _count(self, error: Exception) -> None:
+        """Raises EngineError where it is not the rows that are wrong: what they would be told now is no answer."""
+        odd = isinstance(error, RuntimeError | MemoryError) and not isinstance(error, SpecdecError)
+        self._odd = self._odd + 1 if odd else 0
+        if self._odd == _ODD:
+            raise EngineError(
+                f"{_ODD} rows in turn failed ({error}): what is written stays, and the same command goes on"
+            ) from error
 
 
 def encoded(line: Mapping[str, Any]) -> bytes:
