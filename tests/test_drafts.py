@@ -353,3 +353,9 @@ def test_streams_that_are_closed_early_teach_costs() -> None:
     (pacing,) = generator._draft.pacings.values()
     cost = pacing.schedule
     assert cost.passes.weight > 0
+
+
+def test_an_encoder_decoder_cannot_draft_for_a_decoder() -> None:
+    """It has nothing to encode. (This was told after the first token.)"""
+    with pytest.raises(OptionError, match=r"encoder-decoder model.*name a decoder-only model"):
+        SpecGenerator(tiny("llama"), tiny("t5"))

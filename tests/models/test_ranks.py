@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -260,3 +261,33 @@ def test_only_what_can_be_kept_in_step_is(tmp_path: Path) -> None:
             wrong()
     gen = SpecGenerator(language, **RUN)
     assert gen.generate(IDS, synced_gpus=True).sequences.tolist() == gen.generate(IDS).sequences.tolist()
+
+
+class Noted(Beside):
+    """Notes, beside what was sent, when reports were gathered."""
+
+    def gather(self, outcome: str | None) -> Sequence[str | None]:
+        self.sent.append(b"gathered")
+        return super().gather(outcome)
+
+
+def slow(part: int) -> int:
+    """A part that takes as long as a sign of life may come in between."""
+    thread = threading.Thread(target=slow.ranks.beat, args=(0.0,))  # type: ignore[attr-defined]
+    slow.threads.append(thread)  # type: ignore[attr-defined]
+    thread.start()
+    thread.join(0.05)
+    return part
+
+
+def test_no_sign_of_life_comes_between_loading_and_its_reports() -> None:
+    """The others gather then, and hear nothing else: both sides waited for ever."""
+    line = Noted()
+    slow.ranks, slow.threads = Ranks(line), list[threading.Thread]()  # type: ignore[attr-defined]
+    slow.ranks.load(slow, 1)  # type: ignore[attr-defined]
+    for thread in slow.threads:  # type: ignore[attr-defined]
+        thread.join()
+    loading, gathered, *after = line.sent
+    assert loading
+    assert gathered == b"gathered"
+    assert after == [b"", b""]

@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from specdec import SpecGenerator, zoo
+from specdec import EngineError, SpecGenerator, zoo
 from specdec.cli.commands import run
 from specdec.pipelines import Summarizer, Transcriber
 from specdec.scale import Source, Work, embedded
 from specdec.scale import run as run_batch
 from specdec.scale.batch import is_failure
+from specdec.scale.source import Row
+from specdec.scale.work import Desk
 from specdec.select import fold
 from tests.folders import saved_model
 from tests.pipelines.models import CHAT
@@ -288,3 +290,25 @@ def written(out: Path) -> int:
     """Bytes of finished rows; those that went through the journal may count twice."""
     journal = out.with_name(out.name + ".journal")
     return sum(path.stat().st_size for path in (out, journal) if path.exists())
+
+
+class Broken:
+    """A task whose device is gone after the first row; some rows are wrong by themselves."""
+
+    def answer(self, fields: dict[str, Any], seed: int) -> Any:
+        if fields["n"] % 10 == 9:
+            raise ValueError("this row is wrong")
+        raise RuntimeError("device lost")
+
+    def failure(self, fields: dict[str, Any], error: Exception, seed: int) -> dict[str, Any]:
+        return {"error": str(error)}
+
+
+def test_what_is_no_row_s_fault_ends_the_run() -> None:
+    """Not every row that is left is told so: the same command goes on when the machine is well again."""
+    desk = Desk(Work("generate", "nowhere"), Broken())  # type: ignore[arg-type]
+    rows = [Row(n, {"n": n}) for n in range(30)]
+    told = [desk(row) for row in rows[5:17]]  # the wrong one in between is the row's own fault
+    assert all(line.failed for line in told)
+    with pytest.raises(EngineError, match=r"device lost.*the same command goes on"):
+        desk(rows[17])
