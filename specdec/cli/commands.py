@@ -76,7 +76,10 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    if (ranks := sys.modules.get("specdec.models.ranks")) is not None:  # only where a model was loaded
+        ranks.leave(code)
+    sys.exit(code)
 
 
 def run(arguments: Sequence[str]) -> int:
