@@ -8,7 +8,6 @@ from specdec.errors import OptionError
 from specdec.models import LanguageModel, free_bytes
 from specdec.request import Request
 from specdec.rows import RunningRow
-from specdec.types import BatchDrafter
 
 _MOST_NODES = 1024  # of a tree in one pass
 
@@ -56,11 +55,6 @@ class KvBudget:
         widest = max((_nodes(request, row) for request in requests for row in request.rows), default=1)
         return sum(len(row.batch_rows) for row in rows), longest + widest + 2
 
-    def bounds_of(self, drafter: BatchDrafter, requests: Sequence[Request]) -> tuple[int, int]:
-        """The same of a draft's store."""
-        own = sum(len(request.rows) for request in requests if request.drafter is drafter)
-        return own, self.bounds(requests)[1]
-
     def ample(self, requests: Sequence[Request]) -> tuple[int, int]:
         """The bounds, or those of earlier requests while they take no more than half of what is allowed.
 
@@ -82,7 +76,7 @@ class KvBudget:
         total += sum(len(request.rows) * self._model.cross_bytes(request.frames) for request in requests)
         drafters = {id(request.drafter): request.drafter for request in requests if request.drafter is not None}
         for drafter in drafters.values():
-            own, columns = self.bounds_of(drafter, requests)
+            own = sum(len(request.rows) for request in requests if request.drafter is drafter)
             total += own * columns * sum(model.kv_bytes for model in drafter.models)
         return total
 

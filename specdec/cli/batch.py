@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from specdec.cli.flags import (
     ConfigFile,
@@ -34,8 +32,8 @@ from specdec.cli.terminal import (
     INTERRUPTED,
     OK,
     Debug,
-    Heartbeat,
     Quiet,
+    counting,
     duration,
     loading,
     say,
@@ -222,16 +220,12 @@ def cluster(address: str, params: Mapping[str, Any], rows: int) -> Start:
 
 @contextmanager
 def progress(target: str, *, quiet: bool) -> Iterator[Callable[[Done], None]]:
-    """A bar on stderr with what is done in a second and the time that is left, or a line now and then."""
-    columns = (TaskProgressColumn(), BarColumn(bar_width=24), TimeRemainingColumn(), TextColumn("{task.description}"))
-    err = Console(stderr=True, quiet=quiet)
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
-        task, beat = bar.add_task(f"loading {target}", total=None), Heartbeat(quiet=quiet)
+    """The command line's bar, with what is done in a second."""
+    with counting(quiet=quiet) as notify:
 
         def tell(done: Done) -> None:
             pace = f"{done.done}/{done.total} rows, {rates(done)}" if done.seconds else f"loading {target}"
-            bar.update(task, completed=done.done, total=done.total, description=pace)
-            beat(done.done, done.total, pace)
+            notify(done.done, done.total, pace)
 
         yield tell
 
