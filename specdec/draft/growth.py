@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from specdec.draft.best_leaf import branch_tokens
 from specdec.types import EMPTY, Branch, Plan, Row, Tree
+
+if TYPE_CHECKING:
+    from specdec.models import Session
 
 GoesOn = Callable[[Row, int], bool]  # whether a guess may follow a token of a row
 
@@ -58,23 +62,46 @@ class Chain:
         self._fed(tree)
         rule = self.row.task.rule
         token, confidence, q = rule.pick(self.row, self.tokens, logits[-1], confident=self.plan.needs_confidence)
-        if math.isnan(confidence):
-            return None  # a draft that overflowed has nothing to say
-        self.confidence.append(confidence)
-        # A token drawn at random must not be dropped after it was seen: that would bend the output's distribution.
-        if not rule.needs_q and not self.plan.keep(self.confidence):
-            self.confidence.pop()
+        if not self._guess(token, confidence):
             return None
-        self.tokens.append(token)
         if q is not None:
             self.q.append(q)
         goes_on = len(self.tokens) < self.limit and self.plan.go_on([self.confidence])
         self.text = 1
         return Tree.chain([token]) if goes_on and self._goes_on(self.row, token) else None
 
+    def grow(self, session: Session, width: int, text: Tree) -> bool:
+        """Grows to its end in one call, where the model, the rule and the plan allow that; whether it has."""
+        until = getattr(self.plan, "until", None)
+        if until is None or not getattr(self.row.task.rule, "is_plain", False):
+            return False
+        confident, ends = self.plan.needs_confidence, self.row.task.ends
+        guesses = session.chain(
+            self.held.slot, text.tokens, self.limit, until, width=width, ends=ends, confident=confident
+        )
+        if guesses is None:
+            return False
+        self.held.text += len(text)
+        self.held.guesses = len(guesses) - 1
+        self.tokens, self.confidence = (list(some) for some in zip(*guesses, strict=True))
+        self._guess(self.tokens.pop(), self.confidence.pop())
+        return True
+
     def proposal(self, source: str) -> Tree:
         """The guesses."""
         return Tree.chain(self.tokens, self.confidence, torch.stack(self.q).float() if self.q else None, source)
+
+    def _guess(self, token: int, confidence: float) -> bool:
+        """Takes a guess, unless it is none or not worth the target's time."""
+        if math.isnan(confidence):
+            return False  # a draft that overflowed has nothing to say
+        self.confidence.append(confidence)
+        # A token drawn at random must not be dropped after it was seen: that would bend the output's distribution.
+        if not self.row.task.rule.needs_q and not self.plan.keep(self.confidence):
+            self.confidence.pop()
+            return False
+        self.tokens.append(token)
+        return True
 
     def _fed(self, tree: Tree) -> None:
         """Notes what the cache holds now."""

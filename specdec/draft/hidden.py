@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specdec.draft.growth import Held
+from specdec.draft.growth import Branches, Chain, Held
 from specdec.draft.model import CHUNK, ModelSession
 from specdec.types import EMPTY, BatchDrafter, Commit, Hidden, Plan, Row, Scores, Tree
 
@@ -113,6 +113,10 @@ class HeadSession(ModelSession):
         self._stages.first = 0
         super().commit(commits)
         self._absorb(read)
+
+    def _at_once(self, growth: Chain | Branches, text: Tree) -> bool:
+        """A head's passes read what the ones before them wrote."""
+        return False
 
     def rewind(self, row: Row, length: int) -> None:
         super().rewind(row, length)

@@ -326,10 +326,16 @@ class ModelSession(DraftSession):
         """Whether a guess may follow `token`: no text ends with it, and the draft can read what processors forced."""
         return token < self._model.vocab_size and token not in row.task.ends
 
+    def _at_once(self, growth: Chain | Branches, text: Tree) -> bool:
+        """Lets a text's chain grow in one call of the model, if that can be."""
+        return isinstance(growth, Chain) and growth.grow(self._session, self._vocab_size, text)
+
     def _grow(self, growths: list[Chain | Branches]) -> None:
         """Feeds what texts and branches are ahead by, then one level after the other."""
         feeds = [(growth, tree) for growth in growths if (tree := growth.first()) is not None]
         level = 0
+        if len(feeds) == 1 and self._at_once(*feeds[0]):
+            return
         while feeds:
             trees = [tree for _, tree in feeds]
             keep = [growth.keep(tree) for growth, tree in feeds]

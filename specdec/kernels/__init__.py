@@ -1,7 +1,7 @@
 """Linear layers and attention at the speed of the memory: operators, and the library that is built for them."""
 
 from specdec.kernels.build import alone, available, digest, folder, instructions, why_not
-from specdec.kernels.ops import attend, store_nodes
+from specdec.kernels.ops import attend, passes, store_nodes
 from specdec.kernels.packed import FLOATS, KINDS, AnyLinear, HeldLinear, PackedLinear, ReorderedLinear, best_seconds
 from specdec.kernels.packing import pack
 from specdec.kernels.quantize import Quantized, to_int4, to_int8
@@ -22,6 +22,7 @@ __all__ = [
     "folder",
     "instructions",
     "pack",
+    "passes",
     "store_nodes",
     "to_int4",
     "to_int8",

@@ -104,19 +104,6 @@ void add_products(const float* const* weights, int64_t sides, const In* const* r
 
 // ---- Functions of vectors
 
-// e to the power of x <= 0; 0 where it would not be a normal number, NaN for NaN.
-Floats exponential(Floats x) {
-  constexpr float ROUND = 3 << 22;  // numbers beside it are integers, which stand in their last bits
-  auto rounded = fused(x, all(1.44269504f), all(ROUND)), power = rounded - ROUND;
-  auto rest = fused(power, all(-0.693359375f), x);
-  rest = fused(power, all(2.12194440e-4f), rest);
-  auto sum = all(1.9875691500e-4f);
-  for (float next : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f, 1.f, 1.f})
-    sum = fused(sum, rest, all(next));
-  auto scale = (Floats)(((Words)rounded << 23) + 0x3f800000u);
-  return x < all(-87.3f) ? Floats{} : sum * scale;
-}
-
 Floats hyperbolic_tangent(Floats x) {
   auto size = x < 0 ? -x : x, square = x * x, sum = all(-5.70498872745e-3f);
   for (float next : {2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f, -3.33332819422e-1f})

@@ -4,9 +4,13 @@
 `specdec::packed_rows`, some rows of the weight, is made of torch's operators. `specdec::attend` and
 `specdec::store_nodes`, attention over a cache, are both: compiled code on the CPU (attention.cpp) as soon as the
 library is loaded, torch's operators until then and on other devices (plain.py).
+
+`passes` are a model's compiled passes and chains of them (passes.cpp).
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,6 +97,16 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, nodes: Tensor, scale: 
     ValueError for what does not fit.
     """
     return torch.ops.specdec.attend.default(queries, keys, values, nodes, scale, softcap, sinks, biases)
+
+
+def passes(path: str) -> Any:
+    """The passes that AOTInductor packed into a file; once `specdec.kernels.available`.
+
+    `names()` are those of its constants, `load(constants)` gives it tensors for them, which stay the caller's, and
+    `run(given)` is a pass. `chain(first, then, stacked, most, width, known, ends, edges, rates, least, confident)` is
+    a chain of them, as passes.cpp says.
+    """
+    return torch.classes.specdec.Passes(path)
 
 
 _LIBRARY.impl("store_nodes", plain.store_nodes, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]

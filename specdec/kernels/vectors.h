@@ -70,4 +70,17 @@ inline Floats fused(Floats a, Floats b, Floats c) {
 #endif
 }
 
+// e to the power of x <= 0; 0 where it would not be a normal number, NaN for NaN.
+inline Floats exponential(Floats x) {
+  constexpr float ROUND = 3 << 22;  // numbers beside it are integers, which stand in their last bits
+  auto rounded = fused(x, all(1.44269504f), all(ROUND)), power = rounded - ROUND;
+  auto rest = fused(power, all(-0.693359375f), x);
+  rest = fused(power, all(2.12194440e-4f), rest);
+  auto sum = all(1.9875691500e-4f);
+  for (float next : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f, 1.f, 1.f})
+    sum = fused(sum, rest, all(next));
+  auto scale = (Floats)(((Words)rounded << 23) + 0x3f800000u);
+  return x < all(-87.3f) ? Floats{} : sum * scale;
+}
+
 }  // namespace

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,7 +54,7 @@ class CompiledForward:
 
     def __init__(self, flat: FlatForward) -> None:
         self._model, self._widths, self._states = flat.model, flat.widths, flat.states
-        self._run: Callable[[list[Tensor]], list[Tensor]] | None = None
+        self._passes: Any = None
         self._done = threading.Event()
 
     @cached_property
@@ -81,7 +81,7 @@ class CompiledForward:
     @property
     def ready(self) -> bool:
         """Whether passes run on it."""
-        return self._run is not None
+        return self._passes is not None
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until it is known whether passes run on it, for so many seconds; whether they do."""
@@ -90,8 +90,12 @@ class CompiledForward:
 
     def __call__(self, *given: Any) -> list[Tensor]:
         """Logits `[1, kept, vocab]` and hidden states; arguments as of `FlatModel`."""
-        assert self._run is not None
-        return self._run(Given(*given).tensors)
+        return self._passes.run(Given(*given).tensors)  # type: ignore[no-any-return]
+
+    def chain(self, first: Given, then: Given, most: int, rule: Sequence[Any]) -> list[tuple[int, float]]:
+        """A chain of passes; arguments as of `FlatForward.chain`, whose `steps` are in `then`, one after the other."""
+        stacked = [1, *range(3, 3 + len(then.tables))]
+        return list(zip(*self._passes.chain(first.tensors, then.tensors, stacked, most, *rule), strict=True))
 
     @property
     def _name(self) -> str:
@@ -101,7 +105,7 @@ class CompiledForward:
         """Takes code from an earlier time, if there is any; what is of no use goes."""
         if self.is_kept:
             try:
-                self._run = self._loaded()
+                self._passes = self._loaded()
             except Exception as error:
                 _log.warning("the compiled passes of %s in %s are of no use: %s", self._name, self._folder, error)
                 (self._folder / _CODE).unlink(missing_ok=True)
@@ -117,7 +121,7 @@ class CompiledForward:
                     began = time.perf_counter()
                     self._compile()
                     _log.warning("the passes of %s are compiled, after %.0f s", self._name, time.perf_counter() - began)
-                    self._run = self._loaded()
+                    self._passes = self._loaded()
         except Exception as error:
             if threading.main_thread().is_alive():  # or else nobody is left to read it
                 _log.warning("the passes of %s are not compiled, they run as before: %s", self._name, error)
@@ -145,21 +149,22 @@ class CompiledForward:
             for file in (_CONSTANTS, _CODE):
                 os.replace(Path(folder) / file, self._folder / file)
 
-    def _loaded(self) -> Callable[[list[Tensor]], list[Tensor]]:
+    def _loaded(self) -> Any:
         """The compiled code over this model's weights; raises UnsupportedError if it says something else."""
-        package = torch._inductor.aoti_load_package(str(self._folder / _CODE))
+        if reason := kernels.why_not():
+            raise UnsupportedError(f"there are no kernels: {reason}")
+        passes = kernels.passes(str(self._folder / _CODE))
         held = _tensors(self._model) | torch.load(self._folder / _CONSTANTS)
         # They stay the model's, and must not go before the code does.
-        self._constants = {name: held[name] for name in package.get_constant_fqns()}
-        package.load_constants(self._constants, check_full_update=True, user_managed=True)
-        run: Callable[[list[Tensor]], list[Tensor]] = package.loader.boxed_run
+        self._constants = {name: held[name] for name in passes.names()}
+        passes.load(self._constants)
         example = partial(_example, self._model, self._widths, self._states)  # every time with buffers of its own
         with torch.no_grad():
             logits, *states = self._model(*example()[0])
-        said, *hidden = run(example()[0].tensors)
+        said, *hidden = passes.run(example()[0].tensors)
         if not alike(said, logits) or not all(map(alike, hidden, states)):
             raise UnsupportedError("compiled code gives other logits")
-        return run
+        return passes
 
 
 def _root() -> Path:

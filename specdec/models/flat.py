@@ -27,7 +27,7 @@ from specdec.models.cross import Frames
 from specdec.models.encoding import trial_encoding
 from specdec.models.gears import likeness
 from specdec.models.layout import SlotMap
-from specdec.models.nodes import Line, RowNodes
+from specdec.models.nodes import Line, RowNodes, Steps
 from specdec.models.positions import Lookup
 from specdec.models.steady import steady
 from specdec.models.twin import twin
@@ -252,6 +252,27 @@ class FlatForward:
         logits, *states = self.compiled(*Given.of(line, buffers, frames, told))
         wanted = zip(states, told, strict=True) if layers else ()
         return logits[0], tuple(state[0] if len(nodes) else None for state, nodes in wanted)
+
+    @property
+    def chains(self) -> bool:
+        """Whether `chain` can be called: on compiled code, of models that read tokens."""
+        return self.compiled is not None and self.compiled.ready and not self.model.reads_embeds
+
+    def chain(
+        self, line: Line, steps: Steps, most: int, rule: Sequence[Any], buffers: Buffers, frames: Buffers = ()
+    ) -> list[tuple[int, float]]:
+        """Guesses and their probabilities: after the pass over a line of one row, and after each of some `steps`.
+
+        `rule` says how they are chosen and where the chain ends: the last arguments of `specdec.kernels.passes`' own.
+        """
+        assert self.compiled is not None
+        told = self._told(1, ())
+        first = Given.of(line, buffers, frames, told)
+        encoders = [table[:, :, -1:] for table in line.encoders]
+        token = torch.zeros(1, 1, dtype=torch.long)
+        then = Given(token, steps.positions, torch.zeros(1, dtype=torch.long), steps.tables, encoders, buffers, frames,
+                     told)  # fmt: skip
+        return self.compiled.chain(first, then, most, rule)
 
     def _told(self, count: int, layers: bool | Sequence[int]) -> list[Tensor]:
         """Of every hidden state all `count` nodes, or none."""

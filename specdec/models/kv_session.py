@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
@@ -15,11 +15,11 @@ from specdec.models.compat import TAKES_MASKS, attention_of, hidden_states_of
 from specdec.models.cross import CrossAttention
 from specdec.models.encoding import Encoding
 from specdec.models.layout import AttentionView, Layout, SlotMap
-from specdec.models.nodes import Line, RowNodes
+from specdec.models.nodes import Line, RowNodes, Steps
 from specdec.models.outputs import LogitNodes, line_scores, row_scores
 from specdec.models.session import Session, check_paths, check_trees
 from specdec.models.store import KvStore, Prefix
-from specdec.types import EMPTY, Scores, Tree
+from specdec.types import EMPTY, Scores, Tree, Until
 
 if TYPE_CHECKING:
     from specdec.models.flat import Buffers, FlatForward
@@ -264,6 +264,35 @@ class KvSession(Session):
             row.slots.base = row.slots.top = row.slots.top + 1
             row.tree = EMPTY
         return logits
+
+    @torch.no_grad()
+    def chain(
+        self,
+        row: int,
+        text: list[int],
+        most: int,
+        until: Until,
+        *,
+        width: int,
+        ends: Collection[int] = (),
+        confident: bool = True,
+    ) -> list[tuple[int, float]] | None:
+        """Where passes are compiled, and the row holds text alone."""
+        flat, own, place = self._language.flat, self._row(row), self._index[row]
+        if flat is None or not flat.chains or not own.slots.top or own.slots.slots:
+            return None
+        begin = own.slots.top + len(text)
+        steps = range(begin, begin + most - 1)
+        self.store.extend(place, steps.stop)
+        kinds, seen = self._language.capability.kinds, self._encoders([place])
+        line = Line.of([RowNodes(place, own.slots, Tree.chain(text), 1)], kinds, self._device, seen)
+        following = Steps.of(place, steps, kinds)
+        rule = (min(width, self._language.vocab_size), self._language.vocab_size, list(ends), *until, confident)
+        guesses = flat.chain(line, following, most, rule, *self._buffers(flat))
+        self.passes += len(guesses)
+        own.slots.base = own.slots.top = begin + len(guesses) - 1
+        own.tree = EMPTY
+        return guesses
 
     def refresh(self, rows: Sequence[int]) -> None:
         """Forgets in O(1)."""

@@ -108,6 +108,22 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
+class Steps:
+    """Passes over one more token each of a text: `positions` `[passes, 1, 1]`, and tables `[passes, 1, 1, 1, 4]`."""
+
+    positions: Tensor
+    tables: list[Tensor]
+
+    @classmethod
+    def of(cls, place: int, columns: range, kinds: Sequence[Kind]) -> Steps:
+        """For the tokens that go to these columns."""
+        at = np.arange(columns.start, columns.stop)
+        tables = [np.stack([at * 0 + place, at, np.minimum(_first(at, kind), at + 1), at + 1], 1) for kind in kinds]
+        stacked = [torch.from_numpy(table.astype(np.int32)[:, None, None, None]) for table in tables]
+        return cls(torch.from_numpy(at[:, None, None]), stacked)
+
+
+@dataclass(frozen=True, slots=True)
 class _Placed:
     """The nodes of one row: `columns` and `positions` `[nodes]`, and the columns from `base` on that each may see.
 

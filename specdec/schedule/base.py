@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 from specdec.errors import OptionError
 
 if TYPE_CHECKING:  # names of schedules are read where torch is not loaded
-    from specdec.types import Plan, Round, Row
+    from specdec.types import Plan, Round, Row, Until
 
 MOST_NODES = 1024
 """Of one row's tree in one pass: beyond it the work around the nodes outweighs whatever a pass over weights costs."""
@@ -86,6 +86,13 @@ class Limit:
     def go_on(self, paths: Sequence[Sequence[float]], width: int = 1) -> bool:
         """Whether another node may follow any of these."""
         return any(len(path) < self.limit and (not path or path[-1] >= self.threshold) for path in paths)
+
+    @property
+    def until(self) -> Until:
+        """The threshold: of what lies below it the chance is 0."""
+        from specdec.types import Until
+
+        return Until((self.threshold,), (0.0, 2 / self.threshold), 0.5) if self.threshold > 0 else Until()
 
     def keep(self, confidence: Sequence[float]) -> bool:
         """Every drafted node is kept, down to the first one that the draft believes in less than the threshold."""

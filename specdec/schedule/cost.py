@@ -22,7 +22,7 @@ from specdec.schedule.base import MOST_NODES, ScheduleSetup, check_nodes
 from specdec.schedule.estimates import Acceptance, Line
 
 if TYPE_CHECKING:
-    from specdec.types import Plan, Round, Row, RowRound
+    from specdec.types import Plan, Round, Row, RowRound, Until
 
 WIDEST = 32
 """Nodes that one draft pass continues at most, where nobody asked for a number."""
@@ -82,6 +82,14 @@ class CostPlan:
             return False
         cost = self.draft_cost + width * self.verify_cost
         return sum(map(self._chance, paths)) * self.acceptance.mean >= cost
+
+    @property
+    def until(self) -> Until:
+        """The same of a chain."""
+        from specdec.types import Until
+
+        least = (self.draft_cost + self.verify_cost) / self.acceptance.mean
+        return Until(self.acceptance.edges, self.acceptance.rates, least)
 
     def keep(self, confidence: Sequence[float]) -> bool:
         """Whether a drafted token is worth verifying; the draft pass is paid for already."""

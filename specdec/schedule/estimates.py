@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 _EDGES = (0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.4, 0.55, 0.7, 0.85, 0.95)
 BINS = len(_EDGES) + 1
@@ -28,6 +28,7 @@ class Acceptance:
     accepted: tuple[float, ...] = (0.0,) * BINS
     believed: tuple[float, ...] = (0.0,) * BINS
     levels: float = 0.0
+    edges: ClassVar[tuple[float, ...]] = _EDGES
 
     @cached_property
     def mean(self) -> float:
@@ -35,14 +36,14 @@ class Acceptance:
         return (sum(self.accepted) + 0.8 * 2) / (self.levels + 2)
 
     @cached_property
-    def _rates(self) -> list[float]:
+    def rates(self) -> list[float]:
         """Per bin, the chance of a guess relative to the draft's confidence in it."""
         overall = (sum(self.accepted) + 0.8 * 2) / (sum(self.believed) + 0.8 * 2)
         return [(a + overall * 2) / (b + 2) for a, b in zip(self.accepted, self.believed, strict=True)]
 
     def of(self, confidence: float) -> float:
         """The acceptance of a token that the draft believes in this much."""
-        return min(confidence * self._rates[_bin(confidence)], 1.0)
+        return min(confidence * self.rates[_bin(confidence)], 1.0)
 
     def after(self, tested: Sequence[tuple[float, bool]], levels: float) -> Acceptance:
         """With the outcome of guesses on so many more levels; old outcomes fade with a memory of about 200 of them."""

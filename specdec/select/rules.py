@@ -92,6 +92,11 @@ class GreedyRule:
     width: int | None = None
     needs_q: ClassVar[bool] = False
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the logits are taken as they are."""
+        return type(self) is GreedyRule and not self.processors
+
     def pick(
         self, row: Row, guesses: list[int], logits: Tensor, *, confident: bool = True
     ) -> tuple[int, float, Tensor | None]:

@@ -22,6 +22,7 @@ from specdec.types.drafts import (
     DraftTask,
     Hidden,
     Plan,
+    Until,
 )
 from specdec.types.rounds import Round, Row, RowPass, RowRound
 from specdec.types.statistics import Stats
@@ -55,4 +56,5 @@ __all__ = [
     "TopTokens",
     "Trace",
     "Tree",
+    "Until",
 ]

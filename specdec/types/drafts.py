@@ -30,8 +30,23 @@ class Branch(NamedTuple):
     groups: frozenset[int] | None = None
 
 
+class Until(NamedTuple):
+    """Where a chain ends, in numbers, so that nobody has to be asked after every guess.
+
+    A guess of probability p, in bin b of the bins between `edges`, is right with the chance min(p * rates[b], 1). The
+    chain goes on while the product of the chances of its guesses is at least `least`.
+    """
+
+    edges: Sequence[float] = ()
+    rates: Sequence[float] = (1.0,)
+    least: float = 0.0
+
+
 class DraftRule(Protocol):
-    """How a draft turns its own logits into a guess, so that it tends to agree with the strategy."""
+    """How a draft turns its own logits into a guess, so that it tends to agree with the strategy.
+
+    A rule that takes the likeliest of the logits as they are may say so, with `is_plain = True`.
+    """
 
     @property
     def needs_q(self) -> bool:
@@ -61,7 +76,10 @@ class BranchRule(Protocol):
 
 
 class Plan(Protocol):
-    """How much one row may draft in this round, as its schedule decided."""
+    """How much one row may draft in this round, as its schedule decided.
+
+    A plan whose `go_on` says of a chain what an `Until` says may tell it, as its `until`.
+    """
 
     @property
     def limit(self) -> int:

@@ -131,7 +131,7 @@ class FakeSession:
 
     cache_reset_length = None
 
-    advance = Session.advance
+    advance, chain = Session.advance, Session.chain
 
     def __init__(self, model: FakeModel) -> None:
         self.model, self.passes = model, 0

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelF
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 from transformers.modeling_outputs import BaseModelOutput
 
+from specdec import kernels
 from specdec.models import compat, native_cache, offload
 from specdec.models.alignment import attention_maps
 from specdec.models.positions import Lookup
@@ -368,13 +369,11 @@ def test_compiler() -> None:
         model, x, buffer = Scaled(), torch.ones(5, 16), torch.zeros(3, 16)
         sizes = ({0: Dim.DYNAMIC}, {0: Dim.DYNAMIC})
         program = torch.export.export(model, (x, buffer), dynamic_shapes=sizes, strict=False)
-        package = torch._inductor.aoti_load_package(
-            torch._inductor.aoti_compile_and_package(program, inductor_configs=_OPTIONS)
-        )
-        assert package.get_constant_fqns() == ["weight"]
-        package.load_constants({"weight": model.weight}, check_full_update=True, user_managed=True)
+        passes = kernels.passes(torch._inductor.aoti_compile_and_package(program, inductor_configs=_OPTIONS))
+        assert passes.names() == ["weight"]
+        passes.load({"weight": model.weight})
         model.weight.mul_(3)
-        assert torch.equal(package.loader.boxed_run([x, buffer])[0], torch.full((5, 16), 3.0))
+        assert torch.equal(passes.run([x, buffer])[0], torch.full((5, 16), 3.0))
         assert torch.equal(buffer[0], torch.full((16,), 5.0))
 
 

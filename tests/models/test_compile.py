@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -17,12 +18,12 @@ import pytest
 import torch
 from torch import nn
 
-from specdec import SpecGenerator
+from specdec import SpecGenerator, kernels
 from specdec.errors import UnsupportedError
 from specdec.models import LanguageModel
 from specdec.models.compiled import CompiledForward, _key, _without_weights
 from specdec.models.flat import FlatForward
-from specdec.types import Tree
+from specdec.types import Tree, Until
 from tests.models.exact import Twin
 from tests.tiny import ENCODER_DECODERS, tiny, tiny_inputs
 
@@ -122,13 +123,13 @@ def test_code_that_says_something_else(
 
     def load(path: str) -> SimpleNamespace:
         return SimpleNamespace(
-            get_constant_fqns=lambda: [],
-            load_constants=lambda *_, **__: None,
-            loader=SimpleNamespace(boxed_run=lambda given: [torch.ones(1, len(given[2]), 64)]),
+            names=lambda: [],
+            load=lambda constants: None,
+            run=lambda given: [torch.ones(1, len(given[2]), 64)],
         )
 
     monkeypatch.setattr(CompiledForward, "_compile", lambda self: torch.save({}, self._folder / "constants.pt"))
-    monkeypatch.setattr(torch._inductor, "aoti_load_package", load)
+    monkeypatch.setattr(kernels, "passes", load)
     assert not compiled(tiny("llama")).ready
     assert caplog.messages[-1].endswith("compiled code gives other logits")
 
@@ -262,6 +263,63 @@ class TestCode:
                 torch.testing.assert_close(mine, own, rtol=1e-3, atol=1e-4)
                 assert part is None or torch.equal(part, mine)
 
+    @pytest.mark.parametrize("prompt", [9, 40])
+    def test_chains(self, language: LanguageModel, prompt: int) -> None:
+        """A chain in one call makes the guesses of passes one by one, ends where those would, and leaves as much."""
+        twin = _twin(language, 2)
+        twin.prefill(prompt, 4)
+        session, row, text = twin.session, twin.rows[0], [7, 12, 5]
+        whole = self.one_by_one(twin, row, text, 6)
+        passes = session.passes
+        for most in (1, 6):
+            found = session.chain(row, text, most, Until(), width=64)
+            assert [token for token, _ in found] == [token for token, _ in whole[:most]]
+            assert [sure for _, sure in found] == pytest.approx([sure for _, sure in whole[:most]], rel=1e-4)
+            assert session.length(row) == prompt + 3 + most - 1
+            session.truncate([row], [prompt])
+        assert session.passes == passes + 7
+        assert session.chain(row, text, 6, Until(), width=64, confident=False) == [(token, 1.0) for token, _ in whole]
+        session.truncate([row], [prompt])
+        tokens, sure = zip(*whole, strict=True)
+        # The chances of the first two are enough, of three not.
+        at_least = math.prod(sure[:2]) * 0.9999
+        assert len(session.chain(row, text, 6, Until(least=at_least), width=64)) == 3
+        session.truncate([row], [prompt])
+        last = next(place for place, token in enumerate(tokens) if token == tokens[2])
+        assert len(session.chain(row, text, 6, Until(), width=64, ends={tokens[2]})) == last + 1
+        session.truncate([row], [prompt])
+        assert all(token < 9 for token, _ in session.chain(row, text, 6, Until(), width=9))
+        session.truncate([row], [prompt])
+        twin.step([twin.chain(2), twin.chain(1)], [2, 1], [[0, 1], [0]])  # as if nothing had been
+
+    def one_by_one(self, twin: Twin, row: int, text: list[int], count: int) -> list[tuple[int, float]]:
+        """The likeliest guesses and their probabilities, by passes over one token each; the row is as before."""
+        session, before = twin.session, twin.session.length(row)
+        [scores] = session.forward([row], [Tree.chain(text)], [1])
+        session.commit([row], [list(range(len(text)))])
+        logits, found = scores.logits[-1], list[tuple[int, float]]()
+        for _ in range(count):
+            sure, token = logits.softmax(-1).max(-1)
+            found.append((int(token), float(sure)))
+            logits = session.advance([row], [int(token)])[0]
+        session.truncate([row], [before])
+        return found
+
+    def test_a_chain_of_numbers_that_are_none(self, language: LanguageModel) -> None:
+        """A model that overflows has no guess, and says so."""
+        twin = _twin(language, 1)
+        twin.prefill(9)
+        weight = language.model.get_output_embeddings().weight
+        with torch.no_grad():
+            kept = weight[33].clone()
+            weight[33] = math.nan
+            try:
+                [[token, sure]] = twin.session.chain(twin.rows[0], [7], 6, Until(), width=64)
+            finally:
+                weight[33] = kept
+        assert token == 0
+        assert math.isnan(sure)
+
     def test_kept(self, language: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
         """The next model of this structure finds the code and compiles nothing; its weights are its own."""
         monkeypatch.setattr(CompiledForward, "_compile", None)
@@ -296,8 +354,12 @@ class TestCode:
         eager = SpecGenerator(tiny(name), tiny(name, seed=1), gear="eager")
         given = tiny_inputs(name, 2) if name in ENCODER_DECODERS else {"input_ids": torch.tensor([[5, 9, 33, 7, 12]])}
         given |= {"max_new_tokens": 60, "do_sample": False}
-        fast = SpecGenerator(language, tiny(name, seed=1)).generate(**given)
-        assert torch.equal(fast.sequences, eager.generate(**given).sequences)
+        expected = eager.generate(**given)
+        for gear in ("eager", "compiled"):
+            draft = LanguageModel(tiny(name, seed=1), gear=gear)
+            fast = SpecGenerator(language, draft).generate(**given)
+            assert torch.equal(fast.sequences, expected.sequences)
+            assert fast.stats.num_accepted_draft_tokens == expected.stats.num_accepted_draft_tokens
 
 
 def test_warnings_name_the_model(
