@@ -35,6 +35,7 @@ from specdec.types import Tree
 
 if TYPE_CHECKING:
     from specdec.models.compiled import CompiledForward
+    from specdec.models.graphs import GraphedForward
     from specdec.models.language_model import LanguageModel
 
 ATTENTION = "specdec"
@@ -229,7 +230,7 @@ class FlatForward:
         self.model = FlatModel(language)
         self.widths: list[tuple[int, int, int]] = []
         self.states = 0
-        self.compiled: CompiledForward | None = None
+        self.compiled: CompiledForward | GraphedForward | None = None
         try:
             agrees = self._agrees()
         except Exception as error:  # whatever an architecture raises, it means that it does not run so
@@ -256,7 +257,8 @@ class FlatForward:
     @property
     def chains(self) -> bool:
         """Whether `chain` can be called: on compiled code, of models that read tokens."""
-        return self.compiled is not None and self.compiled.ready and not self.model.reads_embeds
+        faster = self.compiled
+        return faster is not None and faster.ready and faster.chains and not self.model.reads_embeds
 
     def chain(
         self, line: Line, steps: Steps, most: int, rule: Sequence[Any], buffers: Buffers, frames: Buffers = ()
@@ -265,14 +267,15 @@ class FlatForward:
 
         `rule` says how they are chosen and where the chain ends: the last arguments of `specdec.kernels.passes`' own.
         """
-        assert self.compiled is not None
+        compiled: Any = self.compiled  # which has chains
         told = self._told(1, ())
         first = Given.of(line, buffers, frames, told)
         encoders = [table[:, :, -1:] for table in line.encoders]
         token = torch.zeros(1, 1, dtype=torch.long)
         then = Given(token, steps.positions, torch.zeros(1, dtype=torch.long), steps.tables, encoders, buffers, frames,
                      told)  # fmt: skip
-        return self.compiled.chain(first, then, most, rule)
+        guesses: list[tuple[int, float]] = compiled.chain(first, then, most, rule)
+        return guesses
 
     def _told(self, count: int, layers: bool | Sequence[int]) -> list[Tensor]:
         """Of every hidden state all `count` nodes, or none."""

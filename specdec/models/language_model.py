@@ -22,6 +22,7 @@ from specdec.models.encoding import Encoding
 from specdec.models.exactness import Exactness, exactness, strict_obstacle
 from specdec.models.flat import FlatForward
 from specdec.models.gears import check_gear, in_gear, is_packed
+from specdec.models.graphs import GraphedForward
 from specdec.models.memory import kv_width
 from specdec.models.offload import execution_device, is_offloaded
 from specdec.models.positions import STYLES, Lookup
@@ -256,7 +257,7 @@ class LanguageModel:
             if self.gear == "compiled":
                 raise UnsupportedError(f"{error}: leave out `gear`='compiled'") from error
             return None
-        compiled = CompiledForward(flat)
+        compiled = GraphedForward(flat) if self.device.type == "cuda" else CompiledForward(flat)
         if self.gear == "compiled" or (gear == "auto" and compiled.is_kept):
             flat.compiled = compiled.start()
             if compiled.ready:
