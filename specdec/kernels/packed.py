@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 
@@ -107,6 +107,37 @@ class PackedLinear(AnyLinear):
             self.group, packed, others = 0, layout.packed(weight.detach(), weight.dtype), (None, None, None)
         for name, tensor in zip(("packed", "factors", "scales", "mins"), (packed, *others), strict=True):
             self.register_buffer(name, tensor)
+
+    @staticmethod
+    def can_join(layers: Sequence[PackedLinear]) -> bool:
+        """Whether these layers can be one: alike, and made of whole blocks."""
+        kinds = {
+            (one.kind, one.inputs, one.group, one.unpacks, *(one._buffers[name] is None for name in _HELD[:-1]))
+            for one in layers
+        }
+        return len(kinds) == 1 and all(one.outputs % layout.BLOCK == 0 for one in layers)
+
+    @classmethod
+    def join(cls, layers: Sequence[PackedLinear]) -> PackedLinear:
+        """One layer with the outputs of all these, whose own tensors become parts of its; see `can_join`."""
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        for name in ("kind", "takes", "inputs", "group", "unpacks"):
+            setattr(made, name, getattr(layers[0], name))
+        sizes = [one.outputs for one in layers]
+        made.outputs = sum(sizes)
+        if any(one.bias is not None for one in layers):
+            for one in layers:
+                one.bias = torch.zeros(one.outputs) if one.bias is None else one.bias
+        for name in _HELD:
+            parts = [part for one in layers if (part := one._buffers[name]) is not None]
+            whole = torch.cat(parts) if parts else None
+            made.register_buffer(name, whole)
+            if whole is not None:
+                pieces = torch.split(whole, [len(part) for part in parts])
+                for one, piece in zip(layers, pieces, strict=True):
+                    one._buffers[name] = piece
+        return made
 
     def _multiplied(self, x: Tensor) -> Tensor:
         if self.unpacks and x.dtype in self.unpacks and x.numel() > _MANY * self.inputs:

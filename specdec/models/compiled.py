@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _OPTIONS = {"aot_inductor.package_constants_in_so": False, "aot_inductor.compile_wrapper_opt_level": "O1"}
+_SOURCES = ("flat", "compiled", "positions", "cross", "together")
 _CODE, _CONSTANTS = "passes.pt2", "constants.pt"
 _WRITTEN = 8  # numbers: of tensors up to this size the compiler writes them into the code
 _PLAIN = (bool, int, float, str, torch.dtype)
@@ -56,6 +57,7 @@ class CompiledForward:
 
     def __init__(self, flat: FlatForward) -> None:
         self._model, self._widths, self._states = flat.model, flat.widths, flat.states
+        self._flat: FlatForward | None = flat  # until `start`
         self._passes: Any = None
         self._done = threading.Event()
 
@@ -69,6 +71,9 @@ class CompiledForward:
         if device != "cpu" or os.name != "posix":
             where = f"on {device}, with {os.name}"
             raise UnsupportedError(f"passes are compiled for the CPU alone, not {where}: leave out `gear`='compiled'")
+        if self._folder and self._flat is not None:  # named by the structure of the model as it was loaded
+            self._flat.join()
+            self._flat = None
         if self._taken():
             self._done.set()
         else:
@@ -190,7 +195,7 @@ def _key(model: FlatModel, widths: Sequence[tuple[int, ...]], states: int) -> st
         torch.__version__,
         transformers.__version__,
         kernels.digest(),
-        *((folder / f"{name}.py").read_text("utf-8") for name in ("flat", "compiled", "positions", "cross")),
+        *((folder / f"{name}.py").read_text("utf-8") for name in _SOURCES),
         *(Path(file).read_text("utf-8") for file in sorted(_own_files(model))),
         *(f"{name} {type(module).__module__}.{type(module).__qualname__}" for name, module in model.named_modules()),
         *(f"{name} {tensor.dtype} {list(tensor.shape)} {tensor.stride()}" for name, tensor in _tensors(model).items()),

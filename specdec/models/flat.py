@@ -30,6 +30,7 @@ from specdec.models.layout import SlotMap
 from specdec.models.nodes import Line, RowNodes, Steps
 from specdec.models.positions import Lookup
 from specdec.models.steady import steady
+from specdec.models.together import join, readers
 from specdec.models.twin import twin
 from specdec.types import Tree
 
@@ -230,6 +231,7 @@ class FlatForward:
         self.model = FlatModel(language)
         self.widths: list[tuple[int, int, int]] = []
         self.states = 0
+        self._together: list[list[str]] = []
         self.compiled: CompiledForward | GraphedForward | None = None
         try:
             agrees = self._agrees()
@@ -253,6 +255,11 @@ class FlatForward:
         logits, *states = self.compiled(*Given.of(line, buffers, frames, told))
         wanted = zip(states, told, strict=True) if layers else ()
         return logits[0], tuple(state[0] if len(nodes) else None for state, nodes in wanted)
+
+    def join(self) -> None:
+        """Lets packed layers that read the same input share a call."""
+        for names in self._together:
+            join(self.model.model, self._language.model, names)
 
     @property
     def chains(self) -> bool:
@@ -309,7 +316,8 @@ class FlatForward:
             encoders = None if encoding is None else [[0, 0, 0, encoding.hidden.shape[1]]]
             line = Line.of([nodes], language.capability.kinds, language.device, encoders)
             line = replace(line, ids=self.model.inputs(line.ids))
-            logits.append(self(line, buffers, _pairs(frames))[0])  # type: ignore[arg-type]
+            with readers(self.model.model) as self._together:
+                logits.append(self(line, buffers, _pairs(frames))[0])  # type: ignore[arg-type]
             slots.base = slots.top = slots.base + len(tree)
         blind = max(kind.first for kind in language.capability.kinds)  # whoever sees nothing says nothing
         return alike(torch.cat(logits)[blind:], output.logits[0, blind:])

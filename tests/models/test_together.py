@@ -1,0 +1,123 @@
+"""Layers that share a call: the same numbers, bit for bit, over one copy of the weights."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from specdec.kernels import PackedLinear, pack, to_int4, to_int8
+from specdec.models import LanguageModel
+from specdec.models.together import Joint, Part
+from tests.models.exact import Twin
+from tests.tiny import ENCODER_DECODERS, tiny, tiny_inputs
+
+pytestmark = pytest.mark.usefixtures("built")
+WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+KINDS = {
+    "float32": lambda weight: weight,
+    "bfloat16": lambda weight: weight.bfloat16(),
+    "int8": to_int8,
+    "int8 groups": lambda weight: to_int8(weight, 32),
+    "int4": to_int4,
+}
+
+
+def parts(model: nn.Module) -> set[str]:
+    """What the layers are called that share a call."""
+    return {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, Part)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("biases", [(True, True), (True, False), (False, False)])
+def test_a_joint_layer(kind: str, biases: tuple[bool, bool]) -> None:
+    """Every output is what the layer alone gives; the layers' own tensors are parts of the joint one's."""
+    torch.manual_seed(1)
+    weights, bias = [torch.randn(outputs, 70) for outputs in (64, 32)], [torch.randn(64), torch.randn(32)]
+    layers = [
+        pack(KINDS[kind](weight), bias=own if has else None)
+        for weight, own, has in zip(weights, bias, biases, strict=True)
+    ]
+    x = torch.randn(2, 5, 70).to(layers[0].takes[-1])
+    expected = [layer(x) for layer in layers]
+    assert PackedLinear.can_join(layers)
+    joint = PackedLinear.join(layers)
+    assert torch.equal(joint(x), torch.cat(expected, -1))
+    assert torch.equal(joint.weight(), torch.cat([layer.weight() for layer in layers]))
+    for layer, before in zip(layers, expected, strict=True):
+        assert torch.equal(layer(x), before)
+        assert layer.packed.untyped_storage().data_ptr() == joint.packed.untyped_storage().data_ptr()
+
+
+def test_layers_that_cannot_be_joined() -> None:
+    """Other kinds, other inputs, and outputs that are no whole blocks."""
+    first = pack(torch.ones(64, 70))
+    for other in (torch.ones(64, 70).bfloat16(), torch.ones(64, 71), torch.ones(48, 70), to_int8(torch.ones(64, 70))):
+        assert not PackedLinear.can_join([first, pack(other)])
+
+
+def test_who_asks_first() -> None:
+    """Whoever asks, and whatever others ask at the same time: an answer is for the tensor that was asked about."""
+    layers = [pack(torch.randn(32, 16)), pack(torch.randn(32, 16))]
+    expected = [layer.weight().T for layer in layers]
+    joint = Joint(PackedLinear.join(layers))
+    one, two = Part(joint, 0, 32, last=False), Part(joint, 32, 64, last=True)
+    x, y = torch.randn(1, 16), torch.randn(3, 16)
+    for part, given, own in ((one, x, 0), (two, y, 1), (two, x, 1), (one, y, 0), (two, y, 1)):
+        torch.testing.assert_close(part(given), given @ expected[own])
+    assert joint.said.last is None
+    one(x)
+    seen: list[object] = []
+    thread = threading.Thread(target=lambda: seen.append(joint.said.last))
+    thread.start()
+    thread.join()
+    assert seen == [None]
+    for other in (copy.deepcopy(joint), pickle.loads(pickle.dumps(joint))):
+        assert other.said.last is None
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "joined"),
+    [
+        ("llama", WIDE, {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}),
+        ("whisper", {}, {"q_proj", "k_proj", "v_proj"}),  # of the text, not of the encoder
+        ("t5", {}, {"q", "k", "v"}),
+        ("gpt2", {}, set()),  # has them in one already
+    ],
+)
+def test_models(name: str, options: dict[str, int], joined: set[str]) -> None:
+    """Passes are the same, bit for bit, and the model's own layers hold no second copy."""
+    language = LanguageModel(tiny(name, **options), gear="packed")
+    encoding = language.encode(tiny_inputs(name, 2)) if name in ENCODER_DECODERS else None
+    before = Twin(language, 2, encoding)
+    before.prefill(9, 4)
+    trees, keep = [before.tree(), before.chain(3)], [7, 2]
+    expected = before.forward(trees, keep)
+    language.flat.join()
+    assert parts(language.flat.model) == joined
+    assert not parts(language.model)
+    after = Twin(language, 2, encoding)
+    after.prefill(9, 4)
+    assert after.texts == before.texts
+    for one, other in zip(after.forward(trees, keep), expected, strict=True):
+        assert torch.equal(one.logits, other.logits)
+    own = {m.packed.untyped_storage().data_ptr() for m in language.model.modules() if isinstance(m, PackedLinear)}
+    shared = {m.layer.packed.data_ptr() for m in language.flat.model.modules() if isinstance(m, Joint)}
+    assert shared <= own
+    assert bool(shared) == bool(joined)
+
+
+def test_a_second_model_over_the_same_layers() -> None:
+    """It shares what was joined."""
+    first = LanguageModel(tiny("llama", **WIDE), gear="packed")
+    first.flat.join()
+    held = [m.layer for m in first.flat.model.modules() if isinstance(m, Joint)]
+    for other in (LanguageModel(first.model), first.early_exit(1)):
+        other.flat.join()
+        theirs = [m.layer for m in other.flat.model.modules() if isinstance(m, Joint)]
+        assert theirs
+        assert all(any(one is layer for layer in held) for one in theirs)
