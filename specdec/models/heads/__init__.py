@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from specdec.errors import UnsupportedError
 from specdec.loading import Loading
-from specdec.models.heads.checkpoint import Checkpoint, kind_of
+from specdec.models.heads.checkpoint import Checkpoint, kind_of, readable
 from specdec.models.heads.dflash import load_assistant, load_dflash
 from specdec.models.heads.eagle import load_eagle
 from specdec.models.heads.head import Head, Stage, Stages
@@ -40,7 +40,8 @@ def load_head(
     if kind is None or kind not in LOADERS:
         known = ", ".join(name for name in LOADERS if name != "assistant")
         raise UnsupportedError(f"`{argument}` {checkpoint.source!r} is a head of kind {kind!r}; known are {known}")
-    return LOADERS[kind](checkpoint, target, how)
+    with readable(checkpoint.source, argument):
+        return LOADERS[kind](checkpoint, target, how)
 
 
 __all__ = ["LOADERS", "Head", "Stage", "Stages", "kind_of", "load_head", "load_mtp"]

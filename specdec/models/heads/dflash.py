@@ -148,7 +148,7 @@ def load_dflash(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> 
             vocabulary=vocabulary,
         )
     size, anchor = given.get("block_size", 8), bool(given.get("sample_from_anchor", False))
-    return _filled(stage, checkpoint, target, how, layers, size - (not anchor), anchor=anchor)
+    return _filled(stage, checkpoint, target, how, layers, size, anchor=anchor)
 
 
 def load_assistant(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> Head:
@@ -168,7 +168,7 @@ def load_assistant(checkpoint: Checkpoint, target: LanguageModel, how: Loading) 
             anchored=False,
             whole=target.output_embeddings.__call__,
         )
-    return _filled(stage, renamed, target, how, layers, checkpoint.config["block_size"] - 1, anchor=False)
+    return _filled(stage, renamed, target, how, layers, checkpoint.config["block_size"], anchor=False)
 
 
 def _renamed(name: str) -> str:
@@ -182,16 +182,15 @@ def _filled(
     target: LanguageModel,
     how: Loading,
     layers: list[int],
-    guesses: int,
+    size: Any,
     *,
     anchor: bool,
 ) -> Head:
-    mask = checkpoint.config.get("mask_token_id")
-    if mask is None:
-        raise checkpoint.broken("its config has no `mask_token_id`")
+    masks = checkpoint.count(size, "block_size", 1 if anchor else 2) - 1
+    token = checkpoint.mask_token(stage.embedding)
     checkpoint.check_used({*stage.state_dict(), "embed_tokens.weight"})
     checkpoint.fill(stage, checkpoint.dtype(how, target), target.device)
-    block = Block(guesses, mask, guesses - anchor, stage.masked(), reads_itself=True)
+    block = Block(masks + anchor, token, masks, stage.masked(), reads_itself=True)
     return Head([stage], layers, gear=how.gear, block=block)
 
 
