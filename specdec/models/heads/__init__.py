@@ -15,8 +15,23 @@ from specdec.models.heads.head import Head, Stage, Stages
 from specdec.models.heads.mtp import load_mtp
 from specdec.models.language_model import LanguageModel
 
-LOADERS = {"eagle3": load_eagle, "peagle": load_eagle, "dflash": load_dflash, "assistant": load_assistant}
-"""By the `speculators_model_type` of a checkpoint; "assistant" are transformers' own that guess blocks."""
+
+def _load_gemma4(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> Head:
+    """Looked up when it is needed: to import transformers' Gemma 4 takes a while."""
+    from specdec.models.heads.gemma4 import load_gemma4
+
+    return load_gemma4(checkpoint, target, how)
+
+
+LOADERS = {
+    "eagle3": load_eagle,
+    "peagle": load_eagle,
+    "dflash": load_dflash,
+    "assistant": load_assistant,
+    "gemma4": _load_gemma4,
+}
+"""By the `speculators_model_type` of a checkpoint; the last two are transformers' own, the first of which guess blocks.
+"""
 
 
 def load_head(
@@ -26,7 +41,7 @@ def load_head(
     *,
     argument: str = "draft",
 ) -> Head:
-    """The head at a folder or hub id, or that a transformers assistant is, for this target, loaded as `how` says.
+    """The head at a folder or hub id, or that an assistant of transformers is, for this target, loaded as `how` says.
 
     Raises OptionError for one that was made for another target, UnsupportedError for kinds that are not known,
     LoadError for broken checkpoints.

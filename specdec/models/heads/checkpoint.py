@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from specdec.values import is_whole
 
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _BLOCK = {"target_layer_ids", "block_size", "mask_token_id"}  # of transformers' assistants that guess blocks
+_GEMMA = r"gemma4\w*_assistant"  # the `model_type` of those of Gemma 4
 _IGNORED = ("verifier_norm.", "verifier_lm_head.", "rotary_emb.")  # of the library's training
 _SENSELESS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, StrictDataclassError)
 
@@ -43,6 +45,8 @@ def kind_of(source: str | PathLike[str] | PreTrainedModel, revision: str | None 
         return None
     if not isinstance(config, dict):
         return None
+    if re.fullmatch(_GEMMA, str(config.get("model_type"))):
+        return "gemma4"
     found = config.get("speculators_model_type", "assistant" if config.keys() >= _BLOCK else None)
     return None if found is None else str(found)
 
@@ -149,7 +153,11 @@ class Checkpoint:
             if self.weights[name].shape != tensor.shape:
                 found, said = list(self.weights[name].shape), list(tensor.shape)
                 raise self.broken(f"`{name}` is {found}, and by its config {said}")
-        stage.load_state_dict({name: self.weights[name].to(device, dtype) for name in wanted}, assign=True)
+        given = {
+            name: self.weights[name].to(device, dtype if tensor.is_floating_point() else None)
+            for name, tensor in wanted.items()
+        }
+        stage.load_state_dict(given, assign=True)
         stage.settle(dtype, device)
 
     def with_weights(self, weights: dict[str, Tensor]) -> Checkpoint:
