@@ -101,7 +101,7 @@ def candidates(model: Any, draft: Any, text: list[int], count: int) -> list[int]
 
 
 @pytest.mark.skipif(OLD, reason="transformers drafts otherwise")
-@pytest.mark.parametrize("unified", [False, True])
+@pytest.mark.parametrize("unified", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_guesses_are_those_of_transformers(
     unified: bool, proposals: list[tuple[list[int], Tree]], tmp_path: Path
 ) -> None:
@@ -139,6 +139,20 @@ def test_the_text_is_the_target_s(given: dict[str, Any]) -> None:
     plain = {key: value for key, value in given.items() if key not in ("schedule", "num_assistant_branches")}
     assert out.sequences.tolist() == SpecGenerator(model).generate(IDS, **RUN, **plain).sequences.tolist()
     assert out.stats.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("unified", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_a_vocabulary_of_its_own(unified: bool, proposals: list[tuple[list[int], Tree]], tmp_path: Path) -> None:
+    """Tokens outside it are never guessed, clusters of tokens or not."""
+    for name, model in zip(("target", "draft"), pair(unified=unified), strict=True):
+        model.save_pretrained(tmp_path / name)
+    options = {"vocabulary": 20}
+    generator = SpecGenerator.from_pretrained(str(tmp_path / "target"), str(tmp_path / "draft"), draft_options=options)
+    plain = SpecGenerator.from_pretrained(str(tmp_path / "target")).generate(IDS, **RUN)
+    assert generator.generate(IDS, **RUN).sequences.tolist() == plain.sequences.tolist()
+    guessed = {token for _, tree in proposals for token in tree.tokens}
+    assert len(guessed) > 1
+    assert max(guessed) < 20
 
 
 def test_what_does_not_fit(tmp_path: Path) -> None:

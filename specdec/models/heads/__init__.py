@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from os import PathLike
 
 from transformers import PreTrainedModel
@@ -14,6 +15,7 @@ from specdec.models.heads.eagle import load_eagle
 from specdec.models.heads.head import Head, Stage, Stages
 from specdec.models.heads.mtp import load_mtp
 from specdec.models.language_model import LanguageModel
+from specdec.models.vocabulary import Choose
 
 
 def _load_gemma4(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> Head:
@@ -40,8 +42,11 @@ def load_head(
     how: Loading | None = None,
     *,
     argument: str = "draft",
+    choose: Choose | None = None,
 ) -> Head:
     """The head at a folder or hub id, or that an assistant of transformers is, for this target, loaded as `how` says.
+
+    `choose` says which of the tokens that it knows it may guess.
 
     Raises OptionError for one that was made for another target, UnsupportedError for kinds that are not known,
     LoadError for broken checkpoints.
@@ -56,7 +61,7 @@ def load_head(
         known = ", ".join(name for name in LOADERS if name != "assistant")
         raise UnsupportedError(f"`{argument}` {checkpoint.source!r} is a head of kind {kind!r}; known are {known}")
     with readable(checkpoint.source, argument):
-        return LOADERS[kind](checkpoint, target, how)
+        return LOADERS[kind](replace(checkpoint, choose=choose), target, how)
 
 
 __all__ = ["LOADERS", "Head", "Stage", "Stages", "kind_of", "load_head", "load_mtp"]

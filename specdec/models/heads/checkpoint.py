@@ -23,6 +23,7 @@ from specdec.models.compat import cached
 from specdec.models.failures import check_folder, explained
 from specdec.models.heads.head import Embedding, Stage
 from specdec.models.language_model import LanguageModel
+from specdec.models.vocabulary import Choose
 from specdec.values import is_whole
 
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -63,12 +64,13 @@ def _file(source: str, name: str, revision: str | None) -> str:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A head's config and weights; `argument` is what the caller calls it."""
+    """A head's config and weights; `argument` is what the caller calls it, who may `choose` what it guesses."""
 
     source: str
     config: Mapping[str, Any]
     weights: dict[str, Tensor]
     argument: str = "draft"
+    choose: Choose | None = None
 
     @classmethod
     def read(cls, source: str | PathLike[str], how: Loading, argument: str = "draft") -> Checkpoint:
@@ -159,6 +161,8 @@ class Checkpoint:
         }
         stage.load_state_dict(given, assign=True)
         stage.settle(dtype, device)
+        if self.choose is not None:
+            stage.narrow(self.choose)
 
     def with_weights(self, weights: dict[str, Tensor]) -> Checkpoint:
         """The same with other weights."""

@@ -61,7 +61,7 @@ class AssistantStage(Stage):
         self.post_projection = nn.Linear(self._hidden, self._state, bias=False)
         if given.get("use_ordered_embeddings"):
             self.masked_embedding: Clusters | None = Clusters(given, self._hidden, target.vocab_size)
-            self.lm_head: Any = nn.Embedding(target.vocab_size, self._hidden)  # of which some rows are looked up
+            self.lm_head = nn.Embedding(target.vocab_size, self._hidden)  # of which some rows are looked up
         else:
             self.masked_embedding = None
             self.lm_head = nn.Linear(self._hidden, target.vocab_size, bias=False)
@@ -108,6 +108,13 @@ class AssistantStage(Stage):
         logits: Tensor = self.lm_head(hidden)
         return logits
 
+    def cut(self, rows: Tensor) -> None:
+        """Clusters stay whole."""
+        if self.masked_embedding is None:
+            super().cut(rows)
+        else:
+            self.masked_embedding.rows = rows
+
     def _keys_and_values(self, told: Tensor, positions: Tensor, cache: Any) -> dict[str, tuple[Tensor, Tensor]]:
         """By kind those of all that is known, `[rows, heads, end, width]`; a node brings those of the token before."""
         found: dict[str, tuple[Tensor, Tensor]] = {}
@@ -141,14 +148,15 @@ class Clusters(nn.Module):
         self.centroids = nn.Linear(hidden, given["num_centroids"], bias=False)
         self.register_buffer("token_ordering", torch.zeros(vocab_size, dtype=torch.long))
         self.likeliest = given["centroid_intermediate_top_k"]
+        self.rows: Tensor | slice = slice(None)
 
     def forward(self, hidden: Tensor, table: nn.Module) -> Tensor:
-        """Logits `[..., vocab]` of `hidden` `[..., width]`, by rows of a `table`; all others are -inf."""
+        """Logits `[..., rows]` of `hidden` `[..., width]`, by rows of a `table`; all others are -inf."""
         clusters = self.centroids(hidden).topk(self.likeliest, dim=-1).indices
         tokens = self.token_ordering.view(self.centroids.out_features, -1)[clusters].flatten(-2)
         found = (table(tokens) @ hidden[..., None])[..., 0]
         whole = found.new_full((*found.shape[:-1], len(self.token_ordering)), float("-inf"))
-        return whole.scatter(-1, tokens, found)
+        return whole.scatter(-1, tokens, found)[..., self.rows]
 
 
 def load_gemma4(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> Head:
