@@ -148,11 +148,10 @@ def head(kind: str, folder: Path) -> tuple[str, str]:
 @pytest.mark.parametrize(
     "kind",
     [
-        "eagle",
         "d2t",
         "dflash",
         "mtp",
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("peagle", "assistant")),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("eagle", "peagle", "assistant")),
     ],
 )
 def test_heads_have_one_too(kind: str, tmp_path: Path, guessed: set[int]) -> None:
