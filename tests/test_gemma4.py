@@ -126,7 +126,7 @@ def test_guesses_are_those_of_transformers(
 @pytest.mark.parametrize(
     "given",
     [
-        {"schedule": "heuristic", "num_assistant_branches": 3},
+        pytest.param({"schedule": "heuristic", "num_assistant_branches": 3}, marks=pytest.mark.slow, id="branches"),
         {"num_beams": 3},
         {"do_sample": True, "seed": 3, "num_return_sequences": 2},
     ],
@@ -141,7 +141,8 @@ def test_the_text_is_the_target_s(given: dict[str, Any]) -> None:
     assert out.stats.num_draft_tokens > 0
 
 
-@pytest.mark.parametrize("unified", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("unified", [False, True])
 def test_a_vocabulary_of_its_own(unified: bool, proposals: list[tuple[list[int], Tree]], tmp_path: Path) -> None:
     """Tokens outside it are never guessed, clusters of tokens or not."""
     for name, model in zip(("target", "draft"), pair(unified=unified), strict=True):

@@ -149,9 +149,8 @@ def head(kind: str, folder: Path) -> tuple[str, str]:
     "kind",
     [
         "d2t",
-        "dflash",
         "mtp",
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("eagle", "peagle", "assistant")),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("eagle", "peagle", "dflash", "assistant")),
     ],
 )
 def test_heads_have_one_too(kind: str, tmp_path: Path, guessed: set[int]) -> None:
