@@ -31,8 +31,8 @@ from specdec.inputs import check_tokenizer, tokenizer_beside
 from specdec.loading import PASSES, Loading, Vocabulary
 from specdec.models import LanguageModel, load
 from specdec.models.bare_decoder import on_encoder_of
-from specdec.models.heads import kind_of, load_head
-from specdec.models.vocabulary import cut_vocabulary
+from specdec.models.heads import kind_of, load_head, load_mtp
+from specdec.models.vocabulary import chooser, cut_vocabulary
 from specdec.request import Pacing
 from specdec.schedule import Schedule, learns
 from specdec.types import BatchDrafter
@@ -84,10 +84,11 @@ class Draft:
 
 @dataclass(frozen=True)
 class HeadAt:
-    """A head at a folder or hub id, which comes in once its target has."""
+    """A head at a folder or hub id, or by a word, which comes in once its target has."""
 
     source: str
     how: Loading
+    vocabulary: Vocabulary | None = None
 
 
 class Drafts:
@@ -116,7 +117,7 @@ class Drafts:
                 made: BatchDrafter = DRAFTS[word].of(self._target, argument if colon else None, name)
                 return made
             case HeadAt():
-                return HeadDrafter(load_head(draft.source, self._target, draft.how, argument=name))
+                return self._head(draft, tokenizer, name)
             case str() | PathLike() | PreTrainedModel() if kind_of(draft) is not None:
                 return HeadDrafter(load_head(draft, self._target, self._how, argument=name))
             case str() | PathLike() | PreTrainedModel() | LanguageModel():
@@ -152,6 +153,13 @@ class Drafts:
                 return MtpDrafter.of(self._target, None, name)
             case _:
                 return self.make(given[name], tokenizer, given.get("assistant_tokenizer"), name=name)
+
+    def _head(self, draft: HeadAt, tokenizer: Any, name: str) -> HeadDrafter:
+        target, wanted = self._target, draft.vocabulary
+        choose = None if wanted is None else chooser(target, wanted, tokenizer)
+        if is_word(draft.source):
+            return MtpDrafter(load_mtp(target, argument=name, choose=choose), source=draft.source)
+        return HeadDrafter(load_head(draft.source, target, draft.how, argument=name, choose=choose))
 
     def _model(self, draft: Any, tokenizer: Any, assistant_tokenizer: Any, name: str) -> BatchDrafter:
         """A draft model, behind a bridge where its tokenizer is another one."""
@@ -249,11 +257,9 @@ def loaded(draft: Any, how: Loading, vocabulary: Vocabulary | None = None) -> tu
         parts = [loaded(part, how, vocabulary) for part in draft]
         return tuple(part for part, _ in parts), next((t for _, t in parts if t is not None), None)
     if not is_name(draft):
-        return draft, None
+        return (HeadAt(draft, how, vocabulary) if is_head(draft) and vocabulary is not None else draft), None
     if kind_of(draft, how.revision) is not None:
-        if vocabulary is not None:
-            raise OptionError(f"`draft` {str(draft)!r} is a head, which has its own vocabulary: leave `vocabulary` out")
-        return HeadAt(str(draft), how), None
+        return HeadAt(str(draft), how, vocabulary), None
     beside = tokenizer_beside(str(draft), **how.beside)
     model = language_model(draft, "draft", how)
     if vocabulary is not None:
@@ -264,6 +270,11 @@ def loaded(draft: Any, how: Loading, vocabulary: Vocabulary | None = None) -> tu
 def names_model(draft: Any) -> bool:
     """Whether an id or path of a model is, or is part of, this draft."""
     return any(map(names_model, draft)) if isinstance(draft, tuple | list) else is_name(draft)
+
+
+def is_head(draft: Any) -> bool:
+    """Whether this is the word for a head that comes with the target."""
+    return isinstance(draft, str) and draft in DRAFTS and issubclass(DRAFTS[draft], HeadDrafter)
 
 
 def _same(mine: Any, theirs: Any) -> bool:

@@ -14,7 +14,7 @@ from specdec.call import Call, Extras, Job
 from specdec.config import Options, check_defaults, resolve
 from specdec.dispatcher import Dispatcher
 from specdec.drafts import NAMES as DRAFT_NAMES
-from specdec.drafts import Draft, Drafts, is_name, language_model, loaded, named_drafts, names_model
+from specdec.drafts import Draft, Drafts, is_head, is_name, language_model, loaded, named_drafts, names_model
 from specdec.engine import Engine
 from specdec.errors import OptionError
 from specdec.inputs import NAMES as MODEL_INPUTS
@@ -108,7 +108,7 @@ class SpecGenerator:
         draft_how = how.of_draft(draft_options)
         if leads:
             draft_how = on_own_device(draft_how)
-        if draft_options and not names_model(draft):
+        if draft_options and not names_model(draft) and not (is_head(draft) and [*draft_options] == ["vocabulary"]):
             raise OptionError("`draft_options` load a draft model, and `draft` is no id or path: leave them out")
         if tokenizer is None and is_name(target):
             tokenizer = tokenizer_beside(str(target), **how.beside)

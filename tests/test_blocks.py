@@ -17,7 +17,8 @@ from specdec.errors import LoadError, OptionError
 from specdec.models.miniature import shake
 from specdec.types import Plan, Row, Tree
 from tests.heads import SIZES, DFlash, Eagle, dflash_folder, eagle_folder
-from tests.test_heads import IDS, RUN, changed, states_of, target
+from tests.test_heads import IDS, RUN, THREE, changed, reweighed, states_of, target
+from tests.tiny import tiny
 
 PEAGLE = {"speculators_model_type": "peagle", "mask_token_id": 63}
 CONSTANT = {"schedule": "constant", "num_assistant_tokens": 3}
@@ -148,13 +149,48 @@ def test_guesses_are_those_of_transformers(
             assert tree.tokens == theirs[tuple(text)][: len(tree)]
 
 
-def test_broken_blocks(tmp_path: Path) -> None:
-    """No mask token, layers that there are not."""
+@pytest.mark.parametrize(
+    ("kind", "fields", "weights", "match"),
+    [
+        (
+            "dflash",
+            {"mask_token_id": None},
+            {},
+            "`mask_token_id` must be one of 64 tokens that have embeddings, got None",
+        ),
+        ("dflash", {"mask_token_id": 64}, {}, "`mask_token_id` must be one of 64 tokens that have embeddings, got 64"),
+        ("dflash", {"block_size": 1}, {}, "`block_size` must be a whole number of at least 2, got 1"),
+        ("dflash", {"draft_vocab_size": 20}, {}, "it guesses 20 of 64 tokens, but `d2t` does not say which"),
+        ("dflash", {}, {"fc__weight": None}, "1 weights are missing, fc.weight…"),
+        ("dflash", {}, {"hidden_norm__weight": torch.ones(31)}, r"`hidden_norm.weight` is \[31\], and by its config"),
+        ("dflash", {}, {"d2t": torch.zeros(64, dtype=torch.long) + 1}, "`d2t` does not name 64 different tokens of 64"),
+        (
+            "peagle",
+            {"mask_token_id": None},
+            {},
+            "`mask_token_id` must be one of 64 tokens that have embeddings, got None",
+        ),
+        ("peagle", {"mask_token_id": -1}, {}, "`mask_token_id` must be one of 64 tokens that have embeddings, got -1"),
+        ("peagle", {}, {"mask_hidden": None}, r"`mask_hidden` is missing, and by its config \[1, 1, 96\]"),
+        ("peagle", {}, {"mask_hidden": torch.ones(1, 1, 32)}, r"`mask_hidden` is \[1, 1, 32\], and by its config"),
+        ("peagle", {}, {"embed_tokens__weight": torch.ones(40, 32)}, r"`embed_tokens.weight` is \[40, 32\]"),
+    ],
+)
+def test_broken_blocks(kind: str, fields: dict[str, Any], weights: dict[str, Any], match: str, tmp_path: Path) -> None:
+    """Mask tokens, blocks and weights that cannot be. (Masks beyond the embeddings ended a pass in an IndexError.)"""
+    model, folder = target(), tmp_path / "head"
+    made = dflash_folder(folder, model) if kind == "dflash" else eagle_folder(folder, **PEAGLE)
+    with pytest.raises(LoadError, match=match):
+        SpecGenerator(model, reweighed(changed(made, **fields), **weights))
+
+
+def test_blocks_of_other_targets(tmp_path: Path) -> None:
+    """Other layers, widths, vocabularies."""
     model = target()
-    with pytest.raises(LoadError, match="has no `mask_token_id`"):
-        SpecGenerator(model, changed(dflash_folder(tmp_path / "a", model), mask_token_id=None))
-    with pytest.raises(LoadError, match="no `mask_hidden` or no `mask_token_id`"):
-        SpecGenerator(model, eagle_folder(tmp_path / "b", speculators_model_type="peagle"))
+    with pytest.raises(OptionError, match="its hidden states are 48 wide, the target's 32"):
+        SpecGenerator(model, changed(dflash_folder(tmp_path / "a", model), target_hidden_size=48))
+    with pytest.raises(OptionError, match="its vocabulary are 64 wide, the target's 70"):
+        SpecGenerator(tiny("llama", vocab=70, **THREE), dflash_folder(tmp_path / "b", model))
     with pytest.raises(OptionError, match=r"it reads \[1, 9\]"):
         SpecGenerator(model, changed(dflash_folder(tmp_path / "c", model), aux_hidden_state_layer_ids=[1, 9]))
     draft = assistant()

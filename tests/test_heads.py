@@ -315,23 +315,76 @@ def test_a_head_of_another_vocabulary(tmp_path: Path) -> None:
         ({"d2t": torch.full((30,), 40)}, "`d2t` does not name 30 different tokens of 64"),
         ({"d2t": torch.zeros(30, dtype=torch.long)}, "`t2d` does not say the same as `d2t`"),
         ({"d2t": None}, "it guesses 30 of 64 tokens, but `d2t` does not say which"),
+        ({"d2t": torch.full((30,), -1)}, "`d2t` does not name 30 different tokens of 64"),
+        ({"d2t": torch.zeros(29, dtype=torch.long)}, "`d2t` does not name 30 different tokens of 64"),
+        ({"t2d": torch.ones(63, dtype=torch.bool)}, "`t2d` does not say the same as `d2t`"),
         ({"layers__1__norm__weight": torch.ones(3)}, "nobody reads its weights layers.1.norm.weight…"),
+        (
+            {"embed_tokens__weight": torch.ones(63, 32)},
+            r"`embed_tokens.weight` is \[63, 32\], and a target of 64 tokens",
+        ),
+        ({"embed_tokens__weight": torch.ones(64, 31)}, "embeddings are 31 wide, its layers 32"),
+        ({"embed_tokens__weight": torch.ones(64)}, r"`embed_tokens.weight` is \[64\]"),
     ],
 )
 def test_broken_heads(weights: dict[str, Any], match: str, tmp_path: Path) -> None:
-    """Weights that are missing, left over, or of another shape; ids that the target lacks."""
+    """Weights that are missing, left over, or of another shape; ids that the target lacks.
+
+    (Of embeddings with too few rows a pass told first, as an IndexError.)
+    """
     folder = reweighed(eagle_folder(tmp_path / "head", draft_vocab_size=30), **weights)
     with pytest.raises((LoadError, UnsupportedError), match=match):
         SpecGenerator(target(), folder)
 
 
-def test_truncated_files(tmp_path: Path) -> None:
-    """As with any model."""
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"eagle_aux_hidden_state_layer_ids": 3}, "its config.json, or the index of its files, makes no sense"),
+        ({"speculators_config": "vLLM"}, "makes no sense"),
+        ({"speculators_model_type": ["eagle3"]}, "is a head of kind"),
+        ({"transformer_layer_config": None}, "no `transformer_layer_config`"),
+        ({"num_hidden_layers": 0}, "its `num_hidden_layers` must be a whole number of at least 1, got 0"),
+        ({"num_attention_heads": 0}, "makes no sense"),
+        ({"hidden_size": "wide"}, "makes no sense"),
+    ],
+)
+def test_configs_that_make_no_sense(fields: dict[str, Any], match: str, tmp_path: Path) -> None:
+    """They are told of before any pass, by the name of the argument."""
     folder = eagle_folder(tmp_path / "head")
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:5000])
+    inner = json.loads((folder / "config.json").read_text())["transformer_layer_config"]
+    of_layers = {name: value for name, value in fields.items() if name in inner}
+    fields = {"transformer_layer_config": {**inner, **of_layers}} if of_layers else fields
+    with pytest.raises((LoadError, UnsupportedError), match=match) as caught:
+        SpecGenerator(target(), changed(folder, **fields))
+    assert "`draft`" in str(caught.value)
+
+
+def test_truncated_files(tmp_path: Path) -> None:
+    """As with any model: weights, config, an index of several files and one of these."""
+    folder, model = eagle_folder(tmp_path / "head"), target()
+    file, config = folder / "model.safetensors", folder / "config.json"
+    weights, fields = file.read_bytes(), config.read_text()
+    file.write_bytes(weights[:5000])
     with pytest.raises(LoadError, match="its files are broken or incomplete"):
-        SpecGenerator(target(), folder)
+        SpecGenerator(model, folder)
+    config.write_text(fields[:100])
+    with pytest.raises(LoadError, match=r"`draft`.*its files are broken or incomplete"):
+        SpecGenerator(model, folder)
+    config.write_text(fields)
+    file.unlink()
+    with pytest.raises(OptionError, match="cannot be loaded"):
+        SpecGenerator(model, folder)
+    index = folder / "model.safetensors.index.json"
+    index.write_text("{}")
+    with pytest.raises(LoadError, match="the index of its files, makes no sense"):
+        SpecGenerator(model, folder)
+    index.write_text(json.dumps({"weight_map": {"fc.weight": "a.safetensors", "norm.weight": "b.safetensors"}}))
+    (folder / "a.safetensors").write_bytes(weights)
+    with pytest.raises(OptionError, match=r"b\.safetensors"):
+        SpecGenerator(model, folder)
+    index.write_text(json.dumps({"weight_map": {"fc.weight": "a.safetensors"}}))
+    assert SpecGenerator(model, folder).drafter is not None
 
 
 def test_heads_beside_names(tmp_path: Path) -> None:

@@ -150,9 +150,13 @@ def test_layers_come_from_the_checkpoint(tmp_path: Path) -> None:
     assert out.sequences.tolist() == plain.sequences.tolist()
     assert out.stats.num_draft_tokens > 0
     file = folder / "model.safetensors"
-    weights = {name: tensor for name, tensor in load_file(file).items() if not name.startswith("mtp.fc")}
-    save_file(weights, file, metadata={"format": "pt"})
+    weights = load_file(file)
+    without = {name: tensor for name, tensor in weights.items() if not name.startswith("mtp.fc")}
+    save_file(without, file, metadata={"format": "pt"})
     with pytest.raises(LoadError, match="weights are missing"):
+        SpecGenerator.from_pretrained(str(folder), "mtp")
+    save_file({**weights, "mtp.fc.weight": torch.ones(32, 63)}, file, metadata={"format": "pt"})
+    with pytest.raises(LoadError, match=r"`draft`.*its files are broken or incomplete"):
         SpecGenerator.from_pretrained(str(folder), "mtp")
 
 

@@ -7,12 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from specdec import OptionError, SpecGenerator, UnsupportedError
 from specdec.draft.model import ModelSession
 from specdec.models.vocabulary import CutHead
 from tests.folders import byte_tokenizer, saved, saved_model
+from tests.heads import dflash_folder, eagle_folder
+from tests.test_blocks import PEAGLE, assistant
+from tests.test_heads import target
+from tests.test_mtp import checkpoint
+from tests.versions import OLD
 
 RUN: dict[str, Any] = {"max_new_tokens": 16, "eos_token_id": [], "pad_token_id": 0}
 IDS = [[5, 9, 12, 5], [7, 8]]
@@ -119,3 +125,82 @@ def test_what_cannot_be_cut(tmp_path: Path) -> None:
         SpecGenerator.from_pretrained(llama, llama, draft_options={"vocabulary": text})
     with pytest.raises(OptionError, match="vocabulary"):
         SpecGenerator.from_pretrained(llama, llama, vocabulary=8)
+
+
+def head(kind: str, folder: Path) -> tuple[str, str]:
+    """A target and a head for it, both in folders, or the word for its own."""
+    if kind == "mtp":
+        if OLD:
+            pytest.skip("transformers cannot tell the layers for prediction from the others")
+        return str(checkpoint(folder / "target")[0]), "mtp"
+    model = target()
+    model.save_pretrained(folder / "target")
+    made = folder / "head"
+    if kind == "assistant":
+        assistant().save_pretrained(made)
+    elif kind == "dflash":
+        dflash_folder(made, model)
+    else:
+        eagle_folder(made, draft_vocab_size=30 if kind == "d2t" else 64, **(PEAGLE if kind == "peagle" else {}))
+    return str(folder / "target"), str(made)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "d2t",
+        "mtp",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("eagle", "peagle", "dflash", "assistant")),
+    ],
+)
+def test_heads_have_one_too(kind: str, tmp_path: Path, guessed: set[int]) -> None:
+    """A number of tokens, of those that the head knows; the text stays the target's."""
+    folder, draft = head(kind, tmp_path)
+    known = list(range(64))
+    if kind == "d2t":
+        offsets = load_file(Path(draft) / "model.safetensors")["d2t"]
+        known = (offsets + torch.arange(30)).tolist()
+    generator = SpecGenerator.from_pretrained(folder, draft, draft_options={"vocabulary": 12})
+    for given in ({}, {"do_sample": True, "seed": 2, "num_assistant_branches": 3}):
+        out = generator.generate(IDS, **RUN, **given)
+        plain = {name: value for name, value in given.items() if name != "num_assistant_branches"}
+        expected = SpecGenerator.from_pretrained(folder).generate(IDS, **RUN, **plain)
+        assert out.sequences.tolist() == expected.sequences.tolist()
+    assert len(guessed) > 1
+    assert guessed <= {2, *known[:12]}
+    widest = generator.drafter.models[0].model  # type: ignore[union-attr]
+    assert len(widest.vocabulary) == 12
+    with pytest.raises(OptionError, match=f"`vocabulary` must be at most the {len(known)} tokens of the draft, got 65"):
+        SpecGenerator.from_pretrained(folder, draft, draft_options={"vocabulary": 65})
+
+
+def test_a_head_s_tokens_of_a_text(tmp_path: Path, guessed: set[int]) -> None:
+    """They are counted by the target's tokenizer, which must be there; the head must know some of them."""
+    text, tokenizer = tmp_path / "text", byte_tokenizer()
+    text.write_text("ABBACAB")
+    model, draft = target(), eagle_folder(tmp_path / "head", draft_vocab_size=30)
+    model.save_pretrained(tmp_path / "t")
+    with pytest.raises(OptionError, match="needs the draft's tokenizer beside it; a head needs its target's"):
+        SpecGenerator.from_pretrained(str(tmp_path / "t"), draft, draft_options={"vocabulary": text})
+    tokenizer.save_pretrained(tmp_path / "t")
+    known = (load_file(draft / "model.safetensors")["d2t"] + torch.arange(30)).tolist()
+    counted = [token for token in tokenizer("ABC")["input_ids"] if token in known]
+    generator = SpecGenerator.from_pretrained(
+        str(tmp_path / "t"), ("suffix", draft), draft_options={"vocabulary": str(text)}
+    )
+    plain = SpecGenerator.from_pretrained(str(tmp_path / "t")).generate("CAB", **RUN)
+    assert generator.generate("CAB", **RUN).sequences.tolist() == plain.sequences.tolist()
+    cut = generator.drafter.models[0].model.vocabulary.tolist()  # type: ignore[union-attr]
+    assert counted
+    assert set(counted) <= set(cut) <= {2, *counted}
+    text.write_text("".join(chr(30 + token) for token in range(3, 64) if token not in known))
+    with pytest.raises(OptionError, match="`vocabulary` must be a text of tokens that the draft knows, 30 in all"):
+        SpecGenerator.from_pretrained(str(tmp_path / "t"), draft, draft_options={"vocabulary": text})
+
+
+def test_other_options_of_words(tmp_path: Path) -> None:
+    """What is no model is loaded in no other way, and what copies knows all tokens."""
+    folder = saved("llama", tmp_path / "m")
+    for draft, options in (("mtp", {"vocabulary": 8, "dtype": "float16"}), ("suffix", {"vocabulary": 8})):
+        with pytest.raises(OptionError, match="`draft` is no id or path: leave them out"):
+            SpecGenerator.from_pretrained(folder, draft, draft_options=options)

@@ -75,7 +75,8 @@ def _cause(error: Exception) -> str | None:
         return _DISK
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text:
         return _MEMORY
-    if isinstance(error, SafetensorError | JSONDecodeError | EOFError | UnicodeDecodeError | RuntimeError):
+    unreadable = isinstance(error, SafetensorError | JSONDecodeError | EOFError | UnicodeDecodeError | RuntimeError)
+    if unreadable or "not a valid json file" in text:
         return _BROKEN
     return _NAME if isinstance(error, OSError | ValueError) else None
 

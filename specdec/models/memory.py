@@ -30,7 +30,9 @@ def free_bytes(device: torch.device) -> int:
 
 
 def kv_width(config: Any) -> int:
-    """Numbers that one layer of a text decoder keeps of a position, keys and values together."""
+    """Numbers that one layer of a text decoder keeps of a position, keys and values together; that of the widest."""
+    if getattr(config, "is_heterogeneous", False):  # layers of different widths, each with a config
+        return max(map(kv_width, config.per_layer_config))
     heads = _first(config, "decoder_attention_heads", "num_attention_heads", "num_heads", "n_head", "n_heads")
     hidden = _first(config, "hidden_size", "d_model", "n_embd")
     shared = (

@@ -6,7 +6,7 @@ The head is most of what a small draft reads in a pass, and most tokens hardly e
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,9 @@ from specdec.errors import OptionError, UnsupportedError
 from specdec.kernels import AnyLinear
 from specdec.loading import Vocabulary
 from specdec.models.language_model import LanguageModel
+
+Choose = Callable[[Collection[int]], Sequence[int]]
+"""Of the tokens that a draft knows, those that it may guess."""
 
 
 def widened(logits: Tensor, ids: Tensor, width: int) -> Tensor:
@@ -66,33 +69,48 @@ def cut_vocabulary(language: LanguageModel, vocabulary: Vocabulary, tokenizer: A
         raise UnsupportedError(
             f"{type(model).__name__} caps its logits, so that no token can be ruled out: leave `vocabulary` out"
         )
-    ids = torch.tensor(sorted(_ids(language, vocabulary, tokenizer)), device=language.device)
+    ids = torch.tensor(chooser(language, vocabulary, tokenizer)(range(width)), device=language.device)
     model.set_output_embeddings(CutHead(model.get_output_embeddings(), ids, width))
 
 
-def _ids(language: LanguageModel, vocabulary: Vocabulary, tokenizer: Any) -> set[int]:
-    """The likeliest tokens, those that end a text among them."""
+def chooser(language: LanguageModel, vocabulary: Vocabulary, tokenizer: Any) -> Choose:
+    """Chooses of the tokens that a draft knows the likeliest, those that end a text among them, in order.
+
+    Raises OptionError where texts are to be counted without a tokenizer.
+    """
     counts: Counter[int] = Counter()
-    size = vocabulary.size
     if vocabulary.text is not None:
         if tokenizer is None:
-            raise OptionError("`vocabulary` counts the tokens of a text, which needs the draft's tokenizer beside it")
+            raise OptionError(
+                "`vocabulary` counts the tokens of a text, which needs the draft's tokenizer beside it; a head needs "
+                "its target's"
+            )
         counts.update(tokenizer(Path(vocabulary.text).read_text(encoding="utf-8"))["input_ids"])
-        size = size or sum(token < language.vocab_size for token in counts)
-    assert size is not None
-    return likeliest(language, counts, size, "vocabulary")
+
+    def choose(known: Collection[int]) -> list[int]:
+        size = vocabulary.size or sum(token in known for token in counts)
+        if not size:
+            raise OptionError.of(
+                "vocabulary", f"a text of tokens that the draft knows, {len(known)} in all", vocabulary.text
+            )
+        return sorted(likeliest(language, counts, size, "vocabulary", known))
+
+    return choose
 
 
-def likeliest(language: LanguageModel, counts: Counter[int], size: int, argument: str) -> set[int]:
-    """The `size` most frequent tokens and after them the first ones; those that end a text are always among them.
+def likeliest(
+    language: LanguageModel, counts: Counter[int], size: int, argument: str, known: Collection[int] | None = None
+) -> set[int]:
+    """The `size` most frequent `known` tokens (None: of all), after them the first ones, and those that end a text.
 
     Raises OptionError, which calls the size `argument`, for more tokens than there are.
     """
-    width, ends = language.vocab_size, ends_of(language)
-    if size > width:
-        raise OptionError.of(argument, f"at most the {width} tokens of the draft", size)
-    often = [token for token, _ in counts.most_common() if token < width]
-    likely = [*often, *(token for token in range(width) if token not in counts)]
+    known = range(language.vocab_size) if known is None else known
+    ends = [token for token in ends_of(language) if token in known]
+    if size > len(known):
+        raise OptionError.of(argument, f"at most the {len(known)} tokens of the draft", size)
+    often = [token for token, _ in counts.most_common() if token in known]
+    likely = [*often, *(token for token in sorted(known) if token not in counts)]
     others = [token for token in likely if token not in ends]
     return {*ends, *others[: max(size - len(ends), 0)]}
 

@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from os import PathLike
 
 from transformers import PreTrainedModel
 
 from specdec.errors import UnsupportedError
 from specdec.loading import Loading
-from specdec.models.heads.checkpoint import Checkpoint, kind_of
+from specdec.models.heads.checkpoint import Checkpoint, kind_of, readable
 from specdec.models.heads.dflash import load_assistant, load_dflash
 from specdec.models.heads.eagle import load_eagle
 from specdec.models.heads.head import Head, Stage, Stages
 from specdec.models.heads.mtp import load_mtp
 from specdec.models.language_model import LanguageModel
+from specdec.models.vocabulary import Choose
 
-LOADERS = {"eagle3": load_eagle, "peagle": load_eagle, "dflash": load_dflash, "assistant": load_assistant}
-"""By the `speculators_model_type` of a checkpoint; "assistant" are transformers' own that guess blocks."""
+
+def _load_gemma4(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> Head:
+    """Looked up when it is needed: to import transformers' Gemma 4 takes a while."""
+    from specdec.models.heads.gemma4 import load_gemma4
+
+    return load_gemma4(checkpoint, target, how)
+
+
+LOADERS = {
+    "eagle3": load_eagle,
+    "peagle": load_eagle,
+    "dflash": load_dflash,
+    "assistant": load_assistant,
+    "gemma4": _load_gemma4,
+}
+"""By the `speculators_model_type` of a checkpoint; the last two are transformers' own, the first of which guess blocks.
+"""
 
 
 def load_head(
@@ -25,8 +42,11 @@ def load_head(
     how: Loading | None = None,
     *,
     argument: str = "draft",
+    choose: Choose | None = None,
 ) -> Head:
-    """The head at a folder or hub id, or that a transformers assistant is, for this target, loaded as `how` says.
+    """The head at a folder or hub id, or that an assistant of transformers is, for this target, loaded as `how` says.
+
+    `choose` says which of the tokens that it knows it may guess.
 
     Raises OptionError for one that was made for another target, UnsupportedError for kinds that are not known,
     LoadError for broken checkpoints.
@@ -40,7 +60,8 @@ def load_head(
     if kind is None or kind not in LOADERS:
         known = ", ".join(name for name in LOADERS if name != "assistant")
         raise UnsupportedError(f"`{argument}` {checkpoint.source!r} is a head of kind {kind!r}; known are {known}")
-    return LOADERS[kind](checkpoint, target, how)
+    with readable(checkpoint.source, argument):
+        return LOADERS[kind](replace(checkpoint, choose=choose), target, how)
 
 
 __all__ = ["LOADERS", "Head", "Stage", "Stages", "kind_of", "load_head", "load_mtp"]

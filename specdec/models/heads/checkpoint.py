@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -11,20 +12,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
-from specdec.errors import LoadError, OptionError, UnsupportedError
+from specdec.errors import LoadError, OptionError, SpecdecError, UnsupportedError
 from specdec.loading import Loading
 from specdec.models.compat import cached
 from specdec.models.failures import check_folder, explained
-from specdec.models.heads.head import Stage
+from specdec.models.heads.head import Embedding, Stage
 from specdec.models.language_model import LanguageModel
+from specdec.models.vocabulary import Choose
+from specdec.values import is_whole
 
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _BLOCK = {"target_layer_ids", "block_size", "mask_token_id"}  # of transformers' assistants that guess blocks
+_GEMMA = r"gemma4\w*_assistant"  # the `model_type` of those of Gemma 4
 _IGNORED = ("verifier_norm.", "verifier_lm_head.", "rotary_emb.")  # of the library's training
+_SENSELESS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, StrictDataclassError)
 
 
 def kind_of(source: str | PathLike[str] | PreTrainedModel, revision: str | None = None) -> str | None:
@@ -40,8 +46,10 @@ def kind_of(source: str | PathLike[str] | PreTrainedModel, revision: str | None 
         return None
     if not isinstance(config, dict):
         return None
-    found: str | None = config.get("speculators_model_type", "assistant" if config.keys() >= _BLOCK else None)
-    return found
+    if re.fullmatch(_GEMMA, str(config.get("model_type"))):
+        return "gemma4"
+    found = config.get("speculators_model_type", "assistant" if config.keys() >= _BLOCK else None)
+    return None if found is None else str(found)
 
 
 def _names_folder(source: str) -> bool:
@@ -56,19 +64,20 @@ def _file(source: str, name: str, revision: str | None) -> str:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A head's config and weights; `argument` is what the caller calls it."""
+    """A head's config and weights; `argument` is what the caller calls it, who may `choose` what it guesses."""
 
     source: str
     config: Mapping[str, Any]
     weights: dict[str, Tensor]
     argument: str = "draft"
+    choose: Choose | None = None
 
     @classmethod
     def read(cls, source: str | PathLike[str], how: Loading, argument: str = "draft") -> Checkpoint:
         """Raises OptionError for what is not there, LoadError for files that are broken or missing."""
         name = str(source)
         check_folder(source, argument)
-        with explained(name, argument):
+        with readable(name, argument):
             config = json.loads(Path(_file(name, _CONFIG, how.revision)).read_text())
             weights = dict(_weights(name, how.revision))
         weights = {key: tensor for key, tensor in weights.items() if not key.startswith(_IGNORED)}
@@ -87,11 +96,39 @@ class Checkpoint:
         given = self.config.get("transformer_layer_config")
         if not isinstance(given, dict):
             raise self.broken("its config has no `transformer_layer_config`")
-        with explained(self.source, self.argument):
-            kept = {name: value for name, value in given.items() if name != "model_type"}
-            rope = kept.get("rope_parameters") or {}
-            kept["rope_parameters"] = rope.get("sliding_attention", rope) or None  # one for all, as in the library
-            return AutoConfig.for_model(given.get("model_type", "qwen3"), **kept)
+        kept = {name: value for name, value in given.items() if name != "model_type"}
+        rope = kept.get("rope_parameters") or {}
+        kept["rope_parameters"] = rope.get("sliding_attention", rope) or None  # one for all, as in the library
+        config = AutoConfig.for_model(given.get("model_type", "qwen3"), **kept)
+        self.count(config.num_hidden_layers, "num_hidden_layers", 1)
+        return config
+
+    def embedding(self, target: LanguageModel, dtype: torch.dtype) -> Embedding:
+        """Its own embeddings, or the target's where it has none; raises LoadError where they lack tokens."""
+        table = self.weights.get("embed_tokens.weight")
+        if table is None:
+            return Embedding(target.input_embeddings)
+        if table.ndim != 2 or len(table) < target.vocab_size:
+            raise self.broken(
+                f"`embed_tokens.weight` is {list(table.shape)}, and a target of {target.vocab_size} tokens needs a row "
+                "for each"
+            )
+        return Embedding(table.to(target.device, dtype))
+
+    def mask_token(self, embedding: Embedding) -> int:
+        """The token that blocks are made of; raises LoadError where there is none, or it has no embedding."""
+        token: Any = self.config.get("mask_token_id")
+        if not is_whole(token) or not 0 <= token < embedding.vocab_size:
+            raise self.broken(
+                f"its `mask_token_id` must be one of {embedding.vocab_size} tokens that have embeddings, got {token!r}"
+            )
+        return int(token)
+
+    def count(self, size: Any, name: str, least: int) -> int:
+        """A whole number that its config gives as `name`; raises LoadError below `least`."""
+        if not is_whole(size) or size < least:
+            raise self.broken(f"its `{name}` must be a whole number of at least {least}, got {size!r}")
+        return int(size)
 
     def vocabulary(self, target: LanguageModel, size: int) -> Tensor | None:
         """The target's ids `[size]` of the head's own logits, None where it has them all."""
@@ -118,8 +155,14 @@ class Checkpoint:
             if self.weights[name].shape != tensor.shape:
                 found, said = list(self.weights[name].shape), list(tensor.shape)
                 raise self.broken(f"`{name}` is {found}, and by its config {said}")
-        stage.load_state_dict({name: self.weights[name].to(device, dtype) for name in wanted}, assign=True)
+        given = {
+            name: self.weights[name].to(device, dtype if tensor.is_floating_point() else None)
+            for name, tensor in wanted.items()
+        }
+        stage.load_state_dict(given, assign=True)
         stage.settle(dtype, device)
+        if self.choose is not None:
+            stage.narrow(self.choose)
 
     def with_weights(self, weights: dict[str, Tensor]) -> Checkpoint:
         """The same with other weights."""
@@ -186,6 +229,22 @@ def _differ(name: str, other: str) -> bool:
     """Whether two names are those of different models of the hub; folders may have any name."""
     ids = [one for one in (name, other) if one.count("/") == 1 and not Path(one).exists()]
     return len(ids) == 2 and ids[0].rpartition("/")[2].lower() != ids[1].rpartition("/")[2].lower()
+
+
+@contextmanager
+def readable(source: str, argument: str) -> Iterator[None]:
+    """Errors of a checkpoint's files as `explained` has them; fields that make no sense are a LoadError too."""
+    with explained(source, argument):
+        try:
+            yield
+        except SpecdecError:
+            raise
+        except _SENSELESS as error:
+            why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise LoadError(
+                f"`{argument}` {source!r} cannot be loaded: its config.json, or the index of its files, makes no sense "
+                f"({why})"
+            ) from error
 
 
 @contextmanager

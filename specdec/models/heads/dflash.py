@@ -6,7 +6,7 @@ last token and mask tokens after it, which look at the text and at one another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -45,12 +45,12 @@ class DFlashStage(Stage):
         hidden: int,
         anchored: bool = True,
         causal: bool = False,
-        whole: Callable[[Tensor], Tensor] | None = None,
+        whole: Any = None,
         vocabulary: Tensor | None = None,
     ) -> None:
         width, eps = config.hidden_size, config.rms_norm_eps
         super().__init__(config, embedding, width + 1, vocab_size, _kinds(config), depth=-1, vocabulary=vocabulary)
-        self.anchored, self.causal, self._whole = anchored, causal, whole
+        self.anchored, self.causal, self._whole = anchored, causal, (whole,)  # no module of its own
         self.fc = nn.Linear(hidden * width, width, bias=False)
         self.hidden_norm = modeling_qwen3.Qwen3RMSNorm(width, eps=eps)
         layers = range(config.num_hidden_layers)
@@ -88,8 +88,15 @@ class DFlashStage(Stage):
     def guess(self, written: Tensor) -> Tensor:
         """Logits, by the target's head where it has none."""
         normed = self.norm(written[..., :-1])
-        logits: Tensor = self.lm_head(normed) if self._whole is None else self._whole(normed)
+        [whole] = self._whole
+        logits: Tensor = (whole or self.lm_head)(normed)
         return logits
+
+    def cut(self, rows: Tensor) -> None:
+        """Of the target's head it takes these rows as its own."""
+        [whole] = self._whole
+        self.lm_head, self._whole = whole or self.lm_head, (None,)
+        super().cut(rows)
 
     def _widened_mask(self, name: str, mask: Tensor, block: Tensor) -> Tensor:
         """`mask` `[rows, 1, nodes, end]`; nodes of a `block` `[rows, nodes]` also see what others of it see."""
@@ -144,11 +151,11 @@ def load_dflash(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> 
             target.vocab_size,
             hidden=len(layers),
             causal=not given.get("sliding_window_non_causal", False),
-            whole=None if has_head or vocabulary is not None else target.output_embeddings.__call__,
+            whole=None if has_head or vocabulary is not None else target.output_embeddings,
             vocabulary=vocabulary,
         )
     size, anchor = given.get("block_size", 8), bool(given.get("sample_from_anchor", False))
-    return _filled(stage, checkpoint, target, how, layers, size - (not anchor), anchor=anchor)
+    return _filled(stage, checkpoint, target, how, layers, size, anchor=anchor)
 
 
 def load_assistant(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> Head:
@@ -166,9 +173,9 @@ def load_assistant(checkpoint: Checkpoint, target: LanguageModel, how: Loading) 
             target.vocab_size,
             hidden=len(layers),
             anchored=False,
-            whole=target.output_embeddings.__call__,
+            whole=target.output_embeddings,
         )
-    return _filled(stage, renamed, target, how, layers, checkpoint.config["block_size"] - 1, anchor=False)
+    return _filled(stage, renamed, target, how, layers, checkpoint.config["block_size"], anchor=False)
 
 
 def _renamed(name: str) -> str:
@@ -182,16 +189,15 @@ def _filled(
     target: LanguageModel,
     how: Loading,
     layers: list[int],
-    guesses: int,
+    size: Any,
     *,
     anchor: bool,
 ) -> Head:
-    mask = checkpoint.config.get("mask_token_id")
-    if mask is None:
-        raise checkpoint.broken("its config has no `mask_token_id`")
+    masks = checkpoint.count(size, "block_size", 1 if anchor else 2) - 1
+    token = checkpoint.mask_token(stage.embedding)
     checkpoint.check_used({*stage.state_dict(), "embed_tokens.weight"})
     checkpoint.fill(stage, checkpoint.dtype(how, target), target.device)
-    block = Block(guesses, mask, guesses - anchor, stage.masked(), reads_itself=True)
+    block = Block(masks + anchor, token, masks, stage.masked(), reads_itself=True)
     return Head([stage], layers, gear=how.gear, block=block)
 
 

@@ -172,9 +172,8 @@ def load_eagle(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> H
     width = given.get("target_hidden_size") or config.hidden_size
     checkpoint.check_target(target, width=width, vocab_size=config.vocab_size)
     layers = checkpoint.read_layers("eagle_aux_hidden_state_layer_ids", target)
-    table = checkpoint.weights.get("embed_tokens.weight")
     dtype = checkpoint.dtype(how, target)
-    embedding = Embedding(target.input_embeddings if table is None else table.to(target.device, dtype))
+    embedding = checkpoint.embedding(target, dtype)
     if embedding.width != config.hidden_size:
         raise checkpoint.broken(f"embeddings are {embedding.width} wide, its layers {config.hidden_size}")
     vocabulary = checkpoint.vocabulary(target, given.get("draft_vocab_size", target.vocab_size))
@@ -199,13 +198,14 @@ def _block(checkpoint: Checkpoint, stage: EagleStage, layers: int) -> Block | No
     """How a P-EAGLE head guesses; None for EAGLE-3, which makes one guess after the other."""
     if checkpoint.config.get("speculators_model_type") != "peagle":
         return None
-    hidden, token = checkpoint.weights.get("mask_hidden"), checkpoint.config.get("mask_token_id")
-    if hidden is None or token is None:
-        raise checkpoint.broken("it has no `mask_hidden` or no `mask_token_id`")
+    hidden, read = checkpoint.weights.get("mask_hidden"), stage.fc.in_features
+    if hidden is None or hidden.numel() != read:
+        found = "missing" if hidden is None else list(hidden.shape)
+        raise checkpoint.broken(f"`mask_hidden` is {found}, and by its config {[1, 1, read]}")
     feature = stage.features(hidden.to(stage.fc.weight).view(1, layers, -1))[0]
     methods = (checkpoint.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    guesses = methods[0].get("speculative_tokens", _GUESSES)
-    return Block(guesses, token, guesses - 1, feature)
+    guesses = checkpoint.count(methods[0].get("speculative_tokens", _GUESSES), "speculative_tokens", 1)
+    return Block(guesses, checkpoint.mask_token(stage.embedding), guesses - 1, feature)
 
 
 def _kinds(config: Any) -> tuple[Kind, ...]:

@@ -27,7 +27,7 @@ from specdec.models.gears import PackedEmbedding
 from specdec.models.language_model import LanguageModel
 from specdec.models.layout import AttentionView, Kind
 from specdec.models.session import Session
-from specdec.models.vocabulary import widened
+from specdec.models.vocabulary import Choose, cut, widened
 from specdec.types import Scores, Tree
 
 
@@ -41,6 +41,7 @@ class Stage(nn.Module, ABC):
 
     compiles: ClassVar[bool] = True
     vocabulary: Tensor | None
+    lm_head: Any
 
     def __init__(
         self,
@@ -68,6 +69,17 @@ class Stage(nn.Module, ABC):
     @abstractmethod
     def guess(self, written: Tensor) -> Tensor:
         """Logits `[..., vocabulary]` of the next token, from what it wrote."""
+
+    def narrow(self, choose: Choose) -> None:
+        """Leaves it the tokens that are chosen of those that it knows."""
+        known = torch.arange(self.vocab_size) if self.vocabulary is None else self.vocabulary.cpu()
+        chosen = torch.isin(known, torch.tensor(choose(set(known.tolist())))).to(self.inputs.blank.device)
+        self.cut(chosen.nonzero()[:, 0])
+        self.vocabulary = known.to(chosen.device)[chosen]
+
+    def cut(self, rows: Tensor) -> None:
+        """Leaves of its own logits those of `rows`; raises UnsupportedError where its head cannot be cut."""
+        self.lm_head = cut(self.lm_head, rows)
 
     def settle(self, dtype: torch.dtype, device: torch.device) -> None:
         """Brings what does not come from a checkpoint to where its weights are."""

@@ -9,6 +9,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.modeling_layers import MtpModel
 
@@ -17,6 +18,7 @@ from specdec.models.failures import explained
 from specdec.models.heads.head import Embedding, Head, Stage
 from specdec.models.language_model import LanguageModel
 from specdec.models.layout import Kind
+from specdec.models.vocabulary import Choose, cut
 
 _KINDS = ("full_attention", "sliding_attention")
 
@@ -26,7 +28,7 @@ class MtpStage(Stage):
 
     compiles = False  # the head is the target's
 
-    def __init__(self, model: Any, depth: int, vocab_size: int) -> None:
+    def __init__(self, model: Any, depth: int, vocab_size: int, vocabulary: Tensor | None = None) -> None:
         kind = (getattr(model.config, "layer_types", None) or _KINDS[:1] * (depth + 1))[depth]
         if kind not in _KINDS:
             raise UnsupportedError(f"a layer for multi-token prediction is of kind {kind!r}; known are {_KINDS}")
@@ -34,7 +36,8 @@ class MtpStage(Stage):
         config = copy.copy(model.config)
         vars(config).update(num_hidden_layers=1)  # past the setters, which compare it with lists of all layers
         embedding = Embedding(model.embed_tokens, as_stored=False)
-        super().__init__(config, embedding, config.hidden_size, vocab_size, (Kind(kind, window),), depth=depth)
+        kinds = (Kind(kind, window),)
+        super().__init__(config, embedding, config.hidden_size, vocab_size, kinds, depth=depth, vocabulary=vocabulary)
         self.layer, self.rotary_emb = model.layers[depth], model.rotary_emb
         self.post_norm = model.shared_post_norm if model.use_shared_post_norm else None
         self._project = model._project_to_logits  # a method: the target's head is none of its own modules
@@ -71,10 +74,13 @@ class MtpStage(Stage):
         return logits
 
 
-def load_mtp(target: LanguageModel, *, gear: str = "auto", argument: str = "draft") -> Head:
-    """The multi-token prediction of this target, from its checkpoint.
+def load_mtp(
+    target: LanguageModel, *, gear: str = "auto", argument: str = "draft", choose: Choose | None = None
+) -> Head:
+    """The multi-token prediction of this target, from its checkpoint; `choose` says what it may guess.
 
-    Raises UnsupportedError for a target that has none, LoadError where its weights are missing.
+    Raises UnsupportedError for a target that has none, or whose head cannot be cut, LoadError where its weights are
+    missing.
     """
     name, count = str(target.model.config.name_or_path), getattr(target.config, "num_mtp_layers", None)
     if not count or target.is_encoder_decoder:
@@ -86,5 +92,9 @@ def load_mtp(target: LanguageModel, *, gear: str = "auto", argument: str = "draf
         raise UnsupportedError(f"`{argument}`: layers for multi-token prediction are not shared: leave `tp_plan` out")
     with explained(name, argument):
         model = MtpModel.from_pretrained(target.model, device_map={"": target.device})
-    stages = [MtpStage(model.eval(), depth, target.vocab_size) for depth in range(count)]
+    vocabulary = None
+    if choose is not None:
+        vocabulary = torch.tensor(choose(range(target.vocab_size)), device=target.device)
+        model.shared_head = cut(model.shared_head, vocabulary)
+    stages = [MtpStage(model.eval(), depth, target.vocab_size, vocabulary) for depth in range(count)]
     return Head(stages, [target.num_layers], gear=gear)

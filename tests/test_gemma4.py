@@ -1,0 +1,178 @@
+"""Gemma 4 assistants: the guesses of transformers' own, and the target's own text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import GenerationConfig
+
+from specdec import OptionError, SpecGenerator, UnsupportedError
+from specdec.draft.hidden import HeadSession
+from specdec.errors import LoadError
+from specdec.models.miniature import shake
+from specdec.types import Plan, Row, Tree
+from tests.tiny import tiny
+from tests.versions import OLD
+
+IDS = [[5, 9, 12, 5, 9, 33, 21], [7, 8, 7], [1]]
+RUN: dict[str, Any] = {"max_new_tokens": 8, "eos_token_id": [], "pad_token_id": 0}
+KINDS = ["sliding_attention", "full_attention"]
+LAYERS: dict[str, Any] = {
+    "vocab_size": 64, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "global_head_dim": 16, "pad_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _all_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers 5.23 refuses to build an assistant, as none of its layers makes keys and values."""
+    for name in ("Gemma4TextConfig", "Gemma4UnifiedTextConfig"):
+        kind = getattr(transformers, name)
+        if (own := getattr(kind, "kv_sharing_modes", None)) is None:
+            continue
+
+        def modes(self: Any, own: property = own) -> Any:
+            whole = self.num_kv_shared_layers == self.num_hidden_layers
+            return ["reuse"] * self.num_hidden_layers if whole else own.fget(self)  # type: ignore[misc]
+
+        monkeypatch.setattr(kind, "kv_sharing_modes", property(modes))
+
+
+def pair(*, window: int = 64, unified: bool = False) -> tuple[Any, Any]:
+    """A tiny target and its assistant; of the target's six layers the last two have no keys and values of their own.
+
+    The assistant of the `unified` family looks at the likeliest clusters of tokens alone.
+    """
+
+    of = "Gemma4Unified" if unified else "Gemma4"
+    layers, outer = getattr(transformers, f"{of}TextConfig"), getattr(transformers, f"{of}AssistantConfig")
+    sizes = {**LAYERS, "sliding_window": window}
+    extra = {} if unified else {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64}
+    none = {} if unified else dict.fromkeys(extra, 0)
+    clusters = {"use_ordered_embeddings": unified, "num_centroids": 8, "centroid_intermediate_top_k": 3}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        sizes["num_kv_shared_layers"] = 2
+        large = layers(**sizes, **extra, hidden_size=32, num_hidden_layers=6, layer_types=KINDS * 3)
+        small = layers(**sizes, **none, hidden_size=24, num_hidden_layers=2, layer_types=KINDS)
+        target = getattr(transformers, f"{of}ForCausalLM")(large).eval()
+        config = outer(text_config=small, backbone_hidden_size=32, **clusters)
+        assistant = getattr(transformers, f"{of}AssistantForCausalLM")(config).eval()
+        for model in (target, assistant):
+            shake(model)
+        if unified:
+            assistant.masked_embedding.token_ordering.copy_(torch.randperm(64))
+    return target, assistant
+
+
+@pytest.fixture
+def proposals(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], Tree]]:
+    """The text before every proposal, and the proposal."""
+    seen: list[tuple[list[int], Tree]] = []
+    propose = HeadSession.propose
+
+    def spied(self: HeadSession, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
+        trees = propose(self, rows, plans)
+        seen.extend((list(row.tokens), tree) for row, tree in zip(rows, trees, strict=True) if tree.tokens)
+        return trees
+
+    monkeypatch.setattr(HeadSession, "propose", spied)
+    return seen
+
+
+def candidates(model: Any, draft: Any, text: list[int], count: int) -> list[int]:
+    """What transformers guesses after a text that its target has just read."""
+    from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator as Candidates
+
+    ids = torch.tensor([text])
+    with torch.no_grad():
+        read = model(ids[:, :-1], output_hidden_states=True, return_shared_kv_states=True)
+    draft.generation_config.num_assistant_tokens = count
+    own = Candidates(draft, model.get_input_embeddings(), GenerationConfig(max_length=len(text) + count + 1))
+    found, _ = own.get_candidates(ids, {}, read, is_first_iteration=False, n_last_matches=0)
+    return found[0, len(text) :].tolist()
+
+
+@pytest.mark.skipif(OLD, reason="transformers drafts otherwise")
+@pytest.mark.parametrize("unified", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_guesses_are_those_of_transformers(
+    unified: bool, proposals: list[tuple[list[int], Tree]], tmp_path: Path
+) -> None:
+    """In ragged batches, over chunked prompts and windows, after rejections, of a model and of a folder.
+
+    Each is compared with what transformers guesses after a text that was read at once: later in a call its cache lacks
+    tokens that the window covers, and has some that were rejected.
+    """
+    model, draft = pair(window=5, unified=unified)
+    draft.save_pretrained(tmp_path / "draft")
+    for one, prompts in ((draft, IDS), (str(tmp_path / "draft"), IDS[:1])):
+        proposals.clear()
+        out = SpecGenerator(model, one).generate(
+            prompts, **RUN, schedule="constant", num_assistant_tokens=4, prefill_chunk_size=3
+        )
+        assert out.sequences.tolist() == SpecGenerator(model).generate(prompts, **RUN).sequences.tolist()
+        assert len(proposals) >= 5 * len(prompts)
+        for text, tree in proposals:
+            assert tree.tokens == candidates(model, draft, text, len(tree))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param({"schedule": "heuristic", "num_assistant_branches": 3}, marks=pytest.mark.slow, id="branches"),
+        {"num_beams": 3},
+        {"do_sample": True, "seed": 3, "num_return_sequences": 2},
+    ],
+    ids=lambda given: "-".join(given),
+)
+def test_the_text_is_the_target_s(given: dict[str, Any]) -> None:
+    """In ragged batches, trees, beams and samples."""
+    model, draft = pair(window=5)
+    out = SpecGenerator(model, draft).generate(IDS, **RUN, **given)
+    plain = {key: value for key, value in given.items() if key not in ("schedule", "num_assistant_branches")}
+    assert out.sequences.tolist() == SpecGenerator(model).generate(IDS, **RUN, **plain).sequences.tolist()
+    assert out.stats.num_draft_tokens > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("unified", [False, True])
+def test_a_vocabulary_of_its_own(unified: bool, proposals: list[tuple[list[int], Tree]], tmp_path: Path) -> None:
+    """Tokens outside it are never guessed, clusters of tokens or not."""
+    for name, model in zip(("target", "draft"), pair(unified=unified), strict=True):
+        model.save_pretrained(tmp_path / name)
+    options = {"vocabulary": 20}
+    generator = SpecGenerator.from_pretrained(str(tmp_path / "target"), str(tmp_path / "draft"), draft_options=options)
+    plain = SpecGenerator.from_pretrained(str(tmp_path / "target")).generate(IDS, **RUN)
+    assert generator.generate(IDS, **RUN).sequences.tolist() == plain.sequences.tolist()
+    guessed = {token for _, tree in proposals for token in tree.tokens}
+    assert len(guessed) > 1
+    assert max(guessed) < 20
+
+
+def test_what_does_not_fit(tmp_path: Path) -> None:
+    """Targets of other families and widths, targets that are not all here, broken checkpoints."""
+    model, draft = pair()
+    folder = tmp_path / "draft"
+    draft.save_pretrained(folder)
+    with pytest.raises(UnsupportedError, match=r"`draft` is a Gemma 4 assistant.*the target is a LlamaForCausalLM"):
+        SpecGenerator(tiny("llama"), draft)
+    model.save_pretrained(tmp_path / "target")
+    with pytest.raises(UnsupportedError, match="computes with layers of the target, and these are not all here"):
+        SpecGenerator.from_pretrained(str(tmp_path / "target"), str(folder), offload="disk")
+    weights = load_file(folder / "model.safetensors")
+    save_file({**weights, "model.layers.0.self_attn.k_norm.weight": torch.ones(8)}, folder / "model.safetensors")
+    assert SpecGenerator(model, str(folder)).drafter is not None
+    save_file({k: t for k, t in weights.items() if k != "pre_projection.weight"}, folder / "model.safetensors")
+    with pytest.raises(LoadError, match=r"1 weights are missing, pre_projection\.weight"):
+        SpecGenerator(model, str(folder))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "backbone_hidden_size": 48}))
+    with pytest.raises(OptionError, match="its hidden states are 48 wide, the target's 32"):
+        SpecGenerator(model, str(folder))
