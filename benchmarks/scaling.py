@@ -1,13 +1,13 @@
 """How far a batch and a service scale, by a model of the cluster that is checked where there are machines.
 
-    python benchmarks/scaling.py --measure figures.json     # what a worker of one CPU does, then real runs over Ray
-    python benchmarks/scaling.py --figures figures.json     # the model beside these runs, and up to 64 workers
+    python benchmarks/scaling.py --measure FILE    # what a worker of one CPU does, then real runs over Ray
+    python benchmarks/scaling.py --figures FILE    # the model beside these runs, and up to 64 workers
 
-The model: a worker takes so many rows at once, and all of them advance at the speed that was measured for as many rows;
-rows that wait stand in blocks before the workers, as `specdec batch --ray` sends them. The driver takes each row's
-answer by itself, for the time that was measured, and nothing else is shared. Workers are alike and none fails; models
-are loaded already; the network costs nothing. In a service requests arrive at random (Poisson), and a request goes to
-the replica that its conversation hashes to, or to the least busy of all.
+The model: a worker takes so many rows at once, and all of them advance at the speed that was measured for as many rows
+that come and go; rows that wait stand in blocks before the workers, as `specdec batch --ray` sends them. The driver
+takes blocks one after the other, each for the time that was measured with workers that do nothing. Nothing else is
+shared. Workers are alike and none fails; models are loaded already; the network costs nothing. In a service requests
+arrive at random (Poisson), and a request goes to the replica that its conversation hashes to, or to the least busy.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import tempfile
 import time
 from bisect import bisect_left
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from pathlib import Path
@@ -30,8 +31,13 @@ from typing import Any
 
 from measure import table
 
+from specdec.scale import Work
+from specdec.scale.work import Line
+
 SIZES = (1, 2, 4, 8, 16, 32)
 WORKERS = (1, 2, 4, 8, 16, 32, 64)
+AT_ONCE = (8, 32)  # rows of a worker, of which half are a block
+MANY = 20_000  # rows of the curve
 
 
 @dataclass(frozen=True)
@@ -93,15 +99,20 @@ class Worker:
             heappush(self.ends, (self.clock + tokens, row))
 
 
-def batch_seconds(lengths: list[int], workers: int, speed: Speed, at_once: int, driver: float, size: int) -> float:
-    """Seconds until the driver has every answer; `lengths` are the rows' new tokens, `size` is that of a block."""
+def batch_answers(
+    lengths: list[int], workers: int, speed: Speed, at_once: int, driver: float, size: int
+) -> list[tuple[float, int]]:
+    """When the driver has how many answers; `lengths` are the rows' new tokens, `size` is that of a block.
+
+    `driver` is what a block costs it, in seconds.
+    """
     pool = [Worker(speed, at_once) for _ in range(workers)]
     blocks = deque(list(range(i, min(i + size, len(lengths)))) for i in range(0, len(lengths), size))
     left: dict[int, int] = {}  # rows of a block that are not done, by its number
     of = {row: row // size for row in range(len(lengths))}
     home: dict[int, int] = {}
     ends: list[tuple[float, int, int]] = []  # when a worker has news, as last heard
-    free, version = 0.0, [0] * workers
+    answers, version = [(0.0, 0)], [0] * workers
 
     def hear(w: int) -> None:
         version[w] += 1
@@ -128,9 +139,20 @@ def batch_seconds(lengths: list[int], workers: int, speed: Speed, at_once: int, 
         left[number] -= 1
         hear(w)
         if not left[number]:  # a block comes back as a whole
-            free = max(free, now) + driver * min(size, len(lengths) - number * size)
+            free, done = answers[-1]
+            answers.append((max(free, now) + driver, done + min(size, len(lengths) - number * size)))
             send(w, now)
-    return free
+    return answers
+
+
+def block_size(rows: int, workers: int, at_once: int) -> int:
+    """That of `specdec batch --ray`."""
+    return max(1, min(128, at_once // 2, rows // (8 * workers)))
+
+
+def later(answers: list[tuple[float, int]]) -> float:
+    """Seconds from the first quarter of the rows to the last one."""
+    return answers[-1][0] - next(at for at, done in answers if 4 * done >= answers[-1][1])
 
 
 def service_seconds(
@@ -156,72 +178,69 @@ def service_seconds(
 
 
 def measured(rows: int, tokens: int, at_once: int) -> dict[str, Any]:
-    """What one CPU does alone, and real runs over Ray at one and two workers of one CPU."""
-    from specdec.scale import Pool, Source, Work, connect, over_ray, run
+    """What one CPU does alone, what a block costs the driver, and real runs over Ray at one and two such workers."""
+    from specdec.scale import Source, connect
 
-    pair = _pair()
-    prompts = _prompts(rows)
     command = [sys.executable, __file__, "--one-cpu", str(tokens)]
     found = subprocess.run(command, check=True, capture_output=True, text=True, env=_one_thread()).stdout
     figures: dict[str, Any] = {**json.loads(found.splitlines()[-1]), "at_once": at_once, "runs": {}}
-    work = Work("generate", *pair, options={"max_new_tokens": tokens}, loading={"dtype": "float32"})
+    figures["lengths"] = [tokens // 4 + 29 * n % (3 * tokens // 2) for n in range(rows)]
+    asked = [
+        {"prompt": prompt, "options": {"max_new_tokens": length}}
+        for prompt, length in zip(_prompts(rows), figures["lengths"], strict=True)
+    ]
+    work = Work("generate", *_pair(), options={"eos_token_id": []}, loading={"dtype": "float32"})
     sys.path.remove(str(Path(__file__).parent))  # Ray would take requests.py beside this file for a package
     connect("local")
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "in.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
-        source, out = Source.of(Path(folder) / "in.jsonl"), Path(folder) / "out.jsonl"
+        (Path(folder) / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
+        source = Source.of(Path(folder) / "in.jsonl")
         for workers in (1, 2):
-            told: list[tuple[float, int]] = []
-            start = over_ray(Pool(workers, workers, cpus=1, at_once=at_once), rows)
-            tell = lambda p, told=told: told.append((time.perf_counter(), p.done))  # noqa: E731
-            run(source, out, work, start=start, overwrite=True, tell=tell)
-            first = next(one for one in told if one[1])
-            figures["runs"][workers] = {"rows": rows - first[1], "seconds": told[-1][0] - first[0]}
-        lines = [json.loads(line) for line in out.read_text().splitlines()]
-        figures["lengths"] = [line["usage"]["completion_tokens"] for line in lines]
-        figures["driver"] = _driver_seconds(source, work, out)
-    return figures
+            figures["runs"][workers] = later(_real(source, work, workers, at_once))
+        (Path(folder) / "in.txt").write_text("x\n" * 4000)
+        idle = _real(Source.of(Path(folder) / "in.txt"), Idle("generate", work.target), 1, at_once)
+        figures["driver"] = later(idle) / 3000 * block_size(4000, 1, at_once)
+    return {**figures, "curves": {size: scaling(figures, size) for size in AT_ONCE}}
+
+
+def _real(source: Any, work: Any, workers: int, at_once: int) -> list[tuple[float, int]]:
+    """When a real run had how many answers."""
+    from specdec.scale import Pool, over_ray, run
+
+    told: list[tuple[float, int]] = []
+    start = over_ray(Pool(workers, workers, cpus=1, at_once=at_once), source.rows)
+    out = source.path.with_name("out.jsonl")
+    run(source, out, work, start=start, overwrite=True, tell=lambda p: told.append((time.perf_counter(), p.done)))
+    return told
+
+
+class Idle(Work):
+    """Work that costs its workers nothing."""
+
+    def start(self) -> Any:
+        """What answers a row at once."""
+        return lambda row: Line(row.number, b'{"output": ""}\n', False, 1)
 
 
 def one_cpu(tokens: int) -> dict[str, Any]:
-    """Tokens per second of each row for every number of rows."""
+    """Tokens per second of each row for every number of rows that run, where a new one comes for each that ends."""
     from specdec import SpecGenerator
 
     target, draft = _pair()
     generator = SpecGenerator.from_pretrained(target, draft, dtype="float32")
-    prompts = _prompts(max(SIZES))
-    generator.generate(prompts[:4], max_new_tokens=8)
     speeds = []
     for size in SIZES:
-        took = []
-        for _ in range(3):
-            began = time.perf_counter()
-            stats = generator.generate(prompts[:size], max_new_tokens=tokens).stats
-            assert stats is not None
-            took.append(stats.num_new_tokens / size / (time.perf_counter() - began))
-        speeds.append(statistics.median(took))
+        ends = []
+
+        def answer(prompt: str, ends: list[float] = ends) -> None:
+            generator.generate(prompt, max_new_tokens=tokens, eos_token_id=[])
+            ends.append(time.perf_counter())
+
+        count = 5 * size + 8
+        with ThreadPoolExecutor(size) as pool:
+            list(pool.map(answer, _prompts(count)))
+        speeds.append((count - 2 * size) * tokens / size / (ends[-size - 1] - ends[size - 1]))
     return {"rows": list(SIZES), "tokens": speeds}
-
-
-def _driver_seconds(source: Any, work: Any, out: Path) -> float:
-    """Seconds in which the driver sends a row off and writes its answer, without the cluster."""
-    from specdec.scale import run
-    from specdec.scale.ray_data import _block
-    from specdec.scale.work import Line
-
-    data = out.read_bytes().splitlines(keepends=True)
-
-    def start(_: Any) -> Any:
-        def answers(rows: Any, stop: Any) -> Any:
-            for row in rows:
-                _block([row])
-                yield Line(row.number, data[row.number], False, 1)
-
-        return answers
-
-    began = time.perf_counter()
-    run(source, out.with_name("again.jsonl"), work, start=start)
-    return (time.perf_counter() - began) / len(data)
 
 
 def _pair() -> tuple[str, str]:
@@ -243,26 +262,33 @@ def _one_thread() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
+def scaling(figures: dict[str, Any], at_once: int) -> list[tuple[int, float]]:
+    """Rows per second of so many workers, each with so many rows at once, by the model."""
+    rng, speed = random.Random(0), Speed(figures["rows"], figures["tokens"])
+    many = [rng.choice(figures["lengths"]) for _ in range(MANY)]
+    how = (speed, at_once, figures["driver"], at_once // 2)
+    return [(workers, MANY / batch_answers(many, workers, *how)[-1][0]) for workers in WORKERS]
+
+
 def report(figures: dict[str, Any]) -> None:
     """The model beside the real runs, and beyond them."""
     speed = Speed(figures["rows"], figures["tokens"])
     lengths, at_once, driver = figures["lengths"], figures["at_once"], figures["driver"]
     rows = []
     for workers, real in sorted(figures["runs"].items()):
-        size = max(1, min(128, at_once // 2, len(lengths) // (8 * int(workers))))
-        seconds = batch_seconds(lengths[-real["rows"] :], int(workers), speed, at_once, driver, size)
-        rows.append([workers, f"{real['seconds']:.1f}", f"{seconds:.1f}", f"{seconds / real['seconds'] - 1:+.0%}"])
-    print(f"driver: {driver * 1e6:.0f} µs a row\n")
-    print(table(["workers", "real seconds", "model", "difference"], rows))
+        size = block_size(len(lengths), int(workers), at_once)
+        seconds = later(batch_answers(lengths, int(workers), speed, at_once, driver, size))
+        rows.append([workers, f"{real:.1f}", f"{seconds:.1f}", f"{seconds / real - 1:+.0%}"])
+    print(f"driver: {driver * 1e3:.1f} ms a block\n")
+    print(table(["workers", "real seconds after the first quarter", "model", "difference"], rows))
     rng = random.Random(0)
-    many = [rng.choice(lengths) for _ in range(20_000)]
-    alone = batch_seconds(many, 1, speed, at_once, driver, at_once // 2)
-    rows = []
-    for workers in WORKERS:
-        seconds = batch_seconds(many, workers, speed, at_once, driver, at_once // 2)
-        rows.append([str(workers), f"{len(many) / seconds:.0f}", f"{alone / seconds / workers:.0%}"])
-    print(f"\n{len(many)} rows\n")
-    print(table(["workers", "rows/s", "of N times one worker"], rows))
+    curves = figures["curves"]
+    cells = {
+        size: [f"{pace:.0f} ({pace / n / curve[0][1]:.0%})" for n, pace in curve] for size, curve in curves.items()
+    }
+    print(f"\n{MANY} rows: rows per second, and of N times one worker\n")
+    header = ["workers", *(f"{size} rows at once" for size in curves)]
+    print(table(header, [[str(n), *row] for n, *row in zip(WORKERS, *cells.values(), strict=True)]))
     most = at_once * speed(at_once) / statistics.mean(lengths)  # requests a second that a replica can end
     rows = []
     for workers in WORKERS:
@@ -282,7 +308,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", type=Path, help="Write the figures of this machine there.")
     parser.add_argument("--figures", type=Path, help="Read them.")
-    parser.add_argument("--rows", type=int, default=96)
+    parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--at-once", type=int, default=8)
     parser.add_argument("--one-cpu", type=int, help=argparse.SUPPRESS)
@@ -290,7 +316,7 @@ def main() -> None:
     if args.one_cpu is not None:
         print(json.dumps(one_cpu(args.one_cpu)))
     if args.measure is not None:
-        args.measure.write_text(json.dumps(measured(args.rows, args.tokens, args.at_once)))
+        args.measure.write_text(json.dumps(measured(args.rows, args.tokens, args.at_once)) + "\n")
     if args.figures is not None:
         report(json.loads(args.figures.read_text()))
 

@@ -188,7 +188,14 @@ class Call:
 
     def _step(self) -> AbstractContextManager[None]:
         """What keeps the target's passes in step with those of other processes, where they wait for one another."""
-        if self.options.synced_gpus is False or not (dist.is_available() and dist.is_initialized()):
+        if not (dist.is_available() and dist.is_initialized()):
+            if self.options.synced_gpus:
+                way = "start the script with torchrun or accelerate, or leave it out"
+                raise OptionError(
+                    f"`synced_gpus`=True needs processes in a group of torch.distributed, got none: {way}"
+                )
+            return nullcontext()
+        if self.options.synced_gpus is False:
             return nullcontext()
         from specdec.models.synced import InStep, waits_for_others
 

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
+from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import nn
@@ -31,6 +32,7 @@ from specdec.inputs import check_tokenizer, tokenizer_beside
 from specdec.loading import PASSES, Loading, Vocabulary
 from specdec.models import LanguageModel, load
 from specdec.models.bare_decoder import on_encoder_of
+from specdec.models.failures import closest_name
 from specdec.models.heads import kind_of, load_head, load_mtp
 from specdec.models.vocabulary import chooser, cut_vocabulary
 from specdec.request import Pacing
@@ -107,6 +109,7 @@ class Drafts:
         Raises OptionError for what is none, VocabularyError where target and draft do not share a vocabulary.
         """
         check_tokenizer("assistant_tokenizer", assistant_tokenizer)
+        _check_spelling(draft, name)
         if assistant_tokenizer is not None:
             _check_bridge(draft, tokenizer, name)
         match draft:
@@ -244,8 +247,7 @@ def language_model(model: Any, name: str, how: Loading | None = None) -> Languag
         return model
     if not isinstance(model, str | PathLike | PreTrainedModel | LanguageModel):
         raise OptionError.of(name, "a transformers model, or a hub id or path", type(model).__name__)
-    words = () if name == "target" else tuple(DRAFTS)
-    return load(model, how, name=name, words=words)
+    return load(model, how, name=name)
 
 
 def loaded(draft: Any, how: Loading, vocabulary: Vocabulary | None = None) -> tuple[Any, Any]:
@@ -258,6 +260,7 @@ def loaded(draft: Any, how: Loading, vocabulary: Vocabulary | None = None) -> tu
         return tuple(part for part, _ in parts), next((t for _, t in parts if t is not None), None)
     if not is_name(draft):
         return (HeadAt(draft, how, vocabulary) if is_head(draft) and vocabulary is not None else draft), None
+    _check_spelling(draft, "draft")
     if kind_of(draft, how.revision) is not None:
         return HeadAt(str(draft), how, vocabulary), None
     beside = tokenizer_beside(str(draft), **how.beside)
@@ -275,6 +278,15 @@ def names_model(draft: Any) -> bool:
 def is_head(draft: Any) -> bool:
     """Whether this is the word for a head that comes with the target."""
     return isinstance(draft, str) and draft in DRAFTS and issubclass(DRAFTS[draft], HeadDrafter)
+
+
+def _check_spelling(draft: Any, name: str) -> None:
+    """Raises OptionError for what is nearly a draft's word and no folder, before a hub is asked for it."""
+    if isinstance(draft, str) and not is_word(draft) and not Path(draft).exists():
+        near = closest_name(draft.partition(":")[0], DRAFTS)
+        if near is not None:
+            way = f"did you mean {near!r}? A model of that name can be loaded from a folder"
+            raise OptionError.of(name, "a word for a draft, or a model", draft, way)
 
 
 def _same(mine: Any, theirs: Any) -> bool:

@@ -21,7 +21,7 @@ from specdec.inputs import NAMES as MODEL_INPUTS
 from specdec.inputs import Prompt, check_tokenizer, read_prompts, tokenizer_beside, with_predictions
 from specdec.loading import NAMES as LOADING
 from specdec.loading import Loading, Vocabulary
-from specdec.models import LanguageModel, leading, on_own_device
+from specdec.models import LanguageModel, leading, on_own_device, release_helpers
 from specdec.output import Detokenizer, Event, Generation
 from specdec.prefixes import Prefixes
 from specdec.schedule import make_schedule
@@ -77,6 +77,7 @@ class SpecGenerator:
         self._draft = Draft(self._drafts.make(draft, self.tokenizer, assistant_tokenizer))
         self._prefixes = _prefixes(self.target, prefix_cache)
         self._dispatcher = Dispatcher(Engine(self.target, kv_budget=kv_budget, prefixes=self._prefixes))
+        release_helpers()  # loading had some, and another thread may be the one that decodes
 
     @classmethod
     def from_pretrained(

@@ -158,6 +158,9 @@ class _AfterPrompt:
         self._streamer.end()
 
 
+_TRAINERS = "labels"  # which trainers hand over, and `generate` drops
+
+
 def _first(value: Any, copies: int) -> Any:
     """Every prompt's first row of a tensor that holds each prompt so many times."""
     if isinstance(value, Tensor) and value.dim():
@@ -173,7 +176,7 @@ def _check(model: PreTrainedModel, asked: Mapping[str, Any], config: Any) -> Non
     if asked["assistant_model"] is not None:
         raise OptionError("`assistant_model` beside `custom_generate`: name it there, custom_generate(draft=…)")
     for name, value in asked["kwargs"].items():
-        if value is not None and name not in NAMES and not hasattr(config, name):
+        if value is not None and name not in (*NAMES, _TRAINERS) and not hasattr(config, name):
             raise UnsupportedError(f"`{name}` is not supported with specdec's `custom_generate`: leave it out")
     for name in _NEGATIVE:
         if asked[name] is not None and config.guidance_scale in (None, 1):

@@ -41,8 +41,10 @@ def test_texts_and_likelihoods_are_those_of_hf(batch_size: int) -> None:
     model = tiny("llama", vocab=WIDTH)
     theirs = HFLM(pretrained=model, **common)
     ours = SpecdecLM(pretrained=model, draft=tiny("llama", vocab=WIDTH, seed=1), schedule="cost", **common)
-    until = {"until": ["S", "=", "8S"], "max_gen_toks": 24}
-    asked = [(text, until) for text in ("def f(x):", "a", "class Long(Thing):\n    pass\n8")]
+    prompts = ("def f(x):", "a", "class Long(Thing):\n    pass\n8")
+    free = theirs.generate_until(requests("generate_until", *((p, {"max_gen_toks": 24}) for p in prompts)))
+    until = {"until": [free[0][9:11], free[2][4:6], "8" + free[2][0]], "max_gen_toks": 24}
+    asked = [(text, until) for text in prompts]
     expected = theirs.generate_until(requests("generate_until", *asked), disable_tqdm=True)
     assert ours.generate_until(requests("generate_until", *asked), disable_tqdm=True) == expected
     assert any(len(text) < 20 for text in expected)

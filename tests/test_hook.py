@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -283,4 +284,30 @@ def test_a_speech_pipeline_that_exists(given: dict[str, Any]) -> None:
     hook = custom_generate(speech.whisper(seed=1))
     kwargs = {**given.get("generate_kwargs", {}), "custom_generate": hook}
     assert pipe(dict(sound), **{**given, "generate_kwargs": kwargs}) == expected
+    assert hook.stats is not None
+
+
+def test_a_trainer_that_predicts(tmp_path: Path) -> None:
+    """`Seq2SeqTrainer` evaluates with the hook among its generation arguments, and predicts the same."""
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+    model, draft = tiny("t5"), tiny("t5", seed=1)
+    rows = [{"input_ids": ids, "labels": [5, 6, 7]} for ids in ([5, 9, 12], [7, 8, 9])]
+    settings = Seq2SeqTrainingArguments(
+        str(tmp_path), predict_with_generate=True, use_cpu=True, report_to=[], per_device_eval_batch_size=2
+    )
+    seen: list[list[list[int]]] = []
+
+    def metrics(prediction: Any) -> dict[str, float]:
+        seen.append(prediction.predictions.tolist())
+        return {"length": float(prediction.predictions.shape[1])}
+
+    def collate(some: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        return {name: torch.tensor([row[name] for row in some]) for name in some[0]}
+
+    trainer = Seq2SeqTrainer(model, settings, data_collator=collate, eval_dataset=rows, compute_metrics=metrics)
+    hook = custom_generate(draft)
+    for given in ({}, {"custom_generate": hook}):
+        trainer.evaluate(max_new_tokens=8, num_beams=1, **given)
+    assert seen[0] == seen[1]
     assert hook.stats is not None

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -47,6 +48,37 @@ def finished(*command: str) -> dict[str, Any]:
     found = [line for line in out.splitlines() if line.startswith("{")]
     assert len(found) == 1, out  # of rank 0 alone
     return json.loads(found[0])
+
+
+@pytest.mark.slow
+def test_a_server_whose_target_is_shared(tmp_path: Path) -> None:
+    """One process listens, and its answers are those of one process alone."""
+    pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
+    folder, port = saved_model(tmp_path), "18931"
+    url = f"http://127.0.0.1:{port}"
+    asked = {"model": tmp_path.name, "prompt": "abc", "max_tokens": 12, "temperature": 0}
+    with torchrun(
+        "-m", "specdec", "serve", folder, "--tp-plan", "auto", "--method", "suffix", "--port", port
+    ) as running:
+        until = time.monotonic() + 4 * SOON
+        while not ready(url):
+            assert running.poll() is None, running.communicate()[1]
+            assert time.monotonic() < until
+            time.sleep(0.2)
+        body = Request(f"{url}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"})
+        with urlopen(body, timeout=SOON) as answer:
+            found = json.load(answer)
+    expected = SpecGenerator.from_pretrained(folder).generate("abc", max_new_tokens=12).texts
+    assert [choice["text"] for choice in found["choices"]] == expected
+
+
+def ready(url: str) -> bool:
+    """Whether a server decodes."""
+    try:
+        with urlopen(f"{url}/ready", timeout=SOON) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
 
 
 def test_the_command_line_prints_the_text_of_one_process_once(tmp_path: Path) -> None:

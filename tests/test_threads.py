@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ import torch
 
 from specdec import EngineError, LanguageModel, SpecGenerator
 from specdec.draft import FunctionDrafter, ModelDrafter, SuffixDrafter
+from specdec.models import release_helpers
 from specdec.types import BatchDrafter, DraftSession
 from tests.oracle import rows_in_drafts
 from tests.tiny import tiny
@@ -466,3 +470,26 @@ def test_many_rounds_of_everything() -> None:
     assert together(*(lambda i=i: work(i) for i in range(8))) == [None] * 8
     gc.collect()
     assert is_clean(generator)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted by /proc")
+def test_loading_leaves_no_helper_threads() -> None:
+    """Those of the thread that loads made the passes of every other one take twice as long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        release_helpers()
+        alone = helpers()
+        torch.ones(2**20).exp()  # an operation that two threads share
+        if helpers() == alone:
+            pytest.skip("this torch has no helper threads of GNU's OpenMP")
+        SpecGenerator(tiny("llama"))
+        assert helpers() == alone
+    finally:
+        torch.set_num_threads(before)
+
+
+def helpers() -> int:
+    """How many threads this process has; those that were told to end are waited for."""
+    time.sleep(0.05)
+    return len(os.listdir("/proc/self/task"))

@@ -12,8 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
+from math import log2
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,6 +108,39 @@ def machine() -> str:
     """What the figures were measured on, in a few words."""
     found = results(gears()[-1])
     return f"{found['processor'].strip()}, {found['threads']} threads, float32, {found['gear']}."
+
+
+def scaling_plot(theme: Theme) -> str:
+    """What workers do together, by the model of a cluster, as multiples of one; both axes double step by step."""
+    curves: dict[str, list[tuple[int, float]]] = json.loads((RESULTS / "scaling.json").read_text())["curves"]
+    left, top, side, colours = 44, 52, 58, (theme.other, theme.own)
+    doublings = round(log2(next(iter(curves.values()))[-1][0]))
+    under = top + side / 1.8 * doublings
+
+    def place(workers: float, times: float) -> tuple[float, float]:
+        return left + side * log2(workers), under - side / 1.8 * log2(times)
+
+    def line(points: Iterable[tuple[float, float]], colour: str, dashes: str = "none") -> str:
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        return f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2" stroke-dasharray="{dashes}"/>'
+
+    parts = [text(0, 18, "Rows per second, as multiples of one worker", theme.text, size=15, weight=600)]
+    for step in range(doublings + 1):
+        x, y = place(2**step, 2**step)
+        parts += [
+            line([(left, y), (left + side * doublings, y)], theme.line),
+            text(left - 10, y + 4, str(2**step), theme.faint, size=12, anchor="end"),
+            text(x, under + 20, str(2**step), theme.faint, size=12, anchor="middle"),
+        ]
+    parts.append(line([place(1, 1), place(2**doublings, 2**doublings)], theme.faint, "4 4"))
+    for (size, curve), colour in zip(curves.items(), colours, strict=True):
+        ends = [place(workers, pace / curve[0][1]) for workers, pace in curve]
+        x, y = ends[-1]
+        parts += [line(ends, colour), *(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in ends)]
+        parts.append(text(x + 10, y + 4, f"{size} at once", theme.text, size=12))
+    parts.append(text(left, under + 42, "workers (dashed: without any loss)", theme.faint, size=12))
+    ends_at = ", ".join(f"{c[-1][1] / c[0][1]:.0f} times one with {size} rows at once" for size, c in curves.items())
+    return svg(under + 52, f"{2**doublings} workers do {ends_at}", parts)
 
 
 # the table
@@ -261,7 +295,7 @@ def svg(height: float, label: str, parts: Sequence[str]) -> str:
 def pictures() -> dict[Path, str]:
     """Every picture by its file."""
     assets = ROOT / "docs" / "assets"
-    makers = {"round": round_picture, "speed": plot}
+    makers = {"round": round_picture, "speed": plot, "scaling": scaling_plot}
     return {
         assets / f"{name}-{shade}.svg": make(theme) for name, make in makers.items() for shade, theme in THEMES.items()
     }

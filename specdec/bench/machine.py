@@ -104,7 +104,9 @@ def verdict(spins: list[float], load: float) -> str:
     """One sentence on whether the figures can be trusted, from the seconds of fixed work and the load at the start."""
     usual, best = statistics.median(spins), min(spins)
     late = sum(s > 2 * best for s in spins) / len(spins)
-    facts = f"load {load:.1f} on {os.cpu_count()} cores at the start, fixed work {usual / best:.2f}x its best"
+    pace = f"a fixed piece of work took {usual / best:.2f}x its best time"
+    facts = f"load {load:.1f} on {os.cpu_count()} cores at the start, {pace}"
     if load > 0.5 * (os.cpu_count() or 1) or usual > 1.3 * best or late > 0.1:
-        return f"CONTENTION: {facts}, {late:.0%} of looks stalled; trust the ratios a little, the times not at all."
+        found = f"{facts} and more than twice that in {late:.0%} of all tries"
+        return f"busy machine: {found}. Other programs slowed this down: ratios are rough, and times mean little."
     return f"quiet machine: {facts}."

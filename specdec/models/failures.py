@@ -39,11 +39,10 @@ def check_folder(source: str | os.PathLike[str], argument: str = "model") -> Non
 
 
 @contextmanager
-def explained(name: str, argument: str = "model", words: Iterable[str] = ()) -> Iterator[None]:
+def explained(name: str, argument: str = "model") -> Iterator[None]:
     """Errors of loading `name` as OptionError where another argument would help, else as LoadError.
 
-    `argument` is what the caller calls it, `words` what else it may be than a model. What the failed frames held, half
-    a model perhaps, is let go.
+    `argument` is what the caller calls it. What the failed frames held, half a model perhaps, is let go.
     """
     try:
         yield
@@ -55,9 +54,6 @@ def explained(name: str, argument: str = "model", words: Iterable[str] = ()) -> 
             raise
         traceback.clear_frames(error.__traceback__)
         kind = OptionError if cause is _NAME else LoadError
-        near = closest_name(name, words) if cause is _NAME else None
-        if near is not None:
-            cause = f"did you mean {near!r}?"
         raise kind(f"`{argument}` {name!r} cannot be loaded ({_first_line(error)}): {cause}") from error
 
 

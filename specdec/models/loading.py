@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from os import PathLike
@@ -45,15 +45,13 @@ def load(
     how: Loading | None = None,
     *,
     name: str = "model",
-    words: Iterable[str] = (),
 ) -> LanguageModel:
     """The model at a hub name, path, GGUF file or `zoo:NAME`, loaded as `how` says, or the given one as it is.
 
     `name` is what the caller calls the argument: "model" and "target" mean the target of a pair of the zoo, all others
-    its draft. `words` are what the argument may be beside models, for the hint at a misspelt one. Raises OptionError
-    when loading options other than `PASSES` are given with a model, when `dtype` or a device is unknown, or nothing is
-    found; UnsupportedError where a quantization, gear or exactness cannot be had here; LoadError for a broken
-    checkpoint, and where memory or disk run out.
+    its draft. Raises OptionError when loading options other than `PASSES` are given with a model, when `dtype` or a
+    device is unknown, or nothing is found; UnsupportedError where a quantization, gear or exactness cannot be had here;
+    LoadError for a broken checkpoint, and where memory or disk run out.
     """
     how = how or Loading()
     if isinstance(source, LanguageModel):
@@ -81,13 +79,13 @@ def load(
     _check_devices(how)
     ranks = leading(how)
     if ranks is None:
-        language = _made(LanguageModel, str(source), folder, replace(how, tp_plan=None), name, tuple(words))
+        language = _made(LanguageModel, str(source), folder, replace(how, tp_plan=None), name)
         _tell_slow_type(str(source), language, how)
         return language
     from specdec.models.sharded import ShardedModel
 
     how = replace(how, gear="eager")
-    number, part = ranks.load(_made, ShardedModel, str(source), folder, how, name, tuple(words))
+    number, part = ranks.load(_made, ShardedModel, str(source), folder, how, name)
     led: LanguageModel = part.lead(ranks, number)
     return led
 
@@ -111,11 +109,9 @@ def on_own_device(how: Loading) -> Loading:
     return replace(how, device_map={"": torch.accelerator.current_device_index()})
 
 
-def _made(
-    kind: type[LanguageModel], source: str, folder: str, how: Loading, name: str, words: tuple[str, ...]
-) -> LanguageModel:
+def _made(kind: type[LanguageModel], source: str, folder: str, how: Loading, name: str) -> LanguageModel:
     """The model in a folder or at a hub name, wrapped; `source` is what the caller called that."""
-    with explained(source, name, words):
+    with explained(source, name):
         model = _read(folder, how, name)
     return kind(model, gear=how.gear, exactness=how.exactness, owned=True)
 

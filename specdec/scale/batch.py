@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from specdec.errors import OptionError
 from specdec.scale.arrow import parquet, pyarrow_module, schema_of, write_parquet
 from specdec.scale.ledger import Ledger
-from specdec.scale.source import Row, Source, kind_of, windows
+from specdec.scale.source import Row, Source, fitting, kind_of, windows
 from specdec.scale.work import Desk, Line, Work
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def run(
         tell(progress)
         if progress.done < progress.total:
             answers = (start or embedded())(work)
-            missing = (row for row in source.read(work.input) if row.number not in ledger)
+            missing = (row for row in output.rows() if row.number not in ledger)
             began = monotonic()
             for line in answers(missing, stop):
                 ledger.add(line.number, line.data)
@@ -111,6 +111,12 @@ class Output:
         settings = {**self.work.settings, "input": source.digest}
         self.ledger = Ledger(rows, settings, overwrite=overwrite)
 
+    def rows(self) -> Iterator[Row]:
+        """The input, so that it fits into the file."""
+        rows = self._source.read(self.work.input)
+        typed = self._source.kind == "parquet" or self.work.task == "openai"
+        return fitting(rows) if self._parquet and not typed else rows
+
     def failed(self) -> int:
         """How many of the rows that are done went wrong."""
         return sum(map(is_failure, self.ledger.lines()))
@@ -128,7 +134,7 @@ class Output:
     def _rows(self) -> Iterator[dict[str, Any]]:
         """Every row with its answer."""
         lines = map(json.loads, self.ledger.lines())
-        for row, answer in zip(self._source.read(self.work.input), lines, strict=True):
+        for row, answer in zip(self.rows(), lines, strict=True):
             yield answer if self.work.task == "openai" else {**row.fields, **answer}
 
     def _schema(self) -> pyarrow.Schema:

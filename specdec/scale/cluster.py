@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
@@ -27,6 +28,7 @@ def connect(address: str) -> None:
         ray.init(address, ignore_reinit_error=True, log_to_driver=False, logging_level="error", **own)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise OptionError.of("ray", "the address of a cluster, auto or local", address, str(error)) from None
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
     ray.data.DataContext.get_current().enable_progress_bars = False
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -91,14 +92,7 @@ def over_ray(pool: Pool, total: int) -> Start:
 def _answered(work: Work, pool: Pool, blocks: list[Any], stop: Stop) -> Iterator[Line]:
     """The lines of these blocks as they are finished."""
     ray = ray_module()
-    found = ray.data.from_arrow_refs(blocks).map_batches(
-        _Lines,
-        fn_constructor_args=(work, pool.at_once),
-        batch_size=None,
-        batch_format="pyarrow",
-        compute=pool.strategy,
-        **pool.resources,
-    )
+    found = _mapped(ray.data.from_arrow_refs(blocks), pool, _Lines, (work, pool.at_once))
     try:
         for batch in found.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
             if stop():
@@ -137,14 +131,15 @@ def map_batches(
         raise OptionError.of("task", f"one of {', '.join(known)}", task)
     work = Work(task, target, draft, options=options, loading=loading or {}, seed=seed, field=field, merges=False)
     pool = Pool.of(workers, cpus=num_cpus, gpus=num_gpus, at_once=at_once).settled()
-    return dataset.map_batches(
-        _Columns,
-        fn_constructor_args=(work, pool.at_once, id),
-        batch_size=batch_size,
-        batch_format="pyarrow",
-        compute=pool.strategy,
-        **pool.resources,
-    )
+    return _mapped(dataset, pool, _Columns, (work, pool.at_once, id), batch_size)
+
+
+def _mapped(dataset: Dataset, pool: Pool, worker: type, given: tuple[Any, ...], size: int | None = None) -> Dataset:
+    """A dataset whose batches of `size` rows (None: its blocks) go through workers of a pool, made with `given`."""
+    how: dict[str, Any] = {"batch_size": size, "batch_format": "pyarrow", "compute": pool.strategy, **pool.resources}
+    with warnings.catch_warnings():  # retries have no other way in
+        warnings.filterwarnings("ignore", message="`ray_remote_args` is deprecated")
+        return dataset.map_batches(worker, fn_constructor_args=given, **how)
 
 
 class _Lines:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from specdec.errors import OptionError
-from specdec.scale.arrow import parquet
+from specdec.scale.arrow import parquet, pyarrow_module
 
 KINDS = {
     ".jsonl": "jsonl",
@@ -78,6 +78,23 @@ def kind_of(path: Path, name: str, kinds: dict[str, str]) -> str:
     if found is None:
         raise OptionError.of(name, f"a file that ends in {', '.join(kinds)}", str(path), "rename or convert it")
     return found
+
+
+def fitting(rows: Iterable[Row]) -> Iterator[Row]:
+    """Rows of any kinds as rows of one table: a value of another kind than in rows before it is an error of its row."""
+    arrow = pyarrow_module()
+    seen: dict[str, Any] = {}
+    for row in rows:
+        fields, wrong = {}, None
+        for name, value in row.fields.items():
+            try:
+                kind = arrow.array([value]).type
+                both = [arrow.schema([(name, one)]) for one in (seen.get(name, kind), kind)]
+                seen[name] = arrow.unify_schemas(both, promote_options="permissive").field(name).type
+                fields[name] = value
+            except (arrow.ArrowException, OverflowError):
+                wrong = f"the value of `{name}` does not fit into the column of the rows before: name OUT .jsonl"
+        yield row if wrong is None else replace(row, fields=fields, error=row.error or wrong)
 
 
 def windows(rows: Iterator[Row], size: int) -> Iterator[list[Row]]:

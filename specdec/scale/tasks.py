@@ -167,11 +167,10 @@ def wanted(fields: Fields, name: str, *kinds: type) -> Any:
 
 
 def call_options(work: Work, fields: Fields, seed: int) -> dict[str, Any]:
-    """The options of a row's call: its own field `options` over those of all rows."""
-    own = fields.get("options")
-    if own is not None and not isinstance(own, Mapping):
-        raise OptionError.of("options", "an object of options by name", own)
-    return {"seed": seed, **work.options, **{name: value for name, value in (own or {}).items() if value is not None}}
+    """The options of a row's call: its own field `options`, where that is an object, over those of all rows."""
+    found = fields.get("options")
+    own = found if isinstance(found, Mapping) else {}
+    return {"seed": seed, **work.options, **{name: value for name, value in own.items() if value is not None}}
 
 
 def answered(out: Generation, prompt_tokens: int | None = None) -> tuple[dict[str, Any], Stats]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -105,8 +106,19 @@ class Desk:
 
 
 def encoded(line: Mapping[str, Any]) -> bytes:
-    """A line of JSON in UTF-8, values that JSON does not know as text."""
+    """A line of JSON in UTF-8, values that JSON does not know as text, and numbers that it does not know as null."""
     try:
-        return json.dumps(line, ensure_ascii=False, default=str).encode() + b"\n"
+        return json.dumps(line, ensure_ascii=False, default=str, allow_nan=False).encode() + b"\n"
     except UnicodeEncodeError:  # half of a character somewhere
         return json.dumps(line, default=str).encode() + b"\n"
+    except ValueError:
+        return encoded(_finite(line))
+
+
+def _finite(value: Any) -> Any:
+    """The same without numbers that are infinite or none."""
+    if isinstance(value, Mapping):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return list(map(_finite, value))
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from specdec import LoadError, Loading, OptionError, SpecGenerator, UnsupportedError, kernels
+from specdec import LoadError, Loading, OptionError, SpecGenerator, UnsupportedError, custom_generate, kernels
 from specdec.models import load, placement, quantize
 from specdec.models.failures import closest_name
 from specdec.models.int8 import Int8Linear
@@ -467,9 +467,13 @@ def test_a_file_is_no_folder() -> None:
 
 
 def test_a_misspelt_word() -> None:
-    """`draft="sufix"` was taken for a model's name and nothing else."""
-    with pytest.raises(OptionError, match=r"`draft` 'sufix' cannot be loaded .*did you mean 'suffix'\?"):
-        load("sufix", name="draft", words=("ngram", "suffix"))
+    """`draft="sufix"` was taken for a model's name, and a hub was asked for it."""
+    target = tiny("llama")
+    for draft in ("sufix", "earlyexit:1", ("sufix", "zoo:python-code")):
+        with pytest.raises(OptionError, match=r"`draft` must be .*did you mean '(suffix|early_exit)'\?"):
+            SpecGenerator.from_pretrained("zoo:python-code", draft)
+    with pytest.raises(OptionError, match=r"did you mean 'suffix'\?"):
+        target.generate(torch.tensor([[5, 6]]), max_new_tokens=2, custom_generate=custom_generate("sufix"))
     assert closest_name("early-exit:N", ("ngram", "early_exit:N")) == "early_exit:N"
     assert closest_name("meta-llama", ("ngram", "suffix")) is None
 

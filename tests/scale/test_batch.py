@@ -184,6 +184,30 @@ def test_lines_of_text_and_parquet(models: list[str], tmp_path: Path) -> None:
     assert pq.read_table(tmp_path / "bad.out.parquet")["error"].to_pylist()[0].startswith("the row has no field")
 
 
+def test_values_that_do_not_fit_into_a_column(models: list[str], tmp_path: Path) -> None:
+    """Parquet found them when all rows were done, and the run ended without a file."""
+    pq = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+    rows = [{"id": 1, "prompt": "a"}, {"id": "two", "prompt": "b"}, {"id": 3.5, "prompt": "c"}, {"id": 2**70}]
+    source, out = write(tmp_path / "in.jsonl", rows), tmp_path / "out.parquet"
+    assert batch(source, out, *models, *NEW) == 1
+    found = pq.read_table(out).to_pylist()
+    assert [row["id"] for row in found] == [1.0, None, 3.5, None]
+    assert [row["error"] is None for row in found] == [True, False, True, False]
+    assert "`id` does not fit into the column" in found[1]["error"]
+    assert [row["output"] is None for row in found] == [False, True, False, True]
+
+
+def test_columns_that_happen_to_be_called_options(models: list[str], tmp_path: Path) -> None:
+    """A list of choices is carried along; what JSON has no word for is written as null."""
+    rows = ['{"prompt": "a", "options": ["x", "y"], "score": NaN, "more": {"at": [1, Infinity]}, "half": "\\ud800"}']
+    source, out = write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    assert batch(source, out, *models, *NEW) == 0
+    [line] = out.read_bytes().splitlines()
+    found = json.loads(line, parse_constant=lambda word: pytest.fail(word))
+    assert (found["options"], found["score"], found["more"]) == (["x", "y"], None, {"at": [1, None]})
+    assert (found["half"], found["error"]) == ("\ud800", None)
+
+
 def test_chats(models: list[str], tmp_path: Path) -> None:
     """Messages go through the chat template, behind --system; a text is a message of a user."""
     said = [{"role": "user", "content": "hello"}]
