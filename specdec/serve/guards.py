@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdec.serve.errors import ApiError
 from specdec.serve.state import LOG, State, state_of
+from specdec.serve.wire import wire_of
 
 _ID = re.compile(r"[\w.-]{1,64}")
 _LOCAL = {"localhost", "127.0.0.1", "[::1]", "::1"}
@@ -130,6 +131,7 @@ class Entrance:
             else:
                 await JSONResponse(error.body, error.status_code)(scope, receive, tagged)
         finally:
+            sent += 0 if (wire := wire_of(scope)) is None else wire.bytes
             self._note(scope, own, status, sent, time.monotonic() - began)
 
     def _refusal(self, scope: Scope, headers: Headers) -> ApiError | None:

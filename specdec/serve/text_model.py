@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -108,7 +108,7 @@ class TextModel:
         """Whether a prompt is read by an encoder."""
         return self.generator.target.is_encoder_decoder
 
-    def run(self, ask: Ask, cancel: Cancel) -> Iterator[Begun | Piece | Ended]:
+    def run(self, ask: Ask, cancel: Cancel) -> Generator[Begun | Piece | Ended]:
         """What comes of a request, in order; raises OptionError and ApiError for what is wrong with it."""
         request = ask.request
         ids = self.encode(ask.prompt, request if isinstance(request, ChatRequest) else None)

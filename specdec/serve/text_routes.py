@@ -15,6 +15,7 @@ from specdec.serve.protocol import ChatRequest, CompletionRequest, Generate
 from specdec.serve.respond import EventStream, watched
 from specdec.serve.sampling import check
 from specdec.serve.state import client_of, salt_of, state_of
+from specdec.serve.wire import wire_of
 
 router = APIRouter(route_class=GuardedRoute, tags=["text"])
 
@@ -55,6 +56,7 @@ async def _answer(
         host, state.metrics, state.settings, asked, prompts, client=client_of(request), salt=salt_of(request)
     )
     if asked.stream:
-        return EventStream(state, await watched(request, made.stream()))
+        wire = wire_of(request.scope)
+        return EventStream(state, await watched(request, made.stream(wire)), wire)
     body: dict[str, Any] = await watched(request, made.whole())
     return JSONResponse(body)
