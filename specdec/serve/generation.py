@@ -14,7 +14,7 @@ from specdec.serve.hosting import Host
 from specdec.serve.metrics import Metrics
 from specdec.serve.protocol import Generate
 from specdec.serve.settings import ServeSettings
-from specdec.serve.text_model import Ask, Begun, Ended, Piece, TextModel
+from specdec.serve.text_model import Ask, Begun, Echo, Ended, Piece, TextModel
 from specdec.serve.wire import Wire
 
 Told = Begun | Piece | Ended | bytes
@@ -49,11 +49,11 @@ class Generation:
     async def whole(self) -> dict[str, Any]:
         """The body of the answer."""
         choices: list[list[Piece]] = [[] for _ in range(len(self._prompts) * self._request.n)]
-        echoes: list[str | None] = [None] * len(self._prompts)
+        echoes: list[Echo | None] = [None] * len(self._prompts)
         async with aclosing(self._items()) as items:
             async for at, item in items:
                 if isinstance(item, Begun):
-                    echoes[at] = item.prompt_text
+                    echoes[at] = item.echo
                 elif isinstance(item, Piece):
                     choices[at * self._request.n + item.row].append(item)
         return self._answer.whole(choices, echoes)
@@ -128,13 +128,13 @@ class Generation:
     def _run(self, at: int, observed: _Observed, cancel: Cancel) -> Iterator[Told]:
         """What comes of one prompt, in the thread that decodes it."""
         begun: set[int] = set()
-        echo: str | None = None
+        echo: Echo | None = None
         with closing(self._model.run(self._asks[at], cancel)) as items:
             for item in items:
                 self._take(self._tallies[at], item)
                 observed.item(item)
                 if isinstance(item, Begun):
-                    echo = item.prompt_text
+                    echo = item.echo
                 if not (self._request.stream and isinstance(item, Piece)):
                     yield item
                 elif item.text or item.finish or item.scores:

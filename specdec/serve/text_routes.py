@@ -27,8 +27,6 @@ async def completions(request: Request, asked: CompletionRequest) -> Response:
     if len(asked.prompts) > limits.prompts:
         message = f"`prompt` may be {limits.prompts} texts at most on this server"
         raise ApiError(400, message, param="prompt", code="above_limit")
-    if asked.echo and asked.logprobs is not None:
-        raise ApiError(400, "`echo` and `logprobs` do not go together: prompts are not scored", param="echo")
     long = [prompt for prompt in asked.prompts if len(prompt) > limits.prompt_characters]
     return await _answer(request, asked, asked.prompts, too_long=bool(long))
 
