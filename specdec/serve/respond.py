@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from specdec.serve.answers import encoded
+from specdec.serve.answers import event
 from specdec.serve.errors import ApiError, as_api_error
 from specdec.serve.state import LOG, State, state_of
 from specdec.serve.wire import Wire
@@ -114,7 +114,7 @@ class EventStream(Response):
 
     async def _fail(self, send: Send, error: ApiError) -> None:
         with suppress(OSError):
-            await self._send(send, b"data: " + encoded(error.body) + b"\n\n")
+            await self._send(send, event(error.body))
 
     async def _send(self, send: Send, event: bytes) -> None:
         self._sending = True
