@@ -12,7 +12,8 @@
 | `wire.py` | streams from a thread that decodes to their socket |
 | `sampling.py`, `stops.py`, `grammar.py` | fields into options; texts that end an answer; answers in a given form |
 | `scoring.py` | what the tokens of a prompt score |
-| `metrics.py`, `state.py`, `server.py` | counts for Prometheus; what requests share; the process and its drain |
+| `metrics.py`, `tracing.py` | counts for Prometheus, spans for OpenTelemetry |
+| `state.py`, `server.py` | what requests share; the process and its drain |
 
 Nothing of it is imported unless a server is asked for; the extra `serve` brings what it needs.
 """

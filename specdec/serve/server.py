@@ -18,6 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specdec.serve.settings import ServeSettings
 from specdec.serve.state import LOG, State
+from specdec.serve.tracing import trace
 from specdec.serve.wire import lay
 
 _MERCY = 5.0  # seconds in which given-up work may say so
@@ -26,6 +27,7 @@ _MERCY = 5.0  # seconds in which given-up work may say so
 def serve(app: FastAPI, settings: ServeSettings) -> None:
     """Serves until a signal ends it: what runs may end first, for as long as the settings say."""
     start_log(settings.log)
+    trace(app)
     server_of(app, settings).run()
 
 
