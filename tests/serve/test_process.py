@@ -296,7 +296,8 @@ def test_load(server: Process, offline: SpecGenerator) -> None:
             await asyncio.sleep(0.5)
 
     async def all_of_them() -> None:
-        limits = httpx.Limits(max_connections=80)
+        # A connection must not be taken up again while the server, which waits five seconds, hangs up.
+        limits = httpx.Limits(max_connections=80, keepalive_expiry=1.0)
         head = {"Authorization": f"Bearer {KEY}"}
         async with httpx.AsyncClient(base_url=server.url, timeout=600, headers=head, limits=limits) as client:
             await asyncio.gather(watch(), *(one(client, number) for number in range(64)))
