@@ -15,13 +15,15 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import anyio
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specdec.serve.errors import ApiError
+from specdec.serve.errors import ApiError, as_api_error
 from specdec.serve.state import LOG, State, state_of
 from specdec.serve.wire import wire_of
 
@@ -50,7 +52,16 @@ class GuardedRoute(APIRoute):
             state = state_of(request)
             if not is_public:
                 authorise(request, state)
-            return await handler(Request(request.scope, _bounded(request, state)))
+            try:
+                return await handler(Request(request.scope, _bounded(request, state)))
+            except (HTTPException, RequestValidationError):
+                raise
+            except Exception as error:
+                # Left to the server it would be answered too, but logged whole, and the connection closed.
+                told = as_api_error(error)
+                if told.status_code >= 500:
+                    LOG.error("a request failed", exc_info=error)
+                raise told from error
 
         return guarded
 

@@ -120,6 +120,33 @@ def test_old_clients_get_no_chunks() -> None:
     assert run(laid(type="http", http_version="1.1")) is not None
 
 
+def test_a_refused_request_keeps_its_connection(caplog: pytest.LogCaptureFixture) -> None:
+    """What the library refused was answered, but logged as a defect with all of its traceback, and hung up on.
+
+    A client that took the connection up again lost its next request.
+    """
+
+    async def ask() -> None:
+        server = server_of(app(model_of("suffix")), settings(port=0))
+        serving = asyncio.ensure_future(server.serve())
+        while not server.started:
+            await asyncio.sleep(0.01)
+        [port] = [one.getsockname()[1] for made in server.servers for one in made.sockets]
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+            for stream in (False, True):
+                found = await client.post("/v1/completions", json={"prompt": [10**9], "stream": stream})
+                assert (found.status_code, found.headers.get("connection")) == (400, None)
+            assert len(server.server_state.connections) == 1
+            assert (await client.get("/health")).status_code == 200
+        server.should_exit = True
+        await serving
+
+    with caplog.at_level("INFO", "specdec.serve"):
+        run(ask())
+    assert [json.loads(line)["status"] for line in caplog.messages if line.startswith("{")] == [400, 400, 200]
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 def test_a_served_stream(caplog: pytest.LogCaptureFixture) -> None:
     """Over a socket the text is that of the whole answer, of several choices and prompts too; the log counts it all."""
     body = {"prompt": ["abab", "ba"], "max_tokens": 40, "temperature": 0, "ignore_eos": True, "n": 1}
