@@ -6,15 +6,32 @@ import asyncio
 import json
 import socket
 import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import httpx
 import pytest
+import uvicorn
 
 from specdec.serve.server import server_of
 from specdec.serve.wire import Wire, lay, wire_of
 from tests.serve.served import app, events, model_of, run, settings
 
 EVENTS = [b"data: %d %b\n\n" % (i, b"x" * (i * 37 % 900)) for i in range(3000)]
+
+
+@asynccontextmanager
+async def listening() -> AsyncIterator[tuple[uvicorn.Server, httpx.AsyncClient]]:
+    """A server of the tiny model on a socket, and a client of it; its log is complete afterwards."""
+    server = server_of(app(model_of("suffix")), settings(port=0))
+    serving = asyncio.ensure_future(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    [port] = [one.getsockname()[1] for made in server.servers for one in made.sockets]
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+        yield server, client
+    server.should_exit = True
+    await serving
 
 
 class Lost(asyncio.Protocol):
@@ -127,19 +144,12 @@ def test_a_refused_request_keeps_its_connection(caplog: pytest.LogCaptureFixture
     """
 
     async def ask() -> None:
-        server = server_of(app(model_of("suffix")), settings(port=0))
-        serving = asyncio.ensure_future(server.serve())
-        while not server.started:
-            await asyncio.sleep(0.01)
-        [port] = [one.getsockname()[1] for made in server.servers for one in made.sockets]
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+        async with listening() as (server, client):
             for stream in (False, True):
                 found = await client.post("/v1/completions", json={"prompt": [10**9], "stream": stream})
                 assert (found.status_code, found.headers.get("connection")) == (400, None)
             assert len(server.server_state.connections) == 1
             assert (await client.get("/health")).status_code == 200
-        server.should_exit = True
-        await serving
 
     with caplog.at_level("INFO", "specdec.serve"):
         run(ask())
@@ -152,12 +162,7 @@ def test_a_served_stream(caplog: pytest.LogCaptureFixture) -> None:
     body = {"prompt": ["abab", "ba"], "max_tokens": 40, "temperature": 0, "ignore_eos": True, "n": 1}
 
     async def ask() -> None:
-        server = server_of(app(model_of("suffix")), settings(port=0))
-        serving = asyncio.ensure_future(server.serve())
-        while not server.started:
-            await asyncio.sleep(0.01)
-        [port] = [one.getsockname()[1] for made in server.servers for one in made.sockets]
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+        async with listening() as (_, client):
             whole = (await client.post("/v1/completions", json=body)).json()["choices"]
             for _ in range(3):
                 found = await client.post("/v1/completions", json={**body, "stream": True})
@@ -166,8 +171,6 @@ def test_a_served_stream(caplog: pytest.LogCaptureFixture) -> None:
                 texts = ["".join(c["text"] for e in told for c in e["choices"] if c["index"] == i) for i in (0, 1)]
                 assert texts == [choice["text"] for choice in whole]
                 assert [e["choices"][0]["finish_reason"] for e in told].count("length") == 2
-        server.should_exit = True
-        await serving
         assert json.loads(caplog.messages[-1])["bytes"] == len(found.content)
 
     with caplog.at_level("INFO", "specdec.serve"):
