@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from os import PathLike
@@ -143,6 +143,31 @@ class Transcriber:
             return self._stream(inputs, request, progress, on_error)
         return self._transcribe([inputs], request, progress, on_error)[0]
 
+    def stream(
+        self, source: Any, *, progress: Progress | None = None, **options: Any
+    ) -> Generator[str, None, Transcription]:
+        """The text of one recording window by window, with the `Transcription` as the value that the iterator returns.
+
+        Takes what a call takes, and raises what it raises once it is begun. The pieces add up to the whole text. What a
+        later window may change (overlapping chunks, words with times) is one piece, at the end.
+        """
+        request, recordings, told = self._request(options), list[Recording](), ""
+        is_final = request.chunking is None and request.settings.return_timestamps != "word"
+        windows = self._windows([source], recordings, request, progress, None)
+        while True:
+            try:
+                next(windows)
+            except StopIteration as end:
+                [found] = end.value
+                break
+            text = self._text(recordings[0], request)["text"] if is_final else ""
+            if text != told and text.startswith(told):
+                yield text[len(told) :]
+                told = text
+        if rest := found["text"][len(told) :]:
+            yield rest
+        return found
+
     def error_rate(self, texts: Iterable[str], references: Iterable[str], *, language: str | None = None) -> float:
         """Word errors per word of the references, after Whisper's normalisation, for English unless told otherwise."""
         from specdec.pipelines.wer import error_rate
@@ -195,8 +220,24 @@ class Transcriber:
     def _transcribe(
         self, inputs: Iterable[Any], request: _Request, progress: Progress | None, on_error: OnError | None
     ) -> list[Transcription | None]:
+        windows = self._windows(inputs, [], request, progress, on_error)
+        while True:
+            try:
+                next(windows)
+            except StopIteration as end:
+                found: list[Transcription | None] = end.value
+                return found
+
+    def _windows(
+        self,
+        inputs: Iterable[Any],
+        recordings: list[Recording],
+        request: _Request,
+        progress: Progress | None,
+        on_error: OnError | None,
+    ) -> Generator[None, None, list[Transcription | None]]:
+        """Reads all inputs, with a stop after every window; `recordings` are filled meanwhile."""
         began, done = clock(), 0.0
-        recordings: list[Recording] = []
 
         def report(seconds: float) -> None:
             nonlocal done
@@ -219,8 +260,7 @@ class Transcriber:
                     on_error(source, error)
 
         listener = Listener(self.generator, self._whisper, request.settings, request.options, report)
-        for _ in listener.listen(tracks(), request.batch_size):
-            pass
+        yield from listener.listen(tracks(), request.batch_size)
         seconds, stats = clock() - began, total(listener.stats)
         whole = sum(recording.duration for recording in recordings) or 1.0
         found = [None if recording.failed else self._finished(recording, request) for recording in recordings]
@@ -230,18 +270,20 @@ class Transcriber:
 
     def _finished(self, recording: Recording, request: _Request) -> Transcription:
         """What was said in a recording, once all of it was read."""
-        found = Transcription(
-            recording.text(
-                self._whisper,
-                timestamps=request.settings.return_timestamps,
-                language=request.return_language,
-                seconds=self._extractor.chunk_length / self._whisper.positions,
-            )
-        )
+        found = Transcription(self._text(recording, request))
         found.segments = [track.segments for track in recording.tracks]
         found.language = next((self._whisper.language(track.opening) for track in recording.tracks), None)
         found.duration = recording.duration
         return found
+
+    def _text(self, recording: Recording, request: _Request) -> dict[str, Any]:
+        """Text and chunks of a recording, as far as it was read."""
+        return recording.text(
+            self._whisper,
+            timestamps=request.settings.return_timestamps,
+            language=request.return_language,
+            seconds=self._extractor.chunk_length / self._whisper.positions,
+        )
 
 
 def processor_beside(target: Any, revision: str | None = None, *, trust_remote_code: bool = False) -> Any:

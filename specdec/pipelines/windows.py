@@ -108,8 +108,8 @@ class Listener:
         self._predicts = drafter is not None and drafter.reads_predictions
         self.stats: list[Stats] = []
 
-    def listen(self, tracks: Iterable[Track], batch_size: int) -> Iterator[Track]:
-        """Every track, once it is read; a finished one makes room for the next."""
+    def listen(self, tracks: Iterable[Track], batch_size: int) -> Iterator[None]:
+        """Reads all tracks, a window of so many of them before every stop; a finished one makes room for the next."""
         waiting = iter(tracks)
         active = list(islice(waiting, batch_size))
         while active:
@@ -117,7 +117,7 @@ class Listener:
             for track in active:
                 if track.done:
                     track.features = track.features.new_empty(0)
-                    yield track
+            yield
             active = [track for track in active if not track.done]
             active += islice(waiting, batch_size - len(active))
 

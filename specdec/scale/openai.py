@@ -12,7 +12,7 @@ from specdec.serve.answers import Answer, Tally
 from specdec.serve.bridge import Cancel
 from specdec.serve.errors import ApiError, as_api_error, invalid
 from specdec.serve.protocol import ChatRequest, CompletionRequest
-from specdec.serve.text_model import Ask, Begun, Ended, Piece, TextModel
+from specdec.serve.text_model import Ask, Begun, Echo, Ended, Piece, TextModel
 from specdec.types import Stats
 
 if TYPE_CHECKING:
@@ -43,11 +43,11 @@ class OpenAI(Task):
         prompts = [None] if isinstance(request, ChatRequest) else request.prompts
         tallies = [Tally() for _ in prompts]
         choices: list[list[Piece]] = [[] for _ in range(len(prompts) * request.n)]
-        echoes: list[str | None] = [None] * len(prompts)
+        echoes: list[Echo | None] = [None] * len(prompts)
         for at, prompt in enumerate(prompts):
             for item in self._model.run(Ask(request, prompt), Cancel()):
                 if isinstance(item, Begun):
-                    tallies[at].prompt_tokens, echoes[at] = item.prompt_tokens, item.prompt_text
+                    tallies[at].prompt_tokens, echoes[at] = item.prompt_tokens, item.echo
                 elif isinstance(item, Piece):
                     tallies[at].new_tokens += item.tokens
                     choices[at * request.n + item.row].append(item)

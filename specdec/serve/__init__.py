@@ -9,8 +9,11 @@
 | `generation.py`, `respond.py` | one request on the event loop; answers that end when their client leaves |
 | `admission.py`, `bridge.py` | turns among clients; threads that decode, followed and cancelled from the event loop |
 | `hosting.py`, `text_model.py`, `speech_model.py` | models with their threads; what a thread does for a request |
+| `wire.py` | streams from a thread that decodes to their socket |
 | `sampling.py`, `stops.py`, `grammar.py` | fields into options; texts that end an answer; answers in a given form |
-| `metrics.py`, `state.py`, `server.py` | counts for Prometheus; what requests share; the process and its drain |
+| `scoring.py` | what the tokens of a prompt score |
+| `metrics.py`, `tracing.py` | counts for Prometheus, spans for OpenTelemetry |
+| `state.py`, `server.py` | what requests share; the process and its drain |
 
 Nothing of it is imported unless a server is asked for; the extra `serve` brings what it needs.
 """

@@ -7,10 +7,11 @@ import secrets
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from specdec.serve.protocol import ChatRequest, Generate
-from specdec.serve.text_model import Piece, TokenScore
+from specdec.serve.text_model import Echo, Piece, TokenScore
 from specdec.types import Stats
 
 _UNIT = 128  # bytes; events that are filled up have a multiple of them
@@ -41,20 +42,21 @@ class Answer:
         """Whether a conversation is answered."""
         return isinstance(self.request, ChatRequest)
 
-    def whole(self, choices: Sequence[Sequence[Piece]], echoes: Sequence[str | None]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[Sequence[Piece]], echoes: Sequence[Echo | None]) -> dict[str, Any]:
         """The body: a choice for each list of pieces."""
         made = [self._choice(index, pieces, echoes[index // self.request.n]) for index, pieces in enumerate(choices)]
         body = {**self._head("chat.completion" if self.is_chat else "text_completion"), "choices": made}
         return {**body, "usage": self.usage(), **self._metrics()}
 
-    def chunk(self, index: int, piece: Piece, *, first: bool, echo: str | None = None) -> dict[str, Any]:
-        """A chunk of choice `index`."""
+    def chunk(self, index: int, piece: Piece, *, first: bool, echo: Echo | None = None) -> dict[str, Any]:
+        """A chunk of choice `index`, after the prompt where that is told."""
+        echo = echo or Echo()
         if self.is_chat:
             delta = {"role": "assistant", "content": piece.text} if first else {"content": piece.text}
             choice: dict[str, Any] = {"index": index, "delta": delta}
         else:
-            choice = {"index": index, "text": (echo or "") + piece.text}
-        choice |= {"logprobs": self._logprobs(piece.scores, 0), "finish_reason": piece.finish}
+            choice = {"index": index, "text": echo.text + piece.text}
+        choice |= {"logprobs": self._logprobs([*echo.scores, *piece.scores]), "finish_reason": piece.finish}
         if self.request.return_drafted:
             choice |= {"drafted": [list(span) for span in piece.spans], "tokens": piece.tokens}
         usage = {"usage": self.usage() if self._keeps_telling else None} if self._tells_usage else {}
@@ -74,7 +76,7 @@ class Answer:
         if self.pads or (options is not None and options.include_obfuscation):
             bare = len(encoded({**content, "obfuscation": ""}))
             content = {**content, "obfuscation": "-" * (-bare % _UNIT)}
-        return b"data: " + encoded(content) + b"\n\n"
+        return event(content)
 
     def usage(self) -> dict[str, Any]:
         """Counts of tokens, over all prompts."""
@@ -112,34 +114,31 @@ class Answer:
         prefix = "chatcmpl" if self.is_chat else "cmpl"
         return {"id": f"{prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model}
 
-    def _choice(self, index: int, pieces: Sequence[Piece], echo: str | None) -> dict[str, Any]:
+    def _choice(self, index: int, pieces: Sequence[Piece], echo: Echo | None) -> dict[str, Any]:
+        echo = echo or Echo()
         text = "".join(piece.text for piece in pieces)
         finish = next((piece.finish for piece in pieces if piece.finish), None)
         scores = [score for piece in pieces for score in piece.scores]
         choice: dict[str, Any] = {"index": index, "finish_reason": finish}
-        choice["logprobs"] = self._logprobs(scores, len(echo or ""))
+        choice["logprobs"] = self._logprobs([*echo.scores, *scores])
         if self.is_chat:
             choice["message"] = {"role": "assistant", "content": text, "refusal": None}
         else:
-            choice["text"] = (echo or "") + text
+            choice["text"] = echo.text + text
         if self.request.return_drafted:
             choice["drafted"] = [list(span) for piece in pieces for span in piece.spans]
         return choice
 
-    def _logprobs(self, scores: Sequence[TokenScore], offset: int) -> dict[str, Any] | None:
+    def _logprobs(self, scores: Sequence[TokenScore]) -> dict[str, Any] | None:
         if self.request.top is None:
             return None
         if self.is_chat:
             return {"content": [_told(score) for score in scores], "refusal": None}
-        offsets = []
-        for score in scores:
-            offsets.append(offset)
-            offset += len(score.text)
         return {
             "tokens": [score.text for score in scores],
             "token_logprobs": [score.log_prob for score in scores],
-            "top_logprobs": [dict(score.top) for score in scores],
-            "text_offset": offsets,
+            "top_logprobs": [None if score.top is None else dict(score.top) for score in scores],
+            "text_offset": list(accumulate((len(score.text) for score in scores[:-1]), initial=0)) if scores else [],
         }
 
     def _metrics(self) -> dict[str, Any]:
@@ -151,7 +150,7 @@ class Answer:
 
 def _told(score: TokenScore) -> dict[str, Any]:
     own = {"token": score.text, "logprob": score.log_prob, "bytes": _bytes(score.text)}
-    top = [{"token": text, "logprob": value, "bytes": _bytes(text)} for text, value in score.top]
+    top = [{"token": text, "logprob": value, "bytes": _bytes(text)} for text, value in score.top or ()]
     return {**own, "top_logprobs": top}
 
 
@@ -183,3 +182,8 @@ def speculation(stats: Iterable[Stats]) -> dict[str, Any]:
 def encoded(content: Any) -> bytes:
     """JSON in UTF-8."""
     return json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+
+
+def event(content: Any) -> bytes:
+    """JSON as an event of a stream."""
+    return b"data: " + encoded(content) + b"\n\n"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, File, Form, Request, UploadFile
@@ -11,14 +13,15 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from specdec.pipelines import Transcription
 from specdec.pipelines.subtitles import srt, vtt
+from specdec.serve.answers import event
 from specdec.serve.bridge import Work
 from specdec.serve.errors import ApiError
 from specdec.serve.guards import GuardedRoute
 from specdec.serve.hosting import Host
 from specdec.serve.protocol import Text
-from specdec.serve.respond import watched
+from specdec.serve.respond import EventStream, watched
 from specdec.serve.speech_model import Listen, SpeechModel
-from specdec.serve.state import client_of, state_of
+from specdec.serve.state import State, client_of, state_of
 
 router = APIRouter(route_class=GuardedRoute, tags=["audio"])
 
@@ -48,13 +51,18 @@ async def transcriptions(
     stream: Annotated[bool, Form()] = False,
 ) -> Response:
     """Writes down what is said."""
-    await _check_fields(request, _COMMON | {"language"}, stream=stream)
+    await _check_fields(request, _COMMON | {"language"})
+    if stream and response_format != "json":
+        raise ApiError(400, "`stream` tells text alone: it needs `response_format` json", param="response_format")
     if timestamp_granularities and response_format != "verbose_json":
         raise ApiError(400, "`timestamp_granularities[]` needs `response_format` verbose_json", param="response_format")
     words = "word" in timestamp_granularities
     stamps = None if response_format in ("json", "text") else "word" if words else "segment"
     asked = Listen(await file.read(), "transcribe", language, prompt, temperature, stamps, seed)
-    found, host = await _hear(request, model, asked)
+    state, host = _host(request, model)
+    if stream:
+        return EventStream(state, await watched(request, _begun(_events(_heard(request, host, asked)))))
+    found = await watched(request, _whole(_heard(request, host, asked)))
     return _formed(found, host, asked, response_format, segments=not words or "segment" in timestamp_granularities)
 
 
@@ -69,54 +77,95 @@ async def translations(
     seed: Seed = 0,
 ) -> Response:
     """Writes down in English what is said in any language."""
-    await _check_fields(request, _COMMON - {"stream", "timestamp_granularities[]"}, stream=False)
+    await _check_fields(request, _COMMON - {"stream", "timestamp_granularities[]"})
     stamps = None if response_format in ("json", "text") else "segment"
     asked = Listen(await file.read(), "translate", None, prompt, temperature, stamps, seed)
-    found, host = await _hear(request, model, asked)
+    _, host = _host(request, model)
+    found = await watched(request, _whole(_heard(request, host, asked)))
     return _formed(found, host, asked, response_format, segments=True)
 
 
-async def _check_fields(request: Request, known: set[str], *, stream: bool) -> None:
+async def _check_fields(request: Request, known: set[str]) -> None:
     """Raises a 400 for fields that nobody reads."""
     if unknown := [name for name in await request.form() if name not in known]:
         raise ApiError(400, f"`{unknown[0][:64]}` is not supported: leave it out", param=unknown[0][:64])
-    if stream:
-        raise ApiError(400, "transcriptions are not streamed: leave out `stream`", param="stream")
 
 
-async def _hear(request: Request, name: str | None, asked: Listen) -> tuple[Transcription, Host]:
-    """What is said, once it is the request's turn."""
+def _host(request: Request, name: str | None) -> tuple[State, Host]:
+    """The model that is asked; raises a 503 on the way out, and a 404 or 400 where there is none for this."""
     state = state_of(request)
     state.admit()
-    host = state.hosts.named(name, "speech")
-    began, metrics = time.monotonic(), state.metrics
+    return state, state.hosts.named(name, "speech")
 
-    async def heard() -> Transcription:
-        model = host.model
-        assert isinstance(model, SpeechModel)
-        async with host.turns.turn(client_of(request)):
-            metrics.queued.labels(model.name).observe(time.monotonic() - began)
-            work = Work(host.pool, lambda cancel: iter([model.hear(asked, cancel)]))
-            try:
-                async for found in work:
-                    return found
-            finally:
-                await work.close()
-        raise AssertionError("a recording was lost")
 
-    found = await watched(request, heard())
-    host.beat()
-    metrics.whole.labels(host.model.name).observe(time.monotonic() - began)
-    metrics.audio_seconds.labels(host.model.name).inc(found.duration)
-    metrics.count(host.model.name, found.stats)
-    return found, host
+async def _heard(request: Request, host: Host, asked: Listen) -> AsyncGenerator[str | Transcription, None]:
+    """What is said, window by window, then all of it, once it is the request's turn."""
+    metrics, model, began = state_of(request).metrics, host.model, time.monotonic()
+    assert isinstance(model, SpeechModel)
+    async with host.turns.turn(client_of(request)):
+        metrics.queued.labels(model.name).observe(time.monotonic() - began)
+        work = Work(host.pool, lambda cancel: model.hear(asked, cancel))
+        try:
+            async for item in work:
+                host.beat()
+                if isinstance(item, Transcription):
+                    metrics.whole.labels(model.name).observe(time.monotonic() - began)
+                    metrics.audio_seconds.labels(model.name).inc(item.duration)
+                    metrics.count(model.name, item.stats)
+                yield item
+        finally:
+            await work.close()
+
+
+async def _whole(heard: AsyncGenerator[str | Transcription, None]) -> Transcription:
+    async with aclosing(heard):
+        async for item in heard:
+            if isinstance(item, Transcription):
+                return item
+    raise AssertionError("a recording was lost")
+
+
+async def _events(heard: AsyncGenerator[str | Transcription, None]) -> AsyncGenerator[bytes, None]:
+    """OpenAI's events of a transcription: new text after every window, then all of it."""
+    said = told = ""
+    async with aclosing(heard):
+        async for item in heard:
+            if isinstance(item, Transcription):
+                text = item["text"].strip()
+                yield event({"type": "transcript.text.done", "text": text, "usage": _usage(item)})
+            else:
+                said += item
+                new = said.strip()[len(told) :]
+                told += new
+                if new:
+                    yield event({"type": "transcript.text.delta", "delta": new})
+
+
+async def _begun(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    """The same events once the first is there: until then errors are raised here."""
+    try:
+        first = await anext(events)
+    except BaseException:
+        await events.aclose()
+        raise
+
+    async def chained() -> AsyncGenerator[bytes, None]:
+        async with aclosing(events):
+            yield first
+            async for one in events:
+                yield one
+
+    return chained()
+
+
+def _usage(found: Transcription) -> dict[str, Any]:
+    return {"type": "duration", "seconds": round(found.duration)}
 
 
 def _formed(found: Transcription, host: Host, asked: Listen, form: Format, *, segments: bool) -> Response:
     text = found["text"].strip()
     if form == "json":
-        seconds = {"type": "duration", "seconds": round(found.duration)}
-        return JSONResponse({"text": text, "usage": seconds})
+        return JSONResponse({"text": text, "usage": _usage(found)})
     if form == "text":
         return PlainTextResponse(text + "\n")
     if form in ("srt", "vtt"):
@@ -126,7 +175,7 @@ def _formed(found: Transcription, host: Host, asked: Listen, form: Format, *, se
         "language": found.language,
         "duration": round(found.duration, 3),
         "text": text,
-        "usage": {"type": "duration", "seconds": round(found.duration)},
+        "usage": _usage(found),
     }
     if asked.stamps == "word":
         body["words"] = [_timed(chunk, "word") for chunk in found["chunks"]]

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, closing
 from typing import Any
 
 from specdec.serve.answers import Answer, Tally
-from specdec.serve.bridge import Work
+from specdec.serve.bridge import Cancel, Work
 from specdec.serve.hosting import Host
 from specdec.serve.metrics import Metrics
 from specdec.serve.protocol import Generate
 from specdec.serve.settings import ServeSettings
-from specdec.serve.text_model import Ask, Begun, Ended, Piece, TextModel
+from specdec.serve.text_model import Ask, Begun, Echo, Ended, Piece, TextModel
+from specdec.serve.wire import Wire
 
-Item = tuple[int, Begun | Piece | Ended]
+Told = Begun | Piece | Ended | bytes
+"""What a thread tells the event loop: of a stream the events that the loop has to send, instead of pieces."""
+Item = tuple[int, Told]
 
 
 class Generation:
@@ -40,22 +43,26 @@ class Generation:
         self._asks = [Ask(request, prompt, salt, chunk) for prompt in prompts]
         self._tallies = [Tally() for _ in prompts]
         self._answer = Answer(request, host.model.name, self._tallies, settings.pad_events)
+        self._wire: Wire | None = None
         self._began = time.monotonic()
 
     async def whole(self) -> dict[str, Any]:
         """The body of the answer."""
         choices: list[list[Piece]] = [[] for _ in range(len(self._prompts) * self._request.n)]
-        echoes: list[str | None] = [None] * len(self._prompts)
+        echoes: list[Echo | None] = [None] * len(self._prompts)
         async with aclosing(self._items()) as items:
             async for at, item in items:
                 if isinstance(item, Begun):
-                    echoes[at] = item.prompt_text
+                    echoes[at] = item.echo
                 elif isinstance(item, Piece):
                     choices[at * self._request.n + item.row].append(item)
         return self._answer.whole(choices, echoes)
 
-    async def stream(self) -> AsyncGenerator[bytes, None]:
-        """The events of the answer, once the request has proved sound; until then errors are raised here."""
+    async def stream(self, wire: Wire | None = None) -> AsyncGenerator[bytes, None]:
+        """The events of the answer that `wire` does not take, once the request has proved sound; until then errors are
+        raised here.
+        """
+        self._wire = wire
         items = self._items()
         try:
             first = await anext(items)
@@ -65,18 +72,12 @@ class Generation:
         return self._events(first, items)
 
     async def _events(self, first: Item, items: AsyncGenerator[Item, None]) -> AsyncGenerator[bytes, None]:
-        echoes: dict[int, str | None] = {}
-        begun: set[int] = set()
         async with aclosing(items):
-            async for at, item in _chained(first, items):
-                if isinstance(item, Begun):
-                    echoes[at] = item.prompt_text
-                elif isinstance(item, Piece) and (item.text or item.finish or item.scores):
-                    index = at * self._request.n + item.row
-                    is_first = index not in begun
-                    begun.add(index)
-                    echo = echoes.get(at) if is_first else None
-                    yield self._answer.event(self._answer.chunk(index, item, first=is_first, echo=echo))
+            async for _, item in _chained(first, items):
+                if isinstance(item, bytes):
+                    yield item
+                    if self._wire is not None:
+                        self._wire.passed()
         if (last := self._answer.last_chunk()) is not None:
             yield self._answer.event(last)
 
@@ -114,17 +115,37 @@ class Generation:
         model, observed = self._model, _Observed(self._host, self._metrics, self._began, told=self._request.stream)
         async with self._host.turns.turn(self._client):
             observed.turn()
-            work = Work(self._host.pool, lambda cancel: model.run(self._asks[at], cancel))
+            work = Work(self._host.pool, lambda cancel: self._run(at, observed, cancel))
             try:
                 async for item in work:
-                    self._take(self._tallies[at], item)
-                    observed.item(item)
                     yield at, item
             except (GeneratorExit, asyncio.CancelledError):
                 self._metrics.aborted.labels(model.name).inc()
                 raise
             finally:
                 await work.close()
+
+    def _run(self, at: int, observed: _Observed, cancel: Cancel) -> Iterator[Told]:
+        """What comes of one prompt, in the thread that decodes it."""
+        begun: set[int] = set()
+        echo: Echo | None = None
+        with closing(self._model.run(self._asks[at], cancel)) as items:
+            for item in items:
+                self._take(self._tallies[at], item)
+                observed.item(item)
+                if isinstance(item, Begun):
+                    echo = item.echo
+                if not (self._request.stream and isinstance(item, Piece)):
+                    yield item
+                elif item.text or item.finish or item.scores:
+                    index = at * self._request.n + item.row
+                    first = index not in begun
+                    begun.add(index)
+                    event = self._answer.event(
+                        self._answer.chunk(index, item, first=first, echo=echo if first else None)
+                    )
+                    if self._wire is None or not self._wire.send(event):
+                        yield event
 
     def _take(self, tally: Tally, item: Begun | Piece | Ended) -> None:
         if isinstance(item, Begun):

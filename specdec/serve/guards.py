@@ -15,14 +15,17 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import anyio
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specdec.serve.errors import ApiError
+from specdec.serve.errors import ApiError, as_api_error
 from specdec.serve.state import LOG, State, state_of
+from specdec.serve.wire import wire_of
 
 _ID = re.compile(r"[\w.-]{1,64}")
 _LOCAL = {"localhost", "127.0.0.1", "[::1]", "::1"}
@@ -49,7 +52,16 @@ class GuardedRoute(APIRoute):
             state = state_of(request)
             if not is_public:
                 authorise(request, state)
-            return await handler(Request(request.scope, _bounded(request, state)))
+            try:
+                return await handler(Request(request.scope, _bounded(request, state)))
+            except (HTTPException, RequestValidationError):
+                raise
+            except Exception as error:
+                # Left to the server it would be answered too, but logged whole, and the connection closed.
+                told = as_api_error(error)
+                if told.status_code >= 500:
+                    LOG.error("a request failed", exc_info=error)
+                raise told from error
 
         return guarded
 
@@ -130,6 +142,7 @@ class Entrance:
             else:
                 await JSONResponse(error.body, error.status_code)(scope, receive, tagged)
         finally:
+            sent += 0 if (wire := wire_of(scope)) is None else wire.bytes
             self._note(scope, own, status, sent, time.monotonic() - began)
 
     def _refusal(self, scope: Scope, headers: Headers) -> ApiError | None:

@@ -16,6 +16,7 @@ from specdec.errors import OptionError
 from specdec.generator import SpecGenerator
 from specdec.loading import NAMES as LOADING
 from specdec.loading import is_gguf
+from specdec.models import release_helpers
 from specdec.pipelines import Transcriber
 from specdec.serve.admission import Admission
 from specdec.serve.bridge import call
@@ -117,8 +118,16 @@ class Hosts:
 def load(settings: ModelSettings, limits: Limits, share: float = 0.5) -> TextModel | SpeechModel:
     """The model that the settings name, loaded; `share` of free memory is its `kv_budget` where they name none.
 
+    The calling thread keeps no helper threads, which would slow down those that decode.
     Raises OptionError and LoadError as `from_pretrained` does.
     """
+    try:
+        return _load(settings, limits, share)
+    finally:
+        release_helpers()
+
+
+def _load(settings: ModelSettings, limits: Limits, share: float) -> TextModel | SpeechModel:
     how = _how(settings)
     target, draft = zoo.locate(settings.target, "target"), _draft(settings.draft)
     common: dict[str, Any] = {"kv_budget": settings.kv_budget or share, "prefix_cache": settings.prefix_cache}

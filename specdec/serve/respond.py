@@ -12,9 +12,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from specdec.serve.answers import encoded
+from specdec.serve.answers import event
 from specdec.serve.errors import ApiError, as_api_error
 from specdec.serve.state import LOG, State, state_of
+from specdec.serve.wire import Wire
 
 PING = 15.0
 """Seconds of silence after which a comment shows that a stream is alive."""
@@ -41,19 +42,24 @@ async def watched(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 class EventStream(Response):
-    """Events as they come, then `[DONE]`; an error becomes the last event, and silence is filled with comments."""
+    """Events as they come, then `[DONE]`; an error becomes the last event, and silence is filled with comments.
 
-    def __init__(self, state: State, events: AsyncGenerator[bytes, None]) -> None:
+    Others may go by `wire` between the first of `events` and their end.
+    """
+
+    def __init__(self, state: State, events: AsyncGenerator[bytes, None], wire: Wire | None = None) -> None:
         super().__init__(
             media_type="text/event-stream", headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         )
         del self.headers["content-length"]
-        self._state, self._events = state, events
+        self._state, self._events, self._wire = state, events, wire
         self._last, self._sending = time.monotonic(), False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends everything; the work ends with the client."""
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        if self._wire is not None:
+            self._wire.open()
         task = asyncio.ensure_future(self._produce(send))
         self._state.track(task)
         gone = asyncio.ensure_future(_left(receive))
@@ -65,16 +71,30 @@ class EventStream(Response):
                 if rest <= 0 and not task.done():
                     await _ended(task)
                     late = True
-                elif not task.done() and not self._sending and time.monotonic() - self._last >= PING:
-                    await self._send(send, b": alive\n\n")
+                elif not task.done() and not self._sending and self._silence >= PING:
+                    await self._show_life(send)
             if task.cancelled() and not gone.done():
                 await self._fail(send, _too_late(self._state) if late else self._state.given_up())
         finally:
             gone.cancel()
             await _ended(task)
+            if self._wire is not None:
+                self._wire.close()
         if not gone.done() or gone.cancelled():
             with suppress(OSError):
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    @property
+    def _silence(self) -> float:
+        """Seconds since something was sent."""
+        return time.monotonic() - max(self._last, 0.0 if self._wire is None else self._wire.last)
+
+    async def _show_life(self, send: Send) -> None:
+        comment = b": alive\n\n"
+        if self._wire is None:
+            await self._send(send, comment)
+        elif not self._wire.send(comment):  # something waits already
+            self._wire.passed()
 
     async def _produce(self, send: Send) -> None:
         async with aclosing(self._events) as events:
@@ -94,7 +114,7 @@ class EventStream(Response):
 
     async def _fail(self, send: Send, error: ApiError) -> None:
         with suppress(OSError):
-            await self._send(send, b"data: " + encoded(error.body) + b"\n\n")
+            await self._send(send, event(error.body))
 
     async def _send(self, send: Send, event: bytes) -> None:
         self._sending = True

@@ -13,9 +13,13 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specdec.serve.settings import ServeSettings
 from specdec.serve.state import LOG, State
+from specdec.serve.tracing import trace
+from specdec.serve.wire import lay
 
 _MERCY = 5.0  # seconds in which given-up work may say so
 
@@ -23,12 +27,18 @@ _MERCY = 5.0  # seconds in which given-up work may say so
 def serve(app: FastAPI, settings: ServeSettings) -> None:
     """Serves until a signal ends it: what runs may end first, for as long as the settings say."""
     start_log(settings.log)
+    trace(app)
+    server_of(app, settings).run()
+
+
+def server_of(app: FastAPI, settings: ServeSettings) -> uvicorn.Server:
+    """What serves the application, not begun."""
     limits = settings.limits
     config = uvicorn.Config(
         app,
         host=settings.host,
         port=settings.port,
-        http="h11",
+        http=_Protocol,
         ws="none",
         h11_max_incomplete_event_size=limits.header_bytes,
         timeout_graceful_shutdown=int(limits.drain_seconds + _MERCY) + 1,
@@ -37,7 +47,21 @@ def serve(app: FastAPI, settings: ServeSettings) -> None:
         proxy_headers=False,
         log_config=None,
     )
-    _Server(config, app.state.server, limits.drain_seconds).run()
+    return _Server(config, app.state.server, limits.drain_seconds)
+
+
+class _Protocol(H11Protocol):
+    """HTTP/1.1 by h11, which hands requests the wire that their streams go by."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        app: Any = self.app
+
+        async def wired(scope: Scope, receive: Receive, send: Send) -> None:
+            lay(scope, transport)
+            await app(scope, receive, send)
+
+        self.app: Any = wired
 
 
 class _Server(uvicorn.Server):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,8 +39,8 @@ class SpeechModel:
         self.drafts = self.generator.drafter is not None
         self._seconds = seconds
 
-    def hear(self, asked: Listen, cancel: Cancel) -> Transcription:
-        """What is said; raises a 400 for what is no sound, or too long."""
+    def hear(self, asked: Listen, cancel: Cancel) -> Iterator[str | Transcription]:
+        """What is said, window by window, then all of it; raises a 400 for what is no sound, or too long."""
         self._check_length(asked.content)
         options: dict[str, Any] = {"language": asked.language, "task": asked.task, "seed": asked.seed}
         if asked.stamps is not None:
@@ -48,13 +49,13 @@ class SpeechModel:
             options["prompt_ids"] = self._prompt(asked.prompt)
         if asked.temperature:
             options["temperature"] = asked.temperature
-        found: Transcription = self.transcriber(
+        found = yield from self.transcriber.stream(
             asked.content,
             stopping_criteria=[_Given(cancel)],
             progress=lambda done, known: cancel.check(),
             **{name: value for name, value in options.items() if value is not None},
         )
-        return found
+        yield found
 
     def silence(self) -> dict[str, Any]:
         """What the model is given to show that it works."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -19,6 +19,7 @@ from specdec.serve.errors import ApiError
 from specdec.serve.grammar import Form, Grammar
 from specdec.serve.protocol import ChatRequest, Generate
 from specdec.serve.sampling import call_options
+from specdec.serve.scoring import scored
 from specdec.serve.stops import StopTexts
 from specdec.types import Stats, Step
 
@@ -28,11 +29,14 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_
 
 @dataclass(frozen=True)
 class TokenScore:
-    """One token's text, its log-probability under the target, and the likeliest tokens with theirs."""
+    """One token's text, its log-probability under the target, and the likeliest tokens with theirs.
+
+    The first token of a prompt follows nothing, and has neither.
+    """
 
     text: str
-    log_prob: float
-    top: Sequence[tuple[str, float]]
+    log_prob: float | None = None
+    top: Sequence[tuple[str, float]] | None = None
 
 
 @dataclass(frozen=True)
@@ -48,11 +52,19 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class Echo:
+    """A prompt that is told before its answer, with the scores of its tokens where the answer's are told."""
+
+    text: str = ""
+    scores: Sequence[TokenScore] = ()
+
+
+@dataclass(frozen=True)
 class Begun:
     """The prompt is read by the tokenizer, and the request is sound."""
 
     prompt_tokens: int
-    prompt_text: str | None = None
+    echo: Echo | None = None
 
 
 @dataclass(frozen=True)
@@ -108,14 +120,13 @@ class TextModel:
         """Whether a prompt is read by an encoder."""
         return self.generator.target.is_encoder_decoder
 
-    def run(self, ask: Ask, cancel: Cancel) -> Iterator[Begun | Piece | Ended]:
+    def run(self, ask: Ask, cancel: Cancel) -> Generator[Begun | Piece | Ended]:
         """What comes of a request, in order; raises OptionError and ApiError for what is wrong with it."""
         request = ask.request
         ids = self.encode(ask.prompt, request if isinstance(request, ChatRequest) else None)
         job = self.generator.submit([ids], **self._options(ask, ids))
         cancel.tell(job.cancel)
-        echo = decode(self.tokenizer, ids) if getattr(request, "echo", False) else None
-        yield Begun(len(ids), echo)
+        yield Begun(len(ids), self._echo(ask, ids, cancel) if getattr(request, "echo", False) else None)
         stops = [] if request.include_stop_str_in_output else request.stops
         rows = [_Row(self, ask, row, stops) for row in range(request.n)]
         follow = job.follow(stream=request.stream or request.return_drafted or request.top is not None)
@@ -147,6 +158,20 @@ class TextModel:
             assert chat is not None
             ids = self._chat_ids(chat)
         return ids or listed(self.generator.target.model.generation_config.bos_token_id)[:1] or [0]
+
+    def _echo(self, ask: Ask, ids: list[int], cancel: Cancel) -> Echo:
+        """The prompt; raises a 400 where an encoder reads it and its tokens are to be scored."""
+        text, top = decode(self.tokenizer, ids), ask.request.top
+        if top is None:
+            return Echo(text)
+        if self.is_encoder_decoder:
+            message = (
+                f"an encoder reads the prompts of {self.name!r}, and scores none of their tokens: leave out `echo`"
+            )
+            raise ApiError(400, message, param="echo")
+        first = TokenScore(self.tokenizer.decode(ids[:1]))
+        steps = scored(self.generator, ids, top, ask.salt, cancel)
+        return Echo(text, [first, *(score_of(self.tokenizer, step) for step in steps)])
 
     def _chat_ids(self, chat: ChatRequest) -> list[int]:
         how: dict[str, Any] = {"continue_final_message": chat.continue_final_message, "return_dict": True}
@@ -238,18 +263,16 @@ class _Row:
             ids = [step.token for step, _ in run]
             spans.append((self._text.push(ids, last=finish is not None and place == len(runs)), drafted))
         text = "".join(text for text, _ in spans)
-        scores = [self._score(step) for step, _ in group] if self._top is not None else []
+        scores = [score_of(self._tokenizer, step) for step, _ in group] if self._top is not None else []
         told = [span for span in spans if span[0]] if self._drafted else []
         return Piece(self._row, text, len(group), finish, told, scores)
 
-    def _score(self, step: Step) -> TokenScore:
-        assert step.top is not None
-        top = [(self._name(token), value) for token, value in zip(*step.top, strict=True)]
-        return TokenScore(self._name(step.token), _finite(step.log_prob), [(name, _finite(v)) for name, v in top])
 
-    def _name(self, token: int) -> str:
-        name: str = self._tokenizer.decode([token])
-        return name
+def score_of(tokenizer: Any, step: Step) -> TokenScore:
+    """A step as it is told."""
+    assert step.top is not None
+    told = [(tokenizer.decode([token]), _finite(value)) for token, value in zip(*step.top, strict=True)]
+    return TokenScore(tokenizer.decode([step.token]), _finite(step.log_prob), told)
 
 
 def _finite(value: float | None) -> float:

@@ -15,6 +15,7 @@ from specdec.serve.protocol import ChatRequest, CompletionRequest, Generate
 from specdec.serve.respond import EventStream, watched
 from specdec.serve.sampling import check
 from specdec.serve.state import client_of, salt_of, state_of
+from specdec.serve.wire import wire_of
 
 router = APIRouter(route_class=GuardedRoute, tags=["text"])
 
@@ -26,8 +27,6 @@ async def completions(request: Request, asked: CompletionRequest) -> Response:
     if len(asked.prompts) > limits.prompts:
         message = f"`prompt` may be {limits.prompts} texts at most on this server"
         raise ApiError(400, message, param="prompt", code="above_limit")
-    if asked.echo and asked.logprobs is not None:
-        raise ApiError(400, "`echo` and `logprobs` do not go together: prompts are not scored", param="echo")
     long = [prompt for prompt in asked.prompts if len(prompt) > limits.prompt_characters]
     return await _answer(request, asked, asked.prompts, too_long=bool(long))
 
@@ -55,6 +54,7 @@ async def _answer(
         host, state.metrics, state.settings, asked, prompts, client=client_of(request), salt=salt_of(request)
     )
     if asked.stream:
-        return EventStream(state, await watched(request, made.stream()))
+        wire = wire_of(request.scope)
+        return EventStream(state, await watched(request, made.stream(wire)), wire)
     body: dict[str, Any] = await watched(request, made.whole())
     return JSONResponse(body)

@@ -349,6 +349,24 @@ def test_segments_are_chunks() -> None:
     assert out.real_time_factor == out.seconds / 3.3
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"return_timestamps": True}, {"return_timestamps": "word"}, {"chunk_length_s": 1}]
+)
+def test_text_that_is_told_by_windows(options: dict[str, Any]) -> None:
+    """The pieces add up; where a later window may change what was heard there is one."""
+    transcriber, sound = Transcriber(target(), "suffix", processor=PARTS), speech(3.3)
+    stream, pieces = transcriber.stream(sound, **options, **EN), []
+    try:
+        while True:
+            pieces.append(next(stream))
+    except StopIteration as end:
+        found = end.value
+    whole = transcriber(sound, **options, **EN)
+    assert "".join(pieces) == found["text"] == whole["text"]
+    assert found.tokens == whole.tokens
+    assert (len(pieces) > 1) == (options in ({}, {"return_timestamps": True}))
+
+
 def test_long_sound_without_timestamps_is_text_alone() -> None:
     """Windows need timestamps to find their way; the caller need not. (transformers raises.)"""
     transcriber = Transcriber(target(), processor=PARTS)

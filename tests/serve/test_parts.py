@@ -22,7 +22,7 @@ from specdec.serve.grammar import Form, Grammar
 from specdec.serve.speech_model import SpeechModel
 from specdec.serve.stops import StopTexts
 from tests import speech
-from tests.serve.served import TOKENIZER, app, asgi, client, model_of, run, speech_model
+from tests.serve.served import TOKENIZER, app, asgi, client, events, model_of, run, speech_model
 
 soundfile = pytest.importorskip("soundfile")
 
@@ -288,6 +288,23 @@ def test_transcriptions() -> None:
     assert "words" not in verbose
 
 
+def test_streamed_transcriptions() -> None:
+    """Every window's text comes when it is read, and all of it is the text of the whole answer."""
+    content = recording(3.5)
+
+    async def ask() -> list[Any]:
+        whole, stream = [await heard({"language": "en", **more}, content) for more in ({}, {"stream": "true"})]
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        return [whole.json(), events(stream.text)]
+
+    whole, told = run(ask())
+    assert told.pop() == "[DONE]"
+    assert told.pop() == {"type": "transcript.text.done", **whole}
+    assert {event["type"] for event in told} == {"transcript.text.delta"}
+    assert len(told) > 2
+    assert "".join(event["delta"] for event in told) == whole["text"]
+
+
 def test_words_and_translations() -> None:
     """Words have times where they are asked for; a translation is another text."""
     content = recording(1.5, "FLAC")
@@ -314,7 +331,8 @@ WRONG: dict[str, tuple[dict[str, Any], bytes, int]] = {
     "language": ({"language": "xx"}, recording(0.2), 400),
     "granularity": ({"timestamp_granularities[]": "word"}, recording(0.2), 400),
     "unknown": ({"url": "http://10.0.0.1/a.wav"}, recording(0.2), 400),
-    "stream": ({"stream": "true"}, recording(0.2), 400),
+    "stream": ({"stream": "true", "response_format": "srt"}, recording(0.2), 400),
+    "stream of nothing": ({"stream": "true"}, b"", 400),
     "temperature": ({"temperature": "-1"}, recording(0.2), 400),
     "model": ({"model": "gpt"}, recording(0.2), 404),
     "special": ({"prompt": "<|en|>"}, recording(0.2), 400),

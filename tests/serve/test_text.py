@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from specdec.output import decode
 from tests.serve.served import DRAFTS, TOKENIZER, app, client, events, model_of, run
@@ -274,6 +275,32 @@ def test_echo() -> None:
             return (await c.post("/v1/completions", json=asked(echo=True, seed=1, max_tokens=4))).json()
 
     assert run(ask())["choices"][0]["text"].startswith(PROMPT)
+
+
+@pytest.mark.parametrize("draft", ["none", "suffix"])
+def test_scores_of_a_prompt(draft: str) -> None:
+    """`echo` with `logprobs` tells the target's own of all its tokens but the first, then those of the answer."""
+
+    async def ask(**more: Any) -> Any:
+        async with client(app(model_of(draft))) as c:
+            body = asked(echo=True, logprobs=2, temperature=0, max_tokens=4, ignore_eos=True, **more)
+            found = await c.post("/v1/completions", json=body)
+            return events(found.text) if more.get("stream") else found.json()
+
+    [choice] = run(ask())["choices"]
+    found = choice["logprobs"]
+    ids = TOKENIZER(choice["text"])["input_ids"]
+    assert found["tokens"] == [TOKENIZER.decode([token]) for token in ids]
+    assert "".join(found["tokens"])[: found["text_offset"][3]] == "".join(found["tokens"][:3])
+    with torch.no_grad():
+        own = model_of(draft).generator.target.model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    told = torch.tensor(found["token_logprobs"][1:])
+    torch.testing.assert_close(told, own[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0], rtol=1e-4, atol=1e-4)
+    assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
+    assert all(len(top) <= 2 for top in found["top_logprobs"][1:])
+    first = run(ask(stream=True))[0]["choices"][0]["logprobs"]
+    assert first["token_logprobs"] == found["token_logprobs"][: len(first["tokens"])]
+    assert len(first["tokens"]) > len(TOKENIZER(PROMPT)["input_ids"])
 
 
 def test_tokens() -> None:

@@ -1,0 +1,85 @@
+"""The way of a stream to its socket: straight from the thread that decodes, unless the event loop has to go first."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from contextlib import suppress
+
+from starlette.types import Scope
+
+_KEY = "specdec.wire"
+
+
+class Wire:
+    """The connection of one response, whose body goes in chunks (HTTP/1.1).
+
+    Python runs one thread at a time. A decoder that wakes the event loop for every token waits for it several times,
+    which costs more than all that the loop does. So the decoder's thread writes the chunk itself while nothing waits
+    for the loop. Where something does (the head, or what a slow client has not taken), its events go by the loop.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport, self._loop = transport, asyncio.get_running_loop()
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._waiting = 0  # events that the loop has yet to write
+        self._full = False
+        self.bytes, self.last = 0, time.monotonic()
+
+    def open(self) -> None:
+        """The head has been written, on the event loop."""
+        own = self._transport.get_extra_info("socket")
+        if own is not None and not self._transport.is_closing():
+            self._socket = socket.fromfd(own.fileno(), own.family, own.type)  # this one is ours until we close it
+            self._socket.setblocking(False)
+            self._full = self._transport.get_write_buffer_size() > 0
+
+    def close(self) -> None:
+        """Nothing more is written this way."""
+        with self._lock:
+            if self._socket is not None:
+                self._socket.close()
+                self._socket = None
+
+    def send(self, event: bytes) -> bool:
+        """Writes an event from any thread; False where the loop must be asked to, and `passed` is to be called then."""
+        with self._lock:
+            if self._socket is None or self._waiting or self._full:
+                self._waiting += 1
+                return False
+            chunk = b"%x\r\n%b\r\n" % (len(event), event)
+            sent = 0
+            with suppress(BlockingIOError):
+                try:
+                    sent = self._socket.send(chunk)
+                except (ConnectionError, TimeoutError):  # the loop hears of it
+                    sent = len(chunk)
+            self.bytes, self.last = self.bytes + len(event), time.monotonic()
+            if sent < len(chunk):
+                self._waiting += 1
+                self._loop.call_soon_threadsafe(self._finish, chunk[sent:])
+        return True
+
+    def passed(self) -> None:
+        """The loop has written an event."""
+        with self._lock:
+            self._waiting -= 1
+            self._full = self._transport.get_write_buffer_size() > 0
+
+    def _finish(self, rest: bytes) -> None:
+        self._transport.write(rest)
+        self.passed()
+
+
+def wire_of(scope: Scope) -> Wire | None:
+    """The wire of a request; None where the server gives none, or chunks cannot be sent."""
+    return scope.get(_KEY) if scope.get("http_version") == "1.1" else None
+
+
+def lay(scope: Scope, transport: asyncio.Transport) -> None:
+    """Gives a request its wire."""
+    if scope["type"] == "http":
+        scope[_KEY] = Wire(transport)
