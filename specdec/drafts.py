@@ -32,7 +32,7 @@ from specdec.loading import PASSES, Loading, Vocabulary
 from specdec.models import LanguageModel, load
 from specdec.models.bare_decoder import on_encoder_of
 from specdec.models.heads import kind_of, load_head
-from specdec.models.vocabulary import cut_vocabulary
+from specdec.models.vocabulary import cut_as_saved, cut_vocabulary
 from specdec.request import Pacing
 from specdec.schedule import Schedule, learns
 from specdec.types import BatchDrafter
@@ -236,8 +236,12 @@ def language_model(model: Any, name: str, how: Loading | None = None) -> Languag
         return model
     if not isinstance(model, str | PathLike | PreTrainedModel | LanguageModel):
         raise OptionError.of(name, "a transformers model, or a hub id or path", type(model).__name__)
-    words = () if name == "target" else tuple(DRAFTS)
-    return load(model, how, name=name, words=words)
+    if name == "target":
+        return load(model, how, name=name)
+    draft = load(model, how, name=name, words=tuple(DRAFTS))
+    if is_name(model):
+        cut_as_saved(draft)
+    return draft
 
 
 def loaded(draft: Any, how: Loading, vocabulary: Vocabulary | None = None) -> tuple[Any, Any]:
@@ -257,6 +261,8 @@ def loaded(draft: Any, how: Loading, vocabulary: Vocabulary | None = None) -> tu
     beside = tokenizer_beside(str(draft), **how.beside)
     model = language_model(draft, "draft", how)
     if vocabulary is not None:
+        if getattr(model.config, "draft_vocabulary", None) is not None:
+            raise OptionError(f"`draft` {str(draft)!r} comes with its own vocabulary: leave `vocabulary` out")
         cut_vocabulary(model, vocabulary, beside)
     return model, beside
 

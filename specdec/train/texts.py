@@ -79,6 +79,7 @@ class Texts:
 
     streams: list[np.ndarray]
     exams: list[Exam]
+    rows: int = 2
 
     @property
     def window(self) -> int:
@@ -95,7 +96,7 @@ class Texts:
         size = self.window
         return [np.stack([one[s : s + size + 1] for s in range(0, len(one) - size, size)]) for one in self.streams]
 
-    def batch(self, step: int, rows: int, seed: int) -> tuple[list[int], Tensor]:
+    def batch(self, step: int, seed: int) -> tuple[list[int], Tensor]:
         """The numbers and ids `[rows, window + 1]` of a step's windows, which are of one stream after the other.
 
         Every stream is read in another order each time; a step's windows are always the same.
@@ -103,7 +104,7 @@ class Texts:
         turn, at = divmod(step, len(self.streams))
         windows = self.windows[at]
         first = sum(map(len, self.windows[:at]))
-        chosen = [in_order(len(windows), turn * rows + row, seed + at) for row in range(rows)]
+        chosen = [in_order(len(windows), turn * self.rows + row, seed + at) for row in range(self.rows)]
         return [first + one for one in chosen], torch.from_numpy(windows[chosen])
 
     @property
@@ -114,6 +115,12 @@ class Texts:
     def teach(self, teacher: Teacher, number: int, ids: Tensor) -> Lesson:
         """The lesson about the window `ids` `[1, window + 1]` of this number."""
         return teacher.teach(ids)
+
+    def heard(self, numbers: Sequence[int]) -> None:
+        """Nothing was heard."""
+
+    def close(self) -> None:
+        """Keeps nothing that is not wanted any more."""
 
 
 def in_order(size: int, count: int, seed: int) -> int:
