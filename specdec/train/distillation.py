@@ -126,7 +126,8 @@ def distill(
     in twenty is held out. `kind`:
     "eagle3" is a head of one or `layers` layers over the target's hidden states, in the format of `speculators`, which
     guesses the `draft_vocabulary` most frequent tokens (EAGLE-3, arXiv 2503.01840); "layers" is a small sibling made
-    of two or `layers` of the target's own, which guesses such tokens too. It takes so many `hours` (1 by default) or `steps`.
+    of two or `layers` of the target's own, which guesses such tokens too. It takes so many `hours` (1 by default) or
+    `steps`.
 
     `notify` is told how much of how much is done, and how good the draft is. Where `is_stopped` says so, training
     ends, and the draft is written as it is. The same call goes on from where the last one ended, and with a larger

@@ -153,7 +153,7 @@ class Stenographer:
         """Transcripts of all windows, as far as `go_on` lets it, asked before every few of them.
 
         Every other few are written with timestamps, where the target knows them. Windows about which it does not come
-        to an end are left out; one in twenty of the others is held out. Raises OptionError where they are less than two.
+        to an end are left out; one in twenty of the others is held out. Raises OptionError for less than two of them.
         """
         pieces, total = self._noted(), len(self.windows)
         while len(pieces) < total and (go_on(len(pieces), total) or len(pieces) < 2):
@@ -179,7 +179,7 @@ class Stenographer:
         return self._encoded(piece.number, self.features(piece)).hidden.bfloat16()
 
     def _encoded(self, number: int, features: Tensor) -> Encoding:
-        """What the encoder says of one window `[1, mels, frames]`, which is kept: alone, so that it is always the same."""
+        """What the encoder says of one window `[1, mels, frames]`, encoded alone, so that it is always the same."""
         encoding = self.generator.target.encode({"input_features": features})
         self.shelf.put(number, {"heard": encoding.hidden.bfloat16()})
         return encoding

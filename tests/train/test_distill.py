@@ -351,10 +351,10 @@ def test_windows_are_encoded_once(tmp_path: Path, recordings: Path, monkeypatch:
 
 
 def test_windows_without_an_end_are_left_out(tmp_path: Path, recordings: Path) -> None:
-    """Of those a target goes round in circles about, nothing is learned; somebody must say so where it is all of them."""
-    with pytest.raises(OptionError, match="that the target writes down to an end.*got '0 of 5 windows'"):
-        parts = processor()
-        options: dict[str, Any] = {"kind": "layers", "layers": 1, "feature_extractor": parts.feature_extractor}
+    """Of those a target goes round in circles about, nothing is learned; where it is all of them, an error says so."""
+    parts = processor()
+    options: dict[str, Any] = {"kind": "layers", "layers": 1, "feature_extractor": parts.feature_extractor}
+    with pytest.raises(OptionError, match=r"that the target writes down to an end.*got '0 of 5 windows'"):
         distill(whisper(0), tmp_path, tokenizer=parts.tokenizer, audio=[recordings], steps=1, **options)
 
 
