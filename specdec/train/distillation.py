@@ -349,7 +349,8 @@ class Training:
                 self.save()
                 saved = time.perf_counter()
         self._spool.close()
-        self.lessons.close()
+        if not school.is_stopped():
+            self.lessons.close()
         return self.save()
 
     def save(self) -> dict[str, Any]:

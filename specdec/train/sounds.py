@@ -122,7 +122,8 @@ class Sounds:
 class Stenographer:
     """Lets the target write down sounds, and notes the transcripts in a file, where they are found again.
 
-    What its encoder says is kept on a shelf beside them, so that a window is encoded once.
+    What its encoder says is kept on a shelf beside them, so that a window is encoded once, also where a training is
+    broken off and goes on.
     """
 
     generator: SpecGenerator

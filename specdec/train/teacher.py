@@ -17,6 +17,7 @@ from specdec.models import LanguageModel
 
 LIKELIEST = 32  # tokens of a distribution that are learned
 SPOOL_BYTES = 4 << 30
+_KEPT = "kept"  # in a record: that it was written
 _CHUNK = 256  # distributions that are compared at once: their logits stay in the cache of a CPU
 
 
@@ -89,35 +90,48 @@ class Teacher:
 
 
 class Shelf:
-    """Numbered records of one shape, in a file of at most `limit` bytes; those that find no room are not kept."""
+    """At most `count` numbered records of one shape, in a file of at most `limit` bytes, where they are found again.
+
+    Those that find no room are not kept.
+    """
 
     def __init__(self, file: Path, count: int, limit: int = SPOOL_BYTES) -> None:
-        self._file, self._room, self._limit = file, count, limit
-        self._kept = set[int]()
-        self._records: Any = None
+        self._file, self._count, self._limit = file, count, limit
+        self._records: Any = _opened(file)
 
     def get(self, number: int) -> dict[str, Tensor] | None:
         """The record of this number, each of its tensors as one row; None where there is none."""
-        if number not in self._kept:
+        if self._records is None or number >= len(self._records) or not self._records[number][_KEPT]:
             return None
-        return {name: _tensor(self._records[number : number + 1][name]) for name in self._records.dtype.names}
+        names = [name for name in self._records.dtype.names if name != _KEPT]
+        return {name: _tensor(self._records[number : number + 1][name]) for name in names}
 
     def put(self, number: int, record: dict[str, Tensor]) -> None:
         """Keeps a record of tensors of one row each, where there is room."""
-        if self._records is None and self._room:
-            kind = np.dtype([(name, _array(value).dtype, value.shape[1:]) for name, value in record.items()])
-            self._room = min(self._room, self._limit // kind.itemsize)
-            self._records = np.memmap(self._file, kind, "w+", shape=(max(self._room, 1),))
-        if number < self._room:
+        if self._records is None:
+            fields = [(name, _array(value).dtype, value.shape[1:]) for name, value in record.items()]
+            kind = np.dtype([*fields, (_KEPT, np.bool_)])
+            room = min(self._count, self._limit // kind.itemsize)
+            if not room:
+                return
+            self._records = np.lib.format.open_memmap(self._file, "w+", kind, (room,))
+        if number < len(self._records):
             for name, value in record.items():
                 self._records[number][name] = _array(value)[0]
-            self._kept.add(number)
+            self._records[number][_KEPT] = True
 
     def close(self) -> None:
         """Removes the file, and keeps nothing from now on."""
-        self._records, self._room = None, 0
-        self._kept.clear()
+        self._records, self._count = None, 0
         self._file.unlink(missing_ok=True)
+
+
+def _opened(file: Path) -> Any:
+    """The records in a file; None where there is none, or a broken one."""
+    try:
+        return np.lib.format.open_memmap(file, "r+")
+    except (OSError, ValueError):
+        return None
 
 
 class Spool:
@@ -129,6 +143,7 @@ class Spool:
     def __init__(
         self, teach: Callable[[int, Tensor], Lesson], file: Path, windows: int, limit: int = SPOOL_BYTES
     ) -> None:
+        file.unlink(missing_ok=True)  # it may be of fewer windows
         self._teach, self._shelf = teach, Shelf(file, windows, limit)
         self.close = self._shelf.close
 

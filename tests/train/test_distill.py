@@ -140,7 +140,8 @@ def test_what_was_heard_is_kept(tmp_path: Path) -> None:
         heard.append(number)
         return teacher.teach(window)
 
-    record = sum(value[0].nbytes for name, value in vars(taught[0]).items() if name != "ids" and value is not None)
+    kept = [value[0].nbytes for name, value in vars(taught[0]).items() if name != "ids" and value is not None]
+    record = sum(kept) + 1
     for limit, passes in ((record * 9, [4, 1]), (record * 4, [4, 1, 4]), (10, [4, 1, 4, 1])):
         heard.clear()
         spool = Spool(teach, tmp_path / str(limit), 5, limit)
@@ -344,6 +345,9 @@ def test_windows_are_encoded_once(tmp_path: Path, recordings: Path, monkeypatch:
     without = generator.target.model.generation_config.no_timestamps_token_id
     assert [without in piece.ids for piece in sounds.learned] == [True, False, False, True]
     heard = sounds.heard([0, 1, 2, 3])
+    assert len(encoded) == 5
+    again = replace(stenographer).write(lambda done, total: True)  # after a kill
+    assert torch.equal(again.heard([0, 1, 2, 3]), heard)
     assert len(encoded) == 5
     sounds.close()
     assert torch.equal(sounds.heard([0, 1, 2, 3]), heard)
