@@ -200,8 +200,8 @@ def _claimed(out: Path, settings: Settings, given: dict[str, Any]) -> Path:
 class Lessons(Protocol):
     """What is learned from: numbered windows of a length in tokens, so many `rows` in a step, and held-out texts."""
 
-    rows: int
-
+    @property
+    def rows(self) -> int: ...
     @property
     def exams(self) -> list[Exam]: ...
     @property

@@ -200,7 +200,7 @@ class Stenographer:
         """The transcripts of the windows from number `first` on; all are with timestamps, or none."""
         windows, whisper = self.windows[first : first + _WRITTEN], self.whisper
         features = torch.stack([self._features(*window) for window in windows])
-        encoding = Encoding.joined([self._encoded(*one) for one in enumerate(features.split(1), first)])
+        encoding = Encoding.joined([self._encoded(*one) for one in enumerate(torch.split(features, 1), first)])
         stamped = whisper.setting("no_timestamps_token_id") is not None and first // _WRITTEN % 2 == 1
         task = "transcribe" if whisper.setting("task_to_id") else None
         prompts = whisper.prompts(encoding, language=None, task=task, timestamps=[stamped] * len(windows))
