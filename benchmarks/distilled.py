@@ -3,8 +3,8 @@
     python benchmarks/distilled.py TARGET DRAFT --prompts specbench.jsonl --count 12 [--gear packed] [--dtype bfloat16]
 
 Prompts go through the target's chat template. Use prompts that the draft was not trained on. Ratios are the median over
-prompts of the ratio of median seconds; acceptance lengths are tokens per pass with guesses, over all prompts. A draft may
-be of any kind that `SpecGenerator` takes by name.
+prompts of the ratio of median seconds; acceptance lengths are tokens per pass with guesses, over all prompts. Any
+draft will do that `SpecGenerator` takes by name.
 """
 
 from __future__ import annotations

@@ -67,7 +67,9 @@ def generators(target: Any, args: argparse.Namespace) -> dict[str, SpecGenerator
     """Plain decoding, and each way to draft."""
 
     def generator(draft: Any = None, **options: Any) -> SpecGenerator:
-        return SpecGenerator(target, draft, gear=args.gear, prefix_cache=False, **options)
+        made = SpecGenerator(target, draft, gear=args.gear, prefix_cache=False, **options)
+        made.wait_until_compiled()
+        return made
 
     found = {PLAIN: generator(), "specdec suffix, cost": generator("suffix", schedule="cost")}
     if args.draft is not None:
@@ -182,7 +184,6 @@ def recordings(args: argparse.Namespace) -> Bench:
     }
     for name, generator in generators(target, args).items():
         if args.beams == 1 or name == PLAIN:
-            generator.wait_until_compiled()
             transcriber = Transcriber(generator, **parts)
             systems[name] = lambda case, transcriber=transcriber: transcriber(
                 case, return_timestamps=True, generate_kwargs=dict(how)
