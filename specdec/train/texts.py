@@ -24,6 +24,7 @@ WINDOW = 512  # tokens of a training window
 _LEAST = 64  # tokens of text, and of a window
 HELD_OUT = 20  # one prompt of so many, and one token
 _ROWS = 64  # prompts that the target continues together
+_LEARNED = 1  # windows of a step: more steps teach more, of the same tokens, than they cost
 _SAMPLED = 4  # one batch of so many is sampled, the others are greedy
 _NEW = 192  # tokens of a continuation
 _LONGEST = 512  # tokens of a prompt
@@ -79,7 +80,7 @@ class Texts:
 
     streams: list[np.ndarray]
     exams: list[Exam]
-    rows: int = 2
+    rows: int = _LEARNED
 
     @property
     def window(self) -> int:

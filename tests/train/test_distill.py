@@ -154,7 +154,7 @@ def test_what_was_heard_is_kept(tmp_path: Path) -> None:
 
 def test_every_window_is_read_once_before_any_is_read_again() -> None:
     """Of each stream, in another order each time."""
-    texts = Texts([np.arange(65 * 6 + 1), np.arange(1000, 1065)], [])
+    texts = Texts([np.arange(65 * 6 + 1), np.arange(1000, 1065)], [], rows=2)
     assert (texts.window, [len(windows) for windows in texts.windows]) == (64, [6, 1])
     read = [texts.batch(step, seed=1) for step in range(12)]
     own = [number for numbers, _ in read[::2] for number in numbers]
