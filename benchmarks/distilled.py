@@ -3,7 +3,8 @@
     python benchmarks/distilled.py TARGET DRAFT --prompts specbench.jsonl --count 12 [--gear packed] [--dtype bfloat16]
 
 Prompts go through the target's chat template. Use prompts that the draft was not trained on. Ratios are the median over
-prompts of the ratio of median seconds; acceptance lengths are tokens per pass with guesses, over all prompts.
+prompts of the ratio of median seconds; acceptance lengths are tokens per pass with guesses, over all prompts. Any
+draft will do that `SpecGenerator` takes by name.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ def build(args: argparse.Namespace) -> tuple[dict[str, Callable[[list[int]], Gen
 
     def system(draft: Any, **options: Any) -> Callable[[list[int]], Generation]:
         generator = SpecGenerator(loaded.target.model, draft, gear=args.gear, prefix_cache=False)
+        generator.wait_until_compiled()
         run = {"max_new_tokens": args.tokens, "do_sample": False, **options}
         return lambda ids: generator.generate([ids], **run)
 
@@ -46,7 +48,7 @@ def main() -> None:
     """Measures, and prints one table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", help="folder or hub id")
-    parser.add_argument("draft", help="what `specdec distill` wrote")
+    parser.add_argument("draft", help="what `specdec distill` wrote, or another draft")
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--count", type=int, default=12, help="prompts, of all kinds in turn")
     parser.add_argument("--tokens", type=int, default=64, help="new tokens per prompt")
@@ -85,13 +87,15 @@ def main() -> None:
                 f"{ratio(seconds[PLAIN], seconds[name]):.2f}×",
                 f"{1 + right / max(steps, 1):.2f}",
                 f"{right / drafted:.0%}" if drafted else "",
+                f"{1e3 * sum(one.draft_seconds for one in stats) / drafted:.2f}" if drafted else "",
                 f"{same}/{len(outs)}",
             ]
         )
     print(
         f"{len(prompts)} prompts, {args.tokens} new tokens, {args.dtype}, gear {args.gear}, torch {torch.__version__}\n"
     )
-    print(table(["draft", "ms per token", "vs plain", "acceptance length", "accepted", "same text"], rows))
+    told = ["draft", "ms per token", "vs plain", "acceptance length", "accepted", "ms per draft token", "same text"]
+    print(table(told, rows))
     print(f"\n{watch.verdict()}")
 
 

@@ -63,17 +63,28 @@ def assistant(draft: Any) -> Any:
     return helper
 
 
-def generators(target: Any, drafts: list[Any], *, gear: str) -> dict[str, SpecGenerator]:
+def generators(target: Any, args: argparse.Namespace) -> dict[str, SpecGenerator]:
     """Plain decoding, and each way to draft."""
-    found = {PLAIN: SpecGenerator(target, gear=gear, prefix_cache=False)}
-    found["specdec suffix, cost"] = SpecGenerator(target, "suffix", schedule="cost", gear=gear, prefix_cache=False)
-    for draft in drafts:
-        found["specdec model, heuristic"] = SpecGenerator(target, draft, gear=gear, prefix_cache=False)
-        found["specdec model, cost"] = SpecGenerator(target, draft, schedule="cost", gear=gear, prefix_cache=False)
-        found["specdec hybrid, cost"] = SpecGenerator(
-            target, ("suffix", draft), schedule="cost", gear=gear, prefix_cache=False
-        )
+
+    def generator(draft: Any = None, **options: Any) -> SpecGenerator:
+        made = SpecGenerator(target, draft, gear=args.gear, prefix_cache=False, **options)
+        made.wait_until_compiled()
+        return made
+
+    found = {PLAIN: generator(), "specdec suffix, cost": generator("suffix", schedule="cost")}
+    if args.draft is not None:
+        named = SpecGenerator.from_pretrained(args.target, args.draft, dtype=args.dtype, gear=args.gear).drafter
+        assert named is not None
+        draft = named.models[0]  # as it is loaded by its name: with the vocabulary that it comes with
+        found["specdec model, heuristic"] = generator(draft)
+        found["specdec model, cost"] = generator(draft, schedule="cost")
+        found["specdec hybrid, cost"] = generator(("suffix", draft), schedule="cost")
     return found
+
+
+def language(target: Any) -> dict[str, str]:
+    """What a multilingual Whisper is asked, so that nobody has to find out the language."""
+    return {"language": "en", "task": "transcribe"} if target.generation_config.is_multilingual else {}
 
 
 def long_enough(cases: Iterator[Any], plain: System, args: argparse.Namespace) -> list[Any]:
@@ -100,7 +111,7 @@ def summaries(args: argparse.Namespace) -> Bench:
     for draft in drafts:
         systems[ASSISTED] = theirs(assistant_model=assistant(draft))
     systems["transformers prompt lookup"] = theirs(prompt_lookup_num_tokens=10)
-    systems |= {name: ours(generator) for name, generator in generators(target, drafts, gear=args.gear).items()}
+    systems |= {name: ours(generator) for name, generator in generators(target, args).items()}
     read = (
         tokenizer(prefix + text, truncation=True, return_tensors="pt").input_ids[:, : args.length] for text in texts
     )
@@ -117,6 +128,9 @@ def speech(args: argparse.Namespace) -> Bench:
     processor = AutoProcessor.from_pretrained(args.target)
     extractor, tokenizer = processor.feature_extractor, processor.tokenizer
     rate = extractor.sampling_rate
+    asked = language(target)
+    if asked:
+        tokenizer.set_prefix_tokens(**asked)
     prompt = torch.tensor([tokenizer.prefix_tokens])
     room = target.config.max_target_positions - prompt.shape[1]
 
@@ -124,25 +138,28 @@ def speech(args: argparse.Namespace) -> Bench:
         return extractor(case, sampling_rate=rate, return_tensors="pt").input_features.to(target.dtype)
 
     def theirs(**more: Any) -> System:
-        return lambda case: target.generate(case.features, **GREEDY, **more)
+        return lambda case: target.generate(case.features, **GREEDY, **asked, **more)
 
     def ours(generator: SpecGenerator) -> System:
         return lambda case: generator.generate(
             input_features=case.features, decoder_input_ids=prompt, max_new_tokens=room, **GREEDY
         )
 
-    own = generators(target, drafts, gear=args.gear)
+    own = generators(target, args)
     systems = {"transformers greedy": theirs()}
     for draft in drafts:
         systems[ASSISTED] = theirs(assistant_model=assistant(draft))
     systems |= {name: ours(generator) for name, generator in own.items()}
     parts = {"tokenizer": tokenizer, "feature_extractor": extractor}
     reference = pipeline("automatic-speech-recognition", model=target, **parts)
-    systems["pipeline: transformers greedy"] = lambda case: reference(case.samples.copy(), generate_kwargs=GREEDY)
+    how = {**GREEDY, **asked}
+    systems["pipeline: transformers greedy"] = lambda case: reference(case.samples.copy(), generate_kwargs=dict(how))
     for name in (PLAIN, "specdec model, cost"):
         if name in own:
             transcriber = Transcriber(own[name], **parts)
-            systems[f"pipeline: {name}"] = lambda case, transcriber=transcriber: transcriber(case.samples)
+            systems[f"pipeline: {name}"] = lambda case, transcriber=transcriber: transcriber(
+                case.samples, generate_kwargs=dict(how)
+            )
     heard = (Sound(samples, features(samples)) for samples in windows(args, rate, extractor.chunk_length))
 
     def text_of(result: Any) -> str:
@@ -155,22 +172,18 @@ def speech(args: argparse.Namespace) -> Bench:
 
 def recordings(args: argparse.Namespace) -> Bench:
     """The recordings as one long one, with timestamps, from samples to text."""
-    target, *drafts = load(AutoModelForSpeechSeq2Seq, args)
+    target = load(AutoModelForSpeechSeq2Seq, args)[0]
     processor = AutoProcessor.from_pretrained(args.target)
     parts = {"tokenizer": processor.tokenizer, "feature_extractor": processor.feature_extractor}
     rate = processor.feature_extractor.sampling_rate
     case = np.concatenate([read_audio(str(file), rate).samples for file in args.audio])
-    how = {"do_sample": False, "num_beams": args.beams}
-    if target.generation_config.is_multilingual:
-        how |= {"language": "en", "task": "transcribe"}
+    how = {"do_sample": False, "num_beams": args.beams, **language(target)}
     reference = pipeline("automatic-speech-recognition", model=target, **parts)
     systems: dict[str, System] = {
         "transformers": lambda case: reference(case.copy(), return_timestamps=True, generate_kwargs=dict(how))
     }
-    own = generators(target, drafts, gear=args.gear)
-    for name, generator in own.items():
+    for name, generator in generators(target, args).items():
         if args.beams == 1 or name == PLAIN:
-            generator.wait_until_compiled()
             transcriber = Transcriber(generator, **parts)
             systems[name] = lambda case, transcriber=transcriber: transcriber(
                 case, return_timestamps=True, generate_kwargs=dict(how)

@@ -34,7 +34,7 @@ from specdec.models import LanguageModel, load
 from specdec.models.bare_decoder import on_encoder_of
 from specdec.models.failures import closest_name
 from specdec.models.heads import kind_of, load_head, load_mtp
-from specdec.models.vocabulary import chooser, cut_vocabulary
+from specdec.models.vocabulary import chooser, cut_as_saved, cut_vocabulary
 from specdec.request import Pacing
 from specdec.schedule import Schedule, learns
 from specdec.types import BatchDrafter
@@ -247,7 +247,10 @@ def language_model(model: Any, name: str, how: Loading | None = None) -> Languag
         return model
     if not isinstance(model, str | PathLike | PreTrainedModel | LanguageModel):
         raise OptionError.of(name, "a transformers model, or a hub id or path", type(model).__name__)
-    return load(model, how, name=name)
+    language = load(model, how, name=name)
+    if name != "target" and is_name(model):
+        cut_as_saved(language)
+    return language
 
 
 def loaded(draft: Any, how: Loading, vocabulary: Vocabulary | None = None) -> tuple[Any, Any]:
@@ -266,6 +269,8 @@ def loaded(draft: Any, how: Loading, vocabulary: Vocabulary | None = None) -> tu
     beside = tokenizer_beside(str(draft), **how.beside)
     model = language_model(draft, "draft", how)
     if vocabulary is not None:
+        if getattr(model.config, "draft_vocabulary", None) is not None:
+            raise OptionError(f"`draft` {str(draft)!r} comes with its own vocabulary: leave `vocabulary` out")
         cut_vocabulary(model, vocabulary, beside)
     return model, beside
 

@@ -31,7 +31,9 @@ def distill(
         str, typer.Option(help="eagle3: a head over the target's hidden states. layers: some of its own layers.")
     ] = "eagle3",
     layers: Annotated[int | None, typer.Option(help="How many the draft has; 1 in a head, 2 of the target's.")] = None,
-    draft_vocabulary: Annotated[int | None, typer.Option(help="How many tokens a head guesses; at most 8192.")] = None,
+    draft_vocabulary: Annotated[
+        int | None, typer.Option(help="How many tokens the draft guesses, 8192 by default.")
+    ] = None,
     hours: Annotated[float | None, typer.Option(help="How long to train; 1 without --steps.")] = None,
     steps: Annotated[int | None, typer.Option(help="How many steps to train.")] = None,
     seed: Annotated[int, typer.Option(help="Of weights, windows and samples.")] = 0,

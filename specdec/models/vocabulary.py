@@ -64,13 +64,26 @@ def cut_vocabulary(language: LanguageModel, vocabulary: Vocabulary, tokenizer: A
 
     Raises OptionError for more tokens than there are, UnsupportedError for heads and models that cannot be cut.
     """
-    model, width = language.model, language.vocab_size
+    model = language.model
     if getattr(language.config, "final_logit_softcapping", None) is not None:
         raise UnsupportedError(
             f"{type(model).__name__} caps its logits, so that no token can be ruled out: leave `vocabulary` out"
         )
-    ids = torch.tensor(chooser(language, vocabulary, tokenizer)(range(width)), device=language.device)
-    model.set_output_embeddings(CutHead(model.get_output_embeddings(), ids, width))
+    _cut_to(language, chooser(language, vocabulary, tokenizer)(range(language.vocab_size)))
+
+
+def cut_as_saved(language: LanguageModel) -> None:
+    """Cuts the head of a draft that was loaded here down to the vocabulary that its checkpoint names, if any."""
+    ids = getattr(language.config, "draft_vocabulary", None)
+    if ids is not None:
+        _cut_to(language, ids)
+
+
+def _cut_to(language: LanguageModel, ids: Sequence[int]) -> None:
+    model, width = language.model, language.vocab_size
+    model.set_output_embeddings(
+        CutHead(model.get_output_embeddings(), torch.tensor(ids, device=language.device), width)
+    )
 
 
 def chooser(language: LanguageModel, vocabulary: Vocabulary, tokenizer: Any) -> Choose:

@@ -8,7 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
 from math import isnan
@@ -37,10 +37,10 @@ from specdec.values import is_whole
 KINDS = ("eagle3", "layers")
 STATE = "training"  # a folder beside the draft, from which its training goes on
 CARD = "card.json"
-_ROWS = 2  # windows of a step
 _VOCABULARY = 8192  # tokens that a head guesses, of larger vocabularies
 _LAYERS = {"eagle3": 1, "layers": 2}
 _WRITES = 0.25  # about this share of the time at the most, the target continues prompts; learning keeps the others
+_LISTENS = 0.5  # the same for what it hears, which is encoded as it is written down
 _DECAY_FROM = 0.4  # of the course
 _RATES = (0.006, 0.001)  # of Muon, lower for targets that are wider than `_WIDTH`, and of AdamW
 _WIDTH = 576
@@ -71,11 +71,6 @@ class Settings:
                 raise OptionError.of(name, "a whole number of at least 1", value)
         if not is_whole(self.seed) or self.seed < 0:
             raise OptionError.of("seed", "a whole number of at least 0", self.seed)
-        if self.kind == "layers" and self.draft_vocabulary is not None:
-            raise OptionError(
-                "`draft_vocabulary` belongs to kind 'eagle3': leave it out, and cut the vocabulary of layers when they "
-                "are loaded, draft_options={'vocabulary': …}"
-            )
 
 
 @dataclass(frozen=True)
@@ -131,7 +126,8 @@ def distill(
     in twenty is held out. `kind`:
     "eagle3" is a head of one or `layers` layers over the target's hidden states, in the format of `speculators`, which
     guesses the `draft_vocabulary` most frequent tokens (EAGLE-3, arXiv 2503.01840); "layers" is a small sibling made
-    of two or `layers` of the target's own. It takes so many `hours` (1 by default) or `steps`.
+    of two or `layers` of the target's own, which guesses such tokens too. It takes so many `hours` (1 by default) or
+    `steps`.
 
     `notify` is told how much of how much is done, and how good the draft is. Where `is_stopped` says so, training
     ends, and the draft is written as it is. The same call goes on from where the last one ended, and with a larger
@@ -166,7 +162,7 @@ def distill(
         feature_extractor = processor_beside(target).feature_extractor
     if feature_extractor is None:
         raise OptionError("`feature_extractor` is needed to hear sounds: pass it with the model")
-    return school.run(school.listen(sounds, feature_extractor), 0.0)
+    return school.run(*school.listen(sounds, feature_extractor))
 
 
 def _nobody(done: float, total: float, doing: str) -> None:
@@ -202,8 +198,10 @@ def _claimed(out: Path, settings: Settings, given: dict[str, Any]) -> Path:
 
 
 class Lessons(Protocol):
-    """What is learned from: numbered windows of a length in tokens, and held-out texts."""
+    """What is learned from: numbered windows of a length in tokens, so many `rows` in a step, and held-out texts."""
 
+    @property
+    def rows(self) -> int: ...
     @property
     def exams(self) -> list[Exam]: ...
     @property
@@ -211,8 +209,10 @@ class Lessons(Protocol):
     @property
     def size(self) -> int: ...
     def counts(self) -> Counter[int]: ...
-    def batch(self, step: int, rows: int, seed: int) -> tuple[list[int], Tensor]: ...
+    def batch(self, step: int, seed: int) -> tuple[list[int], Tensor]: ...
     def teach(self, teacher: Teacher, number: int, ids: Tensor) -> Lesson: ...
+    def heard(self, numbers: Sequence[int]) -> Tensor | None: ...
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -228,19 +228,23 @@ class School:
 
     def run(self, lessons: Lessons, seconds: float) -> dict[str, Any]:
         """Trains, and says how good the draft is; preparing the lessons took so many seconds of the training."""
-        course = Training(self, self._pupil(lessons), lessons, min(seconds, _WRITES * self.length.seconds))
+        course = Training(self, self._pupil(lessons), lessons, seconds)
         card = {**course.run(), **self._trial(lessons)}
         _write(self.folder / CARD, card)
         return card
 
-    def listen(self, sounds: Sequence[Path], extractor: Any) -> Sounds:
-        """The target's transcripts of sounds."""
+    def listen(self, sounds: Sequence[Path], extractor: Any) -> tuple[Sounds, float]:
+        """The target's transcripts of sounds, and how many seconds they took of the training."""
+        began = time.perf_counter()
 
         def go_on(done: int, total: int) -> bool:
             self.notify(done, total, f"the target writes down what it hears, {done} of {total}")
-            return not self._begun and not self.is_stopped()
+            in_time = self._in_time(time.perf_counter() - began, _LISTENS)
+            return not self._begun and in_time and not self.is_stopped()
 
-        return Stenographer(self.generator, extractor, self.folder / STATE / "transcripts.jsonl").write(sounds, go_on)
+        notes = self.folder / STATE / "transcripts.jsonl"
+        heard = Stenographer(self.generator, extractor, notes, sounds).write(go_on)
+        return heard, min(time.perf_counter() - began, _LISTENS * self.length.seconds)
 
     def read(self, texts: Sequence[str], prompts: Sequence[str]) -> tuple[Texts, float]:
         """What is learned from, and how many seconds the target wrote for that."""
@@ -258,7 +262,7 @@ class School:
                 streams.append(stream)
         if not streams or min(map(len, streams)) <= 2 * STEPS:
             raise OptionError("`prompts` were continued by nothing to learn from: pass more of them, or `text`")
-        return Texts(streams, writer.exams(held)), seconds
+        return Texts(streams, writer.exams(held)), min(seconds, _WRITES * self.length.seconds)
 
     @property
     def _begun(self) -> bool:
@@ -267,22 +271,24 @@ class School:
 
     def _may_write(self, done: int, total: int, seconds: float) -> bool:
         self.notify(done, total, f"the target continues prompts, {done} of {total}")
-        in_time = self.length.steps is not None or seconds < _WRITES * self.length.seconds
-        return not self._begun and in_time and (not done or not self.is_stopped())
+        return not self._begun and self._in_time(seconds, _WRITES) and (not done or not self.is_stopped())
+
+    def _in_time(self, seconds: float, share: float) -> bool:
+        """Whether so many seconds are less than a share of those of the training."""
+        return self.length.steps is not None or seconds < share * self.length.seconds
 
     def _pupil(self, lessons: Lessons) -> Pupil:
         target, settings = self.generator.target, self.settings
         layers = settings.layers or min(_LAYERS[settings.kind], target.num_layers)
         torch.manual_seed(settings.seed)
-        if settings.kind == "layers":
-            if layers > target.num_layers:
-                raise OptionError.of("layers", f"at most the {target.num_layers} of the target", layers)
-            chosen = spread_layers(layers, target.num_layers)
-            return LayersPupil(target, chosen, self.generator.tokenizer)
         size = settings.draft_vocabulary or min(_VOCABULARY, target.vocab_size)
         ids = sorted(likeliest(target, lessons.counts(), size, "draft_vocabulary"))
-        whole = len(ids) == target.vocab_size
-        return EaglePupil(target, None if whole else torch.tensor(ids, device=target.device), layers)
+        vocabulary = None if len(ids) == target.vocab_size else torch.tensor(ids, device=target.device)
+        if settings.kind == "eagle3":
+            return EaglePupil(target, vocabulary, layers)
+        if layers > target.num_layers:
+            raise OptionError.of("layers", f"at most the {target.num_layers} of the target", layers)
+        return LayersPupil(target, spread_layers(layers, target.num_layers), self.generator.tokenizer, vocabulary)
 
     def _trial(self, lessons: Lessons) -> dict[str, Any]:
         """Plain and assisted decoding in turn, on held-out prompts."""
@@ -329,8 +335,9 @@ class Training:
         school, saved = self.school, time.perf_counter()
         while (done := school.length.done(self.step, self.seconds)) < 1 and not school.is_stopped():
             began = time.perf_counter()
-            numbers, ids = self.lessons.batch(self.step, _ROWS, school.settings.seed)
+            numbers, ids = self.lessons.batch(self.step, school.settings.seed)
             lesson = self._spool.lesson(numbers, ids.to(school.generator.target.device))
+            lesson = replace(lesson, heard=self.lessons.heard(numbers))
             loss = self.pupil.loss(lesson, self.step)
             descend(loss, self.optimizers, rate(self.step, done, _DECAY_FROM))
             told = loss.item()
@@ -342,6 +349,8 @@ class Training:
                 self.save()
                 saved = time.perf_counter()
         self._spool.close()
+        if not school.is_stopped():
+            self.lessons.close()
         return self.save()
 
     def save(self) -> dict[str, Any]:
@@ -370,7 +379,7 @@ class Training:
             **{name: value for name, value in asdict(settings).items() if value is not None},
             "target": str(target.model.config.name_or_path) or type(target.model).__name__,
             "steps": self.step,
-            "tokens": self.step * _ROWS * self.lessons.window,
+            "tokens": self.step * self.lessons.rows * self.lessons.window,
             "seconds": round(self.seconds, 1),
             "loss": None if isnan(self.loss) else round(self.loss, 4),
             "agreement": [round(b / a, 4) if a else 0.0 for a, b in pairwise(reached)],

@@ -15,6 +15,7 @@ from transformers import DynamicCache
 from specdec.models import LanguageModel
 from specdec.models.early_exit import with_layers
 from specdec.models.heads.making import layers_to_read, make_eagle, save_eagle
+from specdec.models.vocabulary import cut
 from specdec.train.course import save
 from specdec.train.teacher import Lesson, Teacher, divergence, output_of
 
@@ -130,18 +131,28 @@ def unrolled_mask(count: int, starts: Tensor, step: int) -> Tensor:
 
 
 class LayersPupil(Pupil):
-    """A model of some of the target's layers, whose embeddings, head and encoder stay the target's."""
+    """A model of some of the target's layers, whose embeddings, head and encoder stay the target's.
 
-    def __init__(self, target: LanguageModel, chosen: list[int], tokenizer: Any) -> None:
+    It learns on the head's rows of its vocabulary; its checkpoint has the whole head, and names the vocabulary.
+    """
+
+    def __init__(
+        self, target: LanguageModel, chosen: list[int], tokenizer: Any, vocabulary: Tensor | None = None
+    ) -> None:
         model = with_layers(target.model, target.num_layers, chosen).float()
         if target.is_encoder_decoder:
             model.get_encoder().requires_grad_(False)
         for table in (model.get_input_embeddings(), model.get_output_embeddings()):
             table.requires_grad_(False)
+        self._head = model.get_output_embeddings()
+        if vocabulary is not None:
+            model.config.draft_vocabulary = vocabulary.tolist()
+            model.set_output_embeddings(cut(self._head, vocabulary))
         super().__init__(target, model)
-        self._tokenizer = tokenizer
+        self._tokenizer, self.vocabulary = tokenizer, vocabulary
 
     def loss(self, lesson: Lesson, turn: int) -> Tensor:
+        lesson = lesson.trimmed()
         with self.in_bfloat16():
             guesses = output_of(self.module, lesson.ids, lesson.heard).logits
         told = divergence(lesson.choices, lesson.chances, guesses) * lesson.weight
@@ -151,11 +162,16 @@ class LayersPupil(Pupil):
     def hits(self, ids: Tensor, heard: Tensor | None = None) -> Tensor:
         _, wanted = self.teacher.listen(ids, heard)
         with self.in_bfloat16():
-            guesses = output_of(self.module, ids, heard).logits
-        return (wanted.argmax(-1) == guesses.argmax(-1))[:, 1:].unfold(1, STEPS, 1)
+            own = output_of(self.module, ids, heard).logits.argmax(-1)
+        if self.vocabulary is not None:
+            own = self.vocabulary[own]
+        return (wanted.argmax(-1) == own)[:, 1:].unfold(1, STEPS, 1)
 
     def save(self, folder: Path) -> None:
+        small = self.module.get_output_embeddings()
+        self.module.set_output_embeddings(self._head)
         save(self.module, folder, self.target.dtype)
+        self.module.set_output_embeddings(small)
         if self._tokenizer is not None:
             self._tokenizer.save_pretrained(folder)
 

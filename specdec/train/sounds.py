@@ -16,14 +16,16 @@ from torch import Tensor
 
 from specdec import SpecGenerator
 from specdec.errors import OptionError, UnsupportedError
+from specdec.models.encoding import Encoding
 from specdec.models.whisper import Whisper
 from specdec.pipelines.audio import Samples, read_audio
 from specdec.pipelines.features import window_features
-from specdec.train.teacher import Lesson, Teacher
+from specdec.train.teacher import Lesson, Shelf, Teacher
 from specdec.train.texts import EXAMS, HELD_OUT, Exam, in_order
 
 _SUFFIXES = (".wav", ".flac", ".mp3", ".ogg")
-_ROWS = 8  # windows that the target writes down together
+_WRITTEN = 8  # windows that the target writes down together
+_LEARNED = 8  # windows of a step: with fewer of them the optimizer takes longer than all passes
 _SHORTEST = 0.2  # seconds of a window
 
 
@@ -50,8 +52,12 @@ def find_sounds(sources: Sequence[str | PathLike[str]]) -> list[Path]:
 
 @dataclass(frozen=True)
 class Piece:
-    """At most one window of a sound file, and the target's transcript `ids` with its prompt of `first` tokens."""
+    """At most one window of a sound file, and the target's transcript `ids` with its prompt of `first` tokens.
 
+    `number` counts the windows of all files.
+    """
+
+    number: int
     file: str
     begin: int
     ids: list[int]
@@ -65,6 +71,7 @@ class Sounds:
     stenographer: Stenographer
     learned: list[Piece]
     held_out: list[Piece]
+    rows: int = _LEARNED
 
     @property
     def window(self) -> int:
@@ -85,10 +92,10 @@ class Sounds:
         """How often each token comes."""
         return Counter(token for piece in self.learned for token in piece.ids)
 
-    def batch(self, step: int, rows: int, seed: int) -> tuple[list[int], Tensor]:
+    def batch(self, step: int, seed: int) -> tuple[list[int], Tensor]:
         """The numbers and ids `[rows, window + 1]` of a step's windows, filled up behind their ends."""
-        numbers = [in_order(self.size, step * rows + row, seed) for row in range(rows)]
-        ids = torch.full((rows, self.window + 1), self.stenographer.whisper.end)
+        numbers = [in_order(self.size, step * self.rows + row, seed) for row in range(self.rows)]
+        ids = torch.full((self.rows, self.window + 1), self.stenographer.whisper.end)
         for row, number in enumerate(numbers):
             own = torch.tensor(self.learned[number].ids)
             ids[row, : len(own)] = own
@@ -97,19 +104,32 @@ class Sounds:
     def teach(self, teacher: Teacher, number: int, ids: Tensor) -> Lesson:
         """The lesson about the window of this number; nothing is learned about its prompt, nor behind its end."""
         piece = self.learned[number]
-        features = self.stenographer.features(piece)
-        lesson = teacher.teach(ids, teacher.target.encode({"input_features": features}).hidden)
+        lesson = teacher.teach(ids, self.stenographer.heard(piece))
         at = torch.arange(ids.shape[1], device=ids.device)
-        return replace(lesson, weight=lesson.weight * ((at >= piece.first - 1) & (at < len(piece.ids) - 1)))
+        weight = lesson.weight * ((at >= piece.first - 1) & (at < len(piece.ids) - 1))
+        return replace(lesson, weight=weight, heard=None)
+
+    def heard(self, numbers: Sequence[int]) -> Tensor:
+        """What the encoder says of the windows of these numbers, `[rows, frames, width]`."""
+        return torch.cat([self.stenographer.heard(self.learned[number]) for number in numbers])
+
+    def close(self) -> None:
+        """Removes what was kept of that."""
+        self.stenographer.shelf.close()
 
 
 @dataclass(frozen=True)
 class Stenographer:
-    """Lets the target write down sounds, and notes the transcripts in a file, where they are found again."""
+    """Lets the target write down sounds, and notes the transcripts in a file, where they are found again.
+
+    What its encoder says is kept on a shelf beside them, so that a window is encoded once, also where a training is
+    broken off and goes on.
+    """
 
     generator: SpecGenerator
     extractor: Any
     file: Path
+    sounds: Sequence[Path]
 
     @cached_property
     def whisper(self) -> Whisper:
@@ -120,26 +140,50 @@ class Stenographer:
             )
         return Whisper(self.generator.target, self.generator.tokenizer)
 
-    def write(self, files: Sequence[Path], go_on: Callable[[int, int], bool]) -> Sounds:
-        """Transcripts of all windows of these files, as far as `go_on` lets it, asked before every few of them.
+    @cached_property
+    def windows(self) -> list[tuple[str, int]]:
+        """All windows: a file, and the sample with which the window begins."""
+        return [(str(file), begin) for file in self.sounds for begin in self._begins(file)]
 
-        One window in twenty is held out. Raises OptionError where there are less than two.
+    @cached_property
+    def shelf(self) -> Shelf:
+        """What the encoder says of windows, by their numbers."""
+        return Shelf(self.file.with_name("heard.bin"), len(self.windows))
+
+    def write(self, go_on: Callable[[int, int], bool]) -> Sounds:
+        """Transcripts of all windows, as far as `go_on` lets it, asked before every few of them.
+
+        Every other few are written with timestamps, where the target knows them. Windows about which it does not come
+        to an end are left out; one in twenty of the others is held out. Raises OptionError for less than two of them.
         """
-        windows = [(str(file), begin) for file in files for begin in self._begins(file)]
-        pieces = self._noted()
-        while len(pieces) < len(windows) and (go_on(len(pieces), len(windows)) or len(pieces) < 2):
-            new = self._transcribed(windows[len(pieces) : len(pieces) + _ROWS])
+        pieces, total = self._noted(), len(self.windows)
+        while len(pieces) < total and (go_on(len(pieces), total) or len(pieces) < 2):
+            new = self._transcribed(len(pieces))
             with self.file.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(vars(piece)) + "\n" for piece in new)
             pieces += new
-        if len(pieces) < 2:
-            raise OptionError.of("audio", "two windows of sound at least, as one in twenty is held out", len(pieces))
-        learned = [piece for number, piece in enumerate(pieces) if number % HELD_OUT]
-        return Sounds(self, learned, pieces[::HELD_OUT][:EXAMS])
+        whole = [piece for piece in pieces if piece.ids[-1] == self.whisper.end]
+        if len(whole) < 2:
+            wanted = "two windows of sound that the target writes down to an end, as one in twenty is held out"
+            raise OptionError.of("audio", wanted, f"{len(whole)} of {len(pieces)} windows")
+        learned = [piece for number, piece in enumerate(whole) if number % HELD_OUT]
+        return Sounds(self, learned, whole[::HELD_OUT][:EXAMS])
 
     def features(self, piece: Piece) -> Tensor:
         """Features `[1, mels, frames]` of a window."""
         return self._features(piece.file, piece.begin)[None]
+
+    def heard(self, piece: Piece) -> Tensor:
+        """What the encoder says of a window, `[1, frames, width]` in bfloat16."""
+        if (kept := self.shelf.get(piece.number)) is not None:
+            return kept["heard"].to(self.generator.target.device)
+        return self._encoded(piece.number, self.features(piece)).hidden.bfloat16()
+
+    def _encoded(self, number: int, features: Tensor) -> Encoding:
+        """What the encoder says of one window `[1, mels, frames]`, encoded alone, so that it is always the same."""
+        encoding = self.generator.target.encode({"input_features": features})
+        self.shelf.put(number, {"heard": encoding.hidden.bfloat16()})
+        return encoding
 
     def _features(self, file: str, begin: int) -> Tensor:
         return window_features(self._samples(file)[begin : begin + self.extractor.n_samples], self.extractor)
@@ -152,20 +196,24 @@ class Stenographer:
     def _samples(self, file: str) -> Samples:
         return _read(file, self.extractor.sampling_rate)
 
-    def _transcribed(self, windows: Sequence[tuple[str, int]]) -> list[Piece]:
+    def _transcribed(self, first: int) -> list[Piece]:
+        """The transcripts of the windows from number `first` on; all are with timestamps, or none."""
+        windows, whisper = self.windows[first : first + _WRITTEN], self.whisper
         features = torch.stack([self._features(*window) for window in windows])
-        encoding = self.generator.target.encode({"input_features": features})
-        prompts = self.whisper.prompts(encoding, language=None, task=None, timestamps=[False] * len(windows))
-        room = int(self.whisper.model.config.max_target_positions) - len(prompts[0])
+        encoding = Encoding.joined([self._encoded(*one) for one in enumerate(torch.split(features, 1), first)])
+        stamped = whisper.setting("no_timestamps_token_id") is not None and first // _WRITTEN % 2 == 1
+        task = "transcribe" if whisper.setting("task_to_id") else None
+        prompts = whisper.prompts(encoding, language=None, task=task, timestamps=[stamped] * len(windows))
         out = self.generator.generate(
             input_features=features,
             encoder_outputs=encoding,
             decoder_input_ids=prompts,
-            max_new_tokens=room,
+            max_new_tokens=int(whisper.model.config.max_target_positions) - len(prompts[0]),
             do_sample=False,
+            logits_processor=[whisper.timestamp_rules(len(prompts[0]))] if stamped else [],
         )
-        found = zip(windows, prompts, out.new_tokens(), strict=True)
-        return [Piece(*window, [*prompt, *new], len(prompt)) for window, prompt, new in found]
+        found = enumerate(zip(windows, prompts, out.new_tokens(), strict=True), first)
+        return [Piece(i, *window, [*prompt, *new], len(prompt)) for i, (window, prompt, new) in found]
 
     def _noted(self) -> list[Piece]:
         """The windows that were written down before; a line that was cut off is left out."""

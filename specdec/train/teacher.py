@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from specdec.models import LanguageModel
 
 LIKELIEST = 32  # tokens of a distribution that are learned
 SPOOL_BYTES = 4 << 30
+_KEPT = "kept"  # in a record: that it was written
 _CHUNK = 256  # distributions that are compared at once: their logits stay in the cache of a CPU
 
 
@@ -36,6 +37,12 @@ class Lesson:
     chances: Tensor
     weight: Tensor
     heard: Tensor | None = None
+
+    def trimmed(self) -> Lesson:
+        """Without the tokens behind the last one about which something is learned in any row."""
+        end = int(self.weight.any(0).nonzero().max()) + 1
+        rows = ("ids", "states", "choices", "chances", "weight")
+        return replace(self, **{name: getattr(self, name)[:, :end] for name in rows})
 
 
 def output_of(model: Any, ids: Tensor, heard: Tensor | None, **more: Any) -> Any:
@@ -82,8 +89,53 @@ class Teacher:
         return choices, top.softmax(-1), (known.logsumexp(-1) - whole.logsumexp(-1)).exp()
 
 
+class Shelf:
+    """At most `count` numbered records of one shape, in a file of at most `limit` bytes, where they are found again.
+
+    Those that find no room are not kept.
+    """
+
+    def __init__(self, file: Path, count: int, limit: int = SPOOL_BYTES) -> None:
+        self._file, self._count, self._limit = file, count, limit
+        self._records: Any = _opened(file)
+
+    def get(self, number: int) -> dict[str, Tensor] | None:
+        """The record of this number, each of its tensors as one row; None where there is none."""
+        if self._records is None or number >= len(self._records) or not self._records[number][_KEPT]:
+            return None
+        names = [name for name in self._records.dtype.names if name != _KEPT]
+        return {name: _tensor(self._records[number : number + 1][name]) for name in names}
+
+    def put(self, number: int, record: dict[str, Tensor]) -> None:
+        """Keeps a record of tensors of one row each, where there is room."""
+        if self._records is None:
+            fields = [(name, _array(value).dtype, value.shape[1:]) for name, value in record.items()]
+            kind = np.dtype([*fields, (_KEPT, np.bool_)])
+            room = min(self._count, self._limit // kind.itemsize)
+            if not room:
+                return
+            self._records = np.lib.format.open_memmap(self._file, "w+", kind, (room,))
+        if number < len(self._records):
+            for name, value in record.items():
+                self._records[number][name] = _array(value)[0]
+            self._records[number][_KEPT] = True
+
+    def close(self) -> None:
+        """Removes the file, and keeps nothing from now on."""
+        self._records, self._count = None, 0
+        self._file.unlink(missing_ok=True)
+
+
+def _opened(file: Path) -> Any:
+    """The records in a file; None where there is none, or a broken one."""
+    try:
+        return np.lib.format.open_memmap(file, "r+")
+    except (OSError, ValueError):
+        return None
+
+
 class Spool:
-    """Lessons about numbered windows, each made once by `teach` and kept in a file of bounded size.
+    """Lessons about numbered windows, each made once by `teach` and kept on a shelf.
 
     Windows are taught one by one, so that a lesson is the same whenever, and beside whatever, it is made.
     """
@@ -91,9 +143,9 @@ class Spool:
     def __init__(
         self, teach: Callable[[int, Tensor], Lesson], file: Path, windows: int, limit: int = SPOOL_BYTES
     ) -> None:
-        self._teach, self._file, self._room, self._limit = teach, file, windows, limit
-        self._kept = set[int]()
-        self._records: Any = None
+        file.unlink(missing_ok=True)  # it may be of fewer windows
+        self._teach, self._shelf = teach, Shelf(file, windows, limit)
+        self.close = self._shelf.close
 
     def lesson(self, numbers: Sequence[int], ids: Tensor) -> Lesson:
         """The lesson about the windows `ids` `[rows, tokens]` of these numbers."""
@@ -101,25 +153,12 @@ class Spool:
         return Lesson(ids, **{name: torch.cat([row[name].to(ids.device) for row in rows]) for name in rows[0]})
 
     def _one(self, number: int, ids: Tensor) -> dict[str, Tensor]:
-        if number in self._kept:
-            return {name: _tensor(self._records[number : number + 1][name]) for name in self._records.dtype.names}
+        if (kept := self._shelf.get(number)) is not None:
+            return kept
         made = vars(self._teach(number, ids))
         lesson = {name: value for name, value in made.items() if name != "ids" and value is not None}
-        if self._records is None and self._room:
-            record = np.dtype([(name, _array(value).dtype, value.shape[1:]) for name, value in lesson.items()])
-            self._room = min(self._room, self._limit // record.itemsize)
-            self._records = np.memmap(self._file, record, "w+", shape=(max(self._room, 1),))
-        if number < self._room:
-            for name, value in lesson.items():
-                self._records[number][name] = _array(value)[0]
-            self._kept.add(number)
+        self._shelf.put(number, lesson)
         return lesson
-
-    def close(self) -> None:
-        """Removes the file; what is asked from now on is made anew."""
-        self._records, self._room = None, 0
-        self._kept.clear()
-        self._file.unlink(missing_ok=True)
 
 
 def _array(tensor: Tensor) -> np.ndarray:

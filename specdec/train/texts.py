@@ -24,6 +24,7 @@ WINDOW = 512  # tokens of a training window
 _LEAST = 64  # tokens of text, and of a window
 HELD_OUT = 20  # one prompt of so many, and one token
 _ROWS = 64  # prompts that the target continues together
+_LEARNED = 1  # windows of a step: more steps teach more, of the same tokens, than they cost
 _SAMPLED = 4  # one batch of so many is sampled, the others are greedy
 _NEW = 192  # tokens of a continuation
 _LONGEST = 512  # tokens of a prompt
@@ -79,6 +80,7 @@ class Texts:
 
     streams: list[np.ndarray]
     exams: list[Exam]
+    rows: int = _LEARNED
 
     @property
     def window(self) -> int:
@@ -95,7 +97,7 @@ class Texts:
         size = self.window
         return [np.stack([one[s : s + size + 1] for s in range(0, len(one) - size, size)]) for one in self.streams]
 
-    def batch(self, step: int, rows: int, seed: int) -> tuple[list[int], Tensor]:
+    def batch(self, step: int, seed: int) -> tuple[list[int], Tensor]:
         """The numbers and ids `[rows, window + 1]` of a step's windows, which are of one stream after the other.
 
         Every stream is read in another order each time; a step's windows are always the same.
@@ -103,7 +105,7 @@ class Texts:
         turn, at = divmod(step, len(self.streams))
         windows = self.windows[at]
         first = sum(map(len, self.windows[:at]))
-        chosen = [in_order(len(windows), turn * rows + row, seed + at) for row in range(rows)]
+        chosen = [in_order(len(windows), turn * self.rows + row, seed + at) for row in range(self.rows)]
         return [first + one for one in chosen], torch.from_numpy(windows[chosen])
 
     @property
@@ -114,6 +116,12 @@ class Texts:
     def teach(self, teacher: Teacher, number: int, ids: Tensor) -> Lesson:
         """The lesson about the window `ids` `[1, window + 1]` of this number."""
         return teacher.teach(ids)
+
+    def heard(self, numbers: Sequence[int]) -> None:
+        """Nothing was heard."""
+
+    def close(self) -> None:
+        """Keeps nothing that is not wanted any more."""
 
 
 def in_order(size: int, count: int, seed: int) -> int:

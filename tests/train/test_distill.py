@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,7 @@ def batch(rows: int = 2, tokens: int = 24) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["eagle3", "layers"])
 def test_a_draft_learns_and_serves(kind: str, tmp_path: Path, text: Path) -> None:
     """The loss falls, held-out guesses come true more often than before, and the text stays the target's."""
-    limits: dict[str, Any] = {"draft_vocabulary": 100} if kind == "eagle3" else {"layers": 1}
-    given = {"text": [text], "prompts": PROMPTS, "kind": kind, **limits}
+    given = {"text": [text], "prompts": PROMPTS, "kind": kind, "layers": 1, "draft_vocabulary": 100}
     first, last = (train(tmp_path / str(n), **given, steps=n) for n in (1, 80))
     assert last["loss"] < 0.7 * first["loss"]
     assert last["acceptance_length"] > first["acceptance_length"]
@@ -140,7 +140,8 @@ def test_what_was_heard_is_kept(tmp_path: Path) -> None:
         heard.append(number)
         return teacher.teach(window)
 
-    record = sum(value[0].nbytes for name, value in vars(taught[0]).items() if name != "ids" and value is not None)
+    kept = [value[0].nbytes for name, value in vars(taught[0]).items() if name != "ids" and value is not None]
+    record = sum(kept) + 1
     for limit, passes in ((record * 9, [4, 1]), (record * 4, [4, 1, 4]), (10, [4, 1, 4, 1])):
         heard.clear()
         spool = Spool(teach, tmp_path / str(limit), 5, limit)
@@ -153,9 +154,9 @@ def test_what_was_heard_is_kept(tmp_path: Path) -> None:
 
 def test_every_window_is_read_once_before_any_is_read_again() -> None:
     """Of each stream, in another order each time."""
-    texts = Texts([np.arange(65 * 6 + 1), np.arange(1000, 1065)], [])
+    texts = Texts([np.arange(65 * 6 + 1), np.arange(1000, 1065)], [], rows=2)
     assert (texts.window, [len(windows) for windows in texts.windows]) == (64, [6, 1])
-    read = [texts.batch(step, 2, seed=1) for step in range(12)]
+    read = [texts.batch(step, seed=1) for step in range(12)]
     own = [number for numbers, _ in read[::2] for number in numbers]
     assert sorted(own[:6]) == sorted(own[6:]) == list(range(6))
     assert own[:6] != own[6:]
@@ -217,6 +218,33 @@ def test_layers_are_copies() -> None:
     assert pupil.hits(ids).all()
 
 
+def test_layers_guess_tokens_of_their_vocabulary(tmp_path: Path) -> None:
+    """They learn on the head's rows of these; the checkpoint has all rows, and as a draft guesses no other token."""
+    model, ids, vocabulary = target(), batch(), torch.arange(1, WIDTH, 3)
+    language = LanguageModel(model)
+    whole, pupil = (LayersPupil(language, [0], None, some) for some in (None, vocabulary))
+    lesson = pupil.teacher.teach(ids)
+    own = pupil.module(ids).logits
+    torch.testing.assert_close(own, whole.module(ids).logits[..., vocabulary])
+    assert torch.equal(lesson.choices[..., 0], model(ids).logits[..., vocabulary].argmax(-1))
+    hits = vocabulary[own.argmax(-1)] == model(ids).logits.argmax(-1)
+    assert torch.equal(pupil.hits(ids), hits[:, 1:].unfold(1, STEPS, 1))
+    pupil.save(tmp_path)
+    assert pupil.module.get_output_embeddings().out_features == len(vocabulary)  # it learns on
+    assert load_file(tmp_path / "model.safetensors")["lm_head.weight"].shape[0] == WIDTH
+    drafted = SpecGenerator(model, str(tmp_path))
+    assert drafted.drafter is not None
+    guessed = drafted.drafter.models[0].model(ids).logits[0, -1]
+    assert guessed.isfinite().nonzero()[:, 0].tolist() == vocabulary.tolist()
+    expected = SpecGenerator(model).generate(ids[:1], max_new_tokens=12).new_tokens()
+    assert drafted.generate(ids[:1], max_new_tokens=12, schedule="constant").new_tokens() == expected
+    model.save_pretrained(tmp_path / "target")
+    with pytest.raises(OptionError, match="comes with its own vocabulary"):
+        SpecGenerator.from_pretrained(
+            str(tmp_path / "target"), draft=str(tmp_path), draft_options={"vocabulary": 9}, tokenizer=byte_tokenizer()
+        )
+
+
 @pytest.fixture(scope="module")
 def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with sound files of a second and more."""
@@ -226,10 +254,18 @@ def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def listener() -> Any:
+    """A speech model of random weights whose texts come to an end."""
+    model = whisper(1)
+    with torch.no_grad():
+        model.get_output_embeddings().weight[processor().tokenizer.eos_token_id] *= 8
+    return model
+
+
 def hear(out: Path, recordings: Path, **given: Any) -> dict[str, Any]:
     parts = processor()
     options = {"kind": "layers", "layers": 1, "feature_extractor": parts.feature_extractor}
-    return distill(whisper(0), out, tokenizer=parts.tokenizer, audio=[recordings], **{**options, **given})
+    return distill(listener(), out, tokenizer=parts.tokenizer, audio=[recordings], **{**options, **given})
 
 
 @pytest.mark.slow
@@ -251,7 +287,7 @@ def test_a_draft_of_a_speech_model(tmp_path: Path, recordings: Path) -> None:
     hear(tmp_path / "whole", recordings, steps=12)
     whole, parts = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
-    model = whisper(0)
+    model = listener()
     own = model.get_encoder().state_dict()
     assert all(torch.equal(whole[f"model.encoder.{name}"], weight) for name, weight in own.items())
     plain, helped = (Transcriber(model, draft, processor=processor()) for draft in (None, str(tmp_path / "100")))
@@ -278,12 +314,13 @@ def test_where_sounds_are_found(tmp_path: Path, recordings: Path) -> None:
 def test_nothing_is_learned_about_prompts_and_padding(tmp_path: Path, recordings: Path) -> None:
     """The weight of a lesson is that of the tokens that the target wrote."""
     parts = processor()
-    generator = SpecGenerator(whisper(0, end=4.0), tokenizer=parts.tokenizer)
-    stenographer = Stenographer(generator, parts.feature_extractor, tmp_path / "transcripts.jsonl")
-    sounds = stenographer.write(find_sounds([recordings]), lambda done, total: True)
+    generator = SpecGenerator(listener(), tokenizer=parts.tokenizer)
+    found = find_sounds([recordings])
+    stenographer = Stenographer(generator, parts.feature_extractor, tmp_path / "transcripts.jsonl", found)
+    sounds = stenographer.write(lambda done, total: True)
     assert (sounds.size, len(sounds.exams)) == (4, 1)
-    assert stenographer.write(find_sounds([recordings]), lambda done, total: True) == sounds
-    numbers, ids = sounds.batch(0, 4, seed=0)
+    assert stenographer.write(lambda done, total: True) == sounds
+    numbers, ids = replace(sounds, rows=4).batch(0, seed=0)
     assert sorted(numbers) == [0, 1, 2, 3]
     for row, number in enumerate(numbers):
         piece = sounds.learned[number]
@@ -291,6 +328,38 @@ def test_nothing_is_learned_about_prompts_and_padding(tmp_path: Path, recordings
         asked = lesson.weight[0].nonzero()[:, 0].tolist()
         assert asked == list(range(piece.first - 1, len(piece.ids) - 1))
         assert ids[row, : len(piece.ids)].tolist() == piece.ids
+
+
+def test_windows_are_encoded_once(tmp_path: Path, recordings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When they are written down, every other few of them with timestamps; lessons are about the same sound."""
+    monkeypatch.setattr("specdec.train.sounds._WRITTEN", 2)
+    parts, encoded = processor(), []
+    generator = SpecGenerator(listener(), tokenizer=parts.tokenizer)
+    encode = LanguageModel.encode
+    monkeypatch.setattr(LanguageModel, "encode", lambda self, given: encoded.append(1) or encode(self, given))
+    stenographer = Stenographer(
+        generator, parts.feature_extractor, tmp_path / "transcripts.jsonl", find_sounds([recordings])
+    )
+    sounds = stenographer.write(lambda done, total: True)
+    assert [piece.number for piece in sounds.learned] == [1, 2, 3, 4]
+    without = generator.target.model.generation_config.no_timestamps_token_id
+    assert [without in piece.ids for piece in sounds.learned] == [True, False, False, True]
+    heard = sounds.heard([0, 1, 2, 3])
+    assert len(encoded) == 5
+    again = replace(stenographer).write(lambda done, total: True)  # after a kill
+    assert torch.equal(again.heard([0, 1, 2, 3]), heard)
+    assert len(encoded) == 5
+    sounds.close()
+    assert torch.equal(sounds.heard([0, 1, 2, 3]), heard)
+    assert len(encoded) == 9
+
+
+def test_windows_without_an_end_are_left_out(tmp_path: Path, recordings: Path) -> None:
+    """Of those a target goes round in circles about, nothing is learned; where it is all of them, an error says so."""
+    parts = processor()
+    options: dict[str, Any] = {"kind": "layers", "layers": 1, "feature_extractor": parts.feature_extractor}
+    with pytest.raises(OptionError, match=r"that the target writes down to an end.*got '0 of 5 windows'"):
+        distill(whisper(0), tmp_path, tokenizer=parts.tokenizer, audio=[recordings], steps=1, **options)
 
 
 def test_the_target_is_not_changed(tmp_path: Path, text: Path) -> None:
@@ -311,7 +380,6 @@ def test_the_target_is_not_changed(tmp_path: Path, text: Path) -> None:
         ({"steps": 0}, "`steps` must be a whole number"),
         ({"layers": 0}, "`layers` must be a whole number"),
         ({"kind": "layers", "layers": 4}, "`layers` must be at most the 3 of the target"),
-        ({"kind": "layers", "draft_vocabulary": 9}, "`draft_vocabulary` belongs to kind 'eagle3'"),
         ({"draft_vocabulary": WIDTH + 1}, f"`draft_vocabulary` must be at most the {WIDTH} tokens"),
         ({"text": ["nowhere.txt"]}, "`text` must be readable files in UTF-8, got 'nowhere.txt'"),
         ({"text": "text.txt"}, "pass a list"),
