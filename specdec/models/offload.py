@@ -71,7 +71,7 @@ def home(model: nn.Module, name: str) -> Home | None:
     """What the weight `name` comes from; None where no hook brings it in."""
     parts = name.split(".")
     for depth in reversed(range(len(parts))):
-        for hook in _hooks(model.get_submodule(".".join(parts[:depth]))):
+        for hook in hooks(model.get_submodule(".".join(parts[:depth]))):
             weights = getattr(hook, "weights_map", None)
             if weights is not None:
                 return Home(weights.dataset, weights.prefix + ".".join(parts[depth:]))
@@ -80,7 +80,7 @@ def home(model: nn.Module, name: str) -> Home | None:
 
 def wrapped_later(module: nn.Module) -> bool:
     """Whether somebody replaced the forward that accelerate had put on a module, which is a partial."""
-    return bool(_hooks(module)) and not isinstance(module.forward, partial)
+    return bool(hooks(module)) and not isinstance(module.forward, partial)
 
 
 def detach(model: nn.Module) -> None:
@@ -92,12 +92,12 @@ def detach(model: nn.Module) -> None:
             del module.forward
 
 
-def _hooks(module: nn.Module) -> tuple[Any, ...]:
+def hooks(module: nn.Module) -> tuple[Any, ...]:
     """The hooks on this very module; several hang in a chain of `hooks`."""
     hook: Any = getattr(module, "_hf_hook", None)
     return tuple(getattr(hook, "hooks", () if hook is None else (hook,)))
 
 
 def _devices(module: nn.Module) -> Iterator[torch.device]:
-    places = (getattr(hook, "execution_device", None) for hook in _hooks(module))
+    places = (getattr(hook, "execution_device", None) for hook in hooks(module))
     return (torch.device(place) for place in places if place is not None)
