@@ -190,7 +190,7 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 def _key(model: FlatModel, widths: Sequence[tuple[int, ...]], states: int) -> str:
     """What compiled code depends on, as a short name."""
-    folder = Path(__file__).parent
+    folder, config = Path(__file__).parent, model.model.config.to_json_string(use_diff=False)
     parts = [
         torch.__version__,
         transformers.__version__,
@@ -201,7 +201,7 @@ def _key(model: FlatModel, widths: Sequence[tuple[int, ...]], states: int) -> st
         *(f"{name} {tensor.dtype} {list(tensor.shape)} {tensor.stride()}" for name, tensor in _tensors(model).items()),
         *(f"{name} {tensor.tolist()}" for name, tensor in _tensors(model).items() if tensor.numel() <= _WRITTEN),
         *(f"{name} {_plain(module)}" for name, module in model.named_modules()),
-        model.model.config.to_json_string(use_diff=False),
+        *(line for line in config.splitlines() if "_name_or_path" not in line),
         f"{list(widths)} {states}",
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

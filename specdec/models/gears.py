@@ -66,10 +66,10 @@ def is_packed(model: nn.Module) -> bool:
 def in_gear(model: Any, gear: str, *, owned: bool) -> Any:
     """The model whose passes run in this gear: itself, changed only where it is `owned`, or a copy that shares with it.
 
-    "auto" and "compiled" pack an owned model where that makes its passes faster here, which is measured once per
+    "auto" packs an owned model, and "compiled" any, where that makes its passes faster here, which is measured once per
     machine and kind of model. Raises UnsupportedError where "packed" was asked for and cannot be.
     """
-    if gear == "eager" or (gear != "packed" and not owned):
+    if gear == "eager" or (gear == "auto" and not owned):
         if gear == "auto" and why_not_packed(model) is None and _bytes(model) >= _LEAST:
             _log.info(
                 "%s was handed over and stays as it is: short passes on this CPU may be faster over a second copy of "
@@ -85,6 +85,7 @@ def in_gear(model: Any, gear: str, *, owned: bool) -> Any:
         if reason is not None:
             raise UnsupportedError(f"{type(model).__name__} {reason}: leave out `gear`='packed'")
     elif reason is None and _bytes(model) >= _LEAST and kernels.available():
+        model = model if owned else twin(model)
         _pack_if_faster(model)
     return model
 
