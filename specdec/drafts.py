@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
@@ -264,10 +265,8 @@ def loaded(draft: Any, how: Loading, vocabulary: Vocabulary | None = None) -> tu
     if kind_of(draft, how.revision) is not None:
         return HeadAt(str(draft), how, vocabulary), None
     beside = tokenizer_beside(str(draft), **how.beside)
-    model = language_model(draft, "draft", how)
-    if vocabulary is not None:
-        cut_vocabulary(model, vocabulary, beside)
-    return model, beside
+    change = None if vocabulary is None else partial(cut_vocabulary, vocabulary=vocabulary, tokenizer=beside)
+    return load(draft, how, name="draft", change=change), beside
 
 
 def names_model(draft: Any) -> bool:
