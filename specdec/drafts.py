@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
@@ -247,10 +248,7 @@ def language_model(model: Any, name: str, how: Loading | None = None) -> Languag
         return model
     if not isinstance(model, str | PathLike | PreTrainedModel | LanguageModel):
         raise OptionError.of(name, "a transformers model, or a hub id or path", type(model).__name__)
-    language = load(model, how, name=name)
-    if name != "target" and is_name(model):
-        cut_as_saved(language)
-    return language
+    return load(model, how, name=name, change=None if name == "target" else cut_as_saved)
 
 
 def loaded(draft: Any, how: Loading, vocabulary: Vocabulary | None = None) -> tuple[Any, Any]:
@@ -267,12 +265,17 @@ def loaded(draft: Any, how: Loading, vocabulary: Vocabulary | None = None) -> tu
     if kind_of(draft, how.revision) is not None:
         return HeadAt(str(draft), how, vocabulary), None
     beside = tokenizer_beside(str(draft), **how.beside)
-    model = language_model(draft, "draft", how)
-    if vocabulary is not None:
-        if getattr(model.config, "draft_vocabulary", None) is not None:
-            raise OptionError(f"`draft` {str(draft)!r} comes with its own vocabulary: leave `vocabulary` out")
-        cut_vocabulary(model, vocabulary, beside)
-    return model, beside
+    return load(draft, how, name="draft", change=partial(_cut, str(draft), vocabulary, beside)), beside
+
+
+def _cut(name: str, vocabulary: Vocabulary | None, tokenizer: Any, model: LanguageModel) -> None:
+    """Leaves a draft model the vocabulary that is given, or the one that its checkpoint names."""
+    if vocabulary is None:
+        cut_as_saved(model)
+    elif getattr(model.config, "draft_vocabulary", None) is not None:
+        raise OptionError(f"`draft` {name!r} comes with its own vocabulary: leave `vocabulary` out")
+    else:
+        cut_vocabulary(model, vocabulary, tokenizer)
 
 
 def names_model(draft: Any) -> bool:

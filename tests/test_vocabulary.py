@@ -62,6 +62,18 @@ def test_the_first_tokens(given: dict[str, Any], tmp_path: Path, guessed: set[in
         assert out.sequences.tolist() == expected.sequences.tolist()
 
 
+@pytest.mark.usefixtures("built")
+def test_packed_layers(tmp_path: Path, guessed: set[int]) -> None:
+    """Passes in a line have the smaller head too. (They ran over the whole one.)"""
+    folder = saved("llama", tmp_path / "m")
+    generator = SpecGenerator.from_pretrained(folder, folder, draft_options={"vocabulary": 12, "gear": "packed"})
+    generator.generate(IDS, **RUN)
+    assert guessed
+    assert max(guessed) < 12
+    [draft] = generator.drafter.models  # type: ignore[union-attr]
+    assert any(isinstance(module, CutHead) for module in draft.flat.model.modules())
+
+
 def test_tokens_of_a_text(tmp_path: Path, guessed: set[int]) -> None:
     """They are counted, the likeliest come first; a text alone gives all that come in it."""
     target, draft = saved_model(tmp_path / "t"), saved_model(tmp_path / "d", seed=1)

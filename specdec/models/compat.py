@@ -55,6 +55,16 @@ def note_outputs(model: Any) -> None:
     registry.update({str(type(part)): part._can_record_outputs for part in parts})
 
 
+def forget_outputs(model: Any) -> None:
+    """Takes off a model the hooks that its first hidden states put there, as they cannot be pickled."""
+    for module in model.modules():
+        vars(module).pop("_output_capturing_hooks_installed", None)
+        hooks = module._forward_hooks
+        for number, hook in list(hooks.items()):
+            if getattr(hook, "__module__", None) == output_capturing.__name__:
+                del hooks[number]
+
+
 def loads(auto_class: Any, config: Any) -> bool:
     """Whether an `AutoModelFor…` class has a model for this config: asking it for one would be the other way."""
     return type(config) in auto_class._model_mapping

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from specdec import kernels
 from specdec.errors import UnsupportedError
-from specdec.models.compat import note_outputs
+from specdec.models.compat import forget_outputs, note_outputs
 from specdec.models.flat import FlatModel, Given, alike
 from specdec.models.twin import twin
 
@@ -223,6 +223,7 @@ def _plain(module: nn.Module) -> list[tuple[str, object]]:
 def _without_weights(model: FlatModel) -> FlatModel:
     """A twin whose tensors have shapes and nothing else, but for the smallest."""
     other: FlatModel = twin(model)
+    forget_outputs(other)
     _move(other, "meta")
     return other
 

@@ -8,6 +8,7 @@ The nodes that fill see nothing, and are written to the last column of a row, wh
 from __future__ import annotations
 
 import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,6 +27,8 @@ WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 """Nodes of the passes that are recorded; wider ones run as before."""
 _MOST = 32  # recordings that are kept
 
+_CAPTURING = threading.Lock()  # one graph at a time in a process
+
 Run = Callable[[], Sequence[Tensor]]
 Recorder = Callable[[Run], tuple[Callable[[], None], Sequence[Tensor]]]
 """Runs what it is given, and returns what plays it back and the tensors that it then writes to."""
@@ -38,17 +41,18 @@ class _Recording(NamedTuple):
 
 
 class GraphedForward:
-    """The recorded passes of one model. What cannot be recorded runs as before, and a warning says why.
+    """The recorded passes of one model, one at a time. What cannot be recorded runs as before, and a warning says why.
 
-    `record` is `cuda_graphs()`, but for tests.
+    `record` is `cuda_graphs` of the model's device, but for tests.
     """
 
     is_kept = False  # nothing of it outlives a process
     chains = False  # guesses are chosen on the host
 
     def __init__(self, flat: FlatForward, record: Recorder | None = None) -> None:
-        self._model, self._record = flat.model, record or cuda_graphs()
+        self._model, self._record = flat.model, record or cuda_graphs(flat.model.device)
         self._recordings: OrderedDict[object, _Recording] = OrderedDict()
+        self._playing = threading.Lock()  # threads that share the model share the memory that passes work on
         self.ready = True
 
     def start(self) -> GraphedForward:
@@ -64,24 +68,31 @@ class GraphedForward:
         given = Given(*args)
         nodes, kept = given.ids.shape[1], len(given.kept)
         width = next((width for width in WIDTHS if width >= nodes), None)
-        if width is None or not self.ready:
-            return list(self._model(*given))
-        filled = _filled(given, width)
-        key = _key(filled)
-        if key not in self._recordings and not self._recorded(key, filled):
-            return list(self._model(*given))
-        self._recordings.move_to_end(key)
-        recording = self._recordings[key]
-        for mine, new in zip(_own(recording.given), _own(filled), strict=True):
-            mine.copy_(new)
-        recording.play()
-        logits, *states = recording.said
-        # Copies, as the next pass writes to the same places.
-        told = [state[:, : len(one)].clone() for state, one in zip(states, given.told, strict=True)]
-        return [logits[:, :kept].clone(), *told]
+        if width is not None:
+            filled = _filled(given, width)
+            with self._playing:
+                if recording := self._recording(filled):
+                    for mine, new in zip(_own(recording.given), _own(filled), strict=True):
+                        mine.copy_(new)
+                    recording.play()
+                    logits, *states = recording.said
+                    # Copies, as the next pass writes to the same places.
+                    told = [state[:, : len(one)].clone() for state, one in zip(states, given.told, strict=True)]
+                    return [logits[:, :kept].clone(), *told]
+        return list(self._model(*given))
 
-    def _recorded(self, key: object, filled: Given) -> bool:
-        """Records a pass; whether that worked."""
+    def _recording(self, filled: Given) -> _Recording | None:
+        """The recording of such a pass, made now if there is none; None where nothing can be recorded."""
+        key = _key(filled)
+        if self.ready and key not in self._recordings:
+            self._add(key, filled)
+        if not self.ready:
+            return None
+        self._recordings.move_to_end(key)
+        return self._recordings[key]
+
+    def _add(self, key: object, filled: Given) -> None:
+        """Records a pass, if that can be."""
         own = Given(*(_copied(field) for field in filled[:5]), *filled[5:])  # type: ignore[call-arg, arg-type]
         try:
             play, said = self._record(lambda: self._model(*own))
@@ -89,30 +100,32 @@ class GraphedForward:
             _log.warning("the passes of %s are not recorded, they run as before: %s", self._name, error)
             self._recordings.clear()
             self.ready = False
-            return False
-        self._recordings[key] = _Recording(own, play, said)
+            return
+        # A session's keys and values go with it: whatever lies there and looks alike later is played on as well.
+        self._recordings[key] = _Recording(own._replace(buffers=(), frames=()), play, said)
         if len(self._recordings) > _MOST:
             self._recordings.popitem(last=False)
-        return True
 
     @property
     def _name(self) -> str:
         return type(self._model.model).__name__
 
 
-def cuda_graphs() -> Recorder:
-    """Records CUDA graphs, which share memory for what lies between a pass's kernels."""
+def cuda_graphs(device: torch.device) -> Recorder:
+    """Records CUDA graphs there, which share memory for what lies between a pass's kernels."""
     pool = torch.cuda.graph_pool_handle()
 
     def record(run: Run) -> tuple[Callable[[], None], Sequence[Tensor]]:
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            run()  # what is only done the first time must not be recorded
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            said = run()
+        # Only what is asked of the captured stream is recorded, and kernels ask that of the device they run on.
+        with _CAPTURING, torch.cuda.device(device):
+            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                run()  # what is only done the first time must not be recorded
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                said = run()
         return graph.replay, said
 
     return record

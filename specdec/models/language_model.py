@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -45,6 +45,7 @@ class LanguageModel:
     code.
     `exactness`="strict" promises that a token's logits depend on its text alone, bit for bit: not on the other tokens
     of a pass, other rows, or branches. It is tried when the model is made.
+    `change` is done to the model after its layers are in their gear, and before its passes are made.
     Raises OptionError for a model in training mode and unknown gears, UnsupportedError for one without a language-model
     head, and for a gear or exactness that it cannot have. `is_sharded`: other processes have parts of its weights.
     """
@@ -59,6 +60,7 @@ class LanguageModel:
         exactness: str = "auto",
         owned: bool = False,
         capability: Capability | None = None,
+        change: Callable[[LanguageModel], None] | None = None,
     ) -> None:
         check_gear(gear)
         self.is_strict = exactness == "strict"
@@ -81,6 +83,8 @@ class LanguageModel:
         )
         self.device, self.dtype = execution_device(model.get_input_embeddings()), model.dtype
         self.model = in_gear(model, gear, owned=owned)
+        if change is not None:
+            change(self)
         self.gear = "compiled" if gear == "compiled" else "packed" if is_packed(self.model) else "eager"
         self._lookup, self._scaling = self._lookup_of_positions(), self._scaling_by_length()
         self.flat = self._in_a_line(gear)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from os import PathLike
@@ -45,12 +45,15 @@ def load(
     how: Loading | None = None,
     *,
     name: str = "model",
+    change: Callable[[LanguageModel], None] | None = None,
 ) -> LanguageModel:
     """The model at a hub name, path, GGUF file or `zoo:NAME`, loaded as `how` says, or the given one as it is.
 
     `name` is what the caller calls the argument: "model" and "target" mean the target of a pair of the zoo, all others
-    its draft. Raises OptionError when loading options other than `PASSES` are given with a model, when `dtype` or a
-    device is unknown, or nothing is found; UnsupportedError where a quantization, gear or exactness cannot be had here;
+    its draft. `change` is done to a model that is loaded here, before its passes are made.
+
+    Raises OptionError when loading options other than `PASSES` are given with a model, when `dtype` or a device is
+    unknown, or nothing is found; UnsupportedError where a quantization, gear or exactness cannot be had here;
     LoadError for a broken checkpoint, and where memory or disk run out.
     """
     how = how or Loading()
@@ -79,7 +82,7 @@ def load(
     _check_devices(how)
     ranks = leading(how)
     if ranks is None:
-        language = _made(LanguageModel, str(source), folder, replace(how, tp_plan=None), name)
+        language = _made(LanguageModel, str(source), folder, replace(how, tp_plan=None), name, change)
         _tell_slow_type(str(source), language, how)
         return language
     from specdec.models.sharded import ShardedModel
@@ -87,6 +90,8 @@ def load(
     how = replace(how, gear="eager")
     number, part = ranks.load(_made, ShardedModel, str(source), folder, how, name)
     led: LanguageModel = part.lead(ranks, number)
+    if change is not None:
+        change(led)
     return led
 
 
@@ -109,11 +114,18 @@ def on_own_device(how: Loading) -> Loading:
     return replace(how, device_map={"": torch.accelerator.current_device_index()})
 
 
-def _made(kind: type[LanguageModel], source: str, folder: str, how: Loading, name: str) -> LanguageModel:
+def _made(
+    kind: type[LanguageModel],
+    source: str,
+    folder: str,
+    how: Loading,
+    name: str,
+    change: Callable[[LanguageModel], None] | None = None,
+) -> LanguageModel:
     """The model in a folder or at a hub name, wrapped; `source` is what the caller called that."""
     with explained(source, name):
         model = _read(folder, how, name)
-    return kind(model, gear=how.gear, exactness=how.exactness, owned=True)
+    return kind(model, gear=how.gear, exactness=how.exactness, owned=True, change=change)
 
 
 def _check_unused(how: Loading) -> None:

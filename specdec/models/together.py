@@ -18,9 +18,10 @@ from weakref import WeakValueDictionary
 from torch import Tensor, nn
 
 from specdec.kernels import PackedLinear
+from specdec.models.twin import twin
 
-_WHOLE: WeakValueDictionary[int, PackedLinear] = WeakValueDictionary()
-"""What was joined by now, by the place of its weight: other models over the same layers join them no second time."""
+_WHOLE: WeakValueDictionary[tuple[int, ...], PackedLinear] = WeakValueDictionary()
+"""What was joined by now, by where its parts lie: other models over the same layers join them no second time."""
 
 
 class _Said(threading.local):
@@ -93,12 +94,20 @@ def join(model: Any, own: Any, names: Sequence[str]) -> None:
     layers = [model.get_submodule(name) for name in names]
     if not PackedLinear.can_join(layers):
         return
-    whole = _WHOLE.get(layers[0].packed.data_ptr())
-    if whole is None or (whole.outputs, whole.unpacks) != (sum(one.outputs for one in layers), layers[0].unpacks):
+    whole = _WHOLE.get(_place(layers))
+    if whole is None:
         whole = PackedLinear.join(layers)
-        _WHOLE[whole.packed.data_ptr()] = whole
+    elif whole.unpacks != layers[0].unpacks:
+        whole = twin(whole)
+        whole.unpacks = layers[0].unpacks
+    _WHOLE[_place(layers)] = whole
     joint, begin = Joint(whole), 0
     for name, layer in zip(names, layers, strict=True):
         own.get_submodule(name)._buffers.update(layer._buffers)
         model.set_submodule(name, Part(joint, begin, begin + layer.outputs, last=name == names[-1]))
         begin += layer.outputs
+
+
+def _place(layers: Sequence[PackedLinear]) -> tuple[int, ...]:
+    """Where all that these layers hold lies in memory."""
+    return tuple(tensor.data_ptr() for layer in layers for tensor in layer.buffers())

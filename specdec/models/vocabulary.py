@@ -60,7 +60,7 @@ class CutHead(nn.Module):
 
 
 def cut_vocabulary(language: LanguageModel, vocabulary: Vocabulary, tokenizer: Any) -> None:
-    """Cuts the head of a draft that was loaded here down to a vocabulary.
+    """Cuts the head of a draft that is loaded here down to a vocabulary, before its passes are made.
 
     Raises OptionError for more tokens than there are, UnsupportedError for heads and models that cannot be cut.
     """

@@ -88,10 +88,12 @@ class Limit:
         return any(len(path) < self.limit and (not path or path[-1] >= self.threshold) for path in paths)
 
     @property
-    def until(self) -> Until:
-        """The threshold: of what lies below it the chance is 0."""
+    def until(self) -> Until | None:
+        """The threshold: of what lies below it the chance is 0. None for others with a `go_on` of their own."""
         from specdec.types import Until
 
+        if type(self).go_on is not Limit.go_on:
+            return None
         return Until((self.threshold,), (0.0, 2 / self.threshold), 0.5) if self.threshold > 0 else Until()
 
     def keep(self, confidence: Sequence[float]) -> bool:

@@ -78,7 +78,7 @@ class BranchRule(Protocol):
 class Plan(Protocol):
     """How much one row may draft in this round, as its schedule decided.
 
-    A plan whose `go_on` says of a chain what an `Until` says may tell it, as its `until`.
+    A plan whose `go_on` says of a chain what an `Until` says may tell it, as its `until`; None says nothing.
     """
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from bisect import bisect_right
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import pytest
@@ -114,6 +114,22 @@ def test_no_guess() -> None:
     assert tree.tokens == [5]
     follow(session, row, tree.tokens, 1, 8)
     assert session.propose([row], [Limit(5)])[0].tokens == [5]
+
+
+class Impatient(Limit):
+    """A limit that asks for something else."""
+
+    def go_on(self, paths: Sequence[Sequence[float]], width: int = 1) -> bool:
+        return max(map(len, paths)) < 2
+
+
+def test_limits_of_another_kind() -> None:
+    """Are asked after every guess."""
+    model = ChainingModel()
+    session = ModelDrafter(model).start(50)
+    row = FakeRow([7, 3], task=task(GreedyRule(Processors(), 50)))
+    assert len(session.propose([row], [Impatient(5)])[0]) == 2
+    assert not model.sessions[-1].chains
 
 
 @pytest.mark.parametrize(

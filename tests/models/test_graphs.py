@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -14,6 +18,7 @@ from specdec import SpecGenerator, kernels
 from specdec.kernels import plain
 from specdec.models import LanguageModel
 from specdec.models.graphs import WIDTHS, GraphedForward, cuda_graphs
+from specdec.types import Tree
 from tests.models.exact import Twin
 from tests.tiny import ENCODER_DECODERS, tiny, tiny_inputs
 
@@ -107,6 +112,56 @@ def test_buffers_that_grow() -> None:
     assert recorder.recorded >= len(held)
 
 
+def test_buffers_that_go() -> None:
+    """A recording holds nothing of a session: its keys and values go with it."""
+    language = LanguageModel(tiny("llama"), gear="packed")
+
+    def record(run: Callable[[], Sequence[Tensor]]) -> tuple[Callable[[], None], Sequence[Tensor]]:
+        return (lambda: None), [tensor.clone() for tensor in run()]
+
+    language.flat.compiled = GraphedForward(language.flat, record)
+    session = language.session()
+    session.forward(session.add(1), [Tree.chain([5, 6, 7])], [1])
+    keys = weakref.ref(session.store.pairs()[0][0])
+    assert len(language.flat.compiled._recordings) == 1
+    del session
+    gc.collect()
+    assert keys() is None
+
+
+def test_several_threads() -> None:
+    """Sessions of one model run side by side, though they share what passes are played on."""
+    language, recorder = recorded()
+    played = recorder.__call__
+
+    def slowly(run: Callable[[], Sequence[Tensor]]) -> tuple[Callable[[], None], Sequence[Tensor]]:
+        play, said = played(run)
+
+        def play_slowly() -> None:
+            time.sleep(0.002)  # time enough for others to write to the same places
+            play()
+
+        return play_slowly, said
+
+    language.flat.compiled = GraphedForward(language.flat, slowly)
+    session = language.session()
+    rows = session.add(3)
+    texts = [Tree.chain([5 + row, 9, 33]) for row in rows]
+    expected = [session.forward([row], [text], [1])[0].logits for row, text in zip(rows, texts, strict=True)]
+    found: list[Tensor] = [torch.empty(0)] * len(rows)
+
+    def run(i: int) -> None:
+        for _ in range(5):
+            found[i] = session.forward([rows[i]], [texts[i]], [1])[0].logits
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(rows))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(map(torch.equal, found, expected))
+
+
 def test_hidden_states() -> None:
     """Of the layers that are asked for, and of the pass's own nodes alone."""
     language, _ = recorded()
@@ -154,7 +209,7 @@ def test_what_cannot_be_recorded(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_how_graphs_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once outside on a stream of its own, then into a graph, whose memory all graphs share."""
+    """On the model's device and a stream of its own, once as it is and then into a graph; graphs share memory."""
     events: list[object] = []
 
     @contextmanager
@@ -170,10 +225,11 @@ def test_how_graphs_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
         stream=lambda _: noted("stream"),
         graph_pool_handle=lambda: "pool",
         CUDAGraph=lambda: SimpleNamespace(replay=lambda: events.append("replay")),
-        graph=lambda graph, pool, capture_error_mode: noted("graph", pool),
+        device=lambda device: noted("device", device),
+        graph=lambda graph, pool, stream, capture_error_mode: noted("graph", pool, stream),
     )
     monkeypatch.setattr(torch, "cuda", stub)
-    record = cuda_graphs()
+    record = cuda_graphs(torch.device("cuda:1"))
 
     def run() -> list[Tensor]:
         events.append("run")
@@ -182,8 +238,10 @@ def test_how_graphs_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     play, [said] = record(run)
     play()
     assert torch.equal(said, torch.ones(1))
-    around = ["wait", ("begin", "stream"), "run", ("end", "stream"), "wait"]
-    assert events == [*around, ("begin", "graph", "pool"), "run", ("end", "graph", "pool"), "replay"]
+    once = ["wait", ("begin", "stream"), "run", ("end", "stream"), "wait"]
+    captured = [("begin", "graph", "pool", stream), "run", ("end", "graph", "pool", stream)]
+    place = "device", torch.device("cuda:1")
+    assert events == [("begin", *place), *once, *captured, ("end", *place), "replay"]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

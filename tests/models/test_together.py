@@ -121,3 +121,30 @@ def test_a_second_model_over_the_same_layers() -> None:
         theirs = [m.layer for m in other.flat.model.modules() if isinstance(m, Joint)]
         assert theirs
         assert all(any(one is layer for layer in held) for one in theirs)
+
+
+def test_a_second_model_with_a_layer_of_its_own() -> None:
+    """What was joined is taken for the very layers that it was made of. (A replaced one was ignored.)"""
+    first = LanguageModel(tiny("llama", **WIDE), gear="packed")
+    first.flat.join()
+    first.model.model.layers[0].self_attn.k_proj = pack(torch.ones(32, 64))
+    second = LanguageModel(first.model)
+    second.flat.join()
+    attention = second.flat.model.model.model.layers[0].self_attn
+    torch.testing.assert_close(attention.k_proj(torch.ones(1, 64)), torch.full((1, 32), 64.0))
+    assert attention.q_proj.joint is attention.k_proj.joint
+
+
+def test_a_strict_model_over_the_same_layers() -> None:
+    """It computes passes of all widths alike, over the same memory."""
+    first = LanguageModel(tiny("llama", **WIDE), gear="packed")
+    for layer in (m for model in (first.model, first.flat.model) for m in model.modules()):
+        if isinstance(layer, PackedLinear):
+            layer.unpacks = (torch.float32,)
+    first.flat.join()
+    second = LanguageModel(first.model, exactness="strict")
+    second.flat.join()
+    one, other = ([m.layer for m in model.flat.model.modules() if isinstance(m, Joint)] for model in (first, second))
+    assert {layer.unpacks for layer in one} == {(torch.float32,)}
+    assert {layer.unpacks for layer in other} == {()}
+    assert [layer.packed.data_ptr() for layer in one] == [layer.packed.data_ptr() for layer in other]
