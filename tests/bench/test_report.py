@@ -13,6 +13,7 @@ import pytest
 
 from specdec.bench import gears, read_suite, results, run, write_report
 from specdec.bench.figures import Speedup
+from specdec.bench.machine import verdict
 from specdec.bench.plots import leaders, short, themed
 from specdec.bench.report import as_html, number
 from tests.folders import saved_model
@@ -138,6 +139,14 @@ def test_a_loss_is_said_in_words(found: dict[str, Any]) -> None:
     html = as_html({**found, "groups": [group]}, [], [[]])
     assert "snail: assistance is SLOWER here: 0.50×" in Page(html).text
     assert 'class="slower"' in html
+
+
+@pytest.mark.parametrize(("spin", "style"), [(2.0, "alert"), (1.0, "quiet")])
+def test_a_busy_machine_stands_out(found: dict[str, Any], spin: float, style: str) -> None:
+    """As the figures mean little then."""
+    words = verdict([1.0, spin, spin], 0.0)
+    html = as_html({**found, "contention": words, "groups": []}, [], [])
+    assert f'<p class="{style}">{words}</p>' in html
 
 
 def test_differences_and_failures_have_sections(found: dict[str, Any]) -> None:
