@@ -19,7 +19,7 @@ RANKS = {
     "kernels": 1,
     "loading": 1,
     "zoo": 1,
-    "logits": 1,
+    "logits": 2,
     "schedule": 1,
     "config": 2,
     "models": 3,

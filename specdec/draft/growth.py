@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.draft.best_leaf import branch_tokens
-from specdec.types import EMPTY, Branch, Plan, Row, Tree
+from specdec.types import EMPTY, Branch, ChainRule, Plan, Row, Tree
 
 if TYPE_CHECKING:
     from specdec.models import Session
@@ -72,13 +72,12 @@ class Chain:
 
     def grow(self, session: Session, width: int, text: Tree) -> bool:
         """Grows to its end in one call, where the model, the rule and the plan allow that; whether it has."""
-        until = getattr(self.plan, "until", None)
-        if until is None or not getattr(self.row.task.rule, "is_plain", False):
+        task = self.row.task
+        until, choose = getattr(self.plan, "until", None), getattr(task.rule, "choice", None)
+        if until is None or choose is None or (choice := choose(self.row)) is None:
             return False
-        confident, ends = self.plan.needs_confidence, self.row.task.ends
-        guesses = session.chain(
-            self.held.slot, text.tokens, self.limit, until, width=width, ends=ends, confident=confident
-        )
+        rule = ChainRule(self.limit, width, choice, until, task.ends, self.plan.needs_confidence)
+        guesses = session.chain(self.held.slot, text.tokens, rule)
         if guesses is None:
             return False
         self.held.text += len(text)

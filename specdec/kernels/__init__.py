@@ -1,7 +1,7 @@
 """Linear layers and attention at the speed of the memory: operators, and the library that is built for them."""
 
-from specdec.kernels.build import alone, available, digest, folder, instructions, why_not
-from specdec.kernels.ops import attend, passes, store_nodes
+from specdec.kernels.build import alone, available, digest, folder, instructions, is_loaded, why_not
+from specdec.kernels.ops import attend, draws, keep_top, passes, signed, store_nodes
 from specdec.kernels.packed import FLOATS, KINDS, AnyLinear, HeldLinear, PackedLinear, ReorderedLinear, best_seconds
 from specdec.kernels.packing import pack
 from specdec.kernels.quantize import Quantized, to_int4, to_int8
@@ -19,10 +19,14 @@ __all__ = [
     "available",
     "best_seconds",
     "digest",
+    "draws",
     "folder",
     "instructions",
+    "is_loaded",
+    "keep_top",
     "pack",
     "passes",
+    "signed",
     "store_nodes",
     "to_int4",
     "to_int8",

@@ -39,6 +39,11 @@ def available() -> bool:
     return why_not() is None
 
 
+def is_loaded() -> bool:
+    """Whether the compiled kernels are here already; loads and builds nothing."""
+    return why_not.cache_info().currsize > 0 and available()
+
+
 @cache
 def why_not() -> str | None:
     """Why the kernels cannot be used, in one line; None if they can. Loads or builds them like `available`."""

@@ -5,11 +5,15 @@
 `specdec::store_nodes`, attention over a cache, are both: compiled code on the CPU (attention.cpp) as soon as the
 library is loaded, torch's operators until then and on other devices (plain.py).
 
+`specdec::keep_top` and `specdec::draws`, how tokens are chosen, are compiled code for the CPU (choice.cpp): who calls
+them asks `specdec.kernels.chooses` first.
+
 `passes` are a model's compiled passes and chains of them (passes.cpp).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,6 +30,9 @@ _BUFFERS = "Tensor(a!) key_buffer, Tensor(b!) value_buffer"
 _LIBRARY.define(f"store_nodes(Tensor keys, Tensor values, {_BUFFERS}, Tensor nodes) -> ()")  # type: ignore[no-untyped-call]
 _CACHE = "Tensor queries, Tensor keys, Tensor values, Tensor nodes"
 _LIBRARY.define(f"attend({_CACHE}, float scale, float softcap, Tensor? sinks, Tensor? biases) -> Tensor")  # type: ignore[no-untyped-call]
+
+_LIBRARY.define("keep_top(Tensor scores, int k, float p, int least) -> Tensor")  # type: ignore[no-untyped-call]
+_LIBRARY.define("draws(Tensor scores, int[] addresses) -> Tensor")  # type: ignore[no-untyped-call]
 
 
 @torch.library.register_fake("specdec::packed_linear", lib=_LIBRARY)  # type: ignore[untyped-decorator]
@@ -99,12 +106,24 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, nodes: Tensor, scale: 
     return torch.ops.specdec.attend.default(queries, keys, values, nodes, scale, softcap, sinks, biases)
 
 
+def draws(scores: Tensor, addresses: Sequence[int]) -> Tensor:
+    """The Gumbel-max draws `[rows]` from `scores` `[rows, vocab]` float32, on the CPU, each at an address of 64 bits.
+
+    The noise is that of `specdec.select.noise`. -1 stands where all scores are -inf, -2 where one is NaN.
+    """
+    return torch.ops.specdec.draws.default(scores, [signed(address) for address in addresses])
+
+
+def signed(address: int) -> int:
+    """The signed number of the same 64 bits."""
+    return address - (1 << 64) if address >> 63 else address
+
+
 def passes(path: str) -> Any:
     """The passes that AOTInductor packed into a file; once `specdec.kernels.available`.
 
     `names()` are those of its constants, `load(constants)` gives it tensors for them, which stay the caller's, and
-    `run(given)` is a pass. `chain(first, then, stacked, most, width, known, ends, edges, rates, least, confident)` is
-    a chain of them, as passes.cpp says.
+    `run(given)` is a pass, and `chain(...)` a chain of them, with arguments as passes.cpp says.
     """
     return torch.classes.specdec.Passes(path)
 
@@ -112,6 +131,13 @@ def passes(path: str) -> Any:
 _LIBRARY.impl("store_nodes", plain.store_nodes, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 _LIBRARY.impl("attend", plain.attend, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 _LIBRARY.impl("packed_rows", _packed_rows, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
+
+keep_top = torch.ops.specdec.keep_top.default
+"""`(scores, k, p, least)`: a copy of `scores` `[rows, vocab]` float32, on the CPU, with -inf for what does not stay.
+
+The `k` largest stay with all ties of the last (0 keeps all), then of those all that have less than the mass `p` before
+them, the highest ids first among equals, and at least `least` (arXiv 1904.09751). Rows with NaN or infinity stay.
+"""
 
 packed_linear = torch.ops.specdec.packed_linear.default
 """`(x, weight, factors, scales, mins, bias, outputs, group)`: `x` `[..., inputs]` to `[..., outputs]`.

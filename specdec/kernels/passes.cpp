@@ -14,13 +14,12 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <string>
 #include <tuple>
 #include <unordered_map>
 #include <vector>
 
-#include "vectors.h"
+#include "choice.h"
 
 namespace {
 
@@ -31,41 +30,48 @@ struct Guess {
   double probability;
 };
 
-template <class In>
-float number(In from) { return static_cast<float>(from); }
+// How a guess is chosen from logits.
+struct Choice {
+  std::vector<int64_t> suppressed;
+  double temperature;
+  int64_t k;  // 0 keeps all
+  double p;
+  std::vector<int64_t> noise;  // an address and the place of the first guess below it; of the likeliest token, nothing
 
-// The first of the likeliest tokens, and its probability: 1 unless it must be known, NaN if the largest of the logits
-// is not a number or infinite. A NaN is larger than all others.
+  bool is_plain() const { return suppressed.empty() && temperature == 1 && k == 0 && p >= 1 && noise.empty(); }
+};
+
+// The likeliest token, where `most` is the largest score, and its probability: 1 unless it must be known.
 template <class In>
-Guess likeliest(const In* logits, int64_t count, bool confident) {
-  auto whole = count / LANES * LANES;
-  auto larger = [](float a, float b) { return a >= b || std::isnan(a) ? a : b; };
-  auto most = -std::numeric_limits<float>::infinity();
-  auto tops = all(most);
-  for (int64_t i = 0; i < whole; i += LANES) {
-    auto own = floats(logits + i);
-    tops = (tops >= own) | (tops != tops) ? tops : own;
-  }
-  for (int lane = 0; lane < LANES; lane++) most = larger(most, tops[lane]);
-  for (auto i = whole; i < count; i++) most = larger(most, number(logits[i]));
-  if (!std::isfinite(most)) return {0, std::nan("")};
+Guess likeliest(const In* scores, int64_t count, float most, bool confident) {
   int64_t token = 0;
-  while (number(logits[token]) != most) token++;
-  if (!confident) return {token, 1.0};
-  Floats parts{};
-  for (int64_t i = 0; i < whole; i += LANES) parts += exponential(floats(logits + i) - most);
-  double sum = 0;
-  for (int lane = 0; lane < LANES; lane++) sum += parts[lane];
-  for (auto i = whole; i < count; i++) sum += std::exp(number(logits[i]) - most);
-  return {token, 1.0 / sum};
+  while (static_cast<float>(scores[token]) != most) token++;
+  return {token, confident ? 1 / mass(scores, count, most) : 1};
 }
 
-Guess guess(const at::Tensor& logits, int64_t width, bool confident) {
+// Guess `step` of a chain; its probability is NaN if the largest of the logits is not a number or infinite.
+Guess guess(const at::Tensor& logits, int64_t width, const Choice& choice, int64_t step, bool confident) {
+  Guess none{0, std::nan("")};
   auto count = std::min(logits.size(-1), width);
   auto last = logits.select(-2, -1).contiguous();
-  if (last.scalar_type() == at::kBFloat16) return likeliest(last.const_data_ptr<at::BFloat16>(), count, confident);
-  auto exact = last.to(at::kFloat);
-  return likeliest(exact.const_data_ptr<float>(), count, confident);
+  if (choice.is_plain() && last.scalar_type() == at::kBFloat16) {
+    auto scores = last.const_data_ptr<at::BFloat16>();
+    auto most = largest(scores, count);
+    return std::isfinite(most) ? likeliest(scores, count, most, confident) : none;
+  }
+  auto exact = last.to(at::kFloat, /*non_blocking=*/false, /*copy=*/!choice.is_plain());
+  auto scores = exact.mutable_data_ptr<float>();
+  for (auto token : choice.suppressed)
+    if (0 <= token && token < count) scores[token] = NEVER;
+  if (choice.temperature != 1)
+    for (int64_t i = 0; i < count; i++) scores[i] /= static_cast<float>(choice.temperature);
+  auto most = largest(scores, count);
+  if (!std::isfinite(most)) return none;
+  keep_most(scores, count, most, choice.k, choice.p, 1);
+  if (choice.noise.empty()) return likeliest(scores, count, most, confident);
+  auto address = folded(static_cast<uint64_t>(choice.noise[0]), static_cast<uint64_t>(choice.noise[1] + step));
+  auto token = drawn(scores, count, most, address);
+  return {token, confident ? std::exp(scores[token] - most) / mass(scores, count, most) : 1};
 }
 
 struct Passes : torch::CustomClassHolder {
@@ -84,22 +90,24 @@ struct Passes : torch::CustomClassHolder {
 
   // Guesses and their probabilities: one after the pass that is given `first`, and one after each of the passes that
   // read a guess. Of these, `then` are the tensors, the first of them the place of the token; `stacked` of them, by
-  // number, have an entry for every pass. `width` are the tokens that can be guessed. The chain also ends with one of
-  // `ends` and with tokens from `known` on. A probability of NaN says that there is no guess.
+  // number, have an entry for every pass. The next five arguments are those of a choice, among `width` tokens. The chain
+  // also ends with one of `ends`. A probability of NaN says that there is no guess.
   std::tuple<std::vector<int64_t>, std::vector<double>> chain(
-      Tensors first, Tensors then, std::vector<int64_t> stacked, int64_t most, int64_t width, int64_t known,
-      std::vector<int64_t> ends, std::vector<double> edges, std::vector<double> rates, double least, bool confident) {
+      Tensors first, Tensors then, std::vector<int64_t> stacked, std::vector<int64_t> suppressed, double temperature,
+      int64_t k, double p, std::vector<int64_t> noise, int64_t most, int64_t width, std::vector<int64_t> ends,
+      std::vector<double> edges, std::vector<double> rates, double least, bool confident) {
+    Choice choice{std::move(suppressed), temperature, k, p, std::move(noise)};
     std::vector<int64_t> tokens;
     std::vector<double> probabilities;
     auto logits = loader.boxed_run(std::move(first))[0];
     for (double chance = 1;;) {
-      auto [token, probability] = guess(logits, width, confident);
+      auto pass = static_cast<int64_t>(tokens.size());
+      auto [token, probability] = guess(logits, width, choice, pass, confident);
       tokens.push_back(token);
       probabilities.push_back(probability);
       auto bin = std::upper_bound(edges.begin(), edges.end(), probability) - edges.begin();
       chance *= std::min(probability * rates.at(bin), 1.0);
-      bool goes_on = chance >= least && token < known && std::find(ends.begin(), ends.end(), token) == ends.end();
-      auto pass = static_cast<int64_t>(tokens.size()) - 1;
+      bool goes_on = chance >= least && std::find(ends.begin(), ends.end(), token) == ends.end();
       if (!goes_on || pass + 1 >= most) break;  // NaN is not large enough either
       auto given = then;
       given[0].fill_(token);

@@ -30,6 +30,10 @@ class Suppress:
         """Whether they are suppressed after texts `ids` `[n, length]`."""
         return True
 
+    def from_here(self, length: int) -> bool | None:
+        """Whether they are suppressed after all texts of at least so many tokens; None says after some of them."""
+        return True
+
     def __call__(self, ids: Tensor | None, logits: Tensor) -> Tensor:
         """`logits` `[n, vocab]`, the tokens at -inf; the very tensor where all of them may come."""
         if not self.acts(ids):
@@ -52,6 +56,9 @@ class SuppressAtBegin(Suppress):
     def acts(self, ids: Tensor | None) -> bool:
         return ids is not None and ids.shape[-1] == self.begin
 
+    def from_here(self, length: int) -> bool | None:
+        return False if length > self.begin else None
+
 
 class MinLength(Suppress):
     """The same while texts are shorter than `least` tokens."""
@@ -64,6 +71,9 @@ class MinLength(Suppress):
 
     def acts(self, ids: Tensor | None) -> bool:
         return ids is not None and ids.shape[-1] < self.least
+
+    def from_here(self, length: int) -> bool | None:
+        return False if length >= self.least else None
 
 
 class MinNewTokens(MinLength):

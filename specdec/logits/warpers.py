@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specdec import kernels
 from specdec.logits import host
 
 _NEVER = float("-inf")
@@ -53,6 +54,13 @@ def _only(like: Tensor, values: Tensor, ids: Tensor, kept: Tensor) -> Tensor:
     return torch.full_like(like, _NEVER).scatter_(-1, ids, values.masked_fill(~kept, _NEVER))
 
 
+def _kept(logits: Tensor, k: int, p: float, least: int) -> Tensor | None:
+    """What stays of `logits`, where compiled code can say that."""
+    if host.is_local(logits) and logits.dtype == torch.float32 and kernels.is_loaded():
+        return kernels.keep_top(logits, k, p, least)  # type: ignore[no-any-return]
+    return None
+
+
 class TopK:
     """Keeps the `k` largest logits and all ties of the last of them; the rest becomes -inf."""
 
@@ -66,6 +74,8 @@ class TopK:
 
     def __call__(self, ids: Tensor | None, logits: Tensor) -> Tensor:
         """Filtered copy of `logits` `[n, vocab]`; `ids` are not read."""
+        if (kept := _kept(logits, self.k, 1.0, 1)) is not None:
+            return kept
         last = top_values(logits, min(self.k, logits.shape[-1]))[0][:, -1:]
         return logits.masked_fill(logits < last, _NEVER)
 
@@ -88,6 +98,8 @@ class TopP:
 
     def __call__(self, ids: Tensor | None, logits: Tensor) -> Tensor:
         """Filtered copy of `logits` `[n, vocab]`; `ids` are not read."""
+        if (there := _kept(logits, 0, self.p, self.min_tokens_to_keep)) is not None:
+            return there
         probs = torch.softmax(logits, dim=-1)
         if not host.is_local(logits):  # sorting costs less than looking whether it is necessary
             places = torch.arange(logits.shape[-1], device=logits.device).expand_as(logits)
@@ -141,6 +153,8 @@ class TopKTopP:
     def __call__(self, ids: Tensor | None, logits: Tensor) -> Tensor:
         """Filtered copy of `logits` `[n, vocab]`; `ids` are not read."""
         k = self.top_k.k
+        if (kept := _kept(logits, k, self.top_p.p, self.top_p.min_tokens_to_keep)) is not None:
+            return kept
         if k >= logits.shape[-1]:
             return self.top_p(ids, logits)
         if not host.is_local(logits):

@@ -35,6 +35,7 @@ from specdec.models.twin import twin
 
 if TYPE_CHECKING:
     from specdec.models.flat import FlatForward
+    from specdec.types import ChainRule
 
 _log = logging.getLogger(__name__)
 _OPTIONS = {"aot_inductor.package_constants_in_so": False, "aot_inductor.compile_wrapper_opt_level": "O1"}
@@ -99,10 +100,14 @@ class CompiledForward:
         """Logits `[1, kept, vocab]` and hidden states; arguments as of `FlatModel`."""
         return self._passes.run(Given(*given).tensors)  # type: ignore[no-any-return]
 
-    def chain(self, first: Given, then: Given, most: int, rule: Sequence[Any]) -> list[tuple[int, float]]:
+    def chain(self, first: Given, then: Given, rule: ChainRule) -> list[tuple[int, float]]:
         """A chain of passes; arguments as of `FlatForward.chain`, whose `steps` are in `then`, one after the other."""
         stacked = [1, *range(3, 3 + len(then.tables))]
-        return list(zip(*self._passes.chain(first.tensors, then.tensors, stacked, most, *rule), strict=True))
+        suppressed, temperature, top_k, top_p, address, start = rule.choice
+        noise = [] if address is None else [kernels.signed(address), start]
+        how = [*suppressed], temperature, top_k, top_p, noise
+        ends = rule.most, rule.width, [*rule.ends], *rule.until, rule.confident
+        return list(zip(*self._passes.chain(first.tensors, then.tensors, stacked, *how, *ends), strict=True))
 
     @property
     def _name(self) -> str:

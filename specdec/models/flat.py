@@ -32,7 +32,7 @@ from specdec.models.positions import Lookup
 from specdec.models.steady import steady
 from specdec.models.together import join, readers
 from specdec.models.twin import twin
-from specdec.types import Tree
+from specdec.types import ChainRule, Tree
 
 if TYPE_CHECKING:
     from specdec.models.compiled import CompiledForward
@@ -268,12 +268,9 @@ class FlatForward:
         return faster is not None and faster.ready and faster.chains and not self.model.reads_embeds
 
     def chain(
-        self, line: Line, steps: Steps, most: int, rule: Sequence[Any], buffers: Buffers, frames: Buffers = ()
+        self, line: Line, steps: Steps, rule: ChainRule, buffers: Buffers, frames: Buffers = ()
     ) -> list[tuple[int, float]]:
-        """Guesses and their probabilities: after the pass over a line of one row, and after each of some `steps`.
-
-        `rule` says how they are chosen and where the chain ends: the last arguments of `specdec.kernels.passes`' own.
-        """
+        """Guesses and their probabilities: after the pass over a line of one row, and after each of some `steps`."""
         compiled: Any = self.compiled  # which has chains
         told = self._told(1, ())
         first = Given.of(line, buffers, frames, told)
@@ -281,7 +278,7 @@ class FlatForward:
         token = torch.zeros(1, 1, dtype=torch.long)
         then = Given(token, steps.positions, torch.zeros(1, dtype=torch.long), steps.tables, encoders, buffers, frames,
                      told)  # fmt: skip
-        guesses: list[tuple[int, float]] = compiled.chain(first, then, most, rule)
+        guesses: list[tuple[int, float]] = compiled.chain(first, then, rule)
         return guesses
 
     def _told(self, count: int, layers: bool | Sequence[int]) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from specdec.models.nodes import Line, RowNodes, Steps
 from specdec.models.outputs import LogitNodes, line_scores, row_scores
 from specdec.models.session import Session, check_paths, check_trees
 from specdec.models.store import KvStore, Prefix
-from specdec.types import EMPTY, Scores, Tree, Until
+from specdec.types import EMPTY, ChainRule, Scores, Tree
 
 if TYPE_CHECKING:
     from specdec.models.flat import Buffers, FlatForward
@@ -266,29 +266,19 @@ class KvSession(Session):
         return logits
 
     @torch.no_grad()
-    def chain(
-        self,
-        row: int,
-        text: list[int],
-        most: int,
-        until: Until,
-        *,
-        width: int,
-        ends: Collection[int] = (),
-        confident: bool = True,
-    ) -> list[tuple[int, float]] | None:
+    def chain(self, row: int, text: list[int], rule: ChainRule) -> list[tuple[int, float]] | None:
         """Where passes are compiled, and the row holds text alone."""
         flat, own, place = self._language.flat, self._row(row), self._index[row]
         if flat is None or not flat.chains or not own.slots.top or own.slots.slots:
             return None
         begin = own.slots.top + len(text)
-        steps = range(begin, begin + most - 1)
+        steps = range(begin, begin + rule.most - 1)
         self.store.extend(place, steps.stop)
         kinds, seen = self._language.capability.kinds, self._encoders([place])
         line = Line.of([RowNodes(place, own.slots, Tree.chain(text), 1)], kinds, self._device, seen)
         following = Steps.of(place, steps, kinds)
-        rule = (min(width, self._language.vocab_size), self._language.vocab_size, list(ends), *until, confident)
-        guesses = flat.chain(line, following, most, rule, *self._buffers(flat))
+        rule = rule._replace(width=min(rule.width, self._language.vocab_size))
+        guesses = flat.chain(line, following, rule, *self._buffers(flat))
         self.passes += len(guesses)
         own.slots.base = own.slots.top = begin + len(guesses) - 1
         own.tree = EMPTY

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.encoding import Encoding
 from specdec.models.store import Prefix
-from specdec.types import Scores, Tree, Until
+from specdec.types import ChainRule, Scores, Tree
 
 
 class Session(ABC):
@@ -115,22 +115,11 @@ class Session(ABC):
         self.commit(rows, [[0]] * len(rows), final=False)
         return torch.stack([one.logits[-1] for one in scores])
 
-    def chain(
-        self,
-        row: int,
-        text: list[int],
-        most: int,
-        until: Until,
-        *,
-        width: int,
-        ends: Collection[int] = (),
-        confident: bool = True,
-    ) -> list[tuple[int, float]] | None:
-        """Continues a row's text, and guesses up to `most` tokens after it, in one call; None where that cannot be.
+    def chain(self, row: int, text: list[int], rule: ChainRule) -> list[tuple[int, float]] | None:
+        """Continues a row's text, and guesses tokens after it as `rule` says, in one call; None where that cannot be.
 
-        Each guess is the likeliest of the first `width` tokens, told with its probability, which is 1 unless it must be
-        `confident`, and NaN where there is no guess. The chain ends where `until` says, and with a token of `ends`. The
-        row holds all guesses but the last, as `advance` leaves them.
+        Each guess is told with its probability, NaN where there is no guess. The row holds all guesses but the last, as
+        `advance` leaves them.
         """
         return None
 

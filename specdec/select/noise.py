@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specdec import kernels
 from specdec.errors import SpecdecError
 from specdec.logits import host
 
@@ -156,9 +157,11 @@ def _draw_cpu(logits: NDArray[np.float32], address: int) -> int:
 
 def draw(logits: Tensor, address: int) -> int:
     """A token from `softmax(logits)`, `logits` `[vocab]`: the Gumbel-max draw at `address`."""
-    if host.is_local(logits):
-        return _draw_cpu(logits.detach().float().numpy(), address)
-    return checked(int(draws(logits[None], [address])))
+    if not host.is_local(logits):
+        return checked(int(draws(logits[None], [address])))
+    if kernels.is_loaded():
+        return checked(int(kernels.draws(logits.detach().float()[None], [address])))
+    return _draw_cpu(logits.detach().float().numpy(), address)
 
 
 def draws(logits: Tensor, addresses: Sequence[int]) -> Tensor:

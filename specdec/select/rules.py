@@ -14,7 +14,7 @@ from torch import Tensor
 from specdec.logits import Processors, host
 from specdec.select import noise
 from specdec.select.branching import drawn_children, likeliest_children, noisy
-from specdec.types import Branch, Plan, Row
+from specdec.types import Branch, Choice, Plan, Row
 
 
 def generated(row: Row) -> int:
@@ -92,10 +92,10 @@ class GreedyRule:
     width: int | None = None
     needs_q: ClassVar[bool] = False
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether the logits are taken as they are."""
-        return type(self) is GreedyRule and not self.processors
+    def choice(self, row: Row) -> Choice | None:
+        """How it chooses what comes after a row's text, in numbers, if these say it."""
+        known = type(self) in (GreedyRule, CoupledRule)
+        return self.processors.in_numbers(len(row.tokens)) if known else None
 
     def pick(
         self, row: Row, guesses: list[int], logits: Tensor, *, confident: bool = True
@@ -121,6 +121,11 @@ class CoupledRule(GreedyRule):
     """Guesses with the very noise the target will use: `argmax(log q + G)` (arXiv 2408.07978)."""
 
     seed: int = 0
+
+    def choice(self, row: Row) -> Choice | None:
+        """The same with the target's noise."""
+        choice = super().choice(row)
+        return choice and choice._replace(address=noise.key(self.seed, noise.COUPLED), first=generated(row))
 
     def pick(
         self, row: Row, guesses: list[int], logits: Tensor, *, confident: bool = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -42,10 +42,41 @@ class Until(NamedTuple):
     least: float = 0.0
 
 
+class Choice(NamedTuple):
+    """How guesses are chosen from logits, in numbers: what is suppressed, the temperature, top-k, top-p, and the noise.
+
+    `top_k` 0 keeps all. Without an `address` the likeliest token is chosen; guess i is drawn with the noise of place
+    `first + i` below it (`specdec.select.noise`).
+    """
+
+    suppressed: Sequence[int] = ()
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    address: int | None = None
+    first: int = 0
+
+
+class ChainRule(NamedTuple):
+    """What a chain of guesses is told that nobody can be asked about.
+
+    It has at most `most` guesses, each one of the first `width` tokens. They are told with their probabilities, or 1
+    unless these must be known (`confident`). It ends where `until` says, and with a token of `ends`.
+    """
+
+    most: int
+    width: int
+    choice: Choice = Choice()
+    until: Until = Until()
+    ends: Collection[int] = ()
+    confident: bool = True
+
+
 class DraftRule(Protocol):
     """How a draft turns its own logits into a guess, so that it tends to agree with the strategy.
 
-    A rule that takes the likeliest of the logits as they are may say so, with `is_plain = True`.
+    A rule may tell it in numbers, with a method `choice(row)`; one that answers None, or has none, is asked for every
+    guess.
     """
 
     @property

@@ -7,8 +7,12 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from transformers import TemperatureLogitsWarper
 
+from specdec.logits import Processors, TopK, TopKTopP, TopP
+from specdec.logits.suppress import MinLength, Suppress
 from specdec.models.session import Session
+from specdec.select.rules import CoupledRule, GreedyRule
 from specdec.types import EMPTY, Commit, DraftSession, DraftTask, Row, Scores, Tree
 
 
@@ -50,6 +54,19 @@ class Greedy:
 
 def task(rule: object | None = None, **more: object) -> DraftTask:
     return DraftTask(rule or Greedy(), **more)  # type: ignore[arg-type]
+
+
+def choosing(width: int) -> dict[str, GreedyRule]:
+    """Rules for a vocabulary of at least 50 that say in numbers how they choose."""
+    warpers = Suppress([4]), TemperatureLogitsWarper(1.5), TopKTopP(20, 0.9)
+    return {
+        "likeliest": GreedyRule(Processors(), width),
+        "suppressed": GreedyRule(Processors((Suppress([1, 2, 49, 50, width]), MinLength(2, [30]))), width),
+        "drawn": CoupledRule(Processors(), width, seed=3),
+        "top-k": CoupledRule(Processors((TemperatureLogitsWarper(0.7), TopK(9))), width, seed=5),
+        "top-p": CoupledRule(Processors((TopP(0.8),)), width, seed=6),
+        "warped": CoupledRule(Processors(warpers), width, seed=4),
+    }
 
 
 @dataclass

@@ -5,21 +5,26 @@ from __future__ import annotations
 import math
 import random
 from bisect import bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
+from transformers import TemperatureLogitsWarper
+from transformers.generation import logits_process as stock
 
 from specdec.draft import ModelDrafter
-from specdec.logits import Processors
+from specdec.logits import Processors, TopK, TopP
+from specdec.logits.suppress import MinLength, Suppress, SuppressAtBegin
 from specdec.schedule.base import Limit
 from specdec.schedule.cost import CostPlan
 from specdec.schedule.estimates import Acceptance
-from specdec.select.rules import CoupledRule, GreedyRule
-from specdec.types import EMPTY, Plan, Until
+from specdec.select import noise
+from specdec.select.rules import CoupledRule, GreedyRule, SampledRule
+from specdec.types import EMPTY, ChainRule, Choice, Plan
 
-from .fakes import FakeModel, FakeRow, FakeSession, follow, task
+from .fakes import FakeModel, FakeRow, FakeSession, choosing, follow, task
 
 TESTED = [(0.02, False), (0.05, False), (0.05, True), (0.3, True), (0.6, True), (0.9, True), (0.9, False)]
 PLANS = [
@@ -37,30 +42,43 @@ class Chaining(FakeSession):
 
     chains = 0
 
-    def chain(
-        self,
-        row: int,
-        text: list[int],
-        most: int,
-        until: Until,
-        *,
-        width: int,
-        ends: Collection[int] = (),
-        confident: bool = True,
-    ) -> list[tuple[int, float]]:
+    def chain(self, row: int, text: list[int], rule: ChainRule) -> list[tuple[int, float]]:
         self.chains += 1
+        until = rule.until
         found: list[tuple[int, float]] = []
         chance, fed = 1.0, text
         while True:
             self.held[row] += fed
-            logits = self.model.logits(self.held[row], self.encodings[row])[:width]
-            token = int(logits.argmax())
-            sure = float(logits.softmax(-1)[token]) if confident else 1.0
+            logits = self.model.logits(self.held[row], self.encodings[row])[: rule.width]
+            scores = chosen_from(logits, rule.choice)
+            token = int((scores + noise_of(rule.choice, len(found), len(scores))).argmax())
+            sure = float(scores.softmax(-1)[token]) if rule.confident else 1.0
             found.append((token, sure))
             chance *= min(sure * until.rates[bisect_right(until.edges, sure)], 1.0)
-            if len(found) == most or chance < until.least or token in ends:
+            if len(found) == rule.most or chance < until.least or token in rule.ends:
                 return found
             fed = [token]
+
+
+def chosen_from(logits: Tensor, choice: Choice) -> Tensor:
+    """What a choice leaves of logits, by transformers' processors."""
+    processors = [
+        stock.SuppressTokensLogitsProcessor(choice.suppressed),
+        stock.TemperatureLogitsWarper(choice.temperature),
+        stock.TopKLogitsWarper(choice.top_k or len(logits)),
+        stock.TopPLogitsWarper(choice.top_p),
+    ]
+    scores = logits[None]
+    for processor in processors:
+        scores = processor(None, scores)
+    return scores[0]
+
+
+def noise_of(choice: Choice, place: int, vocab: int) -> Tensor:
+    """The noise of guess `place`."""
+    if choice.address is None:
+        return torch.zeros(vocab)
+    return noise.gumbel(noise.fold(choice.address, choice.first + place), torch.arange(vocab))
 
 
 class ChainingModel(FakeModel):
@@ -69,10 +87,10 @@ class ChainingModel(FakeModel):
         return self.sessions[-1]
 
 
+@pytest.mark.parametrize("rule", choosing(50).values(), ids=choosing(50))
 @pytest.mark.parametrize("plan", PLANS)
-def test_as_pass_by_pass(plan: Plan) -> None:
+def test_as_pass_by_pass(plan: Plan, rule: GreedyRule) -> None:
     """Whatever becomes of the guesses, the next ones are the same, and so is what the caches hold."""
-    rule = GreedyRule(Processors(), 50)
     chance = random.Random(4)
     models = FakeModel(), ChainingModel()
     sessions = [ModelDrafter(model).start(50) for model in models]
@@ -132,19 +150,38 @@ def test_limits_of_another_kind() -> None:
     assert not model.sessions[-1].chains
 
 
-@pytest.mark.parametrize(
-    ("rule", "plan"),
-    [
-        (CoupledRule(Processors(), 50, seed=1), Limit(5)),
-        (GreedyRule(Processors((torch.nn.Identity(),)), 50), Limit(5)),
-    ],
-)
-def test_who_must_be_asked(rule: GreedyRule, plan: Plan) -> None:
-    """Rules that look at more than logits."""
-    assert not rule.is_plain
+class Contrary(GreedyRule):
+    """A rule of another kind."""
+
+
+ASKED = {
+    "q": SampledRule(Processors(), 50, seed=1),
+    "own code": GreedyRule(Processors((lambda ids, logits: logits,)), 50),
+    "own rule": Contrary(Processors(), 50),
+    "begin": GreedyRule(Processors((SuppressAtBegin([3], 2),)), 50),
+    "length": GreedyRule(Processors((MinLength(9, [3]),)), 50),
+    "order": GreedyRule(Processors((TopK(5), TemperatureLogitsWarper(2.0))), 50),
+    "two cuts": GreedyRule(Processors((TopP(0.9), TopK(5))), 50),
+    "beams": GreedyRule(Processors((TopP(0.9, min_tokens_to_keep=2),)), 50),
+    "text": GreedyRule(Processors((stock.RepetitionPenaltyLogitsProcessor(1.5),)), 50),
+    "no say": None,
+}
+
+
+@pytest.mark.parametrize("rule", ASKED.values(), ids=ASKED)
+def test_who_must_be_asked(rule: GreedyRule | None) -> None:
+    """Rules that look at more than logits, or in another order."""
     model = ChainingModel()
     session = ModelDrafter(model).start(50)
+    row = FakeRow([7, 3], task=task(rule)) if rule else FakeRow([7, 3])
+    assert session.propose([row], [Limit(5)])[0] is not EMPTY
     assert not model.sessions[-1].chains
-    assert GreedyRule(Processors(), 50).is_plain
-    assert session.propose([FakeRow([7, 3])], [plan])[0] is not EMPTY  # a rule that does not say
-    assert not model.sessions[-1].chains
+
+
+def test_what_numbers_say() -> None:
+    """Suppressed tokens that are over, and what a text's length decides."""
+    row = FakeRow([7, 3, 9], prompt_length=1)
+    over = Processors((SuppressAtBegin([3], 2), MinLength(3, [3]), Suppress([5, 4]), TopP(0.5)))
+    assert GreedyRule(over, 50).choice(row) == Choice([4, 5], top_p=0.5)
+    drawn = CoupledRule(Processors((TemperatureLogitsWarper(0.5), TopK(7))), 50, seed=2).choice(row)
+    assert drawn == Choice((), 0.5, 7, 1.0, noise.key(2, noise.COUPLED), 2)

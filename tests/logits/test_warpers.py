@@ -6,9 +6,18 @@ import pytest
 import torch
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
+from specdec import kernels
 from specdec.logits import TopK, TopKTopP, TopP
 
 VOCABS = [5, 300, 5000, 40_003]
+
+
+@pytest.fixture(autouse=True, params=[True, False], ids=["compiled", "torch"])
+def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways in which the processor filters."""
+    if request.param and not kernels.available():
+        pytest.skip(kernels.why_not())
+    monkeypatch.setattr(kernels, "is_loaded", lambda: request.param)
 
 
 def samples(vocab: int) -> list[torch.Tensor]:

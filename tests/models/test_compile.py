@@ -11,8 +11,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,10 +22,13 @@ from torch import nn
 
 from specdec import SpecGenerator, kernels
 from specdec.errors import UnsupportedError
+from specdec.logits import Processors
 from specdec.models import LanguageModel
 from specdec.models.compiled import CompiledForward, _key, _without_weights
 from specdec.models.flat import FlatForward
-from specdec.types import Tree, Until
+from specdec.select.rules import GreedyRule
+from specdec.types import ChainRule, Tree, Until
+from tests.draft.fakes import FakeRow, choosing
 from tests.models.exact import Twin
 from tests.tiny import ENCODER_DECODERS, tiny, tiny_inputs
 
@@ -284,36 +289,53 @@ class TestCode:
         whole = self.one_by_one(twin, row, text, 6)
         passes = session.passes
         for most in (1, 6):
-            found = session.chain(row, text, most, Until(), width=64)
+            found = session.chain(row, text, ChainRule(most, 64))
             assert [token for token, _ in found] == [token for token, _ in whole[:most]]
             assert [sure for _, sure in found] == pytest.approx([sure for _, sure in whole[:most]], rel=1e-4)
             assert session.length(row) == prompt + 3 + most - 1
             session.truncate([row], [prompt])
         assert session.passes == passes + 7
-        assert session.chain(row, text, 6, Until(), width=64, confident=False) == [(token, 1.0) for token, _ in whole]
+        assert session.chain(row, text, ChainRule(6, 64, confident=False)) == [(token, 1.0) for token, _ in whole]
         session.truncate([row], [prompt])
         tokens, sure = zip(*whole, strict=True)
         # The chances of the first two are enough, of three not.
         at_least = math.prod(sure[:2]) * 0.9999
-        assert len(session.chain(row, text, 6, Until(least=at_least), width=64)) == 3
+        assert len(session.chain(row, text, ChainRule(6, 64, until=Until(least=at_least)))) == 3
         session.truncate([row], [prompt])
         last = next(place for place, token in enumerate(tokens) if token == tokens[2])
-        assert len(session.chain(row, text, 6, Until(), width=64, ends={tokens[2]})) == last + 1
+        assert len(session.chain(row, text, ChainRule(6, 64, ends={tokens[2]}))) == last + 1
         session.truncate([row], [prompt])
-        assert all(token < 9 for token, _ in session.chain(row, text, 6, Until(), width=9))
+        assert all(token < 9 for token, _ in session.chain(row, text, ChainRule(6, 9)))
         session.truncate([row], [prompt])
         twin.step([twin.chain(2), twin.chain(1)], [2, 1], [[0, 1], [0]])  # as if nothing had been
 
-    def one_by_one(self, twin: Twin, row: int, text: list[int], count: int) -> list[tuple[int, float]]:
-        """The likeliest guesses and their probabilities, by passes over one token each; the row is as before."""
+    @pytest.mark.parametrize("rule", choosing(64).values(), ids=choosing(64))
+    def test_chosen_in_chains(self, language: LanguageModel, rule: GreedyRule) -> None:
+        """As the rule picks them, whatever it suppresses, cuts off or draws."""
+        twin = _twin(language, 1)
+        twin.prefill(9)
+        session, row, text = twin.session, twin.rows[0], [7, 12, 5]
+        fake = FakeRow([*range(9), *text], prompt_length=4)
+        for confident in (True, False):
+            whole = self.one_by_one(twin, row, text, 6, partial(rule.pick, fake, confident=confident))
+            found = session.chain(row, text, ChainRule(6, 64, rule.choice(fake), confident=confident))
+            session.truncate([row], [9])
+            assert [token for token, _ in found] == [token for token, _ in whole]
+            assert [sure for _, sure in found] == pytest.approx([sure for _, sure in whole], rel=1e-4)
+
+    def one_by_one(
+        self, twin: Twin, row: int, text: list[int], count: int, pick: Callable[..., Any] | None = None
+    ) -> list[tuple[int, float]]:
+        """Guesses, the likeliest or as picked, and their probabilities, by passes over one token each."""
+        pick = pick or partial(GreedyRule(Processors(), 64).pick, FakeRow([0]))
         session, before = twin.session, twin.session.length(row)
         [scores] = session.forward([row], [Tree.chain(text)], [1])
         session.commit([row], [list(range(len(text)))])
         logits, found = scores.logits[-1], list[tuple[int, float]]()
         for _ in range(count):
-            sure, token = logits.softmax(-1).max(-1)
-            found.append((int(token), float(sure)))
-            logits = session.advance([row], [int(token)])[0]
+            token, sure, _ = pick([token for token, _ in found], logits)
+            found.append((token, sure))
+            logits = session.advance([row], [token])[0]
         session.truncate([row], [before])
         return found
 
@@ -326,7 +348,7 @@ class TestCode:
             kept = weight[33].clone()
             weight[33] = math.nan
             try:
-                [[token, sure]] = twin.session.chain(twin.rows[0], [7], 6, Until(), width=64)
+                [[token, sure]] = twin.session.chain(twin.rows[0], [7], ChainRule(6, 64))
             finally:
                 weight[33] = kept
         assert token == 0

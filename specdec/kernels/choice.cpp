@@ -1,0 +1,57 @@
+// Top-k, top-p and draws as operators on the CPU.
+
+#include "choice.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+namespace {
+
+constexpr int64_t EMPTY = -1, BROKEN = -2;  // in place of tokens, where nothing is left or a score is NaN
+
+void check(const at::Tensor& scores) {
+  TORCH_CHECK_VALUE(scores.dim() == 2 && scores.scalar_type() == at::kFloat && scores.size(1) > 0,
+                    "scores must be [rows, vocabulary] in float32, got ", scores.scalar_type(), " ", scores.sizes());
+}
+
+// A copy of `scores` in which the k largest of each row, and of these the top-p ones, stay; k = 0 keeps all.
+at::Tensor keep_top(const at::Tensor& scores, int64_t k, double p, int64_t least) {
+  check(scores);
+  TORCH_CHECK_VALUE(k >= 0 && least >= 1, "k must be at least 0, and least at least 1, got ", k, " and ", least);
+  auto kept = scores.clone(at::MemoryFormat::Contiguous);
+  auto count = kept.size(1);
+  for (int64_t row = 0; row < kept.size(0); row++) {
+    auto own = kept.mutable_data_ptr<float>() + row * count;
+    auto most = largest(own, count);
+    if (!std::isfinite(most)) continue;  // whoever chooses from them finds out
+    keep_most(own, count, most, k, p, least);
+  }
+  return kept;
+}
+
+// A token for each row of `scores`, with the noise of its address.
+at::Tensor draws(const at::Tensor& scores, at::IntArrayRef addresses) {
+  check(scores);
+  TORCH_CHECK_VALUE(static_cast<int64_t>(addresses.size()) == scores.size(0), "every row needs an address, got ",
+                    addresses.size(), " for ", scores.size(0));
+  auto dense = scores.contiguous();
+  auto count = dense.size(1);
+  auto tokens = at::empty({dense.size(0)}, at::kLong);
+  for (int64_t row = 0; row < dense.size(0); row++) {
+    auto own = dense.const_data_ptr<float>() + row * count;
+    auto most = largest(own, count);
+    tokens.mutable_data_ptr<int64_t>()[row] = std::isnan(most) ? BROKEN
+                                              : most == NEVER
+                                                  ? EMPTY
+                                                  : drawn(own, count, most, static_cast<uint64_t>(addresses[row]));
+  }
+  return tokens;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(specdec, CPU, m) {
+  m.impl("keep_top", &keep_top);
+  m.impl("draws", &draws);
+}
