@@ -104,10 +104,9 @@ class Sounds:
     def teach(self, teacher: Teacher, number: int, ids: Tensor) -> Lesson:
         """The lesson about the window of this number; nothing is learned about its prompt, nor behind its end."""
         piece = self.learned[number]
-        lesson = teacher.teach(ids, self.stenographer.heard(piece))
-        at = torch.arange(ids.shape[1], device=ids.device)
-        weight = lesson.weight * ((at >= piece.first - 1) & (at < len(piece.ids) - 1))
-        return replace(lesson, weight=weight, heard=None)
+        lesson = teacher.teach(ids[:, : len(piece.ids) - 1], self.stenographer.heard(piece))
+        lesson.weight[:, : piece.first - 1] = 0
+        return replace(lesson.padded(ids), heard=None)
 
     def heard(self, numbers: Sequence[int]) -> Tensor:
         """What the encoder says of the windows of these numbers, `[rows, frames, width]`."""

@@ -44,6 +44,18 @@ class Lesson:
         rows = ("ids", "states", "choices", "chances", "weight")
         return replace(self, **{name: getattr(self, name)[:, :end] for name in rows})
 
+    def padded(self, ids: Tensor) -> Lesson:
+        """For longer texts `ids` `[rows, tokens]`, about whose further tokens nothing is learned."""
+        more = ids.shape[1] - self.ids.shape[1]
+        longer = {name: F.pad(getattr(self, name), [0, 0, 0, more]) for name in ("choices", "chances")}
+        return replace(
+            self,
+            ids=ids,
+            states=F.pad(self.states, [0, 0, 0, 0, 0, more]),
+            weight=F.pad(self.weight, [0, more]),
+            **longer,
+        )
+
 
 def output_of(model: Any, ids: Tensor, heard: Tensor | None, **more: Any) -> Any:
     """The output of a model for texts `[rows, tokens]`, which follow what its encoder said."""
