@@ -62,12 +62,13 @@ class Heartbeat:
         self._silent = quiet or Console(stderr=True).is_terminal
         self._seconds = seconds
         self._began = self._last = time.monotonic()
-        self._before: float | None = None
+        self._before, self._total = 0.0, -1.0
 
     def __call__(self, done: float, total: float, doing: str) -> None:
-        """Told of every step; what was done at the first one was done before."""
+        """Told of every step; what was done at the first one of so many in `total` was done before."""
         now = time.monotonic()
-        self._before = done if self._before is None else self._before
+        if total != self._total:
+            self._before, self._total, self._began = done, total, now
         if self._silent or now - self._last < self._seconds or not total:
             return
         self._last = now
@@ -76,7 +77,7 @@ class Heartbeat:
 
     def left(self, done: float, total: float, now: float | None = None) -> str | None:
         """About how long the rest takes at the pace so far; None where nothing tells."""
-        made = done - (self._before or 0.0)
+        made = done - self._before
         if made <= 0:
             return None
         return duration((total - done) * ((now or time.monotonic()) - self._began) / made)

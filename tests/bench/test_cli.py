@@ -95,13 +95,19 @@ def test_the_bar_fits_80_columns() -> None:
 
 
 def test_a_piped_run_gives_signs_of_life(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A line now and then; what an earlier run had measured says nothing about the pace."""
-    clock = iter([0.0, 1.0, 31.0, 40.0, 60.0])
+    """A line now and then; what an earlier run had measured, or another part of this one, does not set the pace."""
+    clock = iter([0.0, 1.0, 31.0, 40.0, 61.0, 62.0, 82.0])
     monkeypatch.setattr("specdec.cli.terminal.time.monotonic", lambda: next(clock))
     beat = Heartbeat(quiet=False)
     for done in (40, 60, 61, 70):
         beat(done, 100, "greedy")
-    assert capsys.readouterr().err.splitlines() == ["60%, about 1:02 left: greedy", "70%, about 1:00 left: greedy"]
+    for done in (3, 4):
+        beat(done, 9, "sampled")
+    assert capsys.readouterr().err.splitlines() == [
+        "60%, about 1:00 left: greedy",
+        "70%, about 1:00 left: greedy",
+        "44%, about 1:40 left: sampled",
+    ]
     assert duration(3723) == "1:02:03"
 
 
