@@ -16,6 +16,7 @@ from torch import Tensor
 from specdec import SpecGenerator
 from specdec.draft.hidden import HeadSession
 from specdec.errors import LoadError, OptionError, UnsupportedError
+from specdec.models.kv_session import KvSession
 from specdec.schedule import Limit
 from specdec.types import Plan, Round, Row, Tree
 from tests.heads import READS, Eagle, eagle_folder
@@ -66,8 +67,17 @@ def proposals(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], Tree]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_guesses_are_what_the_formulas_say(kind: str, tmp_path: Path, proposals: list[tuple[list[int], Tree]]) -> None:
+def test_guesses_are_what_the_formulas_say(
+    kind: str, tmp_path: Path, proposals: list[tuple[list[int], Tree]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In ragged batches, over chunked prompts, after rejections: all as if computed anew from the text."""
+    advance, ahead = KvSession.advance, list[int]()
+
+    def spied(self: KvSession, rows: Sequence[int], *given: Any) -> Any:
+        ahead.append(len(rows))
+        return advance(self, rows, *given)
+
+    monkeypatch.setattr(KvSession, "advance", spied)
     folder = eagle_folder(tmp_path / "head", **KINDS[kind])
     model, reference = target(), Eagle(folder)
     plain = SpecGenerator(model).generate(IDS, **RUN)
@@ -82,6 +92,8 @@ def test_guesses_are_what_the_formulas_say(kind: str, tmp_path: Path, proposals:
     assert out.sequences.tolist() == plain.sequences.tolist()
     drafted = [(text, tree) for text, tree in proposals if tree.tokens]
     assert len(drafted) >= 20
+    assert 1 in ahead  # guesses after the first one, alone and together
+    assert max(ahead) > 1
     for text, tree in drafted:
         guesses, logits = reference.chain(text, states_of(model, text[:-1]), len(tree))
         assert tree.tokens == guesses

@@ -175,6 +175,12 @@ class HeadSession(ModelSession):
     ) -> list[Scores]:
         """A pass of every stage that later guesses build on; scores are those of the first of them."""
         session = self._stages
+        if (
+            level
+            and len(session.stages) == 1
+            and all(len(tree) == text == 1 for tree, text in zip(trees, texts, strict=True))
+        ):
+            return self._next([self._known[row.key] for row in rows], [self._held[row.key].slot for row in rows], trees)
         session.first = min(level, len(session.stages) - 1)
         slots = [self._held[row.key].slot for row in rows]
         parts = [
@@ -203,6 +209,15 @@ class HeadSession(ModelSession):
         for part in parts:
             self._renumber(part, ends=not level)
         return scores
+
+    def _next(self, known: Sequence[_Known], slots: Sequence[int], trees: Sequence[Tree]) -> list[Scores]:
+        """A pass of the only stage over one more guess each, which go on from what was written before them."""
+        tokens, before = [tree.tokens[0] for tree in trees], torch.stack([one.written[0][-1] for one in known])
+        logits, states = self._stages.stages[0].advance(slots, tokens, self._head.inputs(tokens, before))
+        assert states is not None
+        for one, state in zip(known, states, strict=True):
+            one.written = [{-1: state}]
+        return [Scores(tree, 0, own) for tree, own in zip(trees, logits[:, None], strict=True)]
 
     def _features(self, part: _Part, source: int) -> Tensor:
         """What a stage reads of new nodes: what stage `source` wrote before them; -1 is the target."""

@@ -200,7 +200,7 @@ class ModelSession(DraftSession):
         """
         slots = [self._held[row.key].slot for row in rows]
         if level and all(len(tree) == text == 1 for tree, text in zip(trees, texts, strict=True)):
-            logits = self._session.advance(slots, [tree.tokens[0] for tree in trees])
+            logits, _ = self._session.advance(slots, [tree.tokens[0] for tree in trees])
             return [Scores(tree, 0, own) for tree, own in zip(trees, logits[:, None], strict=True)]
         scores = self._session.forward(slots, trees, keep, wholes=wholes)
         self._session.commit(slots, [list(range(len(tree))) for tree in trees], texts=texts, final=not level)

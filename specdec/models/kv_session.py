@@ -249,21 +249,25 @@ class KvSession(Session):
         self._move(moves)
 
     @torch.no_grad()
-    def advance(self, rows: Sequence[int], tokens: Sequence[int]) -> Tensor:
+    def advance(
+        self, rows: Sequence[int], tokens: Sequence[int], embeds: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """One pass in a line, with nothing to lay out, where rows hold text alone."""
         flat, named = self._language.flat, [self._row(row) for row in rows]
         if flat is None or not all(row.slots.top and not row.slots.slots for row in named):
-            return super().advance(rows, tokens)
+            return super().advance(rows, tokens, embeds)
         places, columns = [self._index[row] for row in rows], [row.slots.top for row in named]
         for place, column in zip(places, columns, strict=True):
             self.store.extend(place, column + 1)
         line = Line.next(places, columns, tokens, self._language.capability.kinds, self._device, self._encoders(places))
-        logits, _ = flat(line, *self._buffers(flat))
+        if embeds is not None:
+            line = replace(line, ids=embeds[None])
+        logits, states = flat(line, *self._buffers(flat), embeds is not None)
         self.passes += 1
         for row in named:
             row.slots.base = row.slots.top = row.slots.top + 1
             row.tree = EMPTY
-        return logits
+        return logits, states[-1] if states else None
 
     @torch.no_grad()
     def chain(self, row: int, text: list[int], rule: ChainRule) -> list[tuple[int, float]] | None:

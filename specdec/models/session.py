@@ -106,14 +106,20 @@ class Session(ABC):
         branches. `final=False` says that they are guesses which `truncate` may take back.
         """
 
-    def advance(self, rows: Sequence[int], tokens: Sequence[int]) -> Tensor:
-        """Continues the texts of rows by a guess each, which `truncate` may take back; the logits after it.
+    def advance(
+        self, rows: Sequence[int], tokens: Sequence[int], embeds: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Continues the texts of rows by a guess each, which `truncate` may take back; the logits `[rows, vocab]` then.
 
-        `[rows, vocab]`. The same as `forward` and `commit`, which it saves a chain's passes the detail of.
+        With `embeds` `[rows, width]`, of models that read no tokens, their last hidden states `[rows, width]` too. The
+        same as `forward` and `commit`, which it saves a chain's passes the detail of.
         """
-        scores = self.forward(rows, [Tree.chain([token]) for token in tokens], [1] * len(rows))
+        trees, inputs = [Tree.chain([token]) for token in tokens], None if embeds is None else list(embeds[:, None])
+        told = embeds is not None
+        scores = self.forward(rows, trees, [1] * len(rows), embeds=inputs, output_hidden_states=told)
         self.commit(rows, [[0]] * len(rows), final=False)
-        return torch.stack([one.logits[-1] for one in scores])
+        states = [one.hidden_states[-1][-1] for one in scores if one.hidden_states is not None]
+        return torch.stack([one.logits[-1] for one in scores]), torch.stack(states) if told else None
 
     def chain(self, row: int, text: list[int], rule: ChainRule) -> list[tuple[int, float]] | None:
         """Continues a row's text, and guesses tokens after it as `rule` says, in one call; None where that cannot be.

@@ -195,8 +195,10 @@ class LedSession(Shared, Session):
     ) -> None:
         self._each("commit", rows, paths, texts=texts, final=final)
 
-    def advance(self, rows: Sequence[int], tokens: Sequence[int]) -> Tensor:
-        found: Tensor = self._at_once("advance", rows, tokens)
+    def advance(
+        self, rows: Sequence[int], tokens: Sequence[int], embeds: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        found: tuple[Tensor, Tensor | None] = self._at_once("advance", rows, tokens, embeds)
         return found
 
     def refresh(self, rows: Sequence[int]) -> None:

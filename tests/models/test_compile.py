@@ -335,7 +335,7 @@ class TestCode:
         for _ in range(count):
             token, sure, _ = pick([token for token, _ in found], logits)
             found.append((token, sure))
-            logits = session.advance([row], [token])[0]
+            logits = session.advance([row], [token])[0][0]
         session.truncate([row], [before])
         return found
 
