@@ -1,4 +1,4 @@
-"""Top-k and top-p of specdec against transformers' warpers: interleaved runs, medians and ratios.
+"""Top-k, top-p and draws of specdec against transformers' warpers and torch: interleaved runs, medians and ratios.
 
 python benchmarks/warpers.py --vocab 131072 --rows 8
 """
@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
+from specdec import kernels
 from specdec.logits import TopK, TopKTopP, TopP
+from specdec.select import noise
 
 Warper = Callable[[Tensor | None, Tensor], Tensor]
 
@@ -29,6 +31,16 @@ def logits_of(kind: str, rows: int, vocab: int) -> Tensor:
     return noise * 0.5 - 1.5 * rank.float().log()
 
 
+def draws(ids: Tensor | None, logits: Tensor) -> Tensor:
+    """Ours, for each row at an address of its own."""
+    return torch.tensor([noise.draw(row, noise.key(0, noise.DRAW, i)) for i, row in enumerate(logits)])
+
+
+def multinomial(ids: Tensor | None, logits: Tensor) -> Tensor:
+    """Torch's, as transformers draws."""
+    return torch.multinomial(logits.softmax(-1), 1)[:, 0]
+
+
 def cases() -> dict[str, tuple[str, Warper, Warper]]:
     """Name -> kind of logits, ours, theirs."""
     top_k, top_p = TopKLogitsWarper(50), TopPLogitsWarper(0.9)
@@ -38,6 +50,8 @@ def cases() -> dict[str, tuple[str, Warper, Warper]]:
         "top-k 50 + top-p 0.9, flat": ("flat", TopKTopP(50, 0.9), lambda ids, x: top_p(ids, top_k(ids, x))),
         "top-p 0.9": ("peaked", TopP(0.9), top_p),
         "top-p 0.9, flat": ("flat", TopP(0.9), top_p),
+        "draw": ("peaked", draws, multinomial),
+        "draw, flat": ("flat", draws, multinomial),
     }
 
 
@@ -58,19 +72,25 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--without-kernels", action="store_true", help="as where there is no compiler")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    print(f"{args.rows} x {args.vocab}, float32, {args.device}, {args.threads} thread(s), medians of {args.repeats}")
+    how = "without kernels" if args.without_kernels or not kernels.available() else "with kernels"
+    print(
+        f"{args.rows} x {args.vocab}, float32, {args.device}, {args.threads} thread(s), {how}, medians of {args.repeats}"
+    )
     print(f"{'case':28}{'kept':>8}{'specdec ms':>12}{'transformers ms':>17}{'ratio':>8}{'same set':>10}")
     for name, (kind, ours, theirs) in cases().items():
         logits = logits_of(kind, args.rows, args.vocab).to(args.device)
+        filters = ours is not draws
         same = ours(None, logits).isfinite() == theirs(None, logits).isfinite()
-        kept = int(ours(None, logits).isfinite().sum()) // args.rows
+        kept = int(ours(None, logits).isfinite().sum()) // args.rows if filters else 1
         times = [(milliseconds(ours, logits), milliseconds(theirs, logits)) for _ in range(args.repeats)]
         ratio = median(b / a for a, b in times)
         a, b = median(a for a, _ in times), median(b for _, b in times)
         differ = int((~same).sum())
-        print(f"{name:28}{kept:>8}{a:>12.2f}{b:>17.2f}{ratio:>7.1f}x{'yes' if not differ else f'{differ} off':>10}")
+        verdict = "" if not filters else f"{differ} off" if differ else "yes"
+        print(f"{name:28}{kept:>8}{a:>12.2f}{b:>17.2f}{ratio:>7.1f}x{verdict:>10}")
 
 
 if __name__ == "__main__":
