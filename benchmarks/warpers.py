@@ -76,9 +76,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     how = "without kernels" if args.without_kernels or not kernels.available() else "with kernels"
-    print(
-        f"{args.rows} x {args.vocab}, float32, {args.device}, {args.threads} thread(s), {how}, medians of {args.repeats}"
-    )
+    print(f"{args.rows} x {args.vocab}, float32, {args.device}, {args.threads} thread(s), {how}, medians")
     print(f"{'case':28}{'kept':>8}{'specdec ms':>12}{'transformers ms':>17}{'ratio':>8}{'same set':>10}")
     for name, (kind, ours, theirs) in cases().items():
         logits = logits_of(kind, args.rows, args.vocab).to(args.device)
