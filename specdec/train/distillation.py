@@ -94,9 +94,11 @@ class Length:
         """In all, where it is time that counts; an hour where nothing was said."""
         return (self.hours or 1.0) * 3600
 
-    def done(self, step: int, seconds: float) -> float:
-        """The share that is done after so many steps, and seconds."""
-        return step / self.steps if self.steps is not None else seconds / self.seconds
+    def done(self, step: int, seconds: float, before: float = 0.0) -> float:
+        """The share of the learning that is done after so many steps, and seconds; it began after some of these."""
+        if self.steps is not None:
+            return step / self.steps
+        return (seconds - before) / (self.seconds - before) if before < self.seconds else 1.0
 
 
 def distill(
@@ -323,7 +325,7 @@ class Training:
         muon, adam = _RATES
         width = school.generator.target.config.hidden_size
         self.optimizers = make_optimizers(pupil.module, muon * min(1.0, _WIDTH / width), adam)
-        self.step, self.seconds, self.loss = 0, seconds, float("nan")
+        self.step, self.prepared, self.seconds, self.loss = 0, seconds, seconds, float("nan")
         self._state = school.folder / STATE / "state.pt"
         spooled = school.folder / STATE / "spool.bin"
         self._spool = Spool(partial(lessons.teach, pupil.teacher), spooled, lessons.size)
@@ -333,7 +335,7 @@ class Training:
     def run(self) -> dict[str, Any]:
         """Trains to the end, or until somebody stops it, and writes the draft and its state now and then; its card."""
         school, saved = self.school, time.perf_counter()
-        while (done := school.length.done(self.step, self.seconds)) < 1 and not school.is_stopped():
+        while (done := school.length.done(self.step, self.seconds, self.prepared)) < 1 and not school.is_stopped():
             began = time.perf_counter()
             numbers, ids = self.lessons.batch(self.step, school.settings.seed)
             lesson = self._spool.lesson(numbers, ids.to(school.generator.target.device))
@@ -361,6 +363,7 @@ class Training:
         state = {
             "step": self.step,
             "seconds": self.seconds,
+            "prepared": self.prepared,
             "loss": self.loss,
             "module": self.pupil.module.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
@@ -403,9 +406,10 @@ class Training:
             self.pupil.module.load_state_dict(state["module"])
             for optimizer, own in zip(self.optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(own)
+            self.step, self.seconds, self.prepared = state["step"], state["seconds"], state["prepared"]
+            self.loss = state["loss"]
         except (OSError, RuntimeError, ValueError, KeyError, EOFError, UnpicklingError) as error:
             raise LoadError(f"{self._state} is broken: remove it to begin anew") from error
-        self.step, self.seconds, self.loss = state["step"], state["seconds"], state["loss"]
 
 
 def _write(file: Path, card: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.models import LanguageModel
 from specdec.models.early_exit import with_layers
 from specdec.pipelines import Transcriber
-from specdec.train.distillation import distill
+from specdec.train.distillation import Length, distill
 from specdec.train.pupils import STEPS, EaglePupil, LayersPupil, spread_layers, unrolled_mask
 from specdec.train.sounds import Stenographer, find_sounds
 from specdec.train.teacher import Lesson, Spool, Teacher, divergence
@@ -395,6 +395,15 @@ def test_wrong_options(given: dict[str, Any], words: str, tmp_path: Path, text: 
     with pytest.raises(OptionError) as caught:
         train(tmp_path / "out", **{"text": [text], **({} if "hours" in given else {"steps": 1}), **given})
     assert words in str(caught.value)
+
+
+def test_how_much_is_learned() -> None:
+    """What came before the first step is none of the course, which sets the learning rate."""
+    hour = Length(hours=1)
+    assert [hour.done(9, seconds, 1200) for seconds in (1200, 1800, 3600)] == [0.0, 0.25, 1.0]
+    assert hour.done(9, 1800) == 0.5
+    assert hour.done(0, 4000, 4000) == 1.0
+    assert Length(steps=10).done(5, 3000, 1200) == 0.5
 
 
 def test_folders_that_hold_something_else(tmp_path: Path, text: Path) -> None:
