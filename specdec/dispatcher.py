@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable, Generator
 from contextlib import suppress
+from weakref import WeakSet
 
 import torch
 
@@ -15,6 +17,7 @@ from specdec.request import Request
 from specdec.types import Round
 
 _SOON, _IDLE = 0.01, 1.0  # seconds without anything to do until helper threads end, and until the thread itself does
+_PATIENCE = 10.0  # seconds that a program which ends waits for the step that is under way
 
 
 class Dispatcher:
@@ -37,6 +40,8 @@ class Dispatcher:
         self._waiting: dict[Request, tuple[threading.Condition, Callable[[], bool]]] = {}
         self._driver: int | None = None
         self._resting = False  # the driver waits for callers
+        self._thread: threading.Thread | None = None  # the latest that was started to drive
+        self._ended = False
 
     def rounds(self, request: Request, *, stream: bool = False) -> Generator[Round]:
         """Every round of a request, one after the other as they come with `stream`, otherwise all at its end.
@@ -75,6 +80,17 @@ class Dispatcher:
                 self._cancel(request)
                 self._wake()  # of a driver that rests nobody would hear
 
+    def end(self) -> None:
+        """Ends the thread that runs requests, where there is one, and those that others wait for: CancelledError."""
+        if self._thread is None or not self._thread.is_alive():
+            return
+        with self._lock:
+            self._ended = True
+            for request in list(self._waiting):
+                self.cancel(request)
+            self._work.notify_all()
+        self._thread.join(_PATIENCE)
+
     def _wait(self, request: Request, stream: bool) -> None:
         """Returns when the request is done or, of a stream, has news; drives the engine where nobody else would."""
 
@@ -92,10 +108,11 @@ class Dispatcher:
                         self._driver = threading.get_ident()
                         break
                     if self._driver is None:
-                        thread = threading.Thread(target=self._drive_all, name="specdec-engine", daemon=True)
+                        self._thread = threading.Thread(target=self._drive_all, name="specdec-engine", daemon=True)
                         self._driver = -1  # until it has begun
+                        _end_at_exit(self)
                         try:
-                            thread.start()
+                            self._thread.start()
                         except BaseException:
                             self._driver = None
                             raise
@@ -134,6 +151,8 @@ class Dispatcher:
         def wanted() -> bool:
             with self._lock:
                 while all(ready() for _, ready in self._waiting.values()):
+                    if self._ended:
+                        return False
                     self._resting = True
                     self._drop_cancelled()
                     came = self._work.wait(_SOON)
@@ -188,3 +207,21 @@ class Dispatcher:
             if gone in self._arrived:
                 self._arrived.remove(gone)
             self.engine.cancel(gone)
+
+
+_shared: WeakSet[Dispatcher] = WeakSet()  # those that had a thread
+
+
+def _end_at_exit(dispatcher: Dispatcher) -> None:
+    """Lets a dispatcher's thread end before the interpreter does, and before what was registered until now.
+
+    A thread that frees a tensor while the interpreter ends is ended in there, and that ends the program by SIGABRT.
+    """
+    _shared.add(dispatcher)
+    atexit.unregister(_end_all)
+    atexit.register(_end_all)
+
+
+def _end_all() -> None:
+    for dispatcher in list(_shared):
+        dispatcher.end()

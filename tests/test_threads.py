@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -34,6 +36,32 @@ KINDS: list[dict[str, Any]] = [
     {"repetition_penalty": 1.4},
     {"do_sample": True, "seed": 6, "num_samples": 2},
 ]
+
+PROGRAM = """
+import threading, time
+from specdec import SpecGenerator
+from tests.tiny import tiny
+
+gen = SpecGenerator(tiny("llama"), "suffix", eos_token_id=[])
+once = threading.Barrier(4)
+
+def call():
+    gen.generate([[5, 6, 7]], max_new_tokens=30)
+
+def calls():
+    once.wait()
+    for _ in range(4):
+        call()
+    {last}
+
+for _ in range(3):
+    threading.Thread(target=calls, daemon=True).start()
+once.wait()
+while not (found := [one.name for one in threading.enumerate() if one.name == "specdec-engine"]):
+    time.sleep(0.001)
+time.sleep(0.97)  # one that rests ends after a second
+print(*found)
+"""
 
 
 def together(*works: Callable[[], Any]) -> list[Any]:
@@ -493,3 +521,13 @@ def threads() -> set[str]:
     """The threads of this process; those that were told to end are waited for."""
     time.sleep(0.05)
     return set(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("last", ["", "while True: call()"], ids=["rests", "runs"])
+def test_a_program_ends_while_its_engine_has_a_thread(last: str) -> None:
+    """In order, and at once. A thread that freed a tensor while the interpreter ended made that an abort (SIGABRT)."""
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", PROGRAM.format(last=last)], capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stdout) == (0, "specdec-engine\n"), done.stderr
+    assert time.monotonic() - began < PATIENCE

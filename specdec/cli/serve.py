@@ -38,7 +38,14 @@ DEMO = (
 )
 # Flag -> key of the settings, and of their limits.
 SERVER = ("host", "port", "api_key_file", "insecure", "stream_chunk", "pad_events", "log")
-OF_REPLICAS = ("replicas", "replica_cpus", "replica_gpus")
+OF_REPLICAS = (
+    "replicas",
+    "replica_cpus",
+    "replica_gpus",
+    "replica_up_seconds",
+    "replica_down_seconds",
+    "replica_surge",
+)
 LIMITS = {
     "max_running": "running",
     "max_waiting": "waiting",
@@ -95,6 +102,15 @@ def serve(
     ] = None,
     replica_cpus: Annotated[float | None, typer.Option(help="CPUs of each replica.")] = None,
     replica_gpus: Annotated[float | None, typer.Option(help="GPUs of each replica; may be less than 1.")] = None,
+    replica_up_seconds: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Of load until another replica comes; 30 by default.")
+    ] = None,
+    replica_down_seconds: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Without load until one goes; 600 by default.")
+    ] = None,
+    replica_surge: Annotated[
+        bool, typer.Option("--replica-surge", help="A new replica comes before the old one goes; needs room for it.")
+    ] = False,
     dtype: Dtype = None,
     quantization: Quantization = None,
     gguf_file: GgufFile = None,
@@ -113,7 +129,7 @@ def serve(
     keys = settings_keys(ctx.params)
     if ray is not None:
         return on_cluster(ray, keys, ctx.params)
-    if idle := [flag for flag in OF_REPLICAS if ctx.params[flag] is not None]:
+    if idle := [flag for flag in OF_REPLICAS if ctx.params[flag] not in (None, False)]:
         raise OptionError(f"--{idle[0].replace('_', '-')} is about replicas on a cluster: pass --ray, or leave it out")
     with loading(f"loading {', '.join(model['name'] for model in keys['models'])}", quiet=quiet):
         from specdec.serve import create_app, load, read_settings
@@ -134,8 +150,7 @@ def on_cluster(address: str, keys: Mapping[str, Any], params: Mapping[str, Any])
     with loading("starting replicas", quiet=params["quiet"]):
         from specdec.scale.ray_serve import Replicas, deploy, withdraw
 
-        replicas = Replicas.of(params["replicas"], cpus=params["replica_cpus"], gpus=params["replica_gpus"])
-        deploy(keys, replicas, address)
+        deploy(keys, Replicas.of_keys(dict(params)), address)
     say(f"serving on port {keys.get('port', 8000)} of the cluster")
     if address != "local":
         say("the same command with other settings replaces it, replica by replica; `serve shutdown` ends it")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,9 +37,9 @@ def parquet(path: Path) -> ParquetFile:
 
 
 def write_parquet(path: Path, rows: Iterable[dict[str, Any]], schema: pyarrow.Schema) -> None:
-    """A Parquet file of these rows."""
+    """A Parquet file of these rows; raises OptionError where a value does not go into its column."""
     arrow = pyarrow_module()
-    with arrow.parquet.ParquetWriter(path, schema) as writer:
+    with _columns(), arrow.parquet.ParquetWriter(path, schema) as writer:
         for batch in _batches(rows):
             writer.write_table(arrow.Table.from_pylist(batch, schema=schema))
 
@@ -47,17 +48,31 @@ def schema_of(rows: Iterable[dict[str, Any]]) -> pyarrow.Schema:
     """The columns that hold all of these rows; raises OptionError where a field has values of different kinds."""
     arrow = pyarrow_module()
     found = arrow.schema([])
-    try:
+    with _columns():
         for batch in _batches(rows):
             names = list(dict.fromkeys(name for row in batch for name in row))
             columns = [(name, arrow.array([row.get(name) for row in batch]).type) for name in names]
             found = arrow.unify_schemas([found, arrow.schema(columns)], promote_options="permissive")
-    except (arrow.ArrowInvalid, arrow.ArrowTypeError) as error:
-        raise OptionError(f"the rows do not fit into columns ({error}): name OUT .jsonl, which takes any") from None
     return found
+
+
+@contextmanager
+def _columns() -> Iterator[None]:
+    """Tells of rows that are none of one table."""
+    try:
+        yield
+    except (pyarrow_module().ArrowException, OverflowError) as error:
+        raise OptionError(f"the rows do not fit into columns ({error}): name OUT .jsonl, which takes any") from None
 
 
 def _batches(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     rest = iter(rows)
-    while batch := list(islice(rest, _ROWS)):
+    while batch := [_without_empty(row) or {} for row in islice(rest, _ROWS)]:
         yield batch
+
+
+def _without_empty(value: Any) -> Any:
+    """The same with null in the place of objects without fields, of which Parquet can have no column."""
+    if isinstance(value, dict):
+        return {name: _without_empty(one) for name, one in value.items()} or None
+    return [_without_empty(one) for one in value] if isinstance(value, list) else value

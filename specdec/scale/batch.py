@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from specdec.errors import OptionError
 from specdec.scale.arrow import parquet, pyarrow_module, schema_of, write_parquet
 from specdec.scale.ledger import Ledger
 from specdec.scale.source import Row, Source, fitting, kind_of, windows
+from specdec.scale.tasks import as_several, is_several
 from specdec.scale.work import Desk, Line, Work
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ class Output:
             elif path.exists():
                 raise OptionError(f"{path} exists: take another name for OUT, or pass --overwrite to begin anew")
         self.work = replace(work, merges=not self._parquet and work.task != "openai")
+        self._columns = self._own_columns() if self._parquet else None
         settings = {**self.work.settings, "input": source.digest}
         self.ledger = Ledger(rows, settings, overwrite=overwrite)
 
@@ -123,28 +125,37 @@ class Output:
 
     def finish(self) -> None:
         """All rows are done: the file takes its final form."""
-        if not self._parquet:
+        if self._columns is None:
             return self.ledger.finish()
         new = self._path.with_name(self._path.name + ".new")
-        write_parquet(new, self._rows(), self._schema())
+        try:
+            answers = schema_of(self._answers())
+            kept = [column for column in self._columns if column.name not in answers.names]
+            write_parquet(new, self._rows(answers.names), pyarrow_module().schema([*kept, *answers]))
+        except OptionError as error:
+            raise OptionError(f"{error}; the answers are in {self.ledger.path}") from None
         new.replace(self._path)
         self.ledger.finish()
         self.ledger.path.unlink()
 
-    def _rows(self) -> Iterator[dict[str, Any]]:
-        """Every row with its answer."""
-        lines = map(json.loads, self.ledger.lines())
-        for row, answer in zip(self.rows(), lines, strict=True):
-            yield answer if self.work.task == "openai" else {**row.fields, **answer}
+    def _own_columns(self) -> pyarrow.Schema:
+        """The columns of the input: those of a Parquet file as they are, of other rows as their values say."""
+        if self._source.kind == "parquet" and self.work.task != "openai":
+            return parquet(self._source.path).schema_arrow
+        rows = (row.fields for row in self.rows())
+        return schema_of({"custom_id": row.get("custom_id")} if self.work.task == "openai" else row for row in rows)
 
-    def _schema(self) -> pyarrow.Schema:
-        """The columns: those of a Parquet input as they are, all others as their values say."""
-        answers = schema_of(map(json.loads, self.ledger.lines()))
-        if self._source.kind != "parquet" or self.work.task == "openai":
-            return schema_of(self._rows())
-        own = parquet(self._source.path).schema_arrow
-        kept = [column for column in own if column.name not in answers.names]
-        return pyarrow_module().schema([*kept, *answers])
+    def _answers(self) -> Iterator[dict[str, Any]]:
+        """The answer of every row; where any row has several texts, all have lists."""
+        several = any(map(is_several, map(json.loads, self.ledger.lines())))
+        answers = map(json.loads, self.ledger.lines())
+        return map(as_several, answers) if several else answers
+
+    def _rows(self, answered: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Every row with its answer, which takes the place of all fields of these names."""
+        for row, answer in zip(self.rows(), self._answers(), strict=True):
+            own = {} if self.work.task == "openai" else row.fields
+            yield {**{name: value for name, value in own.items() if name not in answered}, **answer}
 
 
 def embedded(at_once: int = AT_ONCE) -> Start:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from specdec.errors import EngineError
+from specdec.errors import EngineError, OptionError
 from specdec.scale.cluster import between, connect, ray_module
 from specdec.serve import create_app, load, read_settings
 from specdec.serve.server import start_log
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 NAME = "specdec"
 AUTO = "auto"
 _BUSY = 0.5  # share of a model's requests that may run before another replica is worth it
+_WINDOW_SECONDS = 30.0  # over which requests under way are averaged, unless replicas come and go faster
 _CHECK_SECONDS = 15.0  # between two questions whether a replica decodes; it may take twice as long to answer
 _METRICS_SECONDS = 5.0
 _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
@@ -86,31 +88,61 @@ def samples(registry: CollectorRegistry) -> Iterator[tuple[str, dict[str, str], 
 class Replicas:
     """How many replicas there are, `least` to `most` by how many requests are under way, and what each of them takes.
 
-    None: as many as the cluster has nodes, at the most.
+    `most` None: as many as the cluster has nodes. Another one comes after `up_seconds` of load, and one goes after
+    `down_seconds` without. `surge`: where a replica is replaced, the new one comes before the old one goes, which needs
+    room for one more; else the other way round. Raises OptionError.
     """
 
     least: int = 1
     most: int | None = None
     cpus: float = 1.0
     gpus: float = 0.0
+    up_seconds: float = 30.0
+    down_seconds: float = 600.0
+    surge: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("up_seconds", "down_seconds"):
+            found = getattr(self, name)
+            if not isinstance(found, int | float) or not 0 < found < math.inf:
+                raise OptionError.of(f"replica_{name}", "a number above 0", found)
 
     @classmethod
-    def of(cls, count: int | str | None, *, cpus: float | None = None, gpus: float | None = None) -> Replicas:
-        """So many, as in 4, 1-4 or auto."""
-        taken: dict[str, Any] = {"cpus": 1.0 if cpus is None else cpus, "gpus": gpus or 0.0}
+    def of(cls, count: int | str | None, **more: Any) -> Replicas:
+        """So many, as in 4, 1-4 or auto; `more` are other fields, None for those that nobody set."""
+        given = {name: value for name, value in more.items() if value is not None}
         if count in (None, AUTO):
-            return cls(**taken)
+            return cls(**given)
         least, most = between("replicas", str(count), f"a number, two as in 1-4, or {AUTO}")
-        return cls(least, most, **taken)
+        return cls(least, most, **given)
+
+    @classmethod
+    def of_keys(cls, keys: dict[str, Any]) -> Replicas:
+        """Those of `keys`, which lose them: `replicas`, and `replica_cpus` and the like for the other fields."""
+        more = {name: keys.pop(f"replica_{name}", None) for name in OF_EACH}
+        return cls.of(keys.pop("replicas", None), **more)
 
     def options(self, running: int) -> dict[str, Any]:
         """The same as Ray Serve has it, for replicas that run so many requests at a time."""
-        taken = {"ray_actor_options": {"num_cpus": self.cpus, "num_gpus": self.gpus}}
+        taken = {
+            "ray_actor_options": {"num_cpus": self.cpus, "num_gpus": self.gpus},
+            "max_surge_percent": int(self.surge),  # rounded up to one replica
+        }
         if self.least == self.most:
             return {"num_replicas": self.least, **taken}
-        most = self.most or sum(node["Alive"] for node in ray_module().nodes())
-        scale = {"min_replicas": self.least, "max_replicas": most, "target_ongoing_requests": max(1.0, running * _BUSY)}
+        scale = {
+            "min_replicas": self.least,
+            "max_replicas": self.most or sum(node["Alive"] for node in ray_module().nodes()),
+            "target_ongoing_requests": max(1.0, running * _BUSY),
+            "upscale_delay_s": self.up_seconds,
+            "downscale_delay_s": self.down_seconds,
+            "look_back_period_s": min(_WINDOW_SECONDS, self.up_seconds, self.down_seconds),
+        }
         return {"autoscaling_config": scale, **taken}
+
+
+OF_EACH = ("cpus", "gpus", "up_seconds", "down_seconds", "surge")
+"""Fields of `Replicas` that are `replica_cpus` and so on among the keys of a config."""
 
 
 def application(keys: Mapping[str, Any], replicas: Replicas) -> Application:
@@ -141,11 +173,11 @@ def build(args: Mapping[str, Any]) -> Application:
     """The application of a Ray Serve config, `import_path: specdec.scale.ray_serve:build`.
 
     `args` are the keys of `configs/serve.yaml`, with `host` as in the config's `http_options`, and beside them
-    `replicas` (4, "1-4" or "auto"), `replica_cpus` and `replica_gpus`. Raises OptionError.
+    `replicas` (4, "1-4" or "auto") and `replica_` before the other fields of `Replicas`. Raises OptionError.
     """
     keys = {"host": "0.0.0.0", **args}  # where proxies listen, unless the config's http_options say otherwise
-    count, cpus, gpus = (keys.pop(name, None) for name in ("replicas", "replica_cpus", "replica_gpus"))
-    return application(keys, Replicas.of(count, cpus=cpus, gpus=gpus))
+    replicas = Replicas.of_keys(keys)
+    return application(keys, replicas)
 
 
 def deploy(keys: Mapping[str, Any], replicas: Replicas, address: str) -> None:

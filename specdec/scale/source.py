@@ -90,9 +90,10 @@ def fitting(rows: Iterable[Row]) -> Iterator[Row]:
             try:
                 kind = arrow.array([value]).type
                 both = [arrow.schema([(name, one)]) for one in (seen.get(name, kind), kind)]
-                seen[name] = arrow.unify_schemas(both, promote_options="permissive").field(name).type
-                fields[name] = value
-            except (arrow.ArrowException, OverflowError):
+                merged = arrow.unify_schemas(both, promote_options="permissive").field(name).type
+                arrow.array([value], merged)  # a long number may be none of the column's
+                seen[name], fields[name] = merged, value
+            except (arrow.ArrowException, OverflowError, ValueError):
                 wrong = f"the value of `{name}` does not fit into the column of the rows before: name OUT .jsonl"
         yield row if wrong is None else replace(row, fields=fields, error=row.error or wrong)
 

@@ -190,6 +190,19 @@ def result(texts: Sequence[str], reasons: Sequence[str], usage: dict[str, int]) 
     return {"output": output, "finish_reason": reason, "usage": usage, "error": None}
 
 
+def is_several(answer: Fields) -> bool:
+    """Whether an answer has several texts."""
+    return isinstance(answer.get("output"), list)
+
+
+def as_several(answer: Fields) -> dict[str, Any]:
+    """An answer with lists, be it of one text; null stays null."""
+    return {
+        name: [value] if name in ("output", "finish_reason") and isinstance(value, str) else value
+        for name, value in answer.items()
+    }
+
+
 def _message(message: Any) -> Any:
     """A message without fields that only others have, as a table gives it."""
     return {k: v for k, v in message.items() if v is not None} if isinstance(message, Mapping) else message

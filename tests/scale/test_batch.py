@@ -197,6 +197,41 @@ def test_values_that_do_not_fit_into_a_column(models: list[str], tmp_path: Path)
     assert [row["output"] is None for row in found] == [False, True, False, True]
 
 
+def test_rows_of_several_kinds_in_one_table(models: list[str], tmp_path: Path) -> None:
+    """Lists beside single texts, objects without fields, half characters: some ended the run without a file."""
+    pq = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+    several = {"do_sample": True, "num_return_sequences": 2}
+    rows = [
+        {"prompt": "a", "more": {}, "usage": "mine"},
+        {"prompt": "b", "options": several, "more": {}, "usage": "mine"},
+        {"prompt": 5, "more": {}, "usage": "mine"},
+        {"prompt": "d", "more": {}, "half": "\ud800"},
+    ]
+    source, out = write(tmp_path / "in.jsonl", rows), tmp_path / "out.parquet"
+    assert batch(source, out, *models, *NEW) == 1
+    found = pq.read_table(out).to_pylist()
+    assert [row["output"] and len(row["output"]) for row in found] == [1, 2, None, None]
+    assert [row["finish_reason"] and len(row["finish_reason"]) for row in found] == [1, 2, None, None]
+    assert [row["more"] for row in found] == [None] * 4
+    assert [row["usage"] is None for row in found] == [False, False, True, True]
+    assert "`half` does not fit" in found[3]["error"]
+
+
+def test_columns_are_known_before_any_work(
+    models: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What fits into no table is told at once, and no file is left."""
+    pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+    for name, rows in {
+        "ids": [{"prompt": "a", "id": 2**60}, {"prompt": "b", "id": 0.5}],
+        "requests": [{"custom_id": "a", "url": "/v1/completions", "body": {}}, {"custom_id": 2, "url": "", "body": {}}],
+    }.items():
+        source, out = write(tmp_path / f"{name}.jsonl", rows), tmp_path / f"{name}.parquet"
+        assert batch(source, out, *models, *NEW) == 2
+        assert "do not fit into columns" in capsys.readouterr().err
+        assert not list(tmp_path.glob(f"{name}.parquet*"))
+
+
 def test_columns_that_happen_to_be_called_options(models: list[str], tmp_path: Path) -> None:
     """A list of choices is carried along; what JSON has no word for is written as null."""
     rows = ['{"prompt": "a", "options": ["x", "y"], "score": NaN, "more": {"at": [1, Infinity]}, "half": "\\ud800"}']

@@ -24,7 +24,7 @@ def test_the_server_accepts_its_arguments(name: str) -> None:
     """They are settings of a server, and of its replicas."""
     [app] = BOTH[name]["applications"]
     keys = {"host": "0.0.0.0", **app["args"]}
-    replicas = Replicas.of(keys.pop("replicas"), cpus=keys.pop("replica_cpus"), gpus=keys.pop("replica_gpus"))
+    replicas = Replicas.of_keys(keys)
     settings = read_settings(keys)
     assert (replicas.least, replicas.most, replicas.cpus) == (1, 4, 2)
     assert settings.is_local == (name == "ray")
@@ -78,8 +78,28 @@ def test_replicas_are_read() -> None:
     """A number, a range, or auto."""
     assert (Replicas.of("3").options(8)["num_replicas"], Replicas.of(3).most) == (3, 3)
     scale = Replicas.of("2-5").options(8)["autoscaling_config"]
-    assert scale == {"min_replicas": 2, "max_replicas": 5, "target_ongoing_requests": 4.0}
+    assert scale == {
+        "min_replicas": 2,
+        "max_replicas": 5,
+        "target_ongoing_requests": 4.0,
+        "upscale_delay_s": 30.0,
+        "downscale_delay_s": 600.0,
+        "look_back_period_s": 30.0,
+    }
     assert (Replicas.of("auto").least, Replicas.of(None).most) == (1, None)
     for wrong in ("0", "4-2", "many", "-1"):
         with pytest.raises(OptionError, match="replicas"):
             Replicas.of(wrong)
+    for unsound in (0, -1.0, "soon", float("nan")):
+        with pytest.raises(OptionError, match="replica_up_seconds"):
+            Replicas.of("1-2", up_seconds=unsound)
+
+
+def test_keys_of_replicas_are_taken_out() -> None:
+    """What is left are keys of the server."""
+    keys: dict[str, Any] = {"replicas": "1-2", "replica_up_seconds": 2, "replica_surge": True, "port": 1}
+    replicas = Replicas.of_keys(keys)
+    assert keys == {"port": 1}
+    assert (replicas.most, replicas.up_seconds, replicas.down_seconds, replicas.surge) == (2, 2, 600.0, True)
+    assert replicas.options(8)["max_surge_percent"] == 1
+    assert replicas.options(8)["autoscaling_config"]["look_back_period_s"] == 2

@@ -9,7 +9,8 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +26,35 @@ from tests.folders import saved_model
 
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
 serve = pytest.importorskip("ray.serve", reason="the extra `ray` is not installed")
+cluster_utils = pytest.importorskip("ray.cluster_utils", reason="the extra `ray` is not installed")
 openai = pytest.importorskip("openai", reason="openai is not installed")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 ROOT = str(Path(specdec.__file__).parents[1])
+PORT = 18_123
+KEYS = {"port": PORT, "log": "none"}
+CODE = {"name": "code", "target": "zoo:python-code", "draft": "zoo:python-code"}
+ASKED: dict[str, Any] = {"model": "code", "prompt": "def f(", "max_tokens": 32, "temperature": 0}
+SOON = 150.0  # seconds, on a busy machine
+PAUSE = 0.3
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    """Two CPUs of this machine as a cluster of its own, whose workers import this very package."""
+    """Two nodes of one CPU each, both on this machine, whose workers import this very package."""
     before = os.environ.get("PYTHONPATH", "")
-    os.environ |= {"PYTHONPATH": os.pathsep.join([ROOT, before]), "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=2**27)
+    os.environ |= {
+        "PYTHONPATH": os.pathsep.join([ROOT, before]),
+        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+        "RAY_worker_niceness": "0",  # else whatever runs beside the tests comes first
+    }
+    node: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 2**27}
+    nodes = cluster_utils.Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+    nodes.add_node(**node)
+    ray.init(nodes.address, log_to_driver=False)
     connect("local")  # a second time is no harm
     yield
     ray.shutdown()
+    nodes.shutdown()
     os.environ["PYTHONPATH"] = before
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Ray leaves its processes to the system
@@ -114,54 +130,140 @@ def test_columns_of_a_dataset(cluster: None, models: tuple[str, str]) -> None:
     assert fold(3, 0) != fold(3, 1)
 
 
-def test_two_replicas_one_of_which_is_killed(cluster: None) -> None:
-    """The openai client streams; requests of a killed replica fail cleanly, all others and later ones are answered."""
-    keys = {
-        "models": [{"name": "code", "target": "zoo:python-code", "draft": "zoo:python-code"}],
-        "port": 18_123,
-        "log": "none",
-    }
-    deploy(keys, Replicas(2, 2, cpus=0.5), "local")
+@pytest.fixture(scope="module")
+def client(cluster: None) -> Iterator[Any]:
+    """A client that tries nothing twice, of a server in two replicas."""
+    serve.start(proxy_location="HeadOnly", http_options={"port": PORT})  # two nodes of one machine have one port
+    deploy({"models": [CODE], **KEYS}, Replicas(2, 2, cpus=0.5), "local")
+    yield openai.OpenAI(base_url=f"http://127.0.0.1:{PORT}/v1", api_key="none", max_retries=0, timeout=SOON)
+    withdraw()
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    """What is answered to `ASKED`."""
+    pair = zoo.pair("python-code")
+    return SpecGenerator(pair.target).generate(ASKED["prompt"], max_new_tokens=ASKED["max_tokens"]).texts[0]
+
+
+def answer(client: Any) -> str:
+    return client.completions.create(**ASKED).choices[0].text
+
+
+def streamed(client: Any) -> str:
+    return "".join(chunk.choices[0].text for chunk in client.completions.create(**ASKED, stream=True) if chunk.choices)
+
+
+@contextmanager
+def asking(client: Any, *how: Callable[[Any], str]) -> Iterator[list[str | Exception]]:
+    """Threads that ask and ask, each in its way, and leave replicas time to start; what came of it so far."""
+    ends: list[str | Exception] = []
+    enough = threading.Event()
+
+    def ask(once: Callable[[Any], str]) -> None:
+        while not enough.wait(PAUSE):
+            try:
+                ends.append(once(client))
+            except openai.APIError as error:
+                ends.append(error)
+
+    threads = [threading.Thread(target=ask, args=(one,)) for one in how]
+    for thread in threads:
+        thread.start()
     try:
-        client = openai.OpenAI(base_url="http://127.0.0.1:18123/v1", api_key="none", max_retries=0, timeout=120)
-        given = {"model": "code", "prompt": "def f(", "max_tokens": 32, "temperature": 0}
-        text = SpecGenerator(zoo.pair("python-code").target).generate("def f(", max_new_tokens=32).texts[0]
-        pieces = [chunk.choices[0].text for chunk in client.completions.create(**given, stream=True) if chunk.choices]
-        assert "".join(pieces) == text
-        assert len(pieces) > 1
-        ends: list[str | Exception] = []
-
-        def ask() -> None:
-            for _ in range(6):
-                try:
-                    ends.append(client.completions.create(**given).choices[0].text)
-                except openai.APIError as error:
-                    ends.append(error)
-
-        threads = [threading.Thread(target=ask) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        while len(ends) < 4:
-            time.sleep(0.01)
-        replicas = processes(b"ServeReplica")
-        assert len(replicas) == 2
-        os.kill(replicas[0], signal.SIGKILL)
+        yield ends
+    finally:
+        enough.set()
         for thread in threads:
             thread.join()
-        assert len(ends) == 24
-        failed = [end for end in ends if isinstance(end, Exception)]
-        assert {end for end in ends if isinstance(end, str)} == {text}
-        assert len(failed) < 12
-        assert client.completions.create(**given).choices[0].text == text
-        until = time.monotonic() + 120
-        while not _both_run() and time.monotonic() < until:
-            time.sleep(0.5)
-        assert _both_run()
-    finally:
-        withdraw()
 
 
-def _both_run() -> bool:
-    """Whether the lost replica has been replaced."""
+def states() -> dict[str, int]:
+    """How many replicas are in which state."""
     [found] = serve.status().applications["specdec"].deployments.values()
-    return found.replica_states == {"RUNNING": 2}
+    return {str(getattr(state, "value", state)): count for state, count in found.replica_states.items()}
+
+
+def wait_for(true: Callable[[], bool]) -> None:
+    until = time.monotonic() + SOON
+    while not true():
+        assert time.monotonic() < until, states()
+        time.sleep(0.1)
+
+
+def test_a_conversation_keeps_its_replica(client: Any) -> None:
+    """The one that holds its keys and values, which a conversation in another replica does not find."""
+
+    def told(session: str, prompt: str) -> tuple[int, int]:
+        """How many tokens were held, of how many."""
+        given = {**ASKED, "prompt": prompt, "max_tokens": 4}
+        usage = client.completions.create(**given, extra_headers={"X-Session-Id": session}).usage
+        return usage.prompt_tokens_details.cached_tokens, usage.prompt_tokens
+
+    first = "# Two stacks and a queue.\nclass Stack:\n    def push(self, item):\n"
+    held, length = told("a", first)
+    assert held == 0
+    other = next(f"b{i}" for i in range(20) if told(f"b{i}", first)[0] == 0)
+    prompts, lengths = {"a": first, other: first}, {"a": length, other: length}
+    for turn in range(4):
+        for session in prompts:
+            prompts[session] += f"        self.items{session}{turn}.append(item)\n"
+            held, length = told(session, prompts[session])
+            assert held >= lengths[session] - 2  # a prompt's last tokens may be others where it goes on
+            lengths[session] = length
+    assert told(other, prompts["a"])[0] < lengths["a"] - 40
+
+
+def test_two_replicas_one_of_which_is_killed(client: Any, text: str) -> None:
+    """The openai client streams; requests of a killed replica fail cleanly, all others and later ones are answered."""
+    pieces = [chunk.choices[0].text for chunk in client.completions.create(**ASKED, stream=True) if chunk.choices]
+    assert "".join(pieces) == text
+    assert len(pieces) > 1
+    replicas = processes(b"ServeReplica")
+    assert len(replicas) == 2
+    with asking(client, *[answer] * 4) as ends:
+        wait_for(lambda: len(ends) > 3)
+        os.kill(replicas[0], signal.SIGKILL)
+        wait_for(lambda: len(ends) > 23)
+    failed = [end for end in ends if isinstance(end, Exception)]
+    assert {end for end in ends if isinstance(end, str)} == {text}
+    assert len(failed) < len(ends) / 2
+    assert answer(client) == text
+    wait_for(lambda: set(processes(b"ServeReplica")) != set(replicas) and states() == {"RUNNING": 2})
+
+
+@pytest.mark.parametrize("replicas", [Replicas(2, 2, cpus=0.5), Replicas(1, 1, cpus=0.5, surge=True)])
+def test_replicas_are_replaced_while_clients_ask(client: Any, text: str, replicas: Replicas) -> None:
+    """No request fails, streamed or not, and all replicas are new in the end; one is always there, even of one."""
+    before, context = processes(b"ServeReplica"), 600 + replicas.least
+    keys = {"models": [{**CODE, "context": context}], **KEYS}
+    least: list[int] = []
+    with asking(client, answer, streamed, streamed) as ends:
+        wait_for(lambda: len(ends) > 3)
+        new = threading.Thread(target=deploy, args=(keys, replicas, "local"))
+        new.start()
+        while new.is_alive():
+            least.append(states().get("RUNNING", 0))
+            time.sleep(0.1)
+        done = len(ends)
+        wait_for(lambda: len(ends) > done + 8)
+    assert set(ends) == {text}
+    assert min(least) >= 1
+    wait_for(lambda: states() == {"RUNNING": replicas.least})
+    assert not set(before) & set(processes(b"ServeReplica"))
+    for _ in range(4):
+        assert client.models.list().data[0].model_dump()["max_model_len"] == context
+
+
+def test_replicas_come_and_go_with_load(client: Any, text: str) -> None:
+    """`auto` on two nodes: a second one while several ask, and one when nobody does."""
+    limits = {"running": 2}  # more than half of them under way are worth another replica
+    keys = {"models": [CODE], "limits": limits, "replicas": "auto", "replica_up_seconds": 1, "replica_down_seconds": 3}
+    replicas = Replicas.of_keys(keys)
+    deploy({**keys, **KEYS}, replicas, "local")
+    wait_for(lambda: states() == {"RUNNING": 1})
+    with asking(client, *[answer] * 6) as ends:
+        wait_for(lambda: states().get("RUNNING") == 2)
+    wait_for(lambda: states() == {"RUNNING": 1})
+    assert set(ends) == {text}
+    assert answer(client) == text
