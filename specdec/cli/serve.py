@@ -51,7 +51,8 @@ LIMITS = {
 def serve(
     ctx: typer.Context,
     target: Annotated[
-        str | None, typer.Argument(help="Hub id, folder, GGUF file, or zoo:NAME; or models of --config.")
+        str | None,
+        typer.Argument(metavar="TARGET", help="Hub id, folder, GGUF file, or zoo:NAME; or models of --config."),
     ] = None,
     draft_model: Annotated[str | None, typer.Option(help="A smaller model: hub id, folder, or zoo:NAME.")] = None,
     method: Method = None,
@@ -107,7 +108,7 @@ def serve(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> int:
-    """Serve models over HTTP as OpenAI does: completions, chats, transcriptions, and a page at /."""
+    """Serve models over HTTP as OpenAI does. Completions, chats, transcriptions, and a page at /."""
     if missing := [module for module in NEEDS if find_spec(module) is None]:
         raise SpecdecError(f"a server needs {', '.join(missing)}: pip install 'specdec-runtime[serve]'")
     keys = settings_keys(ctx.params)
