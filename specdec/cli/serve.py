@@ -117,13 +117,14 @@ def serve(
     if idle := [flag for flag in OF_REPLICAS if ctx.params[flag] is not None]:
         raise OptionError(f"--{idle[0].replace('_', '-')} is about replicas on a cluster: pass --ray, or leave it out")
     with loading(f"loading {', '.join(model['name'] for model in keys['models'])}", quiet=quiet):
-        from specdec.serve import create_app, load, read_settings
+        from specdec.serve import check_address, create_app, load, read_settings
         from specdec.serve import serve as run
         from specdec.serve.keys import Keys
 
         settings = read_settings(keys)
         if settings.api_key_file is not None:
-            Keys(settings.api_key_file)  # told before anything is loaded
+            Keys(settings.api_key_file)
+        check_address(settings)  # told, as the keys are, before anything is loaded
         models = [load(model, settings.limits, settings.share) for model in settings.models]
         app = create_app(settings, models)
     run(app, settings)
