@@ -343,7 +343,7 @@ def test_features_in_every_spelling() -> None:
 @pytest.mark.parametrize("text", ["hi", ["hi", "ho"]])
 def test_text_for_a_model_that_hears(text: Any) -> None:
     """It is told what is for recordings. (The error spoke of lists of equal lengths.)"""
-    with pytest.raises(OptionError, match="prompt is text, .* `input_features`: .*Transcriber"):
+    with pytest.raises(OptionError, match=r"prompt is text, .* `input_features`: .*Transcriber"):
         SpecGenerator(tiny("whisper")).generate(text)
 
 

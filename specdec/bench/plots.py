@@ -182,7 +182,7 @@ def _categories(axes: Axes, cells: list[Results]) -> None:
     axes.axvline(1, color=INK, linewidth=1, linestyle=(0, (4, 2)))
     _named(axes, names)
     axes.set_xlabel("times plain decoding's speed")
-    _legend(axes, len(cells))
+    legend_below(axes, len(cells))
 
 
 def _acceptance(left: Axes, right: Axes, cells: list[Results]) -> None:
@@ -207,7 +207,7 @@ def _acceptance(left: Axes, right: Axes, cells: list[Results]) -> None:
     right.grid(axis="x", visible=False)
     for axes in (left, right):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _legend(left, len(cells))
+    legend_below(left, len(cells))
 
 
 def _sweep(axes: Axes, sweeps: list[Results]) -> None:
@@ -251,7 +251,7 @@ def _flat(axes: Axes, label: str, count: int) -> None:
     """The rest of a picture with the speedup upwards."""
     axes.axhline(1, color=INK, linewidth=1, linestyle=(0, (4, 2)))
     axes.set(xlabel=label, ylabel="times plain decoding's speed", ylim=(0, None))
-    _legend(axes, count)
+    legend_below(axes, count)
 
 
 def _split(axes: Axes, systems: list[Results]) -> None:
@@ -265,11 +265,11 @@ def _split(axes: Axes, systems: list[Results]) -> None:
     _named(axes, [system["name"] for system in systems])
     axes.set_xlim(0, 1.12 * max(left))
     axes.set_xlabel("milliseconds per new token")
-    _legend(axes, len(SPLIT))
+    legend_below(axes, len(SPLIT))
 
 
-def _legend(axes: Axes, count: int) -> None:
-    """Below the picture, where it hides nothing."""
+def legend_below(axes: Axes, count: int) -> None:
+    """The legend below the picture, where it hides nothing."""
     axes.figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=min(count, 4), fontsize=8)
 
 
