@@ -2,6 +2,7 @@
 
     python benchmarks/hook.py                        # the package's pairs: code, and speech
     python benchmarks/hook.py --tokens 64 --repeats 5
+    python benchmarks/hook.py --whisper openai/whisper-base --audio talk*.flac
 
 Every ratio is the median over cases of the ratio of median seconds. transformers' assisted decoding runs with the
 schedule of its original report (5 tokens, +2/−1).
@@ -12,14 +13,17 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
-import soundfile
 import torch
 from measure import Watch, interleaved, ratio, read_prompts, table
 from transformers import AutoModelForCausalLM, AutoModelForSpeechSeq2Seq, AutoProcessor, AutoTokenizer, pipeline
 
 from specdec import custom_generate, zoo
+from specdec.pipelines.audio import read_audio
+
+RATE = 16_000  # samples a second that the models hear
 
 
 def models(name: str, kind: Any) -> tuple[Any, Any, Any]:
@@ -53,16 +57,18 @@ def text_systems(tokens: int) -> dict[str, Callable[[str], Any]]:
     }
 
 
-def speech_systems() -> dict[str, Callable[[dict[str, Any]], Any]]:
-    """`pipeline("automatic-speech-recognition")`, greedy, window after window."""
-    target, draft, helper = models("speech", AutoModelForSpeechSeq2Seq)
-    processor = AutoProcessor.from_pretrained(zoo.pair("speech").target)
+def hearing(target: Any, folder: str | Path) -> Callable[..., Callable[[dict[str, Any]], Any]]:
+    """`pipeline("automatic-speech-recognition")` of a model, greedy; it makes a system of arguments."""
+    processor = AutoProcessor.from_pretrained(folder)
     parts = {"tokenizer": processor.tokenizer, "feature_extractor": processor.feature_extractor}
     pipe = pipeline("automatic-speech-recognition", target, **parts, device="cpu")
+    return lambda **more: lambda sound: pipe(dict(sound), generate_kwargs={"num_beams": 1, **more})
 
-    def run(**more: Any) -> Callable[[dict[str, Any]], Any]:
-        return lambda sound: pipe(dict(sound), generate_kwargs={"num_beams": 1, **more})
 
+def speech_systems() -> dict[str, Callable[[dict[str, Any]], Any]]:
+    """The package's pair."""
+    target, draft, helper = models("speech", AutoModelForSpeechSeq2Seq)
+    run = hearing(target, zoo.pair("speech").target)
     return {
         "transformers": run(),
         "transformers, assisted": run(assistant_model=helper),
@@ -71,33 +77,51 @@ def speech_systems() -> dict[str, Callable[[dict[str, Any]], Any]]:
     }
 
 
+def whisper_systems(name: str) -> dict[str, Callable[[dict[str, Any]], Any]]:
+    """A Whisper model without a smaller one beside it."""
+    run = hearing(AutoModelForSpeechSeq2Seq.from_pretrained(name, dtype=torch.float32).eval(), name)
+    return {
+        "transformers": run(),
+        "custom_generate, plain": run(custom_generate=custom_generate()),
+        "custom_generate, packed": run(custom_generate=custom_generate(gear="packed")),
+        "custom_generate, packed, suffix": run(
+            custom_generate=custom_generate("suffix", schedule="cost", gear="packed")
+        ),
+    }
+
+
 def report(title: str, systems: Mapping[str, Callable[[Any], Any]], cases: list[Any], repeats: int) -> None:
     """One table."""
     watch = Watch()
     texts = {name: [run(case) for case in cases] for name, run in systems.items()}  # warm-up
     seconds = interleaved(systems, cases, repeats, watch)
-    first, assisted, *_ = systems
+    first, *others = systems
+    beside = [first, *(name for name in others if name == "transformers, assisted")]
     rows = []
     for name in systems:
         same = sum(a == b for a, b in zip(texts[name], texts[first], strict=True))
-        ratios = [f"{ratio(seconds[other], seconds[name]):.2f}x" for other in (first, assisted)]
+        ratios = [f"{ratio(seconds[other], seconds[name]):.2f}x" for other in beside]
         rows.append([name, *ratios, f"{same}/{len(cases)}"])
     print(f"\n{title}, {len(cases)} cases\n")
-    print(table(["system", "vs generate", "vs assisted", "same text"], rows))
+    print(table(["system", *(f"vs {name}" for name in beside), "same text"], rows))
     print(f"\n{watch.verdict()}", flush=True)
 
 
 def main() -> None:
-    """Both tables."""
+    """The tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=6, help="prompts")
     parser.add_argument("--tokens", type=int, default=128, help="new tokens per prompt")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--whisper", help="speech alone, with this model instead of the package's")
+    parser.add_argument("--audio", nargs="+", help="recordings instead of the package's")
     args = parser.parse_args()
-    report("text-generation", text_systems(args.tokens), read_prompts(None, args.count), args.repeats)
-    sounds = [soundfile.read(path, dtype="float32") for path, _ in zoo.recordings()]
-    recordings = [{"raw": samples, "sampling_rate": rate} for samples, rate in sounds]
-    report("automatic-speech-recognition", speech_systems(), recordings, args.repeats)
+    if args.whisper is None:
+        report("text-generation", text_systems(args.tokens), read_prompts(None, args.count), args.repeats)
+    systems = speech_systems() if args.whisper is None else whisper_systems(args.whisper)
+    files = args.audio or [path for path, _ in zoo.recordings()]
+    recordings = [{"raw": read_audio(str(file), RATE).samples, "sampling_rate": RATE} for file in files]
+    report("automatic-speech-recognition", systems, recordings, args.repeats)
 
 
 if __name__ == "__main__":

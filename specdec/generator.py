@@ -111,13 +111,13 @@ class SpecGenerator:
             draft_how = on_own_device(draft_how)
         if draft_options and not names_model(draft) and not (is_head(draft) and [*draft_options] == ["vocabulary"]):
             raise OptionError("`draft_options` load a draft model, and `draft` is no id or path: leave them out")
-        if tokenizer is None and is_name(target):
-            tokenizer = tokenizer_beside(str(target), **how.beside)
         draft, beside = loaded(draft, draft_how, Vocabulary.of((draft_options or {}).get("vocabulary")))
+        model = language_model(target, "target", how)
+        if tokenizer is None and is_name(target):  # after the model, which says why nothing can be read
+            tokenizer = tokenizer_beside(str(target), **how.beside)
         if assistant_tokenizer is None and tokenizer is not None:
             assistant_tokenizer = beside
         tokenizers = {"tokenizer": tokenizer, "assistant_tokenizer": assistant_tokenizer}
-        model = language_model(target, "target", how)
         shared: dict[str, Any] = {
             "gear": how.gear,
             "exactness": how.exactness,

@@ -37,5 +37,5 @@ def _figures(stats: Stats) -> str:
     if stats.num_spec_steps:
         facts.append(f"{stats.mean_acceptance_length:.2f} tokens per round with a draft")
         mark = f'<span style="{_DRAFTED}">from the draft</span>'
-        facts.append(f"{mark}: {stats.num_accepted_draft_tokens} of {stats.num_draft_tokens} guesses")
+        facts.append(f"{mark}: {stats.num_accepted_draft_tokens} of {stats.num_draft_tokens} guesses kept")
     return f'<div style="{_QUIET}">{" · ".join(facts)}</div>'

@@ -114,16 +114,30 @@ def test_help_does_not_import_torch() -> None:
 def test_every_command_has_an_example_that_its_parser_takes(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The help ends with it; flags that were renamed would break it. (`slow` runs them.)"""
+    """The help ends with it, in one line; flags that were renamed would break it. (`slow` runs them.)"""
+    monkeypatch.setenv("COLUMNS", "80")
     assert run([command, "--help"]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert f"Example: {EXAMPLES[command]}" in shown
+    assert f"Example: {EXAMPLES[command]}\n" in capsys.readouterr().out
     made = typer.main.get_command(commands.app)
     words = shlex.split(EXAMPLES[command])[1:]
     assert isinstance(made, typer.core.TyperGroup)
     chosen = made.commands[words[0]]
     if not isinstance(chosen, typer.core.TyperGroup):
         chosen.make_context(command, words[1:])
+
+
+def test_help_cuts_nothing_at_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """No name ends in an ellipsis, as `--num-return-sequenc…` did in 0.1.0, and no line about a command in dots."""
+    monkeypatch.setenv("COLUMNS", "80")
+    made = typer.main.get_command(commands.app)
+    assert isinstance(made, typer.core.TyperGroup)
+    assert run(["--help"]) == 0
+    assert "...\n" not in capsys.readouterr().out.partition("Commands:")[2]
+    for name, command in made.commands.items():
+        assert run([name, "--help"]) == 0
+        shown = capsys.readouterr().out.split()
+        flags = {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)}
+        assert {flag for flag in flags if flag.startswith("--")} <= set(shown), name
 
 
 def test_every_command_is_shown_and_traced() -> None:

@@ -340,6 +340,13 @@ def test_features_in_every_spelling() -> None:
     assert ours(model, input_features=features.tolist()) == ours(model, features) == expected
 
 
+@pytest.mark.parametrize("text", ["hi", ["hi", "ho"]])
+def test_text_for_a_model_that_hears(text: Any) -> None:
+    """It is told what is for recordings. (The error spoke of lists of equal lengths.)"""
+    with pytest.raises(OptionError, match=r"prompt is text, .* `input_features`: .*Transcriber"):
+        SpecGenerator(tiny("whisper")).generate(text)
+
+
 def test_repeated_prompts_keep_all_their_parts() -> None:
     """Copies stand side by side; what the encoder reads is not copied."""
     rows = [RowPrompt([r], r, [r, r], torch.full((1, 2), float(r)), [7, r]) for r in range(2)]

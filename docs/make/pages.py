@@ -83,7 +83,8 @@ def _commands(command: Any, name: str) -> Iterator[str]:
     records = [record for param in command.get_params(context) if (record := param.get_help_record(context))]
     rows = "".join(f"| {_code(flags)} | {_cell(told)} |\n" for flags, told in records)
     table = f"| flag | |\n| --- | --- |\n{rows}" if rows else ""
-    epilog = f"\n{command.epilog}\n" if command.epilog else ""
+    example = command.epilog.partition("Example: ")[2] if command.epilog else ""
+    epilog = f"\nExample: `{example}`\n" if example else ""
     yield f"## {name}\n\n{_prose(command.help)}\n\n```text\n{usage}\n```\n{epilog}\n{table}"
     for child in sorted(children):
         yield from _commands(children[child], f"{name} {child}")

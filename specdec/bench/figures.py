@@ -50,13 +50,24 @@ class Request(NamedTuple):
 
 def requests(samples: Sequence[Sample]) -> dict[int, Request]:
     """The requests of one system, by the number of their batch."""
+    return {
+        batch: Request(statistics.median(s.seconds for s in own), statistics.median(s.count for s in own))
+        for batch, own in _repetitions(samples).items()
+    }
+
+
+def typical(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """Of every request the repetition that took the median time, or the two around it."""
+    ordered = [sorted(own, key=lambda s: s.seconds) for own in _repetitions(samples).values()]
+    return [own[(len(own) - 1) // 2 : len(own) // 2 + 1] for own in ordered]
+
+
+def _repetitions(samples: Sequence[Sample]) -> dict[int, list[Sample]]:
+    """The samples of every request, by the number of its batch."""
     by_batch: dict[int, list[Sample]] = {}
     for sample in samples:
         by_batch.setdefault(sample.batch, []).append(sample)
-    return {
-        batch: Request(statistics.median(s.seconds for s in own), statistics.median(s.count for s in own))
-        for batch, own in by_batch.items()
-    }
+    return by_batch
 
 
 def per_token(samples: Sequence[Sample]) -> float:

@@ -20,13 +20,14 @@ THEMED = {INK: "var(--ink)", RULE: "var(--rule)"}
 # Okabe and Ito's colours, which eyes that see fewer of them tell apart too; lines have markers of their own besides.
 SERIES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8d7f5c", "#7a78c9")
 MARKERS = "os^Dv*PX"
-STATES = {"faster": SERIES[2], "slower": SERIES[4], "same": "#8b95a3"}
+REST = "#8b95a3"
+STATES = {"faster": SERIES[0], "slower": SERIES[4], "same": REST}
 # Part of the time -> what it is called, and its colour.
 SPLIT = {
     "draft": ("the draft's passes", SERIES[1]),
     "verify": ("the target's passes", SERIES[0]),
-    "select": ("choosing tokens", SERIES[3]),
-    "overhead": ("all else", "#8b95a3"),
+    "select": ("choosing tokens", SERIES[6]),
+    "overhead": ("all else", REST),
 }
 WIDTH = 8.2  # inches
 _ROW = 0.29  # inches of a bar
@@ -50,11 +51,8 @@ def group_plots(group: Results, stem: str) -> list[Plot]:
     best = leaders(cells)
     found = []
     if cells:
-        found.append(
-            draw_plot(
-                f"{stem}-speedup", "Speedup over plain decoding, with 95% intervals", _rows(cells), _speedups, cells
-            )
-        )
+        caption = "Speedup over plain decoding, with 95% intervals; grey where it may be chance"
+        found.append(draw_plot(f"{stem}-speedup", caption, _rows(cells), _speedups, cells))
     if any(len(system["categories"]) > 1 for system in best):
         height = _ROW * (1.2 + len(best)) * len(best[0]["categories"]) / 1.4 + 1.1
         caption = "Speedup by category of prompts, each draft with its fastest schedule"
@@ -184,7 +182,7 @@ def _categories(axes: Axes, cells: list[Results]) -> None:
     axes.axvline(1, color=INK, linewidth=1, linestyle=(0, (4, 2)))
     _named(axes, names)
     axes.set_xlabel("times plain decoding's speed")
-    _legend(axes, len(cells))
+    legend_below(axes, len(cells))
 
 
 def _acceptance(left: Axes, right: Axes, cells: list[Results]) -> None:
@@ -209,7 +207,7 @@ def _acceptance(left: Axes, right: Axes, cells: list[Results]) -> None:
     right.grid(axis="x", visible=False)
     for axes in (left, right):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _legend(left, len(cells))
+    legend_below(left, len(cells))
 
 
 def _sweep(axes: Axes, sweeps: list[Results]) -> None:
@@ -253,7 +251,7 @@ def _flat(axes: Axes, label: str, count: int) -> None:
     """The rest of a picture with the speedup upwards."""
     axes.axhline(1, color=INK, linewidth=1, linestyle=(0, (4, 2)))
     axes.set(xlabel=label, ylabel="times plain decoding's speed", ylim=(0, None))
-    _legend(axes, count)
+    legend_below(axes, count)
 
 
 def _split(axes: Axes, systems: list[Results]) -> None:
@@ -267,11 +265,11 @@ def _split(axes: Axes, systems: list[Results]) -> None:
     _named(axes, [system["name"] for system in systems])
     axes.set_xlim(0, 1.12 * max(left))
     axes.set_xlabel("milliseconds per new token")
-    _legend(axes, len(SPLIT))
+    legend_below(axes, len(SPLIT))
 
 
-def _legend(axes: Axes, count: int) -> None:
-    """Below the picture, where it hides nothing."""
+def legend_below(axes: Axes, count: int) -> None:
+    """The legend below the picture, where it hides nothing."""
     axes.figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=min(count, 4), fontsize=8)
 
 

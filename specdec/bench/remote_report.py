@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.bench.figures import percentiles
 from specdec.bench.machine import provenance
-from specdec.bench.plots import SERIES, Plot, draw_plot
+from specdec.bench.plots import SERIES, Plot, draw_plot, legend_below
 from specdec.bench.remote import Measured, Workload
 from specdec.bench.report import render
 
@@ -23,12 +23,37 @@ Results = dict[str, Any]
 def remote_results(workload: Workload, measured: Sequence[Measured]) -> Results:
     """Everything that the page shows, as plain values; the key is not among them."""
     asked = {name: value for name, value in asdict(workload).items() if name not in ("key", "prompts", "loads")}
+    loads = [_figures(one) for one in measured]
     return {
         "name": f"{workload.model} at {workload.url}",
         "workload": {**asked, "prompts": len(workload.prompts)},
-        "loads": [_figures(one) for one in measured],
+        "loads": loads,
+        "summary": _summary(loads),
         "machine": provenance(),
     }
+
+
+def _summary(loads: Sequence[Results]) -> list[str]:
+    """What a reader must know, in sentences."""
+    served = [load for load in loads if not load["plain"] and load["tokens_per_second"]]
+    plain = {(load["concurrency"], load["rate"]): load["tokens_per_second"] for load in loads if load["plain"]}
+    said = []
+    if served:
+        best = max(served, key=lambda load: load["tokens_per_second"])
+        said.append(
+            f"At most {best['tokens_per_second']:.0f} tokens a second, with {best['label']}; half of the answers begin "
+            f"within {best['first_token_ms']['p50']:.0f} ms there."
+        )
+    ratios = [
+        f"{load['tokens_per_second'] / alone:.2f}× with {load['label']}"
+        for load in served
+        if (alone := plain.get((load["concurrency"], load["rate"])))
+    ]
+    if ratios:
+        said.append(f"Tokens per second over those without the draft: {', '.join(ratios)}.")
+    errors, asked = (sum(load[name] for load in loads) for name in ("errors", "requests"))
+    said.append(f"{errors} of {asked} requests FAILED." if errors else f"All {asked} requests were answered.")
+    return said
 
 
 def _figures(measured: Measured) -> Results:
@@ -102,6 +127,8 @@ def _plots(loads: Sequence[Results]) -> list[Plot]:
 
 
 def _by_load(speed: Axes, first: Axes, data: tuple[Sequence[Results], str, str]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     loads, axis, words = data
     for number, plain in enumerate((False, True)):
         own = sorted((load for load in loads if load["plain"] is plain), key=lambda load: load[axis])
@@ -116,4 +143,5 @@ def _by_load(speed: Axes, first: Axes, data: tuple[Sequence[Results], str, str])
         axes.set_xlabel(words)
         axes.set_ylabel(label)
         axes.set_ylim(bottom=0)
-        axes.legend()
+        axes.xaxis.set_major_locator(MaxNLocator(integer=axis == "concurrency"))
+    legend_below(first, 4)

@@ -6,7 +6,7 @@ import csv
 import io
 from collections.abc import Sequence
 from dataclasses import asdict
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from specdec.bench.figures import (
@@ -17,6 +17,7 @@ from specdec.bench.figures import (
     predict,
     requests,
     speedup,
+    typical,
 )
 from specdec.bench.group import name_of
 from specdec.bench.machine import verdict
@@ -107,7 +108,7 @@ def _system(outcome: Outcome, group: Group, cell: Cell | None, plain: list[Sampl
         "acceptance_histogram": histogram(accepted),
         "target_passes_per_token": sum(s.passes for s in samples) / tokens,
         "weight_passes_per_token": sum(s.weight_passes for s in samples) / tokens,
-        "split_ms_per_token": _split(samples, tokens),
+        "split_ms_per_token": _split(samples),
         "memory_mib": round(max(memory) / _MIB, 1) if memory else None,
         "exactness": samples[0].exactness,
         "gear": samples[0].gear,
@@ -118,19 +119,24 @@ def _system(outcome: Outcome, group: Group, cell: Cell | None, plain: list[Sampl
 
 def gears(system: Results) -> str:
     """What the passes of a system ran on, in words."""
-    draft = system["draft_gear"]
-    return f"{system['gear']}, draft {draft}" if draft else str(system["gear"])
+    gear, draft = system["gear"], system["draft_gear"]
+    return gear if draft is None else f"both {gear}" if draft == gear else f"{gear}, draft {draft}"
 
 
 def _ms(seconds: Sequence[float]) -> dict[str, float] | None:
     return percentiles([1e3 * s for s in seconds])
 
 
-def _split(samples: Sequence[Sample], tokens: int) -> dict[str, float]:
+def _split(samples: Sequence[Sample]) -> dict[str, float]:
     """Milliseconds per new token by what they went into; overhead is what the engine does beside the three."""
-    seconds = {name: sum(getattr(s, f"{name}_seconds") for s in samples) for name in ("draft", "verify", "select")}
-    seconds["overhead"] = sum(s.seconds for s in samples) - sum(seconds.values())
-    return {name: 1e3 * value / tokens for name, value in seconds.items()}
+    own = typical(samples)
+
+    def total(name: str) -> float:
+        return sum(mean(getattr(s, name) for s in middle) for middle in own)
+
+    seconds = {name: total(f"{name}_seconds") for name in ("draft", "verify", "select")}
+    seconds["overhead"] = total("seconds") - sum(seconds.values())
+    return {name: 1e3 * value / total("count") for name, value in seconds.items()}
 
 
 def _categories(plain: Sequence[Sample], samples: Sequence[Sample]) -> dict[str, float]:
@@ -170,11 +176,12 @@ def _sweeps(outcome: Outcome, group: Group, plain: list[Sample]) -> list[Results
     found = []
     for draft in dict.fromkeys(cell.draft for cell in group.cells):
         cells = {
-            cell.drafting.num_assistant_tokens: outcome.store.of(group.label, cell.label)
+            k: outcome.store.of(group.label, cell.label)
             for cell in group.cells
             if cell.draft == draft and cell.drafting.schedule == "constant" and cell.is_chain
+            if (k := cell.drafting.num_assistant_tokens) is not None
         }
-        measured = {k: s for k, samples in sorted(cells.items()) if k and (s := speedup(plain, samples))}
+        measured = {k: s for k, samples in sorted(cells.items()) if (s := speedup(plain, samples))}
         if len(measured) < 2:
             continue
         swept = [s for samples in cells.values() for s in samples]
@@ -199,12 +206,14 @@ def _summary(found: Results) -> list[str]:
         states = [s["speedup"]["state"] for _, s in cells]
         real = [pair for pair in cells if not pair[1]["synthetic"]] or cells
         group, best = max(real, key=lambda pair: pair[1]["speedup"]["value"])
-        said.append(
-            f"Of {len(cells)} assisted settings, {states.count('faster')} are faster than plain decoding, "
-            f"{states.count('slower')} SLOWER, {states.count('same')} show no clear difference."
-        )
-        said.append(f"Best: {best['name']} ({group['label']}), {best['speedup']['words']}.")
-        said.append(f"Half of the settings reach {median(s['speedup']['value'] for _, s in cells):.2f}× or more.")
+        if several := len(cells) > 1:
+            said.append(
+                f"Of {len(cells)} assisted settings, {states.count('faster')} are faster than plain decoding, "
+                f"{states.count('slower')} SLOWER, {states.count('same')} show no clear difference."
+            )
+        said.append(f"{'Best: ' if several else ''}{best['name']} ({group['label']}), {best['speedup']['words']}.")
+        if several:
+            said.append(f"Half of the settings reach {median(s['speedup']['value'] for _, s in cells):.2f}× or more.")
     compared, identical = (sum(s[name] for _, s in cells) for name in ("compared", "identical"))
     if compared:
         excuses = [m["excuse"] for m in found["mismatches"]]

@@ -53,7 +53,8 @@ Repeats = Annotated[int | None, typer.Option(min=1, help="How often every reques
 def bench(
     ctx: typer.Context,
     target: Annotated[
-        list[str] | None, typer.Argument(help="Hub ids, folders, or zoo:python-code; may come from --config.")
+        list[str] | None,
+        typer.Argument(metavar="TARGET", help="Hub ids, folders, or zoo:python-code; may come from --config."),
     ] = None,
     config: Annotated[Path | None, typer.Option(help="YAML: the matrix, see configs/bench. Flags win.")] = None,
     draft: Draft = None,
@@ -101,7 +102,7 @@ def bench(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> int:
-    """Measure assisted decoding beside plain decoding, compare their texts, and write a report; or a server (--url).
+    """Measure drafts beside plain decoding, or a server (--url). The texts are compared, too, and a report is written.
 
     A run that was killed goes on where it stopped when the same command is given again. Exit code 3: a text differs
     from plain decoding's, and neither --near-tie nor a row-dependent target excuses it.
@@ -203,8 +204,8 @@ def resumable(folder: Path | None, *, without: str = "") -> Iterator[None]:
 
 def tune(
     ctx: typer.Context,
-    target: Annotated[str, typer.Argument(help="Hub id, folder, or zoo:python-code.")],
-    draft: Annotated[str, typer.Argument(help=f"{DRAFTS}.")],
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="Hub id, folder, or zoo:python-code.")],
+    draft: Annotated[str, typer.Argument(metavar="DRAFT", help=f"{DRAFTS}.")],
     prompts: PromptSource = None,
     count: Number = None,
     num_draft_tokens: Annotated[
@@ -225,7 +226,7 @@ def tune(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> int:
-    """Measure the schedules of a pair on your prompts and print the best one, or that plain decoding is.
+    """Find the best schedule of a pair for your prompts. Where plain decoding is best, that is what it prints.
 
     The table goes to stderr, and the configuration for `specdec generate --config` to stdout.
     """

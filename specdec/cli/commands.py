@@ -63,12 +63,14 @@ from specdec.cli.transcribe import transcribe
 from specdec.errors import OptionError, SpecdecError
 from specdec.fields import SAMPLING
 
-app = typer.Typer(pretty_exceptions_enable=False, help="Speculative decoding: the same text, in fewer passes.")
+app = typer.Typer(
+    pretty_exceptions_enable=False, rich_markup_mode=None, help="Speculative decoding: the same text, in fewer passes."
+)
 
 
 def example(command: str) -> str:
-    """The last line of a command's help."""
-    return f"Example: {EXAMPLES[command]}"
+    """The last line of a command's help, not to be broken."""
+    return f"\b\nExample: {EXAMPLES[command]}"
 
 
 def main() -> None:
@@ -154,6 +156,7 @@ def generate(
     target: Annotated[
         str | None,
         typer.Argument(
+            metavar="TARGET",
             help="Hub id, folder, GGUF file, or zoo:NAME (specdec zoo lists them); may come from --config.",
             autocompletion=own_pairs,
         ),
@@ -220,7 +223,7 @@ def generate(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> int:
-    """Continue a prompt with TARGET, or answer it (--chat), helped by a draft; the text is TARGET's own."""
+    """Continue a prompt, or answer it (--chat), helped by a draft. The text is TARGET's own."""
     request = read_request(ctx.params)
     first_of_job(request)
     text, expected = read_prompt(prompt), read_prediction(prediction, request.method)

@@ -18,7 +18,9 @@ _SECONDS = 60.0  # that a model takes, about
 
 
 def compile_(
-    target: Annotated[str, typer.Argument(help="Hub id, folder, GGUF file, or zoo:NAME (specdec zoo lists them).")],
+    target: Annotated[
+        str, typer.Argument(metavar="TARGET", help="Hub id, folder, GGUF file, or zoo:NAME (specdec zoo lists them).")
+    ],
     draft_model: Annotated[str | None, typer.Option(help="A smaller model: hub id, folder, or zoo:NAME.")] = None,
     dtype: Dtype = None,
     quantization: Quantization = None,
@@ -27,7 +29,7 @@ def compile_(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> int:
-    """Compile the passes of TARGET and its draft, about a minute each; from then on they run on that code."""
+    """Compile the passes of TARGET and its draft, once and for all. It takes about a minute each."""
     from specdec.generator import SpecGenerator
 
     given = {"dtype": dtype, "quantization": quantization, "gguf_file": gguf_file}

@@ -16,7 +16,9 @@ _ALL = 1_000_000  # prompts
 
 
 def distill(
-    target: Annotated[str, typer.Argument(help="Hub id, folder, or zoo:NAME (specdec zoo lists them).")],
+    target: Annotated[
+        str, typer.Argument(metavar="TARGET", help="Hub id, folder, or zoo:NAME (specdec zoo lists them).")
+    ],
     out: Annotated[Path, typer.Option("--out", "-o", help="The draft's folder; a training in it goes on.")],
     text: Annotated[list[Path] | None, typer.Option(help="A file to learn from; repeatable.")] = None,
     prompts: Annotated[

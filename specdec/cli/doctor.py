@@ -44,7 +44,9 @@ def doctor(
     target: Annotated[
         str | None,
         typer.Argument(
-            help="A model to examine too: hub id, folder, GGUF file, or zoo:NAME.", autocompletion=own_pairs
+            metavar="TARGET",
+            help="A model to examine too: hub id, folder, GGUF file, or zoo:NAME.",
+            autocompletion=own_pairs,
         ),
     ] = None,
     draft_model: Annotated[str | None, typer.Option(help="A smaller model: hub id, folder, or zoo:NAME.")] = None,
@@ -64,7 +66,9 @@ def doctor(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> int:
-    """Say what is here, what is missing and what installs it, whether a pair fits, and what it would gain.
+    """Say what is here, what is missing, and how well a pair fits.
+
+    What is missing comes with the command that installs it, a pair with an estimate of what it gains.
 
     Exit code 1: something is wrong, and the line with the ✗ says what.
     """

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 HEADING = Style(bold=True)
 
-zoo_app = typer.Typer(help="The models that come with the package, and the recipes that made them.")
+zoo_app = typer.Typer(help="List the models of the package, or make them again.")
 
 
 def demo(
@@ -31,7 +31,7 @@ def demo(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> int:
-    """Watch the package's own small target write code alone, then with its draft, and where the time went."""
+    """Watch a small model write code alone, then with its draft. Then see where the time went."""
     from specdec import zoo
 
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": sample or temperature is not None}
@@ -146,7 +146,7 @@ def _shown(value: object) -> str:
 
 @zoo_app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
 def train(ctx: typer.Context) -> None:
-    """Make a pair again, or a larger one: specdec zoo train [OUT] --recipe NAME; --help lists that recipe's options."""
+    """Make a pair again, or a larger one. specdec zoo train [OUT] --recipe NAME; --help lists that recipe's options."""
     from specdec.train import main
 
     main([a for a in ctx.args if a != "--debug"])

@@ -58,7 +58,8 @@ LIMITS = {
 def serve(
     ctx: typer.Context,
     target: Annotated[
-        str | None, typer.Argument(help="Hub id, folder, GGUF file, or zoo:NAME; or models of --config.")
+        str | None,
+        typer.Argument(metavar="TARGET", help="Hub id, folder, GGUF file, or zoo:NAME; or models of --config."),
     ] = None,
     draft_model: Annotated[str | None, typer.Option(help="A smaller model: hub id, folder, or zoo:NAME.")] = None,
     method: Method = None,
@@ -123,7 +124,7 @@ def serve(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> int:
-    """Serve models over HTTP as OpenAI does: completions, chats, transcriptions, and a page at /."""
+    """Serve models over HTTP as OpenAI does. Completions, chats, transcriptions, and a page at /."""
     if missing := [module for module in NEEDS if find_spec(module) is None]:
         raise SpecdecError(f"a server needs {', '.join(missing)}: pip install 'specdec-runtime[serve]'")
     keys = settings_keys(ctx.params)
@@ -132,13 +133,14 @@ def serve(
     if idle := [flag for flag in OF_REPLICAS if ctx.params[flag] not in (None, False)]:
         raise OptionError(f"--{idle[0].replace('_', '-')} is about replicas on a cluster: pass --ray, or leave it out")
     with loading(f"loading {', '.join(model['name'] for model in keys['models'])}", quiet=quiet):
-        from specdec.serve import create_app, load, read_settings
+        from specdec.serve import check_address, create_app, load, read_settings
         from specdec.serve import serve as run
         from specdec.serve.keys import Keys
 
         settings = read_settings(keys)
         if settings.api_key_file is not None:
-            Keys(settings.api_key_file)  # told before anything is loaded
+            Keys(settings.api_key_file)
+        check_address(settings)  # told, as the keys are, before anything is loaded
         models = [load(model, settings.limits, settings.share) for model in settings.models]
         app = create_app(settings, models)
     run(app, settings)

@@ -40,7 +40,7 @@ ZOO = "zoo:python-summary"
 
 def summarize(
     ctx: typer.Context,
-    files: Annotated[list[str] | None, typer.Argument(metavar="FILE…", help="Text files; - reads stdin.")] = None,
+    files: Annotated[list[str] | None, typer.Argument(metavar="FILE", help="Text files; - reads stdin.")] = None,
     demo: Annotated[bool, typer.Option("--demo", help=f"Functions that come with the package, by {ZOO}.")] = False,
     model: Annotated[str | None, typer.Option(help="Hub id or folder; may come from --config.")] = None,
     draft_model: Annotated[str | None, typer.Option(help="A smaller model: hub id or folder.")] = None,
@@ -72,7 +72,7 @@ def summarize(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> int:
-    """Summarise texts of any length; the summaries are the model's own, whatever draft helps it."""
+    """Summarise texts of any length. The summaries are the model's own, whatever draft helps it."""
     if demo and files:
         raise OptionError("--demo brings texts of its own: leave out the files, or --demo")
     flags = defaultdict(lambda: None, {**ctx.params, "target": model or (ZOO if demo and config is None else None)})

@@ -31,7 +31,7 @@ Format = Literal["text", "json", "srt", "vtt"]
 def transcribe(
     ctx: typer.Context,
     files: Annotated[
-        list[str] | None, typer.Argument(metavar="FILE…", help="wav, flac, mp3 or ogg; - reads stdin.")
+        list[str] | None, typer.Argument(metavar="FILE", help="wav, flac, mp3 or ogg; - reads stdin.")
     ] = None,
     demo: Annotated[bool, typer.Option("--demo", help="The recordings that come with the package.")] = False,
     model: Annotated[
@@ -75,7 +75,7 @@ def transcribe(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> int:
-    """Write down what is said in recordings; the text is the model's own, the draft makes it faster.
+    """Write down what is said in recordings. The text is the model's own, the draft makes it faster.
 
     A recording that cannot be read is told on stderr, the others go on, and the exit code is 1.
     """

@@ -175,6 +175,11 @@ def _encoder_decoder(
     """
     main = target.model.main_input_name
     if main in FEATURES and value is not None:
+        if _is_text(value):
+            raise OptionError(
+                f"the prompt is text, and {type(target.model).__name__} reads `{main}`: for recordings there are "
+                "specdec.Transcriber and `specdec transcribe`"
+            )
         given, value = {**given, main: value}, None  # transformers, too, takes features as the first argument
     features = next((name for name in FEATURES if name in given), None)
     ids, encoder = None, {}
@@ -194,6 +199,11 @@ def _encoder_decoder(
         return prompts
     rows = [replace(row, encoder_ids=read) for row, read in zip(prompts.rows, ids.kept, strict=True)]
     return replace(prompts, rows=rows, is_text=ids.is_text)
+
+
+def _is_text(value: Any) -> bool:
+    """Whether a prompt is a string, or a list that begins with one."""
+    return isinstance(value[0] if isinstance(value, list | tuple) and value else value, str)
 
 
 def _encoding(given: Mapping[str, Any], inputs: Mapping[str, Tensor], target: LanguageModel) -> Encoding | None:

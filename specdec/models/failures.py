@@ -12,6 +12,7 @@ from json import JSONDecodeError
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import SafetensorError
 
 from specdec.errors import LoadError, OptionError, SpecdecError
@@ -20,6 +21,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _BROKEN = "its files are broken or incomplete; delete them and download or save them again"
 _MEMORY = "there is not enough memory; try a smaller `dtype`, a `quantization`, or `offload='disk'`"
 _DISK = "the disk is full; free some space, or name another `offload_folder`"
+_AWAY = "the hub cannot be reached; check the network, or name a folder that holds the model"
 _NAME = "check the name, or convert the checkpoint to safetensors if that is what is missing"
 
 
@@ -67,6 +69,8 @@ def check_complete(name: str, info: dict[str, set[str]], argument: str = "model"
 
 def _cause(error: Exception) -> str | None:
     text = str(error).lower()
+    if isinstance(error.__cause__, LocalEntryNotFoundError):
+        return _AWAY
     if getattr(error, "errno", None) in _FULL or "no space left" in text:
         return _DISK
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text:

@@ -20,7 +20,7 @@ Nothing of it is imported unless a server is asked for; the extra `serve` brings
 
 from specdec.serve.app import create_app
 from specdec.serve.hosting import load
-from specdec.serve.server import serve
+from specdec.serve.server import check_address, serve
 from specdec.serve.settings import ServeSettings, read_settings
 
-__all__ = ["ServeSettings", "create_app", "load", "read_settings", "serve"]
+__all__ = ["ServeSettings", "check_address", "create_app", "load", "read_settings", "serve"]

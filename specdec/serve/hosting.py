@@ -102,8 +102,9 @@ class Hosts:
             return fitting[0]
         found = self.all.get(name or "")
         if found is None:
-            names = ", ".join(repr(host.model.name) for host in fitting) or "none"
-            message = f"there is no model {name!r} here; models for this are {names}"
+            names = ", ".join(repr(host.model.name) for host in fitting)
+            known = f"models for {task} are {names}" if fitting else f"no model of this server is for {task}"
+            message = f"there is no model {name!r} here; {known}"
             raise ApiError(404, message, param="model", code="model_not_found")
         if found.model.task != task:
             message = f"the model {name!r} is for {found.model.task}, and this endpoint is for {task}"

@@ -59,6 +59,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "prompt_embeds": ((), "embeddings are not read: pass text or token ids"),
     "stop_token_ids": (([],), "pass `stop`, text"),
 }
+_NESTED = {"json", "regex", "grammar", "choice"}
 _TEMPLATE = ("enable_thinking",)
 
 
@@ -224,7 +225,7 @@ class Generate(BaseModel):
         for name, (neutral, why) in REFUSED.items():
             if name in data and data[name] is not None and not any(_same(data[name], value) for value in neutral):
                 raise ValueError(f"`{name}` is not supported: {why}")
-        return {name: value for name, value in data.items() if name not in REFUSED and value is not None}
+        return _plain_forms({name: v for name, v in data.items() if name not in REFUSED and v is not None})
 
     @model_validator(mode="after")
     def _together(self) -> Generate:
@@ -252,6 +253,17 @@ class Generate(BaseModel):
     def stops(self) -> list[str]:
         """The texts before which the answer ends."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+
+def _plain_forms(data: dict[str, Any]) -> dict[str, Any]:
+    """A request's fields, with what vLLM 0.12 and newer nest in `structured_outputs` under its older names."""
+    nested = data.pop("structured_outputs", {})
+    if not isinstance(nested, dict) or not nested.keys() <= _NESTED:
+        raise ValueError(f"`structured_outputs` must be an object with one of {', '.join(sorted(_NESTED))}")
+    forms = {f"guided_{name}": value for name, value in nested.items() if value is not None}
+    if both := [name for name in forms if name in data]:
+        raise ValueError(f"`structured_outputs` and `{both[0]}` say the same: pass one of them")
+    return {**data, **forms}
 
 
 def _same(value: Any, neutral: Any) -> bool:

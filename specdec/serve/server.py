@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import signal
+import socket
 import sys
 import time
 from types import FrameType
@@ -16,6 +18,7 @@ from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from specdec.errors import SpecdecError
 from specdec.serve.settings import ServeSettings
 from specdec.serve.state import LOG, State
 from specdec.serve.tracing import trace
@@ -29,6 +32,36 @@ def serve(app: FastAPI, settings: ServeSettings) -> None:
     start_log(settings.log)
     trace(app)
     server_of(app, settings).run()
+
+
+def check_address(settings: ServeSettings) -> None:
+    """Raises SpecdecError where the host is none of this machine, or its port belongs to somebody else."""
+    host, port = settings.host, settings.port
+    try:
+        places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise SpecdecError(
+            f"host {host!r} cannot be found ({error.strerror}): pass an address of this machine"
+        ) from None
+    failures = [refusal for place in places if (refusal := _refusal(place)) is not None]
+    taken = [one for one in failures if one.errno in (errno.EADDRINUSE, errno.EACCES)]
+    if taken or len(failures) == len(places):  # a name may stand for an address of a family that is not here
+        raise SpecdecError(
+            f"port {port} of {host} cannot be had ({(taken or failures)[0].strerror}): end what listens there, or pass "
+            "another --port (0 takes a free one) or --host"
+        )
+
+
+def _refusal(place: tuple[Any, ...]) -> OSError | None:
+    """Why nothing can listen at this address; None where something can."""
+    family, kind, protocol, _, address = place
+    try:
+        with socket.socket(family, kind, protocol) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            tried.bind(address)
+    except OSError as error:
+        return error
+    return None
 
 
 def server_of(app: FastAPI, settings: ServeSettings) -> uvicorn.Server:
@@ -75,8 +108,8 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         self._loop = asyncio.get_running_loop()
         for server in self.servers:
-            for socket in server.sockets:
-                host, port = socket.getsockname()[:2]
+            for bound in server.sockets:
+                host, port = bound.getsockname()[:2]
                 LOG.info("listening on http://%s:%s", host, port)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -52,6 +52,10 @@ def test_loads(url: str, tmp_path: Path) -> None:
     assert len(remote_lines(found)) == 5
     page = write_remote_report(found, tmp_path).read_text()
     assert "3 at a time, plain" in page
+    assert found["summary"][-1] == "All 20 requests were answered."
+    ratio = found["loads"][1]["tokens_per_second"] / found["loads"][2]["tokens_per_second"]
+    assert found["summary"][1].endswith(f": {ratio:.2f}× with 3 at a time.")
+    assert all(sentence in page for sentence in found["summary"])
     assert "<svg" in page
     assert "secret" not in page + (tmp_path / "results.json").read_text()
 

@@ -308,6 +308,13 @@ def test_a_broken_config_or_no_safetensors(tmp_path: Path) -> None:
         load(folder)
 
 
+def test_a_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The network is named, not the name. (It was to be checked, or the checkpoint converted.)"""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(LoadError, match="hub cannot be reached"):
+        load("somebody/a-model-that-nobody-has")
+
+
 @pytest.mark.parametrize(
     ("error", "advice"),
     [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +90,16 @@ def test_a_missing_package(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     monkeypatch.setattr(command, "NEEDS", ("no_such_package",))
     assert run(["serve", "--demo"]) == 1
     assert "specdec-runtime[serve]" in capsys.readouterr().err
+
+
+def test_a_port_of_somebody_else(capsys: pytest.CaptureFixture[str]) -> None:
+    """One line that names it, before any model is loaded. (It came from the socket, after minutes of loading.)"""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert run(["serve", "/nonexistent/model", "--port", str(port), "-q"]) == 1
+    assert re.search(rf"^error: port {port} of 127.0.0.1 cannot be had \(.*--port", capsys.readouterr().err)
+    assert run(["serve", "/nonexistent/model", "--host", "192.0.2.1", "--insecure", "-q"]) == 1  # of a document
+    assert "of 192.0.2.1 cannot be had" in capsys.readouterr().err
 
 
 def test_names() -> None:

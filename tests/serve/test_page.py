@@ -14,11 +14,14 @@ import pytest
 from specdec import zoo
 from tests.serve.process import KEY, Process, serving
 
-api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+api = pytest.importorskip("playwright.sync_api", reason="the extra `test` is not installed: no playwright")
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 SHOTS = os.environ.get("SPECDEC_SHOTS")  # a folder for pictures, where somebody wants to look at them
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason="there is no chromium")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(BROWSER is None, reason="there is no chromium: apt install chromium"),
+]
 
 
 @pytest.fixture(scope="module")

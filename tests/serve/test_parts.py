@@ -160,6 +160,7 @@ FORMS: dict[str, tuple[dict[str, Any], Any]] = {
     "regex": ({"guided_regex": r"[ab]{2,4}\.[0-9]"}, lambda text: text[-2] == "."),
     "lark": ({"guided_grammar": 'start: "x" ("," NUMBER)*\nNUMBER: /[0-9]{1,2}/'}, lambda text: text.startswith("x")),
     "choice": ({"guided_choice": ["yes", "no", "né"]}, lambda text: text in ("yes", "no", "né")),
+    "nested": ({"structured_outputs": {"choice": ["yes", "no"]}}, lambda text: text in ("yes", "no")),
 }
 
 
@@ -199,6 +200,9 @@ def test_beams_in_a_form() -> None:
         {"guided_regex": "("},
         {"guided_grammar": "nonsense"},
         {"guided_json": "{"},
+        {"structured_outputs": {"structural_tag": "x"}},
+        {"structured_outputs": ["yes", "no"]},
+        {"structured_outputs": {"choice": ["yes"]}, "guided_choice": ["yes"]},
         {"guided_json": {"type": "no-such-type"}},
         {"guided_json": {"$ref": "http://10.0.0.1/schema"}},
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}},
