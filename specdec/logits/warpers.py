@@ -124,7 +124,10 @@ class TopP:
 
     def _cut(self, logits: Tensor, probs: Tensor) -> Tensor:
         """Filtered copy of one row `[vocab]`, of which more than the first 256 tokens stay."""
-        below = (logits.max() - logits).mul_(_BINS / _SPAN).clamp_(max=_BINS - 1)
+        most = logits.max()
+        if not most.isfinite():
+            return logits.clone()  # whoever chooses from them finds out
+        below = (most - logits).mul_(_BINS / _SPAN).clamp_(max=_BINS - 1)
         bins = below.long()
         mass = torch.bincount(bins, probs, _BINS).double().cumsum(0)
         at = int(torch.searchsorted(mass, self.p))
