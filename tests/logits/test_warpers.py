@@ -77,6 +77,14 @@ def test_rows_without_a_largest_logit_do_not_disturb_others(warper) -> None:
     assert torch.equal(got[1], never)
 
 
+def test_gradients_pass_what_stays() -> None:
+    """Those of the logits that are kept, and no others."""
+    logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    kept = TopK(5)(None, logits)
+    kept.backward(torch.ones_like(kept))
+    assert torch.equal(logits.grad, kept.isfinite().float())
+
+
 @pytest.mark.parametrize("kind", ["few values", "bfloat16", "equal"])
 @pytest.mark.parametrize("vocab", [300, 5000])
 def test_ties_at_the_cut_stay_as_in_transformers(kind, vocab) -> None:
