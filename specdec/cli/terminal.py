@@ -56,18 +56,22 @@ def say(message: str, style: str = "") -> None:
 
 
 class Heartbeat:
-    """Where no bar can be drawn, a line on stderr now and then: how much is done, and about how long the rest takes."""
+    """Where no bar can be drawn, a line on stderr now and then: how much is done, and about how long the rest takes.
 
-    def __init__(self, *, quiet: bool, seconds: float = 20.0) -> None:
+    Another total says that another part of the work begins, with a pace of its own; one that `grows`, that more is
+    known of the same work.
+    """
+
+    def __init__(self, *, quiet: bool, seconds: float = 20.0, grows: bool = False) -> None:
         self._silent = quiet or Console(stderr=True).is_terminal
-        self._seconds = seconds
+        self._seconds, self._grows = seconds, grows
         self._began = self._last = time.monotonic()
         self._before, self._total = 0.0, -1.0
 
     def __call__(self, done: float, total: float, doing: str) -> None:
-        """Told of every step; what was done at the first one of so many in `total` was done before."""
+        """Told of every step; what was done at the first one of a part was done before."""
         now = time.monotonic()
-        if total != self._total:
+        if self._total < 0 or (total != self._total and not self._grows):
             self._before, self._total, self._began = done, total, now
         if self._silent or now - self._last < self._seconds or not total:
             return

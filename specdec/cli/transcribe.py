@@ -234,7 +234,7 @@ def progress(label: str, *, quiet: bool) -> Iterator[Callable[[float, float], No
     )
     err = Console(stderr=True, quiet=quiet)
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
-        task, beat = bar.add_task(label, total=0), Heartbeat(quiet=quiet)
+        task, beat = bar.add_task(label, total=0), Heartbeat(quiet=quiet, grows=True)
 
         def notify(done: float, known: float) -> None:
             bar.update(task, completed=done, total=known)

@@ -5,8 +5,8 @@
 `specdec::store_nodes`, attention over a cache, are both: compiled code on the CPU (attention.cpp) as soon as the
 library is loaded, torch's operators until then and on other devices (plain.py).
 
-`specdec::keep_top` and `specdec::draws`, how tokens are chosen, are compiled code for the CPU (choice.cpp): who calls
-them asks `specdec.kernels.chooses` first.
+`specdec::keep_top` and `specdec::draws`, how tokens are chosen, are compiled code for the CPU alone (choice.cpp): who
+calls them asks `specdec.kernels.is_loaded` first.
 
 `passes` are a model's compiled passes and chains of them (passes.cpp).
 """

@@ -55,8 +55,9 @@ def _only(like: Tensor, values: Tensor, ids: Tensor, kept: Tensor) -> Tensor:
 
 
 def _kept(logits: Tensor, k: int, p: float, least: int) -> Tensor | None:
-    """What stays of `logits`, where compiled code can say that."""
-    if host.is_local(logits) and logits.dtype == torch.float32 and kernels.is_loaded():
+    """What stays of `logits`, where compiled code, which knows no gradients, can say that."""
+    fits = host.is_local(logits) and logits.dtype == torch.float32 and not logits.requires_grad
+    if fits and kernels.is_loaded():
         return kernels.keep_top(logits, k, p, least)  # type: ignore[no-any-return]
     return None
 
@@ -124,7 +125,10 @@ class TopP:
 
     def _cut(self, logits: Tensor, probs: Tensor) -> Tensor:
         """Filtered copy of one row `[vocab]`, of which more than the first 256 tokens stay."""
-        below = (logits.max() - logits).mul_(_BINS / _SPAN).clamp_(max=_BINS - 1)
+        most = logits.max()
+        if not most.isfinite():
+            return logits.clone()  # whoever chooses from them finds out
+        below = (most - logits).mul_(_BINS / _SPAN).clamp_(max=_BINS - 1)
         bins = below.long()
         mass = torch.bincount(bins, probs, _BINS).double().cumsum(0)
         at = int(torch.searchsorted(mass, self.p))

@@ -111,6 +111,21 @@ def test_a_piped_run_gives_signs_of_life(monkeypatch: pytest.MonkeyPatch, capsys
     assert duration(3723) == "1:02:03"
 
 
+def test_the_pace_outlasts_a_total_that_grows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As recordings are opened one after the other, what is known of the work grows with what is done."""
+    clock = iter([0.0, 1.0, 31.0, 61.0])
+    monkeypatch.setattr("specdec.cli.terminal.time.monotonic", lambda: next(clock))
+    beat = Heartbeat(quiet=False, grows=True)
+    for done, known in ((10, 30), (40, 70), (70, 90)):
+        beat(done, known, "speech.wav")
+    assert capsys.readouterr().err.splitlines() == [
+        "57%, about 0:30 left: speech.wav",
+        "78%, about 0:20 left: speech.wav",
+    ]
+
+
 def test_a_mismatch_is_exit_code_3(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -68,6 +68,23 @@ def test_fused_is_one_after_the_other(vocab, k) -> None:
         assert_same_but_at_the_cut(TopKTopP(k, 0.8)(None, logits), expected, logits, 0.8, filtered)
 
 
+@pytest.mark.parametrize("warper", [TopP(0.9), TopKTopP(20, 0.9)])
+def test_rows_without_a_largest_logit_do_not_disturb_others(warper) -> None:
+    """Nothing can be cut off where all is forbidden: the draw says so."""
+    flat, never = torch.zeros(300), torch.full((300,), float("-inf"))
+    got = warper(None, torch.stack([flat, never]))
+    assert torch.equal(got[:1], warper(None, flat[None]))
+    assert torch.equal(got[1], never)
+
+
+def test_gradients_pass_what_stays() -> None:
+    """Those of the logits that are kept, and no others."""
+    logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    kept = TopK(5)(None, logits)
+    kept.backward(torch.ones_like(kept))
+    assert torch.equal(logits.grad, kept.isfinite().float())
+
+
 @pytest.mark.parametrize("kind", ["few values", "bfloat16", "equal"])
 @pytest.mark.parametrize("vocab", [300, 5000])
 def test_ties_at_the_cut_stay_as_in_transformers(kind, vocab) -> None:
