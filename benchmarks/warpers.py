@@ -1,6 +1,6 @@
 """Top-k, top-p and draws of specdec against transformers' warpers and torch: interleaved runs, medians and ratios.
 
-python benchmarks/warpers.py --vocab 131072 --rows 8
+python benchmarks/warpers.py --vocab 49152 --rows 1
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class Chain:
         """Grows to its end in one call, where the model, the rule and the plan allow that; whether it has."""
         task = self.row.task
         until, choose = getattr(self.plan, "until", None), getattr(task.rule, "choice", None)
-        if until is None or choose is None or (choice := choose(self.row)) is None:
+        if not session.chains or until is None or choose is None or (choice := choose(self.row)) is None:
             return False
         rule = ChainRule(self.limit, width, choice, until, task.ends, self.plan.needs_confidence)
         guesses = session.chain(self.held.slot, text.tokens, rule)

@@ -213,7 +213,7 @@ class HeadSession(ModelSession):
     def _next(self, known: Sequence[_Known], slots: Sequence[int], trees: Sequence[Tree]) -> list[Scores]:
         """A pass of the only stage over one more guess each, which go on from what was written before them."""
         tokens, before = [tree.tokens[0] for tree in trees], torch.stack([one.written[0][-1] for one in known])
-        logits, states = self._stages.stages[0].advance(slots, tokens, self._head.inputs(tokens, before))
+        logits, states = self._stages.advance(slots, tokens, self._head.inputs(tokens, before))
         assert states is not None
         for one, state in zip(known, states, strict=True):
             one.written = [{-1: state}]

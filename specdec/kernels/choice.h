@@ -130,7 +130,7 @@ inline void keep_mass(float* scores, int64_t count, float most, double p, int64_
 // Both, the k largest (0 keeps all) and of these those with the share p of the mass.
 inline void keep_most(float* scores, int64_t count, float most, int64_t k, double p, int64_t least) {
   if (k > 0) keep_largest(scores, count, k);
-  if (p < 1) keep_mass(scores, count, most, p, least);
+  if (p < 1 && std::isfinite(most)) keep_mass(scores, count, most, p, least);
 }
 
 inline uint64_t mixed(uint64_t z) {
@@ -176,7 +176,8 @@ struct Noise {
 // The token whose score and noise are the largest together, where `most` is the largest score. Logarithms are taken for
 // those alone that can win: whose hash is large enough for the noise that beats the best so far.
 inline int64_t drawn(const float* scores, int64_t count, float most, uint64_t address) {
-  constexpr float HEAD = 4, REACH = 41;  // no two values of the noise differ by more than 36.8 + 3.7
+  constexpr float HEAD = 4, REACH = 41;  // as in noise.py: no two values of the noise differ by more than 36.8 + 3.7
+  if (std::isinf(most)) return std::find(scores, scores + count, most) - scores;  // no noise matters beside it
   Noise noise(address);
   auto best = -std::numeric_limits<double>::infinity();
   int64_t token = -1;

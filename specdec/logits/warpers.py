@@ -54,7 +54,7 @@ def _only(like: Tensor, values: Tensor, ids: Tensor, kept: Tensor) -> Tensor:
     return torch.full_like(like, _NEVER).scatter_(-1, ids, values.masked_fill(~kept, _NEVER))
 
 
-def _kept(logits: Tensor, k: int, p: float, least: int) -> Tensor | None:
+def _compiled(logits: Tensor, k: int, p: float, least: int) -> Tensor | None:
     """What stays of `logits`, where compiled code, which knows no gradients, can say that."""
     fits = host.is_local(logits) and logits.dtype == torch.float32 and not logits.requires_grad
     if fits and kernels.is_loaded():
@@ -75,8 +75,8 @@ class TopK:
 
     def __call__(self, ids: Tensor | None, logits: Tensor) -> Tensor:
         """Filtered copy of `logits` `[n, vocab]`; `ids` are not read."""
-        if (kept := _kept(logits, self.k, 1.0, 1)) is not None:
-            return kept
+        if (found := _compiled(logits, self.k, 1.0, 1)) is not None:
+            return found
         last = top_values(logits, min(self.k, logits.shape[-1]))[0][:, -1:]
         return logits.masked_fill(logits < last, _NEVER)
 
@@ -99,8 +99,8 @@ class TopP:
 
     def __call__(self, ids: Tensor | None, logits: Tensor) -> Tensor:
         """Filtered copy of `logits` `[n, vocab]`; `ids` are not read."""
-        if (there := _kept(logits, 0, self.p, self.min_tokens_to_keep)) is not None:
-            return there
+        if (found := _compiled(logits, 0, self.p, self.min_tokens_to_keep)) is not None:
+            return found
         probs = torch.softmax(logits, dim=-1)
         if not host.is_local(logits):  # sorting costs less than looking whether it is necessary
             places = torch.arange(logits.shape[-1], device=logits.device).expand_as(logits)
@@ -157,8 +157,8 @@ class TopKTopP:
     def __call__(self, ids: Tensor | None, logits: Tensor) -> Tensor:
         """Filtered copy of `logits` `[n, vocab]`; `ids` are not read."""
         k = self.top_k.k
-        if (kept := _kept(logits, k, self.top_p.p, self.top_p.min_tokens_to_keep)) is not None:
-            return kept
+        if (found := _compiled(logits, k, self.top_p.p, self.top_p.min_tokens_to_keep)) is not None:
+            return found
         if k >= logits.shape[-1]:
             return self.top_p(ids, logits)
         if not host.is_local(logits):

@@ -105,9 +105,9 @@ class CompiledForward:
         stacked = [1, *range(3, 3 + len(then.tables))]
         suppressed, temperature, top_k, top_p, address, start = rule.choice
         noise = [] if address is None else [kernels.signed(address), start]
-        how = [*suppressed], temperature, top_k, top_p, noise
-        ends = rule.most, rule.width, [*rule.ends], *rule.until, rule.confident
-        return list(zip(*self._passes.chain(first.tensors, then.tensors, stacked, *how, *ends), strict=True))
+        choice = [*suppressed], temperature, top_k, top_p, noise
+        limits = rule.most, rule.width, [*rule.ends], *rule.until, rule.confident
+        return list(zip(*self._passes.chain(first.tensors, then.tensors, stacked, *choice, *limits), strict=True))
 
     @property
     def _name(self) -> str:

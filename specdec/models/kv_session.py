@@ -269,11 +269,15 @@ class KvSession(Session):
             row.tree = EMPTY
         return logits, states[-1] if states else None
 
+    @property
+    def chains(self) -> bool:  # type: ignore[override]
+        return self._language.flat is not None and self._language.flat.chains
+
     @torch.no_grad()
     def chain(self, row: int, text: list[int], rule: ChainRule) -> list[tuple[int, float]] | None:
         """Where passes are compiled, and the row holds text alone."""
         flat, own, place = self._language.flat, self._row(row), self._index[row]
-        if flat is None or not flat.chains or not own.slots.top or own.slots.slots:
+        if flat is None or not self.chains or not own.slots.top or own.slots.slots:
             return None
         begin = own.slots.top + len(text)
         steps = range(begin, begin + rule.most - 1)

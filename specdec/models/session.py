@@ -24,6 +24,7 @@ class Session(ABC):
     """
 
     cache_reset_length: int | None
+    chains: bool = False  # whether `chain` is worth asking
     passes: int
     keeps_prefixes = False
 
@@ -109,9 +110,9 @@ class Session(ABC):
     def advance(
         self, rows: Sequence[int], tokens: Sequence[int], embeds: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Continues the texts of rows by a guess each, which `truncate` may take back; the logits `[rows, vocab]` then.
+        """Continues the texts of rows by a guess each, which `truncate` may take back; logits `[rows, vocab]` after it.
 
-        With `embeds` `[rows, width]`, of models that read no tokens, their last hidden states `[rows, width]` too. The
+        With `embeds` `[rows, width]`, for models that read no tokens, also the last hidden states `[rows, width]`. The
         same as `forward` and `commit`, which it saves a chain's passes the detail of.
         """
         trees, inputs = [Tree.chain([token]) for token in tokens], None if embeds is None else list(embeds[:, None])

@@ -406,7 +406,7 @@ class Training:
             self.pupil.module.load_state_dict(state["module"])
             for optimizer, own in zip(self.optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(own)
-            self.step, self.seconds, self.prepared = state["step"], state["seconds"], state["prepared"]
+            self.step, self.seconds, self.prepared = state["step"], state["seconds"], state.get("prepared", 0.0)
             self.loss = state["loss"]
         except (OSError, RuntimeError, ValueError, KeyError, EOFError, UnpicklingError) as error:
             raise LoadError(f"{self._state} is broken: remove it to begin anew") from error

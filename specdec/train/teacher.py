@@ -27,8 +27,8 @@ class Lesson:
 
     `states` `[rows, tokens, layers, width]` are hidden states. The likeliest next tokens of those that the draft may
     guess are `choices` `[rows, tokens, likeliest]`, by their numbers in the draft's vocabulary, with `chances` that sum
-    to 1; `weight` `[rows, tokens]` is how likely any that the draft may guess is, 0 where nothing is learned. `heard`
-    `[rows, frames, width]` is what the encoder of a target that has one says.
+    to 1, or to 0 behind a text. `weight` `[rows, tokens]` is how likely any that the draft may guess is, 0 where
+    nothing is learned. `heard` `[rows, frames, width]` is what the encoder of a target that has one says.
     """
 
     ids: Tensor

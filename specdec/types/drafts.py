@@ -58,10 +58,10 @@ class Choice(NamedTuple):
 
 
 class ChainRule(NamedTuple):
-    """What a chain of guesses is told that nobody can be asked about.
+    """How a chain of guesses is made in one call: at most `most` of them, chosen as `choice` says of `width` tokens.
 
-    It has at most `most` guesses, each one of the first `width` tokens. They are told with their probabilities, or 1
-    unless these must be known (`confident`). It ends where `until` says, and with a token of `ends`.
+    It ends where `until` says, and with a token of `ends`. Probabilities are told as 1 unless they must be known
+    (`confident`).
     """
 
     most: int

@@ -148,7 +148,7 @@ class FakeSession:
 
     cache_reset_length = None
 
-    advance, chain = Session.advance, Session.chain
+    advance, chain, chains = Session.advance, Session.chain, Session.chains
 
     def __init__(self, model: FakeModel) -> None:
         self.model, self.passes = model, 0
@@ -175,7 +175,14 @@ class FakeSession:
         return len(self.held[row])
 
     def forward(
-        self, rows: Sequence[int], trees: Sequence[Tree], keep: Sequence[int], *, wholes: Sequence[int] | None = None
+        self,
+        rows: Sequence[int],
+        trees: Sequence[Tree],
+        keep: Sequence[int],
+        *,
+        embeds: None = None,
+        wholes: Sequence[int] | None = None,
+        output_hidden_states: bool = False,
     ) -> list[Scores]:
         assert len(trees) == len(keep) == len(set(rows))
         assert any(map(len, trees))

@@ -40,10 +40,10 @@ PLANS = [
 class Chaining(FakeSession):
     """A session whose chains are one call."""
 
-    chains = 0
+    chains, calls = True, 0
 
     def chain(self, row: int, text: list[int], rule: ChainRule) -> list[tuple[int, float]]:
-        self.chains += 1
+        self.calls += 1
         until = rule.until
         found: list[tuple[int, float]] = []
         chance, fed = 1.0, text
@@ -108,7 +108,7 @@ def test_as_pass_by_pass(plan: Plan, rule: GreedyRule) -> None:
             follow(session, row, tree.tokens, accepted, bonus)
         held = [next(iter(model.sessions[-1].held.values())) for model in models]
         assert rows[0].tokens[: len(held[0])] == held[0] == held[1]
-    assert models[1].sessions[-1].chains == 60
+    assert models[1].sessions[-1].calls == 60
     assert not models[1].fed  # no pass beside them
     assert len(lengths) > 1 or plan.limit == 1 or not plan.needs_confidence
 
@@ -147,7 +147,7 @@ def test_limits_of_another_kind() -> None:
     session = ModelDrafter(model).start(50)
     row = FakeRow([7, 3], task=task(GreedyRule(Processors(), 50)))
     assert len(session.propose([row], [Impatient(5)])[0]) == 2
-    assert not model.sessions[-1].chains
+    assert not model.sessions[-1].calls
 
 
 class Contrary(GreedyRule):
@@ -175,7 +175,7 @@ def test_who_must_be_asked(rule: GreedyRule | None) -> None:
     session = ModelDrafter(model).start(50)
     row = FakeRow([7, 3], task=task(rule)) if rule else FakeRow([7, 3])
     assert session.propose([row], [Limit(5)])[0] is not EMPTY
-    assert not model.sessions[-1].chains
+    assert not model.sessions[-1].calls
 
 
 def test_what_numbers_say() -> None:

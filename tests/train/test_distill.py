@@ -311,8 +311,20 @@ def test_where_sounds_are_found(tmp_path: Path, recordings: Path) -> None:
     listed.unlink()
 
 
+class Asked(Teacher):
+    """A teacher that notes how long the texts are that it is asked about."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.lengths: list[int] = []
+
+    def teach(self, ids: torch.Tensor, heard: torch.Tensor | None = None) -> Lesson:
+        self.lengths.append(ids.shape[1])
+        return super().teach(ids, heard)
+
+
 def test_nothing_is_learned_about_prompts_and_padding(tmp_path: Path, recordings: Path) -> None:
-    """The weight of a lesson is that of the tokens that the target wrote."""
+    """The weight of a lesson is that of the tokens that the target wrote, and about no others it is asked."""
     parts = processor()
     generator = SpecGenerator(listener(), tokenizer=parts.tokenizer)
     found = find_sounds([recordings])
@@ -324,7 +336,10 @@ def test_nothing_is_learned_about_prompts_and_padding(tmp_path: Path, recordings
     assert sorted(numbers) == [0, 1, 2, 3]
     for row, number in enumerate(numbers):
         piece = sounds.learned[number]
-        lesson = sounds.teach(Teacher(generator.target, (), None), number, ids[row : row + 1])
+        teacher = Asked(generator.target, (), None)
+        lesson = sounds.teach(teacher, number, ids[row : row + 1])
+        assert teacher.lengths == [len(piece.ids) - 1]
+        assert lesson.choices.shape[:2] == lesson.chances.shape[:2] == lesson.states.shape[:2] == (1, ids.shape[1])
         asked = lesson.weight[0].nonzero()[:, 0].tolist()
         assert asked == list(range(piece.first - 1, len(piece.ids) - 1))
         assert ids[row, : len(piece.ids)].tolist() == piece.ids

@@ -288,6 +288,12 @@ class Stages(Session):
         """A pass of the first stage that still runs."""
         return self.stages[self.first].forward(rows, trees, keep, **more)
 
+    def advance(
+        self, rows: Sequence[int], tokens: Sequence[int], embeds: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Of the last stage, where all others have run."""
+        return self.stages[-1].advance(rows, tokens, embeds)
+
     def commit(
         self,
         rows: Sequence[int],
