@@ -37,7 +37,7 @@ _REACH = 41.0
 """No two values of G differ by more than 36.8 + 3.7: logits further below the largest never win."""
 NONE_LEFT = "no token is left to draw: the logits processors forbid all of them; leave one out, or loosen it"
 NOT_A_NUMBER = "the scores to sample from contain NaN"
-_EMPTY, _BROKEN = -1, -2  # in place of tokens, where the one or the other is the matter
+_EMPTY, _BROKEN = -1, -2  # in place of tokens, where the one or the other is the matter; as in choice.cpp
 _HEAD = 4.0
 _FEW = 1024
 
