@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from specdec.draft.hidden import HeadSession
+from specdec.types import Plan, Row, Tree
+
+Proposals = list[tuple[list[int], Tree]]
+
+
+def spy_on_proposals(monkeypatch: pytest.MonkeyPatch, wanted: Callable[[Row, Tree], bool]) -> Proposals:
+    """The text before every proposal of a head that is wanted, and the proposal."""
+    seen: Proposals = []
+    propose = HeadSession.propose
+
+    def spied(self: HeadSession, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
+        trees = propose(self, rows, plans)
+        seen.extend((list(row.tokens), tree) for row, tree in zip(rows, trees, strict=True) if wanted(row, tree))
+        return trees
+
+    monkeypatch.setattr(HeadSession, "propose", spied)
+    return seen
+
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,9 @@ from transformers import AutoConfig, AutoModel, GenerationMixin
 from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
 
 from specdec import SpecGenerator
-from specdec.draft.hidden import BlockSession
 from specdec.errors import LoadError, OptionError
 from specdec.models.miniature import shake
-from specdec.types import Plan, Row, Tree
-from tests.heads import SIZES, DFlash, Eagle, dflash_folder, eagle_folder
+from tests.heads import SIZES, DFlash, Eagle, Proposals, dflash_folder, eagle_folder, spy_on_proposals
 from tests.test_heads import IDS, RUN, THREE, changed, reweighed, states_of, target
 from tests.tiny import tiny
 
@@ -25,18 +22,9 @@ CONSTANT = {"schedule": "constant", "num_assistant_tokens": 3}
 
 
 @pytest.fixture
-def proposals(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], Tree]]:
+def proposals(monkeypatch: pytest.MonkeyPatch) -> Proposals:
     """The text before every proposal, and the proposal."""
-    seen: list[tuple[list[int], Tree]] = []
-    propose = BlockSession.propose
-
-    def spied(self: BlockSession, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
-        trees = propose(self, rows, plans)
-        seen.extend((list(row.tokens), tree) for row, tree in zip(rows, trees, strict=True) if tree.tokens)
-        return trees
-
-    monkeypatch.setattr(BlockSession, "propose", spied)
-    return seen
+    return spy_on_proposals(monkeypatch, lambda row, tree: bool(tree.tokens))
 
 
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
@@ -49,7 +37,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", ["peagle", "two", *BLOCKS])
-def test_guesses_are_what_the_formulas_say(kind: str, tmp_path: Path, proposals: list[tuple[list[int], Tree]]) -> None:
+def test_guesses_are_what_the_formulas_say(kind: str, tmp_path: Path, proposals: Proposals) -> None:
     """In ragged batches, over chunked prompts, after rejections: all as if computed anew from the text."""
     model = target()
     reference: Eagle
@@ -118,7 +106,7 @@ def assistant(**given: Any) -> Any:
 
 @pytest.mark.parametrize("given", [{}, {"layer_types": ["sliding_attention"] * 2, "sliding_window": 6}])
 def test_guesses_are_those_of_transformers(
-    given: dict[str, Any], proposals: list[tuple[list[int], Tree]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    given: dict[str, Any], proposals: Proposals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Text by text, of the same assistant, also where it comes from a folder."""
     model, draft = target(), assistant(**given)

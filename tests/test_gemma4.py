@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,9 @@ from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig
 
 from specdec import OptionError, SpecGenerator, UnsupportedError
-from specdec.draft.hidden import HeadSession
 from specdec.errors import LoadError
 from specdec.models.miniature import shake
-from specdec.types import Plan, Row, Tree
+from tests.heads import Proposals, spy_on_proposals
 from tests.tiny import tiny
 from tests.versions import OLD
 
@@ -73,18 +71,9 @@ def pair(*, window: int = 64, unified: bool = False) -> tuple[Any, Any]:
 
 
 @pytest.fixture
-def proposals(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], Tree]]:
+def proposals(monkeypatch: pytest.MonkeyPatch) -> Proposals:
     """The text before every proposal, and the proposal."""
-    seen: list[tuple[list[int], Tree]] = []
-    propose = HeadSession.propose
-
-    def spied(self: HeadSession, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
-        trees = propose(self, rows, plans)
-        seen.extend((list(row.tokens), tree) for row, tree in zip(rows, trees, strict=True) if tree.tokens)
-        return trees
-
-    monkeypatch.setattr(HeadSession, "propose", spied)
-    return seen
+    return spy_on_proposals(monkeypatch, lambda row, tree: bool(tree.tokens))
 
 
 def candidates(model: Any, draft: Any, text: list[int], count: int) -> list[int]:
@@ -102,9 +91,7 @@ def candidates(model: Any, draft: Any, text: list[int], count: int) -> list[int]
 
 @pytest.mark.skipif(OLD, reason="transformers drafts otherwise")
 @pytest.mark.parametrize("unified", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_guesses_are_those_of_transformers(
-    unified: bool, proposals: list[tuple[list[int], Tree]], tmp_path: Path
-) -> None:
+def test_guesses_are_those_of_transformers(unified: bool, proposals: Proposals, tmp_path: Path) -> None:
     """In ragged batches, over chunked prompts and windows, after rejections, of a model and of a folder.
 
     Each is compared with what transformers guesses after a text that was read at once: later in a call its cache lacks
@@ -143,7 +130,7 @@ def test_the_text_is_the_target_s(given: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("unified", [False, True])
-def test_a_vocabulary_of_its_own(unified: bool, proposals: list[tuple[list[int], Tree]], tmp_path: Path) -> None:
+def test_a_vocabulary_of_its_own(unified: bool, proposals: Proposals, tmp_path: Path) -> None:
     """Tokens outside it are never guessed, clusters of tokens or not."""
     for name, model in zip(("target", "draft"), pair(unified=unified), strict=True):
         model.save_pretrained(tmp_path / name)

@@ -18,8 +18,8 @@ from specdec.draft.hidden import HeadSession
 from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.models.kv_session import KvSession
 from specdec.schedule import Limit
-from specdec.types import Plan, Round, Row, Tree
-from tests.heads import READS, Eagle, eagle_folder
+from specdec.types import Round, Row
+from tests.heads import READS, Eagle, Proposals, eagle_folder, spy_on_proposals
 from tests.tiny import tiny
 
 IDS = [[5, 9, 12, 5, 9, 33, 21], [7, 8, 7], [1]]
@@ -52,23 +52,14 @@ def states_of(model: Any, tokens: list[int]) -> Tensor:
 
 
 @pytest.fixture
-def proposals(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], Tree]]:
+def proposals(monkeypatch: pytest.MonkeyPatch) -> Proposals:
     """The text before every proposal of a head, and the proposal."""
-    seen: list[tuple[list[int], Tree]] = []
-    propose = HeadSession.propose
-
-    def spied(self: HeadSession, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
-        trees = propose(self, rows, plans)
-        seen.extend((list(row.tokens), tree) for row, tree in zip(rows, trees, strict=True) if not row.tree.tokens)
-        return trees
-
-    monkeypatch.setattr(HeadSession, "propose", spied)
-    return seen
+    return spy_on_proposals(monkeypatch, lambda row, tree: not row.tree.tokens)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_guesses_are_what_the_formulas_say(
-    kind: str, tmp_path: Path, proposals: list[tuple[list[int], Tree]], monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, proposals: Proposals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In ragged batches, over chunked prompts, after rejections: all as if computed anew from the text."""
     advance, ahead = KvSession.advance, list[int]()
@@ -208,7 +199,7 @@ def test_a_head_that_is_right(tmp_path: Path) -> None:
     assert beams.stats.num_target_passes <= 8
 
 
-def test_rows_that_continue_another_one(tmp_path: Path, proposals: list[tuple[list[int], Tree]]) -> None:
+def test_rows_that_continue_another_one(tmp_path: Path, proposals: Proposals) -> None:
     """Samples of one prompt share its reading, in the head too; their guesses are as if they had read it."""
     folder = eagle_folder(tmp_path / "head")
     model, reference, prompt = target(), Eagle(folder), [list(range(5, 45))]
@@ -240,7 +231,7 @@ class Late:
 
 @pytest.mark.parametrize("kind", ["eagle", "block"])
 def test_text_that_grows_long_without_the_head(
-    kind: str, tmp_path: Path, proposals: list[tuple[list[int], Tree]], monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, proposals: Proposals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is read now and then, so that its features need not be kept; guesses afterwards are as ever."""
     more = {} if kind == "eagle" else {"speculators_model_type": "peagle", "mask_token_id": 63}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec.draft.growth import Branches, Chain, Held
-from specdec.draft.model import CHUNK, ModelSession
+from specdec.draft.model import CHUNK, ModelSession, goes_on_by_one
 from specdec.types import EMPTY, BatchDrafter, Commit, Hidden, Plan, Row, Scores, Tree
 
 if TYPE_CHECKING:
@@ -175,11 +175,7 @@ class HeadSession(ModelSession):
     ) -> list[Scores]:
         """A pass of every stage that later guesses build on; scores are those of the first of them."""
         session = self._stages
-        if (
-            level
-            and len(session.stages) == 1
-            and all(len(tree) == text == 1 for tree, text in zip(trees, texts, strict=True))
-        ):
+        if level and len(session.stages) == 1 and goes_on_by_one(trees, texts):
             return self._next([self._known[row.key] for row in rows], [self._held[row.key].slot for row in rows], trees)
         session.first = min(level, len(session.stages) - 1)
         slots = [self._held[row.key].slot for row in rows]

@@ -21,6 +21,11 @@ SHARED_CHUNK = 256
 _FEW = 16  # tokens that are fed together with the rows that go on
 
 
+def goes_on_by_one(trees: Sequence[Tree], texts: Sequence[int]) -> bool:
+    """Whether a pass reads one more guess of every row's chain."""
+    return all(len(tree) == text == 1 for tree, text in zip(trees, texts, strict=True))
+
+
 class ModelDrafter(BatchDrafter):
     """Drafts with a smaller language model (Leviathan et al., arXiv 2211.17192, section 2.1).
 
@@ -199,7 +204,7 @@ class ModelSession(DraftSession):
         The cache holds them all afterwards, the first `texts[i]` nodes of a tree as text.
         """
         slots = [self._held[row.key].slot for row in rows]
-        if level and all(len(tree) == text == 1 for tree, text in zip(trees, texts, strict=True)):
+        if level and goes_on_by_one(trees, texts):
             logits, _ = self._session.advance(slots, [tree.tokens[0] for tree in trees])
             return [Scores(tree, 0, own) for tree, own in zip(trees, logits[:, None], strict=True)]
         scores = self._session.forward(slots, trees, keep, wholes=wholes)

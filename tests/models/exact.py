@@ -123,6 +123,15 @@ class Twin:
         self.texts += [[] for _ in range(count)]
         self.encodings += [None if encoding is None else encoding.select([i]) for i in range(count)]
 
+    def wander(self) -> None:
+        """Prompts of three rows, a chain beside a tree, branches that come and go, one row less and one more."""
+        self.prefill(20, 4, 13)
+        self.step([self.chain(3), self.tree(), self.chain(0)], [2, 7, 0], [[0, 1], [0, 2, 4], []])
+        self.branch(3)
+        self.session.commit(self.rows, [[], [], []])
+        self.leave(0)
+        self.fork(1, 5)
+
     def fork(self, row: int, length: int | None = None) -> None:
         """One more row, with the beginning of this one's text."""
         self.rows.append(self.session.fork(self.rows[row], length))

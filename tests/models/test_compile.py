@@ -246,12 +246,7 @@ class TestCode:
         twin = _twin(language, 3)
         with monkeypatch.context() as patch:
             patch.setattr(language.flat.model, "output", None)
-            twin.prefill(20, 4, 13)
-            twin.step([twin.chain(3), twin.tree(), twin.chain(0)], [2, 7, 0], [[0, 1], [0, 2, 4], []])
-            twin.branch(3)
-            twin.session.commit(twin.rows, [[], [], []])
-            twin.leave(0)
-            twin.fork(1, 5)
+            twin.wander()
             twin.step([twin.chain(150), twin.chain(1), twin.tree()], [2, 1, 1], [list(range(150)), [0], [5, 6]])
             twin.leave(0, 2)
             for size in (1, 1, 2, 1):

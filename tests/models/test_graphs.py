@@ -73,12 +73,7 @@ def test_passes(name: str, attention: None) -> None:
     language, recorder = recorded(name)
     encoding = language.encode(tiny_inputs(name, 3)) if name in ENCODER_DECODERS else None
     twin = Twin(language, 3, encoding)
-    twin.prefill(20, 4, 13)
-    twin.step([twin.chain(3), twin.tree(), twin.chain(0)], [2, 7, 0], [[0, 1], [0, 2, 4], []])
-    twin.branch(3)
-    twin.session.commit(twin.rows, [[], [], []])
-    twin.leave(0)
-    twin.fork(1, 5)
+    twin.wander()
     played = recorder.played
     twin.step([twin.chain(150), twin.chain(1), twin.tree()], [2, 1, 1], [list(range(150)), [0], [5, 6]])
     assert recorder.played == played  # too wide
