@@ -34,6 +34,7 @@ from specdec.errors import EngineError, LoadError, OptionError, SpecdecError
 
 _PATIENCE = timedelta(minutes=30)
 """How long a process waits for another one that says nothing but has not ended; some load far longer than others."""
+_LET_GO = 0.1  # seconds in which gloo frees the last tensors: while the interpreter ends, that would abort it
 _BEAT = 60.0  # seconds without a message until rank 0 gives a sign of life
 _FIRST = 2048  # bytes that a message takes at least
 _LENGTH = 8  # bytes in front that say how long it is
@@ -410,4 +411,5 @@ def leave(code: int) -> None:
 def _leave(ranks: Ranks) -> None:
     """At the end of the program; of a job that is broken nothing can be put in order."""
     if ranks.end() and dist.is_initialized():
+        time.sleep(_LET_GO)
         dist.destroy_process_group()
