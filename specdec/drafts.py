@@ -122,7 +122,7 @@ class Drafts:
                 return made
             case HeadAt():
                 return self._head(draft, tokenizer, name)
-            case str() | PathLike() | PreTrainedModel() if kind_of(draft) is not None:
+            case str() | PathLike() | PreTrainedModel() if kind_of(draft, argument=name) is not None:
                 return HeadDrafter(load_head(draft, self._target, self._how, argument=name))
             case str() | PathLike() | PreTrainedModel() | LanguageModel():
                 return self._model(draft, tokenizer, assistant_tokenizer, name)
@@ -262,7 +262,7 @@ def loaded(draft: Any, how: Loading, vocabulary: Vocabulary | None = None) -> tu
     if not is_name(draft):
         return (HeadAt(draft, how, vocabulary) if is_head(draft) and vocabulary is not None else draft), None
     _check_spelling(draft, "draft")
-    if kind_of(draft, how.revision) is not None:
+    if how.gguf_file is None and kind_of(draft, how.revision) is not None:
         return HeadAt(str(draft), how, vocabulary), None
     beside = tokenizer_beside(str(draft), **how.beside)
     return load(draft, how, name="draft", change=partial(_cut, str(draft), vocabulary, beside)), beside

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import io
+import itertools
 import json
 import os
 import shlex
@@ -24,9 +25,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specdec import SpecGenerator, zoo
 from specdec.bench.compare import Difference
+from specdec.bench.duel import duel
+from specdec.bench.machine import Watch
 from specdec.cli import commands
 from specdec.cli.commands import run
-from specdec.cli.pair import comparison
+from specdec.cli.pair import LOOKS, comparison
 from specdec.cli.request import read_request
 from specdec.cli.show import Printer, write
 from specdec.cli.terminal import BROKEN_PIPE, EXAMPLES, Interrupt, loading
@@ -673,6 +676,7 @@ def pair(target: str, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_demo(sampled: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Piped, the demo prints prompt, text and one line of statistics, without escape codes."""
     monkeypatch.setattr("specdec.bench.duel.prompt", lambda seed: "def f():\n")
+    monkeypatch.setattr("specdec.bench.machine.busy", lambda spins, load: False)
     assert run(["demo", "--max-new-tokens", "6", *sampled]) == 0
     out, err = capsys.readouterr()
     assert out.startswith("── the target alone ──\ndef f():\n")
@@ -688,10 +692,35 @@ def test_demo(sampled: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 
 @pytest.mark.usefixtures("pair")
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_demo_on_a_busy_machine(
+    when: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line says why it takes long: as soon as that is known. (Minutes passed, and a low speedup stood there.)"""
+    monkeypatch.setattr("os.getloadavg", lambda: (99.0 if when == "before" else 0.0,) * 3)
+    steady = itertools.chain([0.001] * LOOKS, itertools.repeat(0.001 if when == "before" else 0.003))
+    monkeypatch.setattr(Watch, "look", lambda watch: watch.spins.append(next(steady)))
+    early: list[str] = []
+
+    def measured(*given: Any, **options: Any) -> Any:
+        early.append(capsys.readouterr().err)
+        return duel(*given, **options)
+
+    monkeypatch.setattr("specdec.bench.duel.duel", measured)
+    assert run(["demo", "--max-new-tokens", "6"]) == 0
+    parts = [*early, capsys.readouterr().err]
+    assert [part.count("\n") for part in parts] == ([1, 0] if when == "before" else [0, 1])
+    assert "".join(parts).startswith("busy machine: load ")
+    assert run(["demo", "--max-new-tokens", "6", "--quiet"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.usefixtures("pair")
 def test_a_demo_that_differs_is_a_mismatch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 3, and the error says where and what."""
     monkeypatch.setattr("specdec.bench.duel.prompt", lambda seed: "def f():\n")
     monkeypatch.setattr("specdec.bench.duel.differences", lambda plain, assisted: iter([Difference(0, 4, 70, None)]))
+    monkeypatch.setattr("specdec.bench.machine.busy", lambda spins, load: False)
     assert run(["demo", "--max-new-tokens", "6"]) == 3
     out, err = capsys.readouterr()
     assert "identical: no" in out

@@ -227,9 +227,7 @@ def _duels(
     for number, text in enumerate(texts):
         if number and clock() - began > seconds * (1 - 1 / _LEAST):
             break
-        watch.look()
-        yield duel(assisted, plain, text, repeats=2, max_new_tokens=tokens, **options)
-        watch.look()
+        yield duel(assisted, plain, text, watch=watch, repeats=2, max_new_tokens=tokens, **options)
 
 
 def examine(

@@ -8,6 +8,7 @@ from time import perf_counter as clock
 from typing import Any
 
 from specdec.bench.compare import Difference, differences
+from specdec.bench.machine import Watch
 from specdec.generator import SpecGenerator
 from specdec.output import Generation
 from specdec.zoo import Pair
@@ -63,13 +64,15 @@ def duel(
     plain: SpecGenerator,
     text: str,
     *,
+    watch: Watch,
     repeats: int = 3,
     patience: float = 6.0,
     **options: Any,
 ) -> Duel:
     """Times both in turn, at most `repeats` times and at least twice, and compares the texts of every pair of runs.
 
-    After two runs it stops where they took more than `patience` seconds. Short runs before them warm up.
+    After two runs it stops where they took more than `patience` seconds. Short runs before them warm up. The `watch`
+    looks before every run.
     """
     for generator in (plain, assisted):
         generator.generate(text, **{**options, "max_new_tokens": WARM_UP})
@@ -79,7 +82,10 @@ def duel(
     for repeat in range(repeats):
         if repeat > 1 and clock() - began > patience:
             break
-        outs = [generator.generate(text, **options) for generator in (plain, assisted)]
+        outs = []
+        for generator in (plain, assisted):
+            watch.look()
+            outs.append(generator.generate(text, **options))
         difference = difference or next(differences(*(out.new_tokens() for out in outs)), None)
         for out, own in zip(outs, rates, strict=True):
             own.append(out.stats.tokens_per_second if out.stats is not None else 0.0)

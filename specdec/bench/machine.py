@@ -95,18 +95,32 @@ class Watch:
             total += i
         self.spins.append(time.perf_counter() - began)
 
+    @property
+    def busy(self) -> bool:
+        """Whether other programs slow this down."""
+        return busy(self.spins, self.load)
+
     def verdict(self) -> str:
         """One sentence on whether the figures can be trusted."""
         return verdict(self.spins, self.load)
 
 
-def verdict(spins: list[float], load: float) -> str:
-    """One sentence on whether the figures can be trusted, from the seconds of fixed work and the load at the start."""
+def busy(spins: list[float], load: float) -> bool:
+    """Whether other programs slowed this down, from the seconds of fixed work and the load at the start."""
     usual, best = statistics.median(spins), min(spins)
-    late = sum(s > 2 * best for s in spins) / len(spins)
-    pace = f"a fixed piece of work took {usual / best:.2f}x its best time"
+    return load > 0.5 * (os.cpu_count() or 1) or usual > 1.3 * best or _late(spins) > 0.1
+
+
+def _late(spins: list[float]) -> float:
+    """The share of tries that took more than twice the best time."""
+    return sum(s > 2 * min(spins) for s in spins) / len(spins)
+
+
+def verdict(spins: list[float], load: float) -> str:
+    """One sentence on whether the figures can be trusted, from what `busy` goes by."""
+    pace = f"a fixed piece of work took {statistics.median(spins) / min(spins):.2f}x its best time"
     facts = f"load {load:.1f} on {os.cpu_count()} cores at the start, {pace}"
-    if load > 0.5 * (os.cpu_count() or 1) or usual > 1.3 * best or late > 0.1:
-        found = f"{facts} and more than twice that in {late:.0%} of all tries"
+    if busy(spins, load):
+        found = f"{facts} and more than twice that in {_late(spins):.0%} of all tries"
         return f"busy machine: {found}. Other programs slowed this down: ratios are rough, and times mean little."
     return f"quiet machine: {facts}."

@@ -12,13 +12,15 @@ from rich.style import Style
 
 from specdec.cli.request import DEFAULT_NEW_TOKENS
 from specdec.cli.show import ACCEPTED, PROMPT, TARGET, Printer, has_colours, write
-from specdec.cli.terminal import MISMATCH, OK, Debug, Quiet, fail, loading
+from specdec.cli.terminal import MISMATCH, OK, Debug, Quiet, fail, loading, say
 
 if TYPE_CHECKING:
     from specdec.bench.duel import Duel
+    from specdec.bench.machine import Watch
     from specdec.types import Stats
 
 HEADING = Style(bold=True)
+LOOKS = 20  # of a few milliseconds, at the machine
 
 zoo_app = typer.Typer(help="List the models of the package, or make them again.")
 
@@ -41,11 +43,16 @@ def demo(
     out = Console()
     with loading(f"loading zoo:{pair.name}", quiet=quiet):
         from specdec.bench.duel import duel, load, prompt
+        from specdec.bench.machine import Watch
 
+        watch = Watch()
         assisted, plain = load(pair)
         text = prompt(seed)
         for generator in (plain, assisted):  # the first passes of a process are slow
             generator.generate(text, **{**options, "max_new_tokens": 1})
+    for _ in range(LOOKS):
+        watch.look()
+    told = _tell_busy(watch, quiet=quiet)  # now, as what follows may take minutes
     for heading, generator in (("the target alone", plain), ("the target and its draft", assisted)):
         write(out, f"── {heading} ──\n", HEADING)
         write(out, text, PROMPT)
@@ -59,12 +66,21 @@ def demo(
         ):
             write(out, words, style)
     with Console(stderr=True, quiet=quiet).status("measuring both in turn"):
-        result = duel(assisted, plain, text, **options)
+        result = duel(assisted, plain, text, watch=watch, **options)
     for parts in time_spent(result):
         for words, style in parts:
             write(out, words, style)
     write(out, f"\n{verdict(result)}\n")
+    if not told:
+        _tell_busy(watch, quiet=quiet)
     return _compared(result, assisted.tokenizer)
+
+
+def _tell_busy(watch: Watch, *, quiet: bool) -> bool:
+    """Whether other programs slow the demo down, of which a line on stderr tells."""
+    if watch.busy and not quiet:
+        say(watch.verdict())
+    return watch.busy
 
 
 def time_spent(duel: Duel, width: int = 40) -> Iterator[list[tuple[str, Style]]]:

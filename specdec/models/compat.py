@@ -103,8 +103,13 @@ def gguf_bars() -> Iterator[None]:
 
 
 def cached(name: str, file: str, revision: str | None) -> str:
-    """The path of a file of a hub repository, downloaded if need be, in the cache that `from_pretrained` uses."""
-    path: str = utils.cached_file(name, file, revision=revision)
+    """The path of a file of a hub repository, downloaded if need be, in the cache that `from_pretrained` uses.
+
+    Raises OSError where there is none.
+    """
+    path: str | None = utils.cached_file(name, file, revision=revision)
+    if path is None:  # of a missing config.json nothing is raised
+        raise FileNotFoundError(f"{name} has no file {file}")
     return path
 
 

@@ -59,6 +59,13 @@ def explained(name: str, argument: str = "model") -> Iterator[None]:
         raise kind(f"`{argument}` {name!r} cannot be loaded ({_first_line(error)}): {cause}") from error
 
 
+def check_reached(error: Exception, name: str, argument: str = "model") -> None:
+    """Raises LoadError where an error of asking for `name` says that the hub is away: asking again takes long."""
+    if _cause(error) is _AWAY:
+        with explained(name, argument):
+            raise error
+
+
 def check_complete(name: str, info: dict[str, set[str]], argument: str = "model") -> None:
     """Raises LoadError where weights were not in the checkpoint, and so were made up."""
     if missing := sorted(info["missing_keys"]):

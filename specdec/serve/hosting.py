@@ -17,6 +17,7 @@ from specdec.generator import SpecGenerator
 from specdec.loading import NAMES as LOADING
 from specdec.loading import is_gguf
 from specdec.models import release_helpers
+from specdec.models.failures import check_reached
 from specdec.pipelines import Transcriber
 from specdec.serve.admission import Admission
 from specdec.serve.bridge import call
@@ -160,10 +161,14 @@ def _task(settings: ModelSettings, target: str, how: Mapping[str, Any]) -> str:
 
 
 def _kind(target: str, how: Mapping[str, Any]) -> str | None:
-    """The architecture of a checkpoint; None where that cannot be told, which loading it will explain."""
+    """The architecture of a checkpoint; None where that cannot be told, which loading it will explain.
+
+    Raises LoadError where the hub cannot be reached.
+    """
     hub = {"revision": how.get("revision"), "trust_remote_code": bool(how.get("trust_remote_code"))}
     try:
         kind: str = AutoConfig.from_pretrained(target, **hub).model_type
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        check_reached(error, target, "target")
         return None
     return kind

@@ -36,6 +36,8 @@ Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 Stop = Annotated[Text, Field(min_length=1, max_length=_LONGEST_STOP)]
 Grammar = Annotated[Text, Field(min_length=1, max_length=_LONGEST_GRAMMAR)]
 Phrase = Annotated[Text, Field(min_length=1, max_length=_LONGEST_STOP)]
+Json = dict[str, Any] | Grammar
+Choices = Annotated[list[Phrase], Field(min_length=1, max_length=1024)]
 
 # Field -> the values that ask for nothing, and what is said of any other.
 _TOOLS = "tool calls are not supported: leave it out, or describe the answer with `response_format`"
@@ -59,7 +61,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "prompt_embeds": ((), "embeddings are not read: pass text or token ids"),
     "stop_token_ids": (([],), "pass `stop`, text"),
 }
-_NESTED = {"json", "regex", "grammar", "choice"}
 _TEMPLATE = ("enable_thinking",)
 
 
@@ -158,6 +159,22 @@ class ResponseFormat(BaseModel):
         return self
 
 
+class StructuredOutputs(BaseModel):
+    """vLLM's field for the form of an answer: one of these, which are `guided_json`, `guided_regex` and so on."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    json_: Json | None = Field(default=None, alias="json", description="A JSON schema that the answer fits.")
+    regex: Grammar | None = Field(default=None, description="A regular expression that the whole answer matches.")
+    grammar: Grammar | None = Field(default=None, description="A grammar of the answer, in Lark's notation.")
+    choice: Choices | None = Field(default=None, description="Texts, one of which is the answer.")
+
+    @property
+    def guided(self) -> dict[str, Any]:
+        """What is set, under its older names."""
+        return {f"guided_{name}": value for name, value in self.model_dump(by_alias=True, exclude_none=True).items()}
+
+
 class Generate(BaseModel):
     """What all requests for text share."""
 
@@ -187,10 +204,11 @@ class Generate(BaseModel):
     logit_bias: Annotated[dict[Annotated[str, Field(max_length=12)], Bias], Field(max_length=1024)] | None = None
     # form
     response_format: ResponseFormat | None = None
-    guided_json: dict[str, Any] | Grammar | None = None
+    guided_json: Json | None = None
     guided_regex: Grammar | None = None
     guided_grammar: Grammar | None = None
-    guided_choice: Annotated[list[Phrase], Field(min_length=1, max_length=1024)] | None = None
+    guided_choice: Choices | None = None
+    structured_outputs: StructuredOutputs | None = None
     # specdec's strategies and drafts
     num_beams: Annotated[int, Field(ge=1, le=1024, strict=True)] = 1
     num_beam_groups: Annotated[int, Field(ge=1, le=1024, strict=True)] = 1
@@ -225,12 +243,16 @@ class Generate(BaseModel):
         for name, (neutral, why) in REFUSED.items():
             if name in data and data[name] is not None and not any(_same(data[name], value) for value in neutral):
                 raise ValueError(f"`{name}` is not supported: {why}")
-        return _plain_forms({name: v for name, v in data.items() if name not in REFUSED and v is not None})
+        return {name: value for name, value in data.items() if name not in REFUSED and value is not None}
 
     @model_validator(mode="after")
     def _together(self) -> Generate:
         if self.stream_options is not None and not self.stream:
             raise ValueError("`stream_options` need `stream`: set it, or leave them out")
+        for name, value in (self.structured_outputs.guided if self.structured_outputs else {}).items():
+            if getattr(self, name) is not None:
+                raise ValueError(f"`structured_outputs` and `{name}` say the same: pass one of them")
+            setattr(self, name, value)
         forms = ("guided_json", "guided_regex", "guided_grammar", "guided_choice")
         named = [name for name in forms if getattr(self, name) is not None]
         if self.response_format is not None and self.response_format.type != "text":
@@ -253,17 +275,6 @@ class Generate(BaseModel):
     def stops(self) -> list[str]:
         """The texts before which the answer ends."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
-
-
-def _plain_forms(data: dict[str, Any]) -> dict[str, Any]:
-    """A request's fields, with what vLLM 0.12 and newer nest in `structured_outputs` under its older names."""
-    nested = data.pop("structured_outputs", {})
-    if not isinstance(nested, dict) or not nested.keys() <= _NESTED:
-        raise ValueError(f"`structured_outputs` must be an object with one of {', '.join(sorted(_NESTED))}")
-    forms = {f"guided_{name}": value for name, value in nested.items() if value is not None}
-    if both := [name for name in forms if name in data]:
-        raise ValueError(f"`structured_outputs` and `{both[0]}` say the same: pass one of them")
-    return {**data, **forms}
 
 
 def _same(value: Any, neutral: Any) -> bool:

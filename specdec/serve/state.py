@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from starlette.requests import Request
@@ -25,6 +26,7 @@ class State:
         self.keys = None if settings.api_key_file is None else Keys(settings.api_key_file)
         self.draining = self.stopping = False
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._last: list[Callable[[], None]] = []
         self.metrics.watch(hosts.loads)
 
     def track(self, task: asyncio.Task[Any]) -> None:
@@ -38,8 +40,14 @@ class State:
         for task in self._tasks:
             task.cancel()
 
+    def at_close(self, do: Callable[[], None]) -> None:
+        """Has this done once all requests have ended; a signal leaves the process no time after that."""
+        self._last.append(do)
+
     def close(self) -> None:
-        """Lets go of the models' threads."""
+        """Does what is due when all requests have ended, and lets go of the models' threads."""
+        for do in self._last:
+            do()
         for host in self.hosts.all.values():
             host.close()
 

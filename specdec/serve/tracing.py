@@ -15,7 +15,7 @@ _SILENT = "/health$,/ready$,/metrics$"  # asked every few seconds
 
 
 def trace(app: FastAPI) -> None:
-    """Sends a span for every request to the collector that the environment names, if it names one.
+    """Sends a span for every request to the collector that the environment names, if it names one; the last at its end.
 
     OpenTelemetry's own variables say the rest (OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER). Raises SpecdecError where its
     packages are not installed.
@@ -30,8 +30,9 @@ def trace(app: FastAPI) -> None:
     except ImportError:
         raise SpecdecError(f"{COLLECTOR[0]} is set: pip install 'specdec-runtime[tracing]', or unset it") from None
     named = Resource({SERVICE_NAME: "specdec"}).merge(OTELResourceDetector().detect())
-    provider = TracerProvider(resource=named)
+    provider = TracerProvider(resource=Resource.create().merge(named))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    app.state.server.at_close(provider.shutdown)
     instrument(app, provider)
 
 

@@ -16,6 +16,7 @@ from specdec.bench.figures import Speedup
 from specdec.bench.machine import verdict
 from specdec.bench.plots import leaders, short, themed
 from specdec.bench.report import as_html, number
+from tests.browser import launched
 from tests.folders import saved_model
 
 SECTIONS = ("summary", "overview", "settings", "provenance", "definitions")
@@ -103,6 +104,22 @@ def test_the_page(found: dict[str, Any], folder: Path) -> None:
         assert [gears(system) for system in group["systems"]] == ["eager", *["eager, draft packed"] * 3]
         assert [sweep["k"] for sweep in group["sweeps"]] == [[1, 3]]
         assert html.count('class="own"') >= sum(len(r["tokens"]) - r["accepted"] for r in group["strip"]["rounds"])
+
+
+@pytest.mark.slow
+def test_the_page_on_a_phone(folder: Path) -> None:
+    """Every picture is there as a whole, as wide as there is room. (They had to be scrolled sideways.)"""
+    with launched() as browser:
+        page = browser.new_page(viewport={"width": 390, "height": 844})
+        page.goto((folder / "report.html").as_uri())
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
+        pictures = page.locator("figure svg")
+        assert pictures.count() == 2 * len(PLOTS) + 1
+        for picture in pictures.all():
+            box = picture.bounding_box()
+            assert box["x"] >= 0
+            assert 330 < box["width"] <= 390 - box["x"]
+            assert picture.evaluate("svg => svg.closest('div').scrollWidth <= svg.closest('div').clientWidth")
 
 
 def test_every_picture_is_a_file_too(folder: Path) -> None:

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from transformers import AutoModelForCausalLM
 
 from specdec import LoadError, Loading, OptionError, SpecGenerator, UnsupportedError, custom_generate, kernels
 from specdec.models import load, placement, quantize
 from specdec.models.failures import closest_name
+from specdec.models.heads import kind_of
 from specdec.models.int8 import Int8Linear
 from specdec.zoo import pair
 from tests.folders import saved
@@ -313,6 +315,48 @@ def test_a_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(LoadError, match="hub cannot be reached"):
         load("somebody/a-model-that-nobody-has")
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names for which a hub was asked, one that is away."""
+    names: list[str] = []
+
+    def away(name: str, *_: Any, **__: Any) -> Any:
+        names.append(name)
+        raise LocalEntryNotFoundError("nobody answers")
+
+    monkeypatch.setattr("transformers.utils.hub.hf_hub_download", away)
+    return names
+
+
+@pytest.mark.parametrize("target", ["some/target", "zoo:python-code"])
+@pytest.mark.parametrize("draft", ["some/draft", ("suffix", "some/draft")])
+def test_a_hub_out_of_reach_is_asked_once(asked: list[str], target: str, draft: Any) -> None:
+    """It was asked for a draft as a head, for its tokenizer, and for it as a model, each time with all retries."""
+    with pytest.raises(LoadError, match=r"`draft` 'some/draft' .*hub cannot be reached"):
+        SpecGenerator.from_pretrained(target, draft)
+    assert asked == ["some/draft"]
+
+
+def test_a_hub_out_of_reach_of_a_call(asked: list[str]) -> None:
+    """The same of a draft that a call names."""
+    generator = SpecGenerator.from_pretrained("zoo:python-code")
+    with pytest.raises(LoadError, match=r"`assistant_model` 'some/draft' .*hub cannot be reached"):
+        generator.generate("a", max_new_tokens=2, assistant_model="some/draft")
+    assert asked == ["some/draft"]
+
+
+def test_a_repository_without_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of GGUF files alone: it is no head, and not loaded as one. (That was a TypeError.)"""
+
+    def missing(*_: Any, **__: Any) -> Any:
+        raise EntryNotFoundError("404")
+
+    monkeypatch.setattr("transformers.utils.hub.hf_hub_download", missing)
+    assert kind_of("some/draft") is None
+    with pytest.raises(OptionError, match=r"`draft` 'some/draft' cannot be loaded .*check the name"):
+        SpecGenerator.from_pretrained("zoo:python-code", "some/draft")
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 
-from specdec import zoo
+from specdec import LoadError, zoo
 from specdec.cli import serve as command
 from specdec.cli.commands import run
 from specdec.cli.serve import plain_name, settings_keys
@@ -100,6 +101,20 @@ def test_a_port_of_somebody_else(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(rf"^error: port {port} of 127.0.0.1 cannot be had \(.*--port", capsys.readouterr().err)
     assert run(["serve", "/nonexistent/model", "--host", "192.0.2.1", "--insecure", "-q"]) == 1  # of a document
     assert "of 192.0.2.1 cannot be had" in capsys.readouterr().err
+
+
+def test_a_hub_out_of_reach_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was asked for the kind of a model, and then, with all retries again, for the model."""
+    asked: list[str] = []
+
+    def away(name: str, *_: Any, **__: Any) -> Any:
+        asked.append(name)
+        raise LocalEntryNotFoundError("nobody answers")
+
+    monkeypatch.setattr("transformers.utils.hub.hf_hub_download", away)
+    with pytest.raises(LoadError, match=r"`target` 'some/target' .*hub cannot be reached"):
+        load(ModelSettings(name="m", target="some/target", draft="some/draft"), Limits())
+    assert asked == ["some/target"]
 
 
 def test_names() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,13 @@ from typing import Any
 import pytest
 
 from specdec import zoo
+from tests.browser import launched
 from tests.serve.process import KEY, Process, serving
 
 api = pytest.importorskip("playwright.sync_api", reason="the extra `test` is not installed: no playwright")
-BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 SHOTS = os.environ.get("SPECDEC_SHOTS")  # a folder for pictures, where somebody wants to look at them
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(BROWSER is None, reason="there is no chromium: apt install chromium"),
-]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -33,12 +29,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Debian's chromium, with a microphone that beeps."""
-    fake = ["--no-sandbox", "--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"]
-    with api.sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=BROWSER, args=fake)
+    """One with a microphone that beeps."""
+    with launched("--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream") as opened:
         yield opened
-        opened.close()
 
 
 @pytest.fixture

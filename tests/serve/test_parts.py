@@ -161,6 +161,7 @@ FORMS: dict[str, tuple[dict[str, Any], Any]] = {
     "lark": ({"guided_grammar": 'start: "x" ("," NUMBER)*\nNUMBER: /[0-9]{1,2}/'}, lambda text: text.startswith("x")),
     "choice": ({"guided_choice": ["yes", "no", "né"]}, lambda text: text in ("yes", "no", "né")),
     "nested": ({"structured_outputs": {"choice": ["yes", "no"]}}, lambda text: text in ("yes", "no")),
+    "nested schema": ({"structured_outputs": {"json": SCHEMA, "regex": None}}, lambda text: "name" in json.loads(text)),
 }
 
 
@@ -202,6 +203,7 @@ def test_beams_in_a_form() -> None:
         {"guided_json": "{"},
         {"structured_outputs": {"structural_tag": "x"}},
         {"structured_outputs": ["yes", "no"]},
+        {"structured_outputs": {"json_": {"type": "integer"}}},
         {"structured_outputs": {"choice": ["yes"]}, "guided_choice": ["yes"]},
         {"guided_json": {"type": "no-such-type"}},
         {"guided_json": {"$ref": "http://10.0.0.1/schema"}},
@@ -218,6 +220,22 @@ def test_forms_that_are_none(fields: dict[str, Any]) -> None:
     found = run(ask())
     assert found.status_code == 400, found.text
     assert next(iter(fields)) in found.json()["error"]["message"]
+
+
+def test_the_schema_tells_of_forms() -> None:
+    """Clients that are made from the schema can send vLLM's field: it was accepted, and not in there."""
+
+    async def ask() -> Any:
+        async with client(app()) as c:
+            return (await c.get("/openapi.json")).json()["components"]["schemas"]
+
+    schemas = run(ask())
+    for request in ("CompletionRequest", "ChatRequest"):
+        [form, _] = schemas[request]["properties"]["structured_outputs"]["anyOf"]
+        assert form == {"$ref": "#/components/schemas/StructuredOutputs"}
+    known = schemas["StructuredOutputs"]
+    assert known["properties"].keys() == {"json", "regex", "grammar", "choice"}
+    assert all(field["description"] for field in (known, *known["properties"].values()))
 
 
 def test_a_grammar_goes_back() -> None:

@@ -56,7 +56,7 @@ def load_head(
         checkpoint = Checkpoint(type(source).__name__, source.config.to_dict(), dict(source.state_dict()), argument)
     else:
         checkpoint = Checkpoint.read(source, how, argument)
-    kind = kind_of(source, how.revision)
+    kind = kind_of(source, how.revision, argument=argument)
     if kind is None or kind not in LOADERS:
         known = ", ".join(name for name in LOADERS if name != "assistant")
         raise UnsupportedError(f"`{argument}` {checkpoint.source!r} is a head of kind {kind!r}; known are {known}")

@@ -20,7 +20,7 @@ from transformers import AutoConfig, PreTrainedModel
 from specdec.errors import LoadError, OptionError, SpecdecError, UnsupportedError
 from specdec.loading import Loading
 from specdec.models.compat import cached
-from specdec.models.failures import check_folder, explained
+from specdec.models.failures import check_folder, check_reached, explained
 from specdec.models.heads.head import Embedding, Stage
 from specdec.models.language_model import LanguageModel
 from specdec.models.vocabulary import Choose
@@ -33,8 +33,13 @@ _IGNORED = ("verifier_norm.", "verifier_lm_head.", "rotary_emb.")  # of the libr
 _SENSELESS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, StrictDataclassError)
 
 
-def kind_of(source: str | PathLike[str] | PreTrainedModel, revision: str | None = None) -> str | None:
-    """Which kind of head a model is, or is at a folder or hub id ("eagle3", …); None for anything else, or nothing."""
+def kind_of(
+    source: str | PathLike[str] | PreTrainedModel, revision: str | None = None, *, argument: str = "draft"
+) -> str | None:
+    """Which kind of head a model is, or is at a folder or hub id ("eagle3", …); None for anything else, or nothing.
+
+    Raises LoadError where the hub cannot be reached; `argument` is what the caller calls the source.
+    """
     try:
         if isinstance(source, PreTrainedModel):
             config = source.config.to_dict()
@@ -42,7 +47,8 @@ def kind_of(source: str | PathLike[str] | PreTrainedModel, revision: str | None 
             return None
         else:
             config = json.loads(Path(_file(str(source), _CONFIG, revision)).read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        check_reached(error, str(source), argument)
         return None
     if not isinstance(config, dict):
         return None
