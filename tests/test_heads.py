@@ -18,11 +18,12 @@ from specdec.draft.hidden import HeadDrafter, HeadSession
 from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.loading import Loading
 from specdec.models import LanguageModel
+from specdec.models.gears import PackedEmbedding
 from specdec.models.heads import load_head
 from specdec.models.heads.head import Stages
 from specdec.models.kv_session import KvSession
 from specdec.schedule import Limit
-from specdec.types import Round, Row
+from specdec.types import Round, Row, Tree
 from tests.heads import READS, Eagle, Proposals, eagle_folder, spy_on_proposals
 from tests.tiny import tiny
 
@@ -108,15 +109,26 @@ def test_compiled_heads_make_all_guesses_in_one_call(
     model, reference = tiny("llama", **THREE, tie_word_embeddings=True), Eagle(folder)
     reference.weights["embed_tokens.weight"] = model.model.embed_tokens.weight.data.clone()
     language = LanguageModel(model, gear="packed")
+    assert isinstance(language.input_embeddings, PackedEmbedding)
     head = load_head(reweighed(folder, embed_tokens__weight=None), language, Loading(gear="compiled"))
     assert head.stages[0].wait_until_compiled(280)
     chain, rows = KvSession.chain, list[int]()
 
     def spied(self: KvSession, *given: Any) -> Any:
-        rows.append(len(given[0]))
-        return chain(self, *given)
+        made = chain(self, *given)
+        if made is not None:
+            rows.append(len(given[0]))
+        return made
 
     monkeypatch.setattr(KvSession, "chain", spied)
+    propose, ends = HeadSession.propose, list[Tensor]()
+
+    def noted(self: HeadSession, asked: Sequence[Row], plans: Sequence[Any]) -> list[Tree]:
+        trees = propose(self, asked, plans)
+        ends.extend(self._known[row.key].tails[0] for row, tree in zip(asked, trees, strict=True) if tree.tokens)
+        return trees
+
+    monkeypatch.setattr(HeadSession, "propose", noted)
     generator, plain = SpecGenerator(language, HeadDrafter(head)), SpecGenerator(language)
     sure = {"schedule": "confidence", "num_assistant_tokens": 4, "assistant_confidence_threshold": 1e-9}
     for ids in (IDS, IDS[:1]):
@@ -133,14 +145,17 @@ def test_compiled_heads_make_all_guesses_in_one_call(
     warped = {"do_sample": True, "seed": 3, "top_k": 20, "temperature": 1.5}
     for how in ({}, warped, {**warped, "num_return_sequences": 2}):
         for more in ({"schedule": "constant", "num_assistant_tokens": 3}, {"schedule": "confidence"}):
-            texts, guesses = [], []
+            texts, guesses, written = [], [], []
             for whole in (True, False):
                 monkeypatch.setattr(Stages, "chains", whole)
                 proposals.clear()
+                ends.clear()
                 texts.append(generator.generate(IDS, **RUN, **how, **more).sequences.tolist())
                 guesses.append([(text, tree.tokens) for text, tree in proposals])
+                written.append(torch.stack(ends))
             assert texts[0] == texts[1] == plain.generate(IDS, **RUN, **how).sequences.tolist()
             assert guesses[0] == guesses[1]
+            torch.testing.assert_close(written[0], written[1], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["plain", "two"])

@@ -1,8 +1,8 @@
 // A model's compiled passes (AOTInductor), and chains of them: a draft guesses token after token in one call.
 //
-// Between two passes of a chain a token is chosen from the logits of each row, and written where the next pass reads it;
-// positions and tables of all passes are there from the beginning. Nobody has to be asked, as the rule by which a row's
-// chain ends is handed over as numbers:
+// Between two passes a token is chosen from the logits of each row, and the next pass reads it; positions and tables of
+// all passes are there from the beginning. Nobody has to be asked, as the rule by which a row's chain ends is handed
+// over as numbers:
 //
 //   edges, rates   a guess of probability p, in bin b of the bins between `edges`, is right with the chance
 //                  min(p * rates[b], 1)
