@@ -14,11 +14,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specdec import SpecGenerator
-from specdec.draft.hidden import HeadSession
+from specdec.draft.hidden import HeadDrafter, HeadSession
 from specdec.errors import LoadError, OptionError, UnsupportedError
+from specdec.loading import Loading
+from specdec.models import LanguageModel
+from specdec.models.gears import PackedEmbedding
+from specdec.models.heads import load_head
+from specdec.models.heads.head import Stages
 from specdec.models.kv_session import KvSession
 from specdec.schedule import Limit
-from specdec.types import Round, Row
+from specdec.types import Round, Row, Tree
 from tests.heads import READS, Eagle, Proposals, eagle_folder, spy_on_proposals
 from tests.tiny import tiny
 
@@ -90,6 +95,67 @@ def test_guesses_are_what_the_formulas_say(
         assert tree.tokens == guesses
         chances = [float(one.softmax(-1)[token]) for one, token in zip(logits, guesses, strict=True)]
         assert tree.confidence == pytest.approx(chances, rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("kind", ["plain", "fc", "windows"])
+def test_compiled_heads_make_all_guesses_in_one_call(
+    kind: str, tmp_path: Path, proposals: Proposals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the formulas say, in one row and in several; however guesses are chosen, those that passes propose."""
+    monkeypatch.setenv("SPECDEC_COMPILED", str(tmp_path / "compiled"))
+    folder = eagle_folder(tmp_path / "head", **KINDS[kind])
+    model, reference = tiny("llama", **THREE, tie_word_embeddings=True), Eagle(folder)
+    reference.weights["embed_tokens.weight"] = model.model.embed_tokens.weight.data.clone()
+    language = LanguageModel(model, gear="packed")
+    assert isinstance(language.input_embeddings, PackedEmbedding)
+    head = load_head(reweighed(folder, embed_tokens__weight=None), language, Loading(gear="compiled"))
+    assert head.stages[0].wait_until_compiled(280)
+    chain, rows = KvSession.chain, list[int]()
+
+    def spied(self: KvSession, *given: Any) -> Any:
+        made = chain(self, *given)
+        if made is not None:
+            rows.append(len(given[0]))
+        return made
+
+    monkeypatch.setattr(KvSession, "chain", spied)
+    propose, ends = HeadSession.propose, list[Tensor]()
+
+    def noted(self: HeadSession, asked: Sequence[Row], plans: Sequence[Any]) -> list[Tree]:
+        trees = propose(self, asked, plans)
+        ends.extend(self._known[row.key].tails[0] for row, tree in zip(asked, trees, strict=True) if tree.tokens)
+        return trees
+
+    monkeypatch.setattr(HeadSession, "propose", noted)
+    generator, plain = SpecGenerator(language, HeadDrafter(head)), SpecGenerator(language)
+    sure = {"schedule": "confidence", "num_assistant_tokens": 4, "assistant_confidence_threshold": 1e-9}
+    for ids in (IDS, IDS[:1]):
+        out = generator.generate(ids, **RUN, **sure, prefill_chunk_size=3)
+        assert out.sequences.tolist() == plain.generate(ids, **RUN).sequences.tolist()
+    assert {1, 3} <= {*rows}
+    drafted = [(text, tree) for text, tree in proposals if tree.tokens]
+    assert len(drafted) >= 20
+    for text, tree in drafted:
+        guesses, logits = reference.chain(text, states_of(model, text[:-1]), len(tree))
+        assert tree.tokens == guesses
+        chances = [float(one.softmax(-1)[token]) for one, token in zip(logits, guesses, strict=True)]
+        assert tree.confidence == pytest.approx(chances, rel=1e-3)
+    warped = {"do_sample": True, "seed": 3, "top_k": 20, "temperature": 1.5}
+    for how in ({}, warped, {**warped, "num_return_sequences": 2}):
+        for more in ({"schedule": "constant", "num_assistant_tokens": 3}, {"schedule": "confidence"}):
+            texts, guesses, written = [], [], []
+            for whole in (True, False):
+                monkeypatch.setattr(Stages, "chains", whole)
+                proposals.clear()
+                ends.clear()
+                texts.append(generator.generate(IDS, **RUN, **how, **more).sequences.tolist())
+                guesses.append([(text, tree.tokens) for text, tree in proposals])
+                written.append(torch.stack(ends))
+            assert texts[0] == texts[1] == plain.generate(IDS, **RUN, **how).sequences.tolist()
+            assert guesses[0] == guesses[1]
+            torch.testing.assert_close(written[0], written[1], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["plain", "two"])

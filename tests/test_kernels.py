@@ -113,6 +113,10 @@ def test_weight_comes_back(kind: str, options: dict, dtype: torch.dtype) -> None
     assert torch.equal(layer.weight(), rounded)
     ids = torch.tensor([[0, 76, 31], [32, 5, 5]])
     assert torch.equal(layer.rows(ids), rounded[ids])
+    assert (layer.table is None) == (kind in ("int8", "int4"))
+    if (table := layer.table) is not None:
+        looked_up = [table[i // table.shape[1], i % table.shape[1]].flatten()[:203] for i in ids.flatten().tolist()]
+        assert torch.equal(torch.stack(looked_up), rounded[ids].flatten(0, 1))
     x = numbers(3, 203, seed=4, dtype=layer.takes[0])
     assert torch.equal(layer.cut(ids[0])(x), layer(x)[:, ids[0]])
 

@@ -5,16 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from specdec.draft.best_leaf import branch_tokens
 from specdec.types import EMPTY, Branch, ChainRule, Plan, Row, Tree
-
-if TYPE_CHECKING:
-    from specdec.models import Session
 
 GoesOn = Callable[[Row, int], bool]  # whether a guess may follow a token of a row
 
@@ -70,21 +66,20 @@ class Chain:
         self.text = 1
         return Tree.chain([token]) if goes_on and self._goes_on(self.row, token) else None
 
-    def grow(self, session: Session, width: int, text: Tree) -> bool:
-        """Grows to its end in one call, where the model, the rule and the plan allow that; whether it has."""
+    def rule(self, width: int) -> ChainRule | None:
+        """How it grows, guessing among `width` tokens, in numbers; None where the rule or the plan must be asked."""
         task = self.row.task
         until, choose = getattr(self.plan, "until", None), getattr(task.rule, "choice", None)
-        if not session.chains or until is None or choose is None or (choice := choose(self.row)) is None:
-            return False
-        rule = ChainRule(self.limit, width, choice, until, task.ends, self.plan.needs_confidence)
-        guesses = session.chain(self.held.slot, text.tokens, rule)
-        if guesses is None:
-            return False
+        if until is None or choose is None or (choice := choose(self.row)) is None:
+            return None
+        return ChainRule(self.limit, width, choice, until, task.ends, self.plan.needs_confidence)
+
+    def take_all(self, text: Tree, guesses: Sequence[tuple[int, float]]) -> None:
+        """All guesses after a text, with their probabilities; the cache holds all but the last."""
         self.held.text += len(text)
         self.held.guesses = len(guesses) - 1
         self.tokens, self.confidence = (list(some) for some in zip(*guesses, strict=True))
         self._guess(self.tokens.pop(), self.confidence.pop())
-        return True
 
     def proposal(self, source: str) -> Tree:
         """The guesses."""

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specdec.draft.growth import Branches, Chain, Held
+from specdec.draft.growth import Held
 from specdec.draft.model import CHUNK, ModelSession, goes_on_by_one
-from specdec.types import EMPTY, BatchDrafter, Commit, Hidden, Plan, Row, Scores, Tree
+from specdec.types import EMPTY, BatchDrafter, Chained, ChainRule, Commit, Hidden, Plan, Row, Scores, Tree
 
 if TYPE_CHECKING:
     from specdec.models.heads import Head, Stages
@@ -114,10 +114,6 @@ class HeadSession(ModelSession):
         super().commit(commits)
         self._absorb(read)
 
-    def _at_once(self, growth: Chain | Branches, text: Tree) -> bool:
-        """A head's passes read what the ones before them wrote."""
-        return False
-
     def rewind(self, row: Row, length: int) -> None:
         super().rewind(row, length)
         if (known := self._known.get(row.key)) is not None and length < known.end:
@@ -215,6 +211,17 @@ class HeadSession(ModelSession):
             one.written = [{-1: state}]
         return [Scores(tree, 0, own) for tree, own in zip(trees, logits[:, None], strict=True)]
 
+    def _chain(self, rows: Sequence[Row], texts: Sequence[Tree], rules: Sequence[ChainRule]) -> Chained | None:
+        parts = [_Part(row, text, 0, len(text)) for row, text in zip(rows, texts, strict=True)]
+        inputs = [self._head.inputs(part.tokens, self._features(part, -1)) for part in parts]
+        slots = [self._held[row.key].slot for row in rows]
+        chained = self._stages.chain(slots, [text.tokens for text in texts], rules, inputs)
+        if chained is not None:
+            assert chained.states is not None
+            for row, state in zip(rows, chained.states, strict=True):
+                self._known[row.key].tails = {0: state}
+        return chained
+
     def _features(self, part: _Part, source: int) -> Tensor:
         """What a stage reads of new nodes: what stage `source` wrote before them; -1 is the target."""
         known = self._known[part.row.key]
@@ -301,6 +308,10 @@ class BlockSession(HeadSession):
         """What was guessed is not in the cache."""
         self._forget([commit.row for commit in commits])
         super().commit(commits)
+
+    def _chain(self, rows: Sequence[Row], texts: Sequence[Tree], rules: Sequence[ChainRule]) -> Chained | None:
+        """All guesses come of one pass."""
+        return None
 
     def _forget(self, rows: Sequence[Row]) -> None:
         for row in rows:

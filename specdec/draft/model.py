@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from specdec.draft.growth import Branches, Chain, Held
 from specdec.errors import UnsupportedError
 from specdec.select.rules import fit
-from specdec.types import EMPTY, BatchDrafter, Commit, DraftSession, Plan, Row, Scores, Tree
+from specdec.types import EMPTY, BatchDrafter, Chained, ChainRule, Commit, DraftSession, Plan, Row, Scores, Tree
 
 if TYPE_CHECKING:
     from specdec.models import Encoding, LanguageModel, Session
@@ -331,15 +331,31 @@ class ModelSession(DraftSession):
         """Whether a guess may follow `token`: no text ends with it, and the draft can read what processors forced."""
         return token < self._model.vocab_size and token not in row.task.ends
 
-    def _at_once(self, growth: Chain | Branches, text: Tree) -> bool:
-        """Lets a text's chain grow in one call of the model, if that can be."""
-        return isinstance(growth, Chain) and growth.grow(self._session, self._vocab_size, text)
+    def _at_once(self, feeds: Sequence[tuple[Chain | Branches, Tree]]) -> bool:
+        """Lets chains grow to their ends in one call of the model, where they all are such; whether they have."""
+        chains = [(growth, text) for growth, text in feeds if isinstance(growth, Chain)]
+        if not chains or len(chains) < len(feeds) or not self._session.chains:
+            return False
+        rules = [rule for growth, _ in chains if (rule := growth.rule(self._vocab_size)) is not None]
+        if len(rules) < len(chains):
+            return False
+        chained = self._chain([growth.row for growth, _ in chains], [text for _, text in chains], rules)
+        if chained is None:
+            return False
+        for (growth, text), guesses in zip(chains, chained.guesses, strict=True):
+            growth.take_all(text, guesses)
+        return True
+
+    def _chain(self, rows: Sequence[Row], texts: Sequence[Tree], rules: Sequence[ChainRule]) -> Chained | None:
+        """One call over known text, and the guesses after it; None where that cannot be."""
+        slots = [self._held[row.key].slot for row in rows]
+        return self._session.chain(slots, [text.tokens for text in texts], rules)
 
     def _grow(self, growths: list[Chain | Branches]) -> None:
         """Feeds what texts and branches are ahead by, then one level after the other."""
         feeds = [(growth, tree) for growth in growths if (tree := growth.first()) is not None]
         level = 0
-        if len(feeds) == 1 and self._at_once(*feeds[0]):
+        if self._at_once(feeds):
             return
         while feeds:
             trees = [tree for _, tree in feeds]

@@ -67,6 +67,14 @@ class AnyLinear(nn.Module, ABC):
     def rows(self, ids: Tensor) -> Tensor:
         """Rows of the weight, for an embedding that shares it: `[...]` to `[..., inputs]`; `ids` are not checked."""
 
+    @property
+    def table(self) -> Tensor | None:
+        """The weight as it lies, `[blocks, rows of a block, parts, numbers of a part]`; None where that says no row.
+
+        A row of it, flattened, begins with one of the weight, number `block * rows + row`; what follows is padding.
+        """
+        return None
+
     @abstractmethod
     def cut(self, ids: Tensor) -> AnyLinear:
         """A layer of the outputs `ids` `[n]` alone."""
@@ -152,6 +160,10 @@ class PackedLinear(AnyLinear):
 
     def rows(self, ids: Tensor) -> Tensor:
         return ops.packed_rows(ids, self.packed, self.factors, self.scales, self.mins, self.inputs, self.group)
+
+    @property
+    def table(self) -> Tensor | None:
+        return self.packed.transpose(1, 2) if self.kind in FLOATS else None
 
     def cut(self, ids: Tensor) -> PackedLinear:
         if self.kind in FLOATS:

@@ -1,19 +1,28 @@
 // A model's compiled passes (AOTInductor), and chains of them: a draft guesses token after token in one call.
 //
-// Between two passes of a chain a token is chosen from the logits and written where the next pass reads it; positions
-// and tables of all passes are there from the beginning. Nobody has to be asked, as the rule by which a chain ends is
-// handed over as numbers:
+// Between two passes a token is chosen from the logits of each row, and the next pass reads it; positions and tables of
+// all passes are there from the beginning. Nobody has to be asked, as the rule by which a row's chain ends is handed
+// over as numbers:
 //
 //   edges, rates   a guess of probability p, in bin b of the bins between `edges`, is right with the chance
 //                  min(p * rates[b], 1)
 //   least          the chain goes on while the product of the chances of its guesses is at least so much
+//
+// A head that goes on from its own hidden states reads a token's embedding, and beside it what the pass before wrote.
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/tensor.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/custom_class.h>
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <unordered_map>
@@ -49,11 +58,12 @@ Guess likeliest(const In* scores, int64_t count, float most, bool confident) {
   return {token, confident ? 1 / mass(scores, count, most) : 1};
 }
 
-// Guess `step` of a chain; its probability is NaN if the largest of the logits is not a number or infinite.
+// Guess `step` of a chain from logits `[vocab]`; its probability is NaN if the largest of them is not a number or
+// infinite.
 Guess guess(const at::Tensor& logits, int64_t width, const Choice& choice, int64_t step, bool confident) {
   Guess none{0, std::nan("")};
   auto count = std::min(logits.size(-1), width);
-  auto last = logits.select(-2, -1).contiguous();
+  auto last = logits.contiguous();
   if (choice.is_plain() && last.scalar_type() == at::kBFloat16) {
     auto scores = last.const_data_ptr<at::BFloat16>();
     auto most = largest(scores, count);
@@ -74,6 +84,53 @@ Guess guess(const at::Tensor& logits, int64_t width, const Choice& choice, int64
   return {token, confident ? std::exp(scores[token] - most) / mass(scores, count, most) : 1};
 }
 
+// The rule of a row's chain in numbers: those of a choice, the most guesses, among how many tokens, those that end it,
+// edges, rates, the least chance, and whether probabilities must be known.
+using Rule = std::tuple<std::vector<int64_t>, double, int64_t, double, std::vector<int64_t>, int64_t,
+                        int64_t, std::vector<int64_t>, std::vector<double>, std::vector<double>, double, bool>;
+
+// The chain of a row.
+struct Chain {
+  Choice choice;
+  int64_t most, width;
+  std::vector<int64_t> ends;
+  std::vector<double> edges, rates;
+  double least;
+  bool confident;
+  std::vector<int64_t> tokens;
+  std::vector<double> probabilities;
+  double chance = 1;
+
+  explicit Chain(Rule rule) {
+    std::tie(choice.suppressed, choice.temperature, choice.k, choice.p, choice.noise, most, width, ends, edges, rates,
+             least, confident) = std::move(rule);
+  }
+
+  // Takes one more guess from logits `[vocab]`; whether the chain goes on.
+  bool grow(const at::Tensor& logits) {
+    auto step = static_cast<int64_t>(tokens.size());
+    auto [token, probability] = guess(logits, width, choice, step, confident);
+    tokens.push_back(token);
+    probabilities.push_back(probability);
+    auto bin = std::upper_bound(edges.begin(), edges.end(), probability) - edges.begin();
+    chance *= std::min(probability * rates.at(bin), 1.0);
+    return chance >= least && step + 1 < most &&  // NaN is not large enough
+           std::find(ends.begin(), ends.end(), token) == ends.end();
+  }
+};
+
+// What a head reads of guesses: their embeddings, beside what was written before them `[1, rows, width]`, as inputs so
+// wide. A row of the table `[blocks, rows of a block, parts, numbers of a part]` begins with an embedding.
+at::Tensor embedded(const std::vector<int64_t>& tokens, const at::Tensor& table, const at::Tensor& written,
+                    int64_t wide) {
+  Tensors rows;
+  for (auto token : tokens) {
+    auto row = table.select(0, token / table.size(1)).select(0, token % table.size(1));
+    rows.push_back(row.flatten().slice(0, 0, wide - written.size(-1)));
+  }
+  return at::cat({at::stack(rows).to(written.scalar_type()).unsqueeze(0), written}, -1);
+}
+
 struct Passes : torch::CustomClassHolder {
   explicit Passes(const std::string& path) : loader(path) {}
 
@@ -88,33 +145,46 @@ struct Passes : torch::CustomClassHolder {
 
   Tensors run(Tensors given) { return loader.boxed_run(std::move(given)); }
 
-  // Guesses and their probabilities: one after the pass that is given `first`, and one after each of the passes that
-  // read a guess. Of these, `then` are the tensors, the first of them the place of the token; `stacked` of them, by
-  // number, have an entry for every pass. The next five arguments are those of a choice, among `width` tokens. The chain
-  // also ends with one of `ends`. A probability of NaN says that there is no guess.
-  std::tuple<std::vector<int64_t>, std::vector<double>> chain(
-      Tensors first, Tensors then, std::vector<int64_t> stacked, std::vector<int64_t> suppressed, double temperature,
-      int64_t k, double p, std::vector<int64_t> noise, int64_t most, int64_t width, std::vector<int64_t> ends,
-      std::vector<double> edges, std::vector<double> rates, double least, bool confident) {
-    Choice choice{std::move(suppressed), temperature, k, p, std::move(noise)};
-    std::vector<int64_t> tokens;
-    std::vector<double> probabilities;
-    auto logits = loader.boxed_run(std::move(first))[0];
-    for (double chance = 1;;) {
-      auto pass = static_cast<int64_t>(tokens.size());
-      auto [token, probability] = guess(logits, width, choice, pass, confident);
-      tokens.push_back(token);
-      probabilities.push_back(probability);
-      auto bin = std::upper_bound(edges.begin(), edges.end(), probability) - edges.begin();
-      chance *= std::min(probability * rates.at(bin), 1.0);
-      bool goes_on = chance >= least && std::find(ends.begin(), ends.end(), token) == ends.end();
-      if (!goes_on || pass + 1 >= most) break;  // NaN is not large enough either
-      auto given = then;
-      given[0].fill_(token);
-      for (auto at : stacked) given[at] = then[at].select(0, pass);
-      logits = loader.boxed_run(std::move(given))[0];
+  // Chains of several rows: guesses, their probabilities, and what the first pass said. That one is given `first`, and
+  // its logits are those after the rows' texts. Each later one reads a guess of every row whose chain goes on, and is
+  // given what `positions` `[passes, 1, rows]`, `tables` `[passes, 1, 1, rows, …]` and `encoders` `[1, 1, rows, …]` have
+  // for these, and `others`. A model with `embeddings` is a head. A probability of NaN says that there is no guess.
+  std::tuple<std::vector<std::vector<int64_t>>, std::vector<std::vector<double>>, Tensors> chain(
+      Tensors first, at::Tensor positions, Tensors tables, Tensors encoders, Tensors others, std::vector<Rule> rules,
+      std::optional<at::Tensor> embeddings) {
+    std::vector<Chain> chains(std::make_move_iterator(rules.begin()), std::make_move_iterator(rules.end()));
+    std::vector<int64_t> live(chains.size());  // the rows of a pass
+    std::iota(live.begin(), live.end(), 0);
+    auto wide = first[0].size(-1);
+    auto said = loader.boxed_run(std::move(first));
+    auto begun = said;
+    auto states = said.size() - 1;
+    for (int64_t pass = 0;; pass++) {
+      std::vector<int64_t> on, places, tokens;  // the rows that go on, their places in the last pass, and guesses
+      for (int64_t place = 0; place < static_cast<int64_t>(live.size()); place++) {
+        auto& chain = chains[live[place]];
+        if (!chain.grow(said[0].select(0, 0).select(0, place))) continue;
+        on.push_back(live[place]), places.push_back(place), tokens.push_back(chain.tokens.back());
+      }
+      if (on.empty()) break;
+      auto rows = at::tensor(on), all = at::arange(static_cast<int64_t>(on.size()));
+      Tensors given{embeddings ? embedded(tokens, *embeddings, said.back().index_select(1, at::tensor(places)), wide)
+                               : at::tensor(tokens).unsqueeze(0),
+                    positions.select(0, pass).index_select(1, rows), all};
+      for (auto& one : tables) given.push_back(one.select(0, pass).index_select(2, rows));
+      for (auto& one : encoders) given.push_back(one.index_select(2, rows));
+      given.insert(given.end(), others.begin(), others.end());
+      given.insert(given.end(), states, embeddings ? all : at::empty({0}, at::kLong));
+      said = loader.boxed_run(std::move(given));
+      live = std::move(on);
     }
-    return {tokens, probabilities};
+    std::vector<std::vector<int64_t>> tokens;
+    std::vector<std::vector<double>> probabilities;
+    for (auto& chain : chains) {
+      tokens.push_back(std::move(chain.tokens));
+      probabilities.push_back(std::move(chain.probabilities));
+    }
+    return {tokens, probabilities, begun};
   }
 
   torch::inductor::AOTIModelPackageLoader loader;

@@ -32,9 +32,11 @@ from specdec.errors import UnsupportedError
 from specdec.models.compat import forget_outputs, note_outputs
 from specdec.models.flat import FlatModel, Given, alike
 from specdec.models.twin import twin
+from specdec.types import Chained
 
 if TYPE_CHECKING:
     from specdec.models.flat import FlatForward
+    from specdec.models.nodes import Steps
     from specdec.types import ChainRule
 
 _log = logging.getLogger(__name__)
@@ -100,14 +102,15 @@ class CompiledForward:
         """Logits `[1, kept, vocab]` and hidden states; arguments as of `FlatModel`."""
         return self._passes.run(Given(*given).tensors)  # type: ignore[no-any-return]
 
-    def chain(self, first: Given, then: Given, rule: ChainRule) -> list[tuple[int, float]]:
-        """A chain of passes; arguments as of `FlatForward.chain`, whose `steps` are in `then`, one after the other."""
-        stacked = [1, *range(3, 3 + len(then.tables))]
-        suppressed, temperature, top_k, top_p, address, start = rule.choice
-        noise = [] if address is None else [kernels.signed(address), start]
-        choice = [*suppressed], temperature, top_k, top_p, noise
-        limits = rule.most, rule.width, [*rule.ends], *rule.until, rule.confident
-        return list(zip(*self._passes.chain(first.tensors, then.tensors, stacked, *choice, *limits), strict=True))
+    def chain(self, first: Given, steps: Steps, rules: Sequence[ChainRule], embeddings: Tensor | None) -> Chained:
+        """Chains of passes, the first one over what is given; `embeddings` are those of a head (`AnyLinear.table`)."""
+        encoders = [table[:, :, first.kept] for table in first.encoders]
+        others = [side for pair in (*first.buffers, *first.frames) for side in pair]
+        numbers = [_numbers(rule) for rule in rules]
+        given = first.tensors, steps.positions, steps.tables, encoders, others, numbers, embeddings
+        tokens, probabilities, said = self._passes.chain(*given)
+        guesses = [list(zip(*own, strict=True)) for own in zip(tokens, probabilities, strict=True)]
+        return Chained(guesses, None if embeddings is None else said[-1][0])
 
     @property
     def _name(self) -> str:
@@ -177,6 +180,15 @@ class CompiledForward:
         if not alike(said, logits) or not all(map(alike, hidden, states)):
             raise UnsupportedError("compiled code gives other logits")
         return passes
+
+
+def _numbers(rule: ChainRule) -> tuple[object, ...]:
+    """A rule as passes.cpp takes it."""
+    suppressed, temperature, top_k, top_p, address, start = rule.choice
+    noise = [] if address is None else [kernels.signed(address), start]
+    choice = [*suppressed], float(temperature), top_k, float(top_p), noise
+    edges, rates, least = rule.until
+    return *choice, rule.most, rule.width, [*rule.ends], [*edges], [*rates], float(least), rule.confident
 
 
 def _root() -> Path:

@@ -32,7 +32,7 @@ from specdec.models.positions import Lookup
 from specdec.models.steady import steady
 from specdec.models.together import join, readers
 from specdec.models.twin import twin
-from specdec.types import ChainRule, Tree
+from specdec.types import Chained, ChainRule, Tree
 
 if TYPE_CHECKING:
     from specdec.models.compiled import CompiledForward
@@ -263,23 +263,25 @@ class FlatForward:
 
     @property
     def chains(self) -> bool:
-        """Whether `chain` can be called: on compiled code, of models that read tokens."""
-        faster = self.compiled
-        return faster is not None and faster.ready and faster.chains and not self.model.reads_embeds
+        """Whether `chain` can be called: on compiled code, of models that read tokens or whose embeddings lie open."""
+        faster, known = self.compiled, not self.model.reads_embeds or self._embeddings is not None
+        return faster is not None and faster.ready and faster.chains and known
 
     def chain(
-        self, line: Line, steps: Steps, rule: ChainRule, buffers: Buffers, frames: Buffers = ()
-    ) -> list[tuple[int, float]]:
-        """Guesses and their probabilities: after the pass over a line of one row, and after each of some `steps`."""
+        self, line: Line, steps: Steps, rules: Sequence[ChainRule], buffers: Buffers, frames: Buffers = ()
+    ) -> Chained:
+        """Guesses after the pass over a line, which keeps a node of every row, and after each of some `steps`."""
         compiled: Any = self.compiled  # which has chains
-        told = self._told(1, ())
-        first = Given.of(line, buffers, frames, told)
-        encoders = [table[:, :, -1:] for table in line.encoders]
-        token = torch.zeros(1, 1, dtype=torch.long)
-        then = Given(token, steps.positions, torch.zeros(1, dtype=torch.long), steps.tables, encoders, buffers, frames,
-                     told)  # fmt: skip
-        guesses: list[tuple[int, float]] = compiled.chain(first, then, rule)
-        return guesses
+        embeddings = self._embeddings
+        told = self._told(0, ()) if embeddings is None else [line.kept] * self.states
+        rules = [rule._replace(width=min(rule.width, self._language.vocab_size)) for rule in rules]
+        chained: Chained = compiled.chain(Given.of(line, buffers, frames, told), steps, rules, embeddings)
+        return chained
+
+    @property
+    def _embeddings(self) -> Tensor | None:
+        """Those that a head's inputs are made of, as in `AnyLinear.table`; None of models that read tokens."""
+        return self._language.model.embedding.table if self.model.reads_embeds else None
 
     def _told(self, count: int, layers: bool | Sequence[int]) -> list[Tensor]:
         """Of every hidden state all `count` nodes, or none."""

@@ -19,7 +19,7 @@ from specdec.models.nodes import Line, RowNodes, Steps
 from specdec.models.outputs import LogitNodes, line_scores, row_scores
 from specdec.models.session import Session, check_paths, check_trees
 from specdec.models.store import KvStore, Prefix
-from specdec.types import EMPTY, ChainRule, Scores, Tree
+from specdec.types import EMPTY, Chained, ChainRule, Scores, Tree
 
 if TYPE_CHECKING:
     from specdec.models.flat import Buffers, FlatForward
@@ -274,23 +274,33 @@ class KvSession(Session):
         return self._language.flat is not None and self._language.flat.chains
 
     @torch.no_grad()
-    def chain(self, row: int, text: list[int], rule: ChainRule) -> list[tuple[int, float]] | None:
-        """Where passes are compiled, and the row holds text alone."""
-        flat, own, place = self._language.flat, self._row(row), self._index[row]
-        if flat is None or not self.chains or not own.slots.top or own.slots.slots:
+    def chain(
+        self,
+        rows: Sequence[int],
+        texts: Sequence[list[int]],
+        rules: Sequence[ChainRule],
+        embeds: Sequence[Tensor] | None = None,
+    ) -> Chained | None:
+        """Where passes are compiled, and rows hold text alone."""
+        flat, named = self._language.flat, [self._row(row) for row in rows]
+        if flat is None or not self.chains or not all(row.slots.top and not row.slots.slots for row in named):
             return None
-        begin = own.slots.top + len(text)
-        steps = range(begin, begin + rule.most - 1)
-        self.store.extend(place, steps.stop)
-        kinds, seen = self._language.capability.kinds, self._encoders([place])
-        line = Line.of([RowNodes(place, own.slots, Tree.chain(text), 1)], kinds, self._device, seen)
-        following = Steps.of(place, steps, kinds)
-        rule = rule._replace(width=min(rule.width, self._language.vocab_size))
-        guesses = flat.chain(line, following, rule, *self._buffers(flat))
-        self.passes += len(guesses)
-        own.slots.base = own.slots.top = begin + len(guesses) - 1
-        own.tree = EMPTY
-        return guesses
+        places, kinds = [self._index[row] for row in rows], self._language.capability.kinds
+        begins = [row.slots.top + len(text) for row, text in zip(named, texts, strict=True)]
+        for place, begin, rule in zip(places, begins, rules, strict=True):
+            self.store.extend(place, begin + rule.most - 1)
+        trees = map(Tree.chain, texts)
+        nodes = [RowNodes(place, row.slots, tree, 1) for place, row, tree in zip(places, named, trees, strict=True)]
+        line = Line.of(nodes, kinds, self._device, self._encoders(places))
+        if embeds is not None:
+            line = replace(line, ids=torch.cat(list(embeds))[None])
+        steps = Steps.of(places, begins, max(rule.most for rule in rules) - 1, kinds)
+        chained = flat.chain(line, steps, rules, *self._buffers(flat))
+        self.passes += max(map(len, chained.guesses))
+        for row, begin, guesses in zip(named, begins, chained.guesses, strict=True):
+            row.slots.base = row.slots.top = begin + len(guesses) - 1
+            row.tree = EMPTY
+        return chained
 
     def refresh(self, rows: Sequence[int]) -> None:
         """Forgets in O(1)."""

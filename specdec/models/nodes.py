@@ -109,18 +109,19 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Passes over one more token each of a text: `positions` `[passes, 1, 1]`, and tables `[passes, 1, 1, 1, 4]`."""
+    """Passes over one more token of every row: `positions` `[passes, 1, rows]`, tables `[passes, 1, 1, rows, 4]`."""
 
     positions: Tensor
     tables: list[Tensor]
 
     @classmethod
-    def of(cls, place: int, columns: range, kinds: Sequence[Kind]) -> Steps:
-        """For the tokens that go to these columns."""
-        at = np.arange(columns.start, columns.stop)
-        tables = [np.stack([at * 0 + place, at, np.minimum(_first(at, kind), at + 1), at + 1], 1) for kind in kinds]
-        stacked = [torch.from_numpy(table.astype(np.int32)[:, None, None, None]) for table in tables]
-        return cls(torch.from_numpy(at[:, None, None]), stacked)
+    def of(cls, places: Sequence[int], columns: Sequence[int], passes: int, kinds: Sequence[Kind]) -> Steps:
+        """For rows at these places, whose tokens go to the columns from these on."""
+        at = np.arange(passes)[:, None] + np.array(columns)
+        own = np.broadcast_to(np.array(places), at.shape)
+        tables = [np.stack([own, at, np.minimum(_first(at, kind), at + 1), at + 1], 2) for kind in kinds]
+        stacked = [torch.from_numpy(table.astype(np.int32)[:, None, None]) for table in tables]
+        return cls(torch.from_numpy(at[:, None]), stacked)
 
 
 @dataclass(frozen=True, slots=True)

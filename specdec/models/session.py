@@ -11,7 +11,7 @@ from torch import Tensor
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.encoding import Encoding
 from specdec.models.store import Prefix
-from specdec.types import ChainRule, Scores, Tree
+from specdec.types import Chained, ChainRule, Scores, Tree
 
 
 class Session(ABC):
@@ -122,11 +122,17 @@ class Session(ABC):
         states = [one.hidden_states[-1][-1] for one in scores if one.hidden_states is not None]
         return torch.stack([one.logits[-1] for one in scores]), torch.stack(states) if told else None
 
-    def chain(self, row: int, text: list[int], rule: ChainRule) -> list[tuple[int, float]] | None:
-        """Continues a row's text, and guesses tokens after it as `rule` says, in one call; None where that cannot be.
+    def chain(
+        self,
+        rows: Sequence[int],
+        texts: Sequence[list[int]],
+        rules: Sequence[ChainRule],
+        embeds: Sequence[Tensor] | None = None,
+    ) -> Chained | None:
+        """Continues texts, and guesses tokens after them as the rules say, in one call; None where that cannot be.
 
-        Each guess is told with its probability, NaN where there is no guess. The row holds all guesses but the last, as
-        `advance` leaves them.
+        Rows hold all their guesses but the last, as `advance` leaves them. With `embeds` `[tokens, width]` of the
+        texts, for models that read no tokens, also the last hidden states are told.
         """
         return None
 

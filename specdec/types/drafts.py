@@ -72,6 +72,16 @@ class ChainRule(NamedTuple):
     confident: bool = True
 
 
+class Chained(NamedTuple):
+    """What came of chains: each row's guesses and their probabilities, NaN where there is no guess.
+
+    `states` `[rows, width]` are the hidden states at the ends of the texts, of models that guess from them.
+    """
+
+    guesses: Sequence[Sequence[tuple[int, float]]]
+    states: Tensor | None = None
+
+
 class DraftRule(Protocol):
     """How a draft turns its own logits into a guess, so that it tends to agree with the strategy.
 

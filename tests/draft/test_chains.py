@@ -22,7 +22,7 @@ from specdec.schedule.cost import CostPlan
 from specdec.schedule.estimates import Acceptance
 from specdec.select import noise
 from specdec.select.rules import CoupledRule, GreedyRule, SampledRule
-from specdec.types import EMPTY, ChainRule, Choice, Plan
+from specdec.types import EMPTY, Chained, ChainRule, Choice, Plan
 
 from .fakes import FakeModel, FakeRow, FakeSession, choosing, follow, task
 
@@ -42,8 +42,11 @@ class Chaining(FakeSession):
 
     chains, calls = True, 0
 
-    def chain(self, row: int, text: list[int], rule: ChainRule) -> list[tuple[int, float]]:
+    def chain(self, rows: Sequence[int], texts: Sequence[list[int]], rules: Sequence[ChainRule]) -> Chained:
         self.calls += 1
+        return Chained([self.guesses(*own) for own in zip(rows, texts, rules, strict=True)])
+
+    def guesses(self, row: int, text: list[int], rule: ChainRule) -> list[tuple[int, float]]:
         until = rule.until
         found: list[tuple[int, float]] = []
         chance, fed = 1.0, text
@@ -113,11 +116,37 @@ def test_as_pass_by_pass(plan: Plan, rule: GreedyRule) -> None:
     assert len(lengths) > 1 or plan.limit == 1 or not plan.needs_confidence
 
 
+def test_several_rows_at_once() -> None:
+    """Rows with plans and rules of their own: the proposals of passes, and one call a round as long as all allow it."""
+    rules, plans = [*choosing(50).values()][:3], [Limit(5), Limit(2), CostPlan(12, Acceptance(), 0.05, 0.02, 1)]
+    models = FakeModel(), ChainingModel()
+    sessions = [ModelDrafter(model).start(50) for model in models]
+    texts = [7, 3, 9], [4, 8, 2, 2], [30, 31]
+    rows = [
+        [FakeRow([*text], key=key, task=task(rule)) for key, (text, rule) in enumerate(zip(texts, rules, strict=True))]
+        for _ in models
+    ]
+    chance = random.Random(1)
+    for turn in range(30):
+        trees = [session.propose(own, plans) for session, own in zip(sessions, rows, strict=True)]
+        for number, (one, other) in enumerate(zip(*trees, strict=True)):
+            assert one.tokens == other.tokens
+            assert one.confidence == pytest.approx(other.confidence)
+            accepted, bonus = chance.randrange(len(one) + 1), chance.randrange(50)
+            for session, own in zip(sessions, rows, strict=True):
+                follow(session, own[number], one.tokens, accepted, bonus)
+        assert models[1].sessions[-1].calls == turn + 1
+    assert [*models[0].sessions[-1].held.values()] == [*models[1].sessions[-1].held.values()]
+    assert not models[1].sessions[-1].fed
+    sessions[1].propose(rows[1], [Impatient(5), *plans[1:]])  # who must be asked
+    assert models[1].sessions[-1].calls == 30
+
+
 def test_no_guess() -> None:
     """A draft that overflowed proposes what it had before."""
 
     class Overflowing(Chaining):
-        def chain(self, row: int, text: list[int], *others: object, **named: object) -> list[tuple[int, float]]:
+        def guesses(self, row: int, text: list[int], rule: ChainRule) -> list[tuple[int, float]]:
             self.held[row] += [*text, 5]
             return [(5, 0.5), (0, math.nan)]
 

@@ -23,11 +23,11 @@ from torch import nn
 from specdec import SpecGenerator, kernels
 from specdec.errors import UnsupportedError
 from specdec.logits import Processors
-from specdec.models import LanguageModel
+from specdec.models import LanguageModel, Session
 from specdec.models.compiled import CompiledForward, _key, _without_weights
 from specdec.models.flat import FlatForward
 from specdec.select.rules import GreedyRule
-from specdec.types import ChainRule, Tree, Until
+from specdec.types import ChainRule, Choice, Tree, Until
 from tests.draft.fakes import FakeRow, choosing
 from tests.models.exact import Twin
 from tests.tiny import ENCODER_DECODERS, tiny, tiny_inputs
@@ -62,6 +62,13 @@ def compiled(model: nn.Module) -> CompiledForward:
     made = LanguageModel(model, gear="compiled").flat.compiled
     made.wait(600)
     return made
+
+
+def chained(session: Session, row: int, text: list[int], rule: ChainRule) -> list[tuple[int, float]]:
+    """The chain of one row."""
+    made = session.chain([row], [text], [rule])
+    assert made.states is None
+    return made.guesses[0]
 
 
 def flat(name: str = "llama", **options: object) -> FlatForward:
@@ -284,25 +291,51 @@ class TestCode:
         whole = self.one_by_one(twin, row, text, 6)
         passes = session.passes
         for most in (1, 6):
-            found = session.chain(row, text, ChainRule(most, 64))
+            found = chained(session, row, text, ChainRule(most, 64))
             assert [token for token, _ in found] == [token for token, _ in whole[:most]]
             assert [sure for _, sure in found] == pytest.approx([sure for _, sure in whole[:most]], rel=1e-4)
             assert session.length(row) == prompt + 3 + most - 1
             session.truncate([row], [prompt])
         assert session.passes == passes + 7
-        assert session.chain(row, text, ChainRule(6, 64, confident=False)) == [(token, 1.0) for token, _ in whole]
+        assert chained(session, row, text, ChainRule(6, 64, confident=False)) == [(token, 1.0) for token, _ in whole]
         session.truncate([row], [prompt])
         tokens, sure = zip(*whole, strict=True)
         # The chances of the first two are enough, of three not.
         at_least = math.prod(sure[:2]) * 0.9999
-        assert len(session.chain(row, text, ChainRule(6, 64, until=Until(least=at_least)))) == 3
+        assert len(chained(session, row, text, ChainRule(6, 64, until=Until(least=at_least)))) == 3
         session.truncate([row], [prompt])
         last = next(place for place, token in enumerate(tokens) if token == tokens[2])
-        assert len(session.chain(row, text, ChainRule(6, 64, ends={tokens[2]}))) == last + 1
+        assert len(chained(session, row, text, ChainRule(6, 64, ends={tokens[2]}))) == last + 1
         session.truncate([row], [prompt])
-        assert all(token < 9 for token, _ in session.chain(row, text, ChainRule(6, 9)))
+        assert all(token < 9 for token, _ in chained(session, row, text, ChainRule(6, 9)))
         session.truncate([row], [prompt])
         twin.step([twin.chain(2), twin.chain(1)], [2, 1], [[0, 1], [0]])  # as if nothing had been
+
+    def test_chains_of_several_rows(self, language: LanguageModel) -> None:
+        """Each row's guesses are those of its own chain alone, however long the others are and however they end."""
+        twin = _twin(language, 5)
+        twin.prefill(9, 40, 4, 7, 12)
+        session, rows, texts = twin.session, twin.rows, [[7, 12, 5], [9], [20, 21], [3], [8, 4]]
+        drawn, ends = Choice(temperature=0.7, top_k=9, address=1 << 63, first=3), {*range(0, 64, 2)}
+        rules = [
+            ChainRule(5, 64),
+            ChainRule(1, 64, confident=False),
+            ChainRule(7, 64, drawn),
+            ChainRule(6, 60, until=Until((0.5,), (0.9, 1.0), 0.01)),
+            ChainRule(6, 64, ends=ends),
+        ]
+        alone = [chained(session, *given) for given in zip(rows, texts, rules, strict=True)]
+        session.truncate(rows, [len(text) for text in twin.texts])
+        passes = session.passes
+        found = session.chain(rows, texts, rules).guesses
+        assert len({*map(len, alone)}) > 2
+        for mine, own, held, text, row in zip(found, alone, twin.texts, texts, rows, strict=True):
+            assert [token for token, _ in mine] == [token for token, _ in own]
+            assert [sure for _, sure in mine] == pytest.approx([sure for _, sure in own], rel=1e-4)
+            assert session.length(row) == len(held) + len(text) + len(mine) - 1
+        assert session.passes == passes + max(map(len, found))
+        session.truncate(rows, [len(text) for text in twin.texts])
+        twin.step([twin.chain(2) for _ in rows], [2] * 5, [[0, 1]] * 5)  # as if nothing had been
 
     @pytest.mark.parametrize("rule", choosing(64).values(), ids=choosing(64))
     def test_chosen_in_chains(self, language: LanguageModel, rule: GreedyRule) -> None:
@@ -313,7 +346,7 @@ class TestCode:
         fake = FakeRow([*range(9), *text], prompt_length=4)
         for confident in (True, False):
             whole = self.one_by_one(twin, row, text, 6, partial(rule.pick, fake, confident=confident))
-            found = session.chain(row, text, ChainRule(6, 64, rule.choice(fake), confident=confident))
+            found = chained(session, row, text, ChainRule(6, 64, rule.choice(fake), confident=confident))
             session.truncate([row], [9])
             assert [token for token, _ in found] == [token for token, _ in whole]
             assert [sure for _, sure in found] == pytest.approx([sure for _, sure in whole], rel=1e-4)
@@ -343,7 +376,7 @@ class TestCode:
             kept = weight[33].clone()
             weight[33] = math.nan
             try:
-                [[token, sure]] = twin.session.chain(twin.rows[0], [7], ChainRule(6, 64))
+                [[token, sure]] = chained(twin.session, twin.rows[0], [7], ChainRule(6, 64))
             finally:
                 weight[33] = kept
         assert token == 0

@@ -28,7 +28,7 @@ from specdec.models.language_model import LanguageModel
 from specdec.models.layout import AttentionView, Kind
 from specdec.models.session import Session
 from specdec.models.vocabulary import Choose, cut, widened
-from specdec.types import Scores, Tree
+from specdec.types import Chained, Scores, Tree
 
 
 class Stage(nn.Module, ABC):
@@ -161,17 +161,20 @@ class Embedding:
     """Looks tokens up in a weight `[vocab, width]` or the target's own module; `as_stored`, without its scaling.
 
     It is no module itself, so that what belongs to the target is not among the head's weights. Nor is it stored with
-    them.
+    them. `table` are the weights as in `AnyLinear.table`, None where only a module knows them.
     """
+
+    table: Tensor | None
 
     def __init__(self, table: Any, *, as_stored: bool = True) -> None:
         weight = table if isinstance(table, Tensor) else getattr(table, "weight", None)
         shape = (table.num_embeddings, table.embedding_dim) if weight is None else weight.shape
         self.vocab_size, self.width = int(shape[0]), int(shape[1])
-        if not as_stored or weight is None or weight.is_meta:
-            self._look_up = table.head.rows if as_stored and isinstance(table, PackedEmbedding) else table
-        else:
-            self._look_up = partial(F.embedding, weight=weight)
+        self._look_up, self.table = table, None
+        if as_stored and isinstance(table, PackedEmbedding):
+            self._look_up, self.table = table.head.rows, table.head.table
+        elif as_stored and weight is not None and not weight.is_meta:
+            self._look_up, self.table = partial(F.embedding, weight=weight), weight[:, None, None]
 
     def __getstate__(self) -> dict[str, int]:
         return {"vocab_size": self.vocab_size, "width": self.width}
@@ -253,6 +256,11 @@ class Stages(Session):
         self.stages, self.first = stages, 0
 
     @property
+    def chains(self) -> bool:  # type: ignore[override]
+        """Of a stage that goes on from itself."""
+        return len(self.stages) == 1 and self.stages[0].chains
+
+    @property
     def passes(self) -> int:  # type: ignore[override]
         """Of all stages."""
         return sum(stage.passes for stage in self.stages)
@@ -293,6 +301,10 @@ class Stages(Session):
     ) -> tuple[Tensor, Tensor | None]:
         """Of the last stage, where all others have run."""
         return self.stages[-1].advance(rows, tokens, embeds)
+
+    def chain(self, rows: Sequence[int], *given: Any) -> Chained | None:
+        """Of the only stage."""
+        return self.stages[0].chain(rows, *given)
 
     def commit(
         self,
