@@ -7,8 +7,9 @@
     python benchmarks/pipelines.py summaries --target my-t5 --draft my-small-t5 --texts articles.jsonl
 
 Seconds are those of decoding, the encoder included, tokenizer and feature extractor not; rows named "pipeline", and all
-of "recordings", go from samples to text, with `Transcriber` and transformers' pipeline. Every ratio is the median over
-cases of the ratio of median seconds. A kind of pipeline is a function from the arguments to its `Bench`.
+of "recordings", go from samples to text, with `Transcriber` and transformers' pipeline. "Without the encoder" is what
+is left of them. Every ratio is the median over cases of the ratio of median seconds. A kind of pipeline is a function
+from the arguments to its `Bench`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import copy
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -46,6 +48,23 @@ class Bench:
     cases: list[Any]
     systems: dict[str, System]
     text_of: Callable[[Any], str]
+    encoders: Encoders
+
+
+class Encoders:
+    """The seconds that encoders of models have run, which no draft shortens."""
+
+    def __init__(self, models: list[Any]) -> None:
+        self.seconds = self._began = 0.0
+        for encoder in {id(model): model.get_encoder() for model in models}.values():
+            encoder.register_forward_pre_hook(self._begin)
+            encoder.register_forward_hook(self._end)
+
+    def _begin(self, *_: Any) -> None:
+        self._began = time.perf_counter()
+
+    def _end(self, *_: Any) -> None:
+        self.seconds += time.perf_counter() - self._began
 
 
 def load(kind: Any, args: argparse.Namespace) -> list[Any]:
@@ -82,6 +101,11 @@ def generators(target: Any, args: argparse.Namespace) -> dict[str, SpecGenerator
     return found
 
 
+def listening(target: Any, own: dict[str, SpecGenerator]) -> Encoders:
+    """Over the encoders of the target, as it was loaded and as generators run it."""
+    return Encoders([target, *(generator.target.model for generator in own.values())])
+
+
 def language(target: Any) -> dict[str, str]:
     """What a multilingual Whisper is asked, so that nobody has to find out the language."""
     return {"language": "en", "task": "transcribe"} if target.generation_config.is_multilingual else {}
@@ -111,7 +135,8 @@ def summaries(args: argparse.Namespace) -> Bench:
     for draft in drafts:
         systems[ASSISTED] = theirs(assistant_model=assistant(draft))
     systems["transformers prompt lookup"] = theirs(prompt_lookup_num_tokens=10)
-    systems |= {name: ours(generator) for name, generator in generators(target, args).items()}
+    own = generators(target, args)
+    systems |= {name: ours(generator) for name, generator in own.items()}
     read = (
         tokenizer(prefix + text, truncation=True, return_tensors="pt").input_ids[:, : args.length] for text in texts
     )
@@ -119,6 +144,7 @@ def summaries(args: argparse.Namespace) -> Bench:
         long_enough(read, systems[PLAIN], args),
         systems,
         lambda result: tokenizer.decode(getattr(result, "sequences", result)[0], skip_special_tokens=True),
+        listening(target, own),
     )
 
 
@@ -167,7 +193,7 @@ def speech(args: argparse.Namespace) -> Bench:
         text = found["text"] if isinstance(found, dict) else tokenizer.decode(found[0], skip_special_tokens=True)
         return str(text).strip()
 
-    return Bench(long_enough(heard, systems[PLAIN], args), systems, text_of)
+    return Bench(long_enough(heard, systems[PLAIN], args), systems, text_of, listening(target, own))
 
 
 def recordings(args: argparse.Namespace) -> Bench:
@@ -182,14 +208,15 @@ def recordings(args: argparse.Namespace) -> Bench:
     systems: dict[str, System] = {
         "transformers": lambda case: reference(case.copy(), return_timestamps=True, generate_kwargs=dict(how))
     }
-    for name, generator in generators(target, args).items():
+    own = generators(target, args)
+    for name, generator in own.items():
         if args.beams == 1 or name == PLAIN:
             transcriber = Transcriber(generator, **parts)
             systems[name] = lambda case, transcriber=transcriber: transcriber(
                 case, return_timestamps=True, generate_kwargs=dict(how)
             )
     print(f"{len(case) / rate:.0f} s of sound, {args.beams} beams, gear {args.gear}")
-    return Bench([case], systems, lambda result: str(result["text"]).strip())
+    return Bench([case], systems, lambda result: str(result["text"]).strip(), listening(target, own))
 
 
 @dataclass(frozen=True)
@@ -218,13 +245,24 @@ def report(bench: Bench, repeats: int) -> None:
     """Runs all systems in turn and prints one table."""
     watch = Watch()
     results: dict[str, list[Any]] = {name: [] for name in bench.systems}
+    encoding: dict[str, list[float]] = {name: [] for name in bench.systems}
     for run in bench.systems.values():
         run(bench.cases[0])
 
     def recorded(name: str) -> Callable[[Any], None]:
-        return lambda case: results[name].append(bench.systems[name](case))
+        def run(case: Any) -> None:
+            before = bench.encoders.seconds
+            results[name].append(bench.systems[name](case))
+            encoding[name].append(bench.encoders.seconds - before)
+
+        return run
 
     seconds = interleaved({name: recorded(name) for name in bench.systems}, bench.cases, repeats, watch)
+    count = len(bench.cases)
+    decoding = {
+        name: [[s - e for s, e in zip(own, encoding[name][c::count], strict=True)] for c, own in enumerate(cases)]
+        for name, cases in seconds.items()
+    }
     assisted = next((n for n in (ASSISTED, "transformers prompt lookup") if n in bench.systems), "transformers")
     rows = []
     for name, found in results.items():
@@ -236,6 +274,8 @@ def report(bench: Bench, repeats: int) -> None:
                 f"{1e3 * statistics.median(map(statistics.median, seconds[name])):.0f}",
                 f"{ratio(seconds[PLAIN], seconds[name]):.2f}x",
                 f"{ratio(seconds[assisted], seconds[name]):.2f}x" if assisted in seconds else "",
+                f"{1e3 * statistics.median(map(statistics.median, decoding[name])):.0f}",
+                f"{ratio(decoding[PLAIN], decoding[name]):.2f}x",
                 f"{statistics.mean(s.mean_acceptance_length for s in stats):.2f}" if stats else "",
                 f"{statistics.mean(s.target_passes_per_token for s in stats):.2f}" if stats else "",
                 f"{alike}/{len(found)}",
@@ -243,7 +283,14 @@ def report(bench: Bench, repeats: int) -> None:
         )
     new = statistics.median(out.stats.num_new_tokens for out in results[PLAIN])
     print(f"\n{len(bench.cases)} cases, {new:.0f} new tokens in the median\n")
-    header = ["system", "ms per case", "vs specdec plain", f"vs {assisted}"]
+    header = [
+        "system",
+        "ms per case",
+        "vs specdec plain",
+        f"vs {assisted}",
+        "ms without the encoder",
+        "of it, vs plain",
+    ]
     print(table([*header, "mean acceptance length", "passes per token", "same text as plain"], rows))
     print(f"\n{watch.verdict()}", flush=True)
 
