@@ -150,7 +150,9 @@ def test_compiled_heads_make_all_guesses_in_one_call(
                 monkeypatch.setattr(Stages, "chains", whole)
                 proposals.clear()
                 ends.clear()
+                rows.clear()
                 texts.append(generator.generate(IDS, **RUN, **how, **more).sequences.tolist())
+                assert bool(rows) == whole
                 guesses.append([(text, tree.tokens) for text, tree in proposals])
                 written.append(torch.stack(ends))
             assert texts[0] == texts[1] == plain.generate(IDS, **RUN, **how).sequences.tolist()

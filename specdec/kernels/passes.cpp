@@ -124,9 +124,11 @@ struct Chain {
 at::Tensor embedded(const std::vector<int64_t>& tokens, const at::Tensor& table, const at::Tensor& written,
                     int64_t wide) {
   Tensors rows;
+  auto own = wide - written.size(-1), numbers = table.size(2) * table.size(3);
+  TORCH_CHECK_VALUE(0 <= own && own <= numbers, "`embeddings` must have at least ", own, " numbers, got ", numbers);
   for (auto token : tokens) {
     auto row = table.select(0, token / table.size(1)).select(0, token % table.size(1));
-    rows.push_back(row.flatten().slice(0, 0, wide - written.size(-1)));
+    rows.push_back(row.flatten().slice(0, 0, own));
   }
   return at::cat({at::stack(rows).to(written.scalar_type()).unsqueeze(0), written}, -1);
 }
@@ -158,6 +160,8 @@ struct Passes : torch::CustomClassHolder {
     auto wide = first[0].size(-1);
     auto said = loader.boxed_run(std::move(first));
     auto begun = said;
+    TORCH_CHECK_VALUE(said[0].size(1) == static_cast<int64_t>(chains.size()), "`rules` must be one for each of ",
+                      said[0].size(1), " rows, got ", chains.size());
     auto states = said.size() - 1;
     for (int64_t pass = 0;; pass++) {
       std::vector<int64_t> on, places, tokens;  // the rows that go on, their places in the last pass, and guesses

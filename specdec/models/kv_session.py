@@ -282,14 +282,17 @@ class KvSession(Session):
         embeds: Sequence[Tensor] | None = None,
     ) -> Chained | None:
         """Where passes are compiled, and rows hold text alone."""
-        flat, named = self._language.flat, [self._row(row) for row in rows]
-        if flat is None or not self.chains or not all(row.slots.top and not row.slots.slots for row in named):
+        flat, named, trees = self._language.flat, [self._row(row) for row in rows], [*map(Tree.chain, texts)]
+        if flat is None or not self.chains or any(row.slots.slots for row in named):
             return None
+        for row, tree in zip(named, trees, strict=True):
+            row.slots.begin(tree, len(tree) - 1, 0)
+        if self._cross is not None:
+            self._cross.project()
         places, kinds = [self._index[row] for row in rows], self._language.capability.kinds
         begins = [row.slots.top + len(text) for row, text in zip(named, texts, strict=True)]
         for place, begin, rule in zip(places, begins, rules, strict=True):
             self.store.extend(place, begin + rule.most - 1)
-        trees = map(Tree.chain, texts)
         nodes = [RowNodes(place, row.slots, tree, 1) for place, row, tree in zip(places, named, trees, strict=True)]
         line = Line.of(nodes, kinds, self._device, self._encoders(places))
         if embeds is not None:

@@ -334,6 +334,9 @@ class TestCode:
             assert [sure for _, sure in mine] == pytest.approx([sure for _, sure in own], rel=1e-4)
             assert session.length(row) == len(held) + len(text) + len(mine) - 1
         assert session.passes == passes + max(map(len, found))
+        session.truncate(rows, [0, *(len(text) for text in twin.texts[1:])])  # one row begins anew beside the others
+        anew = session.chain(rows, [twin.texts[0] + texts[0], *texts[1:]], rules).guesses
+        assert [[token for token, _ in mine] for mine in anew] == [[token for token, _ in mine] for mine in found]
         session.truncate(rows, [len(text) for text in twin.texts])
         twin.step([twin.chain(2) for _ in rows], [2] * 5, [[0, 1]] * 5)  # as if nothing had been
 

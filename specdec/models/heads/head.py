@@ -161,23 +161,28 @@ class Embedding:
     """Looks tokens up in a weight `[vocab, width]` or the target's own module; `as_stored`, without its scaling.
 
     It is no module itself, so that what belongs to the target is not among the head's weights. Nor is it stored with
-    them. `table` are the weights as in `AnyLinear.table`, None where only a module knows them.
+    them.
     """
-
-    table: Tensor | None
 
     def __init__(self, table: Any, *, as_stored: bool = True) -> None:
         weight = table if isinstance(table, Tensor) else getattr(table, "weight", None)
         shape = (table.num_embeddings, table.embedding_dim) if weight is None else weight.shape
         self.vocab_size, self.width = int(shape[0]), int(shape[1])
-        self._look_up, self.table = table, None
+        self._stored: Any = None
         if as_stored and isinstance(table, PackedEmbedding):
-            self._look_up, self.table = table.head.rows, table.head.table
+            self._look_up, self._stored = table.head.rows, table.head
         elif as_stored and weight is not None and not weight.is_meta:
-            self._look_up, self.table = partial(F.embedding, weight=weight), weight[:, None, None]
+            self._look_up, self._stored = partial(F.embedding, weight=weight), weight
+        else:
+            self._look_up = table
 
     def __getstate__(self) -> dict[str, int]:
         return {"vocab_size": self.vocab_size, "width": self.width}
+
+    @property
+    def table(self) -> Tensor | None:
+        """The weights as in `AnyLinear.table`; None where only a module knows them."""
+        return self._stored[:, None, None] if isinstance(self._stored, Tensor) else getattr(self._stored, "table", None)
 
     def __call__(self, ids: Tensor) -> Tensor:
         """`[...]` to `[..., width]`."""
