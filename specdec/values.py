@@ -22,6 +22,11 @@ def is_whole(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
+def is_number(value: object) -> bool:
+    """Whether this is a number of Python's, and no truth value."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def common_length(one: Sequence[int], other: Sequence[int]) -> int:
     """How many tokens two texts have in common at their beginning."""
     least, most = 0, min(len(one), len(other))

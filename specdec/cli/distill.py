@@ -39,6 +39,9 @@ def distill(
     hours: Annotated[float | None, typer.Option(help="How long to train; 1 without --steps.")] = None,
     steps: Annotated[int | None, typer.Option(help="How many steps to train.")] = None,
     seed: Annotated[int, typer.Option(help="Of weights, windows and samples.")] = 0,
+    cache_gib: Annotated[
+        float, typer.Option(help="Disk for what the target says, which is then asked once; beside the draft.")
+    ] = 4.0,
     dtype: Dtype = None,
     device_map: DeviceMap = None,
     trust_remote_code: RemoteCode = False,
@@ -64,6 +67,7 @@ def distill(
             hours=hours,
             steps=steps,
             seed=seed,
+            cache_gib=cache_gib,
             notify=notify,
             is_stopped=lambda: interrupt.asked,
             **{name: value for name, value in how.items() if value is not None},

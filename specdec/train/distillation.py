@@ -30,9 +30,9 @@ from specdec.pipelines.transcribe import processor_beside
 from specdec.train.course import descend, make_optimizers, rate
 from specdec.train.pupils import STEPS, EaglePupil, LayersPupil, Pupil, spread_layers
 from specdec.train.sounds import Sounds, Stenographer, find_sounds
-from specdec.train.teacher import Lesson, Spool, Teacher
+from specdec.train.teacher import CACHE_GIB, Lesson, Spool, Teacher
 from specdec.train.texts import Exam, Texts, Writer, divide, divide_prompts, encode_prompts, read_texts
-from specdec.values import is_whole
+from specdec.values import is_number, is_whole
 
 KINDS = ("eagle3", "layers")
 STATE = "training"  # a folder beside the draft, from which its training goes on
@@ -85,9 +85,8 @@ class Length:
             raise OptionError("`hours` and `steps` both say how long to train: pass one of them")
         if self.steps is not None and (not is_whole(self.steps) or self.steps < 1):
             raise OptionError.of("steps", "a whole number of at least 1", self.steps)
-        hours = self.hours
-        if hours is not None and (isinstance(hours, bool) or not isinstance(hours, int | float) or not hours > 0):
-            raise OptionError.of("hours", "a number above 0", hours)
+        if self.hours is not None and not (is_number(self.hours) and self.hours > 0):
+            raise OptionError.of("hours", "a number above 0", self.hours)
 
     @property
     def seconds(self) -> float:
@@ -116,6 +115,7 @@ def distill(
     hours: float | None = None,
     steps: int | None = None,
     seed: int = 0,
+    cache_gib: float = CACHE_GIB,
     notify: Notify | None = None,
     is_stopped: Callable[[], bool] = lambda: False,
     **loading: Any,
@@ -129,7 +129,8 @@ def distill(
     "eagle3" is a head of one or `layers` layers over the target's hidden states, in the format of `speculators`, which
     guesses the `draft_vocabulary` most frequent tokens (EAGLE-3, arXiv 2503.01840); "layers" is a small sibling made
     of two or `layers` of the target's own, which guesses such tokens too. It takes so many `hours` (1 by default) or
-    `steps`.
+    `steps`. What the target says about texts is kept beside the draft until the training ends, and what its encoder
+    says of sounds: each in at most `cache_gib` GiB, beyond which the target is asked again each time.
 
     `notify` is told how much of how much is done, and how good the draft is. Where `is_stopped` says so, training
     ends, and the draft is written as it is. The same call goes on from where the last one ended, and with a larger
@@ -137,6 +138,8 @@ def distill(
     another draft; UnsupportedError for targets that cannot be distilled like this.
     """
     settings, length = Settings(kind, layers, draft_vocabulary, seed), Length(hours, steps)
+    if not (is_number(cache_gib) and cache_gib >= 0):
+        raise OptionError.of("cache_gib", "a number of at least 0", cache_gib)
     if not text and not prompts and not audio:
         raise OptionError("nothing to learn from: pass `text`, `prompts`, or both, or `audio` for a Whisper model")
     if audio and (text or prompts or kind != "layers"):
@@ -157,7 +160,8 @@ def distill(
             f"`target` {type(generator.target.model).__name__} has an encoder; drafts are distilled for decoder-only "
             "targets, and for Whisper models from `audio`: the recipes of `specdec zoo train` show how others are made"
         )
-    school = School(generator, folder, settings, length, notify or _nobody, is_stopped)
+    cache = int(cache_gib * 2**30)
+    school = School(generator, _swift(generator), folder, settings, length, cache, notify or _nobody, is_stopped)
     if not audio:
         return school.run(*school.read(texts, prompts))
     if feature_extractor is None and named:
@@ -165,6 +169,14 @@ def distill(
     if feature_extractor is None:
         raise OptionError("`feature_extractor` is needed to hear sounds: pass it with the model")
     return school.run(*school.listen(sounds, feature_extractor))
+
+
+def _swift(generator: SpecGenerator) -> SpecGenerator:
+    """The same target over packed weights, where it can have them: writing takes a good part of the time."""
+    try:
+        return SpecGenerator(generator.target.model, tokenizer=generator.tokenizer, gear="packed")
+    except UnsupportedError:
+        return generator
 
 
 def _nobody(done: float, total: float, doing: str) -> None:
@@ -219,12 +231,17 @@ class Lessons(Protocol):
 
 @dataclass(frozen=True)
 class School:
-    """A training: who teaches, where the draft goes, how and how long it learns, who is told."""
+    """A training: who teaches and who writes, where the draft goes, how and how long it learns, who is told.
+
+    What was said once is kept in files of at most `cache` bytes.
+    """
 
     generator: SpecGenerator
+    writer: SpecGenerator
     folder: Path
     settings: Settings
     length: Length
+    cache: int
     notify: Notify
     is_stopped: Callable[[], bool]
 
@@ -245,7 +262,7 @@ class School:
             return not self._begun and in_time and not self.is_stopped()
 
         notes = self.folder / STATE / "transcripts.jsonl"
-        heard = Stenographer(self.generator, extractor, notes, sounds).write(go_on)
+        heard = Stenographer(self.writer, extractor, notes, sounds, self.cache).write(go_on)
         return heard, min(time.perf_counter() - began, _LISTENS * self.length.seconds)
 
     def read(self, texts: Sequence[str], prompts: Sequence[str]) -> tuple[Texts, float]:
@@ -253,7 +270,7 @@ class School:
         tokenizer, seconds = self.generator.tokenizer, 0.0
         streams: list[np.ndarray] = []
         held: list[list[int]] = []
-        writer = Writer(self.generator, self.folder / STATE / "continuations.jsonl", self.settings.seed)
+        writer = Writer(self.writer, self.folder / STATE / "continuations.jsonl", self.settings.seed)
         if texts:
             stream, held = divide([tokenizer(text, verbose=False)["input_ids"] for text in texts])
             streams.append(stream)
@@ -294,9 +311,9 @@ class School:
 
     def _trial(self, lessons: Lessons) -> dict[str, Any]:
         """Plain and assisted decoding in turn, on held-out prompts."""
+        given = {"tokenizer": self.generator.tokenizer, "gear": self.writer.target.gear}
         model, out = self.generator.target.model, str(self.folder)
-        plain = SpecGenerator(model, tokenizer=self.generator.tokenizer)
-        assisted = SpecGenerator(model, out, tokenizer=self.generator.tokenizer)
+        plain, assisted = (SpecGenerator(model, draft, **given) for draft in (None, out))
         paces: dict[str, list[float]] = {"plain": [], "assisted": []}
         passes = tokens = 0
         for number, exam in enumerate([lessons.exams[0], *lessons.exams]):
@@ -328,7 +345,7 @@ class Training:
         self.step, self.prepared, self.seconds, self.loss = 0, seconds, seconds, float("nan")
         self._state = school.folder / STATE / "state.pt"
         spooled = school.folder / STATE / "spool.bin"
-        self._spool = Spool(partial(lessons.teach, pupil.teacher), spooled, lessons.size)
+        self._spool = Spool(partial(lessons.teach, pupil.teacher), spooled, lessons.size, school.cache)
         if self._state.exists():
             self._resume()
 

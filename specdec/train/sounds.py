@@ -122,13 +122,14 @@ class Stenographer:
     """Lets the target write down sounds, and notes the transcripts in a file, where they are found again.
 
     What its encoder says is kept on a shelf beside them, so that a window is encoded once, also where a training is
-    broken off and goes on.
+    broken off and goes on: as many as `cache` bytes hold.
     """
 
     generator: SpecGenerator
     extractor: Any
     file: Path
     sounds: Sequence[Path]
+    cache: int
 
     @cached_property
     def whisper(self) -> Whisper:
@@ -147,7 +148,7 @@ class Stenographer:
     @cached_property
     def shelf(self) -> Shelf:
         """What the encoder says of windows, by their numbers."""
-        return Shelf(self.file.with_name("heard.bin"), len(self.windows))
+        return Shelf(self.file.with_name("heard.bin"), len(self.windows), self.cache)
 
     def write(self, go_on: Callable[[int, int], bool]) -> Sounds:
         """Transcripts of all windows, as far as `go_on` lets it, asked before every few of them.

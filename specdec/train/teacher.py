@@ -16,7 +16,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from specdec.models import LanguageModel
 
 LIKELIEST = 32  # tokens of a distribution that are learned
-SPOOL_BYTES = 4 << 30
+CACHE_GIB = 4.0  # of disk, for each of what a target says about texts, and of sounds
 _KEPT = "kept"  # in a record: that it was written
 _CHUNK = 256  # distributions that are compared at once: their logits stay in the cache of a CPU
 
@@ -107,7 +107,7 @@ class Shelf:
     Those that find no room are not kept.
     """
 
-    def __init__(self, file: Path, count: int, limit: int = SPOOL_BYTES) -> None:
+    def __init__(self, file: Path, count: int, limit: int) -> None:
         self._file, self._count, self._limit = file, count, limit
         self._records: Any = _opened(file)
 
@@ -152,9 +152,7 @@ class Spool:
     Windows are taught one by one, so that a lesson is the same whenever, and beside whatever, it is made.
     """
 
-    def __init__(
-        self, teach: Callable[[int, Tensor], Lesson], file: Path, windows: int, limit: int = SPOOL_BYTES
-    ) -> None:
+    def __init__(self, teach: Callable[[int, Tensor], Lesson], file: Path, windows: int, limit: int) -> None:
         file.unlink(missing_ok=True)  # it may be of fewer windows
         self._teach, self._shelf = teach, Shelf(file, windows, limit)
         self.close = self._shelf.close

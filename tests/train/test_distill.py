@@ -328,7 +328,7 @@ def test_nothing_is_learned_about_prompts_and_padding(tmp_path: Path, recordings
     parts = processor()
     generator = SpecGenerator(listener(), tokenizer=parts.tokenizer)
     found = find_sounds([recordings])
-    stenographer = Stenographer(generator, parts.feature_extractor, tmp_path / "transcripts.jsonl", found)
+    stenographer = Stenographer(generator, parts.feature_extractor, tmp_path / "transcripts.jsonl", found, 1 << 20)
     sounds = stenographer.write(lambda done, total: True)
     assert (sounds.size, len(sounds.exams)) == (4, 1)
     assert stenographer.write(lambda done, total: True) == sounds
@@ -353,7 +353,7 @@ def test_windows_are_encoded_once(tmp_path: Path, recordings: Path, monkeypatch:
     encode = LanguageModel.encode
     monkeypatch.setattr(LanguageModel, "encode", lambda self, given: encoded.append(1) or encode(self, given))
     stenographer = Stenographer(
-        generator, parts.feature_extractor, tmp_path / "transcripts.jsonl", find_sounds([recordings])
+        generator, parts.feature_extractor, tmp_path / "transcripts.jsonl", find_sounds([recordings]), 1 << 20
     )
     sounds = stenographer.write(lambda done, total: True)
     assert [piece.number for piece in sounds.learned] == [1, 2, 3, 4]
@@ -392,6 +392,7 @@ def test_the_target_is_not_changed(tmp_path: Path, text: Path) -> None:
         ({"kind": "medusa"}, "`kind` must be one of eagle3, layers"),
         ({"hours": 1, "steps": 5}, "`hours` and `steps`"),
         ({"hours": 0}, "`hours` must be a number above 0"),
+        ({"cache_gib": -1}, "`cache_gib` must be a number of at least 0"),
         ({"steps": 0}, "`steps` must be a whole number"),
         ({"layers": 0}, "`layers` must be a whole number"),
         ({"kind": "layers", "layers": 4}, "`layers` must be at most the 3 of the target"),
