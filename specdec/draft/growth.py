@@ -72,14 +72,16 @@ class Chain:
         until, choose = getattr(self.plan, "until", None), getattr(task.rule, "choice", None)
         if until is None or choose is None or (choice := choose(self.row)) is None:
             return None
-        return ChainRule(self.limit, width, choice, until, task.ends, self.plan.needs_confidence)
+        return ChainRule(self.limit, width, choice, until, task.ends, self.plan.needs_confidence, task.rule.needs_q)
 
-    def take_all(self, text: Tree, guesses: Sequence[tuple[int, float]]) -> None:
-        """All guesses after a text, with their probabilities; the cache holds all but the last."""
+    def take_all(self, text: Tree, guesses: Sequence[tuple[int, float]], q: Tensor | None) -> None:
+        """All guesses after a text, and their probabilities, or `q` `[guesses, vocab]`; the cache lacks the last."""
         self.held.text += len(text)
         self.held.guesses = len(guesses) - 1
         self.tokens, self.confidence = (list(some) for some in zip(*guesses, strict=True))
         self._guess(self.tokens.pop(), self.confidence.pop())
+        if q is not None:
+            self.q = [*q[: len(self.tokens)]]
 
     def proposal(self, source: str) -> Tree:
         """The guesses."""

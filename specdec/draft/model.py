@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from torch.nn.functional import pad
+
 from specdec.draft.growth import Branches, Chain, Held
 from specdec.errors import UnsupportedError
 from specdec.select.rules import fit
@@ -342,8 +344,8 @@ class ModelSession(DraftSession):
         chained = self._chain([growth.row for growth, _ in chains], [text for _, text in chains], rules)
         if chained is None:
             return False
-        for (growth, text), guesses in zip(chains, chained.guesses, strict=True):
-            growth.take_all(text, guesses)
+        for (growth, text), guesses, q in zip(chains, chained.guesses, chained.q, strict=True):
+            growth.take_all(text, guesses, None if q is None else pad(q, (0, self._vocab_size - q.shape[-1])))
         return True
 
     def _chain(self, rows: Sequence[Row], texts: Sequence[Tree], rules: Sequence[ChainRule]) -> Chained | None:

@@ -21,6 +21,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <memory>
 #include <numeric>
 #include <optional>
 #include <string>
@@ -28,7 +29,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "choice.h"
+#include "filters.h"
 
 namespace {
 
@@ -39,15 +40,12 @@ struct Guess {
   double probability;
 };
 
-// How a guess is chosen from logits.
+// How guesses are chosen from logits: after filters the likeliest token, or the one that its noise favours.
 struct Choice {
-  std::vector<int64_t> suppressed;
-  double temperature;
-  int64_t k;  // 0 keeps all
-  double p;
+  std::vector<std::unique_ptr<Filter>> filters;
   std::vector<int64_t> noise;  // an address and the place of the first guess below it; of the likeliest token, nothing
 
-  bool is_plain() const { return suppressed.empty() && temperature == 1 && k == 0 && p >= 1 && noise.empty(); }
+  bool is_plain() const { return filters.empty() && noise.empty(); }
 };
 
 // The likeliest token, where `most` is the largest score, and its probability: 1 unless it must be known.
@@ -58,36 +56,10 @@ Guess likeliest(const In* scores, int64_t count, float most, bool confident) {
   return {token, confident ? 1 / mass(scores, count, most) : 1};
 }
 
-// Guess `step` of a chain from logits `[vocab]`; its probability is NaN if the largest of them is not a number or
-// infinite.
-Guess guess(const at::Tensor& logits, int64_t width, const Choice& choice, int64_t step, bool confident) {
-  Guess none{0, std::nan("")};
-  auto count = std::min(logits.size(-1), width);
-  auto last = logits.contiguous();
-  if (choice.is_plain() && last.scalar_type() == at::kBFloat16) {
-    auto scores = last.const_data_ptr<at::BFloat16>();
-    auto most = largest(scores, count);
-    return std::isfinite(most) ? likeliest(scores, count, most, confident) : none;
-  }
-  auto exact = last.to(at::kFloat, /*non_blocking=*/false, /*copy=*/!choice.is_plain());
-  auto scores = exact.mutable_data_ptr<float>();
-  for (auto token : choice.suppressed)
-    if (0 <= token && token < count) scores[token] = NEVER;
-  if (choice.temperature != 1)
-    for (int64_t i = 0; i < count; i++) scores[i] /= static_cast<float>(choice.temperature);
-  auto most = largest(scores, count);
-  if (!std::isfinite(most)) return none;
-  keep_most(scores, count, most, choice.k, choice.p, 1);
-  if (choice.noise.empty()) return likeliest(scores, count, most, confident);
-  auto address = folded(static_cast<uint64_t>(choice.noise[0]), static_cast<uint64_t>(choice.noise[1] + step));
-  auto token = drawn(scores, count, most, address);
-  return {token, confident ? std::exp(scores[token] - most) / mass(scores, count, most) : 1};
-}
-
-// The rule of a row's chain in numbers: those of a choice, the most guesses, among how many tokens, those that end it,
-// edges, rates, the least chance, and whether probabilities must be known.
-using Rule = std::tuple<std::vector<int64_t>, double, int64_t, double, std::vector<int64_t>, int64_t,
-                        int64_t, std::vector<int64_t>, std::vector<double>, std::vector<double>, double, bool>;
+// The rule of a row's chain in numbers: filters, the noise of a choice, the most guesses, among how many tokens, those
+// that end it, edges, rates, the least chance, whether probabilities must be known, and whether scores are told.
+using Rule = std::tuple<std::vector<std::tuple<std::string, Numbers>>, std::vector<int64_t>, int64_t, int64_t,
+                        std::vector<int64_t>, Numbers, Numbers, double, bool, bool>;
 
 // The chain of a row.
 struct Chain {
@@ -96,26 +68,52 @@ struct Chain {
   std::vector<int64_t> ends;
   std::vector<double> edges, rates;
   double least;
-  bool confident;
+  bool confident, told;
   std::vector<int64_t> tokens;
   std::vector<double> probabilities;
+  Tensors scores;  // of every guess, after filters, if they are told
   double chance = 1;
 
   explicit Chain(Rule rule) {
-    std::tie(choice.suppressed, choice.temperature, choice.k, choice.p, choice.noise, most, width, ends, edges, rates,
-             least, confident) = std::move(rule);
+    std::vector<std::tuple<std::string, Numbers>> filters;
+    std::tie(filters, choice.noise, most, width, ends, edges, rates, least, confident, told) = std::move(rule);
+    for (const auto& [name, numbers] : filters) choice.filters.push_back(filter(name, numbers));
   }
 
   // Takes one more guess from logits `[vocab]`; whether the chain goes on.
   bool grow(const at::Tensor& logits) {
     auto step = static_cast<int64_t>(tokens.size());
-    auto [token, probability] = guess(logits, width, choice, step, confident);
+    auto [token, probability] = guess(logits, step);
     tokens.push_back(token);
     probabilities.push_back(probability);
+    for (auto& filter : choice.filters) filter->follow(token);
     auto bin = std::upper_bound(edges.begin(), edges.end(), probability) - edges.begin();
     chance *= std::min(probability * rates.at(bin), 1.0);
     return chance >= least && step + 1 < most &&  // NaN is not large enough
            std::find(ends.begin(), ends.end(), token) == ends.end();
+  }
+
+ private:
+  // Guess `step` from logits `[vocab]`; its probability is NaN if the largest score is not a number or infinite.
+  Guess guess(const at::Tensor& logits, int64_t step) {
+    Guess none{0, std::nan("")};
+    auto count = std::min(logits.size(-1), width);
+    auto last = logits.contiguous();
+    if (choice.is_plain() && !told && last.scalar_type() == at::kBFloat16) {
+      auto scores = last.const_data_ptr<at::BFloat16>();
+      auto most = largest(scores, count);
+      return std::isfinite(most) ? likeliest(scores, count, most, confident) : none;
+    }
+    auto exact = last.slice(0, 0, count).to(at::kFloat, /*non_blocking=*/false, /*copy=*/told || !choice.is_plain());
+    auto own = exact.mutable_data_ptr<float>();
+    for (auto& filter : choice.filters) filter->apply(own, count, step);
+    if (told) scores.push_back(exact);
+    auto most = largest(own, count);
+    if (!std::isfinite(most)) return none;
+    if (choice.noise.empty()) return likeliest(own, count, most, confident);
+    auto address = folded(static_cast<uint64_t>(choice.noise[0]), static_cast<uint64_t>(choice.noise[1] + step));
+    auto token = drawn(own, count, most, address);
+    return {token, confident ? std::exp(own[token] - most) / mass(own, count, most) : 1};
   }
 };
 
@@ -147,11 +145,11 @@ struct Passes : torch::CustomClassHolder {
 
   Tensors run(Tensors given) { return loader.boxed_run(std::move(given)); }
 
-  // Chains of several rows: guesses, their probabilities, and what the first pass said. That one is given `first`, and
-  // its logits are those after the rows' texts. Each later one reads a guess of every row whose chain goes on, and is
+  // Chains of several rows: guesses, their probabilities, their scores `[guesses, tokens]` where these are told, and what
+  // the first pass said. That one is given `first`, and its logits are those after the rows' texts. Each later one reads a guess of every row whose chain goes on, and is
   // given what `positions` `[passes, 1, rows]`, `tables` `[passes, 1, 1, rows, …]` and `encoders` `[1, 1, rows, …]` have
   // for these, and `others`. A model with `embeddings` is a head. A probability of NaN says that there is no guess.
-  std::tuple<std::vector<std::vector<int64_t>>, std::vector<std::vector<double>>, Tensors> chain(
+  std::tuple<std::vector<std::vector<int64_t>>, std::vector<std::vector<double>>, Tensors, Tensors> chain(
       Tensors first, at::Tensor positions, Tensors tables, Tensors encoders, Tensors others, std::vector<Rule> rules,
       std::optional<at::Tensor> embeddings) {
     std::vector<Chain> chains(std::make_move_iterator(rules.begin()), std::make_move_iterator(rules.end()));
@@ -184,11 +182,13 @@ struct Passes : torch::CustomClassHolder {
     }
     std::vector<std::vector<int64_t>> tokens;
     std::vector<std::vector<double>> probabilities;
+    Tensors scores;
     for (auto& chain : chains) {
       tokens.push_back(std::move(chain.tokens));
       probabilities.push_back(std::move(chain.probabilities));
+      if (chain.told) scores.push_back(at::stack(chain.scores));
     }
-    return {tokens, probabilities, begun};
+    return {tokens, probabilities, scores, begun};
   }
 
   torch::inductor::AOTIModelPackageLoader loader;

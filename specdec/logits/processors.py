@@ -10,18 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation.logits_process import (
-    TemperatureLogitsWarper,
-    UnbatchedClassifierFreeGuidanceLogitsProcessor,
-)
+from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 from specdec.errors import OptionError
 from specdec.logits import table
 from specdec.logits.diversity import HammingDiversityLogitsProcessor
-from specdec.logits.suppress import MinLength, MinNewTokens, Suppress, SuppressAtBegin
+from specdec.logits.filters import in_numbers
 from specdec.logits.table import PrefixFn, Request
 from specdec.logits.timestamps import Timestamps
-from specdec.logits.warpers import TopK, TopKTopP, TopP
 from specdec.types import Choice
 
 
@@ -76,35 +72,17 @@ class Processors:
         """Whether all are known functions of ids and logits, which may be asked about text that never comes true."""
         return all(map(_is_pure, self.items))
 
-    def in_numbers(self, length: int) -> Choice | None:
-        """What they do to logits after texts of at least `length` tokens; None where numbers do not say it."""
-        choice: Choice | None = Choice()
-        for item in self.items:
-            choice = choice and _after(choice, item, length)
-        return choice
+    def in_numbers(self, text: list[int]) -> Choice | None:
+        """What they do after a text and its guesses; None where numbers do not say it."""
+        found = [in_numbers(item, text) for item in self.items]
+        if any(filters is None for filters in found):
+            return None
+        return Choice([one for filters in found for one in filters or ()])
 
     @cached_property
     def drafting(self) -> Processors:
         """Those that may be applied to draft logits: the pure ones, never a user's own code."""
         return Processors(tuple(filter(_is_pure, self.items)), self.device)
-
-
-def _after(choice: Choice, item: Any, length: int) -> Choice | None:
-    """A choice with one more processor, if it knows it and they still act in its own order."""
-    kind, cut = type(item), choice.top_k > 0 or choice.top_p < 1
-    if kind in (Suppress, SuppressAtBegin, MinLength, MinNewTokens) and not cut:
-        acts = item.from_here(length)
-        tokens = [*choice.suppressed, *(item.tokens if acts else ())]
-        return None if acts is None else choice._replace(suppressed=tokens)
-    if kind is TemperatureLogitsWarper and not cut and choice.temperature == 1.0:
-        return choice._replace(temperature=item.temperature)
-    if kind is TopK and not cut:
-        return choice._replace(top_k=item.k)
-    if kind is TopP and not cut and item.min_tokens_to_keep == 1:
-        return choice._replace(top_p=item.p)
-    if kind is TopKTopP and not cut and item.top_p.min_tokens_to_keep == 1:
-        return choice._replace(top_k=item.top_k.k, top_p=item.top_p.p)
-    return None
 
 
 def build_processors(

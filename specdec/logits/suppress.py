@@ -5,6 +5,7 @@ transformers' processors look for their tokens in the whole vocabulary in every 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import ClassVar
 
@@ -30,9 +31,9 @@ class Suppress:
         """Whether they are suppressed after texts `ids` `[n, length]`."""
         return True
 
-    def from_here(self, length: int) -> bool | None:
-        """Whether they are suppressed after all texts of at least so many tokens; None says after some of them."""
-        return True
+    def acts_on(self, length: int) -> tuple[float, float]:
+        """The first token after a text of so many that they cannot be, and the next one that they can be; 0 follows."""
+        return 0, math.inf
 
     def __call__(self, ids: Tensor | None, logits: Tensor) -> Tensor:
         """`logits` `[n, vocab]`, the tokens at -inf; the very tensor where all of them may come."""
@@ -56,8 +57,8 @@ class SuppressAtBegin(Suppress):
     def acts(self, ids: Tensor | None) -> bool:
         return ids is not None and ids.shape[-1] == self.begin
 
-    def from_here(self, length: int) -> bool | None:
-        return False if length > self.begin else None
+    def acts_on(self, length: int) -> tuple[float, float]:
+        return self.begin - length, self.begin - length + 1
 
 
 class MinLength(Suppress):
@@ -72,8 +73,8 @@ class MinLength(Suppress):
     def acts(self, ids: Tensor | None) -> bool:
         return ids is not None and ids.shape[-1] < self.least
 
-    def from_here(self, length: int) -> bool | None:
-        return False if length >= self.least else None
+    def acts_on(self, length: int) -> tuple[float, float]:
+        return 0, self.least - length
 
 
 class MinNewTokens(MinLength):

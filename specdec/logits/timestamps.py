@@ -49,10 +49,14 @@ class Timestamps:
             text.masked_fill_((together > log_probs[:, : self.first].amax(-1))[:, None], _NEVER)
         return scores
 
+    def newest(self, said: list[int]) -> int:
+        """The last timestamp of what was said, -1 where there is none."""
+        return next((token for token in reversed(said) if token >= self.first), -1)
+
     def _keep_order(self, said: list[int], text: Tensor, stamps: Tensor) -> None:
         """Takes out of `text` `[first]` and `stamps` `[others]` what may not follow `said`."""
-        newest = next((token for token in reversed(said) if token >= self.first), None)
-        if newest is None:
+        newest = self.newest(said)
+        if newest < 0:
             return
         if said[-1] < self.first:
             stamps[: newest - self.first + 1] = _NEVER  # text takes some time

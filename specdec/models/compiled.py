@@ -108,9 +108,11 @@ class CompiledForward:
         others = [side for pair in (*first.buffers, *first.frames) for side in pair]
         numbers = [_numbers(rule) for rule in rules]
         given = first.tensors, steps.positions, steps.tables, encoders, others, numbers, embeddings
-        tokens, probabilities, said = self._passes.chain(*given)
+        tokens, probabilities, scores, said = self._passes.chain(*given)
         guesses = [list(zip(*own, strict=True)) for own in zip(tokens, probabilities, strict=True)]
-        return Chained(guesses, None if embeddings is None else said[-1][0])
+        told = iter(scores)
+        q = [next(told).softmax(-1) if rule.needs_q else None for rule in rules]
+        return Chained(guesses, q, None if embeddings is None else said[-1][0])
 
     @property
     def _name(self) -> str:
@@ -184,11 +186,12 @@ class CompiledForward:
 
 def _numbers(rule: ChainRule) -> tuple[object, ...]:
     """A rule as passes.cpp takes it."""
-    suppressed, temperature, top_k, top_p, address, start = rule.choice
-    noise = [] if address is None else [kernels.signed(address), start]
-    choice = [*suppressed], float(temperature), top_k, float(top_p), noise
+    filters, address, first = rule.choice
+    noise = [] if address is None else [kernels.signed(address), first]
+    chosen = [(name, [*map(float, numbers)]) for name, numbers in filters], noise
     edges, rates, least = rule.until
-    return *choice, rule.most, rule.width, [*rule.ends], [*edges], [*rates], float(least), rule.confident
+    until = [*rule.ends], [*edges], [*rates], float(least)
+    return *chosen, rule.most, rule.width, *until, rule.confident, rule.needs_q
 
 
 def _root() -> Path:

@@ -94,8 +94,8 @@ class GreedyRule:
 
     def choice(self, row: Row) -> Choice | None:
         """How it chooses what comes after a row's text, in numbers, if these say it."""
-        known = type(self) in (GreedyRule, CoupledRule)
-        return self.processors.in_numbers(len(row.tokens)) if known else None
+        known = type(self) in (GreedyRule, CoupledRule, SampledRule)
+        return self.processors.in_numbers(row.tokens) if known else None
 
     def pick(
         self, row: Row, guesses: list[int], logits: Tensor, *, confident: bool = True
@@ -146,6 +146,11 @@ class SampledRule(GreedyRule):
 
     seed: int = 0
     needs_q: ClassVar[bool] = True
+
+    def choice(self, row: Row) -> Choice | None:
+        """The same with noise of its own."""
+        choice = super().choice(row)
+        return choice and choice._replace(address=noise.key(self.seed, noise.DRAFT, generated(row)))
 
     def pick(
         self, row: Row, guesses: list[int], logits: Tensor, *, confident: bool = True

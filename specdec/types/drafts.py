@@ -42,17 +42,21 @@ class Until(NamedTuple):
     least: float = 0.0
 
 
-class Choice(NamedTuple):
-    """How guesses are chosen from logits, in numbers: what is suppressed, the temperature, top-k, top-p, and the noise.
+class Filter(NamedTuple):
+    """A logits processor in numbers (`specdec.logits.filters`)."""
 
-    `top_k` 0 keeps all. Without an `address` the likeliest token is chosen; guess i is drawn with the noise of place
-    `first + i` below it (`specdec.select.noise`).
+    name: str
+    numbers: Sequence[float]
+
+
+class Choice(NamedTuple):
+    """How guesses are chosen from logits, in numbers: what filters they go through, one after the other, and the noise.
+
+    Without an `address` the likeliest token is chosen; guess i is drawn with the noise of place `first + i` below it
+    (`specdec.select.noise`).
     """
 
-    suppressed: Sequence[int] = ()
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
+    filters: Sequence[Filter] = ()
     address: int | None = None
     first: int = 0
 
@@ -61,7 +65,7 @@ class ChainRule(NamedTuple):
     """How a chain of guesses is made in one call: at most `most` of them, chosen as `choice` says of `width` tokens.
 
     It ends where `until` says, and with a token of `ends`. Probabilities are told as 1 unless they must be known
-    (`confident`).
+    (`confident`); whole distributions where a strategy looks at them (`needs_q`).
     """
 
     most: int
@@ -70,15 +74,18 @@ class ChainRule(NamedTuple):
     until: Until = Until()
     ends: Collection[int] = ()
     confident: bool = True
+    needs_q: bool = False
 
 
 class Chained(NamedTuple):
     """What came of chains: each row's guesses and their probabilities, NaN where there is no guess.
 
-    `states` `[rows, width]` are the hidden states at the ends of the texts, of models that guess from them.
+    `q` are each row's distributions `[guesses, vocab]`, where its rule needs them. `states` `[rows, width]` are the
+    hidden states at the ends of the texts, of models that guess from them.
     """
 
     guesses: Sequence[Sequence[tuple[int, float]]]
+    q: Sequence[Tensor | None]
     states: Tensor | None = None
 
 

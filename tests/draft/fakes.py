@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 from transformers import TemperatureLogitsWarper
+from transformers.generation import logits_process as stock
 
-from specdec.logits import Processors, TopK, TopKTopP, TopP
-from specdec.logits.suppress import MinLength, Suppress
+from specdec.logits import Processors, Timestamps, TopK, TopKTopP, TopP
+from specdec.logits.counts import OutputPenalty
+from specdec.logits.suppress import MinLength, Suppress, SuppressAtBegin
 from specdec.models.session import Session
-from specdec.select.rules import CoupledRule, GreedyRule
+from specdec.select.rules import CoupledRule, GreedyRule, SampledRule
 from specdec.types import EMPTY, Commit, DraftSession, DraftTask, Row, Scores, Tree
 
 
@@ -59,6 +61,9 @@ def task(rule: object | None = None, **more: object) -> DraftTask:
 def choosing(width: int) -> dict[str, GreedyRule]:
     """Rules for a vocabulary of at least 50 that say in numbers how they choose."""
     warpers = Suppress([4]), TemperatureLogitsWarper(1.5), TopKTopP(20, 0.9)
+    penalties = stock.RepetitionPenaltyLogitsProcessor(1.5), OutputPenalty(2, 0.3, 0.2)
+    other_order = TopP(0.9), TopK(5), TemperatureLogitsWarper(2.0), TopP(0.5, min_tokens_to_keep=3)
+    stamps = Suppress([3, 40]), SuppressAtBegin([20], 2), Timestamps(35, 2, 30, most_initial=9)
     return {
         "likeliest": GreedyRule(Processors(), width),
         "suppressed": GreedyRule(Processors((Suppress([1, 2, 49, 50, width]), MinLength(2, [30]))), width),
@@ -66,6 +71,17 @@ def choosing(width: int) -> dict[str, GreedyRule]:
         "top-k": CoupledRule(Processors((TemperatureLogitsWarper(0.7), TopK(9))), width, seed=5),
         "top-p": CoupledRule(Processors((TopP(0.8),)), width, seed=6),
         "warped": CoupledRule(Processors(warpers), width, seed=4),
+        "begin and length": GreedyRule(Processors((SuppressAtBegin([*range(20)], 14), MinLength(15, [30]))), width),
+        "min-p": CoupledRule(Processors((stock.MinPLogitsWarper(0.3),)), width, seed=7),
+        "penalties": GreedyRule(Processors(penalties), width),
+        "penalised draws": CoupledRule(Processors(penalties), width, seed=2),
+        "no repeats": GreedyRule(Processors((stock.NoRepeatNGramLogitsProcessor(2),)), width),
+        "nothing twice": GreedyRule(Processors((stock.NoRepeatNGramLogitsProcessor(1),)), width),
+        "other order": CoupledRule(Processors(other_order), width, seed=8),
+        "timestamps": GreedyRule(Processors(stamps), width),
+        "timestamps drawn": CoupledRule(Processors(stamps), width, seed=1),
+        "timestamps in order": CoupledRule(Processors((Timestamps(35, 2, 30, by_probability=False),)), width, seed=9),
+        "distributions": SampledRule(Processors(warpers), width, seed=1),
     }
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import random
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,14 +16,15 @@ from transformers import TemperatureLogitsWarper
 from transformers.generation import logits_process as stock
 
 from specdec.draft import ModelDrafter
-from specdec.logits import Processors, TopK, TopP
+from specdec.logits import Processors, Timestamps, TopK, TopP
+from specdec.logits.counts import OutputPenalty
 from specdec.logits.suppress import MinLength, Suppress, SuppressAtBegin
 from specdec.schedule.base import Limit
 from specdec.schedule.cost import CostPlan
 from specdec.schedule.estimates import Acceptance
 from specdec.select import noise
 from specdec.select.rules import CoupledRule, GreedyRule, SampledRule
-from specdec.types import EMPTY, Chained, ChainRule, Choice, Plan
+from specdec.types import EMPTY, Chained, ChainRule, Choice, Filter, Plan
 
 from .fakes import FakeModel, FakeRow, FakeSession, choosing, follow, task
 
@@ -44,37 +46,61 @@ class Chaining(FakeSession):
 
     def chain(self, rows: Sequence[int], texts: Sequence[list[int]], rules: Sequence[ChainRule]) -> Chained:
         self.calls += 1
-        return Chained([self.guesses(*own) for own in zip(rows, texts, rules, strict=True)])
+        found = [self.guesses(*own) for own in zip(rows, texts, rules, strict=True)]
+        return Chained([guesses for guesses, _ in found], [q for _, q in found])
 
-    def guesses(self, row: int, text: list[int], rule: ChainRule) -> list[tuple[int, float]]:
+    def guesses(self, row: int, text: list[int], rule: ChainRule) -> tuple[list[tuple[int, float]], Tensor | None]:
         until = rule.until
         found: list[tuple[int, float]] = []
+        q: list[Tensor] = []
         chance, fed = 1.0, text
         while True:
             self.held[row] += fed
             logits = self.model.logits(self.held[row], self.encodings[row])[: rule.width]
-            scores = chosen_from(logits, rule.choice)
+            scores = filtered(logits, rule.choice, [token for token, _ in found])
+            q.append(scores.softmax(-1))
             token = int((scores + noise_of(rule.choice, len(found), len(scores))).argmax())
-            sure = float(scores.softmax(-1)[token]) if rule.confident else 1.0
+            sure = math.nan if not scores.max().isfinite() else float(q[-1][token]) if rule.confident else 1.0
             found.append((token, sure))
             chance *= min(sure * until.rates[bisect_right(until.edges, sure)], 1.0)
-            if len(found) == rule.most or chance < until.least or token in rule.ends:
-                return found
+            if len(found) == rule.most or not chance >= until.least or token in rule.ends:
+                return found, torch.stack(q) if rule.needs_q else None
             fed = [token]
 
 
-def chosen_from(logits: Tensor, choice: Choice) -> Tensor:
-    """What a choice leaves of logits, by transformers' processors."""
-    processors = [
-        stock.SuppressTokensLogitsProcessor(choice.suppressed),
-        stock.TemperatureLogitsWarper(choice.temperature),
-        stock.TopKLogitsWarper(choice.top_k or len(logits)),
-        stock.TopPLogitsWarper(choice.top_p),
-    ]
-    scores = logits[None]
-    for processor in processors:
-        scores = processor(None, scores)
+def filtered(logits: Tensor, choice: Choice, guesses: list[int]) -> Tensor:
+    """What a choice leaves of logits after some guesses, by processors that are told the text."""
+    scores = logits[None].float()
+    for name, numbers in choice.filters:
+        count, read = FILTERS[name]
+        tokens = [*map(int, numbers[count:]), *guesses]
+        scores = read(numbers[:count], tokens, len(guesses))(torch.tensor([tokens]).long(), scores)
     return scores[0]
+
+
+def suppressed(span: Sequence[float], tokens: list[int], count: int) -> Suppress:
+    return Suppress(tokens[: len(tokens) - count] if span[0] <= count < span[1] else [])
+
+
+def stamped(how: Sequence[float], said: list[int], count: int) -> Timestamps:
+    first, end, most, by_probability, newest = map(int, how)
+    rules = Timestamps(first, 0, end, most_initial=None if most < 0 else most, by_probability=bool(by_probability))
+    earlier = [newest] if newest >= 0 else []
+    return lambda ids, scores: rules(None, scores, texts=[earlier * (len(said) > 1) + said])  # type: ignore[return-value]
+
+
+# How many numbers stand before the tokens, and the processor of those and of the tokens with the guesses.
+FILTERS: dict[str, tuple[int, Callable[..., Any]]] = {
+    "suppress": (2, suppressed),
+    "temperature": (1, lambda own, tokens, count: TemperatureLogitsWarper(float(*own))),
+    "top_k": (1, lambda own, tokens, count: stock.TopKLogitsWarper(*own)),
+    "top_p": (2, lambda own, tokens, count: stock.TopPLogitsWarper(own[0], min_tokens_to_keep=own[1])),
+    "min_p": (1, lambda own, tokens, count: stock.MinPLogitsWarper(math.exp(*own))),
+    "repetition_penalty": (1, lambda own, tokens, count: stock.RepetitionPenaltyLogitsProcessor(*own)),
+    "output_penalty": (2, lambda own, tokens, count: OutputPenalty(0, *own)),
+    "no_repeat_ngram": (1, lambda own, tokens, count: stock.NoRepeatNGramLogitsProcessor(*own)),
+    "timestamps": (5, stamped),
+}
 
 
 def noise_of(choice: Choice, place: int, vocab: int) -> Tensor:
@@ -104,6 +130,9 @@ def test_as_pass_by_pass(plan: Plan, rule: GreedyRule) -> None:
         one, other = trees
         assert one.tokens == other.tokens
         assert one.confidence == pytest.approx(other.confidence)
+        assert (one.q is None) == (other.q is None) == (not rule.needs_q or not one.tokens)
+        if one.q is not None:
+            torch.testing.assert_close(other.q, one.q)
         lengths.add(len(one))
         accepted = chance.randrange(len(one) + 1)
         bonus = chance.randrange(50)
@@ -146,9 +175,9 @@ def test_no_guess() -> None:
     """A draft that overflowed proposes what it had before."""
 
     class Overflowing(Chaining):
-        def guesses(self, row: int, text: list[int], rule: ChainRule) -> list[tuple[int, float]]:
+        def guesses(self, row: int, text: list[int], rule: ChainRule) -> tuple[list[tuple[int, float]], Tensor | None]:
             self.held[row] += [*text, 5]
-            return [(5, 0.5), (0, math.nan)]
+            return [(5, 0.5), (0, math.nan)], None
 
     class Model(FakeModel):
         def session(self) -> Overflowing:
@@ -184,22 +213,18 @@ class Contrary(GreedyRule):
 
 
 ASKED = {
-    "q": SampledRule(Processors(), 50, seed=1),
     "own code": GreedyRule(Processors((lambda ids, logits: logits,)), 50),
     "own rule": Contrary(Processors(), 50),
-    "begin": GreedyRule(Processors((SuppressAtBegin([3], 2),)), 50),
-    "length": GreedyRule(Processors((MinLength(9, [3]),)), 50),
-    "order": GreedyRule(Processors((TopK(5), TemperatureLogitsWarper(2.0))), 50),
-    "two cuts": GreedyRule(Processors((TopP(0.9), TopK(5))), 50),
-    "beams": GreedyRule(Processors((TopP(0.9, min_tokens_to_keep=2),)), 50),
-    "text": GreedyRule(Processors((stock.RepetitionPenaltyLogitsProcessor(1.5),)), 50),
+    "typical": GreedyRule(Processors((stock.TypicalLogitsWarper(0.9),)), 50),
+    "beams": GreedyRule(Processors((stock.MinPLogitsWarper(0.1, min_tokens_to_keep=2),)), 50),
+    "another value": GreedyRule(Processors((stock.MinPLogitsWarper(0.1, filter_value=-1e4),)), 50),
     "no say": None,
 }
 
 
 @pytest.mark.parametrize("rule", ASKED.values(), ids=ASKED)
 def test_who_must_be_asked(rule: GreedyRule | None) -> None:
-    """Rules that look at more than logits, or in another order."""
+    """Rules that numbers do not say."""
     model = ChainingModel()
     session = ModelDrafter(model).start(50)
     row = FakeRow([7, 3], task=task(rule)) if rule else FakeRow([7, 3])
@@ -208,9 +233,21 @@ def test_who_must_be_asked(rule: GreedyRule | None) -> None:
 
 
 def test_what_numbers_say() -> None:
-    """Suppressed tokens that are over, and what a text's length decides."""
+    """Of suppressed tokens those that are not over, of texts what is looked at, and the noise."""
     row = FakeRow([7, 3, 9], prompt_length=1)
     over = Processors((SuppressAtBegin([3], 2), MinLength(3, [3]), Suppress([5, 4]), TopP(0.5)))
-    assert GreedyRule(over, 50).choice(row) == Choice([4, 5], top_p=0.5)
+    said = [Filter("suppress", (0, math.inf, 4, 5)), Filter("top_p", (0.5, 1))]
+    assert GreedyRule(over, 50).choice(row) == Choice(said)
+    begin = Processors((SuppressAtBegin([3], 5), MinLength(4, [2])))
+    said = [Filter("suppress", (2, 3, 3)), Filter("suppress", (0, 1, 2))]
+    assert GreedyRule(begin, 50).choice(row) == Choice(said)
+    ignored = stock.RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=2)
+    assert GreedyRule(Processors((ignored,)), 50).choice(row) == Choice([Filter("repetition_penalty", (1.5, 9))])
+    for text, newest, last in (([7, 3], -1, ()), ([7, 3, 41, 5, 6], 41, (5, 6)), ([7, 3, 42], 42, (42,))):
+        stamps = GreedyRule(Processors((Timestamps(40, 2, 30),)), 50).choice(FakeRow(text))
+        assert stamps == Choice([Filter("timestamps", (40, 30, -1, True, newest, *last))])
     drawn = CoupledRule(Processors((TemperatureLogitsWarper(0.5), TopK(7))), 50, seed=2).choice(row)
-    assert drawn == Choice((), 0.5, 7, 1.0, noise.key(2, noise.COUPLED), 2)
+    said = [Filter("temperature", (0.5,)), Filter("top_k", (7,))]
+    assert drawn == Choice(said, noise.key(2, noise.COUPLED), 2)
+    own = SampledRule(Processors(), 50, seed=2).choice(row)
+    assert own == Choice([], noise.key(2, noise.DRAFT, 2), 0)

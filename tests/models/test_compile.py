@@ -27,7 +27,7 @@ from specdec.models import LanguageModel, Session
 from specdec.models.compiled import CompiledForward, _key, _without_weights
 from specdec.models.flat import FlatForward
 from specdec.select.rules import GreedyRule
-from specdec.types import ChainRule, Choice, Tree, Until
+from specdec.types import ChainRule, Choice, Filter, Tree, Until
 from tests.draft.fakes import FakeRow, choosing
 from tests.models.exact import Twin
 from tests.tiny import ENCODER_DECODERS, tiny, tiny_inputs
@@ -316,7 +316,7 @@ class TestCode:
         twin = _twin(language, 5)
         twin.prefill(9, 40, 4, 7, 12)
         session, rows, texts = twin.session, twin.rows, [[7, 12, 5], [9], [20, 21], [3], [8, 4]]
-        drawn, ends = Choice(temperature=0.7, top_k=9, address=1 << 63, first=3), {*range(0, 64, 2)}
+        drawn, ends = Choice([Filter("temperature", (0.7,)), Filter("top_k", (9,))], 1 << 63, 3), {*range(0, 64, 2)}
         rules = [
             ChainRule(5, 64),
             ChainRule(1, 64, confident=False),
@@ -348,25 +348,33 @@ class TestCode:
         session, row, text = twin.session, twin.rows[0], [7, 12, 5]
         fake = FakeRow([*range(9), *text], prompt_length=4)
         for confident in (True, False):
-            whole = self.one_by_one(twin, row, text, 6, partial(rule.pick, fake, confident=confident))
-            found = chained(session, row, text, ChainRule(6, 64, rule.choice(fake), confident=confident))
+            whole = self.picked(twin, row, text, 6, partial(rule.pick, fake, confident=confident))
+            given = ChainRule(6, 64, rule.choice(fake), confident=confident, needs_q=rule.needs_q)
+            [found], [told], _ = session.chain([row], [text], [given])
             session.truncate([row], [9])
-            assert [token for token, _ in found] == [token for token, _ in whole]
-            assert [sure for _, sure in found] == pytest.approx([sure for _, sure in whole], rel=1e-4)
+            tokens, sure, q = zip(*whole, strict=True)
+            assert [token for token, _ in found] == [*tokens]
+            assert [own for _, own in found] == pytest.approx([*sure], rel=1e-4)
+            assert (told is None) != rule.needs_q
+            if told is not None:
+                torch.testing.assert_close(told, torch.stack(q), rtol=1e-3, atol=1e-5)
 
-    def one_by_one(
-        self, twin: Twin, row: int, text: list[int], count: int, pick: Callable[..., Any] | None = None
-    ) -> list[tuple[int, float]]:
-        """Guesses, the likeliest or as picked, and their probabilities, by passes over one token each."""
-        pick = pick or partial(GreedyRule(Processors(), 64).pick, FakeRow([0]))
+    def one_by_one(self, twin: Twin, row: int, text: list[int], count: int) -> list[tuple[int, float]]:
+        """The likeliest guesses and their probabilities, by passes over one token each."""
+        pick = GreedyRule(Processors(), 64).pick
+        return [(token, sure) for token, sure, _ in self.picked(twin, row, text, count, partial(pick, FakeRow([0])))]
+
+    def picked(
+        self, twin: Twin, row: int, text: list[int], count: int, pick: Callable[..., Any]
+    ) -> list[tuple[int, float, torch.Tensor | None]]:
+        """What is picked of passes over one token each."""
         session, before = twin.session, twin.session.length(row)
         [scores] = session.forward([row], [Tree.chain(text)], [1])
         session.commit([row], [list(range(len(text)))])
-        logits, found = scores.logits[-1], list[tuple[int, float]]()
+        logits, found = scores.logits[-1], list[tuple[int, float, torch.Tensor | None]]()
         for _ in range(count):
-            token, sure, _ = pick([token for token, _ in found], logits)
-            found.append((token, sure))
-            logits = session.advance([row], [token])[0][0]
+            found.append(pick([token for token, *_ in found], logits))
+            logits = session.advance([row], [found[-1][0]])[0][0]
         session.truncate([row], [before])
         return found
 

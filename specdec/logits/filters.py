@@ -1,0 +1,72 @@
+"""Processors in numbers, for code that asks nobody while it writes: what they do after a text, and after its guesses.
+
+`specdec/kernels/filters.h` has the other side of each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from transformers.generation import logits_process as stock
+
+from specdec.logits.counts import OutputPenalty
+from specdec.logits.suppress import MinLength, MinNewTokens, Suppress, SuppressAtBegin
+from specdec.logits.timestamps import Timestamps
+from specdec.logits.warpers import TopK, TopKTopP, TopP
+from specdec.types import Filter
+
+Text = list[int]
+
+
+def in_numbers(item: Any, text: Text) -> list[Filter] | None:
+    """What a processor does after a text, and after every guess that goes on with it; None where numbers do not say it.
+
+    Subclasses are not trusted to do the same.
+    """
+    return None if (kind := _KINDS.get(type(item))) is None else kind(item, text)
+
+
+def _suppressed(item: Suppress, text: Text) -> list[Filter]:
+    first, end = item.acts_on(len(text))
+    return [Filter("suppress", (first, end, *item.tokens))] if end > 0 else []
+
+
+def _top_p(item: TopP, text: Text) -> list[Filter]:
+    return [Filter("top_p", (item.p, item.min_tokens_to_keep))]
+
+
+def _min_p(item: Any, text: Text) -> list[Filter] | None:
+    if item.min_tokens_to_keep > 1 or item.filter_value != -math.inf:
+        return None
+    return [Filter("min_p", (math.log(item.min_p) if item.min_p else -math.inf,))]
+
+
+def _repetition(item: Any, text: Text) -> list[Filter] | None:
+    ignored = item.prompt_ignore_length or 0
+    return [Filter("repetition_penalty", (item.penalty, *set(text[ignored:])))] if isinstance(ignored, int) else None
+
+
+def _timestamps(item: Timestamps, text: Text) -> list[Filter]:
+    said = text[item.begin :]
+    initial = -1 if item.most_initial is None else item.most_initial
+    how = item.first, item.end, initial, item.by_probability, item.newest(said)
+    return [Filter("timestamps", (*how, *said[-2:]))]
+
+
+_KINDS: dict[type, Callable[[Any, Text], list[Filter] | None]] = {
+    Suppress: _suppressed,
+    SuppressAtBegin: _suppressed,
+    MinLength: _suppressed,
+    MinNewTokens: _suppressed,
+    stock.TemperatureLogitsWarper: lambda item, text: [Filter("temperature", (item.temperature,))],
+    TopK: lambda item, text: [Filter("top_k", (item.k,))],
+    TopP: _top_p,
+    TopKTopP: lambda item, text: [Filter("top_k", (item.top_k.k,)), *_top_p(item.top_p, text)],
+    stock.MinPLogitsWarper: _min_p,
+    stock.RepetitionPenaltyLogitsProcessor: _repetition,
+    OutputPenalty: lambda item, text: [Filter("output_penalty", (item.presence, item.frequency, *text[item.length :]))],
+    stock.NoRepeatNGramLogitsProcessor: lambda item, text: [Filter("no_repeat_ngram", (item.ngram_size, *text))],
+    Timestamps: _timestamps,
+}
