@@ -4,8 +4,10 @@ python benchmarks/passes.py --linears
 python benchmarks/passes.py --attention
 
 All linear layers of a model, one after the other, on synthetic weights; each way runs in turn, with copies of the
-weights in turn, so that every pass reads them from memory. Each row of the table is one way, each column a number of
-rows of a pass: milliseconds, GB/s, and the share of what reading a large buffer with as many threads reached in turn.
+weights in turn, so that every pass reads them from memory. "Compiled" is how the passes of `gear="compiled"` run them:
+called from compiled code, and those that read the same input as one. All others are called from Python, one by one.
+Each row of the table is one way, each column a number of rows of a pass: milliseconds, GB/s, and the share of what
+reading a large buffer with as many threads reached in turn.
 
 Attention of one layer over a cache, copies of which take turns too: of `rows` texts, each with tokens that see all
 columns before them; ours beside torch's with repeated keys and a mask.
@@ -20,6 +22,8 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from measure import Watch, interleaved, table
@@ -27,7 +31,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdec.bench.machine import provenance
-from specdec.kernels import HeldLinear, Quantized, ReorderedLinear, attend, pack, why_not
+from specdec.kernels import HeldLinear, Quantized, ReorderedLinear, attend, pack, passes, why_not
 
 BUFFER_BYTES = 512 << 20
 LEAST_BYTES = 256 << 20  # of all copies together: several times what caches hold
@@ -51,14 +55,22 @@ class Shapes:
         layer += [(self.hidden, self.intermediate)]
         return layer * self.layers + [(self.vocabulary, self.hidden)]
 
+    @property
+    def joined(self) -> list[tuple[int, int]]:
+        """The same, with those that read the same input as one."""
+        layer = [(self.hidden + 2 * self.keys, self.hidden), (self.hidden, self.hidden)]
+        layer += [(2 * self.intermediate, self.hidden), (self.hidden, self.intermediate)]
+        return layer * self.layers + [(self.vocabulary, self.hidden)]
+
 
 MODELS = {
     "SmolLM2-135M": Shapes(hidden=576, keys=192, intermediate=1536, layers=30, vocabulary=49152),
     "12 x 256": Shapes(hidden=256, keys=256, intermediate=1024, layers=12, vocabulary=4096),
 }
+Make = Callable[[Tensor], torch.nn.Module]
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # What is measured: a name, and how a layer is made of a weight, and the dtype of its rows.
-WAYS: dict[str, tuple[Callable[[Tensor], torch.nn.Module], str]] = {
+WAYS: dict[str, tuple[Make, str]] = {
     "float32, F.linear": (HeldLinear, "float32"),
     "float32, oneDNN packed": (ReorderedLinear, "float32"),
     "float32, ours": (pack, "float32"),
@@ -76,17 +88,17 @@ WAYS: dict[str, tuple[Callable[[Tensor], torch.nn.Module], str]] = {
 class Linears:
     """All linear layers of one model in one way; each call is one pass, over the next copy of the weights."""
 
-    def __init__(self, shapes: Shapes, make: Callable[[Tensor], torch.nn.Module], dtype: torch.dtype) -> None:
-        self.sizes, self.dtype = shapes.linears, dtype
+    def __init__(self, sizes: list[tuple[int, int]], make: Make, dtype: torch.dtype) -> None:
+        self.sizes, self.dtype = sizes, dtype
         copies = [self._layers(make)]
         self.bytes = sum(_bytes(layer) for layer in copies[0])
         copies += [self._layers(make) for _ in range(-(-LEAST_BYTES // self.bytes) - 1)]
-        self._turn = cycle(copies)
+        self._copies, self._turn = copies, cycle(copies)
         self._rows: dict[tuple[int, int], Tensor] = {}
 
-    def _layers(self, make: Callable[[Tensor], torch.nn.Module]) -> list[torch.nn.Module]:
+    def _layers(self, make: Make) -> torch.nn.ModuleList:
         weights = {size: torch.randn(size) / size[1] ** 0.5 for size in set(self.sizes)}
-        return [make(weights[size].clone()) for size in self.sizes]
+        return torch.nn.ModuleList(make(weights[size].clone()) for size in self.sizes)
 
     def __call__(self, rows: int) -> None:
         for layer, (_, inputs) in zip(next(self._turn), self.sizes, strict=True):
@@ -98,6 +110,49 @@ class Linears:
         return self._rows[rows, inputs]
 
 
+class Compiled(Linears):
+    """The same from compiled code."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._code: dict[int, Iterator[Any]] = {}
+
+    def __call__(self, rows: int) -> None:
+        if rows not in self._code:
+            self._code[rows] = cycle(self._compiled(rows))
+        next(self._code[rows]).run(self._inputs(rows))
+
+    def _inputs(self, rows: int) -> list[Tensor]:
+        return [self._input(rows, inputs) for inputs in sorted({inputs for _, inputs in self.sizes})]
+
+    def _compiled(self, rows: int) -> Iterator[Any]:
+        """A pass over each copy of the weights."""
+        with TemporaryDirectory() as folder:
+            exported = torch.export.export(Row(self._copies[0]), (self._inputs(rows),))
+            file = torch._inductor.aoti_compile_and_package(
+                exported,
+                package_path=f"{folder}/linears.pt2",
+                inductor_configs={"aot_inductor.package_constants_in_so": False},
+            )
+            for layers in self._copies:
+                code, held = passes(file), Row(layers)
+                held_by_name = {**dict(held.named_parameters()), **dict(held.named_buffers())}
+                code.load({name: held_by_name[name] for name in code.names()})
+                yield code
+
+
+class Row(torch.nn.Module):
+    """Layers, each of which reads the input of its width."""
+
+    def __init__(self, layers: torch.nn.ModuleList) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, inputs: list[Tensor]) -> list[Tensor]:
+        of_width = {one.shape[1]: one for one in inputs}
+        return [layer(of_width[layer.inputs]) for layer in self.layers]
+
+
 def _bytes(layer: torch.nn.Module) -> int:
     held = [*layer.buffers(), *(value for value in vars(layer).values() if isinstance(value, Tensor | Quantized))]
     return sum(one.numel() * one.element_size() for one in held if isinstance(one, Tensor))
@@ -105,11 +160,14 @@ def _bytes(layer: torch.nn.Module) -> int:
 
 def linears(name: str, counts: Sequence[int], repeats: int, wanted: str) -> None:
     """Prints the table of one model."""
-    ways = {way: Linears(MODELS[name], make, FLOATS[dtype]) for way, (make, dtype) in WAYS.items() if wanted in way}
+    shapes = MODELS[name]
+    chosen = {way: (make, FLOATS[dtype]) for way, (make, dtype) in WAYS.items() if wanted in way}
+    ways: dict[str, Linears] = {way: Linears(shapes.linears, *how) for way, how in chosen.items()}
+    ways |= {f"{way}, compiled": Compiled(shapes.joined, *how) for way, how in chosen.items() if "ours" in way}
     buffer = torch.ones(BUFFER_BYTES // 4)
     watch = Watch()
     with torch.inference_mode():
-        systems = {"reading": lambda _: buffer.sum(), **ways}
+        systems: dict[str, Callable[[int], object]] = {"reading": lambda _: buffer.sum(), **ways}
         for system in systems.values():
             for rows in counts:
                 system(rows)
