@@ -5,7 +5,8 @@ python benchmarks/passes.py --attention
 
 All linear layers of a model, one after the other, on synthetic weights; each way runs in turn, with copies of the
 weights in turn, so that every pass reads them from memory. "Compiled" is how the passes of `gear="compiled"` run them:
-called from compiled code, and those that read the same input as one. All others are called from Python, one by one.
+called from compiled code, and those that read the same input as one (compiling takes some seconds for every way and
+number of rows). All others are called from Python, one by one.
 Each row of the table is one way, each column a number of rows of a pass: milliseconds, GB/s, and the share of what
 reading a large buffer with as many threads reached in turn.
 
@@ -161,9 +162,12 @@ def _bytes(layer: torch.nn.Module) -> int:
 def linears(name: str, counts: Sequence[int], repeats: int, wanted: str) -> None:
     """Prints the table of one model."""
     shapes = MODELS[name]
-    chosen = {way: (make, FLOATS[dtype]) for way, (make, dtype) in WAYS.items() if wanted in way}
-    ways: dict[str, Linears] = {way: Linears(shapes.linears, *how) for way, how in chosen.items()}
-    ways |= {f"{way}, compiled": Compiled(shapes.joined, *how) for way, how in chosen.items() if "ours" in way}
+    ways: dict[str, Linears] = {}
+    for way, (make, dtype) in WAYS.items():
+        if wanted in way:
+            ways[way] = Linears(shapes.linears, make, FLOATS[dtype])
+        if "ours" in way and wanted in f"{way}, compiled":
+            ways[f"{way}, compiled"] = Compiled(shapes.joined, make, FLOATS[dtype])
     buffer = torch.ones(BUFFER_BYTES // 4)
     watch = Watch()
     with torch.inference_mode():

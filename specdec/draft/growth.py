@@ -75,7 +75,7 @@ class Chain:
         return ChainRule(self.limit, width, choice, until, task.ends, self.plan.needs_confidence, task.rule.needs_q)
 
     def take_all(self, text: Tree, guesses: Sequence[tuple[int, float]], q: Tensor | None) -> None:
-        """All guesses after a text, and their probabilities, or `q` `[guesses, vocab]`; the cache lacks the last."""
+        """All guesses after a text with their probabilities, and `q` `[guesses, vocab]`; the cache lacks the last."""
         self.held.text += len(text)
         self.held.guesses = len(guesses) - 1
         self.tokens, self.confidence = (list(some) for some in zip(*guesses, strict=True))

@@ -1,15 +1,15 @@
-// Logits processors in numbers, as specdec/logits/filters.py writes them: what each does to the scores of the next token,
-// given what it knows of the text, which grows with every guess.
+// Logits processors in numbers, as specdec/logits/filters.py writes them: what each does to the scores of the next
+// token, given what it knows of the text, which grows with every guess.
 
 #pragma once
+
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <functional>
 #include <map>
 #include <memory>
-#include <stdexcept>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -22,7 +22,17 @@ using Numbers = std::vector<double>;
 using Tokens = std::vector<int64_t>;
 
 // The tokens from place `first` of the numbers on.
-inline Tokens tokens_of(const Numbers& numbers, size_t first) { return {numbers.begin() + first, numbers.end()}; }
+inline Tokens tokens_of(const Numbers& numbers, size_t first) {
+  Tokens tokens{numbers.begin() + first, numbers.end()};
+  for (auto token : tokens) TORCH_CHECK_VALUE(token >= 0, "a filter's tokens must be at least 0, got ", token);
+  return tokens;
+}
+
+// A number that must be at least so much.
+inline int64_t whole(double number, int64_t least) {
+  TORCH_CHECK_VALUE(number >= least && number < 0x1p62, "a filter's number must be at least ", least, ", got ", number);
+  return static_cast<int64_t>(number);
+}
 
 inline void forbid(float* from, float* to) { std::fill(from, std::max(from, to), NEVER); }
 
@@ -42,7 +52,7 @@ struct Suppress : Filter {
   void apply(float* scores, int64_t count, int64_t step) const override {
     if (step < first || step >= end) return;
     for (auto token : tokens)
-      if (0 <= token && token < count) scores[token] = NEVER;
+      if (token < count) scores[token] = NEVER;
   }
 };
 
@@ -55,23 +65,15 @@ struct Temperature : Filter {
   }
 };
 
-// k
-struct TopK : Filter {
+// k, p, least: as `keep_most` takes them
+struct Top : Filter {
   int64_t k;
-  explicit TopK(const Numbers& given) : k(static_cast<int64_t>(given[0])) {}
-  void apply(float* scores, int64_t count, int64_t) const override {
-    if (std::isfinite(largest(scores, count))) keep_largest(scores, count, k);
-  }
-};
-
-// p, and how many tokens stay at the least
-struct TopP : Filter {
   double p;
   int64_t least;
-  explicit TopP(const Numbers& given) : p(given[0]), least(static_cast<int64_t>(given[1])) {}
+  explicit Top(const Numbers& given) : k(whole(given[0], 0)), p(given[1]), least(whole(given[2], 1)) {}
   void apply(float* scores, int64_t count, int64_t) const override {
     auto most = largest(scores, count);
-    if (p < 1 && std::isfinite(most)) keep_mass(scores, count, most, p, least);
+    if (!std::isnan(most) && most != NEVER) keep_most(scores, count, most, k, p, least);
   }
 };
 
@@ -80,7 +82,8 @@ struct MinP : Filter {
   float least;
   explicit MinP(const Numbers& given) : least(static_cast<float>(given[0])) {}
   void apply(float* scores, int64_t count, int64_t) const override {
-    auto bar = largest(scores, count) + least;
+    auto most = largest(scores, count), bar = most + least;
+    if (!std::isfinite(most)) return;
     for (int64_t i = 0; i < count; i++)
       if (scores[i] < bar) scores[i] = NEVER;
   }
@@ -124,7 +127,7 @@ struct OutputPenalty : Filter {
 struct NoRepeat : Filter {
   int64_t n;
   Tokens text;
-  explicit NoRepeat(const Numbers& given) : n(static_cast<int64_t>(given[0])), text(tokens_of(given, 1)) {}
+  explicit NoRepeat(const Numbers& given) : n(whole(given[0], 1)), text(tokens_of(given, 1)) {}
   void apply(float* scores, int64_t count, int64_t) const override {
     auto length = static_cast<int64_t>(text.size());
     for (int64_t i = 0; i + n <= length; i++)
@@ -134,35 +137,37 @@ struct NoRepeat : Filter {
   void follow(int64_t token) override { text.push_back(token); }
 };
 
-// first, end, most_initial (-1: any), by_probability, the newest timestamp (-1: none), the last two tokens that were said:
-// Whisper's rules, as specdec/logits/timestamps.py has them.
+// first, end, most_initial (-1: any), by_probability, the newest timestamp (-1: none), the last two tokens that were
+// said: Whisper's rules, as specdec/logits/timestamps.py has them.
 struct Timestamps : Filter {
   int64_t first, end, most_initial;
   bool by_probability;
   int64_t newest;
   Tokens said;
-  explicit Timestamps(const Numbers& given) : by_probability(given[3] != 0), said(tokens_of(given, 5)) {
-    auto whole = tokens_of(given, 0);
-    first = whole[0], end = whole[1], most_initial = whole[2], newest = whole[4];
-  }
+  explicit Timestamps(const Numbers& given)
+      : first(whole(given[0], 0)),
+        end(whole(given[1], 0)),
+        most_initial(whole(given[2], -1)),
+        by_probability(given[3] != 0),
+        newest(whole(given[4], -1)),
+        said(tokens_of(given, 5)) {}
   void apply(float* scores, int64_t count, int64_t) const override {
-    if (count <= first) return;
-    auto text = scores, stamps = scores + first, last = scores + count;
-    auto until = [&](int64_t token) { return std::clamp(scores + token, stamps, last); };
-    if (first) stamps[-1] = NEVER;
-    if (newest >= 0) {
+    auto last = scores + count, stamps = scores + std::min(first, count), text = scores;
+    auto until = [&](int64_t token) { return std::clamp(scores + std::min(token, count), stamps, last); };
+    if (0 < first && first <= count) stamps[-1] = NEVER;
+    if (newest >= 0 && !said.empty()) {
       auto open = said.back() >= first && said.size() > 1 && said[said.size() - 2] < first;
       if (said.back() < first) forbid(stamps, until(newest + 1));  // text takes some time
       else if (!open) forbid(stamps, last);                        // a first one stands for a pair
-      else forbid(stamps, until(newest)), forbid(text, text + std::min(end, first));
+      else forbid(stamps, until(newest)), forbid(text, std::min(text + std::min(end, count), stamps));
     }
     if (said.empty()) {
       forbid(text, stamps);
       if (most_initial >= 0) forbid(until(first + most_initial + 1), last);
     }
-    if (!by_probability || !first) return;
+    if (!by_probability || stamps == text || stamps == last) return;
     auto most = largest(stamps, last - stamps);
-    if (std::isfinite(most) && most + std::log(mass(stamps, last - stamps, most)) > largest(text, first))
+    if (std::isfinite(most) && most + std::log(mass(stamps, last - stamps, most)) > largest(text, stamps - text))
       forbid(text, stamps);
   }
   void follow(int64_t token) override {
@@ -177,18 +182,25 @@ std::unique_ptr<Filter> made(const Numbers& given) {
 }
 
 inline std::unique_ptr<Filter> filter(const std::string& name, const Numbers& given) {
-  static const std::map<std::string, std::unique_ptr<Filter> (*)(const Numbers&)> kinds{
-      {"suppress", made<Suppress>},
-      {"temperature", made<Temperature>},
-      {"top_k", made<TopK>},
-      {"top_p", made<TopP>},
-      {"min_p", made<MinP>},
-      {"repetition_penalty", made<RepetitionPenalty>},
-      {"output_penalty", made<OutputPenalty>},
-      {"no_repeat_ngram", made<NoRepeat>},
-      {"timestamps", made<Timestamps>},
+  struct Known {
+    std::unique_ptr<Filter> (*make)(const Numbers&);
+    size_t least;  // how many numbers it must have
   };
-  return kinds.at(name)(given);
+  static const std::map<std::string, Known> kinds{
+      {"suppress", {made<Suppress>, 2}},
+      {"temperature", {made<Temperature>, 1}},
+      {"top", {made<Top>, 3}},
+      {"min_p", {made<MinP>, 1}},
+      {"repetition_penalty", {made<RepetitionPenalty>, 1}},
+      {"output_penalty", {made<OutputPenalty>, 2}},
+      {"no_repeat_ngram", {made<NoRepeat>, 1}},
+      {"timestamps", {made<Timestamps>, 5}},
+  };
+  auto found = kinds.find(name);
+  TORCH_CHECK_VALUE(found != kinds.end(), "there is no filter ", name);
+  TORCH_CHECK_VALUE(given.size() >= found->second.least, "filter ", name, " has at least ", found->second.least,
+                    " numbers, got ", given.size());
+  return found->second.make(given);
 }
 
 }  // namespace

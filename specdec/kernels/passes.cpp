@@ -145,10 +145,11 @@ struct Passes : torch::CustomClassHolder {
 
   Tensors run(Tensors given) { return loader.boxed_run(std::move(given)); }
 
-  // Chains of several rows: guesses, their probabilities, their scores `[guesses, tokens]` where these are told, and what
-  // the first pass said. That one is given `first`, and its logits are those after the rows' texts. Each later one reads a guess of every row whose chain goes on, and is
-  // given what `positions` `[passes, 1, rows]`, `tables` `[passes, 1, 1, rows, …]` and `encoders` `[1, 1, rows, …]` have
-  // for these, and `others`. A model with `embeddings` is a head. A probability of NaN says that there is no guess.
+  // Chains of several rows: guesses, their probabilities, their scores `[guesses, tokens]` where these are told, and
+  // what the first pass said. That one is given `first`, and its logits are those after the rows' texts. Each later one
+  // reads a guess of every row whose chain goes on, and is given what `positions` `[passes, 1, rows]`, `tables`
+  // `[passes, 1, 1, rows, …]` and `encoders` `[1, 1, rows, …]` have for these, and `others`. A model with `embeddings`
+  // is a head. A probability of NaN says that there is no guess.
   std::tuple<std::vector<std::vector<int64_t>>, std::vector<std::vector<double>>, Tensors, Tensors> chain(
       Tensors first, at::Tensor positions, Tensors tables, Tensors encoders, Tensors others, std::vector<Rule> rules,
       std::optional<at::Tensor> embeddings) {

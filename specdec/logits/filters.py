@@ -30,11 +30,7 @@ def in_numbers(item: Any, text: Text) -> list[Filter] | None:
 
 def _suppressed(item: Suppress, text: Text) -> list[Filter]:
     first, end = item.acts_on(len(text))
-    return [Filter("suppress", (first, end, *item.tokens))] if end > 0 else []
-
-
-def _top_p(item: TopP, text: Text) -> list[Filter]:
-    return [Filter("top_p", (item.p, item.min_tokens_to_keep))]
+    return [Filter("suppress", (first, end, *(token for token in item.tokens if token >= 0)))] if end > 0 else []
 
 
 def _min_p(item: Any, text: Text) -> list[Filter] | None:
@@ -44,11 +40,21 @@ def _min_p(item: Any, text: Text) -> list[Filter] | None:
 
 
 def _repetition(item: Any, text: Text) -> list[Filter] | None:
-    ignored = item.prompt_ignore_length or 0
-    return [Filter("repetition_penalty", (item.penalty, *set(text[ignored:])))] if isinstance(ignored, int) else None
+    ignored = item.prompt_ignore_length
+    if ignored is not None and not (isinstance(ignored, int) and ignored <= len(text)):
+        return None  # some of what follows the text would not count either
+    return [Filter("repetition_penalty", (item.penalty, *set(text[ignored:])))]
 
 
-def _timestamps(item: Timestamps, text: Text) -> list[Filter]:
+def _output(item: OutputPenalty, text: Text) -> list[Filter] | None:
+    if item.length > len(text):
+        return None
+    return [Filter("output_penalty", (item.presence, item.frequency, *text[item.length :]))]
+
+
+def _timestamps(item: Timestamps, text: Text) -> list[Filter] | None:
+    if item.begin > len(text):
+        return None
     said = text[item.begin :]
     initial = -1 if item.most_initial is None else item.most_initial
     how = item.first, item.end, initial, item.by_probability, item.newest(said)
@@ -61,12 +67,12 @@ _KINDS: dict[type, Callable[[Any, Text], list[Filter] | None]] = {
     MinLength: _suppressed,
     MinNewTokens: _suppressed,
     stock.TemperatureLogitsWarper: lambda item, text: [Filter("temperature", (item.temperature,))],
-    TopK: lambda item, text: [Filter("top_k", (item.k,))],
-    TopP: _top_p,
-    TopKTopP: lambda item, text: [Filter("top_k", (item.top_k.k,)), *_top_p(item.top_p, text)],
+    TopK: lambda item, text: [Filter("top", (item.k, 1.0, 1))],
+    TopP: lambda item, text: [Filter("top", (0, item.p, item.min_tokens_to_keep))],
+    TopKTopP: lambda item, text: [Filter("top", (item.top_k.k, item.top_p.p, item.top_p.min_tokens_to_keep))],
     stock.MinPLogitsWarper: _min_p,
     stock.RepetitionPenaltyLogitsProcessor: _repetition,
-    OutputPenalty: lambda item, text: [Filter("output_penalty", (item.presence, item.frequency, *text[item.length :]))],
+    OutputPenalty: _output,
     stock.NoRepeatNGramLogitsProcessor: lambda item, text: [Filter("no_repeat_ngram", (item.ngram_size, *text))],
     Timestamps: _timestamps,
 }

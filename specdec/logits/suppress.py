@@ -32,7 +32,7 @@ class Suppress:
         return True
 
     def acts_on(self, length: int) -> tuple[float, float]:
-        """The first token after a text of so many that they cannot be, and the next one that they can be; 0 follows."""
+        """Which tokens after a text of so many they cannot be, counted from 0: a first one, and one past the last."""
         return 0, math.inf
 
     def __call__(self, ids: Tensor | None, logits: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
-from math import isnan
+from math import inf, isnan
 from os import PathLike
 from pathlib import Path
 from pickle import UnpicklingError
@@ -138,7 +138,7 @@ def distill(
     another draft; UnsupportedError for targets that cannot be distilled like this.
     """
     settings, length = Settings(kind, layers, draft_vocabulary, seed), Length(hours, steps)
-    if not (is_number(cache_gib) and cache_gib >= 0):
+    if not (is_number(cache_gib) and 0 <= cache_gib < inf):
         raise OptionError.of("cache_gib", "a number of at least 0", cache_gib)
     if not text and not prompts and not audio:
         raise OptionError("nothing to learn from: pass `text`, `prompts`, or both, or `audio` for a Whisper model")
@@ -311,9 +311,8 @@ class School:
 
     def _trial(self, lessons: Lessons) -> dict[str, Any]:
         """Plain and assisted decoding in turn, on held-out prompts."""
-        given = {"tokenizer": self.generator.tokenizer, "gear": self.writer.target.gear}
-        model, out = self.generator.target.model, str(self.folder)
-        plain, assisted = (SpecGenerator(model, draft, **given) for draft in (None, out))
+        plain = self.writer
+        assisted = SpecGenerator(plain.target, str(self.folder), tokenizer=plain.tokenizer)
         paces: dict[str, list[float]] = {"plain": [], "assisted": []}
         passes = tokens = 0
         for number, exam in enumerate([lessons.exams[0], *lessons.exams]):

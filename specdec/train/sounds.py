@@ -21,7 +21,7 @@ from specdec.models.whisper import Whisper
 from specdec.pipelines.audio import Samples, read_audio
 from specdec.pipelines.features import window_features
 from specdec.train.teacher import Lesson, Shelf, Teacher
-from specdec.train.texts import EXAMS, HELD_OUT, Exam, in_order
+from specdec.train.texts import EXAMS, HELD_OUT, Exam, in_order, whole_lines
 
 _SUFFIXES = (".wav", ".flac", ".mp3", ".ogg")
 _WRITTEN = 8  # windows that the target writes down together
@@ -219,9 +219,7 @@ class Stenographer:
         """The windows that were written down before; a line that was cut off is left out."""
         if not self.file.exists():
             return []
-        lines = self.file.read_text(encoding="utf-8").split("\n")[:-1]
-        self.file.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-        return [Piece(**json.loads(line)) for line in lines]
+        return [Piece(**json.loads(line)) for line in whole_lines(self.file)]
 
 
 @lru_cache(maxsize=1)  # one file after the other, window after window

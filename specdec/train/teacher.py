@@ -110,6 +110,8 @@ class Shelf:
     def __init__(self, file: Path, count: int, limit: int) -> None:
         self._file, self._count, self._limit = file, count, limit
         self._records: Any = _opened(file)
+        if self._records is not None and len(self._records) != self._room(self._records.dtype):
+            self._records = None  # it was made for more or fewer
 
     def get(self, number: int) -> dict[str, Tensor] | None:
         """The record of this number, each of its tensors as one row; None where there is none."""
@@ -123,14 +125,16 @@ class Shelf:
         if self._records is None:
             fields = [(name, _array(value).dtype, value.shape[1:]) for name, value in record.items()]
             kind = np.dtype([*fields, (_KEPT, np.bool_)])
-            room = min(self._count, self._limit // kind.itemsize)
-            if not room:
+            if not (room := self._room(kind)):
                 return
             self._records = np.lib.format.open_memmap(self._file, "w+", kind, (room,))
         if number < len(self._records):
             for name, value in record.items():
                 self._records[number][name] = _array(value)[0]
             self._records[number][_KEPT] = True
+
+    def _room(self, kind: np.dtype[Any]) -> int:
+        return min(self._count, self._limit // kind.itemsize)
 
     def close(self) -> None:
         """Removes the file, and keeps nothing from now on."""

@@ -165,10 +165,7 @@ class Writer:
         """The batches that were written before; one that was cut off is written again."""
         if not self.file.exists():
             return []
-        whole = self.file.read_bytes()
-        whole = whole[: whole.rfind(b"\n") + 1]
-        self.file.write_bytes(whole)
-        return [json.loads(line) for line in whole.decode().splitlines()]
+        return [json.loads(line) for line in whole_lines(self.file)]
 
     def exams(self, prompts: Sequence[list[int]]) -> list[Exam]:
         """Held-out prompts with the target's greedy continuations."""
@@ -176,6 +173,16 @@ class Writer:
         out = self.generator.generate(prompts, max_new_tokens=_EXAM_NEW, do_sample=False)
         pairs = zip(prompts, out.new_tokens(), strict=True)
         return [Exam([*ids, *new], len(ids)) for ids, new in pairs if len(new) > 1]
+
+
+def whole_lines(file: Path) -> list[str]:
+    """The lines of a file; one that a kill cut off is taken out of it."""
+    with file.open("r+b") as opened:
+        found = opened.read()
+        end = found.rfind(b"\n") + 1
+        if end < len(found):
+            opened.truncate(end)
+    return found[:end].decode().splitlines()
 
 
 def divide(ids: Sequence[Sequence[int]]) -> tuple[np.ndarray, list[list[int]]]:

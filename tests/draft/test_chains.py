@@ -82,6 +82,12 @@ def suppressed(span: Sequence[float], tokens: list[int], count: int) -> Suppress
     return Suppress(tokens[: len(tokens) - count] if span[0] <= count < span[1] else [])
 
 
+def topped(how: Sequence[float], tokens: list[int], count: int) -> stock.LogitsProcessorList:
+    k, p, least = how
+    kept = stock.TopPLogitsWarper(p, min_tokens_to_keep=least)
+    return stock.LogitsProcessorList([stock.TopKLogitsWarper(k), kept] if k else [kept])
+
+
 def stamped(how: Sequence[float], said: list[int], count: int) -> Timestamps:
     first, end, most, by_probability, newest = map(int, how)
     rules = Timestamps(first, 0, end, most_initial=None if most < 0 else most, by_probability=bool(by_probability))
@@ -93,8 +99,7 @@ def stamped(how: Sequence[float], said: list[int], count: int) -> Timestamps:
 FILTERS: dict[str, tuple[int, Callable[..., Any]]] = {
     "suppress": (2, suppressed),
     "temperature": (1, lambda own, tokens, count: TemperatureLogitsWarper(float(*own))),
-    "top_k": (1, lambda own, tokens, count: stock.TopKLogitsWarper(*own)),
-    "top_p": (2, lambda own, tokens, count: stock.TopPLogitsWarper(own[0], min_tokens_to_keep=own[1])),
+    "top": (3, topped),
     "min_p": (1, lambda own, tokens, count: stock.MinPLogitsWarper(math.exp(*own))),
     "repetition_penalty": (1, lambda own, tokens, count: stock.RepetitionPenaltyLogitsProcessor(*own)),
     "output_penalty": (2, lambda own, tokens, count: OutputPenalty(0, *own)),
@@ -117,7 +122,7 @@ class ChainingModel(FakeModel):
 
 
 RULES = choosing(50)
-TOGETHER = [(plan, name) for name in RULES for plan in (PLANS if name in ("likeliest", "warped") else PLANS[4:5])]
+TOGETHER = [(plan, name) for name in RULES for plan in (PLANS if name in ("likeliest", "warped") else PLANS[2:5:2])]
 
 
 @pytest.mark.parametrize(
@@ -223,6 +228,9 @@ ASKED = {
     "typical": GreedyRule(Processors((stock.TypicalLogitsWarper(0.9),)), 50),
     "beams": GreedyRule(Processors((stock.MinPLogitsWarper(0.1, min_tokens_to_keep=2),)), 50),
     "another value": GreedyRule(Processors((stock.MinPLogitsWarper(0.1, filter_value=-1e4),)), 50),
+    "the first ones": GreedyRule(Processors((stock.RepetitionPenaltyLogitsProcessor(1.5, 3),)), 50),
+    "after the prompt": GreedyRule(Processors((OutputPenalty(3, 0.5, 0.5),)), 50),
+    "after the begin": GreedyRule(Processors((Timestamps(40, 3, 30),)), 50),
     "no say": None,
 }
 
@@ -240,8 +248,8 @@ def test_who_must_be_asked(rule: GreedyRule | None) -> None:
 def test_what_numbers_say() -> None:
     """Of suppressed tokens those that are not over, of texts what is looked at, and the noise."""
     row = FakeRow([7, 3, 9], prompt_length=1)
-    over = Processors((SuppressAtBegin([3], 2), MinLength(3, [3]), Suppress([5, 4]), TopP(0.5)))
-    said = [Filter("suppress", (0, math.inf, 4, 5)), Filter("top_p", (0.5, 1))]
+    over = Processors((SuppressAtBegin([3], 2), MinLength(3, [3]), Suppress([5, 4, -1]), TopP(0.5)))
+    said = [Filter("suppress", (0, math.inf, 4, 5)), Filter("top", (0, 0.5, 1))]
     assert GreedyRule(over, 50).choice(row) == Choice(said)
     begin = Processors((SuppressAtBegin([3], 5), MinLength(4, [2])))
     said = [Filter("suppress", (2, 3, 3)), Filter("suppress", (0, 1, 2))]
@@ -252,7 +260,7 @@ def test_what_numbers_say() -> None:
         stamps = GreedyRule(Processors((Timestamps(40, 2, 30),)), 50).choice(FakeRow(text))
         assert stamps == Choice([Filter("timestamps", (40, 30, -1, True, newest, *last))])
     drawn = CoupledRule(Processors((TemperatureLogitsWarper(0.5), TopK(7))), 50, seed=2).choice(row)
-    said = [Filter("temperature", (0.5,)), Filter("top_k", (7,))]
+    said = [Filter("temperature", (0.5,)), Filter("top", (7, 1.0, 1))]
     assert drawn == Choice(said, noise.key(2, noise.COUPLED), 2)
     own = SampledRule(Processors(), 50, seed=2).choice(row)
     assert own == Choice([], noise.key(2, noise.DRAFT, 2), 0)

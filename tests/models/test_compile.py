@@ -316,7 +316,10 @@ class TestCode:
         twin = _twin(language, 5)
         twin.prefill(9, 40, 4, 7, 12)
         session, rows, texts = twin.session, twin.rows, [[7, 12, 5], [9], [20, 21], [3], [8, 4]]
-        drawn, ends = Choice([Filter("temperature", (0.7,)), Filter("top_k", (9,))], 1 << 63, 3), {*range(0, 64, 2)}
+        drawn, ends = (
+            Choice([Filter("temperature", (0.7,)), Filter("top", (9, 1.0, 1))], 1 << 63, 3),
+            {*range(0, 64, 2)},
+        )
         rules = [
             ChainRule(5, 64),
             ChainRule(1, 64, confident=False),
@@ -377,6 +380,26 @@ class TestCode:
             logits = session.advance([row], [found[-1][0]])[0][0]
         session.truncate([row], [before])
         return found
+
+    @pytest.mark.parametrize(
+        ("name", "numbers", "words"),
+        [
+            ("typical", (0.5,), "there is no filter typical"),
+            ("top", (), "filter top has at least 3 numbers, got 0"),
+            ("timestamps", (50, 3, -1, 1), "filter timestamps has at least 5 numbers, got 4"),
+            ("top", (-1, 0.5, 1), "must be at least 0, got -1"),
+            ("no_repeat_ngram", (0, 5), "must be at least 1, got 0"),
+            ("suppress", (0, math.inf, -3), "tokens must be at least 0, got -3"),
+        ],
+    )
+    def test_filters_that_are_none(
+        self, language: LanguageModel, name: str, numbers: tuple[float, ...], words: str
+    ) -> None:
+        """What a rule of somebody's own may tell by mistake is an error."""
+        twin = _twin(language, 1)
+        twin.prefill(9)
+        with pytest.raises(ValueError, match=words):
+            chained(twin.session, twin.rows[0], [7], ChainRule(2, 64, Choice([Filter(name, numbers)])))
 
     def test_a_chain_of_numbers_that_are_none(self, language: LanguageModel) -> None:
         """A model that overflows has no guess, and says so."""

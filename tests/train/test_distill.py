@@ -392,6 +392,7 @@ def test_the_target_is_not_changed(tmp_path: Path, text: Path) -> None:
         ({"kind": "medusa"}, "`kind` must be one of eagle3, layers"),
         ({"hours": 1, "steps": 5}, "`hours` and `steps`"),
         ({"hours": 0}, "`hours` must be a number above 0"),
+        ({"cache_gib": float("inf")}, "`cache_gib` must be a number of at least 0"),
         ({"cache_gib": -1}, "`cache_gib` must be a number of at least 0"),
         ({"steps": 0}, "`steps` must be a whole number"),
         ({"layers": 0}, "`layers` must be a whole number"),
