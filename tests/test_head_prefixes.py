@@ -21,7 +21,8 @@ FIRST = [(7 * i) % 50 + 5 for i in range(40)]
 DRAFTING: dict[str, Any] = {**RUN, "schedule": "constant", "num_assistant_tokens": 3}
 KINDS = [
     "eagle",
-    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("peagle", "dflash", "mtp", "mtp2", "gemma4")),
+    "mtp2",
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("peagle", "dflash", "mtp", "gemma4")),
 ]
 
 
@@ -57,8 +58,8 @@ def test_what_others_have_read(
 ) -> None:
     """A request that comes late continues a running one, in the head too, and guesses as if it had come alone.
 
-    What only rows that have left had read is read again, since their hidden states are gone. Later layers for
-    multi-token prediction lack a feature of one token, so that guesses may be others there.
+    So does the running one. (Later layers for multi-token prediction lacked a feature of one token, and took that of
+    another one.) What only rows that have left had read is read again, since their hidden states are gone.
     """
     model, draft = made(kind, tmp_path / "head", monkeypatch)
     prompts = [[*FIRST, 30], [*FIRST[:32], 9, 8, 7, *FIRST]]
@@ -66,8 +67,8 @@ def test_what_others_have_read(
     stream = generator.stream([FIRST], **{**DRAFTING, "max_new_tokens": 40})
     next(stream)
     late = [generator.generate([prompt], **DRAFTING, prefill_chunk_size=7) for prompt in prompts]
-    beside = dict(proposals)
     assert list(stream)
+    beside = dict(proposals)
     again = generator.generate([FIRST], **DRAFTING)
     assert [out.stats.cached_prompt_tokens for out in late] == [39, 31]
     assert again.stats.cached_prompt_tokens == 0
@@ -77,6 +78,5 @@ def test_what_others_have_read(
         assert out.sequences.tolist() == alone.sequences.tolist()
         assert out.sequences.tolist() == SpecGenerator(model).generate([prompt], **RUN).sequences.tolist()
         assert out.stats.num_draft_tokens > 0
-        if prompt is not FIRST and kind != "mtp2":
-            assert proposals
-            assert all(beside[text] == guesses for text, guesses in proposals.items())
+        assert proposals
+        assert all(beside[text][: len(guesses)] == guesses for text, guesses in proposals.items())

@@ -23,7 +23,7 @@ from specdec.models.heads import load_head
 from specdec.models.heads.head import Stages
 from specdec.models.kv_session import KvSession
 from specdec.schedule import Limit
-from specdec.types import Round, Row, Tree
+from specdec.types import Round, Row
 from tests.heads import READS, Eagle, Proposals, eagle_folder, spy_on_proposals
 from tests.tiny import tiny
 
@@ -121,14 +121,20 @@ def test_compiled_heads_make_all_guesses_in_one_call(
         return made
 
     monkeypatch.setattr(KvSession, "chain", spied)
-    propose, ends = HeadSession.propose, list[Tensor]()
+    run, at_once, ends = HeadSession._run, HeadSession._chain, list[Tensor]()
 
-    def noted(self: HeadSession, asked: Sequence[Row], plans: Sequence[Any]) -> list[Tree]:
-        trees = propose(self, asked, plans)
-        ends.extend(self._known[row.key].tails[0] for row, tree in zip(asked, trees, strict=True) if tree.tokens)
-        return trees
+    def told(self: HeadSession, asked: Sequence[Row], *given: Any, level: int = 0, **more: Any) -> Any:
+        scores = run(self, asked, *given, level=level, **more)
+        ends.extend(self._known[row.key].written[0][-1] for row in asked if not level)
+        return scores
 
-    monkeypatch.setattr(HeadSession, "propose", noted)
+    def told_at_once(self: HeadSession, *given: Any) -> Any:
+        made = at_once(self, *given)
+        ends.extend(made.states if made is not None else ())
+        return made
+
+    monkeypatch.setattr(HeadSession, "_run", told)
+    monkeypatch.setattr(HeadSession, "_chain", told_at_once)
     generator, plain = SpecGenerator(language, HeadDrafter(head)), SpecGenerator(language)
     sure = {"schedule": "confidence", "num_assistant_tokens": 4, "assistant_confidence_threshold": 1e-9}
     for ids in (IDS, IDS[:1]):

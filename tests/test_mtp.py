@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,10 @@ from transformers.modeling_layers import MtpModel
 from specdec import OptionError, SpecGenerator, UnsupportedError
 from specdec.draft.hidden import HeadSession
 from specdec.errors import LoadError
+from specdec.kernels import PackedLinear
+from specdec.models import LanguageModel
+from specdec.models.heads import load_mtp
+from specdec.models.kv_session import KvSession
 from specdec.models.miniature import shake
 from tests.tiny import GQA, tiny
 from tests.versions import OLD
@@ -45,17 +50,41 @@ def with_layers(monkeypatch: pytest.MonkeyPatch, name: str, count: int) -> Any:
         layers = MtpModel(model, count).eval()
         for layer in layers.layers:
             shake(layer)
-    monkeypatch.setattr(MtpModel, "from_pretrained", lambda *_, **__: layers)
+    monkeypatch.setattr(MtpModel, "from_pretrained", lambda *_, **__: copy.deepcopy(layers))
     return model
 
 
-@pytest.mark.parametrize(
-    ("name", "count"), [("deepseek_v3", 1), ("deepseek_v3", 3), ("glm4_moe", 1), ("glm4_moe", 2), ("mellum", 1)]
-)
-def test_guesses_are_those_of_transformers(name: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Text by text, after rejections too; where transformers stops, the last layer goes on."""
+Guesses = dict[tuple[int, ...], list[int]]
+KINDS = [("deepseek_v3", 1), ("deepseek_v3", 3), ("glm4_moe", 1), ("glm4_moe", 2), ("mellum", 1)]
+
+
+@pytest.fixture
+def guesses(monkeypatch: pytest.MonkeyPatch) -> Guesses:
+    """What was guessed after every text."""
+    seen: Guesses = {}
+    propose = HeadSession.propose
+
+    def spied(self: HeadSession, rows: Any, plans: Any) -> Any:
+        trees = propose(self, rows, plans)
+        seen.update((tuple(row.tokens), tree.tokens) for row, tree in zip(rows, trees, strict=True))
+        return trees
+
+    monkeypatch.setattr(HeadSession, "propose", spied)
+    return seen
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("gear", ["eager", "packed"])
+@pytest.mark.parametrize(("name", "count"), KINDS)
+def test_guesses_are_those_of_transformers(
+    name: str, count: int, gear: str, monkeypatch: pytest.MonkeyPatch, guesses: Guesses
+) -> None:
+    """Text by text, after rejections too; where transformers stops, the last layer goes on.
+
+    Over packed weights all passes stand in a line.
+    """
     model = with_layers(monkeypatch, name, count)
-    theirs: dict[tuple[int, ...], list[int]] = {}
+    theirs: Guesses = {}
     candidates = MTPCandidateGenerator.get_candidates
 
     def noted(self: Any, input_ids: Any, *args: Any, **more: Any) -> Any:
@@ -68,22 +97,51 @@ def test_guesses_are_those_of_transformers(name: str, count: int, monkeypatch: p
     expected = GenerationMixin.generate(
         model, torch.tensor(IDS[:1]), use_mtp=True, max_new_tokens=12, do_sample=False, pad_token_id=0
     )
-    mine: dict[tuple[int, ...], list[int]] = {}
-    propose = HeadSession.propose
-
-    def spied(self: HeadSession, rows: Any, plans: Any) -> Any:
-        trees = propose(self, rows, plans)
-        mine.update((tuple(row.tokens), tree.tokens) for row, tree in zip(rows, trees, strict=True))
-        return trees
-
-    monkeypatch.setattr(HeadSession, "propose", spied)
-    out = SpecGenerator(model).generate(IDS[:1], **RUN, use_mtp=True, schedule="constant", num_assistant_tokens=4)
+    generator = SpecGenerator(model, gear=gear)
+    padded, run = [], KvSession._pass
+    monkeypatch.setattr(KvSession, "_pass", lambda self, *given: padded.append(self) or run(self, *given))
+    out = generator.generate(IDS[:1], **RUN, use_mtp=True, schedule="constant", num_assistant_tokens=4)
     assert out.sequences.tolist() == expected.tolist()
-    common = [text for text in mine if text in theirs and mine[text]]
+    assert bool(padded) == (gear == "eager")
+    common = [text for text in guesses if text in theirs and guesses[text]]
     assert len(common) >= 4
     for text in common:
-        assert mine[text][:count] == theirs[text][: len(mine[text])]
-    assert max(len(tokens) for tokens in mine.values()) == 4
+        assert guesses[text][:count] == theirs[text][: len(guesses[text])]
+    assert max(len(tokens) for tokens in guesses.values()) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["deepseek_v3", "mellum"])
+def test_compiled_layers_make_all_guesses_in_one_call(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guesses: Guesses
+) -> None:
+    """The same guesses as over packed weights, experts and all, for one text and for several."""
+    monkeypatch.setenv("SPECDEC_COMPILED", str(tmp_path / "compiled"))
+    model = with_layers(monkeypatch, name, 1)
+    chain, rows = KvSession.chain, list[int]()
+
+    def spied(self: KvSession, *given: Any) -> Any:
+        rows.append(len(given[0]))
+        return chain(self, *given)
+
+    monkeypatch.setattr(KvSession, "chain", spied)
+    drafting: dict[str, Any] = {**RUN, "schedule": "constant", "num_assistant_tokens": 4}
+    language, seen = LanguageModel(model, gear="packed"), []
+    for gear in ("packed", "compiled"):
+        language.gear = gear  # that of the layers, which take a minute alone
+        generator = SpecGenerator(language, "mtp")
+        assert generator.drafter is not None
+        [stage] = generator.drafter.models
+        assert stage.wait_until_compiled(280) == (gear == "compiled")
+        rows.clear()
+        guesses.clear()
+        for ids in (IDS, IDS[:1]):
+            out = generator.generate(ids, **drafting)
+            assert out.sequences.tolist() == SpecGenerator(model).generate(ids, **RUN).sequences.tolist()
+        assert ({1, 3} <= {*rows}) == (gear == "compiled")
+        seen.append(dict(guesses))
+    assert seen[0] == seen[1]
 
 
 @pytest.mark.parametrize(
@@ -158,6 +216,26 @@ def test_layers_come_from_the_checkpoint(tmp_path: Path) -> None:
     save_file({**weights, "mtp.fc.weight": torch.ones(32, 63)}, file, metadata={"format": "pt"})
     with pytest.raises(LoadError, match=r"`draft`.*its files are broken or incomplete"):
         SpecGenerator.from_pretrained(str(folder), "mtp")
+
+
+@pytest.mark.skipif(OLD, reason="transformers cannot tell the layers for prediction from the others")
+@pytest.mark.usefixtures("built")
+def test_a_packed_target_shares_its_head(tmp_path: Path) -> None:
+    """Embeddings and head lie in memory once. (They were missing in the checkpoint: nothing was loaded.)"""
+    folder, _ = checkpoint(tmp_path / "target")
+    generator = SpecGenerator.from_pretrained(str(folder), "mtp", gear="packed")
+    assert generator.drafter is not None
+    [stage] = generator.drafter.models
+    assert stage.gear == "packed"
+    assert stage.flat is not None
+    assert stage.model.shared_head is generator.target.output_embeddings
+    assert isinstance(stage.model.shared_head, PackedLinear)
+    handed = AutoModelForCausalLM.from_pretrained(folder).eval()
+    lent = load_mtp(LanguageModel(handed)).stages[0]
+    assert lent.model.shared_head.weight is handed.lm_head.weight
+    out = generator.generate(IDS, **RUN)
+    assert out.sequences.tolist() == SpecGenerator(handed).generate(IDS, **RUN).sequences.tolist()
+    assert out.stats.num_draft_tokens > 0
 
 
 def test_targets_without_such_layers() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -43,8 +44,8 @@ class _Known:
     """What the head may read of a row: features `states` `[tokens, width]` of its tokens from number `first` on.
 
     `branches` are those of the row's own branches that the target has seen. `own` branches had the row when it was
-    drafted for. `written` is what the stages wrote in this round, by stage and node: -1 is the end of the text. `tails`
-    is what they wrote at the end of the text in an earlier one.
+    drafted for. `written` is what the stages wrote in this round, by stage and node: -1 is the end of the text. `texts`
+    is what all stages but the last wrote at the tokens of the text, which the next ones read wherever it goes on.
     """
 
     first: int
@@ -52,7 +53,7 @@ class _Known:
     branches: list[Tensor] = field(default_factory=list)
     own: int = 0
     written: list[dict[int, Tensor]] = field(default_factory=list)
-    tails: dict[int, Tensor] = field(default_factory=dict)
+    texts: defaultdict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
 
     @property
     def end(self) -> int:
@@ -92,7 +93,8 @@ class HeadSession(ModelSession):
         if count < 2:
             return 0
         self._held[row.key], self._rows[row.key] = Held(self._session.fork(held.slot, count), count), row
-        self._known[row.key] = _Known(count - 1, self._known[source].states[:0])
+        self._known[row.key] = known = _Known(count - 1, self._known[source].states[:0])
+        known.texts.update((stage, said[:count]) for stage, said in self._known[source].texts.items())
         return count - 1
 
     def commit(self, commits: Sequence[Commit]) -> None:
@@ -199,7 +201,7 @@ class HeadSession(ModelSession):
                 self._note(part, stage, one)
         session.commit(slots, [list(range(len(tree))) for tree in trees], texts=texts, final=not level)
         for part in parts:
-            self._renumber(part, ends=not level)
+            self._renumber(part, guessed=level > 0)
         return scores
 
     def _next(self, known: Sequence[_Known], slots: Sequence[int], trees: Sequence[Tree]) -> list[Scores]:
@@ -215,12 +217,7 @@ class HeadSession(ModelSession):
         parts = [_Part(row, text, 0, len(text)) for row, text in zip(rows, texts, strict=True)]
         inputs = [self._head.inputs(part.tokens, self._features(part, -1)) for part in parts]
         slots = [self._held[row.key].slot for row in rows]
-        chained = self._stages.chain(slots, [text.tokens for text in texts], rules, inputs)
-        if chained is not None:
-            assert chained.states is not None
-            for row, state in zip(rows, chained.states, strict=True):
-                self._known[row.key].tails = {0: state}
-        return chained
+        return self._stages.chain(slots, [text.tokens for text in texts], rules, inputs)
 
     def _features(self, part: _Part, source: int) -> Tensor:
         """What a stage reads of new nodes: what stage `source` wrote before them; -1 is the target."""
@@ -229,8 +226,9 @@ class HeadSession(ModelSession):
             return torch.cat([self._of_text(part), *(one[None] for one in self._of_branches(part))])
         written, blank = known.written[source], known.states.new_zeros(known.states.shape[1])
         before = [part.tree.parents[node] for node in range(part.held, len(part.tree))]
-        ends = known.tails.get(source, blank)
-        return torch.stack([written.get(node, ends if node < 0 else blank) for node in before])
+        said, length = known.texts[source], self._held[part.row.key].text
+        end = said[length - 1] if 0 < length <= len(said) else blank
+        return torch.stack([written.get(node, end if node < 0 else blank) for node in before])
 
     def _of_text(self, part: _Part) -> Tensor:
         """The target's features of text that is fed; the first token of all has none before it."""
@@ -254,16 +252,17 @@ class HeadSession(ModelSession):
         states = scores.hidden_states[0][first - part.held :]
         self._known[part.row.key].written[stage].update(zip(range(first, len(part.tree)), states, strict=True))
 
-    def _renumber(self, part: _Part, *, ends: bool) -> None:
-        """Numbers what was written as nodes are from now on; `ends`: later rounds go on from there."""
-        known = self._known[part.row.key]
+    def _renumber(self, part: _Part, *, guessed: bool) -> None:
+        """Numbers what was written as nodes are from now on, and keeps what is of text that is not `guessed`."""
+        known, begin = self._known[part.row.key], self._held[part.row.key].text
         if part.text:
+            if not guessed:
+                for stage, written in enumerate(known.written[:-1]):
+                    known.texts[stage][begin:] = [written[node] for node in range(part.text)]
             known.written = [
                 {node - part.text: one for node, one in written.items() if node >= part.text - 1}
                 for written in known.written
             ]
-            if ends:
-                known.tails = {stage: written[-1] for stage, written in enumerate(known.written) if -1 in written}
 
     @property
     def _stages(self) -> Stages:

@@ -158,7 +158,7 @@ class Blank(nn.Module):
 
 
 class Embedding:
-    """Looks tokens up in a weight `[vocab, width]` or the target's own module; `as_stored`, without its scaling.
+    """Looks tokens up in a weight `[vocab, width]` or the target's own module; `as_stored`, without what that adds.
 
     It is no module itself, so that what belongs to the target is not among the head's weights. Nor is it stored with
     them.
@@ -169,6 +169,7 @@ class Embedding:
         shape = (table.num_embeddings, table.embedding_dim) if weight is None else weight.shape
         self.vocab_size, self.width = int(shape[0]), int(shape[1])
         self._stored: Any = None
+        as_stored = as_stored or _looks_up_alone(table)
         if as_stored and isinstance(table, PackedEmbedding):
             self._look_up, self._stored = table.head.rows, table.head
         elif as_stored and weight is not None and not weight.is_meta:
@@ -188,6 +189,13 @@ class Embedding:
         """`[...]` to `[..., width]`."""
         found: Tensor = self._look_up(ids)
         return found
+
+
+def _looks_up_alone(table: Any) -> bool:
+    """Whether a module hands out rows of its weight as they are."""
+    if isinstance(table, PackedEmbedding):
+        return table.scale is None
+    return type(table) is nn.Embedding and not table._forward_hooks and "forward" not in vars(table)
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers.modeling_layers import MtpModel
 
 from specdec.errors import UnsupportedError
 from specdec.models.failures import explained
+from specdec.models.gears import is_plain
 from specdec.models.heads.head import Embedding, Head, Stage
 from specdec.models.language_model import LanguageModel
 from specdec.models.layout import Kind
+from specdec.models.twin import twin
 from specdec.models.vocabulary import Choose, cut
 
 _KINDS = ("full_attention", "sliding_attention")
@@ -25,8 +28,6 @@ _KINDS = ("full_attention", "sliding_attention")
 
 class MtpStage(Stage):
     """Layer number `depth` of a target's multi-token prediction."""
-
-    compiles = False  # the head is the target's
 
     def __init__(self, model: Any, depth: int, vocab_size: int, vocabulary: Tensor | None = None) -> None:
         kind = (getattr(model.config, "layer_types", None) or _KINDS[:1] * (depth + 1))[depth]
@@ -40,12 +41,12 @@ class MtpStage(Stage):
         super().__init__(config, embedding, config.hidden_size, vocab_size, kinds, depth=depth, vocabulary=vocabulary)
         self.layer, self.rotary_emb = model.layers[depth], model.rotary_emb
         self.post_norm = model.shared_post_norm if model.use_shared_post_norm else None
-        self._project = model._project_to_logits  # a method: the target's head is none of its own modules
-        self._rotary = {"layer_type": kind} if getattr(model, "has_per_layer_rope", False) else {}
+        self.shared_head = _as_it_stands(model.shared_head)
+        self.turned_as = kind if getattr(model, "has_per_layer_rope", False) else None
         for module in self.layer.modules():
             if hasattr(module, "layer_idx"):
                 module.layer_idx = 0  # every stage has a cache of its own
-        self.settle(self.layer.eh_proj.weight.dtype, self.layer.eh_proj.weight.device)
+        self.inputs.to(model.device, model.dtype)  # all else is there, some of it the target's own
 
     def features(self, states: Tensor) -> Tensor:
         """The last hidden states `[tokens, 1, width]` as they are."""
@@ -57,7 +58,8 @@ class MtpStage(Stage):
         """The layer's output."""
         angles = None
         if self.rotary_emb is not None:
-            angles = self.rotary_emb(embeds, position_ids=positions, **self._rotary)
+            kind = {} if self.turned_as is None else {"layer_type": self.turned_as}
+            angles = self.rotary_emb(embeds, position_ids=positions, **kind)
         written: Tensor = self.layer(
             embeds,
             features,
@@ -69,15 +71,13 @@ class MtpStage(Stage):
         return written if self.post_norm is None else self.post_norm(written)
 
     def guess(self, written: Tensor) -> Tensor:
-        """Logits through the target's own head."""
-        logits: Tensor = self._project(written)
+        """Logits through the target's own head, scaled and sliced as transformers does it."""
+        logits: Tensor = MtpModel._project_to_logits(self, written)
         return logits
 
 
-def load_mtp(
-    target: LanguageModel, *, gear: str = "auto", argument: str = "draft", choose: Choose | None = None
-) -> Head:
-    """The multi-token prediction of this target, from its checkpoint; `choose` says what it may guess.
+def load_mtp(target: LanguageModel, *, argument: str = "draft", choose: Choose | None = None) -> Head:
+    """The multi-token prediction of this target, from its checkpoint, in its gear; `choose` says what it may guess.
 
     Raises UnsupportedError for a target that has none, or whose head cannot be cut, LoadError where its weights are
     missing.
@@ -91,10 +91,36 @@ def load_mtp(
     if target.is_sharded:
         raise UnsupportedError(f"`{argument}`: layers for multi-token prediction are not shared: leave `tp_plan` out")
     with explained(name, argument):
-        model = MtpModel.from_pretrained(target.model, device_map={"": target.device})
+        model = MtpModel.from_pretrained(_without_ends(target.model), device_map={"": target.device})
+    model.tie_with_main_model(target.model)
     vocabulary = None
     if choose is not None:
         vocabulary = torch.tensor(choose(range(target.vocab_size)), device=target.device)
         model.shared_head = cut(model.shared_head, vocabulary)
     stages = [MtpStage(model.eval(), depth, target.vocab_size, vocabulary) for depth in range(count)]
-    return Head(stages, [target.num_layers], gear=gear)
+    return Head(stages, [target.num_layers], gear="auto" if target.gear == "eager" else target.gear)
+
+
+def _without_ends(model: Any) -> Any:
+    """A twin of the target without embeddings and head: packed, they would be missing in the checkpoint."""
+    other = twin(model)
+    other.set_input_embeddings(nn.Identity())
+    other.set_output_embeddings(nn.Identity())
+    return other
+
+
+class _Lent(nn.Module):
+    """A linear layer of the target's as it stands: one of the stage's own would be packed, and be there twice."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., in]` to `[..., out]`."""
+        return F.linear(x, self.weight, self.bias)
+
+
+def _as_it_stands(head: Any) -> Any:
+    """The target's head as a module of the stage, which shares its weight, packed or not."""
+    return _Lent(head) if is_plain(head) else head
