@@ -40,7 +40,7 @@ def distill(
     steps: Annotated[int | None, typer.Option(help="How many steps to train.")] = None,
     seed: Annotated[int, typer.Option(help="Of weights, windows and samples.")] = 0,
     cache_gib: Annotated[
-        float, typer.Option(help="Disk for what the target says, which is then asked once; beside the draft.")
+        float, typer.Option(help="Disk for what the target says, which is then asked once; with --audio as much again.")
     ] = 4.0,
     dtype: Dtype = None,
     device_map: DeviceMap = None,

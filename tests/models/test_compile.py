@@ -316,16 +316,13 @@ class TestCode:
         twin = _twin(language, 5)
         twin.prefill(9, 40, 4, 7, 12)
         session, rows, texts = twin.session, twin.rows, [[7, 12, 5], [9], [20, 21], [3], [8, 4]]
-        drawn, ends = (
-            Choice([Filter("temperature", (0.7,)), Filter("top", (9, 1.0, 1))], 1 << 63, 3),
-            {*range(0, 64, 2)},
-        )
+        drawn = Choice([Filter("temperature", (0.7,)), Filter("top", (9, 1.0, 1))], 1 << 63, 3)
         rules = [
             ChainRule(5, 64),
             ChainRule(1, 64, confident=False),
             ChainRule(7, 64, drawn),
             ChainRule(6, 60, until=Until((0.5,), (0.9, 1.0), 0.01)),
-            ChainRule(6, 64, ends=ends),
+            ChainRule(6, 64, ends={*range(0, 64, 2)}),
         ]
         alone = [chained(session, *given) for given in zip(rows, texts, rules, strict=True)]
         session.truncate(rows, [len(text) for text in twin.texts])
