@@ -57,8 +57,9 @@ class Pupil(ABC):
         return Teacher(self.target, self.reads, self.vocabulary)
 
     def in_bfloat16(self) -> AbstractContextManager[Any]:
-        """Matrix products, where the target is in 16 bits."""
-        return torch.autocast(self.target.device.type, torch.bfloat16, enabled=self.target.dtype != torch.float32)
+        """Matrix products, where the target is in 16 bits; not over an encoder, where nothing was learned in them."""
+        enabled = self.target.dtype != torch.float32 and not self.target.is_encoder_decoder
+        return torch.autocast(self.target.device.type, torch.bfloat16, enabled=enabled)
 
 
 class EaglePupil(Pupil):
