@@ -11,7 +11,8 @@ from torch import Tensor
 
 from specdec.draft.growth import Held
 from specdec.draft.model import CHUNK, ModelSession, goes_on_by_one
-from specdec.types import EMPTY, BatchDrafter, Chained, ChainRule, Commit, Hidden, Plan, Row, Scores, Tree
+from specdec.models import prefix_bytes
+from specdec.types import EMPTY, BatchDrafter, Chained, ChainRule, Commit, Hidden, Kept, Plan, Row, Scores, Tree
 
 if TYPE_CHECKING:
     from specdec.models.heads import Head, Stages
@@ -82,18 +83,25 @@ class HeadSession(ModelSession):
                 known.own = len(row.tree)
         return super().propose(rows, plans)
 
-    def join(self, row: Row, source: int | None, length: int) -> int:
-        """A copy of what was read for the other row, all but the last token of it, whose feature is gone."""
-        held = None if source is None else self._held.get(source)
-        if source is None or held is None or held.unreadable or source not in self._known:
-            return 0
-        self._absorb([self._rows[source]])
-        count = min(length, held.text)
+    def join(self, row: Row, source: int | Kept, length: int) -> int:
+        """A copy of what was read of the other text, all but the last token of it, whose feature is gone."""
+        count = min(length, source.length if isinstance(source, Kept) else self._read_of(source))
         if count < 2:
             return 0
-        self._held[row.key], self._rows[row.key] = Held(self._session.fork(held.slot, count), count), row
-        self._known[row.key] = _Known(count - 1, self._known[source].states[:0])
+        if isinstance(source, Kept):
+            slot = self._session.read_from(source.state, count)
+        else:
+            slot = self._session.fork(self._held[source].slot, count)
+        self._held[row.key], self._rows[row.key] = Held(slot, count), row
         return count - 1
+
+    def keep(self, row: Row, length: int) -> Kept | None:
+        """A copy of what is in the cache by now; nothing is read for that."""
+        held = self._held.get(row.key)
+        if held is None or held.open or (count := min(length, held.text)) < 2:
+            return None
+        prefix = self._session.keep_prefix(held.slot, count)
+        return Kept(count, prefix, prefix_bytes(prefix))
 
     def commit(self, commits: Sequence[Commit]) -> None:
         """Takes in the features of new text; what was guessed goes. Prompts are read as they come, in chunks."""
@@ -140,6 +148,14 @@ class HeadSession(ModelSession):
         if (gone := self._held[row.key].text - 2 - known.first) > 0:  # the last token may have to be fed again
             known.first, known.states = known.first + gone, known.states[gone:]
         return known
+
+    def _read_of(self, key: int) -> int:
+        """How many tokens of a row's text the head has read, after all that is known of it."""
+        held = self._held.get(key)
+        if held is None or held.unreadable or key not in self._known:
+            return 0
+        self._absorb([self._rows[key]])
+        return held.text
 
     def _absorb(self, rows: Sequence[Row]) -> None:
         """Reads what is known of these rows' texts."""
