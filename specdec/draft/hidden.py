@@ -152,9 +152,10 @@ class HeadSession(ModelSession):
     def _read_of(self, key: int) -> int:
         """How many tokens of a row's text the head has read, after all that is known of it."""
         held = self._held.get(key)
-        if held is None or held.unreadable or key not in self._known:
+        if held is None or held.unreadable:
             return 0
-        self._absorb([self._rows[key]])
+        if key in self._known:
+            self._absorb([self._rows[key]])
         return held.text
 
     def _absorb(self, rows: Sequence[Row]) -> None:
