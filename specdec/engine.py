@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from specdec.budget import KvBudget
 from specdec.draft import BestLeaf
 from specdec.errors import DraftError
 from specdec.models import LanguageModel, Session
-from specdec.places import Places
+from specdec.places import OpenDraft, Places
 from specdec.prefixes import Prefixes
 from specdec.request import Request
 from specdec.rows import RunningRow
@@ -52,12 +52,12 @@ class Engine:
         self.model = model
         self._device, self._is_offloaded = model.device, model.is_offloaded  # both are searched for in the model
         self.budget = KvBudget(kv_budget, model)
-        self.places = Places(model, prefixes)
+        self._drafts: dict[int, OpenDraft] = {}  # by the identity of the drafter
+        self.places = Places(model, prefixes, self._drafts)
         self.waiting: deque[Request] = deque()
         self.reading: list[RunningRow] = []
         self.running: list[RunningRow] = []
         self._requests: dict[int, Request] = {}  # by the keys of their rows
-        self._drafts: dict[int, _Draft] = {}  # by the identity of the drafter
         self._keys = 0
         self._others_first = False
 
@@ -90,7 +90,7 @@ class Engine:
             self._finish(request)
         self.waiting.clear()
         self.reading, self.running, self._requests, self._drafts = [], [], {}, {}
-        self.places = Places(self.model, self.places.prefixes)
+        self.places = Places(self.model, self.places.prefixes, self._drafts)
 
     def step(self) -> None:
         """Admits requests, reads at most a chunk of their prompts, and takes a round with all rows that had begun."""
@@ -178,7 +178,7 @@ class Engine:
             if unread >= CHUNK:
                 break  # a place now would keep the row from what is read before its turn
             try:
-                if row.key not in self._requests or not self._follow(row, self._requests[row.key]):
+                if row.key not in self._requests or not self.places.follow(row, self._requests[row.key]):
                     continue
             except Exception as error:  # its place cannot be had
                 self._fail([row], error)
@@ -186,12 +186,6 @@ class Engine:
             ready.append(row)
             unread += self.places.unread(row)
         return [row for row in ready if row.key in self._requests]
-
-    def _follow(self, row: RunningRow, request: Request) -> bool:
-        """Whether a row has its place by now; a draft that reads hidden states says how much it may continue."""
-        drafter = request.drafter
-        reads = drafter is not None and drafter.hidden_layers
-        return self.places.follow(row, request, self._drafts[id(drafter)].session.join if reads else None)
 
     def _batch(self, rows: Sequence[RunningRow], request: Request, most: int) -> list[RunningRow]:
         """The first of these rows that read alike, as many as `most` tokens have room for; half may be padding."""
@@ -271,7 +265,7 @@ class Engine:
                 self._fail(group, error)
         return plans
 
-    def _by_draft(self, rows: Iterable[RunningRow]) -> list[tuple[_Draft, list[RunningRow]]]:
+    def _by_draft(self, rows: Iterable[RunningRow]) -> list[tuple[OpenDraft, list[RunningRow]]]:
         """The rows that have a draft, by its session."""
         drafts = _grouped(rows, lambda row: self._drafts.get(id(self._requests[row.key].drafter)))
         return [(draft, group) for draft, group in drafts if draft is not None]
@@ -284,7 +278,7 @@ class Engine:
         if not isinstance(session, DraftSession):
             kind = type(session).__name__
             raise DraftError(f"{drafter!r} must start a `specdec.types.DraftSession`, got {kind}: subclass it")
-        self._drafts[id(drafter)] = _Draft(drafter, session if session.guesses_branches else BestLeaf(session))
+        self._drafts[id(drafter)] = OpenDraft(drafter, session if session.guesses_branches else BestLeaf(session))
 
     def _turn(self, row: RunningRow, proposal: Tree | None, most: int | None) -> Turn:
         """A row's part of this round, and that of its unconditional row."""
@@ -446,13 +440,6 @@ class Engine:
         if not request.done:
             request.done = True
             request.pacing.users -= request.counted
-
-
-class _Draft(NamedTuple):
-    """A drafter and its session."""
-
-    drafter: BatchDrafter
-    session: DraftSession
 
 
 def _grouped(rows: Iterable[RunningRow], of: Callable[[RunningRow], Any]) -> list[tuple[Any, list[RunningRow]]]:

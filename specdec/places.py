@@ -1,39 +1,48 @@
 """The places of rows in the target's cache: whose keys and values a new row continues, and what stays of one that left.
 
 A prompt is read once: rows of one request that continue the same prompt wait for the first of them, and a prompt that
-begins like the text of another row, or of one that has left, continues from a copy of its keys and values. It is not
-read while another row is reading what both have in common.
+begins like the text of another row, or of one that has left, continues from a copy of its keys and values, as far as
+its draft can do the same. It is not read while another row is reading what both have in common.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
-from specdec.models import LanguageModel, Prefix
-from specdec.prefixes import LEAST, Prefixes, Text
+from specdec.models import LanguageModel, prefix_bytes
+from specdec.prefixes import LEAST, Prefixes, Reader, Text
 from specdec.request import Request
 from specdec.rows import RunningRow
+from specdec.types import BatchDrafter, DraftSession, Kept
 from specdec.values import common_length
 
-Join = Callable[[RunningRow, int | None, int], int]
-"""Of a new row, the key of the row that it could continue, and how far, how much of that it may do without reading."""
 _WORTH_WAITING = 64  # tokens in common: computing them takes about as long as the pass more that waiting costs
+
+
+class OpenDraft(NamedTuple):
+    """A drafter and its session."""
+
+    drafter: BatchDrafter
+    session: DraftSession
 
 
 class Places:
     """Gives the rows of a running set their places in the `target`'s session, and takes them back.
 
     `prefixes` keeps texts whose rows have left; None where every prompt is read anew. Only models whose keys and values
-    can be cut anywhere, and mean the same in any text, can share them between requests.
+    can be cut anywhere, and mean the same in any text, can share them between requests. `drafts` are those that
+    are open, by the identity of the drafter: nobody tells those that read hidden states of what a row continues, so
+    they must continue it, too.
     """
 
-    def __init__(self, model: LanguageModel, prefixes: Prefixes | None = None) -> None:
+    def __init__(self, model: LanguageModel, prefixes: Prefixes | None, drafts: Mapping[int, OpenDraft]) -> None:
         self.target = model.session()
         self._shares = self.target.keeps_prefixes and model.capability.boundary is None
         self._keeps = self._shares and not model.is_encoder_decoder
         self.prefixes = prefixes if self._keeps else None
-        self._model, self._weights = model, model.weights_state()
+        self._model, self._weights, self._drafts = model, model.weights_state(), drafts
         self._leaders: dict[int, RunningRow] = {}  # by a row's key: whose reading of the same prompt it waits for
         self._arrived: set[int] = set()  # keys of rows that may yet continue what another one reads
         self._open: dict[int, RunningRow] = {}  # by key: rows whose texts others may continue
@@ -59,13 +68,13 @@ class Places:
                 for one in row.batch_rows:
                     self._set(one, self.target.add(1, row.encoding)[0])
 
-    def follow(self, row: RunningRow, request: Request, join: Join | None = None) -> bool:
-        """Whether a row has its place by now: it gets one once what it continues was read, as far as `join` lets it."""
+    def follow(self, row: RunningRow, request: Request) -> bool:
+        """Whether a row has its place by now: it gets one once what it continues was read."""
         if row.key in self._arrived:
             if self._awaits(row):
                 return False
             self._arrived.remove(row.key)
-            request.cached_prompt_tokens += self._continue(row, join)
+            request.cached_prompt_tokens += self._continue(row, self._draft_of(request))
             for beside in row.batch_rows[1:]:
                 self._continue(beside)
             return True
@@ -75,7 +84,7 @@ class Places:
         if leader.slot is None or self.target.length(leader.slot) < len(row.tokens) - 1:
             return False
         row.encoding = leader.encoding
-        length = _joined(join, row, leader, len(row.tokens) - 1)
+        length = self._joined(row, leader, len(row.tokens) - 1, self._draft_of(request))
         self._set(row, self.target.fork(leader.slot, length))
         request.cached_prompt_tokens += length
         del self._leaders[row.key]
@@ -96,7 +105,7 @@ class Places:
             self._leaders.pop(row.key, None)
             self._arrived.discard(row.key)
             if row.slot is not None and self.prefixes is not None and request_of[row.key].reuses_prefixes:
-                self._retain(row, self.prefixes)
+                self._retain(row, self.prefixes, self._draft_of(request_of[row.key]))
         slots = [one.slot for row in rows for one in row.batch_rows if one.slot is not None]
         if slots:
             self.target.remove(slots)
@@ -104,6 +113,11 @@ class Places:
             self._open.pop(row.key, None)
             for one in row.batch_rows:
                 one.slot = None
+
+    def _draft_of(self, request: Request) -> OpenDraft | None:
+        """The draft of a request, where it reads hidden states."""
+        draft = self._drafts.get(id(request.drafter))
+        return draft if draft is not None and draft.drafter.hidden_layers else None
 
     def _set(self, row: RunningRow, slot: int) -> None:
         row.slot, row.cache_reset_length = slot, self.target.cache_reset_length
@@ -119,7 +133,7 @@ class Places:
             if not other.begun and other.max_length - len(other.tokens) > 1  # it stays for a round at least
         )
 
-    def _nearest(self, row: RunningRow) -> tuple[RunningRow | Prefix | None, int]:
+    def _nearest(self, row: RunningRow) -> tuple[RunningRow | Kept | None, int]:
         """What the row's text has most in common with, another row or else a kept text, and how much that is."""
         lengths = {key: _shared(row, one, self.target.length(_slot(one))) for key, one in self._open.items()}
         key = max(lengths, key=lambda key: lengths[key], default=None)
@@ -128,26 +142,50 @@ class Places:
             return self._open[key], lengths[key]
         return kept, length
 
-    def _continue(self, row: RunningRow, join: Join | None = None) -> int:
+    def _continue(self, row: RunningRow, draft: OpenDraft | None = None) -> int:
         """Gives a row a place, where it continues what was read for another one, if there is such; how much that is."""
         source, length = self._nearest(row)
-        length = _joined(join, row, source, length)
+        length = self._joined(row, source, length, draft)
         if not length:
             self._set(row, self.target.add(1, row.encoding)[0])
         elif isinstance(source, RunningRow):
             self._set(row, self.target.fork(_slot(source), length))
         elif source is not None:
-            self._set(row, self.target.read_from(source, length))
+            self._set(row, self.target.read_from(source.state, length))
         return length
 
-    def _retain(self, row: RunningRow, prefixes: Prefixes) -> None:
-        """Keeps the text of a row that leaves, where there is room for it."""
-        assert row.slot is not None
-        length = self.target.length(row.slot)
+    def _joined(self, row: RunningRow, source: RunningRow | Kept | None, length: int, draft: OpenDraft | None) -> int:
+        """How many of the first `length` positions of `source` the row may continue, as far as its draft goes."""
+        if draft is None or not length:
+            return length
+        if row.unseen:
+            return 0
+        joined = draft.session.join(row, source.key, length) if isinstance(source, RunningRow) else 0
+        if joined or self.prefixes is None:
+            return joined
+        kept, length = self.prefixes.find(_text(row, length, Reader(draft.drafter)))
+        return 0 if kept is None else draft.session.join(row, kept, length)
+
+    def _retain(self, row: RunningRow, prefixes: Prefixes, draft: OpenDraft | None) -> None:
+        """Keeps the text of a row that leaves, where there is room for it, and what its draft has read of it."""
+        length = self.target.length(_slot(row))
+        if length * self._model.kv_bytes > min(prefixes.limit, prefixes.room):
+            return
+        if draft is not None and not row.unseen:
+            with suppress(Exception):  # of a draft that cannot, which is no reason for anything else to fail
+                _retain_draft(row, prefixes, draft, length)
         text = _text(row, length)
-        if length * self._model.kv_bytes <= min(prefixes.limit, prefixes.room) and prefixes.wants(text):
+        if prefixes.wants(text):
             with suppress(RuntimeError, MemoryError, OSError):  # what cannot be copied is not kept
-                prefixes.keep(text, self.target.keep_prefix(row.slot, length))
+                prefix = self.target.keep_prefix(_slot(row), length)
+                prefixes.keep(text, Kept(length, prefix, prefix_bytes(prefix)))
+
+
+def _retain_draft(row: RunningRow, prefixes: Prefixes, draft: OpenDraft, length: int) -> None:
+    """Keeps what a row's draft has read; before the target's, so that where room is short it goes first."""
+    kept = draft.session.keep(row, length)
+    if kept is not None and prefixes.wants(text := _text(row, kept.length, Reader(draft.drafter))):
+        prefixes.keep(text, kept)
 
 
 def _slot(row: RunningRow) -> int:
@@ -165,16 +203,7 @@ def _shared(row: RunningRow, other: RunningRow, most: int) -> int:
     return min(same, most, row.length - 1)
 
 
-def _text(row: RunningRow, length: int) -> Text:
+def _text(row: RunningRow, length: int, reader: Reader | None = None) -> Text:
     """The first `length` positions of a row."""
     unseen = min(row.unseen, length)
-    return Text(tuple(row.tokens[: length - unseen]), row.context, unseen)
-
-
-def _joined(join: Join | None, row: RunningRow, source: RunningRow | Prefix | None, length: int) -> int:
-    """How many of the first `length` positions of `source` the row may continue, as far as its draft goes."""
-    if join is None or not length:
-        return length
-    if row.unseen:
-        return 0
-    return join(row, source.key if isinstance(source, RunningRow) else None, length)
+    return Text(tuple(row.tokens[: length - unseen]), row.context, unseen, reader)

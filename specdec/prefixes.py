@@ -1,69 +1,88 @@
-"""Texts that were read before: a prompt that begins like one of them continues from its keys and values."""
+"""Texts that were read before: a prompt that begins like one of them continues from what was kept of it."""
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from specdec.models import Prefix
+from specdec.types import BatchDrafter, Kept
 from specdec.values import common_length
 
 LEAST = 16
 """Tokens that must be in common before copying pays for itself."""
 
 
+class Reader:
+    """A draft that has read a text; the same as itself alone, and no longer there once nobody else needs it."""
+
+    def __init__(self, drafter: BatchDrafter) -> None:
+        self._drafter, self._hash = weakref.ref(drafter), id(drafter)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Reader) and self._drafter() is other._drafter()
+
+    @property
+    def gone(self) -> bool:
+        """Whether there is no such draft any more."""
+        return self._drafter() is None
+
+
 class Text(NamedTuple):
     """What a row has read, as far as it can be compared: `context` stands for embeddings and encoder inputs.
 
-    The first `unseen` positions have no ids and belong to the context.
+    The first `unseen` positions have no ids and belong to the context. `reader` is the draft that has read it, None
+    where that is the target.
     """
 
     tokens: tuple[int, ...]
     context: bytes = b""
     unseen: int = 0
+    reader: Reader | None = None
 
     @property
     def length(self) -> int:
         """Positions."""
         return self.unseen + len(self.tokens)
 
+    @property
+    def lost(self) -> bool:
+        """Whether nobody can continue it any more."""
+        return self.reader is not None and self.reader.gone
+
     def common(self, other: Text) -> int:
         """How many positions, from the beginning, are the same in both."""
-        if self.context != other.context:
+        if (self.context, self.reader) != (other.context, other.reader):
             return 0
         if self.unseen != other.unseen:  # one of them is read in part
             return min(self.unseen, other.unseen)
         return self.unseen + common_length(self.tokens, other.tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    prefix: Prefix
-    bytes: int
-
-
 class Prefixes:
-    """Keys and values of texts whose rows have left, at most `limit` bytes of them; the least recently used go first.
+    """What was read of texts whose rows have left, at most `limit` bytes of it; the least recently used go first.
 
     A text that goes on takes the place of the one that it continues. `room` are the bytes that running rows leave.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit, self.room, self.bytes = limit, limit, 0
-        self._entries: OrderedDict[Text, _Entry] = OrderedDict()
+        self._entries: OrderedDict[Text, Kept] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def find(self, text: Text) -> tuple[Prefix | None, int]:
-        """The keys and values that share most with the beginning of `text`, and how many positions that is."""
+    def find(self, text: Text) -> tuple[Kept | None, int]:
+        """What its reader kept that shares most with the beginning of `text`, and how many positions that is."""
         best = max(self._entries, key=text.common, default=None)
         length = 0 if best is None else text.common(best)
         if best is None or length < LEAST:
             return None, 0
         self._entries.move_to_end(best)
-        return self._entries[best].prefix, length
+        return self._entries[best], length
 
     def wants(self, text: Text) -> bool:
         """Whether keeping this text would add something."""
@@ -74,15 +93,14 @@ class Prefixes:
             self._entries.move_to_end(covered)
         return covered is None
 
-    def keep(self, text: Text, prefix: Prefix) -> None:
-        """Takes the keys and values of a text; those of texts that it continues go, and others where room is short."""
-        size = sum(t.numel() * t.element_size() for layer in prefix for t in layer)
-        if size > min(self.limit, self.room):
+    def keep(self, text: Text, kept: Kept) -> None:
+        """Takes what was kept of a text; that of texts which it continues goes, and others' where room is short."""
+        if kept.bytes > min(self.limit, self.room):
             return
-        for known in [known for known in self._entries if known.common(text) == known.length]:
+        for known in [known for known in self._entries if known.common(text) == known.length or known.lost]:
             self._drop(known)
-        self._entries[text] = _Entry(prefix, size)
-        self.bytes += size
+        self._entries[text] = kept
+        self.bytes += kept.bytes
         self.shrink()
 
     def shrink(self) -> None:

@@ -19,7 +19,7 @@ from tests.folders import saved
 from tests.heads import eagle_folder
 from tests.tiny import tiny
 
-IDS = [[5, 6, 7, 8, 9, 5, 6], [3, 4, 5]]
+IDS = [[5, 6, 7, 8, 9, 5, 6] * 3, [3, 4, 5]]  # long enough to be kept, and short
 RUN: dict[str, Any] = {"max_new_tokens": 16, "eos_token_id": [], "pad_token_id": 0}
 CALLS: dict[str, dict[str, Any]] = {
     "greedy": {},

@@ -163,3 +163,12 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "backbone_hidden_size": 48}))
     with pytest.raises(OptionError, match="its hidden states are 48 wide, the target's 32"):
         SpecGenerator(model, str(folder))
+
+
+def test_a_target_whose_last_layers_read_those_of_others() -> None:
+    """A prompt continues one that was read before. (It was refused: layers without keys and values were missed.)"""
+    model, prompt = pair()[0], [[(7 * i) % 50 + 5 for i in range(30)]]
+    generator = SpecGenerator(model)
+    first, second = (generator.generate(prompt, **RUN) for _ in range(2))
+    assert second.stats.cached_prompt_tokens == 29
+    assert second.sequences.tolist() == first.sequences.tolist()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specdec import LanguageModel, SpecGenerator, UnsupportedError
 from specdec.errors import OptionError
-from specdec.types import BatchDrafter, Commit, DraftSession, Plan, Row, Tree
+from specdec.types import BatchDrafter, Commit, DraftSession, Kept, Plan, Row, Tree
 from specdec.values import common_length
 from tests.tiny import tiny, tiny_inputs
 from tests.versions import OLD
@@ -61,14 +61,20 @@ class Listening(DraftSession):
                 parents.append(-1 - i)
         return Tree(tokens, parents, [0.5] * len(tokens), source="listener")
 
-    def join(self, row: Row, source: int | None, length: int) -> int:
-        known = 0 if source is None else common_length(row.tokens[:length], self.rows[source].tokens)
-        if source is None:
-            return 0
+    def join(self, row: Row, source: int | Kept, length: int) -> int:
+        if isinstance(source, Kept):
+            tokens, states = source.state
+        else:
+            tokens, states = self.rows[source].tokens, self.text[source]
+        known = common_length(row.tokens[:length], tokens)
         self.rows[row.key] = row
-        self.text[row.key] = self.text[source][:known].clone()
+        self.text[row.key] = states[:known].clone()
         self.drafter.joined.append(len(self.text[row.key]))
         return len(self.text[row.key])
+
+    def keep(self, row: Row, length: int) -> Kept | None:
+        states = self.text[row.key][:length].clone()
+        return Kept(len(states), (row.tokens[: len(states)], states), states.nbytes)
 
     def commit(self, commits: Sequence[Commit]) -> None:
         for row, path, text, hidden in commits:
@@ -105,6 +111,15 @@ class Listening(DraftSession):
             self.rows.pop(key, None)
             self.text.pop(key, None)
             self.branches.pop(key, None)
+
+
+class Forgetful(Listener):
+    """Its session says of no text what it knows."""
+
+    def start(self, vocab_size: int) -> Listening:
+        session = super().start(vocab_size)
+        session.keep = lambda *_: None  # type: ignore[method-assign]
+        return session
 
 
 def check(model: Any, drafter: Listener, **inputs: Tensor) -> None:
@@ -176,14 +191,17 @@ def test_encoder_decoders(name: str) -> None:
 
 
 def test_rows_that_continue_what_was_read() -> None:
-    """Of a running row the draft can copy what it knows; what nobody knows any more is read again."""
+    """Of a running row the draft can copy what it knows, and so it can of one that has left, if it keeps that."""
     model, prompt = tiny("llama"), [list(range(5, 45))]
     drafter = Listener()
     generator = SpecGenerator(model, drafter, prefix_cache=True)
     generator.generate(prompt, **RUN, num_return_sequences=3, do_sample=True, seed=1)
     assert drafter.joined == [39, 39]
     out = generator.generate(prompt, **RUN)
-    assert out.stats.cached_prompt_tokens == 0
+    assert drafter.joined == [39, 39, 39]
+    assert out.stats.cached_prompt_tokens == 39
+    again = SpecGenerator(model, Forgetful(), prefix_cache=True)
+    assert [again.generate(prompt, **RUN).stats.cached_prompt_tokens for _ in range(2)] == [0, 0]
     assert out.sequences.tolist() == SpecGenerator(model).generate(prompt, **RUN).sequences.tolist()
     check(model, drafter)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +12,9 @@ import torch
 
 from specdec import LanguageModel, OptionError, SpecGenerator
 from specdec.models import free_bytes
-from specdec.prefixes import Prefixes, Text
-from specdec.types import Tree
+from specdec.prefixes import Prefixes, Reader, Text
+from specdec.types import BatchDrafter, Kept, Tree
+from tests.heads import eagle_folder
 from tests.tiny import NAMES, tiny, tiny_inputs
 
 COMMON = {"max_new_tokens": 12, "eos_token_id": [], "pad_token_id": 0}
@@ -197,15 +200,15 @@ def test_the_least_recently_used_gives_way() -> None:
     def text(begin: int, count: int = 20) -> Text:
         return Text(tuple(range(begin, begin + count)))
 
-    def tensors(count: int) -> Any:
-        return [(torch.zeros(1, count, 1), torch.zeros(1, 0, 1))]
+    def read(count: int) -> Kept:
+        return Kept(count, None, 4 * count)
 
-    kept.keep(text(0), tensors(20))
-    kept.keep(text(100), tensors(20))
+    kept.keep(text(0), read(20))
+    kept.keep(text(100), read(20))
     assert kept.find(text(0, 30))[1] == 20
-    kept.keep(text(200), tensors(20))  # 100 was used longest ago
+    kept.keep(text(200), read(20))  # 100 was used longest ago
     assert [kept.find(text(begin))[1] for begin in (0, 100, 200)] == [20, 0, 20]
-    kept.keep(text(0, 40), tensors(40))
+    kept.keep(text(0, 40), read(40))
     assert len(kept) == 1
     assert kept.bytes == 160
     assert not kept.wants(text(0, 30))
@@ -214,18 +217,42 @@ def test_the_least_recently_used_gives_way() -> None:
     assert len(kept) == kept.bytes == 0
 
 
-def test_a_budget_is_kept() -> None:
+def test_readers_keep_what_they_have_read() -> None:
+    """A text is none to those who have not read it, and what nobody can read any more goes with the next."""
+
+    @dataclass
+    class Equal(BatchDrafter):  # neither hashable nor different from others of its kind
+        def start(self, vocab_size: int) -> Any: ...
+
+    one, other = Equal(), Equal()
+    kept, tokens = Prefixes(1000), tuple(range(20))
+    for reader in (None, Reader(one), Reader(other)):
+        kept.keep(Text(tokens, reader=reader), Kept(20, reader, 10))
+    for drafter in (one, other):
+        found, length = kept.find(Text(tokens, reader=Reader(drafter)))
+        assert found is not None
+        assert (found.state, length) == (Reader(drafter), 20)
+    assert kept.find(Text(tokens, reader=Reader(Equal()))) == (None, 0)
+    del drafter, other
+    kept.keep(Text((*tokens, 1)), Kept(21, None, 10))
+    assert (len(kept), kept.bytes) == (2, 20)
+    assert kept.find(Text(tokens, reader=Reader(one)))[1] == 20
+
+
+@pytest.mark.parametrize("kind", ["model", "head"])
+def test_a_budget_is_kept(kind: str, tmp_path: Path) -> None:
     """Buffers of target, draft and kept texts never take more; requests wait for their turn; all texts are right."""
-    model, draft = tiny("llama"), tiny("llama", seed=1)
-    budget = 150_000
+    model = tiny("llama", num_hidden_layers=3)
+    draft = tiny("llama", seed=1) if kind == "model" else eagle_folder(tmp_path / "head")
+    budget = 180_000
     generator = SpecGenerator(model, draft, kv_budget=budget, schedule="constant", num_assistant_tokens=3)
     engine, step, seen = generator._dispatcher.engine, generator._dispatcher.engine.step, []
 
     def counted() -> None:
         step()
         sessions = [engine.target, *(d.session.cache for d in engine._drafts.values())]
-        prefixes = generator._prefixes.bytes if generator._prefixes is not None else 0
-        seen.append((sum(s.bytes for s in sessions) + prefixes, len(engine.running)))
+        assert generator._prefixes is not None
+        seen.append((sum(s.bytes for s in sessions) + generator._prefixes.bytes, len(engine.running)))
 
     engine.step = counted
     prompts = [[[(seed + 3 * i) % 50 + 5 for i in range(20 + 4 * seed)]] for seed in range(8)]

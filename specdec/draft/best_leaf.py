@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.types import EMPTY, Commit, DraftSession, DraftTask, Plan, Row, Tree
+from specdec.types import EMPTY, Commit, DraftSession, DraftTask, Kept, Plan, Row, Tree
 from specdec.values import common_length
 
 
@@ -53,8 +53,12 @@ class BestLeaf(DraftSession):
     def cache(self) -> Any:
         return self._session.cache
 
-    def join(self, row: Row, source: int | None, length: int) -> int:
+    def join(self, row: Row, source: int | Kept, length: int) -> int:
         return self._session.join(row, source, length)
+
+    def keep(self, row: Row, length: int) -> Kept | None:
+        """Passed on for rows that are no searches."""
+        return None if row.key in self._texts else self._session.keep(row, length)
 
     def commit(self, commits: Sequence[Commit]) -> None:
         """Passed on for rows that are no searches."""

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from specdec.draft.growth import Held
 from specdec.draft.model import CHUNK, ModelSession, goes_on_by_one
-from specdec.types import EMPTY, BatchDrafter, Chained, ChainRule, Commit, Hidden, Plan, Row, Scores, Tree
+from specdec.models import prefix_bytes
+from specdec.types import EMPTY, BatchDrafter, Chained, ChainRule, Commit, Hidden, Kept, Plan, Row, Scores, Tree
 
 if TYPE_CHECKING:
     from specdec.models.heads import Head, Stages
@@ -60,6 +61,17 @@ class _Known:
         """One past the last token that it knows."""
         return self.first + len(self.states)
 
+    @property
+    def bytes(self) -> int:
+        """What was written at the tokens of the text takes."""
+        return sum(one.numel() * one.element_size() for said in self.texts.values() for one in said)
+
+    def beginning(self, count: int) -> _Known:
+        """A copy for a text that goes on from the first `count` tokens; the feature of the last one is gone."""
+        known = _Known(count - 1, self.states[:0].clone())
+        known.texts.update((stage, [*torch.stack(said[:count])]) for stage, said in self.texts.items() if said)
+        return known
+
 
 class HeadSession(ModelSession):
     """A head at work: like a draft model, whose inputs are embeddings and features.
@@ -83,19 +95,27 @@ class HeadSession(ModelSession):
                 known.own = len(row.tree)
         return super().propose(rows, plans)
 
-    def join(self, row: Row, source: int | None, length: int) -> int:
-        """A copy of what was read for the other row, all but the last token of it, whose feature is gone."""
-        held = None if source is None else self._held.get(source)
-        if source is None or held is None or held.unreadable or source not in self._known:
-            return 0
-        self._absorb([self._rows[source]])
-        count = min(length, held.text)
+    def join(self, row: Row, source: int | Kept, length: int) -> int:
+        """A copy of what was read of the other text, all but the last token of it, whose feature is gone."""
+        count = min(length, source.length if isinstance(source, Kept) else self._read_of(source))
         if count < 2:
             return 0
-        self._held[row.key], self._rows[row.key] = Held(self._session.fork(held.slot, count), count), row
-        self._known[row.key] = known = _Known(count - 1, self._known[source].states[:0])
-        known.texts.update((stage, said[:count]) for stage, said in self._known[source].texts.items())
+        if isinstance(source, Kept):
+            prefix, known = source.state
+            slot = self._session.read_from(prefix, count)
+        else:
+            known, slot = self._known[source], self._session.fork(self._held[source].slot, count)
+        self._held[row.key], self._rows[row.key] = Held(slot, count), row
+        self._known[row.key] = known.beginning(count)
         return count - 1
+
+    def keep(self, row: Row, length: int) -> Kept | None:
+        """A copy of what is in the cache by now; nothing is read for that."""
+        held, known = self._held.get(row.key), self._known.get(row.key)
+        if held is None or known is None or held.open or (count := min(length, held.text)) < 2:
+            return None
+        prefix, known = self._session.keep_prefix(held.slot, count), known.beginning(count)
+        return Kept(count, (prefix, known), prefix_bytes(prefix) + known.bytes)
 
     def commit(self, commits: Sequence[Commit]) -> None:
         """Takes in the features of new text; what was guessed goes. Prompts are read as they come, in chunks."""
@@ -142,6 +162,15 @@ class HeadSession(ModelSession):
         if (gone := self._held[row.key].text - 2 - known.first) > 0:  # the last token may have to be fed again
             known.first, known.states = known.first + gone, known.states[gone:]
         return known
+
+    def _read_of(self, key: int) -> int:
+        """How many tokens of a row's text the head has read, after all that is known of it."""
+        held = self._held.get(key)
+        if held is None or held.unreadable:
+            return 0
+        if key in self._known:
+            self._absorb([self._rows[key]])
+        return held.text
 
     def _absorb(self, rows: Sequence[Row]) -> None:
         """Reads what is known of these rows' texts."""

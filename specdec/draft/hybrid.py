@@ -10,7 +10,7 @@ from typing import Any
 from specdec.draft.text import TextDrafter, TextSession, cut
 from specdec.errors import OptionError
 from specdec.schedule.estimates import Acceptance
-from specdec.types import EMPTY, BatchDrafter, Commit, DraftSession, Plan, Row, Tree
+from specdec.types import EMPTY, BatchDrafter, Commit, DraftSession, Kept, Plan, Row, Tree
 
 _MEMORY = 0.9
 
@@ -121,8 +121,11 @@ class HybridSession(DraftSession):
     def cache(self) -> Any:
         return self._model.cache
 
-    def join(self, row: Row, source: int | None, length: int) -> int:
+    def join(self, row: Row, source: int | Kept, length: int) -> int:
         return self._model.join(row, source, length)
+
+    def keep(self, row: Row, length: int) -> Kept | None:
+        return self._model.keep(row, length)
 
     def commit(self, commits: Sequence[Commit]) -> None:
         """Passed on: the model's cache holds the rows' branches whoever made the proposal."""

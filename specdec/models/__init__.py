@@ -7,7 +7,7 @@ from specdec.models.language_model import LanguageModel
 from specdec.models.loading import leading, load, on_own_device
 from specdec.models.memory import digest, free_bytes
 from specdec.models.session import Session
-from specdec.models.store import Prefix
+from specdec.models.store import Prefix, prefix_bytes
 
 __all__ = [
     "Capability",
@@ -20,5 +20,6 @@ __all__ = [
     "leading",
     "load",
     "on_own_device",
+    "prefix_bytes",
     "release_helpers",
 ]

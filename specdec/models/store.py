@@ -22,7 +22,12 @@ _SPARE_BYTES = 2**26  # buffers up to this size stay when no row is left
 
 Pair = tuple[Tensor, Tensor]
 Prefix = list[Pair]
-"""Keys and values of a text, per layer `[heads, tokens, head width]`."""
+"""Keys and values of a text, per layer `[heads, tokens, head width]`; last layers that read others' have none."""
+
+
+def prefix_bytes(prefix: Prefix) -> int:
+    """What these keys and values take."""
+    return sum(side.numel() * side.element_size() for pair in prefix for side in pair)
 
 
 class KvLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -243,7 +248,7 @@ class KvStore(Cache):  # type: ignore[misc]
         """Writes the first `length` columns of a copy into a row."""
         if length >= self.capacity:
             self._widen(length + 1)
-        for layer, (keys, values) in zip(self.layers, prefix, strict=True):
+        for layer, (keys, values) in zip(self.layers, prefix, strict=False):
             if layer.buffers is None:
                 layer.lazy_initialization(keys[None], values[None])
             for buffer, kept in zip(layer.buffers, (keys, values), strict=True):

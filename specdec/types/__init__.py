@@ -25,6 +25,7 @@ from specdec.types.drafts import (
     DraftTask,
     Filter,
     Hidden,
+    Kept,
     Plan,
     Until,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "Drafter",
     "Filter",
     "Hidden",
+    "Kept",
     "NodeOutput",
     "Plan",
     "Round",

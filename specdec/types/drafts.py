@@ -197,6 +197,15 @@ class Commit(NamedTuple):
     hidden: Hidden | None = None
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Kept:
+    """What was read of the first `length` tokens of a text whose row has left: `state`, which takes so many `bytes`."""
+
+    length: int
+    state: Any
+    bytes: int
+
+
 class DraftSession(ABC):
     """A draft at work on rows of one target, which come and go; all its buffers are its own.
 
@@ -217,13 +226,22 @@ class DraftSession(ABC):
         A row that was never seen before joins; `row.key` says which row it is.
         """
 
-    def join(self, row: Row, source: int | None, length: int) -> int:
+    def join(self, row: Row, source: int | Kept, length: int) -> int:
         """Learns that a new row could begin with the first `length` tokens of row `source`, which is not told of them.
 
-        `source` is None where that row has left. Returns how many tokens the draft can do without hearing of their
-        hidden states; the target reads the others again. Only asked of drafts that want hidden states.
+        Where that row has left, `source` is what a session of the same draft kept of it. Returns how many tokens the
+        draft can do without hearing of their hidden states; the target reads the others again. Only asked of drafts
+        that want hidden states.
         """
         return 0
+
+    def keep(self, row: Row, length: int) -> Kept | None:
+        """Copies what was read of a row that leaves, of its first `length` tokens at most; None where that is nothing.
+
+        `join` may get it for later rows, also in other sessions. Only asked of drafts that want hidden states, before
+        `release`.
+        """
+        return None
 
     def commit(self, commits: Sequence[Commit]) -> None:
         """Learns what became of rows in the round, whoever made their proposals."""

@@ -27,6 +27,7 @@ from specdec.models.gears import PackedEmbedding
 from specdec.models.language_model import LanguageModel
 from specdec.models.layout import AttentionView, Kind
 from specdec.models.session import Session
+from specdec.models.store import Prefix
 from specdec.models.vocabulary import Choose, cut, widened
 from specdec.types import Chained, Scores, Tree
 
@@ -257,13 +258,14 @@ class Head:
 
 
 class Stages(Session):
-    """The sessions of all stages, whose rows hold the same texts; `first` is the first stage that still runs.
+    """The sessions of all stages, equally deep, whose rows hold the same texts; `first` is the first that still runs.
 
     A stage runs for known text and for so many guesses after it; what `commit` says of guesses that it was not asked
     about does not concern it.
     """
 
     cache_reset_length = None
+    keeps_prefixes = True
 
     def __init__(self, stages: Sequence[Session]) -> None:
         self.stages, self.first = stages, 0
@@ -294,6 +296,15 @@ class Stages(Session):
     def fork(self, row: int, length: int | None = None) -> int:
         copies = [stage.fork(row, length) for stage in self.stages]
         return copies[0]
+
+    def keep_prefix(self, row: int, length: int) -> Prefix:
+        """Of all layers, stage by stage."""
+        return [pair for stage in self.stages for pair in stage.keep_prefix(row, length)]
+
+    def read_from(self, prefix: Prefix, length: int) -> int:
+        each = len(prefix) // len(self.stages)
+        rows = [stage.read_from(prefix[i * each : (i + 1) * each], length) for i, stage in enumerate(self.stages)]
+        return rows[0]
 
     def remove(self, rows: Sequence[int]) -> None:
         for stage in self.stages:
