@@ -28,13 +28,13 @@ from specdec.inputs import (
     pad_id,
 )
 from specdec.logits import build_processors
-from specdec.models import Encoding, LanguageModel, digest
+from specdec.models import Encoding, LanguageModel, ModelState, digest, plain_modes
 from specdec.output import Generation, Recorder, beam_indices, per_token, sequences, traces
 from specdec.request import Request
 from specdec.rows import RunningRow, SearchRow, TextRow
 from specdec.schedule import Schedule
 from specdec.select import RowSetup, Stopping, fold, make_strategy
-from specdec.types import BatchDrafter, DraftTask, Search, Selector, Step
+from specdec.types import BatchDrafter, Context, DraftTask, Search, Selector, Step
 
 _SERIAL = count()  # of calls
 _NO_RULE: Any = None
@@ -100,7 +100,7 @@ class Call:
     draft: Draft
     drafter: BatchDrafter | None
     make_schedule: Callable[[Schedule | None], Schedule]
-    reuses_prefixes: bool = False
+    state: ModelState | None = None  # of the target, where prompts may continue others
     request: Request = field(init=False)
 
     def __post_init__(self) -> None:
@@ -133,8 +133,6 @@ class Call:
             )
             self._strategies.append(strategy)
             rows.append(self._row(prompt, strategy, stop, task))
-            if self.reuses_prefixes:
-                rows[-1].context = self._context(prompt, place)
         check_vocabulary(o, self.target)
         self._in_step = self._step()
         self.request = Request(
@@ -146,9 +144,10 @@ class Call:
             output_hidden_states=bool(o.output_hidden_states),
             output_attentions=bool(o.output_attentions),
             last_hidden=any(strategy.needs_hidden for strategy in self._strategies),
-            reuses_prefixes=self.reuses_prefixes,
             frames=self._frames(),
         )
+        for r, (row, prompt) in enumerate(zip(rows, self.prompts.rows, strict=True)):
+            self._share(row, prompt, r // o.copies)
 
     @property
     def rows(self) -> list[RunningRow]:
@@ -208,6 +207,7 @@ class Call:
             else InStep(self.target, drafter.models, reading=bool(drafter.hidden_layers))
         )
 
+    @plain_modes()
     def _result(self, seconds: float) -> Generation:
         """What came of the finished request, `seconds` after the call."""
         o, rows, pad = self.options, self._best_rows(), pad_id(self.options)
@@ -312,18 +312,17 @@ class Call:
         traced = {name: bool(getattr(o, name)) for name in ("output_hidden_states", "output_attentions")}
         return self.target.encode(inputs, **traced)
 
-    def _context(self, prompt: RowPrompt, place: int) -> bytes:
-        """What a row reads besides tokens, as a digest, and the call's salt; empty where there is neither."""
-        return (self.extras.cache_salt or "").encode() + self._digest(prompt, place)
-
-    def _digest(self, prompt: RowPrompt, place: int) -> bytes:
-        """A digest of what a row reads besides tokens; empty where there is nothing, or nobody can tell."""
+    def _share(self, row: RunningRow, prompt: RowPrompt, place: int) -> None:
+        """Lets the row continue what was read before, and be continued, unless nobody knows what its encoder read."""
+        if self.state is None or self.request.traced or self.prompts.encoding is not None:
+            return
+        model, salt = self.state.digest, self.extras.cache_salt or ""
+        inputs = [value[place] for _, value in sorted((self.prompts.encoder or {}).items())]
         if prompt.embeds is not None:
-            return digest(prompt.embeds)
-        inputs = self.prompts.encoder
-        if inputs is None or self.prompts.encoding is not None:
-            return b""
-        return b"".join(digest(tensor[place]) for _, tensor in sorted(inputs.items()))
+            inputs = [prompt.embeds]
+        row.context = Context(model, salt, b"".join(map(digest, inputs)))
+        if row.unconditional is not None:
+            row.unconditional.context = Context(model, salt)
 
     def _frames(self) -> int:
         """The most positions that the encoder's output has."""

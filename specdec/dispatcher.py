@@ -8,11 +8,9 @@ from collections.abc import Callable, Generator
 from contextlib import suppress
 from weakref import WeakSet
 
-import torch
-
 from specdec.engine import Engine
 from specdec.errors import CancelledError, EngineError
-from specdec.models import release_helpers
+from specdec.models import plain_modes, release_helpers
 from specdec.request import Request
 from specdec.types import Round
 
@@ -127,7 +125,7 @@ class Dispatcher:
     def _drive(self, wanted: Callable[[], bool]) -> None:
         """Takes steps while they are `wanted`; whatever interrupts that ends all requests."""
         try:
-            with torch.inference_mode(False), torch.no_grad():
+            with plain_modes():
                 while wanted():
                     if self.engine.idle and not (self._arrived or self._cancelled):
                         raise EngineError("a request was lost: this is a defect of specdec, please report it")

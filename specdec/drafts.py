@@ -31,7 +31,7 @@ from specdec.draft.function import refuse_class
 from specdec.errors import OptionError, VocabularyError
 from specdec.inputs import check_tokenizer, tokenizer_beside
 from specdec.loading import PASSES, Loading, Vocabulary
-from specdec.models import LanguageModel, load
+from specdec.models import LanguageModel, load, unwrapped
 from specdec.models.bare_decoder import on_encoder_of
 from specdec.models.failures import closest_name
 from specdec.models.heads import kind_of, load_head, load_mtp
@@ -110,6 +110,7 @@ class Drafts:
         Raises OptionError for what is none, VocabularyError where target and draft do not share a vocabulary.
         """
         check_tokenizer("assistant_tokenizer", assistant_tokenizer)
+        draft = unwrapped(draft, name)
         _check_spelling(draft, name)
         if assistant_tokenizer is not None:
             _check_bridge(draft, tokenizer, name)
@@ -236,7 +237,7 @@ def language_model(model: Any, name: str, how: Loading | None = None) -> Languag
 
     Raises OptionError for what is none, and for one that is wrapped already in another gear or exactness.
     """
-    how = how or Loading()
+    how, model = how or Loading(), unwrapped(model, name)
     if isinstance(model, LanguageModel) and not how.given.keys() - set(PASSES):
         for option in PASSES:
             wanted, own = getattr(how, option), getattr(model, option)

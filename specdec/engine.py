@@ -19,7 +19,7 @@ from torch import Tensor
 from specdec.budget import KvBudget
 from specdec.draft import BestLeaf
 from specdec.errors import DraftError
-from specdec.models import LanguageModel, Session
+from specdec.models import LanguageModel, Session, plain_modes
 from specdec.places import OpenDraft, Places
 from specdec.prefixes import Prefixes
 from specdec.request import Request
@@ -96,7 +96,7 @@ class Engine:
         """Admits requests, reads at most a chunk of their prompts, and takes a round with all rows that had begun."""
         # Buffers outlive a call: made under a caller's inference mode, nobody could write to them outside.
         if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-            with torch.inference_mode(False), torch.no_grad():
+            with plain_modes():
                 self._step()
         else:
             self._step()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from os import PathLike
 from typing import Any, NoReturn
 
+import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from specdec.call import Call, Extras, Job
@@ -21,7 +23,7 @@ from specdec.inputs import NAMES as MODEL_INPUTS
 from specdec.inputs import Prompt, check_tokenizer, read_prompts, tokenizer_beside, with_predictions
 from specdec.loading import NAMES as LOADING
 from specdec.loading import Loading, Vocabulary
-from specdec.models import LanguageModel, leading, on_own_device, release_helpers
+from specdec.models import LanguageModel, leading, on_own_device, plain_modes, release_helpers
 from specdec.output import Detokenizer, Event, Generation
 from specdec.prefixes import Prefixes
 from specdec.schedule import make_schedule
@@ -75,7 +77,7 @@ class SpecGenerator:
         self.target = language_model(target, "target", Loading(gear=gear, exactness=exactness))
         self._drafts = Drafts(self.target, gear=gear)
         self._draft = Draft(self._drafts.make(draft, self.tokenizer, assistant_tokenizer))
-        self._prefixes = _prefixes(self.target, prefix_cache)
+        self._prefixes, self._wants_prefixes = _prefixes(prefix_cache), prefix_cache is not None
         self._dispatcher = Dispatcher(Engine(self.target, kv_budget=kv_budget, prefixes=self._prefixes))
         release_helpers()  # loading had some, and another thread may be the one that decodes
 
@@ -212,6 +214,13 @@ class SpecGenerator:
 
     def _prepare(self, prompt: Prompt, messages: Sequence[Any] | None, given: Mapping[str, Any]) -> Call:
         """A call with all its parts named and checked."""
+        if torch.is_autocast_enabled(self.target.device.type):
+            what = "load the model in the type to compute in, SpecGenerator.from_pretrained(…, dtype=…)"
+            warnings.warn(f"torch.autocast does not reach specdec's passes: {what}", RuntimeWarning, stacklevel=3)
+        with plain_modes():
+            return self._call(prompt, messages, given)
+
+    def _call(self, prompt: Prompt, messages: Sequence[Any] | None, given: Mapping[str, Any]) -> Call:
         given = {name: value for name, value in given.items() if value is not None}
         objects = {name: given.pop(name) for name in _OBJECTS if name in given}
         inputs = {name: given.pop(name) for name in MODEL_INPUTS if name in given}
@@ -221,7 +230,9 @@ class SpecGenerator:
         named = named_drafts(objects, config)
         draft = self._drafts.of_call(named, extras.tokenizer) if named else self._draft
         drafter = None if draft.drafter is None else draft.drafter.for_sampling(options.sampling)
-        self._check_modes(drafter)
+        state = self.target.state("target")
+        for model in () if drafter is None else drafter.models:
+            model.state("draft")
         if not named or any(name in given for name in _BRANCHING):
             _check_branches(drafter, options)
         prompts = read_prompts(prompt, messages, inputs, options, self.target, extras.tokenizer)
@@ -253,19 +264,13 @@ class SpecGenerator:
             draft,
             drafter,
             make_schedule=lambda learned: schedule(learned=learned),
-            reuses_prefixes=self._prefixes is not None,
+            state=state if self._reuses_prefixes else None,
         )
 
-    def _check_modes(self, drafter: BatchDrafter | None) -> None:
-        """Raises where a model was put into training mode since it was handed over."""
-        for name, model in [
-            ("target", self.target),
-            *(("draft", model) for model in (drafter.models if drafter is not None else ())),
-        ]:
-            if model.model.training:
-                raise OptionError(
-                    f"the {name} is in training mode, where dropout makes it random: call `.eval()` on it"
-                )
+    @property
+    def _reuses_prefixes(self) -> bool:
+        """Whether prompts continue what was read before: where that is asked for, or can change no text."""
+        return self._prefixes is not None and (self._wants_prefixes or self.target.exactness in ("exact", "strict"))
 
     def _options(self, given: Mapping[str, Any], config: Any) -> Options:
         """The caller's fields over a generation config's, over this generator's, over the checkpoint's."""
@@ -283,11 +288,11 @@ class SpecGenerator:
         return inherited(self.target.model, self._task)
 
 
-def _prefixes(target: LanguageModel, wanted: bool | int | None) -> Prefixes | None:
-    """The texts that a generator keeps; by itself only where rounding cannot make a text differ."""
+def _prefixes(wanted: bool | int | None) -> Prefixes | None:
+    """The texts that a generator keeps."""
     if wanted is not None and not isinstance(wanted, bool) and (not isinstance(wanted, int) or wanted <= 0):
         raise OptionError.of("prefix_cache", "True, False or a number of bytes", wanted)
-    if wanted is False or (wanted is None and target.exactness not in ("exact", "strict")):
+    if wanted is False:
         return None
     return Prefixes(PREFIX_BYTES if wanted in (None, True) else wanted)
 

@@ -17,7 +17,7 @@ from specdec.errors import OptionError, UnsupportedError
 from specdec.fields import REFUSED
 from specdec.generator import SpecGenerator
 from specdec.inputs import FEATURES, NAMES
-from specdec.models import handover
+from specdec.models import ModelState, handover
 from specdec.types import Stats
 
 OPTIONS = frozenset(
@@ -125,7 +125,8 @@ class CustomGenerate:
 
     def _generator(self, model: PreTrainedModel) -> SpecGenerator:
         """The generator of the model, as it is now; its texts may come with other weights the next time."""
-        state = (model.device, model.dtype)
+        follows = self._options["gear"] in ("auto", "eager") and self._options["exactness"] == "auto"
+        state = (model.device, model.dtype, None if follows else ModelState.of(model))
         with self._lock:
             if self._made is None or self._made[0] is not model or self._made[1] != state:
                 self._made = None  # before another one is made in its place

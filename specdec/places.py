@@ -7,7 +7,7 @@ its draft can do the same. It is not read while another row is reading what both
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from specdec.models import LanguageModel, prefix_bytes
 from specdec.prefixes import LEAST, Prefixes, Reader, Text
 from specdec.request import Request
 from specdec.rows import RunningRow
-from specdec.types import BatchDrafter, DraftSession, Kept
+from specdec.types import BatchDrafter, Context, DraftSession, Kept
 from specdec.values import common_length
 
 _WORTH_WAITING = 64  # tokens in common: computing them takes about as long as the pass more that waiting costs
@@ -42,43 +42,35 @@ class Places:
         self._shares = self.target.keeps_prefixes and model.capability.boundary is None
         self._keeps = self._shares and not model.is_encoder_decoder
         self.prefixes = prefixes if self._keeps else None
-        self._model, self._weights, self._drafts = model, model.weights_state(), drafts
-        self._leaders: dict[int, RunningRow] = {}  # by a row's key: whose reading of the same prompt it waits for
-        self._arrived: set[int] = set()  # keys of rows that may yet continue what another one reads
+        self._model, self._drafts = model, drafts
+        self._leaders: dict[RunningRow, RunningRow] = {}  # whose reading of the same prompt a row waits for
+        self._arrived: set[int] = set()  # keys of rows that have no place yet, and wait for nobody's prompt
         self._open: dict[int, RunningRow] = {}  # by key: rows whose texts others may continue
 
     def add(self, request: Request) -> None:
-        """Takes in the rows of a request; those that may continue what others read get their places when it is read."""
-        if self.prefixes is not None and not self._open and (now := self._model.weights_state()) != self._weights:
-            self.prefixes.clear()  # the model was trained since
-            self._weights = now
+        """Takes in the rows of a request, which get their places when they are read (`follow`)."""
         first: dict[object, RunningRow] = {}
         for row in request.rows:
             alone = request.traced or row.embeds is not None or row.unconditional is not None or len(row.tokens) < 2
             leader = row if alone else first.setdefault((row.task.source, tuple(row.tokens)), row)
             if leader is not row:
-                self._leaders[row.key] = leader
+                self._leaders[row] = leader
                 continue
             if request.encoding is not None:
                 row.encoding = request.encoding.select([row.task.place])
-            known = row.encoding is None or row.context  # what an encoder read must be told apart
-            if self._shares and request.reuses_prefixes and known and not request.traced:
-                self._arrived.add(row.key)
-            else:
-                for one in row.batch_rows:
-                    self._set(one, self.target.add(1, row.encoding)[0])
+            self._arrived.add(row.key)
 
     def follow(self, row: RunningRow, request: Request) -> bool:
         """Whether a row has its place by now: it gets one once what it continues was read."""
         if row.key in self._arrived:
             if self._awaits(row):
                 return False
-            self._arrived.remove(row.key)
             request.cached_prompt_tokens += self._continue(row, self._draft_of(request))
+            self._arrived.remove(row.key)
             for beside in row.batch_rows[1:]:
                 self._continue(beside)
             return True
-        leader = self._leaders.get(row.key)
+        leader = self._leaders.get(row)
         if leader is None:
             return True
         if leader.slot is None or self.target.length(leader.slot) < len(row.tokens) - 1:
@@ -87,7 +79,7 @@ class Places:
         length = self._joined(row, leader, len(row.tokens) - 1, self._draft_of(request))
         self._set(row, self.target.fork(leader.slot, length))
         request.cached_prompt_tokens += length
-        del self._leaders[row.key]
+        del self._leaders[row]
         return True
 
     def leads(self, row: RunningRow) -> bool:
@@ -100,12 +92,12 @@ class Places:
         return row.length - self.target.length(row.slot)
 
     def remove(self, rows: Sequence[RunningRow], request_of: dict[int, Request]) -> None:
-        """Takes the places of rows back; their texts may stay."""
+        """Takes the places of rows back; their texts may stay, and who waited for one of them reads for itself."""
         for row in rows:
-            self._leaders.pop(row.key, None)
+            self._leaders.pop(row, None)
             self._arrived.discard(row.key)
-            if row.slot is not None and self.prefixes is not None and request_of[row.key].reuses_prefixes:
-                self._retain(row, self.prefixes, self._draft_of(request_of[row.key]))
+            if row.slot is not None and self.prefixes is not None and row.context is not None:
+                self._retain(row, row.context, self.prefixes, self._draft_of(request_of[row.key]))
         slots = [one.slot for row in rows for one in row.batch_rows if one.slot is not None]
         if slots:
             self.target.remove(slots)
@@ -113,6 +105,20 @@ class Places:
             self._open.pop(row.key, None)
             for one in row.batch_rows:
                 one.slot = None
+        self._promote({row.key for row in rows})
+
+    def _promote(self, gone: Collection[int]) -> None:
+        """Of the rows that waited for one that has left, the first is read for the others."""
+        heirs: dict[int, RunningRow] = {}
+        for row, leader in list(self._leaders.items()):
+            if leader.key not in gone:
+                continue
+            if leader.key in heirs:
+                self._leaders[row] = heirs[leader.key]
+            else:
+                heirs[leader.key], row.encoding = row, leader.encoding
+                del self._leaders[row]
+                self._arrived.add(row.key)
 
     def _draft_of(self, request: Request) -> OpenDraft | None:
         """The draft of a request, where it reads hidden states."""
@@ -135,9 +141,13 @@ class Places:
 
     def _nearest(self, row: RunningRow) -> tuple[RunningRow | Kept | None, int]:
         """What the row's text has most in common with, another row or else a kept text, and how much that is."""
+        if row.context is None or not self._shares:
+            return None, 0
         lengths = {key: _shared(row, one, self.target.length(_slot(one))) for key, one in self._open.items()}
         key = max(lengths, key=lambda key: lengths[key], default=None)
-        kept, length = (None, 0) if self.prefixes is None else self.prefixes.find(_text(row, row.length - 1))
+        kept, length = (
+            (None, 0) if self.prefixes is None else self.prefixes.find(_text(row, row.context, row.length - 1))
+        )
         if key is not None and lengths[key] >= max(LEAST, length):
             return self._open[key], lengths[key]
         return kept, length
@@ -161,30 +171,32 @@ class Places:
         if row.unseen:
             return 0
         joined = draft.session.join(row, source.key, length) if isinstance(source, RunningRow) else 0
-        if joined or self.prefixes is None:
+        if joined or self.prefixes is None or row.context is None:
             return joined
-        kept, length = self.prefixes.find(_text(row, length, Reader(draft.drafter)))
+        kept, length = self.prefixes.find(_text(row, row.context, length, Reader(draft.drafter)))
         return 0 if kept is None else draft.session.join(row, kept, length)
 
-    def _retain(self, row: RunningRow, prefixes: Prefixes, draft: OpenDraft | None) -> None:
+    def _retain(self, row: RunningRow, context: Context, prefixes: Prefixes, draft: OpenDraft | None) -> None:
         """Keeps the text of a row that leaves, where there is room for it, and what its draft has read of it."""
         length = self.target.length(_slot(row))
         if length * self._model.kv_bytes > min(prefixes.limit, prefixes.room):
             return
+        if self._model.state().digest != context.model:  # it was changed while the row ran
+            return
         if draft is not None and not row.unseen:
             with suppress(Exception):  # of a draft that cannot, which is no reason for anything else to fail
-                _retain_draft(row, prefixes, draft, length)
-        text = _text(row, length)
+                _retain_draft(row, context, prefixes, draft, length)
+        text = _text(row, context, length)
         if prefixes.wants(text):
             with suppress(RuntimeError, MemoryError, OSError):  # what cannot be copied is not kept
                 prefix = self.target.keep_prefix(_slot(row), length)
                 prefixes.keep(text, Kept(length, prefix, prefix_bytes(prefix)))
 
 
-def _retain_draft(row: RunningRow, prefixes: Prefixes, draft: OpenDraft, length: int) -> None:
+def _retain_draft(row: RunningRow, context: Context, prefixes: Prefixes, draft: OpenDraft, length: int) -> None:
     """Keeps what a row's draft has read; before the target's, so that where room is short it goes first."""
     kept = draft.session.keep(row, length)
-    if kept is not None and prefixes.wants(text := _text(row, kept.length, Reader(draft.drafter))):
+    if kept is not None and prefixes.wants(text := _text(row, context, kept.length, Reader(draft.drafter))):
         prefixes.keep(text, kept)
 
 
@@ -195,7 +207,7 @@ def _slot(row: RunningRow) -> int:
 
 def _shared(row: RunningRow, other: RunningRow, most: int) -> int:
     """How many of the first `most` positions of another row this one begins with, its last position left out."""
-    if row.context != other.context:
+    if row.context is None or row.context != other.context:
         return 0
     same = min(row.unseen, other.unseen)
     if row.unseen == other.unseen:
@@ -203,7 +215,7 @@ def _shared(row: RunningRow, other: RunningRow, most: int) -> int:
     return min(same, most, row.length - 1)
 
 
-def _text(row: RunningRow, length: int, reader: Reader | None = None) -> Text:
+def _text(row: RunningRow, context: Context, length: int, reader: Reader | None = None) -> Text:
     """The first `length` positions of a row."""
     unseen = min(row.unseen, length)
-    return Text(tuple(row.tokens[: length - unseen]), row.context, unseen, reader)
+    return Text(tuple(row.tokens[: length - unseen]), context, unseen, reader)

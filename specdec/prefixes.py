@@ -6,7 +6,7 @@ import weakref
 from collections import OrderedDict
 from typing import NamedTuple
 
-from specdec.types import BatchDrafter, Kept
+from specdec.types import BatchDrafter, Context, Kept
 from specdec.values import common_length
 
 LEAST = 16
@@ -32,14 +32,14 @@ class Reader:
 
 
 class Text(NamedTuple):
-    """What a row has read, as far as it can be compared: `context` stands for embeddings and encoder inputs.
+    """What a row has read, as far as it can be compared: tokens, and the `context` of their keys and values.
 
     The first `unseen` positions have no ids and belong to the context. `reader` is the draft that has read it, None
     where that is the target.
     """
 
     tokens: tuple[int, ...]
-    context: bytes = b""
+    context: Context
     unseen: int = 0
     reader: Reader | None = None
 

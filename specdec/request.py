@@ -27,7 +27,6 @@ class Request:
     `encode` runs the encoder, `[inputs, ...]`, of which row r reads number `row.task.place`. `prefill_chunk` bounds the
     prompt tokens of one pass; None leaves that to the engine. `output_hidden_states` and `output_attentions` keep those
     of all layers, and prompts are then read in one pass; `last_hidden` keeps hidden states of the last layer.
-    `reuses_prefixes` lets a prompt continue what was read for another request, and be continued.
     `frames` are the positions of its encoder's output.
 
     `rounds` are those that nobody has looked at yet. `error` is what ended the request early; `done` says that nothing
@@ -42,7 +41,6 @@ class Request:
     output_hidden_states: bool = False
     output_attentions: bool = False
     last_hidden: bool = False
-    reuses_prefixes: bool = False
     frames: int = 0
     encoding: Encoding | None = None
     rounds: deque[Round] = field(default_factory=deque)

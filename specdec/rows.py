@@ -13,7 +13,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.types import EMPTY, DraftTask, NodeOutput, Row, RowPass, Scores, Search, Selector, Step, Trace, Tree
+from specdec.types import (
+    EMPTY,
+    Context,
+    DraftTask,
+    NodeOutput,
+    Row,
+    RowPass,
+    Scores,
+    Search,
+    Selector,
+    Step,
+    Trace,
+    Tree,
+)
 
 Kept = tuple[Tensor, ...] | None
 _VOID = 64  # places in a cache that dead branches may leave empty
@@ -55,7 +68,7 @@ class RunningRow:
     unconditional: RunningRow | None = None
     key: int = -1
     slot: int | None = None
-    context: bytes = b""  # stands for what it reads besides tokens: equal where that is equal
+    context: Context | None = None  # what its keys and values depend on besides tokens; None: shared with nobody
     encoding: Any = None  # what the target's encoder made of its input
     prompt_length: int = field(init=False)
     tree: Tree = EMPTY

@@ -226,6 +226,15 @@ def test_weights_that_change(wrong: PreTrainedModel) -> None:
         model.generate(IDS[:1], max_new_tokens=8, custom_generate=hook)
 
 
+def test_copied_weights_that_change(wrong: PreTrainedModel, built: None) -> None:
+    """Weights are packed anew after a step of training."""
+    model, hook = tiny("llama"), custom_generate(wrong, gear="packed")
+    model.generate(IDS[:1], max_new_tokens=8, custom_generate=hook)
+    model.load_state_dict(tiny("llama", seed=7).state_dict())
+    after = model.generate(IDS[:1], max_new_tokens=8, custom_generate=hook)
+    assert torch.equal(after, model.generate(IDS[:1], max_new_tokens=8))
+
+
 def test_contrastive_search_comes_back(model: PreTrainedModel) -> None:
     """Strategies that transformers has no code for any more run with the hook."""
     how = {"max_new_tokens": 8, "penalty_alpha": 0.6, "top_k": 4}

@@ -13,9 +13,9 @@ import torch
 from specdec import LanguageModel, OptionError, SpecGenerator
 from specdec.models import free_bytes
 from specdec.prefixes import Prefixes, Reader, Text
-from specdec.types import BatchDrafter, Kept, Tree
+from specdec.types import BatchDrafter, Context, Kept, Tree
 from tests.heads import eagle_folder
-from tests.tiny import NAMES, tiny, tiny_inputs
+from tests.tiny import DECODERS, NAMES, tiny, tiny_inputs
 
 COMMON = {"max_new_tokens": 12, "eos_token_id": [], "pad_token_id": 0}
 FIRST = [[(7 * i) % 50 + 5 for i in range(40)]]
@@ -147,6 +147,31 @@ def test_modes_of_callers_do_not_stay() -> None:
     assert generator.generate([FIRST[0] + [9]], **COMMON).sequences.tolist() == alone(model, [FIRST[0] + [9]])
 
 
+@pytest.mark.parametrize("name", ["llama", "bloom", "t5"])
+def test_autocast_of_a_caller_reaches_no_pass(name: str) -> None:
+    """A call says so, decodes as ever, and so do those after it. (They raised, over keys of two types.)"""
+    model = tiny(name)
+    inputs = {"input_ids": torch.tensor(FIRST)} if name in DECODERS else tiny_inputs(name, 1)
+    expected = SpecGenerator(model).generate(**inputs, **COMMON).sequences.tolist()
+    with torch.autocast("cpu", torch.bfloat16):
+        generator = SpecGenerator(model, "suffix")
+        with pytest.warns(RuntimeWarning, match=r"torch\.autocast does not reach"):
+            assert generator.generate(**inputs, **COMMON).sequences.tolist() == expected
+    out = generator.generate(**inputs, **COMMON)
+    assert (out.sequences.tolist(), out.stats.exactness) == (expected, "exact")
+
+
+def test_a_default_device_of_a_caller_reaches_no_pass() -> None:
+    """What a pass makes lies where its model does."""
+    model = tiny("llama")
+    generator = SpecGenerator(model, tiny("llama", seed=1))
+    with torch.device("meta"):
+        out = generator.generate(FIRST, **COMMON)
+        stream = list(generator.stream(FIRST, **COMMON))
+    assert [token for event in stream for token in event.token_ids] == out.new_tokens()[0]
+    assert out.sequences.tolist() == alone(model, FIRST)
+
+
 @pytest.mark.parametrize("name", ["t5", "whisper"])
 def test_encoder_inputs_compare_by_content(name: str) -> None:
     """A running row shares with a call that hears the same, not with one that hears something else."""
@@ -163,6 +188,65 @@ def test_encoder_inputs_compare_by_content(name: str) -> None:
         plain = SpecGenerator(model, prefix_cache=False).generate(**heard, decoder_input_ids=begun, **COMMON)
         assert out.sequences.tolist() == plain.sequences.tolist()
     stream.close()
+
+
+@pytest.mark.parametrize("name", ["t5", "whisper"])
+def test_encodings_of_the_caller_are_shared_with_nobody(name: str) -> None:
+    """Nobody knows what was read. (With a `cache_salt` a row continued another one, and heard its recording.)"""
+    model = tiny(name)
+    inputs = tiny_inputs(name, 2)
+    encoded = model.get_encoder()(**inputs).last_hidden_state.detach()
+    begun = torch.tensor([[(5 * i) % 40 + 3 for i in range(80)]]).repeat(2, 1)
+    given = {"encoder_outputs": (encoded,), "decoder_input_ids": begun, **COMMON}
+    plain = SpecGenerator(model, prefix_cache=False).generate(**given)
+    assert plain.sequences[0].tolist() != plain.sequences[1].tolist()
+    generator = SpecGenerator(model)
+    out = generator.generate(**given, cache_salt="a user")
+    assert (out.sequences.tolist(), out.stats.cached_prompt_tokens) == (plain.sequences.tolist(), 0)
+    one, other = (
+        {"encoder_outputs": (encoded[r : r + 1],), "decoder_input_ids": begun[:1], "cache_salt": "a user"}
+        for r in (0, 1)
+    )
+    stream = generator.stream(**one, **COMMON)
+    next(stream)
+    out = generator.generate(**other, **COMMON)
+    assert out.sequences.tolist() == plain.sequences[1:].tolist()
+    stream.close()
+
+
+def test_salts_reach_unconditional_rows() -> None:
+    """A negative prompt is continued by calls of the same salt alone. (It was, by those of any.)"""
+    generator = SpecGenerator(tiny("llama"))
+    negative = torch.tensor([[(3 * i) % 50 + 5 for i in range(60)]])
+
+    def passes(salt: str, prompt: int) -> int:
+        how = {"guidance_scale": 1.5, "negative_prompt_ids": negative, "prefill_chunk_size": 8, "cache_salt": salt}
+        out = generator.generate([[prompt] * 40], **how, **COMMON)
+        return out.stats.num_target_passes
+
+    stream = generator.stream(negative.tolist(), cache_salt="a", **COMMON)
+    next(stream)
+    assert passes("a", 9) < passes("b", 10)
+    stream.close()
+
+
+@pytest.mark.parametrize("ends", [{"max_new_tokens": 1}, {"max_new_tokens": 3, "eos_token_id": [*range(40)]}])
+def test_more_copies_than_a_pass_reads(ends: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the copy that is read for the others ends at its first token, the next one is. (All waited for ever.)"""
+    monkeypatch.setattr("specdec.engine.CHUNK", 50)
+    how = {**COMMON, "do_sample": True, "num_return_sequences": 120, "seed": 1, **ends}
+    out = SpecGenerator(tiny("llama")).generate(FIRST, **how)
+    assert out.sequences.tolist() == alone(tiny("llama"), FIRST, **how)
+    assert [len(text) for text in out.new_tokens()].count(1) > 1
+
+
+@pytest.mark.slow
+def test_three_thousand_copies() -> None:
+    """More than a pass reads, as they come."""
+    out = SpecGenerator(tiny("llama")).generate(
+        FIRST, **{**COMMON, "max_new_tokens": 1}, do_sample=True, num_return_sequences=3000, seed=1
+    )
+    assert len(out.sequences) == 3000
 
 
 @pytest.mark.parametrize("name", ["mamba", "qwen3_next"])
@@ -198,7 +282,7 @@ def test_the_least_recently_used_gives_way() -> None:
     kept = Prefixes(4 * 40)
 
     def text(begin: int, count: int = 20) -> Text:
-        return Text(tuple(range(begin, begin + count)))
+        return Text(tuple(range(begin, begin + count)), Context(b""))
 
     def read(count: int) -> Kept:
         return Kept(count, None, 4 * count)
@@ -227,16 +311,16 @@ def test_readers_keep_what_they_have_read() -> None:
     one, other = Equal(), Equal()
     kept, tokens = Prefixes(1000), tuple(range(20))
     for reader in (None, Reader(one), Reader(other)):
-        kept.keep(Text(tokens, reader=reader), Kept(20, reader, 10))
+        kept.keep(Text(tokens, Context(b""), reader=reader), Kept(20, reader, 10))
     for drafter in (one, other):
-        found, length = kept.find(Text(tokens, reader=Reader(drafter)))
+        found, length = kept.find(Text(tokens, Context(b""), reader=Reader(drafter)))
         assert found is not None
         assert (found.state, length) == (Reader(drafter), 20)
-    assert kept.find(Text(tokens, reader=Reader(Equal()))) == (None, 0)
+    assert kept.find(Text(tokens, Context(b""), reader=Reader(Equal()))) == (None, 0)
     del drafter, other
-    kept.keep(Text((*tokens, 1)), Kept(21, None, 10))
+    kept.keep(Text((*tokens, 1), Context(b"")), Kept(21, None, 10))
     assert (len(kept), kept.bytes) == (2, 20)
-    assert kept.find(Text(tokens, reader=Reader(one)))[1] == 20
+    assert kept.find(Text(tokens, Context(b""), reader=Reader(one)))[1] == 20
 
 
 @pytest.mark.parametrize("kind", ["model", "head"])

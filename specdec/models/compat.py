@@ -22,6 +22,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import output_capturing
 
+CAPTURING = output_capturing.__name__  # of the hooks that stay once a pass was asked for hidden states
 TAKES_MASKS = ("sdpa", "eager")  # the attentions to whose scores a mask of ours is added
 
 

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from specdec.models.offload import execution_device, is_offloaded
 from specdec.models.positions import STYLES, Lookup
 from specdec.models.rotary import Scaling
 from specdec.models.session import Session
+from specdec.models.state import ModelState, float32_is_rounded, plain_modes
 
 
 class LanguageModel:
@@ -41,8 +43,8 @@ class LanguageModel:
     interface serves; it is compiled beside the work, once for all models of a structure, in about a minute, and passes
     run as before until it is there (`wait_until_compiled`). "auto": compiled where that was done before, packed where
     the model is owned and that is faster, otherwise eager. A C++ compiler is needed for all but "eager". In other gears
-    than "eager" weights, hooks or adapters that are changed later are not noticed. Attentions never come from compiled
-    code.
+    than "eager" weights, hooks and adapters must stay as they are, which `state` checks. Attentions never come from
+    compiled code.
     `exactness`="strict" promises that a token's logits depend on its text alone, bit for bit: not on the other tokens
     of a pass, other rows, or branches. It is tried when the model is made.
     `change` is done to the model after its layers are in their gear, and before its passes are made.
@@ -52,6 +54,7 @@ class LanguageModel:
 
     is_sharded = False
 
+    @plain_modes()
     def __init__(
         self,
         model: Any,
@@ -70,7 +73,7 @@ class LanguageModel:
             gear = "packed"
         if model.training:
             raise OptionError("`model` is in training mode, where dropout makes its output random: call `model.eval()`")
-        self.model = model
+        self.model, self._source = model, ref(model)
         self.is_encoder_decoder = bool(model.config.is_encoder_decoder)
         self.config: Any = text_config(model.config)
         self.input_names = frozenset(inspect.signature(model.forward).parameters)
@@ -90,6 +93,9 @@ class LanguageModel:
         self.flat = self._in_a_line(gear)
         if self.is_strict:
             self._make_strict()
+        self._attention = attention_of(self.config)
+        self._made_of = self._last_state = ModelState.of(model)
+        self._exactness: tuple[ModelState, Exactness] | None = None
 
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -118,9 +124,33 @@ class LanguageModel:
         read = (*self.model.parameters(), *self.model.buffers())
         return sum(tensor.numel() * tensor.element_size() for tensor in read if tensor not in encoder)
 
-    def weights_state(self) -> tuple[tuple[int, int], ...]:
-        """What changes when weights are replaced or written to by torch's own operations."""
-        return tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in self.model.parameters())
+    def state(self, name: str = "model") -> ModelState:
+        """What its logits depend on besides the text, as it is now: what is remembered of another state is not its own.
+
+        `name` is what the caller calls the model. Raises OptionError for one in training mode, and for one that was
+        changed in a way that its passes do not follow.
+        """
+        source = self._source()
+        if source is None:  # a copy of it is what passes run on
+            return self._last_state
+        if source.training:
+            raise OptionError(f"the {name} is in training mode, where dropout makes it random: call `.eval()` on it")
+        self._last_state = state = ModelState.of(source)
+        if self.gear != "eager":
+            changed = state.differences(self._made_of)
+            way = "make another SpecGenerator, or use `gear`='eager', which follows changes"
+            was = f"its weights were put into gear {self.gear!r}"
+        else:
+            now = {
+                "device": execution_device(source.get_input_embeddings()) == self.device,
+                "dtype": source.dtype == self.dtype,
+                "attention implementation": attention_of(self.config) == self._attention,
+            }
+            changed = [what for what, is_same in now.items() if not is_same]
+            way, was = "make another SpecGenerator", "it was handed over"
+        if changed:
+            raise OptionError(f"the {name} was changed after {was} ({', '.join(changed)}): {way}")
+        return state
 
     def cross_bytes(self, frames: int) -> int:
         """What one row's projections of so many encoder positions take; 0 without an encoder."""
@@ -132,13 +162,19 @@ class LanguageModel:
         layers = [module for name, module in self.decoder.named_modules() if name.endswith(".SelfAttention")]
         return not all(getattr(layer, "is_causal", True) for layer in layers)
 
-    @cached_property
+    @property
     def exactness(self) -> Exactness:
         """What a draft can change of the text: nothing ("strict", "exact"), near-ties ("rounding"), or more.
 
-        "strict" was tried bit for bit; more is "row-dependent".
+        "strict" was tried bit for bit; more is "row-dependent". It is that of the `state` that was read last, and of
+        the precision that torch may use for float32 now.
         """
-        return "strict" if self.is_strict else exactness(self.model, self.dtype)
+        if self.is_strict:
+            return "strict"
+        if self._exactness is None or self._exactness[0] != self._last_state:
+            self._exactness = (self._last_state, self._find_exactness())
+        found = self._exactness[1]
+        return "rounding" if found == "exact" and float32_is_rounded(self.device) else found
 
     def session(self) -> Session:
         """A new session without rows."""
@@ -245,6 +281,10 @@ class LanguageModel:
     def decoder(self) -> Any:
         """The module whose layers hold the cache."""
         return self.model.get_decoder()
+
+    def _find_exactness(self) -> Exactness:
+        with plain_modes():
+            return exactness(self.model, self.dtype)
 
     def _find_capability(self) -> Capability:
         from specdec.models.probe import find_capability

@@ -56,7 +56,7 @@ def load(
     unknown, or nothing is found; UnsupportedError where a quantization, gear or exactness cannot be had here;
     LoadError for a broken checkpoint, and where memory or disk run out.
     """
-    how = how or Loading()
+    how, source = how or Loading(), unwrapped(source, name)
     if isinstance(source, LanguageModel):
         _check_unused(how)
         return source
@@ -93,6 +93,23 @@ def load(
     if change is not None:
         change(led)
     return led
+
+
+def unwrapped(model: Any, name: str) -> Any:
+    """The transformers model that PEFT's adapters were put into; anything else as it is.
+
+    Raises UnsupportedError where a PEFT model adds something outside of that model, such as learned prompts.
+    """
+    if isinstance(model, str | PathLike | PreTrainedModel) or not hasattr(model, "get_base_model"):
+        return model
+    for adapter, config in getattr(model, "peft_config", {}).items():
+        outside = getattr(config, "is_prompt_learning", False) or getattr(config, "alora_invocation_tokens", None)
+        if outside or getattr(config, "peft_type", None) in ("XLORA", "POLY"):
+            raise UnsupportedError(
+                f"`{name}` has the adapter {adapter!r}, a {type(config).__name__}, which works outside of the "
+                "transformers model: pass one whose adapters lie in its layers (LoRA, say), or merge them"
+            )
+    return model.get_base_model()
 
 
 def leading(how: Loading) -> Ranks | None:

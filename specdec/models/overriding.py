@@ -49,11 +49,10 @@ def settled(module: nn.Module) -> dict[str, Any]:
     """The attributes of a module's instance as they are outside of passes."""
     with _CHANGING:
         state = dict(vars(module))
-    for name, value in list(state.items()):
-        if isinstance(value, _StandIn):
-            del state[name]
-            if value.own:
-                state[name] = value.original
+    for name in [name for name, value in state.items() if type(value) is _StandIn]:
+        stand_in = state.pop(name)
+        if stand_in.own:
+            state[name] = stand_in.original
     return state
 
 

@@ -58,8 +58,7 @@ class ShardedModel(Shared, LanguageModel):
         split = any(name.rpartition(".")[2] in _KEYS and style == "colwise" for name, style in plan.items())
         return whole // size if split else whole
 
-    @cached_property
-    def exactness(self) -> Exactness:
+    def _find_exactness(self) -> Exactness:
         """As of ordinary layers; parts of sums are added up in one order, whatever shares a pass."""
         return "exact" if self.dtype in (torch.float32, torch.float64) else "rounding"
 

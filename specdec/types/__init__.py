@@ -29,7 +29,7 @@ from specdec.types.drafts import (
     Plan,
     Until,
 )
-from specdec.types.rounds import Round, Row, RowPass, RowRound
+from specdec.types.rounds import Context, Round, Row, RowPass, RowRound
 from specdec.types.statistics import Stats
 from specdec.types.strategies import NodeOutput, Search, SearchStep, Selector, Strategy, Trace
 from specdec.types.trees import EMPTY, Scores, Step, TopTokens, Tree
@@ -43,6 +43,7 @@ __all__ = [
     "Chained",
     "Choice",
     "Commit",
+    "Context",
     "DraftRule",
     "DraftSession",
     "DraftTask",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -13,6 +13,17 @@ from specdec.types.trees import EMPTY, Tree
 if TYPE_CHECKING:
     from specdec.types.drafts import DraftTask
     from specdec.types.trees import Step
+
+
+class Context(NamedTuple):
+    """What a text's keys and values depend on besides its tokens, as digests: equal where these are equal.
+
+    `model` is the target's state, `salt` the caller's, `inputs` embeddings or what an encoder reads, if any.
+    """
+
+    model: bytes
+    salt: str = ""
+    inputs: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

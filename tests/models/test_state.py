@@ -1,0 +1,294 @@
+"""Models that change between two calls: nothing that is remembered of a model outlives what it was remembered of."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+
+from specdec import OptionError, SpecGenerator, UnsupportedError
+from specdec.models import ModelState
+from tests.tiny import DECODERS, NAMES, tiny, tiny_inputs
+
+COMMON = {"max_new_tokens": 12, "eos_token_id": [], "pad_token_id": 0}
+PROMPT = torch.tensor([[(7 * i) % 50 + 5 for i in range(40)]])
+
+
+def in_peft(model: Any, how: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT's own, of transformers
+        return import_module("peft").get_peft_model(model, how)
+
+
+def lora(model: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    targets = ["q_proj", "v_proj", "down_proj"]
+    how = peft.LoraConfig(r=2, lora_alpha=16, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
+    adapted = in_peft(model, how)
+    adapted.add_adapter("b", how)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_(0, 0.5)
+    return adapted.eval()
+
+
+@contextmanager
+def disabled(model: Any) -> Iterator[None]:
+    with model.disable_adapter():
+        yield
+
+
+@contextmanager
+def disabled_by_transformers(model: Any) -> Iterator[None]:
+    """As `PreTrainedModel.disable_adapters` does, which sets this switch of every adapted layer."""
+    layers = [module for module in model.modules() if hasattr(module, "lora_A")]
+    for layer in layers:
+        layer.enable_adapters(enabled=False)
+    yield
+    for layer in layers:
+        layer.enable_adapters(enabled=True)
+
+
+@contextmanager
+def another_adapter(model: Any) -> Iterator[None]:
+    model.set_adapter("b")
+    yield
+    model.set_adapter("default")
+
+
+@contextmanager
+def merged(model: Any) -> Iterator[None]:
+    model.set_adapter("b")
+    model.merge_adapter()
+    yield
+    model.unmerge_adapter()
+    model.set_adapter("default")
+
+
+@contextmanager
+def averaged_weights(model: Any) -> Iterator[None]:
+    held = [parameter.data.clone() for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.data.copy_(0.7 * parameter.data)
+    yield
+    for parameter, before in zip(model.parameters(), held, strict=True):
+        parameter.data.copy_(before)
+
+
+@contextmanager
+def written_weights(model: Any) -> Iterator[None]:
+    weight = model.model.layers[0].mlp.down_proj.weight
+    with torch.no_grad():
+        weight.mul_(-1)
+    yield
+    with torch.no_grad():
+        weight.mul_(-1)
+
+
+@contextmanager
+def other_weights(model: Any) -> Iterator[None]:
+    held = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(tiny("llama", seed=3).state_dict())
+    yield
+    model.load_state_dict(held)
+
+
+@contextmanager
+def moved_storage(model: Any) -> Iterator[None]:
+    layer = model.model.layers[1].mlp.up_proj
+    held = layer.weight.data
+    layer.weight.data = -held
+    yield
+    layer.weight.data = held
+
+
+@contextmanager
+def attribute(model: Any) -> Iterator[None]:
+    layer = model.model.layers[0].self_attn
+    layer.scaling *= 4
+    yield
+    layer.scaling /= 4
+
+
+@contextmanager
+def steering(model: Any) -> Iterator[None]:
+    hook = model.model.layers[0].register_forward_hook(lambda _, args, out: out + 1.5)
+    yield
+    hook.remove()
+
+
+@contextmanager
+def early_steering(model: Any) -> Iterator[None]:
+    hook = model.model.layers[1].register_forward_pre_hook(lambda _, args: (args[0] * -1, *args[1:]))
+    yield
+    hook.remove()
+
+
+@contextmanager
+def global_hook(model: Any) -> Iterator[None]:
+    def doubled(module: Any, args: Any, out: Any) -> Any:
+        return out * 3 if type(module).__name__ == "LlamaMLP" else None
+
+    hook = torch.nn.modules.module.register_module_forward_hook(doubled)
+    yield
+    hook.remove()
+
+
+@contextmanager
+def patched(model: Any) -> Iterator[None]:
+    layer = model.model.layers[0].mlp
+    layer.forward = MethodType(lambda self, x: -type(self).forward(self, x), layer)
+    yield
+    del layer.forward
+
+
+@contextmanager
+def replaced_module(model: Any) -> Iterator[None]:
+    layer = model.model.layers[0]
+    held, layer.mlp = layer.mlp, torch.nn.Identity()
+    yield
+    layer.mlp = held
+
+
+Change = Callable[[Any], Any]
+OF_ADAPTERS = (disabled, disabled_by_transformers, another_adapter, merged)
+OF_MODELS = (
+    averaged_weights, written_weights, other_weights, moved_storage, attribute, steering, early_steering, global_hook,
+    patched, replaced_module,
+)  # fmt: skip
+
+
+def own_text(model: Any) -> list[list[int]]:
+    out = model.generate(input_ids=PROMPT, attention_mask=torch.ones_like(PROMPT), do_sample=False, **COMMON)
+    return out.tolist()
+
+
+@pytest.mark.parametrize("change", [*OF_MODELS, *OF_ADAPTERS], ids=lambda change: change.__name__)
+def test_eager_passes_follow_a_change(change: Change) -> None:
+    """The text is the changed model's, and afterwards the one of before. (Its old keys and values were continued.)"""
+    model = lora(tiny("llama")) if change in OF_ADAPTERS else tiny("llama")
+    generator = SpecGenerator(model, "suffix")
+    before = own_text(model)
+
+    def check(expected: list[list[int]]) -> None:
+        for cached in (0, 39):
+            out = generator.generate(PROMPT, **COMMON)
+            assert (out.sequences.tolist(), out.stats.cached_prompt_tokens) == (expected, cached)
+
+    check(before)
+    with change(model):
+        changed = own_text(model)
+        assert changed != before
+        check(changed)
+    assert generator.generate(PROMPT, **COMMON).sequences.tolist() == before
+
+
+@pytest.mark.parametrize("change", OF_MODELS, ids=lambda change: change.__name__)
+def test_copied_weights_refuse_a_change(change: Change, built: None) -> None:
+    """Passes over packed weights would not follow. (They went on with the old ones.)"""
+    model = tiny("llama")
+    generator = SpecGenerator(model, gear="packed")
+    before = generator.generate(PROMPT, **COMMON).sequences.tolist()
+    with change(model):
+        with pytest.raises(OptionError, match=r"the target was changed .* make another SpecGenerator"):
+            generator.generate(PROMPT, **COMMON)
+        fresh = SpecGenerator(model, gear="packed").generate(PROMPT, **COMMON)
+        assert fresh.sequences.tolist() == own_text(model) != before
+
+
+def test_a_change_between_two_pieces_of_a_stream() -> None:
+    """What a text has read before and after it is kept for nobody."""
+    model = tiny("llama")
+    generator = SpecGenerator(model)
+    stream = generator.stream(PROMPT, **COMMON)
+    next(stream)
+    with steering(model):
+        for _ in stream:
+            pass
+    out = generator.generate(PROMPT, **COMMON)
+    assert (out.sequences.tolist(), out.stats.cached_prompt_tokens) == (own_text(model), 0)
+
+
+def test_a_draft_over_copied_weights_refuses_changes() -> None:
+    """Its guesses would be those of the model that it was."""
+    draft = tiny("llama", seed=1)
+    generator = SpecGenerator(tiny("llama"), draft, gear="packed")
+    generator.generate(PROMPT, **COMMON)
+    with steering(draft), pytest.raises(OptionError, match="the draft was changed"):
+        generator.generate(PROMPT, **COMMON)
+    generator.generate(PROMPT, **COMMON)
+
+
+def test_a_model_that_was_cast_is_refused() -> None:
+    """Masks, positions and buffers have the type that it had."""
+    model = tiny("llama")
+    generator = SpecGenerator(model)
+    generator.generate(PROMPT, **COMMON)
+    model.to(torch.bfloat16)
+    with pytest.raises(OptionError, match=r"the target was changed .*dtype.*make another SpecGenerator"):
+        generator.generate(PROMPT, **COMMON)
+    model.to(torch.float32)
+    model.set_attn_implementation("eager")
+    with pytest.raises(OptionError, match="attention implementation"):
+        generator.generate(PROMPT, **COMMON)
+
+
+def test_exactness_is_of_the_model_that_runs() -> None:
+    """A layer whose rows depend on each other makes texts depend on drafts, whenever it came in."""
+
+    class Centred(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x - x.mean())
+
+    model = tiny("llama")
+    generator = SpecGenerator(model)
+    assert generator.generate(PROMPT, **COMMON).stats.exactness == "exact"
+    head, other = model.lm_head, Centred(*reversed(model.lm_head.weight.shape), bias=False)
+    model.lm_head = other
+    assert generator.generate(PROMPT, **COMMON).stats.exactness == "row-dependent"
+    model.lm_head = head
+    assert generator.generate(PROMPT, **COMMON).stats.exactness == "exact"
+
+
+@pytest.mark.parametrize("precision", ["high", "medium"])
+def test_rounded_float32_is_not_exact(precision: str) -> None:
+    """Products of fewer bits round differently in passes of other widths. (They were called exact, and continued.)"""
+    generator = SpecGenerator(tiny("llama"))
+    generator.generate(PROMPT, **COMMON)
+    torch.set_float32_matmul_precision(precision)
+    try:
+        out = generator.generate(PROMPT, **COMMON)
+        rounds = precision == "medium"  # oneDNN takes no tf32
+        assert (out.stats.exactness, out.stats.cached_prompt_tokens) == (("rounding", 0) if rounds else ("exact", 39))
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert generator.generate(PROMPT, **COMMON).stats.exactness == "exact"
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "rwkv"])  # which scales its weights in a pass
+def test_passes_change_no_state(name: str) -> None:
+    """What they leave behind in a model is not taken for a change."""
+    model = tiny(name)
+    before = ModelState.of(model)
+    inputs = {"input_ids": PROMPT} if name in DECODERS else tiny_inputs(name, 1)
+    SpecGenerator(model, "suffix").generate(**inputs, **COMMON, output_hidden_states=True)
+    assert ModelState.of(model) == before
+
+
+def test_models_of_peft() -> None:
+    """Their adapters lie in the layers of a transformers model, which is taken; prompts that are learned do not."""
+    peft = pytest.importorskip("peft")
+    adapted = lora(tiny("llama"))
+    generator = SpecGenerator(adapted, lora(tiny("llama", seed=1)))
+    assert generator.generate(PROMPT, **COMMON).sequences.tolist() == own_text(adapted)
+    how = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, token_dim=32)
+    learned = in_peft(tiny("llama"), how)
+    with pytest.raises(UnsupportedError, match="`target` has the adapter 'default', a PromptTuningConfig"):
+        SpecGenerator(learned.eval())
