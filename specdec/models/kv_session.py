@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
@@ -358,26 +359,33 @@ class KvSession(Session):
         """The stretches that cover these rows at the least cost, in bytes that are read.
 
         A pass reads the weights, and for each of its rows, those between them included, as many keys and values as the
-        longest of these has, and computes as many nodes as the widest.
+        longest of these has, and computes as many nodes as the widest. None writes padding beyond the store's bounds.
         """
+        room = math.inf if self.store.bounds is None else self.store.bounds[1]
         weights, column = self._language.weight_bytes, self._language.kv_bytes
-        reach = [parts[index].slots.top + parts[index].size for index in order]
-        nodes = [parts[index].size for index in order]
+        tops, nodes = [parts[index].slots.top for index in order], [parts[index].size for index in order]
+        reach = [top + size for top, size in zip(tops, nodes, strict=True)]
         idle = [max((row.slots.top for row in self._rows[i + 1 : j]), default=0) for i, j in pairwise(order)]
 
         def padded(rows: int, longest: int, widest: int) -> float:
             return rows * (longest * column + widest * weights / _NODES)
 
         needed = sum(padded(1, *own) for own in zip(reach, nodes, strict=True))
-        if not order or padded(order[-1] - order[0] + 1, max(reach + idle), max(nodes)) - needed <= weights:
-            return [(order[0], order[-1])] if order else []
+        if not order:
+            return []
+        together = padded(order[-1] - order[0] + 1, max(reach + idle), max(nodes))
+        if together - needed <= weights and max(tops + idle) + max(nodes) <= room:
+            return [(order[0], order[-1])]
         best: list[tuple[float, int]] = [(0.0, 0)]  # cost of the first rows, and where their last stretch begins
         for end in range(1, len(order) + 1):
-            longest = widest = 0
-            options = []
+            top = longest = widest = 0
+            options: list[tuple[float, int]] = []
             for begin in reversed(range(end)):
                 between = idle[begin] if begin < end - 1 else 0
                 longest, widest = max(longest, reach[begin], between), max(widest, nodes[begin])
+                top = max(top, tops[begin], between)
+                if options and top + widest > room:
+                    break
                 cost = weights + padded(order[end - 1] - order[begin] + 1, longest, widest)
                 options.append((best[begin][0] + cost, begin))
             best.append(min(options))

@@ -404,6 +404,22 @@ def test_long_prefixes_make_room() -> None:
     other.step([other.chain(2)], [2], [[0]])
 
 
+def test_padding_stays_within_bounds() -> None:
+    """A long row beside one that reads a prompt takes passes of its own where both would write beyond the bounds.
+
+    (A `kv_budget` was overstepped, by the columns of padding.)
+    """
+    twin = twin_of("llama", 2)
+    twin.session.bound(2, 60)
+    twin.prefill(50, 1)
+    before = twin.session.passes
+    twin.step([twin.chain(1), twin.chain(40)], [1, 1], [[0], [*range(40)]])
+    assert twin.session.passes == before + 2
+    assert twin.session.bytes <= 2 * 60 * twin.language.kv_bytes
+    twin.step([twin.chain(2), twin.chain(3)], [2, 3], [[0], [0, 1]])
+    assert twin.session.passes == before + 3
+
+
 def test_store_shrinks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers of rows that left are given back, all of them in the end; those that stay are exact."""
     monkeypatch.setattr(store, "_SPARE_BYTES", 0)
