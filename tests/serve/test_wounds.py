@@ -72,26 +72,46 @@ def test_every_route_is_closed(key_file: Path) -> None:
     run(ask())
 
 
-def test_keys(key_file: Path) -> None:
-    """Any key of the file opens, nothing else does; a changed file counts at once, a broken one changes nothing."""
+def test_keys(key_file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Any key of the file opens, nothing else does; what the file says counts at once.
+
+    (A file that was deleted, emptied or broken left revoked keys valid, and no line in the log told of it.)
+    """
+    third = "a-third-key-that-is-new"
 
     async def ask() -> None:
         async with client(app(api_key_file=key_file)) as c:
 
-            async def found(header: str) -> int:
-                return (await c.get("/v1/models", headers={"Authorization": header})).status_code
+            async def found(*keys: str) -> list[int]:
+                headers = [{"Authorization": f"Bearer {key}"} for key in keys]
+                return [(await c.get("/v1/models", headers=header)).status_code for header in headers]
 
-            assert [await found(f"Bearer {key}") for key in (KEY, OTHER)] == [200, 200]
-            wrong = ("", "Bearer", "Bearer ", f"Basic {KEY}", KEY, f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", "Bearer x y")
-            assert {await found(header) for header in wrong} == {401}
-            key_file.write_text("new: a-third-key-that-is-new\n")
-            assert [await found(f"Bearer {key}") for key in (KEY, "a-third-key-that-is-new")] == [401, 200]
-            key_file.write_text("short")
-            assert await found("Bearer a-third-key-that-is-new") == 200
-            key_file.unlink()
-            assert await found("Bearer a-third-key-that-is-new") == 200
+            assert await found(KEY, OTHER) == [200, 200]
+            for wrong in ("", "Bearer", "Bearer ", f"Basic {KEY}", KEY):
+                assert (await c.get("/v1/models", headers={"Authorization": wrong})).status_code == 401
+            assert {*await found(f"{KEY}x", KEY[:-1], "x y")} == {401}
+            key_file.write_text(f"new: {third}\n")
+            assert await found(KEY, third) == [401, 200]
+            for broken, said in ((f"{KEY}\nshort", "line 2 is shorter"), ("", "has no key"), (None, "cannot be read")):
+                caplog.clear()
+                key_file.unlink() if broken is None else key_file.write_text(broken)
+                assert await found(third, third) == [401, 401]
+                assert [said in line.message for line in caplog.records if line.levelname == "ERROR"] == [True]
+                assert await found(KEY) == [200 if broken and KEY in broken else 401]
+            key_file.write_text(third)
+            assert await found(third) == [200]
 
     run(ask())
+
+
+def test_lines_of_keys(tmp_path: Path) -> None:
+    """Two keys of one name are both valid (the first was dropped), and a key keeps its colons (it lost its head)."""
+    path = tmp_path / "keys"
+    old, new, colons = "the-old-key-of-alice", "the-new-key-of-alice", "ab:cdefghijklmnopqrstuvwx"
+    path.write_text(f"alice: {old}\nalice:  {new}\n{colons}\nbob: {colons}y\n")
+    held = Keys(path)
+    assert [held.name(key) for key in (old, new, colons, f"{colons}y")] == ["alice", "alice", "key-3", "bob"]
+    assert held.name(colons.partition(":")[2]) is None
 
 
 def test_keys_are_compared_in_constant_time(key_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
