@@ -49,6 +49,11 @@ def unavailable(message: str, seconds: int = 5) -> ApiError:
     return ApiError(503, message, code="unavailable", headers={"Retry-After": str(seconds)})
 
 
+def too_late(seconds: float) -> ApiError:
+    """The request took longer than it may."""
+    return ApiError(504, f"the request took longer than {seconds:g} s: ask for less", code="timeout")
+
+
 def invalid(fault: Mapping[str, Any], place: Sequence[Any]) -> ApiError:
     """What pydantic found at this place of a request, as a 400."""
     where = [str(part) for part in place]

@@ -39,8 +39,8 @@ class Host:
     def __init__(self, model: TextModel | SpeechModel, limits: Limits) -> None:
         running = limits.running if isinstance(model, TextModel) else min(limits.recordings, limits.running)
         self.model = model
-        self.turns = Admission(running, limits.waiting, limits.per_key)
-        self.light = Admission(_HELPERS, limits.waiting, limits.per_key)
+        self.turns = Admission(running, limits.waiting)
+        self.light = Admission(_HELPERS, limits.waiting)
         self.pool = ThreadPoolExecutor(running + 1, thread_name_prefix=f"specdec-{model.name}")
         self.helpers = ThreadPoolExecutor(_HELPERS, thread_name_prefix=f"specdec-{model.name}-text")
         self.created, self._alive = int(time.time()), float("-inf")

@@ -28,8 +28,10 @@ EVERYTHING = {"temperature": 1.0, "top_k": 0}
 
 def check(asked: Generate, limits: Limits) -> None:
     """Raises a 400 for numbers beyond this server's limits."""
-    for name, most in (("n", limits.choices), ("num_beams", limits.beams), ("num_samples", limits.beams)):
-        if (getattr(asked, name) or 1) > most:
+    bounds: dict[str, int | None] = {"n": limits.choices, "num_beams": limits.beams, "num_samples": limits.beams}
+    bounds |= dict.fromkeys(("max_tokens", "max_completion_tokens", "min_tokens"), limits.new_tokens)
+    for name, most in bounds.items():
+        if most is not None and (getattr(asked, name, None) or 0) > most:
             raise ApiError(400, f"`{name}` may be {most} at most on this server", param=name, code="above_limit")
 
 

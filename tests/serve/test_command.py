@@ -25,7 +25,7 @@ from tests.folders import saved_model
 def keys(**given: Any) -> dict[str, Any]:
     """The settings of these flags."""
     names = (*command.SERVER, *command.LIMITS, *command.LOADING, "target", "draft_model", "method", "demo", "config")
-    names += ("name", "allow_host", "context", "kv_budget", "num_draft_tokens", "schedule")
+    names += ("name", "allow_host", "trusted_proxy", "context", "kv_budget", "num_draft_tokens", "schedule")
     return settings_keys({**dict.fromkeys(names), **given})
 
 
@@ -34,7 +34,8 @@ def test_flags_of_one_model() -> None:
     found = read_settings(
         keys(
             target="org/Model-7B", draft_model="org/draft", schedule="cost", dtype="bfloat16", port=9000,
-            kv_budget=0.25, max_running=4, drain=5.0, allow_host=["models.example.org"], pad_events=True, context=512,
+            kv_budget=0.25, max_running=4, drain=5.0, allow_host=["Models.example.org"], pad_events=True, context=512,
+            trusted_proxy=["10.0.0.0/8"],
         )
     )  # fmt: skip
     model = found.models[0]
@@ -42,6 +43,7 @@ def test_flags_of_one_model() -> None:
     assert (model.loading, model.options) == ({"dtype": "bfloat16"}, {"schedule": "cost"})
     assert (model.kv_budget, model.context) == (0.25, 512)
     assert (found.port, found.hosts, found.pad_events) == (9000, ("models.example.org",), True)
+    assert [str(one) for one in found.trusted_proxies] == ["10.0.0.0/8"]
     assert (found.limits.running, found.limits.drain_seconds, found.limits.waiting) == (4, 5.0, 128)
 
 
@@ -71,6 +73,9 @@ def test_a_file_under_flags(tmp_path: Path) -> None:
         (["--demo", "--draft-model", "x"], "--draft-model is about TARGET"),
         (["--demo", "--dtype", "float32"], "--dtype is about TARGET"),
         (["--demo", "--host", "0.0.0.0"], "--api-key-file"),
+        (["--demo", "--host", "0.0.0.0"], "--trusted-proxy ADDRESS"),
+        (["--demo", "--allow-host", "https://models.example.org"], "without scheme"),
+        (["--demo", "--trusted-proxy", "nginx"], "trusted_proxies"),
         (["--demo", "--api-key-file", "/no/such/file"], "api_key_file"),
         (["--demo", "--port", "70000"], "port"),
         (["--demo", "--log", "loud"], "log"),
