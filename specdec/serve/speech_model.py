@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from specdec.errors import SpecdecError
 from specdec.pipelines import Transcriber, Transcription
 from specdec.serve.bridge import Cancel
 from specdec.serve.errors import ApiError
@@ -71,10 +70,8 @@ class SpeechModel:
 
     def _check_length(self, content: bytes) -> None:
         """Raises before anything is decoded, from what the file says of itself."""
-        try:
-            import soundfile
-        except ImportError:
-            raise SpecdecError("reading sound needs soundfile: pip install 'specdec-runtime[audio]'") from None
+        import soundfile
+
         try:
             with soundfile.SoundFile(io.BytesIO(content)) as file:
                 seconds = file.frames / file.samplerate if file.samplerate else 0.0

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import re
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from specdec import LoadError, zoo
+from specdec import LoadError, SpecdecError, zoo
 from specdec.cli import serve as command
 from specdec.cli.commands import run
 from specdec.cli.serve import plain_name, settings_keys
+from specdec.pipelines import audio
 from specdec.serve import load, read_settings
 from specdec.serve.bridge import Cancel
 from specdec.serve.protocol import CompletionRequest
@@ -96,6 +98,24 @@ def test_a_missing_package(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     monkeypatch.setattr(command, "NEEDS", ("no_such_package",))
     assert run(["serve", "--demo"]) == 1
     assert "specdec-runtime[serve]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("package", ["soundfile", "soxr"])
+def test_a_model_that_could_not_hear(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not loaded. (The server started, said it was ready, and failed at every recording.)"""
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr("specdec.serve.hosting.Transcriber", None)
+    with pytest.raises(SpecdecError, match=rf"needs {package}: pip install"):
+        load(ModelSettings(name="m", target="zoo:speech"), Limits())
+
+
+def test_the_extra_is_enough() -> None:
+    """`serve` brings what the server checks for and what reads recordings. (The latter was in another extra.)"""
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    extra = re.search(r"^serve = \[(.*?)^\]", text, re.MULTILINE | re.DOTALL)
+    assert extra
+    brought = {name.replace("-", "_") for name in re.findall(r'"([\w-]+)', extra[1])}
+    assert brought >= {*command.NEEDS, *audio.READERS}
 
 
 def test_a_port_of_somebody_else(capsys: pytest.CaptureFixture[str]) -> None:
