@@ -192,7 +192,7 @@ class TextModel:
     def _options(self, ask: Ask, ids: list[int]) -> dict[str, Any]:
         request = ask.request
         begin = 1 if self.is_encoder_decoder else len(ids)
-        options = call_options(request, self._sampling, drafts=self.drafts)
+        options = call_options(request, self._sampling, self.generator.drafter)
         options |= {"max_new_tokens": self._room(ask, len(ids)), "cache_salt": ask.salt}
         if request.stops:
             options["stopping_criteria"] = [StopTexts(self.tokenizer, request.stops, begin)]
@@ -215,7 +215,8 @@ class TextModel:
         if length > self.context or room < 1 or (asked or 0) > room:
             wanted = f"{length} tokens and {asked or 'at least one'} new"
             message = f"this model's context is {self.context} tokens, and the request has a prompt of {wanted}"
-            raise ApiError(400, f"{message}: shorten one of them", code="context_length_exceeded")
+            param = "messages" if isinstance(ask.request, ChatRequest) else "prompt"
+            raise ApiError(400, f"{message}: shorten one of them", param=param, code="context_length_exceeded")
         return min(room, most) if asked is None else asked
 
     def _phrases(self, phrase: str | list[str]) -> Any:

@@ -71,7 +71,7 @@ def test_new_tokens_are_bounded() -> None:
             bodies: list[tuple[str, dict[str, Any]]] = [
                 (PATH, {**LONG, "max_tokens": 6}),
                 (chat, {**MESSAGES, "max_completion_tokens": 6}),
-                (PATH, {**SHORT, "min_tokens": 6}),
+                (PATH, {"prompt": "abc", "min_tokens": 6}),
                 (PATH, {"prompt": "abc", "ignore_eos": True}),
                 (PATH, {"prompt": "a" * 500, "ignore_eos": True}),
                 (PATH, {**LONG, "max_tokens": 3}),

@@ -264,7 +264,7 @@ def test_bodies_that_are_none(path: str) -> None:
 REFUSED: list[dict[str, Any]] = [
     {"tools": [{"type": "function"}]}, {"tool_choice": "required"}, {"functions": [{}]}, {"modalities": ["audio"]},
     {"chat_template": "{{ 7 * 7 }}"}, {"chat_template_kwargs": {"tools": []}},
-    {"chat_template_kwargs": {"chat_template": "x"}}, {"store": True}, {"suffix": "x"}, {"best_of": 3},
+    {"chat_template_kwargs": {"chat_template": "x"}}, {"suffix": "x"}, {"best_of": 3},
     {"messages": [{"role": "tool", "content": "x"}]}, {"messages": []}, {"messages": [{"role": "root", "content": ""}]},
     {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://10.0.0.1/x"}}]}]},
     {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
@@ -285,8 +285,8 @@ def test_what_is_not_supported_is_said() -> None:
                 found = await c.post("/v1/chat/completions", json=body)
                 assert found.status_code == 400, (more, found.text)
                 assert set(found.json()["error"]) == {"message", "type", "param", "code"}
-            neutral = {"tools": [], "tool_choice": "none", "store": False, "parallel_tool_calls": True, "n": 1}
-            body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "user": "u", **neutral}
+            neutral = {"tools": [], "tool_choice": "none", "parallel_tool_calls": True, "n": 1}
+            body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, **neutral}
             assert (await c.post("/v1/chat/completions", json=body)).status_code == 200
 
     run(ask())
