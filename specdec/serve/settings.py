@@ -92,9 +92,8 @@ class ServeSettings(_Frozen):
 
     `api_key_file` lists keys; an address that other machines reach needs one, or `insecure`. `hosts` are names under
     which browsers may reach it besides its own address. What `trusted_proxies` write into X-Forwarded-For is believed.
-    `stream_chunk` lets every event of a stream carry so many
-    tokens, and `pad_events` fills events up, so that sizes of packets do not tell what a draft guessed; `details` lets
-    clients ask for figures about drafts.
+    `stream_chunk` lets every event of a stream carry so many tokens, and `pad_events` fills events up, so that sizes of
+    packets do not tell what a draft guessed; `details` lets clients ask for figures about drafts.
     """
 
     models: Annotated[tuple[ModelSettings, ...], Field(min_length=1)]
