@@ -77,6 +77,10 @@ def serve(
     allow_host: Annotated[
         list[str] | None, typer.Option(metavar="HOST", help="Another name under which browsers reach it; repeatable.")
     ] = None,
+    trusted_proxy: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ADDRESS", help="A proxy or network whose X-Forwarded-For names clients; repeatable."),
+    ] = None,
     context: Annotated[int | None, typer.Option(help="Most tokens of prompt and answer together.")] = None,
     kv_budget: Annotated[
         float | None, typer.Option(help="Share of free memory, up to 1, or bytes for keys and values; half by default.")
@@ -173,8 +177,9 @@ def settings_keys(params: Mapping[str, Any]) -> dict[str, Any]:
     if len(named) + bool(keys.get("models")) != 1:
         raise OptionError("pass a TARGET, --demo, or a --config file with `models`, and only one of them")
     keys |= {name: params[name] for name in SERVER if params[name] is not None and params[name] is not False}
-    if params["allow_host"]:
-        keys["hosts"] = params["allow_host"]
+    for flag, key in (("allow_host", "hosts"), ("trusted_proxy", "trusted_proxies")):
+        if params[flag]:
+            keys[key] = params[flag]
     limits = {key: params[flag] for flag, key in LIMITS.items() if params[flag] is not None}
     if limits:
         keys["limits"] = {**(keys.get("limits") or {}), **limits}

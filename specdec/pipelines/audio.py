@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from specdec.errors import OptionError, SpecdecError
 Samples = NDArray[np.float32]
 _BLOCK = 1 << 20  # samples of every channel that are in memory at once
 _INSTALL = "pip install 'specdec-runtime[audio]'"
+READERS = ("soundfile", "soxr")
 _KINDS = "a file name, bytes, a binary file, an array, or a mapping of `array` and `sampling_rate`"
 _FORMATS = "wav, flac, mp3 and ogg can be read: convert others first, for example with ffmpeg"
 
@@ -34,6 +36,12 @@ class Audio:
     def seconds(self) -> float:
         """How long it lasts."""
         return len(self.samples) / self.rate
+
+
+def check_readers() -> None:
+    """Raises SpecdecError where a package that reads sound files is not installed."""
+    if missing := [name for name in READERS if find_spec(name) is None]:
+        raise SpecdecError(f"reading sound files needs {' and '.join(missing)}: {_INSTALL}")
 
 
 def read_audio(source: Any, rate: int) -> Audio:

@@ -10,7 +10,8 @@ from specdec.pipelines.stats import total
 from specdec.scale.tasks import Fields, Task, explained, load_generator
 from specdec.serve.answers import Answer, Tally
 from specdec.serve.bridge import Cancel
-from specdec.serve.errors import ApiError, as_api_error, invalid
+from specdec.serve.errors import ApiError, as_api_error
+from specdec.serve.faults import invalid
 from specdec.serve.protocol import ChatRequest, CompletionRequest
 from specdec.serve.text_model import Ask, Begun, Echo, Ended, Piece, TextModel
 from specdec.types import Stats
@@ -89,8 +90,7 @@ def _request(fields: Fields) -> ChatRequest | CompletionRequest:
     try:
         return kind.model_validate(fields.get("body"))
     except ValidationError as error:
-        first = error.errors()[0]
-        raise invalid(first, first["loc"]) from None
+        raise invalid([dict(fault) for fault in error.errors()], fields.get("body")) from None
 
 
 def _id(seed: int) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from specdec.serve.errors import busy
 
@@ -13,14 +13,13 @@ from specdec.serve.errors import busy
 class Admission:
     """`running` turns at a time; `waiting` more wait, and clients take turns however much each of them asks for.
 
-    `per_client` bounds what one client has running and waiting. To be used on one event loop.
+    To be used on one event loop.
     """
 
-    def __init__(self, running: int, waiting: int, per_client: int | None = None) -> None:
-        self.free, self._most_waiting, self._per_client = running, waiting, per_client
+    def __init__(self, running: int, waiting: int) -> None:
+        self.free, self._most_waiting = running, waiting
         self._running, self.waiting = running, 0
         self._queues: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-        self._held: Counter[str] = Counter()
 
     @property
     def running(self) -> int:
@@ -29,20 +28,12 @@ class Admission:
 
     @asynccontextmanager
     async def turn(self, client: str) -> AsyncIterator[None]:
-        """Waits for a turn and holds it; raises a 429 where too many wait, or the client has too many."""
-        if self._per_client is not None and self._held[client] >= self._per_client:
-            raise busy(f"this client has {self._per_client} requests under way already: wait for one to end", 1)
-        self._held[client] += 1
+        """Waits for a turn and holds it; raises a 429 where too many wait."""
+        await self._take(client)
         try:
-            await self._take(client)
-            try:
-                yield
-            finally:
-                self._give_back()
+            yield
         finally:
-            self._held[client] -= 1
-            if not self._held[client]:
-                del self._held[client]
+            self._give_back()
 
     async def _take(self, client: str) -> None:
         if self.free and not self.waiting:
@@ -80,3 +71,23 @@ class Admission:
     def _drop_empty(self, client: str) -> None:
         if client in self._queues and not self._queues[client]:
             del self._queues[client]
+
+
+class Clients:
+    """How many requests each client has under way, `most` at a time; None is any number. For one event loop."""
+
+    def __init__(self, most: int | None) -> None:
+        self._most, self._held = most, Counter[str]()
+
+    @contextmanager
+    def request(self, client: str) -> Iterator[None]:
+        """Counts one request of a client; raises a 429 where that is one too many."""
+        if self._most is not None and self._held[client] >= self._most:
+            raise busy(f"this client has {self._most} requests under way already: wait for one to end", 1)
+        self._held[client] += 1
+        try:
+            yield
+        finally:
+            self._held[client] -= 1
+            if not self._held[client]:
+                del self._held[client]

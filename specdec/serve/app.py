@@ -13,7 +13,8 @@ from starlette.responses import JSONResponse, Response
 
 from specdec import __version__
 from specdec.serve import audio_routes, page_routes, status_routes, text_routes
-from specdec.serve.errors import ApiError, as_api_error, invalid
+from specdec.serve.errors import ApiError, as_api_error
+from specdec.serve.faults import invalid
 from specdec.serve.guards import Entrance, GuardedRoute
 from specdec.serve.hosting import Hosts
 from specdec.serve.settings import ServeSettings
@@ -21,6 +22,10 @@ from specdec.serve.speech_model import SpeechModel
 from specdec.serve.state import LOG, State
 from specdec.serve.text_model import TextModel
 
+_SAID = {
+    404: "nothing is served at this path: /openapi.json lists what is",
+    405: "this path is not asked by this method: /openapi.json lists those that are",
+}
 ROUTERS = (text_routes.router, audio_routes.router, status_routes.router, page_routes.router)
 
 
@@ -54,8 +59,8 @@ def create_app(settings: ServeSettings, models: Sequence[TextModel | SpeechModel
 async def _invalid(request: Request, error: Exception) -> Response:
     """A body that is not what the endpoint takes."""
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    return _answer(invalid(first, first["loc"][1:]))
+    faults = [{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]  # "body" comes first
+    return _answer(invalid(faults, error.body))
 
 
 async def _refused(request: Request, error: Exception) -> Response:
@@ -63,7 +68,8 @@ async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if isinstance(error, ApiError):
         return _answer(error)
-    return _answer(ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {})))
+    said = _SAID.get(error.status_code, str(error.detail))
+    return _answer(ApiError(error.status_code, said, headers=dict(error.headers or {})))
 
 
 async def _failed(request: Request, error: Exception) -> Response:

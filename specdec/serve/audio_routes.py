@@ -16,14 +16,14 @@ from specdec.pipelines.subtitles import srt, vtt
 from specdec.serve.answers import event
 from specdec.serve.bridge import Work
 from specdec.serve.errors import ApiError
-from specdec.serve.guards import GuardedRoute
+from specdec.serve.guards import RecordingRoute
 from specdec.serve.hosting import Host
 from specdec.serve.protocol import Text
 from specdec.serve.respond import EventStream, watched
 from specdec.serve.speech_model import Listen, SpeechModel
-from specdec.serve.state import State, client_of, state_of
+from specdec.serve.state import client_of, state_of
 
-router = APIRouter(route_class=GuardedRoute, tags=["audio"])
+router = APIRouter(route_class=RecordingRoute, tags=["audio"])
 
 Format = Literal["json", "text", "srt", "verbose_json", "vtt"]
 Granularity = Literal["segment", "word"]
@@ -58,11 +58,12 @@ async def transcriptions(
         raise ApiError(400, "`timestamp_granularities[]` needs `response_format` verbose_json", param="response_format")
     words = "word" in timestamp_granularities
     stamps = None if response_format in ("json", "text") else "word" if words else "segment"
-    asked = Listen(await file.read(), "transcribe", language, prompt, temperature, stamps, seed)
-    state, host = _host(request, model)
+    asked = Listen("transcribe", language, prompt, temperature, stamps, seed)
+    host = state_of(request).hosts.named(model, "speech")
+    heard = _heard(request, host, asked, file)
     if stream:
-        return EventStream(state, await watched(request, _begun(_events(_heard(request, host, asked)))))
-    found = await watched(request, _whole(_heard(request, host, asked)))
+        return EventStream(state_of(request), await watched(request, _begun(_events(heard))))
+    found = await watched(request, _whole(heard))
     return _formed(found, host, asked, response_format, segments=not words or "segment" in timestamp_granularities)
 
 
@@ -79,9 +80,9 @@ async def translations(
     """Writes down in English what is said in any language."""
     await _check_fields(request, _COMMON - {"stream", "timestamp_granularities[]"})
     stamps = None if response_format in ("json", "text") else "segment"
-    asked = Listen(await file.read(), "translate", None, prompt, temperature, stamps, seed)
-    _, host = _host(request, model)
-    found = await watched(request, _whole(_heard(request, host, asked)))
+    asked = Listen("translate", None, prompt, temperature, stamps, seed)
+    host = state_of(request).hosts.named(model, "speech")
+    found = await watched(request, _whole(_heard(request, host, asked, file)))
     return _formed(found, host, asked, response_format, segments=True)
 
 
@@ -91,20 +92,17 @@ async def _check_fields(request: Request, known: set[str]) -> None:
         raise ApiError(400, f"`{unknown[0][:64]}` is not supported: leave it out", param=unknown[0][:64])
 
 
-def _host(request: Request, name: str | None) -> tuple[State, Host]:
-    """The model that is asked; raises a 503 on the way out, and a 404 or 400 where there is none for this."""
-    state = state_of(request)
-    state.admit()
-    return state, state.hosts.named(name, "speech")
-
-
-async def _heard(request: Request, host: Host, asked: Listen) -> AsyncGenerator[str | Transcription, None]:
-    """What is said, window by window, then all of it, once it is the request's turn."""
+async def _heard(
+    request: Request, host: Host, asked: Listen, file: UploadFile
+) -> AsyncGenerator[str | Transcription, None]:
+    """What is said, window by window, then all of it, once it is the request's turn; until then it stays on disk."""
     metrics, model, began = state_of(request).metrics, host.model, time.monotonic()
     assert isinstance(model, SpeechModel)
     async with host.turns.turn(client_of(request)):
         metrics.queued.labels(model.name).observe(time.monotonic() - began)
-        work = Work(host.pool, lambda cancel: model.hear(asked, cancel))
+        content = await file.read()
+        await file.close()
+        work = Work(host.pool, lambda cancel: model.hear(content, asked, cancel))
         try:
             async for item in work:
                 host.beat()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,15 +48,38 @@ def unavailable(message: str, seconds: int = 5) -> ApiError:
     return ApiError(503, message, code="unavailable", headers={"Retry-After": str(seconds)})
 
 
-def invalid(fault: Mapping[str, Any], place: Sequence[Any]) -> ApiError:
-    """What pydantic found at this place of a request, as a 400."""
-    where = [str(part) for part in place]
-    message = str(fault["msg"]).removeprefix("Value error, ")
-    if fault["type"] == "extra_forbidden":
-        message = "this field is not known here: leave it out"
-    named = re.match(r"`(\w+)`", message)
-    param = ".".join(where)[:128] or (named and named[1])
-    return ApiError(400, f"`{param}`: {message}" if where else message, param=param, code="invalid_value")
+def too_late(seconds: float) -> ApiError:
+    """The request took longer than it may."""
+    return ApiError(504, f"the request took longer than {seconds:g} s: ask for less", code="timeout")
+
+
+# The library's names -> those that clients give the same things.
+_CLIENTS = {
+    "`num_return_sequences`": "`n`",
+    "`max_new_tokens`": "`max_tokens`",
+    "`min_new_tokens`": "`min_tokens`",
+    "`sequence_bias`": "`logit_bias`",
+    "`force_words_ids`": "`constraints`",
+    "`top_logprobs`": "`logprobs`",
+    "`prompt_ids`": "`prompt`",
+    "set `do_sample=False`": "set `temperature` to 0",
+    "`do_sample=True`": "a `temperature` above 0",
+    "=True": "=true",
+    "=False": "=false",
+}
+
+
+def refused(message: str) -> ApiError:
+    """What the library says of an option, as a 400 in the words of a client."""
+    for ours, theirs in _CLIENTS.items():
+        message = message.replace(ours, theirs)
+    return ApiError(400, message, param=first_named(message), code="invalid_value")
+
+
+def first_named(message: str) -> str | None:
+    """The field that a message names first."""
+    found = re.search(r"`(\w+)", message)
+    return found[1] if found else None
 
 
 def as_api_error(error: BaseException) -> ApiError:
@@ -67,7 +89,7 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, CancelledError):
         return ApiError(499, "the request was cancelled", code="cancelled")
     if isinstance(error, OptionError):
-        return ApiError(400, str(error), code="invalid_value")
+        return refused(str(error))
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "out of memory" in str(error).lower():
         return unavailable("out of memory for this request: ask for less, or try again later")
     return ApiError(500, "the server failed on this request; its log says why", code="internal_error")

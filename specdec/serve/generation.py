@@ -34,13 +34,12 @@ class Generation:
         prompts: Sequence[str | list[int] | None],
         *,
         client: str,
-        salt: str | None,
     ) -> None:
         assert isinstance(host.model, TextModel)
         self._host, self._model, self._metrics = host, host.model, metrics
         self._request, self._prompts, self._client = request, prompts, client
         chunk = settings.stream_chunk if request.stream else None
-        self._asks = [Ask(request, prompt, salt, chunk) for prompt in prompts]
+        self._asks = [Ask(request, prompt, client, chunk, settings.limits.new_tokens) for prompt in prompts]
         self._tallies = [Tally() for _ in prompts]
         self._answer = Answer(request, host.model.name, self._tallies, settings.pad_events)
         self._wire: Wire | None = None

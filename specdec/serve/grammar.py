@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,31 +21,19 @@ from specdec.values import common_length
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-_ANY_OBJECT: dict[str, Any] = {"type": "object"}
-
 
 @dataclass(frozen=True)
 class Form:
     """What form an answer has: a kind of grammar, its text, and the field of the request that named it."""
 
-    kind: Literal["json", "regex", "lark", "choice"]
+    kind: str  # json, regex, grammar, choice
     source: Any
     field: str
 
     @classmethod
     def of(cls, asked: Generate) -> Form | None:
         """The form that a request asks for, if it does."""
-        form = asked.response_format
-        if form is not None and form.type != "text":
-            schema = form.json_schema.schema_ if form.json_schema is not None else None
-            return cls("json", _ANY_OBJECT if schema is None else schema, "response_format")
-        if asked.guided_json is not None:
-            return cls("json", asked.guided_json, "guided_json")
-        if asked.guided_regex is not None:
-            return cls("regex", asked.guided_regex, "guided_regex")
-        if asked.guided_grammar is not None:
-            return cls("lark", asked.guided_grammar, "guided_grammar")
-        return None if asked.guided_choice is None else cls("choice", asked.guided_choice, "guided_choice")
+        return next((cls(kind, source, field) for field, kind, source in asked.forms), None)
 
     def compiled(self) -> str:
         """The grammar as llguidance reads it; raises OptionError for what is none."""
@@ -54,7 +42,7 @@ class Form:
         try:
             if self.kind == "regex":
                 return LLMatcher.grammar_from_regex(self.source)
-            if self.kind == "lark":
+            if self.kind == "grammar":
                 return LLMatcher.grammar_from_lark(self.source)
             if self.kind == "choice":
                 choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in self.source)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import tempfile
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import anyio
 from fastapi.exceptions import RequestValidationError
@@ -23,14 +24,21 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specdec.serve.errors import ApiError, as_api_error
-from specdec.serve.state import LOG, State, state_of
+from specdec.serve.errors import ApiError, as_api_error, too_late, unavailable
+from specdec.serve.settings import Limits, host_of
+from specdec.serve.state import LOG, State, client_of, state_of
 from specdec.serve.wire import wire_of
 
 _ID = re.compile(r"[\w.-]{1,64}")
 _LOCAL = {"localhost", "127.0.0.1", "[::1]", "::1"}
 _FORM_BYTES = 2**16  # of a form besides its file
+_DIGITS = 20  # of a length
+_WAYS = {
+    "application/json": "send JSON in UTF-8 and the header `Content-Type: application/json`",
+    "multipart/form-data": "send a form with the recording as `file`, as `curl -F file=@talk.wav` does",
+}
 _PUBLIC = "_specdec_public"
+_ENDS = "specdec.ends"  # of a scope: what is given back when its request is over
 
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
@@ -42,7 +50,14 @@ def public(endpoint: Endpoint) -> Endpoint:
 
 
 class GuardedRoute(APIRoute):
-    """A route that asks for a key and bounds the body before anything else happens."""
+    """A route that asks for a key and bounds the body, which is JSON, before anything else happens."""
+
+    media = "application/json"
+
+    @asynccontextmanager
+    async def arrival(self, request: Request, state: State) -> AsyncIterator[int]:
+        """The most bytes of the body, while it may arrive and be answered."""
+        yield state.settings.limits.body_bytes
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """The endpoint behind its guards."""
@@ -53,9 +68,20 @@ class GuardedRoute(APIRoute):
             if not is_public:
                 authorise(request, state)
             try:
-                return await handler(Request(request.scope, _bounded(request, state)))
-            except (HTTPException, RequestValidationError):
+                if self.body_field is None:
+                    return await handler(request)
+                state.admit()
+                request.scope[_ENDS].enter_context(state.clients.request(client_of(request)))
+                _check_media(request, self.media)
+                async with self.arrival(request, state) as most:
+                    return await handler(Request(request.scope, _bounded(request, state.settings.limits, most)))
+            except (ApiError, RequestValidationError):
                 raise
+            except HTTPException as error:  # FastAPI says of everything that it is the client's fault
+                if isinstance(error.__cause__, OSError):
+                    LOG.error("an upload cannot be kept in %s: %s", tempfile.gettempdir(), error.__cause__)
+                    raise unavailable("the server has no room for this upload: try again later") from error
+                raise ApiError(400, f"the body cannot be read as {self.media}: {_WAYS[self.media]}") from error
             except Exception as error:
                 # Left to the server it would be answered too, but logged whole, and the connection closed.
                 told = as_api_error(error)
@@ -64,6 +90,23 @@ class GuardedRoute(APIRoute):
                 raise told from error
 
         return guarded
+
+
+class RecordingRoute(GuardedRoute):
+    """The same for a form with a recording, of which few arrive at a time; the others wait unread."""
+
+    media = "multipart/form-data"
+
+    @asynccontextmanager
+    async def arrival(self, request: Request, state: State) -> AsyncIterator[int]:
+        """As for JSON."""
+        limits = state.settings.limits
+        async with AsyncExitStack() as stack:
+            with anyio.move_on_after(limits.request_seconds) as waiting:
+                await stack.enter_async_context(state.uploads.turn(client_of(request)))
+            if waiting.cancelled_caught:
+                raise too_late(limits.request_seconds)
+            yield limits.audio_bytes + _FORM_BYTES
 
 
 def authorise(request: Request, state: State) -> None:
@@ -78,13 +121,19 @@ def authorise(request: Request, state: State) -> None:
     request.scope["specdec.key"] = name
 
 
-def _bounded(request: Request, state: State) -> Receive:
-    """The body, as long as it is not too large and does not take too long."""
-    limits = state.settings.limits
-    is_form = request.headers.get("content-type", "").startswith("multipart/")
-    most = limits.audio_bytes + _FORM_BYTES if is_form else limits.body_bytes
+def _check_media(request: Request, media: str) -> None:
+    """Raises a 415 for a body of another kind."""
+    given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if given != media:
+        came = f"is {given[:64]!r}" if given else "is missing"
+        message = f"the header `Content-Type` {came}: {_WAYS[media]}"
+        raise ApiError(415, message, param="Content-Type", code="unsupported_media_type")
+
+
+def _bounded(request: Request, limits: Limits, most: int) -> Receive:
+    """The body, as long as it has at most so many bytes and does not take too long."""
     declared = request.headers.get("content-length", "0")
-    if not declared.isdecimal() or int(declared) > most:
+    if not declared.isdecimal() or len(declared) > _DIGITS or int(declared) > most:
         raise _too_large(most)
     began, seen, complete = time.monotonic(), 0, False
 
@@ -124,6 +173,7 @@ class Entrance:
         given = headers.get("x-request-id", "")
         own = given if _ID.fullmatch(given) else secrets.token_hex(8)
         status, sent = 500, 0
+        ends = scope[_ENDS] = ExitStack()
 
         async def tagged(message: Message) -> None:
             nonlocal status, sent
@@ -142,6 +192,7 @@ class Entrance:
             else:
                 await JSONResponse(error.body, error.status_code)(scope, receive, tagged)
         finally:
+            ends.close()
             sent += 0 if (wire := wire_of(scope)) is None else wire.bytes
             self._note(scope, own, status, sent, time.monotonic() - began)
 
@@ -149,13 +200,14 @@ class Entrance:
         """Why a request must not go further."""
         if sum(len(name) + len(value) for name, value in scope["headers"]) > self._state.settings.limits.header_bytes:
             return ApiError(431, "the headers are too large", code="too_large")
-        settings, host = self._state.settings, _name(headers.get("host", ""))
-        known = {*settings.hosts, settings.host, *(_LOCAL if settings.is_local else ())}
+        settings, host = self._state.settings, host_of(headers.get("host", ""))
+        known = {*settings.hosts, settings.host.lower(), *(_LOCAL if settings.is_local else ())}
         # A page elsewhere may make its own name lead here (DNS rebinding).
         if settings.is_local and host not in known:
             return ApiError(421, "this host name is not served: pass --allow-host", code="unknown_host")
         origin = headers.get("origin")
-        if origin is not None and _name(urlsplit(origin).netloc) not in {host, *settings.hosts}:
+        site = host_of((origin or "").partition("://")[2])  # of whatever text: it is no URL that must be parsed
+        if origin is not None and (not site or site not in {host, *settings.hosts}):
             return ApiError(403, "pages of other sites may not use this server: pass --allow-host", code="cross_origin")
         return None
 
@@ -174,9 +226,3 @@ class Entrance:
             "key": scope.get("specdec.key"),
         }
         LOG.info(json.dumps(facts), extra={"facts": facts})
-
-
-def _name(netloc: str) -> str:
-    """A host without its port."""
-    host, colon, port = netloc.rpartition(":")
-    return (host if colon and port.isdecimal() else netloc).lower()

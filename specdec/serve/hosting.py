@@ -19,6 +19,7 @@ from specdec.loading import is_gguf
 from specdec.models import release_helpers
 from specdec.models.failures import check_reached
 from specdec.pipelines import Transcriber
+from specdec.pipelines.audio import check_readers
 from specdec.serve.admission import Admission
 from specdec.serve.bridge import call
 from specdec.serve.errors import ApiError
@@ -39,8 +40,8 @@ class Host:
     def __init__(self, model: TextModel | SpeechModel, limits: Limits) -> None:
         running = limits.running if isinstance(model, TextModel) else min(limits.recordings, limits.running)
         self.model = model
-        self.turns = Admission(running, limits.waiting, limits.per_key)
-        self.light = Admission(_HELPERS, limits.waiting, limits.per_key)
+        self.turns = Admission(running, limits.waiting)
+        self.light = Admission(_HELPERS, limits.waiting)
         self.pool = ThreadPoolExecutor(running + 1, thread_name_prefix=f"specdec-{model.name}")
         self.helpers = ThreadPoolExecutor(_HELPERS, thread_name_prefix=f"specdec-{model.name}-text")
         self.created, self._alive = int(time.time()), float("-inf")
@@ -121,7 +122,7 @@ def load(settings: ModelSettings, limits: Limits, share: float = 0.5) -> TextMod
     """The model that the settings name, loaded; `share` of free memory is its `kv_budget` where they name none.
 
     The calling thread keeps no helper threads, which would slow down those that decode.
-    Raises OptionError and LoadError as `from_pretrained` does.
+    Raises OptionError and LoadError as `from_pretrained` does, and SpecdecError where no recording could be read.
     """
     try:
         return _load(settings, limits, share)
@@ -134,6 +135,7 @@ def _load(settings: ModelSettings, limits: Limits, share: float) -> TextModel | 
     target, draft = zoo.locate(settings.target, "target"), _draft(settings.draft)
     common: dict[str, Any] = {"kv_budget": settings.kv_budget or share, "prefix_cache": settings.prefix_cache}
     if _task(settings, target, how) == "speech":
+        check_readers()
         transcriber = Transcriber.from_pretrained(target, draft, **common, **how, **settings.options)
         return SpeechModel(settings.name, transcriber, limits.audio_seconds)
     generator = SpecGenerator.from_pretrained(target, draft, **common, **how, **settings.options)

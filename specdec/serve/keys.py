@@ -4,67 +4,80 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
+import re
 from pathlib import Path
 
 from specdec.errors import OptionError
 
+LOG = logging.getLogger(__name__)
 _LEAST = 16  # characters
+_NAMED = re.compile(r"(.+?):\s+(.+)")  # a colon without a space after it is part of a key
 
 
 class Keys:
-    """The keys of a file: one a line, or `name: key`; lines that begin with # are comments.
+    """The keys of a file: one a line, or `NAME: KEY`; lines that begin with # are comments.
 
-    Only digests are held. Raises OptionError for a file that cannot be read, has no key, or has a short one.
+    Keys of one name are one client, so that a key can be replaced while its successor is valid already. Only digests
+    are held. Raises OptionError for a file that cannot be read, has no key, or has a short one.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._stamp = self._stat()
-        self._digests = self._read()
+        self._names, faults = self._read()
+        if faults:
+            raise OptionError(f"`api_key_file`: {faults[0]}")
 
     def name(self, given: str) -> str | None:
         """The name of a key, None for one that is not in the file; all keys are compared, equal or not."""
         self._refresh()
         digest, found = _digest(given), None
-        for name, known in self._digests.items():
+        for known, name in self._names.items():
             if hmac.compare_digest(digest, known):
                 found = name
         return found
 
     def _refresh(self) -> None:
-        """Reads a changed file; one that is broken or gone leaves the keys as they were."""
-        try:
-            stamp = self._stat()
-            if stamp != self._stamp:
-                self._digests, self._stamp = self._read(), stamp
-        except OptionError:
+        """Reads a changed file; what is wrong with it is logged, and opens nothing, lest a revoked key stay valid."""
+        stamp = self._stat()
+        if stamp == self._stamp:
             return
+        self._stamp = stamp
+        self._names, faults = self._read()
+        for fault in faults:
+            LOG.error("`api_key_file`: %s", fault)
+        LOG.info("%s was read again: %d keys", self._path, len(self._names))
 
-    def _stat(self) -> tuple[int, int, int]:
+    def _stat(self) -> tuple[int, ...] | None:
+        """What changes with the file, its mode included; None where it is gone."""
         try:
             found = self._path.stat()
-        except OSError as error:
-            raise OptionError.of("api_key_file", "a readable file", str(self._path), str(error)) from None
-        return found.st_mtime_ns, found.st_size, found.st_ino
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
 
-    def _read(self) -> dict[str, bytes]:
+    def _read(self) -> tuple[dict[bytes, str], list[str]]:
+        """Digests of the valid keys with their names, and what is wrong with the file."""
         try:
             lines = self._path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise OptionError.of("api_key_file", "a readable text file", str(self._path), str(error)) from None
-        found: dict[str, bytes] = {}
+            return {}, [f"{self._path} cannot be read as text ({error}): no key is valid until it can be"]
+        names: dict[bytes, str] = {}
+        faults: list[str] = []
         for number, line in enumerate(lines, 1):
             text = line.strip()
             if not text or text.startswith("#"):
                 continue
-            name, colon, key = text.partition(":")
-            name, key = (name.strip(), key.strip()) if colon else (f"key-{number}", text)
+            named = _NAMED.fullmatch(text)
+            name, key = named.groups() if named else (f"key-{number}", text)
             if len(key) < _LEAST:
-                raise OptionError(f"`api_key_file`: the key in line {number} is shorter than {_LEAST} characters")
-            found[name] = _digest(key)
-        if not found:
-            raise OptionError(f"`api_key_file`: {self._path} has no key in it: write one key a line")
-        return found
+                faults.append(f"the key in line {number} is shorter than {_LEAST} characters: write a longer one")
+            else:
+                names[_digest(key)] = name.strip()
+        if not names and not faults:
+            faults.append(f"{self._path} has no key in it: write one key a line")
+        return names, faults
 
 
 def _digest(key: str) -> bytes:

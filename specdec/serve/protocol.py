@@ -1,17 +1,22 @@
 """What clients send: OpenAI's fields, those that others added, and specdec's own; every number has bounds.
 
-Fields that cannot be honoured are refused unless their value asks for nothing.
+null means that a field is absent, wherever it stands. Fields that cannot be honoured are refused unless their value
+asks for nothing, and hints that would change no text are dropped.
 """
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from specdec.fields import SAMPLING
 from specdec.schedule import SCHEDULES
+from specdec.serve.faults import FieldError
 
+_FORMS = ("json", "regex", "grammar", "choice")
+_LIMITS = ("max_tokens", "max_completion_tokens")
 _LONGEST_NAME, _LONGEST_STOP, _LONGEST_GRAMMAR = 256, 256, 65_536
 
 
@@ -19,16 +24,21 @@ def _is_text(value: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise ValueError("the text holds half of a character (a lone surrogate)") from None
+        raise FieldError("the text holds half of a character (a lone surrogate): leave it out") from None
     return value
+
+
+def _present(data: Any) -> Any:
+    """What an object says, without its nulls."""
+    return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
 
 
 Text = Annotated[str, AfterValidator(_is_text)]
 Name = Annotated[Text, Field(max_length=_LONGEST_NAME)]
-TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[TokenId], Field(min_length=1, max_length=2**20)]
-Count = Annotated[int, Field(ge=1, le=2**20, strict=True)]
-Least = Annotated[int, Field(ge=0, le=2**20, strict=True)]
+Count = Annotated[int, Field(ge=1, le=2**20)]
+Least = Annotated[int, Field(ge=0, le=2**20)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)]
@@ -40,7 +50,7 @@ Json = dict[str, Any] | Grammar
 Choices = Annotated[list[Phrase], Field(min_length=1, max_length=1024)]
 
 # Field -> the values that ask for nothing, and what is said of any other.
-_TOOLS = "tool calls are not supported: leave it out, or describe the answer with `response_format`"
+_TOOLS = "leave tool calls out, or describe the answer with `response_format`"
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "tools": (([],), _TOOLS),
     "tool_choice": (("none", "auto"), _TOOLS),
@@ -52,41 +62,66 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "web_search_options": ((), "nothing is searched: leave it out"),
     "reasoning_effort": ((), "the effort of thinking cannot be set: leave it out"),
     "verbosity": ((), "leave it out, and ask for short or long answers in words"),
-    "store": ((False,), "nothing is stored: leave it out"),
-    "metadata": (({},), "nothing is stored: leave it out"),
-    "service_tier": (("auto", "default"), "there is one tier: leave it out"),
     "suffix": (("",), "text cannot be filled in before a suffix: leave it out"),
     "best_of": ((1,), "use `num_samples` and `n`, the best of samples by their log-probability"),
     "chat_template": ((), "templates of clients are not run: leave it out"),
     "prompt_embeds": ((), "embeddings are not read: pass text or token ids"),
     "stop_token_ids": (([],), "pass `stop`, text"),
 }
+HINTS = (
+    "user",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "store",
+    "metadata",
+    "service_tier",
+)
 _TEMPLATE = ("enable_thinking",)
+# The same of messages: clients send back what they were answered, with all fields that a message can have.
+_CALLS = "leave tool calls and their answers out"
+REFUSED_OF_MESSAGES = {
+    "tool_calls": _CALLS,
+    "function_call": _CALLS,
+    "audio": "only text is read: leave it out",
+    "refusal": "pass its text as `content`",
+}
 
 
-class Message(BaseModel):
+class Sent(BaseModel):
+    """An object that a client sends."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        return _present(data)
+
+
+class Message(Sent):
     """One turn of a conversation; only text is read."""
-
-    model_config = ConfigDict(extra="forbid")
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | list[TextPart] | None = None
     name: Name | None = None
-    refusal: None = None
-    tool_calls: None = None
 
     @model_validator(mode="before")
     @classmethod
     def _only_text(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            if data.get("role") in ("tool", "function") or data.get("tool_calls"):
-                raise ValueError(_TOOLS)
-            parts = data.get("content")
-            for part in parts if isinstance(parts, list) else []:
-                kind = part.get("type") if isinstance(part, dict) else None
-                if kind is not None and kind != "text":
-                    raise ValueError(f"content of type {str(kind)[:40]!r} is not supported: only text is read")
-        return data
+        if not isinstance(data, dict):
+            return data
+        if data.get("role") in ("tool", "function"):
+            raise FieldError(f"`role` '{data['role']}' is not supported: {_CALLS}")
+        for name, why in REFUSED_OF_MESSAGES.items():
+            if data.get(name):
+                raise FieldError(f"`{name}` is not supported: {why}")
+        parts = data.get("content")
+        for part in parts if isinstance(parts, list) else []:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and kind != "text":
+                raise FieldError(f"`content` of type {json.dumps(kind[:40])} is not supported: only text is read")
+        return {name: value for name, value in data.items() if name not in (*REFUSED_OF_MESSAGES, "annotations")}
 
     @property
     def plain(self) -> dict[str, str]:
@@ -97,10 +132,8 @@ class Message(BaseModel):
         return said if self.name is None else {**said, "name": self.name}
 
 
-class TextPart(BaseModel):
+class TextPart(Sent):
     """A part of a message."""
-
-    model_config = ConfigDict(extra="forbid")
 
     type: Literal["text"]
     text: Text
@@ -109,20 +142,16 @@ class TextPart(BaseModel):
 Message.model_rebuild()
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Sent):
     """How a stream looks: with usage at its end or in every event, and with events filled up to a common size."""
-
-    model_config = ConfigDict(extra="forbid")
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: bool = False
 
 
-class Prediction(BaseModel):
+class Prediction(Sent):
     """Text that the answer may resemble."""
-
-    model_config = ConfigDict(extra="forbid")
 
     type: Literal["content"]
     content: Text | list[TextPart]
@@ -133,10 +162,8 @@ class Prediction(BaseModel):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class JsonSchema(BaseModel):
+class JsonSchema(Sent):
     """A named schema; answers follow it whether or not they are called strict."""
-
-    model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
     name: Name = "schema"
     description: Text | None = None
@@ -144,10 +171,8 @@ class JsonSchema(BaseModel):
     strict: bool | None = None
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Sent):
     """What form an answer has."""
-
-    model_config = ConfigDict(extra="forbid")
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -155,14 +180,12 @@ class ResponseFormat(BaseModel):
     @model_validator(mode="after")
     def _complete(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("`json_schema` and the type 'json_schema' go together: pass both")
+            raise FieldError("`json_schema` and the type 'json_schema' go together: pass both")
         return self
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(Sent):
     """vLLM's field for the form of an answer: one of these, which are `guided_json`, `guided_regex` and so on."""
-
-    model_config = ConfigDict(extra="forbid")
 
     json_: Json | None = Field(default=None, alias="json", description="A JSON schema that the answer fits.")
     regex: Grammar | None = Field(default=None, description="A regular expression that the whole answer matches.")
@@ -170,38 +193,38 @@ class StructuredOutputs(BaseModel):
     choice: Choices | None = Field(default=None, description="Texts, one of which is the answer.")
 
     @property
-    def guided(self) -> dict[str, Any]:
-        """What is set, under its older names."""
-        return {f"guided_{name}": value for name, value in self.model_dump(by_alias=True, exclude_none=True).items()}
+    def forms(self) -> dict[str, Any]:
+        """Each of them, by kind."""
+        return {"json": self.json_, "regex": self.regex, "grammar": self.grammar, "choice": self.choice}
 
 
-class Generate(BaseModel):
+class Generate(Sent):
     """What all requests for text share."""
-
-    model_config = ConfigDict(extra="forbid")
 
     model: Name | None = None
     max_tokens: Count | None = None
     min_tokens: Least = 0
-    n: Annotated[int, Field(ge=1, le=1024, strict=True)] = 1
+    n: Annotated[int, Field(ge=1, le=1024)] = 1
     stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63, strict=True)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    user: Name | None = None
     # choice
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Share | None = None
-    top_k: Annotated[int, Field(ge=-1, le=2**20, strict=True)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**20)] | None = None
     min_p: Share | None = None
-    typical_p: Share | None = None
+    typical_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
     frequency_penalty: Penalty = 0.0
     presence_penalty: Penalty = 0.0
     repetition_penalty: Positive = 1.0
-    no_repeat_ngram_size: Annotated[int, Field(ge=0, le=1024, strict=True)] = 0
-    logit_bias: Annotated[dict[Annotated[str, Field(max_length=12)], Bias], Field(max_length=1024)] | None = None
+    no_repeat_ngram_size: Annotated[int, Field(ge=0, le=1024)] = 0
+    logit_bias: (
+        Annotated[dict[Annotated[str, Field(max_length=12)], Bias], Field(max_length=1024), BeforeValidator(_present)]
+        | None
+    ) = None
     # form
     response_format: ResponseFormat | None = None
     guided_json: Json | None = None
@@ -210,8 +233,8 @@ class Generate(BaseModel):
     guided_choice: Choices | None = None
     structured_outputs: StructuredOutputs | None = None
     # specdec's strategies and drafts
-    num_beams: Annotated[int, Field(ge=1, le=1024, strict=True)] = 1
-    num_beam_groups: Annotated[int, Field(ge=1, le=1024, strict=True)] = 1
+    num_beams: Annotated[int, Field(ge=1, le=1024)] = 1
+    num_beam_groups: Annotated[int, Field(ge=1, le=1024)] = 1
     diversity_penalty: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
     length_penalty: Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)] | None = None
     early_stopping: bool | Literal["never", "exhaustive"] | None = None
@@ -222,14 +245,14 @@ class Generate(BaseModel):
         ]
         | None
     ) = None
-    num_samples: Annotated[int, Field(ge=1, le=1024, strict=True)] | None = None
+    num_samples: Annotated[int, Field(ge=1, le=1024)] | None = None
     ranking: Literal["mean", "sum"] | None = None
     penalty_alpha: Share | None = None
     sampling: Literal[tuple(SAMPLING)] | None = None  # type: ignore[valid-type]
     speculate: bool = True
     schedule: Literal[tuple(SCHEDULES)] | None = None  # type: ignore[valid-type]
-    num_assistant_tokens: Annotated[int, Field(ge=1, le=256, strict=True)] | None = None
-    num_assistant_branches: Annotated[int, Field(ge=1, le=64, strict=True)] | None = None
+    num_assistant_tokens: Annotated[int, Field(ge=1, le=256)] | None = None
+    num_assistant_branches: Annotated[int, Field(ge=1, le=64)] | None = None
     assistant_confidence_threshold: Share | None = None
     prediction: Prediction | None = None
     return_metrics: bool = False
@@ -242,24 +265,33 @@ class Generate(BaseModel):
             return data
         for name, (neutral, why) in REFUSED.items():
             if name in data and data[name] is not None and not any(_same(data[name], value) for value in neutral):
-                raise ValueError(f"`{name}` is not supported: {why}")
-        return {name: value for name, value in data.items() if name not in REFUSED and value is not None}
+                raise FieldError(f"`{name}` is not supported: {why}")
+        return {name: value for name, value in data.items() if name not in (*REFUSED, *HINTS)}
 
     @model_validator(mode="after")
     def _together(self) -> Generate:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("`stream_options` need `stream`: set it, or leave them out")
-        for name, value in (self.structured_outputs.guided if self.structured_outputs else {}).items():
-            if getattr(self, name) is not None:
-                raise ValueError(f"`structured_outputs` and `{name}` say the same: pass one of them")
-            setattr(self, name, value)
-        forms = ("guided_json", "guided_regex", "guided_grammar", "guided_choice")
-        named = [name for name in forms if getattr(self, name) is not None]
-        if self.response_format is not None and self.response_format.type != "text":
-            named.append("response_format")
+            raise FieldError("`stream_options` need `stream`: set it, or leave them out")
+        named = [field for field, _, _ in self.forms]
         if len(named) > 1:
-            raise ValueError(f"`{named[0]}` and `{named[1]}` each say what form the answer has: pass one of them")
+            raise FieldError(f"`{named[0]}` and `{named[1]}` each say what form the answer has: pass one of them")
+        if (most := self.most_tokens) is not None and self.min_tokens > most:
+            limit = next((name for name in _LIMITS if getattr(self, name, None) is not None), None)
+            known = f"`{limit}`={most}" if limit else f"{most}, which is the most without `max_tokens`"
+            raise FieldError(f"`min_tokens`={self.min_tokens} is more than {known}: lower the one or raise the other")
         return self
+
+    @property
+    def forms(self) -> list[tuple[str, str, Any]]:
+        """The forms that the answer is to have: the field that says so, the kind (json, regex, …), and which."""
+        found = [(f"guided_{kind}", kind, getattr(self, f"guided_{kind}")) for kind in _FORMS]
+        nested = self.structured_outputs.forms if self.structured_outputs is not None else {}
+        found += [(f"structured_outputs.{kind}", kind, value) for kind, value in nested.items()]
+        if self.response_format is not None and self.response_format.type != "text":
+            schema = self.response_format.json_schema
+            own = schema.schema_ if schema is not None else None
+            found.append(("response_format", "json", {"type": "object"} if own is None else own))
+        return [form for form in found if form[2] is not None]
 
     @property
     def top(self) -> int | None:
@@ -286,7 +318,7 @@ class CompletionRequest(Generate):
 
     prompt: Text | Tokens | Annotated[list[Text | Tokens], Field(min_length=1, max_length=1024)]
     echo: bool = False
-    logprobs: Annotated[int, Field(ge=0, le=20, strict=True)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -314,19 +346,22 @@ class ChatRequest(Generate):
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
     max_completion_tokens: Count | None = None
     logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=20, strict=True)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
-    chat_template_kwargs: dict[Literal[_TEMPLATE], bool] | None = None  # type: ignore[valid-type]
+    chat_template_kwargs: (
+        Annotated[dict[Literal[_TEMPLATE], bool], BeforeValidator(_present)]  # type: ignore[valid-type]
+        | None
+    ) = None
 
     @model_validator(mode="after")
     def _agree(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("`top_logprobs` needs `logprobs`: set it to true")
+            raise FieldError("`top_logprobs` needs `logprobs`: set it to true")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise ValueError("`max_tokens` and `max_completion_tokens` are the same: pass one of them")
+            raise FieldError("`max_tokens` and `max_completion_tokens` are the same: pass one of them")
         if self.continue_final_message and self.add_generation_prompt:
-            raise ValueError("`continue_final_message` and `add_generation_prompt` contradict: pass one of them")
+            raise FieldError("`continue_final_message` and `add_generation_prompt` contradict: pass one of them")
         return self
 
     @property
@@ -340,10 +375,8 @@ class ChatRequest(Generate):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(Sent):
     """Text or a conversation to be turned into token ids."""
-
-    model_config = ConfigDict(extra="forbid")
 
     model: Name | None = None
     prompt: Text | None = None
@@ -354,14 +387,12 @@ class TokenizeRequest(BaseModel):
     @model_validator(mode="after")
     def _one(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("pass `prompt` or `messages`")
+            raise FieldError("pass `prompt` or `messages`")
         return self
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(Sent):
     """Token ids to be turned into text."""
-
-    model_config = ConfigDict(extra="forbid")
 
     model: Name | None = None
     tokens: Annotated[list[TokenId], Field(max_length=2**20)]

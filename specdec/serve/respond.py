@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from specdec.serve.answers import event
-from specdec.serve.errors import ApiError, as_api_error
+from specdec.serve.errors import ApiError, as_api_error, too_late
 from specdec.serve.state import LOG, State, state_of
 from specdec.serve.wire import Wire
 
@@ -35,7 +35,7 @@ async def watched(request: Request, work: Coroutine[Any, Any, T]) -> T:
             return task.result()
         late = not gone.done() and not task.done()
         await _ended(task)
-        raise _too_late(state) if late else state.given_up()
+        raise too_late(_patience(state)) if late else state.given_up()
     finally:
         gone.cancel()
         await _ended(task)
@@ -74,7 +74,7 @@ class EventStream(Response):
                 elif not task.done() and not self._sending and self._silence >= PING:
                     await self._show_life(send)
             if task.cancelled() and not gone.done():
-                await self._fail(send, _too_late(self._state) if late else self._state.given_up())
+                await self._fail(send, too_late(_patience(self._state)) if late else self._state.given_up())
         finally:
             gone.cancel()
             await _ended(task)
@@ -126,10 +126,6 @@ class EventStream(Response):
 
 def _patience(state: State) -> float:
     return state.settings.limits.request_seconds
-
-
-def _too_late(state: State) -> ApiError:
-    return ApiError(504, f"the request took longer than {_patience(state):g} s: ask for less", code="timeout")
 
 
 async def _left(receive: Receive) -> None:

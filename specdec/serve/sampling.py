@@ -9,6 +9,7 @@ from specdec.errors import OptionError, UnsupportedError
 from specdec.serve.errors import ApiError
 from specdec.serve.protocol import Generate
 from specdec.serve.settings import Limits
+from specdec.types import BatchDrafter
 
 # Fields that are options by the same name, and the values that do nothing.
 _SAME: dict[str, tuple[Any, ...]] = {
@@ -28,15 +29,17 @@ EVERYTHING = {"temperature": 1.0, "top_k": 0}
 
 def check(asked: Generate, limits: Limits) -> None:
     """Raises a 400 for numbers beyond this server's limits."""
-    for name, most in (("n", limits.choices), ("num_beams", limits.beams), ("num_samples", limits.beams)):
-        if (getattr(asked, name) or 1) > most:
+    bounds: dict[str, int | None] = {"n": limits.choices, "num_beams": limits.beams, "num_samples": limits.beams}
+    bounds |= dict.fromkeys(("max_tokens", "max_completion_tokens", "min_tokens"), limits.new_tokens)
+    for name, most in bounds.items():
+        if most is not None and (getattr(asked, name, None) or 0) > most:
             raise ApiError(400, f"`{name}` may be {most} at most on this server", param=name, code="above_limit")
 
 
-def call_options(asked: Generate, checkpoint: Mapping[str, Any], *, drafts: bool) -> dict[str, Any]:
+def call_options(asked: Generate, checkpoint: Mapping[str, Any], draft: BatchDrafter | None) -> dict[str, Any]:
     """The options of a call, lengths and form left out.
 
-    `checkpoint` are the sampling settings that the model brings along; `drafts` says whether the model has a draft.
+    `checkpoint` are the sampling settings that the model brings along, `draft` is its draft.
     """
     options: dict[str, Any] = {
         name: value for name, idle in _SAME.items() if (value := getattr(asked, name)) not in idle
@@ -62,12 +65,12 @@ def call_options(asked: Generate, checkpoint: Mapping[str, Any], *, drafts: bool
     if asked.logit_bias:
         options["sequence_bias"] = {(_token_id(token),): float(bias) for token, bias in asked.logit_bias.items()}
     options["seed"] = asked.seed if asked.seed is None or asked.seed >= 0 else asked.seed + 2**64
-    return options | _draft_options(asked, drafts=drafts)
+    return options | _draft_options(asked, draft)
 
 
-def _draft_options(asked: Generate, *, drafts: bool) -> dict[str, Any]:
+def _draft_options(asked: Generate, draft: BatchDrafter | None) -> dict[str, Any]:
     named = {name: value for name in _DRAFTING if (value := getattr(asked, name)) is not None}
-    if drafts and (not asked.speculate or asked.penalty_alpha):
+    if draft is not None and (not asked.speculate or asked.penalty_alpha):
         if named:
             why = "`speculate` is false" if not asked.speculate else "`penalty_alpha` takes no draft"
             raise OptionError(f"`{next(iter(named))}` says how much to draft, and {why}: leave one of them out")
@@ -76,7 +79,11 @@ def _draft_options(asked: Generate, *, drafts: bool) -> dict[str, Any]:
                 "`prediction` is for drafts that copy, and this request takes none: leave one of them out"
             )
         return {"assistant_model": "none"}
-    if not drafts and named:
+    if asked.prediction is not None and asked.prediction.text and (draft is None or not draft.reads_predictions):
+        raise UnsupportedError("`prediction` is for drafts that copy, and this model has none: leave it out")
+    if draft is not None and (asked.num_assistant_branches or 1) > 1 and not draft.guesses_trees:
+        raise UnsupportedError("`num_assistant_branches` is for drafts of trees, and this model has none: leave it out")
+    if draft is None and named:
         raise UnsupportedError(
             f"`{next(iter(named))}` says how much to draft, and this model has no draft: leave it out"
         )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, IPvAnyNetwork, ValidationError, model_validator
 
 from specdec.errors import OptionError
 
@@ -15,6 +15,32 @@ Count = Annotated[int, Field(ge=1, le=2**20)]
 Bytes = Annotated[int, Field(ge=1, le=2**40)]
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 Draft = str | tuple[str, str] | None
+
+
+def host_of(netloc: str) -> str:
+    """A host as names are compared: in small letters, without its port."""
+    host, _, port = netloc.rpartition(":")
+    has_port = port.isdecimal() and (":" not in host or host.endswith("]"))  # ::1 has none
+    return (host if has_port else netloc).lower()
+
+
+def address_of(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address that a proxy wrote down, with a port or without; None for what is none."""
+    host = host_of(text).removeprefix("[").removesuffix("]")
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return None
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+def _host(text: str) -> str:
+    if not text or "/" in text or text != text.strip():
+        raise ValueError(f"must be a name without scheme or path, as in models.example.org, got {text!r}")
+    return host_of(text)
+
+
+HostName = Annotated[str, AfterValidator(_host)]
 
 
 class _Frozen(BaseModel):
@@ -65,9 +91,9 @@ class ServeSettings(_Frozen):
     """A whole server.
 
     `api_key_file` lists keys; an address that other machines reach needs one, or `insecure`. `hosts` are names under
-    which browsers may reach it besides its own address. `stream_chunk` lets every event of a stream carry so many
-    tokens, and `pad_events` fills events up, so that sizes of packets do not tell what a draft guessed; `details` lets
-    clients ask for figures about drafts.
+    which browsers may reach it besides its own address. What `trusted_proxies` write into X-Forwarded-For is believed.
+    `stream_chunk` lets every event of a stream carry so many tokens, and `pad_events` fills events up, so that sizes of
+    packets do not tell what a draft guessed; `details` lets clients ask for figures about drafts.
     """
 
     models: Annotated[tuple[ModelSettings, ...], Field(min_length=1)]
@@ -75,7 +101,8 @@ class ServeSettings(_Frozen):
     port: Annotated[int, Field(ge=0, le=65_535)] = 8000
     api_key_file: Path | None = None
     insecure: bool = False
-    hosts: tuple[str, ...] = ()
+    hosts: tuple[HostName, ...] = ()
+    trusted_proxies: tuple[IPvAnyNetwork, ...] = ()
     stream_chunk: Annotated[int, Field(ge=1, le=1024)] | None = None
     pad_events: bool = False
     details: bool = True
@@ -90,7 +117,8 @@ class ServeSettings(_Frozen):
         if not self.is_local and self.api_key_file is None and not self.insecure:
             raise ValueError(
                 f"host {self.host!r} can be reached from other machines, and there are no keys: pass --api-key-file, "
-                "or --insecure where something before the server asks for keys"
+                "or --insecure where a proxy before the server asks for keys, with --trusted-proxy ADDRESS so that its "
+                "users count as one client each"
             )
         return self
 

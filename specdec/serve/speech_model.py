@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from specdec.errors import SpecdecError
 from specdec.pipelines import Transcriber, Transcription
 from specdec.serve.bridge import Cancel
 from specdec.serve.errors import ApiError
@@ -17,9 +16,8 @@ from specdec.serve.errors import ApiError
 
 @dataclass(frozen=True)
 class Listen:
-    """A recording and how it is to be heard; `stamps` are "segment", "word", or None for plain text."""
+    """How a recording is to be heard; `stamps` are "segment", "word", or None for plain text."""
 
-    content: bytes
     task: str
     language: str | None = None
     prompt: str | None = None
@@ -39,9 +37,9 @@ class SpeechModel:
         self.drafts = self.generator.drafter is not None
         self._seconds = seconds
 
-    def hear(self, asked: Listen, cancel: Cancel) -> Iterator[str | Transcription]:
+    def hear(self, content: bytes, asked: Listen, cancel: Cancel) -> Iterator[str | Transcription]:
         """What is said, window by window, then all of it; raises a 400 for what is no sound, or too long."""
-        self._check_length(asked.content)
+        self._check_length(content)
         options: dict[str, Any] = {"language": asked.language, "task": asked.task, "seed": asked.seed}
         if asked.stamps is not None:
             options["return_timestamps"] = "word" if asked.stamps == "word" else True
@@ -50,7 +48,7 @@ class SpeechModel:
         if asked.temperature:
             options["temperature"] = asked.temperature
         found = yield from self.transcriber.stream(
-            asked.content,
+            content,
             stopping_criteria=[_Given(cancel)],
             progress=lambda done, known: cancel.check(),
             **{name: value for name, value in options.items() if value is not None},
@@ -72,10 +70,8 @@ class SpeechModel:
 
     def _check_length(self, content: bytes) -> None:
         """Raises before anything is decoded, from what the file says of itself."""
-        try:
-            import soundfile
-        except ImportError:
-            raise SpecdecError("reading sound needs soundfile: pip install 'specdec-runtime[audio]'") from None
+        import soundfile
+
         try:
             with soundfile.SoundFile(io.BytesIO(content)) as file:
                 seconds = file.frames / file.samplerate if file.samplerate else 0.0

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from starlette.requests import Request
 
+from specdec.serve.admission import Admission, Clients
 from specdec.serve.errors import ApiError, unavailable
 from specdec.serve.hosting import Hosts
 from specdec.serve.keys import Keys
 from specdec.serve.metrics import Metrics
-from specdec.serve.settings import ServeSettings
+from specdec.serve.settings import ServeSettings, address_of
 
 LOG = logging.getLogger("specdec.serve")
+_AHEAD = 6  # recordings that may arrive before their turn to be heard
+_LONGEST = 64  # characters of a client's address
 
 
 class State:
@@ -24,6 +27,9 @@ class State:
     def __init__(self, settings: ServeSettings, hosts: Hosts) -> None:
         self.settings, self.hosts, self.metrics = settings, hosts, Metrics()
         self.keys = None if settings.api_key_file is None else Keys(settings.api_key_file)
+        self.clients = Clients(settings.limits.per_key)
+        heard = sum(host.turns.free for host in hosts.all.values() if host.model.task == "speech")
+        self.uploads = Admission(heard + _AHEAD, settings.limits.waiting)
         self.draining = self.stopping = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._last: list[Callable[[], None]] = []
@@ -70,10 +76,19 @@ def state_of(request: Request) -> State:
 
 
 def client_of(request: Request) -> str:
-    """Who asks: the name of the key, or the address where there are no keys."""
-    return request.scope.get("specdec.key") or (request.client.host if request.client else "")
+    """Who asks: the name of the key, or the address where there are no keys; texts of two clients are kept apart."""
+    known: str | None = request.scope.get("specdec.key")
+    if known is not None or request.client is None:
+        return known or ""
+    forwarded = ",".join(request.headers.getlist("x-forwarded-for")).split(",")
+    named = [text for part in forwarded if (text := part.strip())]
+    return _origin([*named, request.client.host], state_of(request).settings)
 
 
-def salt_of(request: Request) -> str | None:
-    """What keeps the texts of one key from those of another."""
-    return request.scope.get("specdec.key")
+def _origin(addresses: Sequence[str], settings: ServeSettings) -> str:
+    """The last of these addresses that is no trusted proxy: those before it may be the client's invention."""
+    for text in reversed(addresses):
+        address = address_of(text)
+        if address is None or not any(address in network for network in settings.trusted_proxies):
+            break
+    return text[:_LONGEST] if address is None else str(address)

@@ -78,7 +78,9 @@ async def tokenize(request: Request, asked: TokenizeRequest) -> dict[str, Any]:
     most = state_of(request).settings.limits.prompt_characters
     said = [message.plain for message in asked.messages or ()]
     if len(asked.prompt or "") + sum(len(message["content"]) for message in said) > most:
-        raise ApiError(400, f"texts may have {most:,} characters at most on this server", code="above_limit")
+        param = "messages" if asked.prompt is None else "prompt"
+        message = f"`{param}` may have {most:,} characters at most on this server"
+        raise ApiError(400, message, param=param, code="above_limit")
     host, text = _text_host(request, asked.model)
 
     def ids() -> list[int]:

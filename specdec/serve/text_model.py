@@ -78,13 +78,15 @@ class Ended:
 class Ask:
     """One prompt of a request, as a thread is handed it.
 
-    `salt` keeps clients' texts apart; `chunk` is how many tokens a piece has, where rounds shall not show.
+    `salt` keeps clients' texts apart; `chunk` is how many tokens a piece has, where rounds shall not show; `most` are
+    the new tokens that the server allows.
     """
 
     request: Generate
     prompt: str | list[int] | None = None
     salt: str | None = None
     chunk: int | None = None
+    most: int | None = None
 
 
 class TextModel:
@@ -190,8 +192,8 @@ class TextModel:
     def _options(self, ask: Ask, ids: list[int]) -> dict[str, Any]:
         request = ask.request
         begin = 1 if self.is_encoder_decoder else len(ids)
-        options = call_options(request, self._sampling, drafts=self.drafts)
-        options |= {"max_new_tokens": self._room(request, len(ids)), "cache_salt": ask.salt}
+        options = call_options(request, self._sampling, self.generator.drafter)
+        options |= {"max_new_tokens": self._room(ask, len(ids)), "cache_salt": ask.salt}
         if request.stops:
             options["stopping_criteria"] = [StopTexts(self.tokenizer, request.stops, begin)]
         if (form := Form.of(request)) is not None:
@@ -205,15 +207,17 @@ class TextModel:
             options["prediction"] = request.prediction.text
         return options
 
-    def _room(self, request: Generate, length: int) -> int:
+    def _room(self, ask: Ask, length: int) -> int:
         """The most new tokens; a prompt that is too long for what is asked is a 400."""
         used = 1 if self.is_encoder_decoder else length
-        room, asked = self.context - used, request.most_tokens
+        room, asked, most = self.context - used, ask.request.most_tokens, ask.most or self.context
+        asked = None if asked is None else min(asked, most)
         if length > self.context or room < 1 or (asked or 0) > room:
             wanted = f"{length} tokens and {asked or 'at least one'} new"
             message = f"this model's context is {self.context} tokens, and the request has a prompt of {wanted}"
-            raise ApiError(400, f"{message}: shorten one of them", code="context_length_exceeded")
-        return room if asked is None else asked
+            param = "messages" if isinstance(ask.request, ChatRequest) else "prompt"
+            raise ApiError(400, f"{message}: shorten one of them", param=param, code="context_length_exceeded")
+        return min(room, most) if asked is None else asked
 
     def _phrases(self, phrase: str | list[str]) -> Any:
         if isinstance(phrase, str):

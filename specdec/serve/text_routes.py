@@ -14,7 +14,7 @@ from specdec.serve.guards import GuardedRoute
 from specdec.serve.protocol import ChatRequest, CompletionRequest, Generate
 from specdec.serve.respond import EventStream, watched
 from specdec.serve.sampling import check
-from specdec.serve.state import client_of, salt_of, state_of
+from specdec.serve.state import client_of, state_of
 from specdec.serve.wire import wire_of
 
 router = APIRouter(route_class=GuardedRoute, tags=["text"])
@@ -42,17 +42,17 @@ async def _answer(
     request: Request, asked: Generate, prompts: Sequence[str | list[int] | None], *, too_long: bool
 ) -> Response:
     state = state_of(request)
-    state.admit()
     check(asked, state.settings.limits)
     if too_long:
         most = state.settings.limits.prompt_characters
-        raise ApiError(400, f"prompts may have {most:,} characters at most on this server", code="above_limit")
+        param = "messages" if isinstance(asked, ChatRequest) else "prompt"
+        message = f"`{param}` may have {most:,} characters at most on this server"
+        raise ApiError(400, message, param=param, code="above_limit")
     if not state.settings.details and (asked.return_metrics or asked.return_drafted):
-        raise ApiError(400, "this server tells nothing about its drafts: leave out `return_metrics`, `return_drafted`")
+        message = "`return_metrics` and `return_drafted` are not answered by this server: leave them out"
+        raise ApiError(400, message, param="return_metrics" if asked.return_metrics else "return_drafted")
     host = state.hosts.named(asked.model, "text")
-    made = Generation(
-        host, state.metrics, state.settings, asked, prompts, client=client_of(request), salt=salt_of(request)
-    )
+    made = Generation(host, state.metrics, state.settings, asked, prompts, client=client_of(request))
     if asked.stream:
         wire = wire_of(request.scope)
         return EventStream(state, await watched(request, made.stream(wire)), wire)

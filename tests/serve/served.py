@@ -100,11 +100,16 @@ async def asgi(
     leave: asyncio.Event | None = None,
     root_path: str = "",
     content_type: str = "application/json",
+    found: Answered | None = None,
+    **headers: str,
 ) -> Answered:
-    """Asks without a library between: bodies that lie or never end (None), and clients that `leave`."""
+    """Asks without a library between: bodies that lie or never end (None), and clients that `leave`.
+
+    What comes is seen in `found` while it comes.
+    """
     pieces = [json.dumps(body).encode()] if body is not None else list(chunks) or [b""]
-    found, never = Answered(), asyncio.Event()
-    head = {"host": "127.0.0.1:8000", "content-type": content_type}
+    found, never = found or Answered(), asyncio.Event()
+    head = {"host": "127.0.0.1:8000", "content-type": content_type, **headers}
     head |= {} if length is None else {"content-length": length}
 
     async def receive() -> dict[str, Any]:

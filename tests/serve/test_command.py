@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import re
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from specdec import LoadError, zoo
+from specdec import LoadError, SpecdecError, zoo
 from specdec.cli import serve as command
 from specdec.cli.commands import run
 from specdec.cli.serve import plain_name, settings_keys
+from specdec.pipelines import audio
 from specdec.serve import load, read_settings
 from specdec.serve.bridge import Cancel
 from specdec.serve.protocol import CompletionRequest
@@ -25,7 +27,7 @@ from tests.folders import saved_model
 def keys(**given: Any) -> dict[str, Any]:
     """The settings of these flags."""
     names = (*command.SERVER, *command.LIMITS, *command.LOADING, "target", "draft_model", "method", "demo", "config")
-    names += ("name", "allow_host", "context", "kv_budget", "num_draft_tokens", "schedule")
+    names += ("name", "allow_host", "trusted_proxy", "context", "kv_budget", "num_draft_tokens", "schedule")
     return settings_keys({**dict.fromkeys(names), **given})
 
 
@@ -34,7 +36,8 @@ def test_flags_of_one_model() -> None:
     found = read_settings(
         keys(
             target="org/Model-7B", draft_model="org/draft", schedule="cost", dtype="bfloat16", port=9000,
-            kv_budget=0.25, max_running=4, drain=5.0, allow_host=["models.example.org"], pad_events=True, context=512,
+            kv_budget=0.25, max_running=4, drain=5.0, allow_host=["Models.example.org"], pad_events=True, context=512,
+            trusted_proxy=["10.0.0.0/8"],
         )
     )  # fmt: skip
     model = found.models[0]
@@ -42,6 +45,7 @@ def test_flags_of_one_model() -> None:
     assert (model.loading, model.options) == ({"dtype": "bfloat16"}, {"schedule": "cost"})
     assert (model.kv_budget, model.context) == (0.25, 512)
     assert (found.port, found.hosts, found.pad_events) == (9000, ("models.example.org",), True)
+    assert [str(one) for one in found.trusted_proxies] == ["10.0.0.0/8"]
     assert (found.limits.running, found.limits.drain_seconds, found.limits.waiting) == (4, 5.0, 128)
 
 
@@ -71,6 +75,9 @@ def test_a_file_under_flags(tmp_path: Path) -> None:
         (["--demo", "--draft-model", "x"], "--draft-model is about TARGET"),
         (["--demo", "--dtype", "float32"], "--dtype is about TARGET"),
         (["--demo", "--host", "0.0.0.0"], "--api-key-file"),
+        (["--demo", "--host", "0.0.0.0"], "--trusted-proxy ADDRESS"),
+        (["--demo", "--allow-host", "https://models.example.org"], "without scheme"),
+        (["--demo", "--trusted-proxy", "nginx"], "trusted_proxies"),
         (["--demo", "--api-key-file", "/no/such/file"], "api_key_file"),
         (["--demo", "--port", "70000"], "port"),
         (["--demo", "--log", "loud"], "log"),
@@ -91,6 +98,24 @@ def test_a_missing_package(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     monkeypatch.setattr(command, "NEEDS", ("no_such_package",))
     assert run(["serve", "--demo"]) == 1
     assert "specdec-runtime[serve]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("package", ["soundfile", "soxr"])
+def test_a_model_that_could_not_hear(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not loaded. (The server started, said it was ready, and failed at every recording.)"""
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr("specdec.serve.hosting.Transcriber", None)
+    with pytest.raises(SpecdecError, match=rf"needs {package}: pip install"):
+        load(ModelSettings(name="m", target="zoo:speech"), Limits())
+
+
+def test_the_extra_is_enough() -> None:
+    """`serve` brings what the server checks for and what reads recordings. (The latter was in another extra.)"""
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    extra = re.search(r"^serve = \[(.*?)^\]", text, re.MULTILINE | re.DOTALL)
+    assert extra
+    brought = {name.replace("-", "_") for name in re.findall(r'"([\w-]+)', extra[1])}
+    assert brought >= {*command.NEEDS, *audio.READERS}
 
 
 def test_a_port_of_somebody_else(capsys: pytest.CaptureFixture[str]) -> None:

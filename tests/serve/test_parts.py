@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import tempfile
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -22,7 +24,7 @@ from specdec.serve.grammar import Form, Grammar
 from specdec.serve.speech_model import SpeechModel
 from specdec.serve.stops import StopTexts
 from tests import speech
-from tests.serve.served import TOKENIZER, app, asgi, client, events, model_of, run, speech_model
+from tests.serve.served import TOKENIZER, Answered, app, asgi, client, events, model_of, run, speech_model
 
 soundfile = pytest.importorskip("soundfile")
 
@@ -50,12 +52,12 @@ def test_turns_go_round() -> None:
 
 
 def test_turns_are_bounded() -> None:
-    """Beyond the queue, and beyond what one client may have, a 429 says when to try again."""
+    """Beyond the queue a 429 says when to try again."""
 
     async def ask() -> list[Any]:
-        turns, found = Admission(1, 1, per_client=1), []
+        turns, found = Admission(1, 1), []
         async with turns.turn("a"):
-            for name in ("a", "b", "c"):
+            for name in ("b", "c"):
                 waiting = asyncio.ensure_future(turns.turn(name).__aenter__())
                 await asyncio.sleep(0)
                 if waiting.done():
@@ -64,7 +66,7 @@ def test_turns_are_bounded() -> None:
                     found.append((name, error.status_code, int((error.headers or {})["Retry-After"]) > 0))
         return found
 
-    assert run(ask()) == [("a", 429, True), ("c", 429, True)]
+    assert run(ask()) == [("c", 429, True)]
 
 
 def test_turns_given_up() -> None:
@@ -370,17 +372,92 @@ def test_recordings_that_do_not_go(name: str) -> None:
     assert found.json()["error"]["message"]
 
 
+_BOUNDARY = "x" * 20
+_FORM = f"multipart/form-data; boundary={_BOUNDARY}"
+_PATH = "/v1/audio/transcriptions"
+
+
+def form(content: bytes) -> bytes:
+    """A body with a recording."""
+    head = f'--{_BOUNDARY}\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\n'
+    return head.encode() + content + f"\r\n--{_BOUNDARY}--\r\n".encode()
+
+
+def test_recordings_wait_on_disk_or_unread() -> None:
+    """Of those that wait few have arrived, and none is in memory. (All were, and on disk: 20 took 480 MiB twice.)"""
+    body, size = form(b"no sound" * 2**19), 2**22
+
+    async def ask() -> None:
+        application = app(hearing(), limits={"recordings": 1, "per_key": 20})
+        turns = application.state.server.hosts.all["speech"].turns
+        asked = [Answered() for _ in range(20)]
+        tracemalloc.start()
+        async with turns.turn("somebody"):
+            work = [
+                asyncio.ensure_future(asgi(application, "POST", _PATH, chunks=[body], content_type=_FORM, found=one))
+                for one in asked
+            ]
+            while turns.waiting < 7:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
+            held, _ = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+            assert sum(one.received for one in asked) == 7
+            assert held < 7 * size / 2
+        await asyncio.gather(*work)
+        assert {one.status for one in asked} == {400}
+        application.state.server.draining = True
+        late = await asgi(application, "POST", _PATH, chunks=[body], content_type=_FORM)
+        assert (late.status, late.received) == (503, 0)
+
+    run(ask())
+
+
+def test_waiting_to_arrive_has_an_end() -> None:
+    """A recording that is not its turn to arrive is told so after as long as a request may take."""
+
+    async def ask() -> list[int]:
+        application = app(hearing(), limits={"recordings": 1, "request_seconds": 0.1})
+        never = [b"--", None]
+        slow = [asgi(application, "POST", _PATH, chunks=never, content_type=_FORM) for _ in range(8)]
+        work = [asyncio.ensure_future(one) for one in slow]
+        done, rest = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
+        for one in rest:
+            one.cancel()
+        return [one.result().status for one in done]
+
+    assert run(ask()) == [504]
+
+
+def test_a_full_disk_is_the_servers_fault(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A 503 and a line in the log; it was the client's error, and nobody's who keeps the server."""
+    monkeypatch.setattr(tempfile, "tempdir", "/no/such/folder")
+    found = run(heard({}, b"a" * 2**21))
+    assert found.status_code == 503
+    assert "no room" in found.json()["error"]["message"]
+    assert [record.message for record in caplog.records if "/no/such/folder" in record.message]
+
+
+def test_recordings_come_in_forms() -> None:
+    """They are told how a recording is sent."""
+
+    async def ask() -> list[Any]:
+        async with client(app(hearing())) as c:
+            kinds = [_FORM, "multipart/form-data", "application/x-www-form-urlencoded"]
+            return [await c.post(_PATH, content=b"a=b", headers={"Content-Type": kind}) for kind in kinds]
+
+    found = run(ask())
+    assert [one.status_code for one in found] == [400, 400, 415]
+    assert all("curl -F file=@" in one.json()["error"]["message"] for one in found[1:])
+
+
 def test_a_recording_nobody_waits_for() -> None:
     """Its decoding ends within two rounds."""
-    boundary = "x" * 20
-    head = f'--{boundary}\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\n'
-    body = head.encode() + recording(19.0) + f"\r\n--{boundary}--\r\n".encode()
+    body = form(recording(19.0))
 
     async def ask() -> None:
         gone, application = asyncio.Event(), app(hearing())
-        kind = f"multipart/form-data; boundary={boundary}"
-        path = "/v1/audio/transcriptions"
-        work = asyncio.ensure_future(asgi(application, "POST", path, chunks=[body], leave=gone, content_type=kind))
+        work = asyncio.ensure_future(asgi(application, "POST", _PATH, chunks=[body], leave=gone, content_type=_FORM))
         engine = hearing().generator.engine
         while not engine.running:
             await asyncio.sleep(0.001)

@@ -1,0 +1,113 @@
+"""What is wrong with a request's body, as a sentence in its client's words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specdec.serve.errors import ApiError, first_named
+
+Place = tuple[str | int, ...]
+
+
+class FieldError(ValueError):
+    """What a request says does not go, in a sentence for its client."""
+
+
+# What pydantic calls a value of another kind -> the kind that was expected.
+_KINDS = {
+    "string_type": "text",
+    "list_type": "a list",
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "an object"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float", "int_parsing_size"), "a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing"), "a number"),
+    "literal_error": "{expected}",
+}
+# What else it finds -> what is said of the field, from the facts that come with it.
+_FAULTS = {
+    "missing": "is needed: pass it",
+    "extra_forbidden": "is not known here: leave it out",
+    "finite_number": "must be a finite number",
+    "greater_than": "must be above {gt}, got {input}",
+    "greater_than_equal": "must be at least {ge}, got {input}",
+    "less_than": "must be below {lt}, got {input}",
+    "less_than_equal": "must be at most {le}, got {input}",
+    **dict.fromkeys(("string_too_short", "too_short"), "must not be empty"),
+    "string_too_long": "may have {max_length} characters at most",
+    "string_unicode": "holds half of a character (a lone surrogate): leave it out",
+    "too_long": "may have {max_length} {unit} at most",
+    "json_invalid": "is not JSON: {error}, at character {place}",
+    "value_error": "must be a file, as `curl -F file=@talk.wav` sends it",  # FastAPI's: ours are FieldErrors
+}
+_LONGEST = 128  # characters of a field's path
+_SHOWN = 40  # characters of a value
+
+
+def invalid(faults: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
+    """What pydantic found in a body, as a 400 about the fault that says most.
+
+    A field that may be of several kinds has a fault for each: the deepest one counts, before others a wrong value of a
+    right kind, then the place that no kind fits.
+    """
+    places = [_place(fault, body) for fault in faults]
+
+    def weight(at: int) -> tuple[int, bool, int]:
+        return len(places[at]), faults[at]["type"] not in _KINDS, places.count(places[at])
+
+    best = max(range(len(faults)), key=weight)
+    path = ".".join(map(str, places[best]))[:_LONGEST]
+    own = (faults[best].get("ctx") or {}).get("error")
+    if isinstance(own, FieldError):
+        return _own(str(own), path, faults[best].get("input"))
+    if faults[best]["type"] in _KINDS:
+        same = [fault for fault, place in zip(faults, places, strict=True) if place == places[best]]
+        expected = [_KINDS[fault["type"]].format_map(_facts(fault)) for fault in same if fault["type"] in _KINDS]
+        said = f"must be {' or '.join(dict.fromkeys(expected))}, got {_shown(faults[best]['input'])}"
+    else:
+        said = _FAULTS.get(faults[best]["type"], "cannot be taken").format_map(_facts(faults[best]))
+    return ApiError(400, f"{f'`{path}`' if path else 'the body'} {said}", param=path or None, code="invalid_value")
+
+
+def _own(message: str, path: str, value: Any) -> ApiError:
+    """What a validator of ours says of the value at a path; a field that it names first has the path before it."""
+    named = first_named(message)
+    if path and named and isinstance(value, Mapping) and named in value:
+        message, named = message.replace(named, f"{path}.{named}", 1), f"{path}.{named}"
+    elif path:
+        message, named = f"`{path}`: {message}", path
+    return ApiError(400, message, param=named, code="invalid_value")
+
+
+def _place(fault: Mapping[str, Any], body: Any) -> Place:
+    """The path to a value as its client wrote it, without the names that pydantic gives to kinds and validators."""
+    found: list[str | int] = []
+    location = fault["loc"]
+    *inner, last = location or ("",)
+    for part in inner if fault["type"] == "missing" else location:
+        if (isinstance(body, Mapping) and part in body) or (isinstance(body, list) and isinstance(part, int)):
+            found.append(part)
+            body = body[part]
+    return (*found, last) if fault["type"] == "missing" and location else tuple(found)
+
+
+def _facts(fault: Mapping[str, Any]) -> dict[str, Any]:
+    """What the sentences name: bounds as people write numbers, and what came."""
+    facts = fault.get("ctx", {})
+    bounds = {
+        name: f"{value:,}" if isinstance(value, int) else f"{value:g}"
+        for name, value in facts.items()
+        if isinstance(value, int | float)
+    }
+    unit = "characters" if isinstance(fault["input"], str) else "entries"
+    place = fault["loc"][-1] if fault["loc"] else 0
+    return {**facts, **bounds, "unit": unit, "place": place, "input": _shown(fault["input"])}
+
+
+def _shown(value: Any) -> str:
+    """A value as its client wrote it, as far as that is short."""
+    if isinstance(value, list | Mapping):
+        return "a list" if isinstance(value, list) else "an object"
+    text = json.dumps(value[: _SHOWN + 1] if isinstance(value, str) else value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
