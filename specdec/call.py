@@ -111,6 +111,7 @@ class Call:
         least = max((self.options.min_length or 0) - self.prompts.unseen, 0)
         settled = {"max_length": limit, "min_length": least, "do_sample": self.options.samples}
         o = self.options = self.options.model_copy(update=settled)
+        self._time_limit = None if o.max_time is None else MaxTimeCriteria(o.max_time)
         self._criteria = self._make_criteria()
         self._recorder = Recorder()
         pacing = self.draft.pacing(o, self.make_schedule)
@@ -166,9 +167,8 @@ class Call:
     def run(self, dispatcher: Dispatcher, *, stream: bool = False) -> Generator[list[News], None, Generation]:
         """Every round's news, after the streamer has had them; the value is the result."""
         began, streamer = clock(), self.extras.streamer
-        for criterion in self._criteria:
-            if isinstance(criterion, MaxTimeCriteria):
-                criterion.initial_timestamp = time()
+        if self._time_limit is not None:
+            self._time_limit.initial_timestamp = time()
         if streamer is not None:
             streamer.put(self.prompts.padded)
         index: dict[int, int] = {}
@@ -376,7 +376,7 @@ class Call:
     def _make_criteria(self) -> list[Any]:
         """transformers' criteria that look at more than the last token, then the caller's own."""
         o, tokenizer = self.options, self.extras.tokenizer
-        made: list[Any] = [] if o.max_time is None else [MaxTimeCriteria(o.max_time)]
+        made: list[Any] = [] if self._time_limit is None else [self._time_limit]
         if o.stop_strings is not None:
             if tokenizer is None:
                 raise OptionError("`stop_strings` needs a tokenizer: pass `tokenizer=`")
