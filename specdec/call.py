@@ -359,6 +359,7 @@ class Call:
             prefix_allowed_tokens_fn=self.extras.prefix_allowed_tokens_fn,
             row=key,
             device=device,
+            vocab_size=self.target.model.config.get_text_config().vocab_size,
         )
         setup = RowSetup(
             options=o,

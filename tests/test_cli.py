@@ -218,7 +218,10 @@ USAGE_ERRORS = [
     (["generate", "t", "-p", "x", "--top-p", "1.5"], "--top-p must be"),
     (["generate", "t", "-p", "x", "--greedy", "--top-k", "5"], "--top-k is about sampling"),
     (["generate", "t", "-p", "x", "--num-return-sequences", "2"], "--num-return-sequences above 1 needs --sample"),
-    (["generate", "t", "-p", "x", "--set", "min_p=0.1"], "`min_p`=0.1 is about drawing tokens, which needs --sample"),
+    (
+        ["generate", "t", "-p", "x", "--set", "num_samples=3"],
+        "`num_samples`=3 is about drawing tokens, which needs --sample",
+    ),
     (["generate", "t", "-p", "x", "--stop", ""], "--stop must be text, or a list of texts"),
     (["generate", "t", "-p", "x\udcff"], "the prompt is not text in UTF-8"),
     (["generate", "t", "-p", "x", "--set", "top_k"], "KEY=VALUE"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -232,7 +233,7 @@ def _with_negatives(prompts: Prompts, given: Mapping[str, Any], options: Options
     """The rows with their negative prompts where guidance is on; without any it is the prompt's last token."""
     if options.guidance_scale in (None, 1):
         if "negative_prompt_ids" in given:
-            raise OptionError("`negative_prompt_ids` does nothing without `guidance_scale`: pass both")
+            warnings.warn("`negative_prompt_ids` changes nothing without `guidance_scale`: pass both", stacklevel=2)
         return prompts
     if target.is_encoder_decoder:
         raise UnsupportedError("`guidance_scale` is not supported for a target with an encoder: leave it out")
