@@ -1,7 +1,7 @@
 """Every option of a call: one frozen value, checked once, made from keyword arguments, a generation config and YAML.
 
 Fields carry transformers' names. What the caller sets is checked, and honoured, or a warning where it changes no text,
-or refused with an error; what a checkpoint's generation config brings along is honoured where possible and never raises.
+or an error; what a checkpoint's generation config brings along is honoured where possible and never raises.
 """
 
 from __future__ import annotations
