@@ -20,8 +20,7 @@ from specdec.engine import Engine
 from specdec.errors import OptionError
 from specdec.inputs import NAMES as MODEL_INPUTS
 from specdec.inputs import Prompt, check_tokenizer, read_prompts, tokenizer_beside, with_predictions
-from specdec.loading import NAMES as LOADING
-from specdec.loading import Loading, Vocabulary
+from specdec.loading import Loading, Vocabulary, check_loaded
 from specdec.models import LanguageModel, leading, on_own_device, release_helpers
 from specdec.output import Detokenizer, Event, Generation
 from specdec.prefixes import Prefixes
@@ -67,8 +66,7 @@ class SpecGenerator:
         prefix_cache: bool | int | None = None,
         **options: Any,
     ) -> None:
-        if early := [name for name in options if name in LOADING]:
-            raise OptionError(f"`{early[0]}` says how to load a model: pass it to SpecGenerator.from_pretrained")
+        check_loaded("SpecGenerator", options)
         check_defaults(options)
         check_tokenizer("tokenizer", tokenizer)
         self._defaults, self._task = options, task

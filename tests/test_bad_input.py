@@ -13,10 +13,11 @@ import torch
 from transformers import CompileConfig, GenerationConfig, GenerationMixin, WatermarkingConfig
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 
-from specdec import OptionError, SpecGenerator, UnsupportedError, VocabularyError
+from specdec import OptionError, SpecGenerator, Transcriber, UnsupportedError, VocabularyError
 from specdec.cli.request import FLAGS
 from specdec.config import Options, resolve
 from specdec.fields import IDLE, INSTEAD, REFUSED, SYNONYMS
+from specdec.pipelines import Summarizer, Text
 from specdec.schedule import Constant
 from specdec.select import PhrasalConstraint
 from tests.folders import WIDTH, byte_tokenizer
@@ -294,6 +295,9 @@ WRONG_PROMPTS = [
     (IDS, {"input_ids": IDS}, "given 2 times"),
     (IDS, {"messages": [{"role": "user", "content": "hi"}]}, "given 2 times"),
     (None, {"messages": [{"role": "user", "content": "hi"}]}, "chat template"),
+    ([{"role": "user", "content": "hi"}], {}, "the prompt is a conversation: pass it as `messages=`"),
+    ([[{"role": "user", "content": "hi"}]], {}, "the prompt is a conversation: pass it as `messages=`"),
+    ({"role": "user", "content": "hi"}, {}, "the prompt is a conversation: pass it as `messages=`"),
     (None, {"input_features": torch.zeros(1, 8, 40)}, "encoder"),
     ([[5] * 600], {"max_new_tokens": 2000}, ""),
 ]
@@ -345,6 +349,15 @@ def test_wrong_targets() -> None:
         SpecGenerator("/nowhere/at/all")
     with pytest.raises(OptionError, match="eval"):
         SpecGenerator(tiny("llama").train())
+
+
+@pytest.mark.parametrize("kind", [SpecGenerator, Text, Summarizer, Transcriber])
+@pytest.mark.parametrize("option", [{"dtype": "float32"}, {"draft_options": {}}])
+def test_options_of_loading_have_their_place(kind: Any, option: dict[str, Any]) -> None:
+    """Each class names its own. (All named SpecGenerator's.)"""
+    way_out = re.escape(f"`{next(iter(option))}` says how to load a model: pass it to {kind.__name__}.from_pretrained")
+    with pytest.raises(OptionError, match=way_out):
+        kind("some/model", **option)
 
 
 def test_vocabularies_that_differ() -> None:

@@ -272,7 +272,11 @@ def show(
     """One recording's text, where it was asked for."""
     content = rendered(name, out, wer, format)
     if folder is not None:
-        output_file(name, format, folder).write_text(content, encoding="utf-8")
+        path = output_file(name, format, folder)
+        try:
+            path.write_text(content, encoding="utf-8")
+        except OSError as error:
+            raise SpecdecError(f"{path} cannot be written ({error.strerror}): make room there") from None
         return
     console = Console()
     if headed and format == "text":

@@ -17,6 +17,7 @@ from specdec import zoo
 from specdec.drafts import is_name
 from specdec.errors import OptionError, SpecdecError, UnsupportedError
 from specdec.generator import SpecGenerator
+from specdec.loading import check_loaded
 from specdec.models import LanguageModel
 from specdec.models.failures import check_folder, explained
 from specdec.models.whisper import Whisper
@@ -91,6 +92,8 @@ class Transcriber:
         feature_extractor: Any = None,
         **options: Any,
     ) -> None:
+        if not isinstance(target, SpecGenerator):
+            check_loaded("Transcriber", options)
         if processor is None and is_name(target):
             processor = processor_beside(target)
         tokenizer = tokenizer or getattr(processor, "tokenizer", None) or getattr(target, "tokenizer", None)

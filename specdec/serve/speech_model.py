@@ -75,7 +75,7 @@ class SpeechModel:
         try:
             import soundfile
         except ImportError:
-            raise SpecdecError("reading sound needs soundfile: pip install 'specdec-runtime[audio]'") from None
+            raise SpecdecError("reading sound needs soundfile: pip install -e '.[audio]'") from None
         try:
             with soundfile.SoundFile(io.BytesIO(content)) as file:
                 seconds = file.frames / file.samplerate if file.samplerate else 0.0

@@ -90,7 +90,7 @@ def test_a_missing_package(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     """It says what to install."""
     monkeypatch.setattr(command, "NEEDS", ("no_such_package",))
     assert run(["serve", "--demo"]) == 1
-    assert "specdec-runtime[serve]" in capsys.readouterr().err
+    assert "-e '.[serve]'" in capsys.readouterr().err
 
 
 def test_a_port_of_somebody_else(capsys: pytest.CaptureFixture[str]) -> None:
