@@ -27,8 +27,10 @@ class Decoded:
     stats: Stats
 
 
-def make_generator(kind: str, target: Any, draft: Any, task: str, options: Mapping[str, Any]) -> SpecGenerator:
-    """The generator of a pipeline of this `kind`: the one that was given as `target`, or one of these parts.
+def make_generator(
+    target: Any, draft: Any, task: str, options: Mapping[str, Any], *, kind: str = "SpecGenerator"
+) -> SpecGenerator:
+    """The generator that was given as `target`, or one of these parts; `kind` is the class whose options they are.
 
     Raises OptionError for one without a tokenizer.
     """
