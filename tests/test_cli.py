@@ -90,6 +90,15 @@ def params(**given: Any) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------ without a model
 
 
+@pytest.mark.filterwarnings("always:`min_p`:UserWarning")
+def test_a_warning_is_shown_once(generate: Any) -> None:
+    """However often options are looked at. (Before the models were loaded, and again by the call.)"""
+    plain, told = generate("-p", "ab"), generate("-p", "ab", "--set", "min_p=0.1")
+    assert told[:2] == plain[:2]
+    assert told[2].count("warning: `min_p`=0.1 is about drawing tokens") == 1
+    assert "min_p" not in generate("-p", "ab", "--set", "min_p=0.1", "--quiet")[2]
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     """`--version` prints one line."""
     assert run(["--version"]) == 0
