@@ -17,7 +17,7 @@ from transformers import MaxTimeCriteria, StopStringCriteria
 from specdec.config import Options
 from specdec.dispatcher import Dispatcher
 from specdec.drafts import Draft
-from specdec.errors import OptionError
+from specdec.errors import CancelledError, OptionError
 from specdec.inputs import (
     Prompts,
     RowPrompt,
@@ -91,7 +91,10 @@ class News(NamedTuple):
 
 @dataclass
 class Call:
-    """One call: everything it needs, checked when it is put together, its request for the engine, and its result."""
+    """One call: everything it needs, checked when it is put together, its request for the engine, and its result.
+
+    `result` is that of a call that came to its end, `seconds` are those that it ran, however it ended.
+    """
 
     target: LanguageModel
     options: Options
@@ -102,6 +105,8 @@ class Call:
     make_schedule: Callable[[Schedule | None], Schedule]
     state: ModelState | None = None  # of the target, where prompts may continue others
     request: Request = field(init=False)
+    result: Generation | None = field(init=False, default=None)
+    seconds: float | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self._check()
@@ -111,6 +116,7 @@ class Call:
         least = max((self.options.min_length or 0) - self.prompts.unseen, 0)
         settled = {"max_length": limit, "min_length": least, "do_sample": self.options.samples}
         o = self.options = self.options.model_copy(update=settled)
+        self._time_limit = None if o.max_time is None else MaxTimeCriteria(o.max_time)
         self._criteria = self._make_criteria()
         self._recorder = Recorder()
         pacing = self.draft.pacing(o, self.make_schedule)
@@ -165,25 +171,28 @@ class Call:
     def run(self, dispatcher: Dispatcher, *, stream: bool = False) -> Generator[list[News], None, Generation]:
         """Every round's news, after the streamer has had them; the value is the result."""
         began, streamer = clock(), self.extras.streamer
-        for criterion in self._criteria:
-            if isinstance(criterion, MaxTimeCriteria):
-                criterion.initial_timestamp = time()
+        if self._time_limit is not None:
+            self._time_limit.initial_timestamp = time()
         if streamer is not None:
             streamer.put(self.prompts.padded)
         index: dict[int, int] = {}
         told = dispatcher.rounds(self.request, stream=stream or streamer is not None)
-        with self._in_step, closing(told) as rounds:
-            for round_ in rounds:
-                self._recorder.add(round_)
-                index = index or {row.key: i for i, row in enumerate(self.rows)}
-                news = [News(index[r.key], r.steps, r.accepted, r.finish) for r in round_.rows if r.steps]
-                if streamer is not None and news:
-                    streamer.put(torch.tensor(news[0].token_ids))
-                if stream:
-                    yield news
+        try:
+            with self._in_step, closing(told) as rounds:
+                for round_ in rounds:
+                    self._recorder.add(round_)
+                    index = index or {row.key: i for i, row in enumerate(self.rows)}
+                    news = [News(index[r.key], r.steps, r.accepted, r.finish) for r in round_.rows if r.steps]
+                    if streamer is not None and news:
+                        streamer.put(torch.tensor(news[0].token_ids))
+                    if stream:
+                        yield news
+        finally:
+            self.seconds = clock() - began
         if streamer is not None:
             streamer.end()
-        return self._result(clock() - began)
+        self.result = self._result()
+        return self.result
 
     def _step(self) -> AbstractContextManager[None]:
         """What keeps the target's passes in step with those of other processes, where they wait for one another."""
@@ -208,8 +217,21 @@ class Call:
         )
 
     @plain_modes()
-    def _result(self, seconds: float) -> Generation:
-        """What came of the finished request, `seconds` after the call."""
+    def so_far(self) -> Generation | None:
+        """The texts of a call that has ended, as far as they came; None of choices that only its end would have made.
+
+        A row that was cut off has the finish reason "cancelled".
+        """
+        if self.options.at_the_end:
+            return None
+        keys = [row.key for row in self.rows]
+        new = self._recorder.tokens(keys)
+        out = Generation(sequences=sequences(self.prompts.padded, new, pad_id(self.options)).to(self.rows[0].device))
+        return self._told(out, self.rows, new)
+
+    @plain_modes()
+    def _result(self) -> Generation:
+        """What came of the finished request."""
         o, rows, pad = self.options, self._best_rows(), pad_id(self.options)
         new = [text for row in rows for text in row.texts]
         padded = self.prompts.padded[:: o.copies].repeat_interleave(self._returned, 0)
@@ -222,14 +244,18 @@ class Call:
         self._add_beams(out)
         if o.num_samples is not None:
             out.sequences_scores = torch.tensor([self._rank(row) for row in rows], device=rows[0].device)
-        if o.beams == 1:
+        return self._told(out, rows, new)
+
+    def _told(self, out: Generation, rows: Sequence[RunningRow], new: Sequence[list[int]]) -> Generation:
+        """`out` with what is known of its `new` texts beside their tokens: origins, statistics, words."""
+        if self.options.beams == 1:
             out.drafted = self._recorder.drafted([row.key for row in rows])
         schedule = self.request.pacing.schedule
         out.stats = self._recorder.stats(
             [row.key for row in self.rows],
             cached_prompt_tokens=self.request.cached_prompt_tokens,
             num_target_passes=self.request.passes,
-            seconds=seconds,
+            seconds=self.seconds,
             lengths=list(map(len, new)),
             settings={
                 "strategy": self._strategies[0].name,
@@ -358,6 +384,7 @@ class Call:
             prefix_allowed_tokens_fn=self.extras.prefix_allowed_tokens_fn,
             row=key,
             device=device,
+            vocab_size=self.target.model.config.get_text_config().vocab_size,
         )
         setup = RowSetup(
             options=o,
@@ -375,7 +402,7 @@ class Call:
     def _make_criteria(self) -> list[Any]:
         """transformers' criteria that look at more than the last token, then the caller's own."""
         o, tokenizer = self.options, self.extras.tokenizer
-        made: list[Any] = [] if o.max_time is None else [MaxTimeCriteria(o.max_time)]
+        made: list[Any] = [] if self._time_limit is None else [self._time_limit]
         if o.stop_strings is not None:
             if tokenizer is None:
                 raise OptionError("`stop_strings` needs a tokenizer: pass `tokenizer=`")
@@ -405,9 +432,23 @@ class Job:
     def follow(self, *, stream: bool = True) -> Generator[list[News], None, Generation]:
         """Runs the call: every round's news with `stream`, none where only its end tells the text; then the result.
 
-        Raises what ended it early, CancelledError after `cancel`. Closing the iterator ends the call.
+        Raises what ended it early, CancelledError after `cancel`; `result` has the texts so far. Closing the iterator
+        ends the call.
         """
         return self.call.run(self.dispatcher, stream=stream and not self.call.options.at_the_end)
+
+    @property
+    def result(self) -> Generation | None:
+        """What came of the call, once `follow` has ended; of one that was cancelled or closed, the texts so far.
+
+        Those have no scores and traces, and the finish reason "cancelled" where they were cut off. None before, where
+        the call failed, and of cancelled beams and ranked samples, whose texts are chosen at the end.
+        """
+        call = self.call
+        if call.result is not None or call.seconds is None:
+            return call.result
+        failed = call.request.error is not None and not isinstance(call.request.error, CancelledError)
+        return None if failed else call.so_far()
 
     def cancel(self) -> None:
         """Ends the call within a round; nothing where it is over."""

@@ -1,7 +1,7 @@
 """Every option of a call: one frozen value, checked once, made from keyword arguments, a generation config and YAML.
 
-Fields carry transformers' names. What the caller sets is checked and honoured or refused with an error; what a
-checkpoint's generation config brings along is honoured where possible and never raises.
+Fields carry transformers' names. What the caller sets is checked, and honoured, or a warning where it changes no text,
+or an error; what a checkpoint's generation config brings along is honoured where possible and never raises.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from specdec.errors import OptionError, UnsupportedError
 from specdec.fields import (
     BEAMS_ONLY,
-    DECIDING,
     DRAWING,
     EXPECTED,
+    IDLE,
+    INSTEAD,
+    OWN,
     REFUSED,
     SAMPLING,
     SEARCHES,
+    SYNONYMS,
     Count,
     Flag,
     IdList,
@@ -34,6 +37,7 @@ from specdec.fields import (
     Text,
     TokenId,
     TokenIds,
+    Watermark,
     Whole,
 )
 from specdec.schedule import SCHEDULES
@@ -82,6 +86,7 @@ class Options(BaseModel):
     suppress_tokens: IdList | None = None
     begin_suppress_tokens: IdList | None = None
     guidance_scale: Number | None = None
+    watermarking_config: Watermark | None = None
     num_beams: Positive | None = None
     length_penalty: Number | None = None
     early_stopping: Flag | Literal["never", "exhaustive"] | None = None
@@ -103,7 +108,6 @@ class Options(BaseModel):
     prefill_chunk_size: Positive | None = None
     synced_gpus: Flag | None = None
     # outputs
-    use_cache: Flag | None = None
     return_dict_in_generate: Flag | None = None
     output_scores: Flag | None = None
     output_logits: Flag | None = None
@@ -194,23 +198,23 @@ def resolve(
     """The options of a call: `given` one by one over a generation `config`, over a generator's `defaults`, over what is
     `inherited` from the checkpoint.
 
-    Raises OptionError for a given name that is unknown, a value out of range, contradictions, and what only sampling
-    needs where nothing is sampled; UnsupportedError for a field that specdec does not honour (`REFUSED`), unless it was
-    inherited.
+    As in transformers, each field is the strongest layer's, and `max_new_tokens` then counts, not `max_length`. Raises
+    OptionError for a given name that is unknown, a value out of range, and contradictions; UnsupportedError for a field
+    that would change the text and that specdec does not honour (`REFUSED`), unless it was inherited. What a person set
+    and changes no text is a warning.
     """
     given, defaults, config = _checked(given), _checked(defaults or {}), _understood(config or {})
     defaults = _waiting(defaults, {**config, **given})
-    if any(layer.get("use_cache") is False for layer in (given, config, defaults)):
-        warnings.warn("`use_cache=False` changes nothing: specdec always keeps keys and values", stacklevel=2)
     options = _valid(_merged([DEFAULTS, _followed(inherited or {}), defaults, config, given]))
+    _check_lengths(options, {**defaults, **config, **given})
     _check_search(options)
     _check_effect(options, given, config, defaults)
     return _settled(options)
 
 
 def _waiting(defaults: Mapping[str, Any], call: Mapping[str, Any]) -> dict[str, Any]:
-    """A generator's defaults without ways of searching that the call rules out: they wait for another one."""
-    idle: set[str] = set()
+    """A generator's defaults without lengths and ways of searching that the call replaces: these wait for another."""
+    idle = {name for pair in _EITHER if any(one in call for one in pair) for name in pair}
     if call.get("do_sample"):
         idle |= {*SEARCHES}
     if call.get("num_beams") == 1:
@@ -226,24 +230,28 @@ def check_defaults(defaults: Mapping[str, Any]) -> None:
 
 
 def _merged(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The strongest value of each field; of two fields for one thing, the stronger layer's, the first of equals."""
-    merged: dict[str, Any] = {}
-    for layer in layers:
-        fields = dict(layer)
-        for first, second in _EITHER:
-            if first in fields:
-                fields.pop(second, None)
-            if first in fields or second in fields:
-                merged.pop(first, None)
-                merged.pop(second, None)
-        merged |= fields
-    return merged
+    """The strongest value of each field; of two fields for one length, the first, whichever layer it comes from."""
+    merged = {name: value for layer in layers for name, value in layer.items()}
+    hidden = {second for first, second in _EITHER if first in merged}
+    return {name: value for name, value in merged.items() if name not in hidden}
+
+
+def _check_lengths(options: Options, asked: Mapping[str, Any]) -> None:
+    """Warns of a length that a person set and another one, of a checkpoint perhaps, stands before."""
+    for first, second in _EITHER:
+        if second in asked and (stronger := getattr(options, first)) is not None:
+            _warn(f"`{second}`={asked[second]} has no effect beside `{first}`={stronger}: pass `{first}=` instead")
+
+
+def _warn(message: str) -> None:
+    """One line in every program's log: the place is this one, whoever calls."""
+    warnings.warn(message, stacklevel=2)
 
 
 def _check_effect(
     options: Options, given: Mapping[str, Any], config: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> None:
-    """Raises for what a person set and this kind of decoding does not read."""
+    """Warns of what a person set and this kind of decoding does not read; raises where a text less would come back."""
 
     def asked(*choices: str) -> Mapping[str, Any]:
         """`given` over `defaults`, which may wait for another call where this one makes the choice itself."""
@@ -281,6 +289,11 @@ def _check_search(options: Options) -> None:
     asked = [name for name, wanted in kinds.items() if wanted]
     if options.top_logprobs is not None and (options.beams > 1 or options.contrastive):
         raise OptionError("`top_logprobs` tells of every token as it is chosen, which a search does not: leave it out")
+    if options.beams > 1 and type(options.watermarking_config).__name__.startswith("SynthID"):
+        raise UnsupportedError(
+            "`watermarking_config` of the kind SynthIDTextWatermarkingConfig follows one text and no search: "
+            "leave out `num_beams`, or take a WatermarkingConfig"
+        )
     if len(asked) > 1:
         raise OptionError(f"{' and '.join(asked)} are different ways of searching: choose one")
     if asked and options.samples:
@@ -300,7 +313,10 @@ def _check_search(options: Options) -> None:
 def _check_idle(asked: Mapping[str, Any], fields: Mapping[str, tuple[object, ...]], why: str) -> None:
     for name, neutral in fields.items():
         if name in asked and asked[name] not in neutral:
-            raise OptionError(f"`{name}`={asked[name]!r} {why}: set it, or leave out `{name}`")
+            message = f"`{name}`={asked[name]!r} {why}: set it, or leave out `{name}`"
+            if name in OWN:
+                raise OptionError(message)
+            _warn(message)
 
 
 def _check_beams(options: Options, asked: Mapping[str, Any]) -> None:
@@ -352,13 +368,13 @@ def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         _check_known(name, value)
     _check_contradictions(given)
-    return {k: v for k, v in given.items() if k not in REFUSED}
+    return {k: v for k, v in given.items() if k in Options.model_fields}
 
 
 def _understood(config: Mapping[str, Any]) -> dict[str, Any]:
     """A generation config's fields; raises for those that would change the result and cannot be honoured."""
     fields = _renamed({k: v for k, v in config.items() if v is not None})
-    for name in DECIDING:
+    for name in (*REFUSED, *IDLE):
         if name in fields:
             _check_known(name, fields[name])
     return {k: v for k, v in fields.items() if k in Options.model_fields}
@@ -385,17 +401,16 @@ _MOST_CHECKPOINTS = 32
 def _settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """A checkpoint's fields that are valid options, and what it asks for in vain."""
     complaints = [
-        f"{name}={given[name]!r}, which specdec does not follow yet: {REFUSED[name][1]}"
-        for name in DECIDING
-        if given.get(name, REFUSED[name][0]) != REFUSED[name][0]
+        f"{name}={given[name]!r}, which specdec does not follow: {rule.why}"
+        for name, rule in REFUSED.items()
+        if given.get(name) not in rule.neutral
     ]
     complaints += [
         f"{name}={given[name]!r}, which specdec follows only where the call sets it"
         for name, neutral in SEARCHES.items()
         if given.get(name) not in neutral and name != "diversity_penalty"
     ]
-    idle = {*SEARCHES, "use_cache"}
-    known = {k: v for k, v in given.items() if k in Options.model_fields and k not in idle}
+    known = {k: v for k, v in given.items() if k in Options.model_fields and k not in SEARCHES}
     return {k: v for k, v in known.items() if _is_valid(k, v)}, complaints
 
 
@@ -414,19 +429,22 @@ def _renamed(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_known(name: str, value: object) -> None:
-    if name in REFUSED:
-        neutral, way_out = REFUSED[name]
-        if value != neutral:
-            raise UnsupportedError(f"`{name}`={value!r} is not supported: {way_out}")
-    elif name not in Options.model_fields:
-        close = difflib.get_close_matches(name, [*Options.model_fields, *REFUSED], n=1, cutoff=0.8)
-        hint = f"; did you mean `{close[0]}`?" if close else ""
-        raise OptionError(f"`{name}` is not an option of generate{hint}")
+    """Raises for a name that is no option and for a value that would change the text; warns of one that would not."""
+    if name in REFUSED and value not in REFUSED[name].neutral:
+        raise UnsupportedError(f"`{name}`={value!r} is not supported: {REFUSED[name].why}")
+    if name in IDLE and value not in IDLE[name].neutral:
+        _warn(f"`{name}`={value!r} changes nothing: {IDLE[name].why}")
+    if name in Options.model_fields or name in REFUSED or name in IDLE:
+        return
+    hint = ""
+    if instead := INSTEAD.get(name) or (f"pass `{SYNONYMS[name]}=`" if name in SYNONYMS else None):
+        hint = f": {instead}"
+    elif close := difflib.get_close_matches(name, [*Options.model_fields, *REFUSED, *IDLE], n=1, cutoff=0.8):
+        hint = f"; did you mean `{close[0]}`?"
+    raise OptionError(f"`{name}` is not an option of generate{hint}")
 
 
 def _check_contradictions(given: Mapping[str, Any]) -> None:
-    if "max_new_tokens" in given and "max_length" in given:
-        raise OptionError("`max_new_tokens` and `max_length` both limit the text: pass one of them")
     schedule = given.get("schedule")
     if isinstance(schedule, str):
         if schedule not in SCHEDULES:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -135,14 +136,11 @@ class Drafts:
     def of_call(self, given: Mapping[str, Any], tokenizer: Any) -> Draft:
         """The draft that a call names in transformers' words, `given` by these names.
 
-        Raises OptionError where several name one, and for what goes with a name that is not there.
+        Raises OptionError where several name one.
         """
         named = [alias for alias in ALIASES if alias in given]
         if len(named) > 1:
             raise OptionError(f"{' and '.join(named)} each name a draft: pass one of them")
-        for alias, details in ALIASES.items():
-            if named != [alias] and (orphans := [detail for detail in details if detail in given]):
-                raise OptionError(f"`{orphans[0]}` belongs to `{alias}`: pass both")
         parts = (tokenizer, *(given.get(name) for name in NAMES))
         return self._recent.get(parts, lambda: Draft(self._of_call(named[0], given, tokenizer)))
 
@@ -222,9 +220,20 @@ class Recent:
 
 
 def named_drafts(given: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """What a call, or else its generation config, says in transformers' words for drafts, where it says anything."""
-    named = {name: value for name in NAMES if (value := given.get(name, getattr(config, name, None))) is not None}
-    return {name: value for name, value in named.items() if name != "use_mtp" or value is not False}
+    """The draft that a call, or else its generation config, names in transformers' words, and what goes with it.
+
+    Warns of a call's own arguments that go with another name.
+    """
+    found = {name: value for name in NAMES if (value := given.get(name, getattr(config, name, None))) is not None}
+    if found.get("use_mtp") is False:
+        del found["use_mtp"]
+    for alias, details in ALIASES.items():
+        for detail in details:
+            if detail in found and alias not in found:
+                del found[detail]
+                if detail in given:
+                    warnings.warn(f"`{detail}` changes nothing without `{alias}`: pass both", stacklevel=2)
+    return found
 
 
 def is_name(draft: object) -> bool:

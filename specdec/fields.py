@@ -2,32 +2,88 @@
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from specdec.values import plain
 
-# Field -> (where it does nothing, what to do instead). docs/reference/models.md lists them; a test compares.
-REFUSED: dict[str, tuple[object, str]] = {
-    "assistant_ensemble_weight": (None, "specdec never mixes the draft into the target's distribution"),
-    "assistant_lookbehind": (None, "the text bridge aligns by text and needs no window; leave it out"),
-    "cache_config": (None, "specdec keeps keys and values in its own store; leave it out"),
-    "cache_implementation": (None, "specdec keeps keys and values in its own store; leave it out"),
-    "compile_config": (None, "pass `gear='compiled'` to SpecGenerator instead"),
-    "continuous_batching_config": (None, "pass a list of prompts for a batch"),
-    "disable_compile": (None, "nothing is compiled unless SpecGenerator gets `gear='compiled'`"),
-    "dola_layers": (None, "DoLa is not available"),
-    "is_assistant": (False, "it is transformers' own marker for a draft's inner call"),
-    "low_memory": (None, "the candidates of contrastive search share one cache already; leave it out"),
-    "max_cache_len": (None, "the store grows by itself"),
-    "speculation_type": (None, "name the draft with `draft=` or `assistant_model=`"),
-    "target_lookbehind": (None, "the text bridge aligns by text and needs no window; leave it out"),
-    "token_healing": (False, "heal the prompt before the call"),
-    "watermarking_config": (None, "pass the watermark's processor through `logits_processor=`"),
+
+class Rule(NamedTuple):
+    """Of a field that has no effect here: the values at which it has none anywhere, and the reason or the way out."""
+
+    neutral: tuple[object, ...]
+    why: str
+
+
+_ANY_CACHE = (
+    *("dynamic", "dynamic_full", "offloaded", "paged", "static", "offloaded_static"),
+    *("sliding_window", "hybrid", "hybrid_chunked", "offloaded_hybrid", "offloaded_hybrid_chunked"),
+)
+_OWN_STORE = "specdec keeps keys and values in its own store"
+# Fields that would change the text, and are errors. docs/reference/models.md lists them; a test compares.
+REFUSED: dict[str, Rule] = {
+    "assistant_ensemble_weight": Rule((None,), "specdec never mixes the draft into the target's distribution"),
+    "cache_implementation": Rule((None, *_ANY_CACHE), "keys and values are not rounded; leave it out"),
+    "custom_generate": Rule((None,), "specdec is the decoding method; call `model.generate` for another one"),
+    "dola_layers": Rule((None,), "DoLa is not available"),
+    "is_assistant": Rule((None, False), "it is transformers' own marker for a draft's inner call"),
+    "past_key_values": Rule((None,), f"{_OWN_STORE}; pass the whole text, and `prefix_cache=True` to SpecGenerator"),
+    "token_healing": Rule((None, False), "heal the prompt before the call"),
 }
-# Those of them that change the text.
-DECIDING = ("dola_layers", "token_healing", "watermarking_config")
+# Fields that change no text, and are warnings. The same list, in the same place.
+IDLE: dict[str, Rule] = {
+    "assistant_lookbehind": Rule((None,), "the text bridge aligns by text and needs no window"),
+    "cache_config": Rule((None,), _OWN_STORE),
+    "cache_implementation": Rule((None,), _OWN_STORE),
+    "compile_config": Rule((None,), "`gear='compiled'` of SpecGenerator compiles"),
+    "continuous_batching_config": Rule((None,), "a list of prompts is a batch, and calls that overlap share passes"),
+    "disable_compile": Rule((None, False), "`gear='compiled'` of SpecGenerator compiles, other gears do not"),
+    "low_memory": Rule((None, False), "the candidates of contrastive search share one cache already"),
+    "max_cache_len": Rule((None,), "the store grows by itself"),
+    "speculation_type": Rule((None,), "`draft=` of SpecGenerator and `assistant_model=` name the draft"),
+    "target_lookbehind": Rule((None,), "the text bridge aligns by text and needs no window"),
+    "trust_remote_code": Rule((None, False), "models are loaded before the call, by SpecGenerator.from_pretrained"),
+    "use_cache": Rule((None, True), "specdec always keeps keys and values"),
+}
+# What others call an option -> its name here, or what to do instead.
+SYNONYMS = {
+    # flags of the command line
+    "num_draft_branches": "num_assistant_branches",
+    "num_draft_tokens": "num_assistant_tokens",
+    "sample": "do_sample",
+    "stop": "stop_strings",
+    # vLLM, OpenAI and others
+    "bad_words": "bad_words_ids",
+    "beam_width": "num_beams",
+    "best_of": "num_samples",
+    "logit_bias": "sequence_bias",
+    "logprobs": "top_logprobs",
+    "max_completion_tokens": "max_new_tokens",
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "n": "num_return_sequences",
+    "num_speculative_tokens": "num_assistant_tokens",
+    "prompt_token_ids": "input_ids",
+    "stop_sequence": "stop_strings",
+    "stop_token_ids": "eos_token_id",
+}
+INSTEAD = {
+    "chat": "pass `messages=`",
+    "draft": "pass it to SpecGenerator, or `assistant_model=` to the call",
+    "draft_model": "pass `draft=` to SpecGenerator, or `assistant_model=` to the call",
+    "guided_json": "pass a grammar's `prefix_allowed_tokens_fn=`, or serve the model with `specdec serve`",
+    "ignore_eos": "pass `eos_token_id=[]`",
+    "method": "pass `draft=` to SpecGenerator",
+    "response_format": "pass a grammar's `prefix_allowed_tokens_fn=`, or serve the model with `specdec serve`",
+    "sampling_params": "pass its fields as arguments",
+    "speculative_config": "pass `draft=` to SpecGenerator",
+    "speculative_model": "pass `draft=` to SpecGenerator",
+    "stream": "call `SpecGenerator.stream`",
+    "system": "pass `messages=`",
+    "use_beam_search": "pass `num_beams=`",
+}
 # Field that names a way of searching -> the values at which it does nothing. A checkpoint does not choose one.
 SEARCHES: dict[str, tuple[object, ...]] = {
     "constraints": (None,),
@@ -58,6 +114,8 @@ BEAMS_ONLY: dict[str, tuple[object, ...]] = {
     "length_penalty": (1.0,),
     "output_trace": (False,),
 }
+# Those of both that only specdec has: who sets one in vain has made a mistake, and no script for transformers has.
+OWN = frozenset({"sampling", "num_samples", "ranking", "output_trace"})
 
 
 class DraftWord(NamedTuple):
@@ -96,6 +154,7 @@ EXPECTED = {
     **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens"), "a list of token ids"),
     "bad_words_ids": "a list of words, each a list of at least one token id",
     "exponential_decay_length_penalty": "a pair of a whole number and a factor",
+    "watermarking_config": "a transformers WatermarkingConfig or SynthIDTextWatermarkingConfig, or its fields",
     "sampling": f"one of {', '.join(SAMPLING)}",
     "seed": "a whole number, or a list of one for each row",
     "stop_strings": "text, or a list of texts, none of them empty",
@@ -114,6 +173,21 @@ def _sampling(name: str) -> str:
     return name
 
 
+def _watermark(value: Any) -> Any:
+    """A watermark by its fields, as configs in files have it, as transformers' object."""
+    if isinstance(value, Mapping):
+        from transformers import SynthIDTextWatermarkingConfig, WatermarkingConfig
+
+        kind = SynthIDTextWatermarkingConfig if "keys" in value else WatermarkingConfig
+        try:
+            value = kind(**value)
+        except TypeError as error:
+            raise ValueError(str(error)) from None
+    if not hasattr(value, "construct_processor"):
+        raise ValueError(EXPECTED["watermarking_config"])
+    return value
+
+
 Flag = Annotated[bool, Field(strict=True)]
 Whole = Annotated[int, Field(strict=True), BeforeValidator(plain)]
 Count = Annotated[Whole, Field(ge=0)]
@@ -125,3 +199,4 @@ IdList = Annotated[list[Whole], BeforeValidator(plain)]
 TokenIds = Whole | IdList | None
 Text = Annotated[str, Field(min_length=1)]
 Sampling = Annotated[str, AfterValidator(_sampling)]
+Watermark = Annotated[Any, AfterValidator(_watermark)]

@@ -21,8 +21,7 @@ from specdec.engine import Engine
 from specdec.errors import OptionError
 from specdec.inputs import NAMES as MODEL_INPUTS
 from specdec.inputs import Prompt, check_tokenizer, read_prompts, tokenizer_beside, with_predictions
-from specdec.loading import NAMES as LOADING
-from specdec.loading import Loading, Vocabulary
+from specdec.loading import Loading, Vocabulary, check_loaded
 from specdec.models import LanguageModel, leading, on_own_device, plain_modes, release_helpers
 from specdec.output import Detokenizer, Event, Generation
 from specdec.prefixes import Prefixes
@@ -34,7 +33,7 @@ _OBJECTS = (*_EXTRAS, "generation_config", *DRAFT_NAMES)
 PREFIX_BYTES = 2**28
 """What the keys and values of earlier texts may take, where nobody says."""
 _BRANCHING = ("schedule", "num_assistant_branches")
-_DRAFTING = ("schedule", "num_assistant_tokens", "num_assistant_branches", "assistant_confidence_threshold")
+_DRAFTING = (*_BRANCHING, "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
 
 
 class SpecGenerator:
@@ -68,8 +67,7 @@ class SpecGenerator:
         prefix_cache: bool | int | None = None,
         **options: Any,
     ) -> None:
-        if early := [name for name in options if name in LOADING]:
-            raise OptionError(f"`{early[0]}` says how to load a model: pass it to SpecGenerator.from_pretrained")
+        check_loaded("SpecGenerator", options)
         check_defaults(options)
         check_tokenizer("tokenizer", tokenizer)
         self._defaults, self._task = options, task
@@ -244,7 +242,7 @@ class SpecGenerator:
         prompts = with_predictions(prompts, extras.prediction, self.target, extras.tokenizer)
         prompts = prompts.repeat(options.copies)
         if drafter is None and (idle := [name for name in _DRAFTING if name in given]):
-            raise OptionError(f"`{idle[0]}` says how much to draft, but there is no draft: name one, or leave it out")
+            warnings.warn(f"`{idle[0]}` says how much to draft, and there is no draft: name one", stacklevel=3)
         if extras.streamer is not None and options.at_the_end:
             raise OptionError("`streamer` shows text as it comes, but beams and ranked samples are final at the end")
         if extras.streamer is not None and len(prompts.rows) > 1:
@@ -278,7 +276,8 @@ class SpecGenerator:
             raise OptionError.of("generation_config", "a transformers GenerationConfig", type(config).__name__)
         return resolve(
             given,
-            config=None if config is None else config.to_dict(),
+            # A watermark of another kind would be one by its fields.
+            config=None if config is None else config.to_dict() | {"watermarking_config": config.watermarking_config},
             defaults=self._defaults,
             inherited=self._inherited(),
         )

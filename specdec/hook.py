@@ -14,7 +14,7 @@ from transformers.utils import ModelOutput
 
 from specdec.config import Options
 from specdec.errors import OptionError, UnsupportedError
-from specdec.fields import REFUSED
+from specdec.fields import IDLE, REFUSED
 from specdec.generator import SpecGenerator
 from specdec.inputs import FEATURES, NAMES
 from specdec.models import ModelState, handover
@@ -28,6 +28,7 @@ OPTIONS = frozenset(
 """What `generate` has no argument for, or none that reaches a decoding method (`stop_strings`)."""
 
 _NEGATIVE = ("negative_prompt_ids", "negative_prompt_attention_mask")
+_WITHOUT_EFFECT = tuple({**REFUSED, **IDLE})
 _PASSED = ("prefix_allowed_tokens_fn", *_NEGATIVE)
 
 
@@ -105,7 +106,7 @@ class CustomGenerate:
         streamer = asked["streamer"]
         out = self._generator(model).generate(
             **prompts,
-            **_refused(generation_config, model.generation_config),
+            **_unsupported(generation_config, model.generation_config),
             generation_config=config,
             logits_processor=processors,
             stopping_criteria=criteria,
@@ -179,9 +180,6 @@ def _check(model: PreTrainedModel, asked: Mapping[str, Any], config: Any) -> Non
     for name, value in asked["kwargs"].items():
         if value is not None and name not in (*NAMES, _TRAINERS) and not hasattr(config, name):
             raise UnsupportedError(f"`{name}` is not supported with specdec's `custom_generate`: leave it out")
-    for name in _NEGATIVE:
-        if asked[name] is not None and config.guidance_scale in (None, 1):
-            raise OptionError(f"`{name}` does nothing without `guidance_scale`: pass both")
 
 
 def _decoder_inputs(model: PreTrainedModel, ids: Tensor, rows: Mapping[str, Any], _: Any) -> dict[str, Any]:
@@ -232,16 +230,18 @@ def _settled(config: Any, width: int, limit: int) -> Any:
     if not config.return_dict_in_generate:
         for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
             setattr(settled, name, None)
+    for name in _WITHOUT_EFFECT:
+        setattr(settled, name, None)
     for name in handover.GUESSES:
         setattr(settled, name, handover.chosen_guesses(config).get(name))
     return settled
 
 
-def _refused(config: Any, own: Any) -> dict[str, Any]:
-    """Fields that specdec does not honour and that the call has set, to other values than checkpoint and defaults."""
+def _unsupported(config: Any, own: Any) -> dict[str, Any]:
+    """Fields without an effect in specdec that the call has set, to other values than checkpoint and defaults."""
     defaults = handover.transformers_defaults()
     return {
         name: value
-        for name, (neutral, _) in REFUSED.items()
-        if (value := getattr(config, name, None)) not in (None, neutral, defaults.get(name), getattr(own, name, None))
+        for name in _WITHOUT_EFFECT
+        if (value := getattr(config, name, None)) not in (None, defaults.get(name), getattr(own, name, None))
     }

@@ -48,9 +48,7 @@ class Quantization:
     offloads: bool = False
 
 
-_BITSANDBYTES = Quantization(
-    "specdec.models.quantize:BitsAndBytes", package="bitsandbytes", install="'specdec-runtime[quant]'"
-)
+_BITSANDBYTES = Quantization("specdec.models.quantize:BitsAndBytes", package="bitsandbytes", install="-e '.[quant]'")
 QUANTIZATIONS: dict[str, Quantization] = {
     "int8": _BITSANDBYTES,
     "int8-weight": Quantization("specdec.models.int8:WeightOnly", offloads=True),
@@ -229,6 +227,13 @@ class Loading:
 
 
 NAMES = tuple(field.name for field in fields(Loading))
+
+
+def check_loaded(kind: str, options: Mapping[str, Any]) -> None:
+    """Raises OptionError for options of loading that were given to the class `kind`, which takes a model as it is."""
+    of_loading = {*NAMES, "draft_options"} - {"gear", "exactness"}
+    if early := [name for name in options if name in of_loading]:
+        raise OptionError(f"`{early[0]}` says how to load a model: pass it to {kind}.from_pretrained")
 
 
 def split_gguf(source: str) -> tuple[str, str | None]:

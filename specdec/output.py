@@ -226,6 +226,10 @@ class Recorder:
         for row in round.rows:
             self._rows.setdefault(row.key, []).append(row)
 
+    def tokens(self, keys: Sequence[int]) -> list[list[int]]:
+        """For every row, in the order of `keys`, the tokens that its rounds brought."""
+        return [[step.token for round in self._rows.get(key, ()) for step in round.steps] for key in keys]
+
     def drafted(self, keys: Sequence[int]) -> list[list[bool]]:
         """For every row, in the order of `keys`, which of its new tokens were the draft's."""
         return [
@@ -257,5 +261,5 @@ def _stats(rounds: Sequence[RowRound]) -> Stats:
         num_accepted_draft_tokens=sum(accepted),
         per_step_drafted=tuple(drafted),
         per_step_accepted=tuple(accepted),
-        finish_reasons=(next((row.finish for row in rounds if row.finish), "unfinished"),),
+        finish_reasons=(next((row.finish for row in rounds if row.finish), "cancelled"),),
     )

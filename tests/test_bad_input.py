@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import CompileConfig, GenerationConfig, GenerationMixin, WatermarkingConfig
+from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 
-from specdec import OptionError, SpecGenerator, UnsupportedError, VocabularyError
+from specdec import OptionError, SpecGenerator, Transcriber, UnsupportedError, VocabularyError
+from specdec.cli.request import FLAGS
 from specdec.config import Options, resolve
-from specdec.fields import REFUSED
+from specdec.fields import IDLE, INSTEAD, REFUSED, SYNONYMS
+from specdec.pipelines import Summarizer, Text
 from specdec.schedule import Constant
+from specdec.select import PhrasalConstraint
 from tests.folders import WIDTH, byte_tokenizer
 from tests.tiny import tiny
 
@@ -38,7 +44,6 @@ WRONG_OPTIONS = [
     ({"max_new_tokens": "many"}, "max_new_tokens"),
     ({"max_length": 3}, "max_length"),
     ({"max_length": 2}, "max_length"),
-    ({"max_length": 9, "max_new_tokens": 3}, "both limit"),
     ({"min_new_tokens": 9, "max_new_tokens": 3}, "min_new_tokens"),
     ({"temperature": -1.0}, "temperature"),
     ({"top_p": 1.5}, "top_p"),
@@ -58,20 +63,9 @@ WRONG_OPTIONS = [
     ({"dola_layers": "low"}, "DoLa"),
     ({"stop_strings": "x"}, "tokenizer"),
     ({"assistant_model": tiny("llama", seed=1), "prompt_lookup_num_tokens": 3}, "each name a draft"),
-    ({"max_matching_ngram_size": 3}, "prompt_lookup_num_tokens"),
     ({"assistant_early_exit": 2}, "layers"),
     ({"assistant_early_exit": 0}, "layers"),
     ({"logits_processor": [3]}, "logits_processor"),
-    ({"temperature": 0.7}, "`temperature`=0.7 is about drawing tokens, which needs `do_sample=True`"),
-    ({"do_sample": False, "top_p": 0.9}, "`top_p`=0.9 is about drawing tokens"),
-    ({"temperature": 0, "top_k": 7}, "`top_k`=7 is about drawing tokens"),
-    ({"min_p": 0.1}, "`min_p`"),
-    ({"top_h": 0.3}, "`top_h`"),
-    ({"typical_p": 0.3}, "`typical_p`"),
-    ({"epsilon_cutoff": 0.3}, "`epsilon_cutoff`"),
-    ({"eta_cutoff": 0.3}, "`eta_cutoff`"),
-    ({"num_beams": 2, "top_p": 0.9}, "`top_p`=0.9 is about drawing tokens"),
-    ({"length_penalty": 2.0}, "`length_penalty`=2.0 belongs to beam search, which needs `num_beams`"),
     ({"do_sample": True, "temperature": 0, "num_return_sequences": 2}, "only one answer"),
     ({"num_assistant_tokens_schedule": "bogus"}, "`num_assistant_tokens_schedule` must be one of"),
     ({"generation_config": GenerationConfig(num_assistant_tokens_schedule="bogus")}, "`num_assistant_tokens_schedule`"),
@@ -97,6 +91,14 @@ WRONG_OPTIONS = [
     ({"seed": 1.5}, "`seed`"),
     ({"exponential_decay_length_penalty": (1,)}, "must be a pair of a whole number and a factor, got (1,)"),
     ({"max_new_tokens": "3"}, "`max_new_tokens` must be a valid integer, got '3'"),
+    ({"output_trace": True}, "`output_trace`=True belongs to beam search"),
+    ({"num_samples": 3}, "`num_samples`=3 is about drawing tokens"),
+    ({"watermarking_config": 3}, "`watermarking_config` must be a transformers WatermarkingConfig"),
+    ({"watermarking_config": {"colour": 3}}, "`watermarking_config` must be a transformers WatermarkingConfig"),
+    ({"stop": ["x"]}, "`stop` is not an option of generate: pass `stop_strings=`"),
+    ({"num_draft_branches": 2}, "`num_draft_branches` is not an option of generate: pass `num_assistant_branches=`"),
+    ({"max_tokens": 9}, "pass `max_new_tokens=`"),
+    ({"response_format": {}}, "pass a grammar's `prefix_allowed_tokens_fn=`"),
     ({"tokenizer": 3}, "`tokenizer` must be a transformers tokenizer, got 3"),
 ]
 
@@ -132,10 +134,13 @@ def test_what_changes_nothing_is_no_error(options: dict[str, Any]) -> None:
 
 
 def test_settings_of_sampling_in_a_generator() -> None:
-    """They wait for a call that samples; a call that does not say that it is greedy would ignore them, and raises."""
+    """They wait for a call that samples; a call that does not say that it is greedy is warned."""
     generator = SpecGenerator(tiny("llama"), temperature=0.7, sampling="rejection", max_new_tokens=3)
     for asked in ({}, {"generation_config": GenerationConfig(max_new_tokens=3)}):
-        with pytest.raises(OptionError, match=r"`temperature`=0\.7 is about drawing tokens"):
+        with (
+            pytest.warns(UserWarning, match=r"`temperature`=0\.7 is about drawing tokens"),
+            pytest.raises(OptionError, match="`sampling`='rejection' is about drawing tokens"),
+        ):
             generator.generate(IDS, **asked)
     for greedy in ({"do_sample": False}, {"temperature": 0}, {"generation_config": GenerationConfig(do_sample=False)}):
         assert generator.generate(IDS, **greedy).stats.settings["strategy"] == "greedy"
@@ -200,7 +205,7 @@ def test_trees_have_their_bounds(schedule: str) -> None:
 def test_settings_of_beams_in_a_generator() -> None:
     """Likewise: they wait for a call that searches, and a call that says that it does not may pass them by."""
     generator = SpecGenerator(tiny("llama"), length_penalty=2.0, max_new_tokens=3)
-    with pytest.raises(OptionError, match=r"`length_penalty`=2\.0 belongs to beam search"):
+    with pytest.warns(UserWarning, match=r"`length_penalty`=2\.0 belongs to beam search"):
         generator.generate(IDS)
     assert generator.generate(IDS, num_beams=1).stats.settings["strategy"] == "greedy"
     assert generator.generate(IDS, num_beams=2).stats.settings["strategy"] == "beamsearch"
@@ -241,8 +246,14 @@ def test_processors_that_return_no_scores(processor: Any, got: str) -> None:
 @pytest.mark.parametrize(
     ("given", "about"),
     [
-        ({"use_cache": False}, "`use_cache=False` changes nothing"),
-        ({"generation_config": GenerationConfig(use_cache=False)}, "`use_cache=False` changes nothing"),
+        ({"generation_config": GenerationConfig(use_cache=False)}, "`use_cache`=False changes nothing"),
+        ({"generation_config": GenerationConfig(cache_implementation="static")}, "`cache_implementation`='static'"),
+        ({"max_length": 30}, "`max_length`=30 has no effect beside `max_new_tokens`=3"),
+        ({"min_new_tokens": 1, "min_length": 30}, "`min_length`=30 has no effect beside `min_new_tokens`=1"),
+        ({"prompt_lookup_num_tokens": 3, "num_beams": 2, "top_p": 0.9}, "`top_p`=0.9 is about drawing tokens"),
+        ({"temperature": 0, "top_k": 7}, "`top_k`=7 is about drawing tokens"),
+        ({"assistant_tokenizer": byte_tokenizer()}, "`assistant_tokenizer` changes nothing without `assistant_model`"),
+        ({"negative_prompt_ids": [[5, 6]]}, "`negative_prompt_ids` changes nothing without `guidance_scale`"),
         ({"min_length": 7}, "`min_length`=7 is out of reach, as the text ends after 3 new tokens"),
     ],
 )
@@ -284,6 +295,9 @@ WRONG_PROMPTS = [
     (IDS, {"input_ids": IDS}, "given 2 times"),
     (IDS, {"messages": [{"role": "user", "content": "hi"}]}, "given 2 times"),
     (None, {"messages": [{"role": "user", "content": "hi"}]}, "chat template"),
+    ([{"role": "user", "content": "hi"}], {}, "the prompt is a conversation: pass it as `messages=`"),
+    ([[{"role": "user", "content": "hi"}]], {}, "the prompt is a conversation: pass it as `messages=`"),
+    ({"role": "user", "content": "hi"}, {}, "the prompt is a conversation: pass it as `messages=`"),
     (None, {"input_features": torch.zeros(1, 8, 40)}, "encoder"),
     ([[5] * 600], {"max_new_tokens": 2000}, ""),
 ]
@@ -337,44 +351,171 @@ def test_wrong_targets() -> None:
         SpecGenerator(tiny("llama").train())
 
 
+@pytest.mark.parametrize("kind", [SpecGenerator, Text, Summarizer, Transcriber])
+@pytest.mark.parametrize("option", [{"dtype": "float32"}, {"draft_options": {}}])
+def test_options_of_loading_have_their_place(kind: Any, option: dict[str, Any]) -> None:
+    """Each class names its own. (All named SpecGenerator's.)"""
+    way_out = re.escape(f"`{next(iter(option))}` says how to load a model: pass it to {kind.__name__}.from_pretrained")
+    with pytest.raises(OptionError, match=way_out):
+        kind("some/model", **option)
+
+
 def test_vocabularies_that_differ() -> None:
     """Another vocabulary without its tokenizer is refused, with the way out."""
     with pytest.raises(VocabularyError, match=r"draft vocabulary 50 ≠ target 64: pass `assistant_tokenizer=`"):
         SpecGenerator(tiny("llama"), tiny("llama", vocab=50))
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED))
-def test_refused_fields(generator: SpecGenerator, name: str) -> None:
-    """A field that cannot be honoured raises when the caller sets it, and passes at the value that does nothing."""
-    with pytest.raises(UnsupportedError, match=name):
-        generator.generate(IDS, **{name: "something"})
-    neutral = REFUSED[name][0]
-    with pytest.raises(AssertionError, match="forward pass"):
-        generator.generate(IDS, **{name: neutral})
+# Every field of transformers' GenerationConfig and every argument of `generate`: what becomes of it, and a call.
+HONOURED: dict[str, dict[str, Any]] = {
+    **{name: {name: 4} for name in ("max_length", "min_length", "min_new_tokens", "max_new_tokens")},
+    **{name: {name: 0.5, "do_sample": True} for name in ("temperature", "top_p", "min_p", "top_h", "typical_p")},
+    **{name: {name: 0.5, "do_sample": True} for name in ("epsilon_cutoff", "eta_cutoff")},
+    **{name: {name: 1.5} for name in ("repetition_penalty", "encoder_repetition_penalty", "guidance_scale")},
+    **{name: {name: 2} for name in ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "assistant_early_exit")},
+    **{name: {name: True} for name in ("renormalize_logits", "remove_invalid_values", "return_dict_in_generate")},
+    **{f"output_{name}": {f"output_{name}": True} for name in ("scores", "logits", "hidden_states", "attentions")},
+    **{f"{name}_token_id": {f"{name}_token_id": 7} for name in ("pad", "bos", "eos", "forced_bos", "forced_eos")},
+    **{name: {name: [7]} for name in ("suppress_tokens", "begin_suppress_tokens")},
+    **{name: {name: IDS} for name in ("inputs", "negative_prompt_ids")},
+    **{name: {name: 2, "assistant_model": tiny("llama")} for name in ("num_assistant_tokens", "prefill_chunk_size")},
+    "assistant_confidence_threshold": {"assistant_confidence_threshold": 0.4, "assistant_model": tiny("llama")},
+    "assistant_early_exit": {"assistant_early_exit": 1},
+    "assistant_model": {"assistant_model": tiny("llama")},
+    "bad_words_ids": {"bad_words_ids": [[7]]},
+    "constraints": {"constraints": [PhrasalConstraint([7])], "num_beams": 2},
+    "decoder_start_token_id": {"decoder_start_token_id": 7},
+    "diversity_penalty": {"num_beams": 2, "num_beam_groups": 2, "diversity_penalty": 0.5},
+    "do_sample": {"do_sample": True},
+    "early_stopping": {"early_stopping": True, "num_beams": 2},
+    "exponential_decay_length_penalty": {"exponential_decay_length_penalty": (1, 1.5), "eos_token_id": 7},
+    "force_words_ids": {"force_words_ids": [[7]], "num_beams": 2},
+    "generation_config": {"generation_config": GenerationConfig()},
+    "length_penalty": {"length_penalty": 2.0, "num_beams": 2},
+    "logits_processor": {"logits_processor": [lambda ids, scores: scores]},
+    "max_matching_ngram_size": {"max_matching_ngram_size": 2, "prompt_lookup_num_tokens": 2},
+    "max_time": {"max_time": 9.0},
+    "negative_prompt_attention_mask": {
+        **{"negative_prompt_ids": IDS, "negative_prompt_attention_mask": IDS > 5, "guidance_scale": 1.5}
+    },
+    "negative_prompt_ids": {"negative_prompt_ids": IDS, "guidance_scale": 1.5},
+    "num_assistant_tokens_schedule": {"num_assistant_tokens_schedule": "constant", "assistant_model": tiny("llama")},
+    "num_beam_groups": {"num_beams": 2, "num_beam_groups": 2, "diversity_penalty": 0.5},
+    "num_beams": {"num_beams": 2},
+    "num_return_sequences": {"num_return_sequences": 2, "do_sample": True},
+    "penalty_alpha": {"penalty_alpha": 0.5, "top_k": 3},
+    "prefix_allowed_tokens_fn": {"prefix_allowed_tokens_fn": lambda row, ids: [7, 8]},
+    "prompt_lookup_num_tokens": {"prompt_lookup_num_tokens": 2},
+    "sequence_bias": {"sequence_bias": {(7,): 1.5}},
+    "stop_strings": {"stop_strings": "x", "tokenizer": byte_tokenizer()},
+    "stopping_criteria": {"stopping_criteria": [lambda ids, scores: False]},
+    "streamer": {"streamer": SimpleNamespace(put=lambda ids: None, end=lambda: None)},
+    "synced_gpus": {"synced_gpus": False},
+    "top_k": {"top_k": 3, "do_sample": True},
+    "use_mtp": {"use_mtp": False},
+    "watermarking_config": {"watermarking_config": WatermarkingConfig()},
+}
+WARNED: dict[str, Any] = {
+    "assistant_lookbehind": 3,
+    "cache_config": {"nbits": 2},
+    "cache_implementation": "static",
+    "compile_config": CompileConfig(),
+    "continuous_batching_config": {"num_blocks": 3},
+    "disable_compile": True,
+    "low_memory": True,
+    "max_cache_len": 64,
+    "speculation_type": "dflash",
+    "target_lookbehind": 3,
+    "trust_remote_code": True,
+    "use_cache": False,
+    # without what they belong to
+    **dict.fromkeys(("temperature", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"), 0.3),
+    **{"top_k": 7, "length_penalty": 2.0, "early_stopping": True, "max_matching_ngram_size": 3},
+    **{"num_assistant_tokens": 3, "assistant_confidence_threshold": 0.3, "num_assistant_tokens_schedule": "constant"},
+    "negative_prompt_ids": IDS,
+}
+WRONG: dict[str, Any] = {
+    "assistant_ensemble_weight": 0.5,
+    "cache_implementation": "quantized",
+    "custom_generate": "a/place",
+    "dola_layers": "low",
+    "is_assistant": True,
+    "past_key_values": object(),
+    "token_healing": True,
+    # without what they belong to, or where a text less would come back
+    **{"num_beam_groups": 2, "diversity_penalty": 0.5, "constraints": [PhrasalConstraint([7])]},
+    **{"force_words_ids": [[7]], "num_return_sequences": 2, "synced_gpus": True, "stop_strings": "x"},
+    "negative_prompt_attention_mask": IDS,
+}
+DESCRIBES = {"transformers_version"}  # the file, and no call
 
 
-def test_every_generation_config_field_is_honoured_or_refused() -> None:
-    """No field of transformers' GenerationConfig is silently ignored."""
-    elsewhere = {
-        "assistant_early_exit",
-        "prompt_lookup_num_tokens",
-        "max_matching_ngram_size",
-        "num_assistant_tokens_schedule",
-        "prefill_chunk_size",
-        "transformers_version",
-        "use_mtp",
-    }
+def test_every_field_of_transformers_has_its_answer() -> None:
+    """Honoured, a warning or an error: nothing of a GenerationConfig and of `generate` is passed over in silence."""
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
-    assert fields - set(Options.model_fields) - set(REFUSED) - elsewhere == set()
+    arguments = {*inspect.signature(GenerationMixin.generate).parameters} - {"self", "kwargs"}
+    beside = {"past_key_values", "trust_remote_code"}  # what `generate` reads of its other arguments
+    assert {*HONOURED, *WARNED, *WRONG} == (fields | arguments | beside) - DESCRIBES
+    assert {*REFUSED} <= {*WRONG}
+    assert {*IDLE} <= {*WARNED}
+    assert {None, *ALL_CACHE_IMPLEMENTATIONS, "paged"} - {"quantized"} <= {*REFUSED["cache_implementation"].neutral}
+
+
+@pytest.fixture(scope="module")
+def answers() -> SpecGenerator:
+    return SpecGenerator(tiny("llama", attn_implementation="eager"))
+
+
+COMMON: dict[str, Any] = {"max_new_tokens": 4, "eos_token_id": [], "pad_token_id": 0}
+
+
+@pytest.mark.parametrize("name", HONOURED)
+def test_honoured_fields(answers: SpecGenerator, name: str) -> None:
+    """Without a warning (which is an error in tests)."""
+    given = HONOURED[name]
+    common = {} if "max_length" in given else COMMON
+    answers.generate(None if "inputs" in given else IDS, **{**common, **given})
+
+
+@pytest.mark.parametrize("name", WARNED)
+def test_fields_that_change_no_text(answers: SpecGenerator, name: str) -> None:
+    """A script for transformers runs, is told, and gets its text. (Each was an error, one after the other.)"""
+    expected = answers.generate(IDS, **COMMON).sequences
+    with pytest.warns(UserWarning, match=f"`({name}|schedule)`") as told:
+        assert answers.generate(IDS, **COMMON, **{name: WARNED[name]}).sequences.equal(expected)
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_fields_that_would_change_the_text(generator: SpecGenerator, name: str) -> None:
+    """What cannot be honoured raises before any pass, in a generation config of the call too; its idle values pass."""
+    with pytest.raises(OptionError, match=name):
+        generator.generate(IDS, **COMMON, **{name: WRONG[name]})
+    if name in REFUSED:
+        config = GenerationConfig()
+        setattr(config, name, WRONG[name])
+        with pytest.raises(UnsupportedError, match=name):
+            generator.generate(IDS, **COMMON, generation_config=config)
+        with pytest.raises(AssertionError, match="forward pass"):
+            generator.generate(IDS, **COMMON, **{name: REFUSED[name].neutral[0]})
+
+
+def test_names_that_others_use_lead_to_ours() -> None:
+    """The words of the command line, vLLM and OpenAI name an option that exists; no table has a word of ours."""
+    objects = {"input_ids"}
+    assert {*SYNONYMS.values()} <= {*Options.model_fields, *objects}
+    assert not {*SYNONYMS, *INSTEAD} & {*Options.model_fields, *REFUSED, *IDLE}
+    assert {flag: name for flag, name in FLAGS.items() if flag != name}.items() <= SYNONYMS.items()
 
 
 def test_the_documents_list_the_refused_fields() -> None:
-    """The list of refused fields in the reference is the code's."""
+    """The lists in the reference are the code's."""
     from pathlib import Path
 
     text = (Path(__file__).parent.parent / "docs" / "reference" / "models.md").read_text(encoding="utf-8")
-    section = text.split("<!-- refused -->")[1]
-    assert sorted(re.findall(r"`(\w+)`", section)) == sorted(REFUSED)
+    for mark, rules in {"refused": REFUSED, "idle": IDLE}.items():
+        section = text.split(f"<!-- {mark} -->")[1]
+        assert re.findall(r"^- `(\w+)`: (.*)$", section, re.MULTILINE) == [(n, r.why) for n, r in rules.items()]
 
 
 def test_inherited_fields_never_raise() -> None:

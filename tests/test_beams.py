@@ -248,8 +248,6 @@ def test_beam_sample_draws_without_replacement() -> None:
     [
         ({"num_beams": 2, "num_return_sequences": 3}, "num_return_sequences"),
         ({"num_beams": 0}, "num_beams"),
-        ({"length_penalty": 2.0}, "length_penalty"),
-        ({"early_stopping": True}, "early_stopping"),
         ({"num_beams": 2, "early_stopping": "soon"}, "early_stopping"),
         ({"num_beams": 2, "do_sample": True, "sampling": "rejection"}, "sampling"),
     ],

@@ -90,6 +90,15 @@ def params(**given: Any) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------ without a model
 
 
+@pytest.mark.filterwarnings("always:`min_p`:UserWarning")
+def test_a_warning_is_shown_once(generate: Any) -> None:
+    """However often options are looked at. (Before the models were loaded, and again by the call.)"""
+    plain, told = generate("-p", "ab"), generate("-p", "ab", "--set", "min_p=0.1")
+    assert told[:2] == plain[:2]
+    assert told[2].count("warning: `min_p`=0.1 is about drawing tokens") == 1
+    assert "min_p" not in generate("-p", "ab", "--set", "min_p=0.1", "--quiet")[2]
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     """`--version` prints one line."""
     assert run(["--version"]) == 0
@@ -218,7 +227,10 @@ USAGE_ERRORS = [
     (["generate", "t", "-p", "x", "--top-p", "1.5"], "--top-p must be"),
     (["generate", "t", "-p", "x", "--greedy", "--top-k", "5"], "--top-k is about sampling"),
     (["generate", "t", "-p", "x", "--num-return-sequences", "2"], "--num-return-sequences above 1 needs --sample"),
-    (["generate", "t", "-p", "x", "--set", "min_p=0.1"], "`min_p`=0.1 is about drawing tokens, which needs --sample"),
+    (
+        ["generate", "t", "-p", "x", "--set", "num_samples=3"],
+        "`num_samples`=3 is about drawing tokens, which needs --sample",
+    ),
     (["generate", "t", "-p", "x", "--stop", ""], "--stop must be text, or a list of texts"),
     (["generate", "t", "-p", "x\udcff"], "the prompt is not text in UTF-8"),
     (["generate", "t", "-p", "x", "--set", "top_k"], "KEY=VALUE"),

@@ -38,7 +38,7 @@ def test_machine_and_installation(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "\x1b" not in out
     assert "GB/s" in out
     assert re.search(r"^  · \[gguf\] +GGUF files: no gguf$", out, re.MULTILINE)
-    assert "→ pip install 'specdec-runtime[gguf]'" in out
+    assert "→ pip install -e '.[gguf]'" in out
     assert memory_bandwidth(2**20, tries=1) > 0
 
 

@@ -20,7 +20,7 @@ def test_without_the_harness_the_command_that_installs_it() -> None:
     """One line, and nothing else of the package needs it."""
     code = "import sys; sys.modules['lm_eval'] = None; import specdec.harness"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert "pip install 'specdec-runtime[harness]'" in done.stderr.splitlines()[-1]
+    assert "pip install -e '.[harness]'" in done.stderr.splitlines()[-1]
 
 
 def requests(kind: str, *arguments: Any) -> list[Any]:

@@ -186,8 +186,7 @@ def test_streamers(wrong: PreTrainedModel) -> None:
         ({"past_key_values": DynamicCache()}, "`past_key_values` is not supported"),
         ({"position_ids": torch.arange(5)[None]}, "`position_ids` is not supported"),
         ({"synced_gpus": True}, "`synced_gpus` is not supported"),
-        ({"cache_implementation": "static"}, "`cache_implementation`='static' is not supported"),
-        ({"negative_prompt_ids": IDS[:1]}, "does nothing without `guidance_scale`"),
+        ({"is_assistant": True}, "`is_assistant`=True is not supported"),
         ({"stopping_criteria": StoppingCriteriaList([EosTokenCriteria(7)])}, "pass its ids as `eos_token_id=`"),
         ({"penalty_alpha": 0.5, "top_k": 4}, "takes no draft"),
     ],
@@ -197,6 +196,15 @@ def test_what_cannot_be_honoured_is_refused(model: PreTrainedModel, wrong: Any, 
     given = {name: wrong if value == "draft" else value for name, value in given.items()}
     with pytest.raises(OptionError, match=message):
         model.generate(IDS[:1], max_new_tokens=4, custom_generate=custom_generate(wrong), **given)
+
+
+@pytest.mark.parametrize("given", [{"cache_implementation": "static"}, {"negative_prompt_ids": IDS[:1]}])
+def test_what_changes_no_text_is_a_warning(model: PreTrainedModel, wrong: Any, given: dict[str, Any]) -> None:
+    """(A script that was made for transformers ended with an error.)"""
+    expected = model.generate(IDS[:1], max_new_tokens=4)
+    with pytest.warns(UserWarning, match=f"`{next(iter(given))}`.* changes nothing"):
+        out = model.generate(IDS[:1], max_new_tokens=4, custom_generate=custom_generate(wrong), **given)
+    assert out.equal(expected)
 
 
 def test_options_of_the_hook(model: PreTrainedModel) -> None:

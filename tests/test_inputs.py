@@ -411,7 +411,6 @@ WRONG: list[tuple[str, Any, dict[str, Any], str]] = [
     ("llama", None, {"inputs_embeds": EMBEDS, "attention_mask": torch.zeros(1, 3)}, "empty"),
     ("llama", [[5, 6]], {"inputs_embeds": EMBEDS}, "equally long"),
     ("llama", None, {"inputs_embeds": EMBEDS, **GUIDED}, "negative_prompt_ids"),
-    ("llama", IDS, {"negative_prompt_ids": IDS}, "guidance_scale"),
     ("llama", IDS, {**GUIDED, "negative_prompt_ids": [[99]]}, "token 99"),
     ("llama", IDS, {**GUIDED, "negative_prompt_ids": [[]]}, "empty"),
     ("llama", IDS, {**GUIDED, "negative_prompt_ids": "text"}, "negative_prompt_ids"),

@@ -11,6 +11,7 @@ import torch
 
 from specdec import CancelledError, OptionError, SpecGenerator
 from specdec.logits.counts import OutputPenalty
+from tests.folders import WIDTH, byte_tokenizer
 from tests.test_threads import PATIENCE, is_clean, together
 from tests.tiny import tiny
 
@@ -75,6 +76,65 @@ def test_cancelled_by_another_thread(stream: bool) -> None:
     assert found == [None, alone]
     assert len(seen) <= 5 + 2 * 24  # what two rounds may bring
     assert is_clean(generator)
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_cancelled_job_gives_back_what_it_had(draft: str, stream: bool) -> None:
+    """The beginnings of its texts, counted and told as cancelled. (They were lost with the error.)"""
+    generator = SpecGenerator(tiny("llama", vocab=WIDTH), DRAFTS[draft], tokenizer=byte_tokenizer())
+    prompts, common = [[5, 9], [7, 8, 6]], {**COMMON, "max_new_tokens": 40}
+    whole = generator.generate(prompts, **common).new_tokens()
+    calls: list[int] = []
+
+    def watch(ids: torch.Tensor, scores: Any) -> bool:
+        calls.append(1)
+        if len(calls) == 12:
+            job.cancel()
+        return False
+
+    job = generator.submit(prompts, **common, stopping_criteria=[watch])
+    assert job.result is None
+    with pytest.raises(CancelledError):
+        assert all(job.result is None for _ in job.follow(stream=stream))
+    out = job.result
+    new = out.new_tokens()
+    assert new == [row[: len(begun)] for row, begun in zip(whole, new, strict=True)]
+    assert 12 <= sum(map(len, new)) == out.stats.num_new_tokens < 80
+    assert out.stats.finish_reasons == ("cancelled", "cancelled")
+    assert [len(row) for row in out.drafted] == list(map(len, new))
+    assert out.texts == [byte_tokenizer().decode(row, skip_special_tokens=True) for row in new]
+    assert out._repr_html_()
+    assert is_clean(generator)
+
+
+def test_what_a_job_gives_back_otherwise() -> None:
+    """The result of one that ended; of a closed one the texts so far; nothing of a failed one, or of a search."""
+    generator = SpecGenerator(tiny("llama"))
+    job = generator.submit([[5, 9]], **COMMON, output_scores=True)
+    for _ in job.follow():
+        pass
+    assert len(job.result.scores) == 24
+    closed = generator.submit([[5, 9]], **COMMON)
+    follow = closed.follow()
+    begun = [*next(follow)[0].token_ids, *next(follow)[0].token_ids]
+    follow.close()
+    assert closed.result.new_tokens() == [begun]
+    assert closed.result.stats.finish_reasons == ("cancelled",)
+    early = generator.submit([[5, 9]], **COMMON)
+    early.cancel()
+    with pytest.raises(CancelledError):
+        next(early.follow())
+    assert early.result.new_tokens() == [[]]
+    search = generator.submit([[5, 9]], **COMMON, num_beams=2)
+    search.cancel()
+    with pytest.raises(CancelledError):
+        next(search.follow())
+    assert search.result is None
+    failed = generator.submit([[5, 9]], **COMMON, logits_processor=[lambda ids, scores: 1 / 0])
+    with pytest.raises(ZeroDivisionError):
+        next(failed.follow())
+    assert failed.result is None
 
 
 def test_cancelled_while_the_engine_rests() -> None:

@@ -17,7 +17,6 @@ from specdec import (
     OptionError,
     PhrasalConstraint,
     SpecGenerator,
-    UnsupportedError,
 )
 from specdec.select.constraints import Progress
 from tests.oracle import oracle
@@ -369,8 +368,6 @@ def test_contrastive_takes_no_draft() -> None:
     generator = SpecGenerator(tiny("llama", vocab=VOCAB), "suffix")
     with pytest.raises(OptionError, match="draft"):
         generator.generate([[5, 6]], max_new_tokens=3, penalty_alpha=0.6, top_k=4)
-    with pytest.raises(UnsupportedError, match="low_memory"):
-        generator.generate([[5, 6]], max_new_tokens=3, low_memory=True)
     assert generator.generate([[5, 6]], max_new_tokens=3, penalty_alpha=0.0, eos_token_id=[]).stats.num_new_tokens == 3
 
 

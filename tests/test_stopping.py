@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, StoppingCriteria
+from transformers import MaxTimeCriteria, PreTrainedTokenizerFast, StoppingCriteria
 
 from specdec import SpecGenerator
 from tests.oracle import oracle
@@ -210,3 +211,14 @@ def test_max_time(model: Any) -> None:
     out = SpecGenerator(model).generate(PROMPT, max_new_tokens=500, max_time=1e-6, eos_token_id=[], pad_token_id=0)
     assert out.stats.finish_reasons == ("time",)
     assert out.stats.num_new_tokens == 1
+
+
+def test_a_deadline_of_the_caller(model: Any) -> None:
+    """It began when the caller says, and calls may share it. (Every call began it anew, in the caller's object.)"""
+    began = time.time() - 60
+    deadline = MaxTimeCriteria(30, initial_timestamp=began)
+    options = {"max_new_tokens": 8, "eos_token_id": [], "pad_token_id": 0, "stopping_criteria": [deadline]}
+    out = SpecGenerator(model).generate(PROMPT, **options, max_time=1000.0)
+    assert out.stats.finish_reasons == ("time",)
+    assert out.stats.num_new_tokens == 1
+    assert deadline.initial_timestamp == began

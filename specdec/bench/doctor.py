@@ -101,7 +101,7 @@ def installation() -> Iterator[Finding]:
             continue
         lacking = [one.name for one in own if _lacks(one)]
         if lacking:
-            remedy = f"pip install '{DISTRIBUTION}[{extra}]'"
+            remedy = f"pip install -e '.[{extra}]'"
             yield Finding("installation", f"[{extra}]", f"{brings}: no {', '.join(lacking)}", "note", remedy)
         else:
             yield Finding("installation", f"[{extra}]", brings)

@@ -13,4 +13,4 @@ def check_extras() -> None:
     """Raises SpecdecError where a library is missing that the statistics or the report need."""
     missing = [name for name in NAMES if find_spec(name) is None]
     if missing:
-        raise SpecdecError(f"the benchmark needs {', '.join(missing)}: pip install 'specdec-runtime[bench]'")
+        raise SpecdecError(f"the benchmark needs {', '.join(missing)}: pip install -e '.[bench]'")

@@ -139,6 +139,10 @@ def batch(
             os._exit(INTERRUPTED)
     if not quiet:
         say(summary(done))
+    for number, reason in done.failures:
+        say(f"error: row {number + 1}: {reason}", "red")
+    if (more := done.failed - len(done.failures)) > 0:
+        say(f"error: {more} more rows, each with its `error` in {out}", "red")
     if done.done < done.total:
         say(f"interrupted: {done.total - done.done} rows are left, and the same command goes on with them")
         return INTERRUPTED

@@ -125,9 +125,13 @@ def _explain(error: Exception) -> tuple[str, int]:
 
 
 def _show_warning(*, quiet: bool) -> Any:
+    shown: set[str] = set()  # options are checked before the models are loaded, and by every call
+
     def show(message: Warning | str, *_: object, **__: object) -> None:
-        if not quiet:
-            say("warning: " + " ".join(str(message).split()), "yellow")
+        line = "warning: " + " ".join(str(message).split())
+        if not quiet and line not in shown:
+            shown.add(line)
+            say(line, "yellow")
 
     return show
 

@@ -102,7 +102,7 @@ def read_config(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     from specdec.config import Options, read_yaml
-    from specdec.fields import REFUSED
+    from specdec.fields import IDLE, REFUSED
 
     file = read_yaml(path)
     known = {
@@ -111,6 +111,7 @@ def read_config(path: Path | None) -> dict[str, Any]:
         "draft_options",
         *Options.model_fields,
         *REFUSED,
+        *IDLE,
         *CALL_ONLY,
         *STRATEGY_OPTIONS,
         "num_assistant_tokens_schedule",

@@ -130,7 +130,7 @@ def serve(
 ) -> int:
     """Serve models over HTTP as OpenAI does. Completions, chats, transcriptions, and a page at /."""
     if missing := [module for module in NEEDS if find_spec(module) is None]:
-        raise SpecdecError(f"a server needs {', '.join(missing)}: pip install 'specdec-runtime[serve]'")
+        raise SpecdecError(f"a server needs {', '.join(missing)}: pip install -e '.[serve]'")
     keys = settings_keys(ctx.params)
     if ray is not None:
         return on_cluster(ray, keys, ctx.params)

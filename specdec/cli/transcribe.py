@@ -31,12 +31,12 @@ Format = Literal["text", "json", "srt", "vtt"]
 def transcribe(
     ctx: typer.Context,
     files: Annotated[
-        list[str] | None, typer.Argument(metavar="FILE", help="wav, flac, mp3 or ogg; - reads stdin.")
+        list[str] | None, typer.Argument(metavar="FILE", help="wav, flac, mp3 or ogg, or folders; - reads stdin.")
     ] = None,
     demo: Annotated[bool, typer.Option("--demo", help="The recordings that come with the package.")] = False,
     model: Annotated[
-        str, typer.Option(help=f"A Whisper model: hub id or folder. {ZOO} knows a few hundred words.")
-    ] = ZOO,
+        str | None, typer.Option(help=f"A Whisper model: hub id or folder. {ZOO}, that of --demo, knows 299 words.")
+    ] = None,
     draft_model: Annotated[
         str | None,
         typer.Option(help=f"A smaller Whisper or a distilled one, hub id or folder; or {', '.join(WORDS)}."),
@@ -80,6 +80,7 @@ def transcribe(
     A recording that cannot be read is told on stderr, the others go on, and the exit code is 1.
     """
     files, references = read_files(files or [], demo=demo, reference=reference)
+    ctx.params["model"] = read_model(model, demo=demo)
     check_output(files, format, output_dir)
     options = read_options(ctx.params)
     if output_dir is not None:
@@ -172,11 +173,33 @@ def read_files(files: list[str], *, demo: bool, reference: Path | None) -> tuple
     if bool(files) == demo:
         raise OptionError("pass the recordings to transcribe, or --demo for those that come with the package")
     if not demo:
+        files = [file for name in files for file in sounds(name)]
         return files, None if reference is None else read_references(reference, files)
     from specdec import zoo
 
     own = [(str(path), text) for path, text in zoo.recordings()]
     return [path for path, _ in own], [text for _, text in own]
+
+
+def sounds(name: str) -> list[str]:
+    """All recordings in a folder; raises OptionError where there are none. Any other name as it is."""
+    if name == STDIN or not Path(name).is_dir():
+        return [name]
+    from specdec.pipelines.audio import sounds_in
+
+    if not (found := sounds_in(Path(name))):
+        raise OptionError(f"the folder {name} holds no wav, flac, mp3 or ogg file (a model is named with --model)")
+    return [str(path) for path in found]
+
+
+def read_model(model: str | None, *, demo: bool) -> str:
+    """The model that was named, for the demo that of the package; raises OptionError for recordings without one."""
+    if model is None and not demo:
+        raise OptionError(
+            f"no model was named: pass --model, for example --model openai/whisper-base ({ZOO} comes with the package, "
+            "and knows 299 words)"
+        )
+    return model or ZOO
 
 
 def check_output(files: Sequence[str], format: Format, folder: Path | None) -> None:
@@ -249,7 +272,11 @@ def show(
     """One recording's text, where it was asked for."""
     content = rendered(name, out, wer, format)
     if folder is not None:
-        output_file(name, format, folder).write_text(content, encoding="utf-8")
+        path = output_file(name, format, folder)
+        try:
+            path.write_text(content, encoding="utf-8")
+        except OSError as error:
+            raise SpecdecError(f"{path} cannot be written ({error.strerror}): make room there") from None
         return
     console = Console()
     if headed and format == "text":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -83,6 +84,7 @@ def read_prompts(
     prompts that are empty, of a wrong type or shape, outside the vocabulary, or given twice, and for inputs that the
     target does not read.
     """
+    _check_no_messages(prompt)
     if isinstance(prompt, Mapping):
         given, prompt = _unpacked(prompt, given), None
     _check_sources(prompt, messages, given, target)
@@ -95,6 +97,15 @@ def read_prompts(
     else:
         prompts = _embedded(value, *how) if "inputs_embeds" in given else _prompts(_read(value, *how), options)
     return _with_negatives(prompts, given, options, target)
+
+
+def _check_no_messages(prompt: Any) -> None:
+    """Raises for a conversation, or several, in the place of a prompt: whether a template is used must be said."""
+    first = prompt
+    while isinstance(first, list | tuple) and first:
+        first = first[0]
+    if isinstance(first, Mapping) and "role" in first:
+        raise OptionError("the prompt is a conversation: pass it as `messages=`, which go through the chat template")
 
 
 def _unpacked(prompt: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -232,7 +243,7 @@ def _with_negatives(prompts: Prompts, given: Mapping[str, Any], options: Options
     """The rows with their negative prompts where guidance is on; without any it is the prompt's last token."""
     if options.guidance_scale in (None, 1):
         if "negative_prompt_ids" in given:
-            raise OptionError("`negative_prompt_ids` does nothing without `guidance_scale`: pass both")
+            warnings.warn("`negative_prompt_ids` changes nothing without `guidance_scale`: pass both", stacklevel=2)
         return prompts
     if target.is_encoder_decoder:
         raise UnsupportedError("`guidance_scale` is not supported for a target with an encoder: leave it out")

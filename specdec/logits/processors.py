@@ -96,14 +96,15 @@ def build_processors(
     prefix_allowed_tokens_fn: PrefixFn | None = None,
     row: int = 0,
     device: torch.device | str = "cpu",
+    vocab_size: int = 0,
 ) -> Processors:
     """The processors of one row from `options`, an object with `GenerationConfig`'s attribute names.
 
     `prompt_length` counts `padding` left-padded tokens, which the ids given later do not hold: lengths mean what they
     mean in transformers for the padded row. `encoder_ids` `[1, n]` are the encoder's input (or a decoder-only model's
     prompt). `extra` are the user's own processors: one of a kind that the options make takes its place, others follow,
-    before the warpers. `row` is the batch number told to `prefix_allowed_tokens_fn`. Guidance and watermarking are not
-    made here.
+    before the warpers. `row` is the batch number told to `prefix_allowed_tokens_fn`, `vocab_size` the width that a
+    watermark divides. Guidance is not made here.
 
     Raises `OptionError` for a value that its processor refuses and for a processor that needs more than ids and logits.
     """
@@ -116,12 +117,14 @@ def build_processors(
         prefix_allowed_tokens_fn,
         row,
         device,
+        vocab_size,
     )
     _check(options, extra)
     items = _merge(table.build(table.PROCESSORS, request), extra)
     if getattr(options, "do_sample", None):
         items += table.build(table.WARPERS, request)
-    return Processors(tuple(items + table.build(table.NORMALIZE, request)), device)
+    last = (*table.WATERMARK, *table.NORMALIZE)
+    return Processors(tuple(items + table.build(last, request)), device)
 
 
 def _is_pure(item: Any) -> bool:

@@ -35,6 +35,7 @@ class Request:
     prefix_allowed_tokens_fn: PrefixFn | None
     row: int
     device: torch.device | str
+    vocab_size: int = 0
 
     @property
     def own_length(self) -> int:
@@ -181,6 +182,15 @@ WARPERS: tuple[Entry, ...] = (
     ("eta_cutoff", stock.EtaLogitsWarper, lambda r, v: (*c, r.device) if (c := _cutoff(r, v)) else None),
 )
 """After the user's own, and only when sampling."""
+
+WATERMARK: tuple[Entry, ...] = (
+    (
+        "watermarking_config",
+        lambda config, width, device: config.construct_processor(width, device),
+        lambda r, v: (v, r.vocab_size, r.device),
+    ),
+)
+"""After the warpers."""
 
 NORMALIZE: tuple[Entry, ...] = (
     ("renormalize_logits", stock.LogitNormalization, lambda r, v: () if v is True else None),

@@ -43,7 +43,7 @@ class GgufFile(Quantizer):
     def __init__(self, folder: str, name: str, revision: str | None = None) -> None:
         super().__init__(name)
         if find_spec("gguf") is None:
-            raise UnsupportedError("`gguf_file` needs the package gguf: pip install 'specdec-runtime[gguf]'")
+            raise UnsupportedError("`gguf_file` needs the package gguf: pip install -e '.[gguf]'")
         self._reader = _opened(_located(folder, name, revision))
         self.dtype = _stored_dtype({tensor.tensor_type.name for tensor in self._reader.tensors})
 

@@ -105,7 +105,8 @@ class Whisper:
     ) -> list[list[int]]:
         """What the decoder begins with in each row: start, language, task, and whether `timestamps[row]` follow.
 
-        Where neither call nor checkpoint names the language, it is the one likeliest by the sound. As in transformers.
+        Where neither call nor checkpoint names the language, it is the one likeliest by the sound, as in transformers.
+        Where nothing names the task, it is to transcribe; without one a model repeats words, or is silent.
         """
         language, task = language or self.setting("language"), task or self.setting("task")
         begin: list[int | None] = [self.settings.decoder_start_token_id]
@@ -119,15 +120,15 @@ class Whisper:
         else:
             found = [row[1] if len(row) > 1 else None for row in rows]
         return [
-            self._prompt([*row[:1], heard, *row[2:]], language, task, stamped)
+            self._prompt([*row[:1], heard, *row[2:]], task, stamped)
             for row, heard, stamped in zip(rows, found, timestamps, strict=True)
         ]
 
-    def _prompt(self, row: list[int | None], language: str | None, task: str | None, timestamps: bool) -> list[int]:
-        tasks = self.setting("task_to_id") or {}
+    def _prompt(self, row: list[int | None], task: str | None, timestamps: bool) -> list[int]:
+        tasks = {} if self.setting("is_multilingual") is False else self.setting("task_to_id") or {}
         if task is not None:
             row.append(tasks[task])
-        elif language is not None and tasks and not set(row) & set(tasks.values()):
+        elif tasks and not set(row) & set(tasks.values()):
             row.append(tasks["transcribe"])
         without = self.setting("no_timestamps_token_id")
         if timestamps and row[-1] == without:

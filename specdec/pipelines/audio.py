@@ -17,10 +17,11 @@ from specdec.errors import OptionError, SpecdecError
 
 Samples = NDArray[np.float32]
 _BLOCK = 1 << 20  # samples of every channel that are in memory at once
-_INSTALL = "pip install 'specdec-runtime[audio]'"
+_INSTALL = "pip install -e '.[audio]'"
 READERS = ("soundfile", "soxr")
 _KINDS = "a file name, bytes, a binary file, an array, or a mapping of `array` and `sampling_rate`"
 _FORMATS = "wav, flac, mp3 and ogg can be read: convert others first, for example with ffmpeg"
+SUFFIXES = (".wav", ".flac", ".mp3", ".ogg")
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ def read_audio(source: Any, rate: int) -> Audio:
         if name.startswith(("http://", "https://")):
             raise OptionError(f"`inputs` names {name}, which must be downloaded first: pass a file")
         if not Path(name).is_file():
-            raise OptionError.of("inputs", "the name of a sound file", name, "there is no such file")
+            why = "pass the files in this folder" if Path(name).is_dir() else "there is no such file"
+            raise OptionError.of("inputs", "the name of a sound file", name, why)
         return Audio(_decoded(name, name, rate), rate, name)
     if isinstance(source, bytes | bytearray | memoryview):
         return Audio(_decoded(io.BytesIO(source), "the input", rate), rate)
@@ -67,6 +69,11 @@ def read_audio(source: Any, rate: int) -> Audio:
             raise OptionError(f"{name} was opened as text: open it with 'rb'")
         return Audio(_decoded(io.BytesIO(content), name, rate), rate, name)
     return Audio(_mono(source), rate)
+
+
+def sounds_in(folder: Path) -> list[Path]:
+    """All sound files in a folder and the folders in it, by their endings."""
+    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
 
 
 def _from_mapping(source: Mapping[str, Any], rate: int) -> Audio:

@@ -9,6 +9,7 @@ from typing import Any
 from specdec.config import Options
 from specdec.errors import OptionError
 from specdec.generator import SpecGenerator
+from specdec.loading import check_loaded
 from specdec.pipelines.stats import total
 from specdec.select import fold
 from specdec.types import Stats
@@ -26,13 +27,19 @@ class Decoded:
     stats: Stats
 
 
-def make_generator(target: Any, draft: Any, task: str, options: Mapping[str, Any]) -> SpecGenerator:
-    """The generator that was given as `target`, or one of these parts; raises OptionError for one without tokenizer."""
+def make_generator(
+    target: Any, draft: Any, task: str, options: Mapping[str, Any], *, kind: str = "SpecGenerator"
+) -> SpecGenerator:
+    """The generator that was given as `target`, or one of these parts; `kind` is the class whose options they are.
+
+    Raises OptionError for one without a tokenizer.
+    """
     if isinstance(target, SpecGenerator):
         if idle := [name for name, given in {"draft": draft is not None, **options}.items() if given]:
             raise OptionError(f"`{idle[0]}` is the SpecGenerator's own matter: set it there, or pass the model")
         generator = target
     else:
+        check_loaded(kind, options)
         generator = SpecGenerator(target, draft, task=task, **options)
     if generator.tokenizer is None:
         raise OptionError("a pipeline reads and writes text: pass `tokenizer=`")

@@ -56,12 +56,13 @@ def read_chunking(length: Any, stride: Any, extractor: Any) -> Chunking | None:
 
 @dataclass
 class Recording:
-    """One recording of a call: its seconds, what came beside its sound, and its tracks in order.
+    """One recording of a call: its name and seconds, what came beside its sound, and its tracks in order.
 
     `strides` are, per track, seconds: its length, and how much of it the tracks before and after hear too. One that
     `failed` could not be read.
     """
 
+    name: str = "the input"
     duration: float = 0.0
     extra: Mapping[str, Any] = field(default_factory=dict)
     tracks: list[Track] = field(default_factory=list)
@@ -76,7 +77,7 @@ class Recording:
         A track of several windows needs timestamps, whether they are wanted or not.
         """
         audio = read_audio(source, extractor.sampling_rate)
-        self.duration, self.extra = audio.seconds, audio.extra
+        self.name, self.duration, self.extra = audio.name, audio.seconds, audio.extra
         samples, hop = audio.samples, extractor.hop_length
         if not len(samples):
             return

@@ -30,7 +30,7 @@ def scorer() -> Any:
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError:
-        raise SpecdecError("ROUGE needs rouge-score: pip install 'specdec-runtime[summaries]'") from None
+        raise SpecdecError("ROUGE needs rouge-score: pip install -e '.[summaries]'") from None
     return RougeScorer(KINDS, use_stemmer=True)
 
 

@@ -83,7 +83,7 @@ class Summarizer:
             raise OptionError.of("template", f"text with {PLACE} in it", template)
         if chunk_tokens is not None and (type(chunk_tokens) is not int or chunk_tokens < 1):
             raise OptionError.of("chunk_tokens", "a whole number of at least 1", chunk_tokens)
-        self.generator = make_generator(target, draft, TASK, options)
+        self.generator = make_generator(target, draft, TASK, options, kind="Summarizer")
         self._target, self._tokenizer = self.generator.target, self.generator.tokenizer
         self._chat = not self._target.is_encoder_decoder and bool(getattr(self._tokenizer, "chat_template", None))
         self.template = template or self._default_template()

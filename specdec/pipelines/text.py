@@ -22,7 +22,7 @@ class Text:
     """
 
     def __init__(self, target: Any, draft: Any = None, **options: Any) -> None:
-        self.generator = make_generator(target, draft, TASK, options)
+        self.generator = make_generator(target, draft, TASK, options, kind="Text")
         self._tokenizer = self.generator.tokenizer
         if self.generator.target.is_encoder_decoder:
             raise UnsupportedError("the target has an encoder, and `Text` continues prompts: use Summarizer")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -16,6 +17,7 @@ from specdec import zoo
 from specdec.drafts import is_name
 from specdec.errors import OptionError, SpecdecError, UnsupportedError
 from specdec.generator import SpecGenerator
+from specdec.loading import check_loaded
 from specdec.models import LanguageModel
 from specdec.models.failures import check_folder, explained
 from specdec.models.whisper import Whisper
@@ -29,6 +31,7 @@ from specdec.types import Stats
 Progress = Callable[[float, float], None]
 OnError = Callable[[Any, SpecdecError], None]
 _CALL = ("chunk_length_s", "stride_length_s", "batch_size", "return_language", "generate_kwargs")
+_WORDLESS = 10.0  # seconds of sound from which on it is odd that nothing is said
 _IGNORED = ("ignore_warning", "decoder_kwargs")  # of transformers' pipeline, about models of another kind
 
 
@@ -89,6 +92,8 @@ class Transcriber:
         feature_extractor: Any = None,
         **options: Any,
     ) -> None:
+        if not isinstance(target, SpecGenerator):
+            check_loaded("Transcriber", options)
         if processor is None and is_name(target):
             processor = processor_beside(target)
         tokenizer = tokenizer or getattr(processor, "tokenizer", None) or getattr(target, "tokenizer", None)
@@ -271,6 +276,12 @@ class Transcriber:
     def _finished(self, recording: Recording, request: _Request) -> Transcription:
         """What was said in a recording, once all of it was read."""
         found = Transcription(self._text(recording, request))
+        if recording.duration >= _WORDLESS and not found["text"].strip():
+            warnings.warn(
+                f"{recording.name} is {recording.duration:.0f} s of sound, and not a word was heard in it: if somebody "
+                "speaks, pass `language=`, or take a larger model",
+                stacklevel=2,
+            )
         found.segments = [track.segments for track in recording.tracks]
         found.language = next((self._whisper.language(track.opening) for track in recording.tracks), None)
         found.duration = recording.duration

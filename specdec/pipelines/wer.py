@@ -18,7 +18,7 @@ def error_rate(texts: Sequence[str], references: Sequence[str], normalize: Calla
     try:
         from jiwer import wer
     except ImportError:
-        raise SpecdecError("a word error rate needs jiwer: pip install 'specdec-runtime[audio]'") from None
+        raise SpecdecError("a word error rate needs jiwer: pip install -e '.[audio]'") from None
     expected = [normalize(reference) for reference in references]
     if not all(text.strip() for text in expected):
         raise OptionError("a reference has no words: leave that recording out")

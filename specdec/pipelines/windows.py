@@ -214,11 +214,8 @@ class Listener:
     def _room(self, prompt: int, options: dict[str, Any]) -> int:
         """How many tokens may follow a prompt of this length."""
         most = self._positions - prompt
-        length, new = options.pop("max_length", None), options.pop("max_new_tokens", None)
-        if new is None:
-            limit = length or self._whisper.setting("max_new_tokens") or self._whisper.setting("max_length") or most
-        else:
-            limit = new
+        limits = self._generator.options(**{name: options.pop(name, None) for name in ("max_length", "max_new_tokens")})
+        limit = limits.max_new_tokens or limits.max_length or most
         if most < 1:
             raise OptionError(f"the prompt of {prompt} tokens leaves the model no room for text: shorten `prompt_ids`")
         return min(limit, most)

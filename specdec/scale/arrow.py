@@ -23,7 +23,7 @@ def pyarrow_module() -> Any:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise SpecdecError("Parquet needs pyarrow: pip install 'specdec-runtime[parquet]'") from None
+        raise SpecdecError("Parquet needs pyarrow: pip install -e '.[parquet]'") from None
     return pyarrow
 
 

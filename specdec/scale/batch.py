@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
+from textwrap import shorten
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from specdec.config import Options
 from specdec.errors import OptionError
+from specdec.fields import SYNONYMS
 from specdec.scale.arrow import parquet, pyarrow_module, schema_of, write_parquet
-from specdec.scale.ledger import Ledger
+from specdec.scale.ledger import Ledger, writing
 from specdec.scale.source import Row, Source, fitting, kind_of, windows
 from specdec.scale.tasks import as_several, is_several
 from specdec.scale.work import Desk, Line, Work
@@ -23,6 +27,8 @@ if TYPE_CHECKING:
 OUT_KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
 AT_ONCE = 32
 """Rows that share passes, where nobody says."""
+_TOLD = 3  # rows that failed
+_LONGEST = 200  # letters of a reason
 _WINDOW = 16  # rows that are sorted by length together, for each that runs
 Stop = Callable[[], bool]
 Answers = Callable[[Iterator[Row], Stop], Iterator[Line]]
@@ -32,12 +38,16 @@ Start = Callable[[Work], Answers]
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is: `done` of `total` rows, of which `before` were done by earlier runs; the rest is this run's."""
+    """How far a run is: `done` of `total` rows, of which `before` were done by earlier runs; the rest is this run's.
+
+    `failures` are the numbers (0 is the first) of the first of the rows that `failed`, each with the reason.
+    """
 
     total: int
     before: int
     done: int
     failed: int = 0
+    failures: tuple[tuple[int, str], ...] = ()
     new_tokens: int = 0
     seconds: float = 0.0
 
@@ -53,8 +63,16 @@ class Progress:
 
     def after(self, line: Line, began: float) -> Progress:
         """One row later."""
-        counts = {"done": self.done + 1, "failed": self.failed + line.failed}
-        return replace(self, **counts, new_tokens=self.new_tokens + line.tokens, seconds=monotonic() - began)
+        known = self.told(line.number, line.data) if line.failed else self
+        tokens = self.new_tokens + line.tokens
+        return replace(known, done=self.done + 1, new_tokens=tokens, seconds=monotonic() - began)
+
+    def told(self, number: int, data: bytes) -> Progress:
+        """With what the line of a row says of a failure."""
+        if (reason := failure_of(data)) is None:
+            return self
+        first = sorted([*self.failures, (number, reason)])[:_TOLD]
+        return replace(self, failed=self.failed + 1, failures=tuple(first))
 
 
 def run(
@@ -76,15 +94,17 @@ def run(
     output = Output(Path(out), source, work, overwrite=overwrite)
     work, ledger = output.work, output.ledger
     try:
-        progress = Progress(source.rows, ledger.done, ledger.done, failed=output.failed())
+        progress = Progress(source.rows, ledger.done, ledger.done)
+        for number, line in ledger.entries():
+            progress = progress.told(number, line)
         tell(progress)
         if progress.done < progress.total:
             answers = (start or embedded())(work)
-            missing = (row for row in output.rows() if row.number not in ledger)
+            missing = _misplaced((row for row in output.rows() if row.number not in ledger), work)
             began = monotonic()
-            for line in answers(missing, stop):
-                ledger.add(line.number, line.data)
-                progress = progress.after(line, began)
+            for answer in answers(missing, stop):
+                ledger.add(answer.number, answer.data)
+                progress = progress.after(answer, began)
                 tell(progress)
         if progress.done == progress.total:
             output.finish()
@@ -119,10 +139,6 @@ class Output:
         typed = self._source.kind == "parquet" or self.work.task == "openai"
         return fitting(rows) if self._parquet and not typed else rows
 
-    def failed(self) -> int:
-        """How many of the rows that are done went wrong."""
-        return sum(map(is_failure, self.ledger.lines()))
-
     def finish(self) -> None:
         """All rows are done: the file takes its final form."""
         if self._columns is None:
@@ -131,7 +147,8 @@ class Output:
         try:
             answers = schema_of(self._answers())
             kept = [column for column in self._columns if column.name not in answers.names]
-            write_parquet(new, self._rows(answers.names), pyarrow_module().schema([*kept, *answers]))
+            with writing(new):
+                write_parquet(new, self._rows(answers.names), pyarrow_module().schema([*kept, *answers]))
         except OptionError as error:
             raise OptionError(f"{error}; the answers are in {self.ledger.path}") from None
         new.replace(self._path)
@@ -147,9 +164,12 @@ class Output:
 
     def _answers(self) -> Iterator[dict[str, Any]]:
         """The answer of every row; where any row has several texts, all have lists."""
-        several = any(map(is_several, map(json.loads, self.ledger.lines())))
-        answers = map(json.loads, self.ledger.lines())
+        several = any(map(is_several, self._told()))
+        answers = self._told()
         return map(as_several, answers) if several else answers
+
+    def _told(self) -> Iterator[dict[str, Any]]:
+        return (json.loads(line) for _, line in self.ledger.entries())
 
     def _rows(self, answered: Sequence[str]) -> Iterator[dict[str, Any]]:
         """Every row with its answer, which takes the place of all fields of these names."""
@@ -205,9 +225,27 @@ def by_length(rows: Iterator[Row], work: Work, window: int) -> Iterator[Row]:
         yield from sorted(some, key=work.size, reverse=True)
 
 
-def is_failure(line: bytes) -> bool:
-    """Whether a line tells of an error."""
+def failure_of(line: bytes) -> str | None:
+    """The error that a line tells of, in a few words; None where it has an answer."""
     found = json.loads(line)
-    response = found.get("response")
-    refused = "custom_id" in found and isinstance(response, dict) and response.get("status_code") != 200
-    return found.get("error") is not None or refused
+    response, error = found.get("response"), found.get("error")
+    if error is None and "custom_id" in found and isinstance(response, dict) and response.get("status_code") != 200:
+        error = response.get("body", {}).get("error", response.get("status_code"))
+    if isinstance(error, dict):
+        error = error.get("message", error)
+    return None if error is None else shorten(str(error), _LONGEST, placeholder=" …")
+
+
+def _misplaced(rows: Iterator[Row], work: Work) -> Iterator[Row]:
+    """The rows; warns of the first that has a field which is called like an option, and is data."""
+    place = "body" if work.task == "openai" else "options"
+    names, seen = {*Options.model_fields, *SYNONYMS} - {"n", work.input}, set[str]()
+    for row in rows:
+        for name in sorted(row.fields.keys() & names - seen):
+            seen.add(name)
+            warnings.warn(
+                f"row {row.number + 1}: its field `{name}` sets no option, and is carried along: "
+                f"options of a row are read in its field `{place}`",
+                stacklevel=2,
+            )
+        yield row

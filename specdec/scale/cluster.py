@@ -16,7 +16,7 @@ def ray_module() -> Any:
         import ray
         import ray.data
     except ImportError:
-        raise SpecdecError("Ray is not installed: pip install 'specdec-runtime[ray]'") from None
+        raise SpecdecError("Ray is not installed: pip install -e '.[ray]'") from None
     return ray
 
 

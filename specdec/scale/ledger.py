@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from specdec.errors import OptionError
+from specdec.errors import EngineError, OptionError
 
 _DEAD = 2**24  # bytes of a journal that nobody will read again, from which on it is written anew
 
@@ -60,15 +61,17 @@ class Ledger:
         self.next += 1
         self._promote()
 
-    def lines(self) -> Iterator[bytes]:
-        """The lines of all finished rows, in order where all are."""
+    def entries(self) -> Iterator[tuple[int, bytes]]:
+        """The numbers and lines of all finished rows, in order where all are."""
         with self.path.open("rb") as file:
-            yield from file
-        yield from map(self._read, self._held)
+            yield from enumerate(file)
+        for row in self._held:
+            yield row, self._read(row)
 
     def finish(self) -> None:
         """The file is complete: the journal goes."""
-        os.fsync(self._file.fileno())
+        with writing(self.path):
+            os.fsync(self._file.fileno())
         self._journal_path.unlink()
         self.close()
 
@@ -129,7 +132,8 @@ class Ledger:
             self._live -= self._held.pop(self.next)[1]
             self.next += 1
         if self._end - self._live > _DEAD:
-            os.fsync(self._file.fileno())
+            with writing(self.path):
+                os.fsync(self._file.fileno())
             entries = [b"%d\t%s" % (row, self._read(row)) for row in self._held]
             self._journal.close()
             self._renew(entries)
@@ -142,7 +146,7 @@ class Ledger:
     def _renew(self, entries: Iterable[bytes]) -> None:
         """A journal with these entries takes the place of the one before."""
         new = self._journal_path.with_name(self._journal_path.name + ".new")
-        with new.open("wb") as file:
+        with writing(new), new.open("wb") as file:
             file.writelines([self._header, *entries])
             file.flush()
             os.fsync(file.fileno())
@@ -170,8 +174,21 @@ def _lock(file: BinaryIO, path: Path) -> None:
 
 def _write(file: BinaryIO, data: bytes) -> None:
     """All of it, as the system may take less at a time."""
-    while data:
-        data = data[file.write(data) :]
+    with writing(file.name):
+        while data:
+            data = data[file.write(data) :]
+
+
+@contextmanager
+def writing(path: Path | str) -> Iterator[None]:
+    """Raises EngineError, naming the file, where the system does not take what is written: a full disk, for one."""
+    try:
+        yield
+    except OSError as error:
+        raise EngineError(
+            f"{path} cannot be written ({error.strerror or error}): what was written stays, and once there is room "
+            "the same command goes on"
+        ) from None
 
 
 def _drop_half_line(file: BinaryIO) -> int:

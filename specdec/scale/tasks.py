@@ -238,6 +238,6 @@ def task_class(name: str) -> type[Task]:
         found: type[Task] = getattr(import_module(module), kind)
     except ImportError as error:
         raise SpecdecError(
-            f"rows in OpenAI's form need what a server needs ({error}): pip install 'specdec-runtime[serve]'"
+            f"rows in OpenAI's form need what a server needs ({error}): pip install -e '.[serve]'"
         ) from None
     return found

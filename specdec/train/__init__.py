@@ -1,6 +1,6 @@
 """Drafts for any target, `specdec distill`, and the recipes of the package's models, `specdec zoo train --recipe NAME`.
 
-Nothing else imports this room; what the recipes need beside the runtime is `pip install 'specdec-runtime[train]'`.
+Nothing else imports this room; what the recipes need beside the runtime is `pip install -e '.[train]'`.
 
 | file | what it holds |
 | --- | --- |

@@ -18,12 +18,11 @@ from specdec import SpecGenerator
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.encoding import Encoding
 from specdec.models.whisper import Whisper
-from specdec.pipelines.audio import Samples, read_audio
+from specdec.pipelines.audio import SUFFIXES, Samples, read_audio, sounds_in
 from specdec.pipelines.features import window_features
 from specdec.train.teacher import Lesson, Shelf, Teacher
 from specdec.train.texts import EXAMS, HELD_OUT, Exam, in_order, whole_lines
 
-_SUFFIXES = (".wav", ".flac", ".mp3", ".ogg")
 _WRITTEN = 8  # windows that the target writes down together
 _LEARNED = 8  # windows of a step: with fewer of them the optimizer takes longer than all passes
 _SHORTEST = 0.2  # seconds of a window
@@ -37,14 +36,14 @@ def find_sounds(sources: Sequence[str | PathLike[str]]) -> list[Path]:
     found: list[Path] = []
     for source in map(Path, sources):
         if source.is_dir():
-            inside = sorted(path for path in source.rglob("*") if path.suffix.lower() in _SUFFIXES)
+            inside = sounds_in(source)
         elif source.suffix == ".txt" and source.is_file():
             lines = source.read_text(encoding="utf-8").splitlines()
             inside = [source.parent / line.strip() for line in lines if line.strip()]
         else:
             inside = [source]
         if missing := [path for path in inside if not path.is_file()] or ([] if inside else [source]):
-            known = f"sound files, folders of {', '.join(_SUFFIXES)}, or a .txt that names one a line"
+            known = f"sound files, folders of {', '.join(SUFFIXES)}, or a .txt that names one a line"
             raise OptionError.of("audio", known, str(missing[0]))
         found += inside
     return found

@@ -329,7 +329,7 @@ def test_missing_libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, keys
     """Nothing is measured, and the message names the extra."""
     check_extras()
     monkeypatch.setattr("specdec.bench.extras.find_spec", lambda name: None if name == "scipy" else object())
-    with pytest.raises(SpecdecError, match=r"needs scipy: pip install 'specdec-runtime\[bench\]'"):
+    with pytest.raises(SpecdecError, match=r"needs scipy: pip install -e '.\[bench\]'"):
         run(read_suite(keys), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

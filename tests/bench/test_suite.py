@@ -110,7 +110,7 @@ def test_strategies() -> None:
         ({"targets": "t", "strategies": ["nowhere.yaml"]}, "nowhere.yaml"),
         ({"targets": ["t", "t"]}, "twice"),
         ({"targets": "t", "schedules": ["cost", "cost"]}, "twice"),
-        ({"targets": "t", "options": {"top_p": 0.5}}, "top_p"),
+        ({"targets": "t", "options": {"ranking": "sum"}}, "ranking"),
         ({"targets": "t", "drafts": [{"synthetic": 0.5}]}, "`like`"),
         ({"targets": "t", "drafts": [{"synthetic": 1.5, "like": "d"}]}, "`drafts.0.synthetic.0` must be"),
         (

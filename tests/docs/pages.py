@@ -81,6 +81,18 @@ def run_line(line: str) -> str:
     return printed
 
 
+def commands(block: Block) -> Iterator[list[str]]:
+    """The words behind `specdec` of every command of a block, run or not."""
+    for line in block.code.replace("\\\n", " ").splitlines():
+        if "specdec " not in line:
+            continue
+        words = shlex.split(line, comments=True)
+        for part in (one for some in _split(words, "&&") for one in _split(some, "|")):
+            command, *_ = _split(part, ">")
+            if "specdec" in command:
+                yield command[command.index("specdec") + 1 :]
+
+
 def run_words(words: list[str], given: str) -> str:
     """What one command prints; a command that fails fails the test."""
     if words[0] == "cat":

@@ -114,10 +114,12 @@ def test_extras_exist() -> None:
     named = {
         extra
         for page in PAGES
-        for found in re.findall(r"(?:\.|specdec-runtime)\[([\w,]+)\]", page.read_text(encoding="utf-8"))
+        for found in re.findall(r"\.\[([\w,]+)\]", page.read_text(encoding="utf-8"))
         for extra in found.split(",")
     }
     assert named <= extras
+    sources = [*PAGES, *(ROOT / "specdec").rglob("*.py"), *(ROOT / "configs").rglob("*.yaml")]
+    assert not [path for path in sources if "install 'specdec" in path.read_text(encoding="utf-8")]  # it is nowhere
     table = (ROOT / "docs" / "start" / "install.md").read_text(encoding="utf-8").split("## Extras")[1]
     assert {*re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", table, re.M)))} == extras
 

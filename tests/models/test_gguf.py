@@ -265,5 +265,5 @@ def test_the_package_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """The line that brings it is told."""
     path = saved_gguf(tmp_path / "model.gguf")
     monkeypatch.setattr(gguf, "find_spec", lambda name: None)
-    with pytest.raises(UnsupportedError, match=r"pip install 'specdec-runtime\[gguf\]'"):
+    with pytest.raises(UnsupportedError, match=r"pip install -e '.\[gguf\]'"):
         load(path)

@@ -30,5 +30,5 @@ def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(OptionError, match=f"`references` must be one text for each of {len(summaries)} summaries"):
             rouge(summaries, references)
     monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
-    with pytest.raises(SpecdecError, match=r"pip install 'specdec-runtime\[summaries\]'"):
+    with pytest.raises(SpecdecError, match=r"pip install -e '.\[summaries\]'"):
         rouge(["a"], ["a"])

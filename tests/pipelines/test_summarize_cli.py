@@ -205,4 +205,4 @@ def test_rouge_that_is_not_installed(summarize: Any, monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
     code, out, err = summarize("text.txt", "--reference", "text.txt")
     assert (code, out) == (1, "")
-    assert "specdec-runtime[summaries]" in err
+    assert "-e '.[summaries]'" in err

@@ -101,7 +101,6 @@ CALLS = [
     ("a", {"output_scores": True}, "has no place in a pipeline's result"),
     ("a", {"streamer": object()}, "`streamer` has no place"),
     ("a", {"batch_size": 0}, "`batch_size` must be"),
-    ("a", {"top_p": 0.5}, "needs `do_sample=True`"),
 ]
 
 

@@ -133,8 +133,26 @@ def test_settings_equal_transformers(options: dict[str, Any], draft: str | None)
     """Languages (also by ear), tasks, prompts, context, and options of the decoding."""
     model, sound = target(2), speech(2.2, seed=2)
     helper = None if draft is None else DRAFTS[draft](model)
-    expected = theirs(model, sound, return_timestamps=True, **options)
+    task = {} if {"language", "task"} & options.keys() else {"task": "transcribe"}  # ours, where nothing names one
+    expected = theirs(model, sound, return_timestamps=True, **task, **options)
     assert ours(model, sound, helper, return_timestamps=True, **options) == expected
+
+
+@pytest.mark.parametrize("stamped", [False, True])
+def test_the_task_is_to_transcribe(stamped: bool) -> None:
+    """Where nobody names one. (The prompt had no task, and trained models repeated words, or were silent.)"""
+    model, sound = target(2, stamps=stamped), speech(0.9, seed=2)
+    expected = theirs(model, sound, return_timestamps=stamped, task="transcribe")
+    assert ours(model, sound, return_timestamps=stamped) == expected
+
+
+def test_sound_without_a_word() -> None:
+    """Ten seconds of it are odd, and told by name; less may be a pause."""
+    transcriber = Transcriber(whisper(end=50.0), processor=PARTS)
+    with pytest.warns(UserWarning, match="the input is 10 s of sound, and not a word was heard in it"):
+        assert transcriber(speech(10.0), **EN)["text"] == ""
+    assert transcriber(speech(9.0), **EN)["text"] == ""
+    assert transcriber(speech(0.0), **EN)["text"] == ""
 
 
 def test_forced_ids_of_old_checkpoints() -> None:

@@ -121,6 +121,42 @@ def test_demo(capsys: pytest.CaptureFixture[str]) -> None:
     assert "word error rate" in err
 
 
+def test_recordings_need_a_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """(The package's own, of 299 words, answered nonsense that looked like what might have been said.)"""
+    assert run(["transcribe", str(folder / "short.wav")]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "no model was named: pass --model, for example --model openai/whisper-base" in err
+
+
+def test_folders_are_the_recordings_in_them(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of folders inside too, in order, and nothing else. (There was no such file.)"""
+    inside = tmp_path / "rec" / "more"
+    inside.mkdir(parents=True)
+    for path in (inside.parent / "b.wav", inside.parent / "a.WAV", inside / "c.wav"):
+        path.write_bytes((folder / "short.wav").read_bytes())
+    (inside / "notes.txt").write_text("no sound")
+    assert typed(folder, str(inside.parent), str(folder / "short.wav"), "--format", "json", "--quiet") == 0
+    files = [json.loads(line)["file"] for line in capsys.readouterr().out.splitlines()]
+    assert [Path(file).name for file in files] == ["a.WAV", "b.wav", "c.wav", "short.wav"]
+    assert typed(folder, str(folder / "model")) == 2
+    assert "holds no wav, flac, mp3 or ogg file (a model is named with --model)" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("default:.*not a word:UserWarning")
+def test_a_recording_without_a_word_is_told(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On standard error, by its name. (Nothing was printed, and the exit code was 0.)"""
+    path = tmp_path / "talk.wav"
+    soundfile.write(path, speech(10.5), RATE, subtype="FLOAT")
+    words = processor().tokenizer
+    letters = [i for i in range(words.convert_tokens_to_ids("<|0.00|>")) if i != words.eos_token_id]
+    assert typed(folder, str(path), "--set", f"suppress_tokens={letters}", "--format", "srt", draft=False) == 0
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "warning: " in err
+    assert "talk.wav is 10 s of sound, and not a word was heard in it" in " ".join(err.split())
+
+
 @pytest.mark.parametrize("batch_size", ["1", "3"])
 def test_one_bad_recording(batch_size: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It is told and left out, the others go on, and the exit code is 1. (It ended them all.)"""

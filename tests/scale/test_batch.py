@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from specdec.cli.commands import run
 from specdec.pipelines import Summarizer, Transcriber
 from specdec.scale import Source, Work, embedded
 from specdec.scale import run as run_batch
-from specdec.scale.batch import is_failure
+from specdec.scale.batch import failure_of
 from specdec.scale.source import Row
 from specdec.scale.work import Desk
 from specdec.select import fold
@@ -102,7 +103,16 @@ def test_errors_stay_in_their_rows(models: list[str], tmp_path: Path, capsys: py
     assert (found[7]["error"], found[7]["note"]) == (None, "\ud800")
     assert "UTF-8" in found[8]["error"]
     assert len(found) == 9
-    assert sum(map(is_failure, out.read_bytes().splitlines())) == 7
+    assert sum(failure_of(line) is not None for line in out.read_bytes().splitlines()) == 7
+    told = capsys.readouterr().err.splitlines()
+    assert [line.split(" (")[0] for line in told[:2]] == [
+        "error: row 1: the line is not JSON in UTF-8: Expecting value: line 1 column 1",
+        "error: row 2: the line must be a JSON object, got list",
+    ]
+    assert told[2].startswith("error: row 3: the row has no field `prompt`")
+    assert told[3:] == [f"error: 4 more rows, each with its `error` in {out}"]
+    assert batch(source, out, *models, *NEW, "--overwrite", "--task", "chat") == 1
+    assert "row 3: the row has no field `messages`" in capsys.readouterr().err
 
 
 def test_a_run_that_was_ended_goes_on(models: list[str], tmp_path: Path) -> None:
@@ -241,6 +251,39 @@ def test_columns_that_happen_to_be_called_options(models: list[str], tmp_path: P
     found = json.loads(line, parse_constant=lambda word: pytest.fail(word))
     assert (found["options"], found["score"], found["more"]) == (["x", "y"], None, {"at": [1, None]})
     assert (found["half"], found["error"]) == ("\ud800", None)
+
+
+@pytest.mark.filterwarnings("default:row:UserWarning")
+def test_options_beside_the_field_for_them(
+    models: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are data, and the first row that has one is told. (A limit in a row was passed over without a word.)"""
+    rows = [{"prompt": "a"}, {"prompt": "b", "max_new_tokens": 3}, {"prompt": "c", "max_new_tokens": 2, "stop": "x"}]
+    source, out = write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    assert run(["batch", str(source), str(out), *models, *NEW]) == 0
+    err = capsys.readouterr().err
+    assert err.count("sets no option") == 2
+    assert "row 2: its field `max_new_tokens` sets no option" in " ".join(err.split())
+    assert "row 3: its field `stop` sets no option" in " ".join(err.split())
+    assert [row["usage"]["completion_tokens"] for row in read(out)] == [8, 8, 8]
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
+def test_a_full_disk(models: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    """The file is named, and with room the same command goes on to the same bytes. (An errno was all.)"""
+    source, out, whole = prompts(tmp_path / "in.jsonl"), tmp_path / name, tmp_path / f"whole-{name}"
+    assert batch(source, whole, *models, *NEW) == 0
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        assert batch(source, out, *models, *NEW) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    err = " ".join(capsys.readouterr().err.split())
+    assert f"error: {out}" in err
+    assert "cannot be written (File too large): what was written stays" in err
+    assert batch(source, out, *models, *NEW) == 0
+    assert out.read_bytes() == whole.read_bytes()
 
 
 def test_chats(models: list[str], tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_a_missing_package(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     """It says what to install."""
     monkeypatch.setattr(command, "NEEDS", ("no_such_package",))
     assert run(["serve", "--demo"]) == 1
-    assert "specdec-runtime[serve]" in capsys.readouterr().err
+    assert "-e '.[serve]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("package", ["soundfile", "soxr"])
