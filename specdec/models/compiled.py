@@ -161,7 +161,8 @@ class CompiledForward:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,
-                env={**os.environ, **known, "CXX": compiler},
+                # Files of the compiler's own that another process left half-written break nothing.
+                env={**os.environ, **known, "CXX": compiler, "TORCHINDUCTOR_CACHE_DIR": str(Path(folder) / "cache")},
             )
             atexit.register(process.kill)
             _, said = process.communicate()

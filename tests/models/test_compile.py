@@ -116,6 +116,15 @@ def test_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytes
     assert line.endswith("as before: CXX names nosuchcompiler, which is not here: name a C++ compiler, or unset it")
 
 
+def test_the_compiler_reads_no_files_of_others(
+    cache: Path, compiler: Callable[[str], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that another process left half-written would break every attempt."""
+    compiler("echo $TORCHINDUCTOR_CACHE_DIR >&2; exit 1")
+    assert not compiled(tiny("llama")).ready
+    assert f"as before: {cache / key(flat())}/tmp" in caplog.messages[-1]
+
+
 def test_a_broken_compiler(cache: Path, compiler: Callable[[str], None], caplog: pytest.LogCaptureFixture) -> None:
     """What torch says of it is a name of its own options."""
     compiler("echo 'InductorError: InvalidCxxCompiler: No working C++ compiler found: (None, \"x\")' >&2; exit 1")
