@@ -68,8 +68,12 @@ class CompiledForward:
         self._done = threading.Event()
 
     @cached_property
+    def _key(self) -> str:
+        return _key(self._model, self._widths, self._states)
+
+    @property
     def _folder(self) -> Path:
-        return _root() / _key(self._model, self._widths, self._states)
+        return _root() / self._key
 
     def start(self) -> CompiledForward:
         """Takes the code that is there, or has it made beside the work."""
@@ -77,7 +81,7 @@ class CompiledForward:
         if device != "cpu" or os.name != "posix":
             where = f"on {device}, with {os.name}"
             raise UnsupportedError(f"passes are compiled for the CPU alone, not {where}: leave out `gear`='compiled'")
-        if self._folder and self._flat is not None:  # named by the structure of the model as it was loaded
+        if self._key and self._flat is not None:  # named by the structure of the model as it was loaded
             self._flat.join()
             self._flat = None
         if self._taken():
@@ -89,7 +93,10 @@ class CompiledForward:
     @property
     def is_kept(self) -> bool:
         """Whether the code is there from an earlier time."""
-        return _root().exists() and (self._folder / _CODE).exists()
+        try:
+            return _root().exists() and (self._folder / _CODE).exists()
+        except kernels.Lack:  # of a home
+            return False
 
     @property
     def ready(self) -> bool:
@@ -204,7 +211,7 @@ def _numbers(rule: ChainRule) -> tuple[object, ...]:
 
 
 def _root() -> Path:
-    """Where compiled code is kept: `$SPECDEC_COMPILED`, or beside the kernels."""
+    """Where compiled code is kept: `$SPECDEC_COMPILED`, or beside the kernels; raises Lack."""
     named = os.environ.get("SPECDEC_COMPILED")
     return Path(named) if named else kernels.folder() / "compiled"
 

@@ -145,6 +145,21 @@ def test_a_cache_that_cannot_be_written_to(
     )
 
 
+def test_no_home(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is kept, and one line says which folder is missing. (The model could not be loaded.)"""
+    for name in ("SPECDEC_COMPILED", "SPECDEC_KERNELS", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    made = compiled(tiny("llama"))
+    assert not made.ready
+    assert not made.is_kept
+    assert "there is no home folder to keep them in: name one in SPECDEC_KERNELS" in caplog.messages[-1]
+
+
 def test_a_model_that_cannot_be_sent(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A class that no other process could import."""
 
