@@ -553,6 +553,35 @@ def test_stats_go_to_stderr(generate: Any) -> None:
     assert "schedule constant" in err
 
 
+def test_stats_of_a_busy_machine(generate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line after the table says that threads wait for cores, and what helps."""
+    assert "busy machine" not in generate(*NEW, "--stats")[2]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr("specdec.bench.machine.core_share", lambda: 0.64)
+    last = generate(*NEW, "--stats")[2].splitlines()[-1]
+    assert last.startswith("busy machine: torch's 2 threads got 64% of the cores that they need")
+    assert "OMP_NUM_THREADS=1" in last
+
+
+def test_what_is_missing_is_one_line(tmp_path: Path) -> None:
+    """Without a compiler: a note of `generate`, nothing if it is to be quiet, and an error of `compile`.
+
+    (The first said nothing, and the last an InductorError after half a minute.)
+    """
+
+    def specdec(*arguments: str) -> tuple[int, str]:
+        given = {"CXX": "nosuchcompiler", "SPECDEC_KERNELS": str(tmp_path), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "specdec.cli", *arguments]
+        done = subprocess.run(command, env={**os.environ, **given}, capture_output=True, text=True, check=False)
+        return done.returncode, done.stderr
+
+    words = "CXX names nosuchcompiler, which is not here: name a C++ compiler, or unset it\n"
+    writing = "generate", "zoo:python-code", "-p", "def", "--max-new-tokens", "2"
+    assert specdec(*writing) == (0, f"note: no kernels, so passes and sampling on the CPU are slower: {words}")
+    assert specdec(*writing, "--quiet") == (0, "")
+    assert specdec("compile", "zoo:python-code") == (1, f"error: nothing can be compiled here, {words}")
+
+
 def test_a_target_that_cannot_be_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An empty folder is one clean error line."""
     assert run(["generate", str(tmp_path), "-p", "x"]) == 2

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from specdec import SpecGenerator
 from specdec.bench import doctor
-from specdec.bench.machine import memory_bandwidth
+from specdec.bench.machine import memory_bandwidth, waiting_threads
 from specdec.cli.commands import run
+from specdec.kernels import Lack
 from specdec.zoo import Pair
 from tests.folders import saved_model
 from tests.tiny import tiny
@@ -42,11 +45,37 @@ def test_machine_and_installation(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert memory_bandwidth(2**20, tries=1) > 0
 
 
+@pytest.mark.parametrize(("share", "state"), [(0.97, "good"), (0.64, "note")])
+def test_threads_that_wait(share: float, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where other programs use the cores, with the way out. (One neighbour made passes ten times slower, unsaid.)"""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    clock = {"seconds": 0.0}
+
+    def passes(step: float) -> float:
+        clock["seconds"] += step
+        return clock["seconds"]
+
+    monkeypatch.setattr(time, "perf_counter", lambda: passes(0.001))
+    monkeypatch.setattr(time, "process_time", lambda: passes(0) * 2 * share)
+    [threads] = [one for one in doctor.machine() if one.name == "threads"]
+    assert threads.state == state
+    assert ("got 64% of the cores" in threads.text) == (threads.remedy is not None) == (state == "note")
+    assert state == "good" or threads.remedy.startswith("OMP_NUM_THREADS=1, or fewer threads")
+
+
+def test_one_thread_waits_for_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no way out of fewer threads than one."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr("specdec.bench.machine.core_share", lambda: 0.1)
+    assert waiting_threads() is None
+
+
 def test_an_untested_version_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Packages that the others need more of than they promise; exit code 1, and the command that mends it."""
     monkeypatch.setattr(doctor, "_requirements", lambda: NEEDED)
     monkeypatch.setattr(doctor, "_version", lambda name: "99.0" if name == "transformers" else "1.0")
-    monkeypatch.setattr(doctor.kernels, "why_not", lambda: "there is no C++ compiler (c++): install one")
+    lack = Lack("there is no C++ compiler (c++)", "apt install g++, or name one in CXX")
+    monkeypatch.setattr(doctor.kernels, "lack", lambda: lack)
     assert run(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "✗ packages" in out

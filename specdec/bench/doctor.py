@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 
 from specdec import kernels
 from specdec.bench.duel import PROMPTS, WARM_UP, Duel, duel, prompt
-from specdec.bench.machine import Watch, memory_bandwidth, provenance
+from specdec.bench.machine import FEWER_THREADS, Watch, memory_bandwidth, provenance, waiting_threads
 from specdec.draft.bridge import TextBridge
 from specdec.draft.model import ModelDrafter
 from specdec.generator import SpecGenerator
@@ -62,6 +62,10 @@ def machine() -> Iterator[Finding]:
     found = provenance()
     yield Finding("machine", "processor", f"{found['processor']}: {found['cores']} cores, {found['threads']} threads")
     yield Finding("machine", "instructions", " ".join(found["flags"]) or "not told by the system", "note")
+    waiting = waiting_threads()
+    remedy = None if waiting is None else FEWER_THREADS
+    text = waiting or f"torch uses {found['threads']}, which do not wait for cores"
+    yield Finding("machine", "threads", text, "good" if waiting is None else "note", remedy)
     free = free_bytes(torch.device("cpu")) / 2**30
     speed = memory_bandwidth() / 1e9
     yield Finding("machine", "memory", f"{found['memory_gib']} GiB, {free:.1f} free; read at {speed:.0f} GB/s")
@@ -89,12 +93,13 @@ def installation() -> Iterator[Finding]:
         yield Finding("installation", "packages", f"{found}: others were tested", "bad", remedy)
     else:
         yield Finding("installation", "packages", found)
-    reason = kernels.why_not()
-    if reason is None:
+    kernels.try_again()
+    missing = kernels.lack()
+    if missing is None:
         yield Finding("installation", "kernels", f"of our own, built for this processor in {kernels.folder()}")
     else:
-        way_out = "apt install g++, or the compiler of your system" if "no C++ compiler" in reason else None
-        yield Finding("installation", "kernels", f"none, so passes stay torch's: {reason}", "bad", way_out)
+        text = f"none, so passes stay torch's: {missing.reason}"
+        yield Finding("installation", "kernels", text, "bad", missing.way_out or None)
     for extra, brings in EXTRAS.items():
         own = [one for one in needed if one.marker is not None and one.marker.evaluate({"extra": extra})]
         if not own:  # an older installation does not know it

@@ -17,6 +17,8 @@ from specdec.versions import versions
 
 # Parts of a processor's flags that decide how fast matrices are multiplied.
 _FLAGS = ("avx", "amx", "vnni", "bf16", "fp16", "fma", "f16c", "neon", "asimd", "sve", "i8mm")
+_ENOUGH = 0.8  # of a core; one busy neighbour on two cores leaves 0.6 to 0.75, a quiet machine 0.98
+FEWER_THREADS = "OMP_NUM_THREADS=1, or fewer threads than there are free cores, is faster meanwhile"
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -40,6 +42,30 @@ def memory_bandwidth(size: int = 2**28, tries: int = 6) -> float:
     """Bytes a second at which torch's threads read a buffer of `size` bytes, at their best."""
     buffer = torch.ones(size // 4)
     return size / kernels.best_seconds(buffer.sum, tries)
+
+
+def core_share(seconds: float = 0.15, size: int = 2**25) -> float:
+    """The share of a core that each of torch's threads got while they read a buffer of `size` bytes again and again.
+
+    Threads that wait for each other spin, so it is close to 1 unless they wait for cores.
+    """
+    buffer = torch.ones(size // 4)
+    for _ in range(3):  # helper threads are made by the first
+        buffer.sum()
+    began, used = time.perf_counter(), time.process_time()
+    while (passed := time.perf_counter() - began) < seconds:
+        buffer.sum()
+    return min((time.process_time() - used) / (passed * torch.get_num_threads()), 1.0)
+
+
+def waiting_threads() -> str | None:
+    """One sentence where torch's threads wait for cores that other programs use; None where they do not."""
+    threads = torch.get_num_threads()
+    if threads == 1 or (share := core_share()) > _ENOUGH:
+        return None
+    return (
+        f"torch's {threads} threads got {share:.0%} of the cores that they need, and passes wait for the last of them"
+    )
 
 
 def _processor(*names: str) -> str:

@@ -41,7 +41,7 @@ from specdec.cli.load import first_of_job, load
 from specdec.cli.pair import demo, zoo_app
 from specdec.cli.request import DEFAULT_NEW_TOKENS, read_prediction, read_prompt, read_request
 from specdec.cli.serve import serve
-from specdec.cli.show import Printer, print_texts, report, stats_table, write
+from specdec.cli.show import Printer, print_texts, report, show_stats, write
 from specdec.cli.summarize import summarize
 from specdec.cli.terminal import (
     BROKEN_PIPE,
@@ -248,7 +248,7 @@ def generate(
     elif not live:
         print_texts(out.texts or [])
     if stats and out.stats is not None:
-        Console(stderr=True).print(stats_table(out.stats, interrupted=interrupt.asked))
+        show_stats(out.stats, interrupted=interrupt.asked)
     if interrupt.asked:
         return INTERRUPTED
     if not chat and not quiet:

@@ -30,8 +30,11 @@ def compile_(
     debug: Debug = False,
 ) -> int:
     """Compile the passes of TARGET and its draft, once and for all. It takes about a minute each."""
+    from specdec import kernels
     from specdec.generator import SpecGenerator
 
+    if (missing := kernels.lack()) is not None:
+        return fail(f"error: nothing can be compiled here, {missing}", FAILED)
     given = {"dtype": dtype, "quantization": quantization, "gguf_file": gguf_file}
     how: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     began = monotonic()

@@ -12,7 +12,7 @@ from rich.style import Style
 from rich.table import Table
 
 from specdec.cli.request import Request
-from specdec.cli.terminal import BROKEN_PIPE, abandon_stdout
+from specdec.cli.terminal import BROKEN_PIPE, abandon_stdout, say
 from specdec.versions import versions
 
 if TYPE_CHECKING:
@@ -141,8 +141,17 @@ def stats_fields(stats: Stats) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
+def show_stats(stats: Stats, *, interrupted: bool = False) -> None:
+    """What --stats prints on stderr: the table, and why passes are slow where other programs use the cores."""
+    from specdec.bench.machine import FEWER_THREADS, waiting_threads
+
+    Console(stderr=True).print(stats_table(stats, interrupted=interrupted))
+    if (waiting := waiting_threads()) is not None:
+        say(f"busy machine: {waiting}: {FEWER_THREADS}")
+
+
 def stats_table(stats: Stats, *, interrupted: bool = False) -> Table:
-    """What --stats prints."""
+    """The statistics of a call, by name."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="dim")
     table.add_column(justify="right")

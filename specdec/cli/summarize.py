@@ -26,7 +26,7 @@ from specdec.cli.flags import (
 )
 from specdec.cli.load import first_of_job, load
 from specdec.cli.request import DEFAULT_NEW_TOKENS, Request, read_request, read_text
-from specdec.cli.show import print_text, settings, stats_fields, stats_table, write
+from specdec.cli.show import print_text, settings, show_stats, stats_fields, write
 from specdec.cli.terminal import INTERRUPTED, OK, Debug, Heartbeat, Quiet, loading, say
 from specdec.errors import OptionError
 from specdec.versions import versions
@@ -198,4 +198,4 @@ def conclude(
     elif scores:
         say(" · ".join(f"{kind} {score:.3f}" for kind, score in scores.items()))
     if stats:
-        Console(stderr=True).print(stats_table(counts))
+        show_stats(counts)

@@ -102,11 +102,11 @@ class _Notes(logging.Handler):
 
 @contextmanager
 def notes(*, quiet: bool) -> Iterator[None]:
-    """Shows the library's own log from INFO on while it is open."""
-    log, handler = logging.getLogger("specdec"), _Notes(logging.INFO)
+    """Shows the library's own log from INFO on while it is open; where it is quiet, nothing of it."""
+    log, handler = logging.getLogger("specdec"), logging.NullHandler() if quiet else _Notes(logging.INFO)
     level = log.level
+    log.addHandler(handler)  # without any, logging itself would print warnings
     if not quiet:
-        log.addHandler(handler)
         log.setLevel(logging.INFO)
     try:
         yield

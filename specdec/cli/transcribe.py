@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from specdec.cli.flags import DeviceMap, DraftTokens, Dtype, ExactnessName, Gear, ScheduleName, Stats
 from specdec.cli.request import FLAGS, WORDS, locate, read_settings
-from specdec.cli.show import PROMPT, stats_table, write
+from specdec.cli.show import PROMPT, show_stats, write
 from specdec.cli.terminal import FAILED, OK, Debug, Heartbeat, Quiet, loading, say
 from specdec.errors import OptionError, SpecdecError
 from specdec.fields import DRAFT_WORDS
@@ -123,7 +123,7 @@ def transcribe_all(
                 show(name, out, wer, format, params["output_dir"], headed=len(files) > 1)
         heard = [out for out in found if out is not None]
         if params["stats"] and heard:
-            Console(stderr=True).print(stats_table(heard[0].stats))
+            show_stats(heard[0].stats)
         if not quiet and heard:
             say(pace(heard))
 

@@ -1,6 +1,16 @@
 """Linear layers and attention at the speed of the memory: operators, and the library that is built for them."""
 
-from specdec.kernels.build import alone, available, digest, folder, instructions, is_loaded, why_not
+from specdec.kernels.build import (
+    available,
+    compiler,
+    digest,
+    folder,
+    instructions,
+    lack,
+    try_again,
+    why_not,
+)
+from specdec.kernels.kept import Lack, alone, is_whole, put
 from specdec.kernels.ops import attend, draws, keep_top, passes, signed, store_nodes
 from specdec.kernels.packed import FLOATS, KINDS, AnyLinear, HeldLinear, PackedLinear, ReorderedLinear, best_seconds
 from specdec.kernels.packing import pack
@@ -11,6 +21,7 @@ __all__ = [
     "KINDS",
     "AnyLinear",
     "HeldLinear",
+    "Lack",
     "PackedLinear",
     "Quantized",
     "ReorderedLinear",
@@ -18,17 +29,21 @@ __all__ = [
     "attend",
     "available",
     "best_seconds",
+    "compiler",
     "digest",
     "draws",
     "folder",
     "instructions",
-    "is_loaded",
+    "is_whole",
     "keep_top",
+    "lack",
     "pack",
     "passes",
+    "put",
     "signed",
     "store_nodes",
     "to_int4",
     "to_int8",
+    "try_again",
     "why_not",
 ]

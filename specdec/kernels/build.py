@@ -2,7 +2,8 @@
 
 It lies in `specdec/kernels` in `$XDG_CACHE_HOME` (by default `~/.cache`), or in the folder `$SPECDEC_KERNELS`. Its name
 holds a digest of the instructions that the processor has, so that no library built for another one is ever loaded.
-`$CXX` names the compiler; by default it is the first of c++, g++ and clang++.
+`$CXX` names the compiler; by default it is the first of c++, g++ and clang++. One that fails is tried again when it
+changes, a day later, or by `specdec doctor`.
 """
 
 from __future__ import annotations
@@ -14,13 +15,17 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 import torch
+
+from specdec.kernels import kept
+from specdec.kernels.kept import Lack
 
 _log = logging.getLogger(__name__)
 _SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
@@ -28,55 +33,84 @@ _HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 _FLAGS = ("-std=c++20", "-O3", "-march=native", "-fopenmp", "-fPIC")
 _COMPILERS = ("c++", "g++", "clang++")
 _SECONDS = 300  # a compiler that takes longer hangs
+_DAY = 24 * 3600  # after which a compiler that failed is tried again: its libraries, or the disk, may have been mended
+_FOLDER = "SPECDEC_KERNELS"
+_LOADING = threading.Lock()
 
 
-class _NoKernels(Exception):
-    """Why there are none, in one line."""
+class _Failed(Exception):
+    """What the compiler said, in one line."""
 
 
 def available() -> bool:
-    """Whether the compiled kernels can be used; the first call loads them, and builds them where they are missing."""
-    return why_not() is None
+    """Whether the compiled kernels can be used; the first call loads them, and builds them where they are missing.
 
-
-def is_loaded() -> bool:
-    """Whether the compiled kernels are here already; loads and builds nothing."""
-    return why_not.cache_info().currsize > 0 and available()
+    The log says once why there are none.
+    """
+    missing = lack()
+    if missing is not None:
+        _tell(missing)
+    return missing is None
 
 
 @cache
+def _tell(missing: Lack) -> None:
+    if missing.way_out:  # or else nobody can mend it
+        _log.warning("no kernels, so passes and sampling on the CPU are slower: %s", missing)
+
+
 def why_not() -> str | None:
     """Why the kernels cannot be used, in one line; None if they can. Loads or builds them like `available`."""
+    missing = lack()
+    return None if missing is None else str(missing)
+
+
+def lack() -> Lack | None:
+    """`why_not` as a reason and a way out."""
+    with _LOADING:
+        return _lack()
+
+
+@cache
+def _lack() -> Lack | None:
     try:
-        torch.ops.load_library(_built())  # type: ignore[no-untyped-call]
-    except _NoKernels as reason:
-        return str(reason)
-    except OSError as error:  # the folder, or the library itself
-        return _line(str(error))
+        library = _built()
+    except Lack as missing:
+        return missing
+    try:
+        torch.ops.load_library(library)  # type: ignore[no-untyped-call]
+    except OSError as error:
+        return Lack(f"they cannot be loaded ({_line(error)})", f"delete {library}, and they are built again")
     return None
 
 
 def _built() -> Path:
-    """The library of this processor; raises _NoKernels and OSError."""
+    """The library of this processor; raises Lack."""
     if os.name != "posix":
-        raise _NoKernels(f"they are not built on {platform.system()}")
-    place = folder()
-    library = place / f"kernels-{digest()}.so"
-    place.mkdir(parents=True, exist_ok=True)
-    with alone(library.with_suffix(".lock")):
-        if not library.exists():
-            _build(library)
+        raise Lack(f"they are not built on {platform.system()}", "")
+    library = _library()
+    try:
+        if not kept.is_whole(library):
+            with kept.alone(library.with_suffix(".lock"), _FOLDER):
+                if not kept.is_whole(library):
+                    _build(library)
+    except OSError as error:
+        raise kept.unwritable(library.parent, _FOLDER, error) from None
     return library
+
+
+def _library() -> Path:
+    return folder() / f"kernels-{digest()}.so"
 
 
 def folder() -> Path:
     """Where what is built for this processor is kept."""
-    if named := os.environ.get("SPECDEC_KERNELS"):
+    if named := os.environ.get(_FOLDER):
         return Path(named)
     try:
         root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError:
-        raise _NoKernels("there is no home folder to keep them in: set SPECDEC_KERNELS to a folder") from None
+        raise Lack("there is no home folder to keep them in", f"name one in {_FOLDER}") from None
     return Path(root) / "specdec" / "kernels"
 
 
@@ -98,52 +132,90 @@ def instructions() -> str:
     return "\n".join(f"{name}: {value}" for name, value in found.items())
 
 
-@contextmanager
-def alone(path: Path) -> Iterator[None]:
-    """One process at a time; the others wait until the file is let go."""
-    import fcntl  # not everywhere
+def try_again() -> None:
+    """Forgets that the compiler failed before."""
+    with suppress(OSError, Lack):
+        _failure(_library()).unlink(missing_ok=True)
 
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # closing it lets go
-        yield
+
+def _failure(library: Path) -> Path:
+    """The file that says which compiler failed last, and why."""
+    return library.with_suffix(".failed")
+
+
+def _failed_before(library: Path, compiler: str) -> str | None:
+    """Why this very compiler failed within the last day, if it did."""
+    file = _failure(library)
+    try:
+        known, reason = file.read_text("utf-8").splitlines()
+        fresh = time.time() - file.stat().st_mtime < _DAY
+    except (OSError, ValueError):
+        return None
+    return reason if fresh and known == _identity(compiler) else None
+
+
+def _identity(compiler: str) -> str:
+    found = os.stat(compiler)
+    return f"{os.path.realpath(compiler)} {found.st_size} {found.st_mtime_ns}"
 
 
 def _build(library: Path) -> None:
-    compiler = _compiler()
-    # Whoever waits for it should know why, also where no messages are asked for.
-    _log.warning("building kernels for this processor, once: about 20 seconds (%s)", library)
+    """Builds the library, unless the compiler failed before; raises Lack and OSError."""
+    program = compiler()
+    reason = _failed_before(library, program)
+    if reason is None:
+        # Whoever waits for it should know why, also where no messages are asked for.
+        _log.warning("building kernels for this processor, once: 20 to 60 seconds (%s)", library)
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            made = Path(folder) / library.name
+            try:
+                _make(made, program)
+            except _Failed as error:
+                reason = str(error)
+                _failure(library).write_text(f"{_identity(program)}\n{reason}\n", "utf-8")
+            else:
+                kept.put(made, library)
+                _failure(library).unlink(missing_ok=True)
+    if reason is not None:
+        way_out = "mend it, or name another compiler in CXX; specdec doctor tries again"
+        raise Lack(f"{program} could not build them ({reason})", way_out)
+
+
+def _make(library: Path, program: str) -> None:
+    """Compiles all sources at once, and links them."""
     root = Path(torch.__file__).parent
     headers = [f"-I{root / 'include'}", f"-I{root / 'include' / 'torch' / 'csrc' / 'api' / 'include'}"]
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder, ThreadPoolExecutor() as pool:
-        objects = [str(Path(folder) / f"{source.stem}.o") for source in _SOURCES]
+    objects = [str(library.with_name(f"{source.stem}.o")) for source in _SOURCES]
+    with ThreadPoolExecutor() as pool:
         compiled = [
-            pool.submit(_run, [compiler, *_FLAGS, *headers, "-c", str(source), "-o", to])
+            pool.submit(_run, [program, *_FLAGS, *headers, "-c", str(source), "-o", to])
             for source, to in zip(_SOURCES, objects, strict=True)
         ]
         for one in compiled:
             one.result()
-        made = Path(folder) / library.name
-        _run([compiler, *_FLAGS, "-shared", *objects, "-o", str(made), f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"])
-        os.replace(made, library)
+    _run([program, *_FLAGS, "-shared", *objects, "-o", str(library), f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"])
 
 
 def _run(command: list[str]) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise _NoKernels(f"the compiler failed: {_line(str(error))}") from None
+        raise _Failed(_line(error)) from None
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "error" in line] or [f"exit code {done.returncode}"]
-        raise _NoKernels(f"{command[0]} could not build them: {_line(lines[0])}")
+        raise _Failed(_line(lines[0]))
 
 
-def _compiler() -> str:
+def compiler() -> str:
+    """The C++ compiler: `$CXX`, or the first that is here; raises Lack."""
     named = os.environ.get("CXX")
     for name in [named] if named else _COMPILERS:
         if found := shutil.which(name):
             return found
-    raise _NoKernels(f"there is no C++ compiler ({named or ', '.join(_COMPILERS)}): install one, or name it in CXX")
+    if named:
+        raise Lack(f"CXX names {named}, which is not here", "name a C++ compiler, or unset it")
+    raise Lack(f"there is no C++ compiler ({', '.join(_COMPILERS)})", "apt install g++, or name one in CXX")
 
 
-def _line(text: str) -> str:
-    return " ".join(text.split())[:300]
+def _line(text: object) -> str:
+    return " ".join(str(text).split())[:300]

@@ -6,7 +6,7 @@
 library is loaded, torch's operators until then and on other devices (plain.py).
 
 `specdec::keep_top` and `specdec::draws`, how tokens are chosen, are compiled code for the CPU alone (choice.cpp): who
-calls them asks `specdec.kernels.is_loaded` first.
+calls them asks `specdec.kernels.available` first.
 
 `passes` are a model's compiled passes and chains of them (passes.cpp).
 """

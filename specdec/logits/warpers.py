@@ -57,7 +57,7 @@ def _only(like: Tensor, values: Tensor, ids: Tensor, kept: Tensor) -> Tensor:
 def _compiled(logits: Tensor, k: int, p: float, least: int) -> Tensor | None:
     """What stays of `logits`, where compiled code, which knows no gradients, can say that."""
     fits = host.is_local(logits) and logits.dtype == torch.float32 and not logits.requires_grad
-    if fits and kernels.is_loaded():
+    if fits and kernels.available():
         return kernels.keep_top(logits, k, p, least)  # type: ignore[no-any-return]
     return None
 

@@ -18,14 +18,16 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
-from functools import cached_property, partial
+from collections.abc import Iterable, Sequence
+from functools import cache, cached_property, partial
 from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from specdec import kernels
 from specdec.errors import UnsupportedError
@@ -41,10 +43,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _OPTIONS = {"aot_inductor.package_constants_in_so": False, "aot_inductor.compile_wrapper_opt_level": "O1"}
-_SOURCES = ("flat", "compiled", "positions", "cross", "together")
 _CODE, _CONSTANTS = "passes.pt2", "constants.pt"
 _WRITTEN = 8  # numbers: of tensors up to this size the compiler writes them into the code
 _PLAIN = (bool, int, float, str, torch.dtype)
+_FUNCTIONS = (BuiltinFunctionType, FunctionType, MethodType)
+_RELEASED = ("builtins", "torch", "transformers")  # packages that are known by their versions
 _NODES, _KEPT, _WORDS, _ROWS, _COLUMNS, _FRAMES = 5, 3, 2, 4, 96, 7  # of the pass that is traced: all different
 _TOLD = 100  # nodes of the first hidden state in it, one more of each other one
 
@@ -65,8 +68,12 @@ class CompiledForward:
         self._done = threading.Event()
 
     @cached_property
+    def _key(self) -> str:
+        return _key(self._model, self._widths, self._states)
+
+    @property
     def _folder(self) -> Path:
-        return _root() / _key(self._model, self._widths, self._states)
+        return _root() / self._key
 
     def start(self) -> CompiledForward:
         """Takes the code that is there, or has it made beside the work."""
@@ -74,7 +81,7 @@ class CompiledForward:
         if device != "cpu" or os.name != "posix":
             where = f"on {device}, with {os.name}"
             raise UnsupportedError(f"passes are compiled for the CPU alone, not {where}: leave out `gear`='compiled'")
-        if self._folder and self._flat is not None:  # named by the structure of the model as it was loaded
+        if self._key and self._flat is not None:  # named by the structure of the model as it was loaded
             self._flat.join()
             self._flat = None
         if self._taken():
@@ -86,7 +93,10 @@ class CompiledForward:
     @property
     def is_kept(self) -> bool:
         """Whether the code is there from an earlier time."""
-        return _root().exists() and (self._folder / _CODE).exists()
+        try:
+            return _root().exists() and (self._folder / _CODE).exists()
+        except kernels.Lack:  # of a home
+            return False
 
     @property
     def ready(self) -> bool:
@@ -131,12 +141,14 @@ class CompiledForward:
     def _work(self) -> None:
         """Has a process compile the model, unless another one does so just now, and takes what comes of it."""
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            with kernels.alone(self._folder / "lock"):
+            if not kernels.available():
+                raise UnsupportedError("they need kernels, and there are none")  # the log says why
+            compiler = kernels.compiler()
+            with kernels.alone(self._folder / "lock", "SPECDEC_COMPILED"):
                 if not self._taken():
                     _log.warning("compiling the passes of %s beside the work, once: about a minute", self._name)
                     began = time.perf_counter()
-                    self._compile()
+                    self._compile(compiler)
                     _log.warning("the passes of %s are compiled, after %.0f s", self._name, time.perf_counter() - began)
                     self._passes = self._loaded()
         except Exception as error:
@@ -145,7 +157,7 @@ class CompiledForward:
         finally:
             self._done.set()
 
-    def _compile(self) -> None:
+    def _compile(self, compiler: str) -> None:
         with tempfile.TemporaryDirectory(dir=self._folder) as folder:
             made = (_without_weights(self._model), self._widths, self._states)
             torch.save(made, Path(folder) / "model.pt")
@@ -156,20 +168,24 @@ class CompiledForward:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,
-                env={**os.environ, **known},
+                # Files of the compiler's own that another process left half-written break nothing.
+                env={**os.environ, **known, "CXX": compiler, "TORCHINDUCTOR_CACHE_DIR": str(Path(folder) / "cache")},
             )
             atexit.register(process.kill)
             _, said = process.communicate()
             atexit.unregister(process.kill)
             if process.returncode:
-                raise UnsupportedError(said.strip().splitlines()[-1] if said.strip() else f"exit {process.returncode}")
+                raise UnsupportedError(_reason(said, compiler) or f"exit {process.returncode}")
             for file in (_CONSTANTS, _CODE):
-                os.replace(Path(folder) / file, self._folder / file)
+                kernels.put(Path(folder) / file, self._folder / file)
 
     def _loaded(self) -> Any:
-        """The compiled code over this model's weights; raises UnsupportedError if it says something else."""
+        """The compiled code over this model's weights; raises UnsupportedError if it is broken or says otherwise."""
         if reason := kernels.why_not():
             raise UnsupportedError(f"there are no kernels: {reason}")
+        for file in (_CONSTANTS, _CODE):
+            if not kernels.is_whole(self._folder / file):
+                raise UnsupportedError(f"{file} is broken")
         passes = kernels.passes(str(self._folder / _CODE))
         held = _tensors(self._model) | torch.load(self._folder / _CONSTANTS)
         # They stay the model's, and must not go before the code does.
@@ -195,7 +211,7 @@ def _numbers(rule: ChainRule) -> tuple[object, ...]:
 
 
 def _root() -> Path:
-    """Where compiled code is kept: `$SPECDEC_COMPILED`, or beside the kernels."""
+    """Where compiled code is kept: `$SPECDEC_COMPILED`, or beside the kernels; raises Lack."""
     named = os.environ.get("SPECDEC_COMPILED")
     return Path(named) if named else kernels.folder() / "compiled"
 
@@ -208,36 +224,73 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def _reason(said: str, compiler: str) -> str:
+    """Why a process could not compile, from what it said; torch's own words for a broken compiler name no way out."""
+    if any(name in said for name in ("InvalidCxxCompiler", "CppCompileError")):
+        return f"{compiler} does not compile: mend it, or name another compiler in CXX"
+    return said.strip().splitlines()[-1] if said.strip() else ""
+
+
 def _key(model: FlatModel, widths: Sequence[tuple[int, ...]], states: int) -> str:
     """What compiled code depends on, as a short name."""
-    folder, config = Path(__file__).parent, model.model.config.to_json_string(use_diff=False)
+    config = model.model.config.to_json_string(use_diff=False)
     parts = [
         torch.__version__,
         transformers.__version__,
         kernels.digest(),
-        *((folder / f"{name}.py").read_text("utf-8") for name in _SOURCES),
-        *(Path(file).read_text("utf-8") for file in sorted(_own_files(model))),
+        _own_code(),
+        *(_digest([file]) for file in sorted(_files(model))),
         *(f"{name} {type(module).__module__}.{type(module).__qualname__}" for name, module in model.named_modules()),
         *(f"{name} {tensor.dtype} {list(tensor.shape)} {tensor.stride()}" for name, tensor in _tensors(model).items()),
         *(f"{name} {tensor.tolist()}" for name, tensor in _tensors(model).items() if tensor.numel() <= _WRITTEN),
-        *(f"{name} {_plain(module)}" for name, module in model.named_modules()),
+        *(f"{name} {_plain(module)} {_functions(module)}" for name, module in model.named_modules()),
         *(line for line in config.splitlines() if "_name_or_path" not in line),
         f"{list(widths)} {states}",
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def _own_files(model: FlatModel) -> set[str]:
-    """The files of this package that modules of a model are from."""
-    package = __name__.partition(".")[0]
-    names = {type(module).__module__ for module in model.modules()}
-    return {str(sys.modules[name].__file__) for name in names if name.partition(".")[0] == package}
+def _digest(files: Iterable[Path]) -> str:
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+@cache
+def _own_code() -> str:
+    """A digest of the Python that makes and runs passes."""
+    root = Path(__file__).parents[1]
+    return _digest(sorted(file for room in ("kernels", "models") for file in (root / room).rglob("*.py")))
+
+
+def _files(model: FlatModel) -> set[Path]:
+    """The files from which modules of a model, and functions put into these, are; of remote code the folder's too."""
+    classes = {kind.__module__ for module in model.modules() for kind in type(module).__mro__}
+    functions = {function.__module__ for module in model.modules() for function in _callables(module)}
+    files = set[Path]()
+    for name in classes | functions:
+        package = name.partition(".")[0]
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file is not None and package not in _RELEASED:
+            files.update(
+                Path(file).parent.glob("*.py") if package == TRANSFORMERS_DYNAMIC_MODULE_NAME else [Path(file)]
+            )
+    return files
 
 
 def _plain(module: nn.Module) -> list[tuple[str, object]]:
     """Attributes of a module that are numbers or words, as in forwards they become part of the code."""
     held = sorted((name, value) for name, value in vars(module).items() if isinstance(value, _PLAIN))
     return [(name, value) for name, value in held if name[0] != "_" and name != "name_or_path"]
+
+
+def _callables(module: nn.Module) -> list[Any]:
+    """What was put into a module and may run in its forward: functions, and hooks that are not transformers' own."""
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    functions = [value for _, value in sorted(vars(module).items()) if isinstance(value, _FUNCTIONS)]
+    return functions + [hook for hook in hooks if not hook.__module__.startswith("transformers.")]
+
+
+def _functions(module: nn.Module) -> list[str]:
+    return [f"{one.__module__}.{getattr(one, '__qualname__', type(one).__qualname__)}" for one in _callables(module)]
 
 
 def _without_weights(model: FlatModel) -> FlatModel:

@@ -7,10 +7,12 @@ holds what succeeded, by releases; a failure is tried again in the next process,
 from __future__ import annotations
 
 import json
+import logging
 import os
 import tempfile
 import threading
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -18,6 +20,7 @@ import transformers
 
 from specdec import __version__
 
+_log = logging.getLogger(__name__)
 _TRYING = threading.Lock()
 _found: dict[str, bool] = {}
 
@@ -80,5 +83,11 @@ def _write(what: str) -> None:
             os.replace(file.name, path)
         finally:
             Path(file.name).unlink(missing_ok=True)
-    except OSError:
-        return  # the next process tries again
+    except OSError as error:  # the next process tries again
+        _tell(f"{path} cannot be written ({error.strerror or error})")
+
+
+@cache
+def _tell(reason: str) -> None:
+    way_out = "change that, or name another file in SPECDEC_VERDICTS"
+    _log.warning("what was measured is not kept, so loading takes longer every time: %s: %s", reason, way_out)

@@ -159,7 +159,7 @@ def draw(logits: Tensor, address: int) -> int:
     """A token from `softmax(logits)`, `logits` `[vocab]`: the Gumbel-max draw at `address`."""
     if not host.is_local(logits):
         return checked(int(draws(logits[None], [address])))
-    if kernels.is_loaded():
+    if kernels.available():
         return checked(int(kernels.draws(logits.detach().float()[None], [address])))
     return _draw_cpu(logits.detach().float().numpy(), address)
 

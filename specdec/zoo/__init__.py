@@ -36,8 +36,17 @@ def cache() -> Path:
 def folders() -> dict[str, Path]:
     """All pairs by name: those of the package, and the finished ones of the cache."""
     own = {name: _ROOT / name.replace("-", "_") for name in NAMES}
-    made = {card.parent.name: card.parent for card in sorted(cache().glob("*/card.json"))}
+    made = {card.parent.name: card.parent for card in sorted(cache().glob("*/card.json")) if _card(card) is not None}
     return own | {name: folder for name, folder in made.items() if name not in own}
+
+
+def _card(file: Path) -> dict[str, Any] | None:
+    """What a card says; None where it was cut short."""
+    try:
+        card = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    return card if isinstance(card, dict) else None
 
 
 def pair(name: str = "python-code") -> Pair:
@@ -48,7 +57,7 @@ def pair(name: str = "python-code") -> Pair:
     folder = known[name]
     if not (folder / "target" / "model.safetensors").exists():
         raise SpecdecError(f"the weights of {name!r} are not in {folder}: install the package with its data files")
-    return Pair(name, folder / "target", folder / "draft", json.loads((folder / "card.json").read_text()))
+    return Pair(name, folder / "target", folder / "draft", _card(folder / "card.json") or {})
 
 
 def locate(name: str, role: str, argument: str | None = None) -> str:

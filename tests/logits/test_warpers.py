@@ -17,7 +17,7 @@ def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     """Both ways in which the processor filters."""
     if request.param and not kernels.available():
         pytest.skip(kernels.why_not())
-    monkeypatch.setattr(kernels, "is_loaded", lambda: request.param)
+    monkeypatch.setattr(kernels, "available", lambda: request.param)
 
 
 def samples(vocab: int) -> list[torch.Tensor]:

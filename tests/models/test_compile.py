@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import logging
 import math
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -19,11 +21,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from specdec import SpecGenerator, kernels
 from specdec.errors import UnsupportedError
 from specdec.logits import Processors
 from specdec.models import LanguageModel, Session
+from specdec.models import compiled as compiled_module
 from specdec.models.compiled import CompiledForward, _key, _without_weights
 from specdec.models.flat import FlatForward
 from specdec.select.rules import GreedyRule
@@ -104,6 +108,58 @@ def test_a_compiler_that_is_killed(
     assert caplog.messages[-1].endswith("they run as before: exit -9")
 
 
+def test_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """One line with the way out, before anything is compiled. (It was half a minute, and a raw InductorError.)"""
+    monkeypatch.setenv("CXX", "nosuchcompiler")
+    assert not compiled(tiny("llama")).ready
+    [line] = caplog.messages
+    assert line.endswith("as before: CXX names nosuchcompiler, which is not here: name a C++ compiler, or unset it")
+
+
+def test_the_compiler_reads_no_files_of_others(
+    cache: Path, compiler: Callable[[str], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that another process left half-written would break every attempt."""
+    compiler("echo $TORCHINDUCTOR_CACHE_DIR >&2; exit 1")
+    assert not compiled(tiny("llama")).ready
+    assert f"as before: {cache / key(flat())}/tmp" in caplog.messages[-1]
+
+
+def test_a_broken_compiler(cache: Path, compiler: Callable[[str], None], caplog: pytest.LogCaptureFixture) -> None:
+    """What torch says of it is a name of its own options."""
+    compiler("echo 'InductorError: InvalidCxxCompiler: No working C++ compiler found: (None, \"x\")' >&2; exit 1")
+    assert not compiled(tiny("llama")).ready
+    assert caplog.messages[-1].endswith("does not compile: mend it, or name another compiler in CXX")
+
+
+def test_a_cache_that_cannot_be_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line as well."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SPECDEC_COMPILED", str(tmp_path / "file"))
+    assert not compiled(tiny("llama")).ready
+    [line] = caplog.messages
+    assert line.endswith(
+        "cannot be written to (Not a directory): change that, or name another folder in SPECDEC_COMPILED"
+    )
+
+
+def test_no_home(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is kept, and one line says which folder is missing. (The model could not be loaded.)"""
+    for name in ("SPECDEC_COMPILED", "SPECDEC_KERNELS", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    made = compiled(tiny("llama"))
+    assert not made.ready
+    assert not made.is_kept
+    assert "there is no home folder to keep them in: name one in SPECDEC_KERNELS" in caplog.messages[-1]
+
+
 def test_a_model_that_cannot_be_sent(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A class that no other process could import."""
 
@@ -116,20 +172,26 @@ def test_a_model_that_cannot_be_sent(cache: Path, caplog: pytest.LogCaptureFixtu
     assert "Local" in caplog.messages[-1]
 
 
-def test_code_of_no_use(cache: Path, compiler: Callable[[str], None], caplog: pytest.LogCaptureFixture) -> None:
-    """What lies there and cannot be loaded goes, and is made anew. (It stayed for ever.)"""
+@pytest.mark.parametrize("broken", ["constants.pt", "passes.pt2"])
+def test_code_of_no_use(
+    broken: str, cache: Path, compiler: Callable[[str], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is not as it was put there goes, and is made anew. (Code that was cut short could kill the process.)"""
     compiler("exit 1")
     place = cache / key(flat())
     place.mkdir(parents=True)
-    (place / "passes.pt2").write_bytes(b"half a file")
+    for name in ("constants.pt", "passes.pt2"):
+        (tmp_path / name).write_bytes(b"a whole file")
+        kernels.put(tmp_path / name, place / name)
+    (place / broken).write_bytes(b"a whole")
     made = compiled(tiny("llama"))
-    assert any("are of no use" in message for message in caplog.messages)
+    assert any(re.search(f"are of no use: {broken} is broken", message) for message in caplog.messages)
     assert "exit 1" in caplog.messages[-1]
     assert not made.is_kept
 
 
 def test_code_that_says_something_else(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its logits are compared with those of the passes that it takes the place of."""
 
@@ -140,7 +202,12 @@ def test_code_that_says_something_else(
             run=lambda given: [torch.ones(1, len(given[2]), 64)],
         )
 
-    monkeypatch.setattr(CompiledForward, "_compile", lambda self: torch.save({}, self._folder / "constants.pt"))
+    def compile_(forward: CompiledForward, program: str) -> None:
+        for name in ("constants.pt", "passes.pt2"):
+            torch.save({}, tmp_path / name)
+            kernels.put(tmp_path / name, forward._folder / name)
+
+    monkeypatch.setattr(CompiledForward, "_compile", compile_)
     monkeypatch.setattr(kernels, "passes", load)
     assert not compiled(tiny("llama")).ready
     assert caplog.messages[-1].endswith("compiled code gives other logits")
@@ -168,6 +235,63 @@ def test_what_code_depends_on() -> None:
         flat(rope_parameters={"rope_theta": 50.0, "rope_type": "default"}),
     ]
     assert len({keys[0], *map(key, others)}) == 6
+
+
+def module(folder: Path, name: str, activation: str) -> type[nn.Module]:
+    """A class from a file of one's own, imported anew; the file beside it says what it computes."""
+    (folder / name).mkdir(exist_ok=True)
+    (folder / name / "helper.py").write_text(f"from torch.nn.functional import {activation} as act\n")
+    lines = (
+        "from torch import nn",
+        "from . import helper",
+        "class Own(nn.Module):",
+        "  forward = staticmethod(helper.act)",
+    )
+    (folder / name / "modeling.py").write_text("\n".join(lines))
+    for known in [one for one in sys.modules if one.startswith(name)]:
+        del sys.modules[known]
+    importlib.invalidate_caches()
+    return importlib.import_module(f"{name}.modeling").Own  # type: ignore[no-any-return]
+
+
+def test_what_code_depends_on_besides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The code of models that came with their own, all Python of passes, and functions that were put into modules.
+
+    (Only files of this package's modules counted, and five others.)
+    """
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+    def keyed(change: Callable[[Any], object]) -> str:
+        model = tiny("llama")
+        change(model.model.layers[0].mlp)
+        return key(FlatForward(LanguageModel(model)))
+
+    def put(name: str, activation: str) -> Callable[[Any], object]:
+        return lambda mlp: setattr(mlp, "act_fn", module(tmp_path, name, activation)())
+
+    remote = [keyed(put("transformers_modules", activation)) for activation in ("silu", "relu", "silu")]
+    assert remote[0] == remote[2] != remote[1]
+    hooked = [keyed(lambda mlp, hook=hook: mlp.register_forward_hook(hook)) for hook in (first_hook, second_hook)]
+    functions = [keyed(lambda mlp, own=own: setattr(mlp, "act", own)) for own in (F.silu, F.relu)]
+    assert len({key(flat()), *remote, *hooked, *functions}) == 7
+    before, read = key(flat()), Path.read_bytes
+    for name in ("kernels/ops.py", "kernels/layout.py", "models/compat.py", "models/twin.py"):
+        files = Path(kernels.__file__).parents[1]
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "read_bytes", lambda path, own=files / name: read(path) + b"#" * (path == own))
+            compiled_module._own_code.cache_clear()
+            assert key(flat()) != before, name
+        compiled_module._own_code.cache_clear()
+    assert key(flat()) == before
+
+
+def first_hook(*_: object) -> None:
+    """Does nothing."""
+
+
+def second_hook(*_: object) -> None:
+    """Does nothing either."""
 
 
 def test_weights_are_not_sent() -> None:

@@ -179,12 +179,20 @@ def test_broken_entries_of_these_releases(file: Path) -> None:
     assert json.loads(file.read_text()) == {verdicts._releases(): ["that", "this"]}
 
 
-def test_nowhere_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder that is a file, a file that is a folder or no home at all: the trial decides, and nothing is raised."""
+def test_nowhere_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A folder that is a file, a file that is a folder or no home at all: the trial decides, and nothing is raised.
+
+    One line says what that costs, and how to mend it. (Nothing was said.)
+    """
     (tmp_path / "file").write_text("")
     for number, path in enumerate((tmp_path / "file" / "verdicts.json", tmp_path)):
         monkeypatch.setenv("SPECDEC_VERDICTS", str(path))
         assert verdicts.holds(f"this {number}", succeeding([]))
+        assert verdicts.holds(f"that {number}", succeeding([]))
+        line = caplog.messages[number:]
+        assert len(line) == 1
+        assert line[0].startswith("what was measured is not kept, so loading takes longer every time: ")
+        assert line[0].endswith("change that, or name another file in SPECDEC_VERDICTS")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     monkeypatch.delenv("SPECDEC_VERDICTS")
     monkeypatch.delenv("XDG_CACHE_HOME")

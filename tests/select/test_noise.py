@@ -80,7 +80,7 @@ def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     """Both ways in which the processor draws."""
     if request.param and not kernels.available():
         pytest.skip(kernels.why_not())
-    monkeypatch.setattr(kernels, "is_loaded", lambda: request.param)
+    monkeypatch.setattr(kernels, "available", lambda: request.param)
 
 
 @pytest.mark.usefixtures("ways")

@@ -195,6 +195,8 @@ def test_a_pair_is_found_once_it_is_finished(tmp_path: Path, monkeypatch: pytest
     (folder / "target" / "model.safetensors").touch()
     with pytest.raises(OptionError, match="zoo:python-code"):
         zoo.locate("zoo:mine", "target")
+    (folder / "card.json").write_text('{"loss": ')  # cut short: `specdec zoo` ended with an error of JSON
+    assert "mine" not in zoo.folders()
     (folder / "card.json").write_text("{}")
     assert zoo.locate("zoo:mine", "draft") == str(folder / "draft")
 
