@@ -41,6 +41,7 @@ from specdec.fields import (
     Whole,
 )
 from specdec.schedule import SCHEDULES
+from specdec.values import warn_of_idle
 
 
 class Options(BaseModel):
@@ -240,12 +241,9 @@ def _check_lengths(options: Options, asked: Mapping[str, Any]) -> None:
     """Warns of a length that a person set and another one, of a checkpoint perhaps, stands before."""
     for first, second in _EITHER:
         if second in asked and (stronger := getattr(options, first)) is not None:
-            _warn(f"`{second}`={asked[second]} has no effect beside `{first}`={stronger}: pass `{first}=` instead")
-
-
-def _warn(message: str) -> None:
-    """One line in every program's log: the place is this one, whoever calls."""
-    warnings.warn(message, stacklevel=2)
+            warn_of_idle(
+                f"`{second}`={asked[second]} has no effect beside `{first}`={stronger}: pass `{first}=` instead"
+            )
 
 
 def _check_effect(
@@ -316,7 +314,7 @@ def _check_idle(asked: Mapping[str, Any], fields: Mapping[str, tuple[object, ...
             message = f"`{name}`={asked[name]!r} {why}: set it, or leave out `{name}`"
             if name in OWN:
                 raise OptionError(message)
-            _warn(message)
+            warn_of_idle(message)
 
 
 def _check_beams(options: Options, asked: Mapping[str, Any]) -> None:
@@ -433,7 +431,7 @@ def _check_known(name: str, value: object) -> None:
     if name in REFUSED and value not in REFUSED[name].neutral:
         raise UnsupportedError(f"`{name}`={value!r} is not supported: {REFUSED[name].why}")
     if name in IDLE and value not in IDLE[name].neutral:
-        _warn(f"`{name}`={value!r} changes nothing: {IDLE[name].why}")
+        warn_of_idle(f"`{name}`={value!r} changes nothing: {IDLE[name].why}")
     if name in Options.model_fields or name in REFUSED or name in IDLE:
         return
     hint = ""

@@ -27,6 +27,7 @@ from specdec.output import Detokenizer, Event, Generation
 from specdec.prefixes import Prefixes
 from specdec.schedule import make_schedule
 from specdec.types import BatchDrafter
+from specdec.values import warn_of_idle
 
 _EXTRAS = tuple(Extras.__dataclass_fields__)
 _OBJECTS = (*_EXTRAS, "generation_config", *DRAFT_NAMES)
@@ -242,7 +243,7 @@ class SpecGenerator:
         prompts = with_predictions(prompts, extras.prediction, self.target, extras.tokenizer)
         prompts = prompts.repeat(options.copies)
         if drafter is None and (idle := [name for name in _DRAFTING if name in given]):
-            warnings.warn(f"`{idle[0]}` says how much to draft, and there is no draft: name one", stacklevel=3)
+            warn_of_idle(f"`{idle[0]}` says how much to draft, and there is no draft: name one")
         if extras.streamer is not None and options.at_the_end:
             raise OptionError("`streamer` shows text as it comes, but beams and ranked samples are final at the end")
         if extras.streamer is not None and len(prompts.rows) > 1:

@@ -1,10 +1,34 @@
-"""What kind of value a caller handed in: small questions that several rooms ask."""
+"""What kind of value a caller handed in, and what to do about one that has no effect."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from numbers import Integral
 from typing import Any
+
+from specdec.errors import OptionError
+
+_refusing = ContextVar("refusing", default=False)
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """While it lasts, an option without effect is an error: a program that answers others has nobody to warn."""
+    before = _refusing.set(True)
+    try:
+        yield
+    finally:
+        _refusing.reset(before)
+
+
+def warn_of_idle(message: str) -> None:
+    """Warns of an option that changes no text; raises OptionError while `refusing`."""
+    if _refusing.get():
+        raise OptionError(message)
+    warnings.warn(message, stacklevel=2)  # one line in every program's log: the place is this one, whoever calls
 
 
 def plain(value: Any) -> Any:

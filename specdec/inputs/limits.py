@@ -11,6 +11,7 @@ from specdec.errors import OptionError
 from specdec.inputs.prompts import Prompts
 from specdec.models import LanguageModel
 from specdec.select import wanted
+from specdec.values import warn_of_idle
 
 DEFAULT_LENGTH = 20  # tokens; transformers' own, for ids without any limit
 _ID_OPTIONS = ("eos_token_id", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id")
@@ -100,4 +101,4 @@ def check_least(options: Options, limit: int, prompts: Prompts, target: Language
         )
         if name == "min_new_tokens":
             raise OptionError(message)
-        warnings.warn(message, stacklevel=2)
+        warn_of_idle(message)

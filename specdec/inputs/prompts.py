@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +14,7 @@ from specdec.config import Options
 from specdec.errors import OptionError, UnsupportedError
 from specdec.inputs.ids import MASKS, Ids, read_ids, read_mask
 from specdec.models import Encoding, LanguageModel
+from specdec.values import warn_of_idle
 
 FEATURES = {"input_features": 3, "input_values": 2, "pixel_values": 4}  # what encoders read besides ids: dimensions
 NAMES = frozenset({"inputs", "input_ids", "inputs_embeds", "encoder_outputs", *FEATURES, *MASKS, *MASKS.values()}) - {
@@ -243,7 +243,7 @@ def _with_negatives(prompts: Prompts, given: Mapping[str, Any], options: Options
     """The rows with their negative prompts where guidance is on; without any it is the prompt's last token."""
     if options.guidance_scale in (None, 1):
         if "negative_prompt_ids" in given:
-            warnings.warn("`negative_prompt_ids` changes nothing without `guidance_scale`: pass both", stacklevel=2)
+            warn_of_idle("`negative_prompt_ids` changes nothing without `guidance_scale`: pass both")
         return prompts
     if target.is_encoder_decoder:
         raise UnsupportedError("`guidance_scale` is not supported for a target with an encoder: leave it out")

@@ -22,6 +22,7 @@ from specdec.serve.sampling import call_options
 from specdec.serve.scoring import scored
 from specdec.serve.stops import StopTexts
 from specdec.types import Stats, Step
+from specdec.values import refusing
 
 _REASONS = {"eos": "stop", "stop": "stop", "criteria": "stop", "length": "length", "time": "length"}
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
@@ -126,7 +127,8 @@ class TextModel:
         """What comes of a request, in order; raises OptionError and ApiError for what is wrong with it."""
         request = ask.request
         ids = self.encode(ask.prompt, request if isinstance(request, ChatRequest) else None)
-        job = self.generator.submit([ids], **self._options(ask, ids))
+        with refusing():
+            job = self.generator.submit([ids], **self._options(ask, ids))
         cancel.tell(job.cancel)
         yield Begun(len(ids), self._echo(ask, ids, cancel) if getattr(request, "echo", False) else None)
         stops = [] if request.include_stop_str_in_output else request.stops
