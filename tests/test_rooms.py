@@ -13,7 +13,7 @@ ROOT = Path(specdec.__file__).parent
 RANKS = {
     "errors": 0,
     "types": 0,
-    "values": 1,
+    "values": 0.5,
     "versions": 0,
     "fields": 1,
     "kernels": 1,
