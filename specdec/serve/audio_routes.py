@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from specdec.pipelines import Transcription
 from specdec.pipelines.subtitles import srt, vtt
 from specdec.serve.answers import event
-from specdec.serve.bridge import Work
+from specdec.serve.bridge import Work, ahead
 from specdec.serve.errors import ApiError
 from specdec.serve.guards import GuardedRoute
 from specdec.serve.hosting import Host
@@ -61,7 +61,8 @@ async def transcriptions(
     asked = Listen(await file.read(), "transcribe", language, prompt, temperature, stamps, seed)
     state, host = _host(request, model)
     if stream:
-        return EventStream(state, await watched(request, _begun(_events(_heard(request, host, asked)))))
+        heard = ahead([_heard(request, host, asked)], state.settings.limits.unread_bytes)
+        return EventStream(state, await watched(request, _begun(_events(heard))))
     found = await watched(request, _whole(_heard(request, host, asked)))
     return _formed(found, host, asked, response_format, segments=not words or "segment" in timestamp_granularities)
 
