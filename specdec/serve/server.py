@@ -161,10 +161,13 @@ class _Server(uvicorn.Server):
         work = asyncio.gather(*(host.warm_up() for host in self._state.hosts.all.values()), return_exceptions=True)
         while not (work.done() or self.should_exit):
             await asyncio.wait({work}, timeout=0.1)
-        for error in work.result() if work.done() else ():
+        if not work.done():
+            work.cancel()
+            return False
+        for error in work.result():
             if isinstance(error, BaseException):
                 LOG.error("a model cannot decode", exc_info=error)
-        return work.done()
+        return True
 
     def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """An error that nobody caught; that of a connection which cannot be taken in comes thousands of times."""
