@@ -8,7 +8,6 @@ import json
 import logging
 import math
 import os
-import resource
 import signal
 import socket
 import sys
@@ -92,10 +91,15 @@ def server_of(app: FastAPI, settings: ServeSettings) -> uvicorn.Server:
 def _connections(limits: Limits) -> Connections:
     """As many as the settings say, or as there are descriptors for: each may take two of them."""
     most, per_client = limits.connections, limits.connections_per_client
+    if sys.platform == "win32":  # sockets are no files there
+        return Connections(most, per_client)
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     with open(os.devnull, "rb") as lowest:  # above those that are open
-        free = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - lowest.fileno()
+        free = limit - lowest.fileno()
     room = max((free - _ACCEPTED - _OTHER_FILES) // 2, _LEAST)
-    if room >= most:
+    if limit == resource.RLIM_INFINITY or room >= most:
         return Connections(most, per_client)
     LOG.info("%d connections at a time instead of %d: this process may open %d more files", room, most, free)
     return Connections(room, max(per_client * room // most, 1))
@@ -171,8 +175,7 @@ class _Server(uvicorn.Server):
 
     def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """An error that nobody caught; that of a connection which cannot be taken in comes thousands of times."""
-        error = context.get("exception")
-        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+        if context["message"].startswith("socket.accept()"):
             self._accepting()
         else:
             loop.default_exception_handler(context)
