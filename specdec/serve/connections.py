@@ -45,16 +45,15 @@ class Peer(Protocol):
 class Connections:
     """The open connections, `most` in all and `per_client` of one address.
 
-    At a bound the one that has waited longest for a request gives way to a new one. Where all are answering, the new
-    one is refused.
+    At a bound one gives way to a new one: of this client, or of the one that has most, that which has waited longest
+    for a request. Where all are answering, the new one is refused.
     """
 
     def __init__(self, most: int, per_client: int) -> None:
         self.most, self.per_client = most, per_client
         self._client: dict[Peer, str] = {}
         self._count: Counter[str] = Counter()
-        self._idle: dict[Peer, None] = {}  # the longest first
-        self._idle_of: dict[str, dict[Peer, None]] = {}
+        self._idle: dict[str, dict[Peer, None]] = {}  # by client, the longest first
         self._full = Repeated(
             f"all connections are taken ({most} in all, {per_client} of one client): those that waited longest for a "
             "request were closed, or new ones refused"
@@ -68,7 +67,8 @@ class Connections:
         crowded = self._count[client] >= self.per_client
         if crowded or len(self) >= self.most:
             self._full()
-            longest = next(iter(self._idle_of.get(client, ()) if crowded else self._idle), None)
+            whose = client if crowded else max(self._idle, key=lambda other: self._count[other], default=client)
+            longest = next(iter(self._idle.get(whose, ())), None)
             if longest is None:
                 return False
             self.remove(longest)
@@ -80,16 +80,16 @@ class Connections:
 
     def waits(self, one: Peer) -> None:
         """It has no request."""
-        if one in self._client and one not in self._idle:
-            self._idle[one] = self._idle_of.setdefault(self._client[one], {})[one] = None
+        if one in self._client:
+            self._idle.setdefault(self._client[one], {}).setdefault(one)
 
     def answers(self, one: Peer) -> None:
         """It has a request."""
-        if one in self._idle:
-            client = self._client[one]
-            del self._idle[one], self._idle_of[client][one]
-            if not self._idle_of[client]:
-                del self._idle_of[client]
+        client = self._client.get(one, "")
+        if one in (idle := self._idle.get(client, {})):
+            del idle[one]
+            if not idle:
+                del self._idle[client]
 
     def remove(self, one: Peer) -> None:
         """It is closed."""

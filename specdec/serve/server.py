@@ -26,7 +26,9 @@ from specdec.serve.state import LOG, State
 from specdec.serve.tracing import trace
 
 _MERCY = 3.0  # seconds after the drain in which given-up work may say so
-_ACCEPTED = 100  # connections that are taken in before the oldest may be closed
+_ACCEPTED = 25  # connections that the loop takes in at a time
+_ON_THEIR_WAY = 4 * _ACCEPTED  # those that it has taken in and not counted, or closed and not let go of
+_BACKLOG = 1024  # connections that wait in the kernel
 _LEAST = 4  # connections, however few descriptors there are
 _OTHER_FILES = 32  # that requests may open: uploads, say
 
@@ -98,7 +100,7 @@ def _connections(limits: Limits) -> Connections:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     with open(os.devnull, "rb") as lowest:  # above those that are open
         free = limit - lowest.fileno()
-    room = max((free - _ACCEPTED - _OTHER_FILES) // 2, _LEAST)
+    room = max((free - _ON_THEIR_WAY - _OTHER_FILES) // 2, _LEAST)
     if limit == resource.RLIM_INFINITY or room >= most:
         return Connections(most, per_client)
     LOG.info("%d connections at a time instead of %d: this process may open %d more files", room, most, free)
@@ -122,6 +124,8 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         for server in self.servers:
             for bound in server.sockets:
+                with socket.fromfd(bound.fileno(), bound.family, bound.type) as same:
+                    same.listen(_BACKLOG)
                 host, port = bound.getsockname()[:2]
                 LOG.info("listening on http://%s:%s", host, port)
 

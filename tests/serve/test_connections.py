@@ -108,8 +108,8 @@ class Held:
 
 
 def test_connections_have_bounds() -> None:
-    """In all and of one client; who waits longest gives way, who is answered does not."""
-    all_, (a, b, c, d, e, f) = Connections(4, 2), (Held() for _ in range(6))
+    """Of one client and in all. Who waits longest gives way, of the client that has most; who is answered does not."""
+    all_, (a, b, c, d, e, f, g) = Connections(4, 2), (Held() for _ in range(7))
     assert all(all_.add(one, "x") for one in (a, b))
     all_.answers(a)
     assert all_.add(c, "x")  # the third of one client
@@ -118,14 +118,16 @@ def test_connections_have_bounds() -> None:
     assert not all_.add(d, "x")
     assert all_.add(d, "y")
     assert all_.add(e, "z")
-    assert all_.add(f, "z2")  # the fifth in all
-    assert (d.dropped, e.dropped, len(all_)) == (True, False, 4)
+    all_.waits(c)
+    assert all_.add(f, "new")  # the fifth in all
+    assert [one.dropped for one in (a, c, d, e)] == [False, True, False, False]
     all_.waits(a)
-    assert all_.add(Held(), "x")
-    assert a.dropped
-    for one in (a, c, e, f, f):
+    assert all_.add(g, "newer")
+    assert [one.dropped for one in (a, d)] == [False, True]  # of those that have one each, the first
+    assert len(all_) == 4
+    for one in (a, a, e, f, g):
         all_.remove(one)
-    assert len(all_) == 1
+    assert not len(all_)
 
 
 def test_half_heads_lock_nobody_out(caplog: pytest.LogCaptureFixture) -> None:
