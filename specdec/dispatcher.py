@@ -25,6 +25,9 @@ class Dispatcher:
     computes has helper threads of its own in the libraries below, which are in one another's way. So whatever runs
     inside a request (a processor, say) must not wait for another call of the same generator: called directly it raises
     EngineError, but one that waits for another thread's call waits for itself.
+
+    Only the thread that drives touches the engine, and never under the lock: dropping a request may copy all its keys
+    and values, and whoever cancels one (an event loop, say) must not wait for that.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -34,10 +37,9 @@ class Dispatcher:
         self._work = threading.Condition(self._lock)
         self._arrived: list[Request] = []
         self._cancelled: list[Request] = []
-        self._open = 0  # requests whose callers are not done with them
+        self._open: set[Request] = set()  # those that callers follow
         self._waiting: dict[Request, tuple[threading.Condition, Callable[[], bool]]] = {}
         self._driver: int | None = None
-        self._resting = False  # the driver waits for callers
         self._thread: threading.Thread | None = None  # the latest that was started to drive
         self._ended = False
 
@@ -49,9 +51,9 @@ class Dispatcher:
         """
         self._check()
         self.engine.budget.check(request)
-        self._arrived.append(request)
         with self._lock:
-            self._open += 1
+            self._open.add(request)
+            self._arrived.append(request)
         try:
             while not request.done:
                 self._wait(request, stream)
@@ -60,23 +62,27 @@ class Dispatcher:
             yield from request.rounds
         finally:
             with self._lock:
-                self._open -= 1
+                self._open.discard(request)
             if not request.done:
-                self._cancel(request)
+                self._drop(request)
             release_helpers()
         if request.error is not None:
             raise request.error
 
     def cancel(self, request: Request) -> None:
-        """Ends a request before the next round, from any thread; whoever follows it gets CancelledError.
+        """Ends a request before the next round, from any thread and at once; whoever follows it gets CancelledError.
 
         One that is over stays as it is, and one that nobody follows yet will not begin.
         """
         with self._lock:
-            if not request.done:
-                request.error = CancelledError("the call was cancelled")
-                self._cancel(request)
-                self._wake()  # of a driver that rests nobody would hear
+            if request.done:
+                return
+            request.error = CancelledError("the call was cancelled")
+            if request in self._open:
+                self._cancelled.append(request)
+                self._work.notify_all()
+            else:
+                request.done = True
 
     def end(self) -> None:
         """Ends the thread that runs requests, where there is one, and those that others wait for: CancelledError."""
@@ -102,7 +108,7 @@ class Dispatcher:
             self._work.notify_all()
             try:
                 while not ready():
-                    if self._driver is None and self._open == 1:
+                    if self._driver is None and len(self._open) == 1:
                         self._driver = threading.get_ident()
                         break
                     if self._driver is None:
@@ -135,12 +141,26 @@ class Dispatcher:
             self.engine.abort(error if isinstance(error, Exception) else EngineError(why))
             raise
         finally:
-            with self._lock:
-                try:
-                    self._drop_cancelled()  # still the driver: a stream that is collected meanwhile only says so
-                finally:
-                    self._driver = None
-                    self._wake()
+            self._stop_driving()
+
+    def _stop_driving(self) -> None:
+        """Lets others drive, once everything that was given up is dropped."""
+        try:
+            while not self._let_go():
+                self._drop_cancelled()
+        except BaseException:  # an interrupt
+            self._let_go(anyway=True)
+            raise
+
+    def _let_go(self, *, anyway: bool = False) -> bool:
+        """Whether this thread drives no more; it still does where something given up is left, unless it must stop."""
+        with self._lock:
+            me, self._driver = self._driver, None  # a stream that is collected from here on is dropped at once
+            if self._cancelled and not anyway:
+                self._driver = me
+                return False
+            self._wake()
+            return True
 
     def _drive_all(self) -> None:
         """Drives the engine for callers that overlap, until none has come for a while."""
@@ -148,16 +168,13 @@ class Dispatcher:
 
         def wanted() -> bool:
             with self._lock:
-                while all(ready() for _, ready in self._waiting.values()):
+                while not self._cancelled and all(ready() for _, ready in self._waiting.values()):
                     if self._ended:
                         return False
-                    self._resting = True
-                    self._drop_cancelled()
                     came = self._work.wait(_SOON)
                     if not came:
                         release_helpers()
                         came = self._work.wait(_IDLE)
-                    self._resting = False
                     if not (came or self._open):
                         return False
                 return True
@@ -191,13 +208,15 @@ class Dispatcher:
             if self._driver is None or ready():
                 news.notify_all()
 
-    def _cancel(self, request: Request) -> None:
-        """Ends a request; at once where nobody drives, else before the next step."""
-        self._cancelled.append(request)
+    def _drop(self, request: Request) -> None:
+        """Ends a request whose caller goes; at once where nobody drives, else before the next step."""
         with self._lock:
+            self._cancelled.append(request)
             self._work.notify_all()
-            if self._driver is None or self._resting:
-                self._drop_cancelled()
+            if self._driver is not None:
+                return
+            self._driver = threading.get_ident()
+        self._stop_driving()
 
     def _drop_cancelled(self) -> None:
         while self._cancelled:

@@ -11,6 +11,7 @@ import torch
 
 from specdec import CancelledError, OptionError, SpecGenerator
 from specdec.logits.counts import OutputPenalty
+from specdec.models.kv_session import KvSession
 from tests.folders import WIDTH, byte_tokenizer
 from tests.test_threads import PATIENCE, is_clean, together
 from tests.tiny import tiny
@@ -137,27 +138,45 @@ def test_what_a_job_gives_back_otherwise() -> None:
     assert failed.result is None
 
 
-def test_cancelled_while_the_engine_rests() -> None:
-    """Whoever had just begun to wait was never told, as the thread that drives found nothing to do."""
-    generator = SpecGenerator(tiny("llama"))
-    dispatcher, job = generator._dispatcher, generator.submit([[5, 9]], **COMMON)
-    dispatcher._driver, dispatcher._resting = -2, True  # a thread that has not woken yet
-    ended: list[type[BaseException]] = []
+@pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
+def test_whoever_cancels_copies_nothing(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two rounds the canceller's own thread, of a server its event loop, kept the text: up to 256 MiB of keys.
 
-    def run() -> None:
-        try:
-            next(job.follow())
-        except CancelledError as error:
-            ended.append(type(error))
+    It does not wait for that of another request either, which the thread that drives copies meanwhile.
+    """
+    generator, keep = SpecGenerator(tiny("llama")), KvSession.keep_prefix
+    jobs = [generator.submit([list(range(5 + i, 30 + i))], **COMMON) for i in range(1 + shared)]
+    follows = [job.follow() for job in jobs]
+    for follow in follows:
+        next(follow)  # now nobody drives, or a thread of its own that rests
+    keepers: list[threading.Thread] = []
+    begun, cancelled = threading.Event(), threading.Event()
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    while job.call.request not in dispatcher._waiting:
-        pass
-    job.cancel()
-    thread.join(PATIENCE)
-    assert ended == [CancelledError]
-    dispatcher._driver, dispatcher._resting = None, False
+    def kept(*args: Any) -> Any:
+        keepers.append(threading.current_thread())
+        begun.set()
+        assert cancelled.wait(PATIENCE), "the canceller waits"
+        return keep(*args)
+
+    def cancel() -> None:
+        jobs[0].cancel()
+        if shared:
+            assert begun.wait(PATIENCE)
+            jobs[1].cancel()
+        cancelled.set()
+
+    monkeypatch.setattr(KvSession, "keep_prefix", kept)
+    canceller = threading.Thread(target=cancel)
+    canceller.start()
+    assert cancelled.wait(PATIENCE)
+    for follow in follows:
+        with pytest.raises(CancelledError):
+            for _ in follow:
+                pass
+    canceller.join(PATIENCE)
+    assert keepers
+    assert canceller not in keepers
+    assert is_clean(generator)
     assert len(followed(generator, [[5, 9]])[0]) == 24
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdec import LanguageModel, SpecGenerator
+from specdec import CancelledError, LanguageModel, SpecGenerator
 from specdec.call import Call
 from specdec.draft import ModelDrafter
 from specdec.engine import Engine
@@ -307,11 +307,11 @@ def test_what_fails_while_it_is_admitted_ends_alone() -> None:
 def test_a_request_cancelled_before_it_was_submitted_leaves_its_pacing_alone() -> None:
     """What learns is counted as in use as often as it is."""
     generator = SpecGenerator(tiny("llama"), "suffix", schedule="cost")
-    call = generator._prepare([[5, 9]], None, dict(COMMON))
-    dispatcher = generator._dispatcher
-    dispatcher._arrived.append(call.request)
-    dispatcher._cancel(call.request)
-    assert call.request.pacing.users == 0
+    job = generator.submit([[5, 9]], **COMMON)
+    job.cancel()
+    with pytest.raises(CancelledError):
+        next(job.follow())
+    assert job.call.request.pacing.users == 0
 
 
 def test_a_place_that_cannot_be_had() -> None:

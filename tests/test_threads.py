@@ -107,11 +107,17 @@ def streamed(generator: SpecGenerator, prompt: Any, **options: Any) -> list[list
 
 
 def is_clean(generator: SpecGenerator) -> bool:
-    """Whether no row is left in its engine."""
-    dispatcher = generator._dispatcher
+    """Whether no row is left in its engine, once the thread that runs it, where there is one, has seen to that."""
+    dispatcher, end = generator._dispatcher, time.monotonic() + PATIENCE
     engine = dispatcher.engine
-    left = (engine._requests, rows_in_drafts(engine), engine.target._rows, dispatcher._waiting)  # type: ignore[attr-defined]
-    return engine.idle and not any(left)
+
+    def clean() -> bool:
+        left = (engine._requests, rows_in_drafts(engine), engine.target._rows, dispatcher._waiting)  # type: ignore[attr-defined]
+        return engine.idle and not any(left)
+
+    while not clean() and dispatcher._driver is not None and time.monotonic() < end:
+        time.sleep(0.001)
+    return clean()
 
 
 @pytest.mark.parametrize(

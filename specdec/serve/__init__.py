@@ -9,6 +9,7 @@
 | `generation.py`, `respond.py` | one request on the event loop; answers that end when their client leaves |
 | `admission.py`, `bridge.py` | turns among clients; threads that decode, followed and cancelled from the event loop |
 | `hosting.py`, `text_model.py`, `speech_model.py` | models with their threads; what a thread does for a request |
+| `connections.py` | how many connections there are, and how long heads and sends may take |
 | `wire.py` | streams from a thread that decodes to their socket |
 | `sampling.py`, `stops.py`, `grammar.py` | fields into options; texts that end an answer; answers in a given form |
 | `scoring.py` | what the tokens of a prompt score |

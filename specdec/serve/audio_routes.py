@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from specdec.pipelines import Transcription
 from specdec.pipelines.subtitles import srt, vtt
 from specdec.serve.answers import event
-from specdec.serve.bridge import Work
+from specdec.serve.bridge import Work, ahead
 from specdec.serve.errors import ApiError
 from specdec.serve.guards import RecordingRoute
 from specdec.serve.hosting import Host
@@ -62,7 +62,9 @@ async def transcriptions(
     host = state_of(request).hosts.named(model, "speech")
     heard = _heard(request, host, asked, file)
     if stream:
-        return EventStream(state_of(request), await watched(request, _begun(_events(heard))))
+        state = state_of(request)
+        pieces = ahead([heard], state.settings.limits.unread_bytes)
+        return EventStream(state, await watched(request, _begun(_events(pieces))))
     found = await watched(request, _whole(heard))
     return _formed(found, host, asked, response_format, segments=not words or "segment" in timestamp_granularities)
 

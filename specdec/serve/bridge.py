@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from typing import Any, Generic, TypeVar
 
 from specdec.errors import CancelledError
+from specdec.serve.errors import ApiError
 
 T = TypeVar("T")
 
@@ -88,6 +90,42 @@ class Work(Generic[T]):
             self._loop.call_soon_threadsafe(self._news.put_nowait, item)
         except RuntimeError:  # the loop is closed: nobody listens
             self._cancel.ask()
+
+
+async def ahead(
+    sources: Sequence[AsyncGenerator[T, None]], room: int, size: Callable[[T], int] = lambda item: 0
+) -> AsyncGenerator[T, None]:
+    """What all sources yield, as it comes: none of them waits for whoever takes it, and holds its turn meanwhile.
+
+    Once more than `room` bytes wait, by their `size`, the source ends, and a 408 follows what waits.
+    """
+    news: asyncio.Queue[T | Exception] = asyncio.Queue()
+    waiting = 0
+
+    async def forward(source: AsyncGenerator[T, None]) -> None:
+        nonlocal waiting
+        try:
+            async with aclosing(source):
+                async for item in source:
+                    if (waiting := waiting + size(item)) > room:
+                        raise ApiError(408, f"the client reads too slowly: over {room:,} bytes wait", code="timeout")
+                    news.put_nowait(item)
+            news.put_nowait(_END)
+        except Exception as error:
+            news.put_nowait(error)
+
+    tasks = [asyncio.ensure_future(forward(source)) for source in sources]
+    try:
+        for _ in tasks:
+            while (item := await news.get()) is not _END:
+                if isinstance(item, Exception):
+                    raise item
+                waiting -= size(item)
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def call(pool: ThreadPoolExecutor, function: Callable[[], T]) -> T:

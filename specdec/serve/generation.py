@@ -9,7 +9,7 @@ from contextlib import aclosing, closing
 from typing import Any
 
 from specdec.serve.answers import Answer, Tally
-from specdec.serve.bridge import Cancel, Work
+from specdec.serve.bridge import Cancel, Work, ahead
 from specdec.serve.hosting import Host
 from specdec.serve.metrics import Metrics
 from specdec.serve.protocol import Generate
@@ -43,6 +43,7 @@ class Generation:
         self._tallies = [Tally() for _ in prompts]
         self._answer = Answer(request, host.model.name, self._tallies, settings.pad_events)
         self._wire: Wire | None = None
+        self._room = settings.limits.unread_bytes
         self._began = time.monotonic()
 
     async def whole(self) -> dict[str, Any]:
@@ -80,34 +81,9 @@ class Generation:
         if (last := self._answer.last_chunk()) is not None:
             yield self._answer.event(last)
 
-    async def _items(self) -> AsyncGenerator[Item, None]:
-        """What comes of all prompts, each with its number."""
-        if len(self._asks) == 1:
-            async with aclosing(self._one(0)) as items:
-                async for item in items:
-                    yield item
-            return
-        news: asyncio.Queue[Item | BaseException | None] = asyncio.Queue()
-        tasks = [asyncio.ensure_future(self._forward(at, news)) for at in range(len(self._asks))]
-        try:
-            for _ in tasks:
-                while (found := await news.get()) is not None:
-                    if isinstance(found, BaseException):
-                        raise found
-                    yield found
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _forward(self, at: int, news: asyncio.Queue[Item | BaseException | None]) -> None:
-        try:
-            async with aclosing(self._one(at)) as items:
-                async for item in items:
-                    news.put_nowait(item)
-            news.put_nowait(None)
-        except Exception as error:
-            news.put_nowait(error)
+    def _items(self) -> AsyncGenerator[Item, None]:
+        """What comes of all prompts, each with its number; their turns end with their work, whoever reads."""
+        return ahead([self._one(at) for at in range(len(self._asks))], self._room, _size)
 
     async def _one(self, at: int) -> AsyncGenerator[Item, None]:
         """What comes of one prompt, when its turn is there."""
@@ -187,6 +163,11 @@ class _Observed:
             for _ in range(item.tokens):
                 self._between.observe((now - self._last) / item.tokens)
         self._last = now
+
+
+def _size(item: Item) -> int:
+    """Of an event of a stream; whole answers are bounded by their tokens."""
+    return len(item[1]) if isinstance(item[1], bytes) else 0
 
 
 async def _chained(first: Item, items: AsyncIterator[Item]) -> AsyncIterator[Item]:

@@ -6,7 +6,6 @@ that it is public is closed.
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 import tempfile
@@ -172,8 +171,9 @@ class Entrance:
         headers, began = Headers(scope=scope), time.monotonic()
         given = headers.get("x-request-id", "")
         own = given if _ID.fullmatch(given) else secrets.token_hex(8)
-        status, sent = 500, 0
+        status, sent, is_head = 500, 0, scope["method"] == "HEAD"
         ends = scope[_ENDS] = ExitStack()
+        inner = {**scope, "method": "GET"} if is_head else scope
 
         async def tagged(message: Message) -> None:
             nonlocal status, sent
@@ -182,24 +182,30 @@ class Entrance:
                 added = MutableHeaders(scope=message)
                 added["X-Request-ID"] = own
                 added["X-Content-Type-Options"] = "nosniff"
+            elif is_head:
+                message = {**message, "body": b""}
             sent += len(message.get("body", b""))
             await send(message)
 
         try:
             error = self._refusal(scope, headers)
             if error is None:
-                await self._app(scope, receive, tagged)
+                await self._app(inner, receive, tagged)
             else:
-                await JSONResponse(error.body, error.status_code)(scope, receive, tagged)
+                await JSONResponse(error.body, error.status_code, dict(error.headers or {}))(scope, receive, tagged)
         finally:
             ends.close()
             sent += 0 if (wire := wire_of(scope)) is None else wire.bytes
-            self._note(scope, own, status, sent, time.monotonic() - began)
+            path, seconds = getattr(inner.get("route"), "path", "unknown"), time.monotonic() - began
+            self._state.note(own, scope["method"], path, status, seconds, sent, inner.get("specdec.key"))
 
     def _refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
         """Why a request must not go further."""
         if sum(len(name) + len(value) for name, value in scope["headers"]) > self._state.settings.limits.header_bytes:
             return ApiError(431, "the headers are too large", code="too_large")
+        if "transfer-encoding" in headers and "content-length" in headers:  # what follows may be read in two ways
+            message = "a request has `Transfer-Encoding` or `Content-Length`: send one of them"
+            return ApiError(400, message, code="invalid_http", headers={"Connection": "close"})
         settings, host = self._state.settings, host_of(headers.get("host", ""))
         known = {*settings.hosts, settings.host.lower(), *(_LOCAL if settings.is_local else ())}
         # A page elsewhere may make its own name lead here (DNS rebinding).
@@ -210,19 +216,3 @@ class Entrance:
         if origin is not None and (not site or site not in {host, *settings.hosts}):
             return ApiError(403, "pages of other sites may not use this server: pass --allow-host", code="cross_origin")
         return None
-
-    def _note(self, scope: Scope, own: str, status: int, sent: int, seconds: float) -> None:
-        """One line about the request; what was asked and answered is not in it, nor are names beyond the routes'."""
-        route = scope.get("route")
-        path = getattr(route, "path", "unknown")
-        self._state.metrics.requests.labels(path, str(status)).inc()
-        facts = {
-            "request_id": own,
-            "method": scope["method"],
-            "path": path,
-            "status": status,
-            "seconds": round(seconds, 4),
-            "bytes": sent,
-            "key": scope.get("specdec.key"),
-        }
-        LOG.info(json.dumps(facts), extra={"facts": facts})

@@ -6,25 +6,31 @@ import asyncio
 import errno
 import json
 import logging
+import math
+import os
 import signal
 import socket
 import sys
 import time
+from functools import partial
 from types import FrameType
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
-from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specdec.errors import SpecdecError
-from specdec.serve.settings import ServeSettings
+from specdec.serve.connections import Connections, HttpProtocol, Repeated
+from specdec.serve.settings import Limits, ServeSettings
 from specdec.serve.state import LOG, State
 from specdec.serve.tracing import trace
-from specdec.serve.wire import lay
 
-_MERCY = 5.0  # seconds in which given-up work may say so
+_MERCY = 3.0  # seconds after the drain in which given-up work may say so
+_ACCEPTED = 25  # connections that the loop takes in at a time
+_ON_THEIR_WAY = 4 * _ACCEPTED  # those that it has taken in and not counted, or closed and not let go of
+_BACKLOG = 1024  # connections that wait in the kernel
+_LEAST = 4  # connections, however few descriptors there are
+_OTHER_FILES = 32  # that requests may open: uploads, say
 
 
 def serve(app: FastAPI, settings: ServeSettings) -> None:
@@ -66,58 +72,117 @@ def _refusal(place: tuple[Any, ...]) -> OSError | None:
 
 def server_of(app: FastAPI, settings: ServeSettings) -> uvicorn.Server:
     """What serves the application, not begun."""
-    limits = settings.limits
+    limits, state = settings.limits, app.state.server
+    connections = _connections(limits)
     config = uvicorn.Config(
         app,
         host=settings.host,
         port=settings.port,
-        http=_Protocol,
+        http=partial(HttpProtocol, connections=connections, state=state),  # type: ignore[arg-type]
         ws="none",
         h11_max_incomplete_event_size=limits.header_bytes,
-        timeout_graceful_shutdown=int(limits.drain_seconds + _MERCY) + 1,
+        backlog=_ACCEPTED,
         access_log=False,
         server_header=False,
         proxy_headers=False,
         log_config=None,
     )
-    return _Server(config, app.state.server, limits.drain_seconds)
+    return _Server(config, state, connections)
 
 
-class _Protocol(H11Protocol):
-    """HTTP/1.1 by h11, which hands requests the wire that their streams go by."""
+def _connections(limits: Limits) -> Connections:
+    """As many as the settings say, or as there are descriptors for: each may take two of them."""
+    most, per_client = limits.connections, limits.connections_per_client
+    if sys.platform == "win32":  # sockets are no files there
+        return Connections(most, per_client)
+    import resource
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        app: Any = self.app
-
-        async def wired(scope: Scope, receive: Receive, send: Send) -> None:
-            lay(scope, transport)
-            await app(scope, receive, send)
-
-        self.app: Any = wired
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    with open(os.devnull, "rb") as lowest:  # above those that are open
+        free = limit - lowest.fileno()
+    room = max((free - _ON_THEIR_WAY - _OTHER_FILES) // 2, _LEAST)
+    if limit == resource.RLIM_INFINITY or room >= most:
+        return Connections(most, per_client)
+    LOG.info("%d connections at a time instead of %d: this process may open %d more files", room, most, free)
+    return Connections(room, max(per_client * room // most, 1))
 
 
 class _Server(uvicorn.Server):
-    """At the first signal nothing new is begun, and when time is up what still runs is told so."""
+    """Models decode before it listens. At a signal nothing new is begun, and when time is up what runs is told so."""
 
-    def __init__(self, config: uvicorn.Config, state: State, drain: float) -> None:
+    def __init__(self, config: uvicorn.Config, state: State, connections: Connections) -> None:
         super().__init__(config)
-        self._state, self._drain = state, drain
+        self._state, self._limits, self.connections = state, state.settings.limits, connections
+        self._accepting = Repeated("no connection can be taken in: the process has no file descriptor left")
+        self._closes = self._ends = 0.0
 
     async def startup(self, sockets: Any = None) -> None:
+        """Listens once every model has decoded."""
+        asyncio.get_running_loop().set_exception_handler(self._failed)
+        if not await self._warm_up():
+            return
         await super().startup(sockets)
-        self._loop = asyncio.get_running_loop()
         for server in self.servers:
             for bound in server.sockets:
+                with socket.fromfd(bound.fileno(), bound.family, bound.type) as same:
+                    same.listen(_BACKLOG)
                 host, port = bound.getsockname()[:2]
                 LOG.info("listening on http://%s:%s", host, port)
 
+    async def on_tick(self, counter: int) -> bool:
+        """Whether the listener closes now."""
+        return await super().on_tick(counter) and time.monotonic() >= self._closes
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        """Waits for what runs, as long as the drain allows."""
+        self._begin_drain(0.0)
+        rest = max(self._ends - time.monotonic(), 0.0)
+        asyncio.get_running_loop().call_later(rest, self._stop)
+        self.config.timeout_graceful_shutdown = math.ceil(rest + _MERCY)
+        await super().shutdown(sockets)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if not self._state.draining:
-            self._state.draining = True
-            LOG.info("%s: no new requests, those under way have %g s", signal.Signals(sig).name, self._drain)
-            self._loop.call_soon_threadsafe(self._loop.call_later, self._drain, self._state.stop)
+        """Begins the end; a second signal closes the listener at once."""
+        if self._state.draining:
+            self._closes = 0.0
+        else:
+            LOG.info(
+                "%s: no new requests, those under way have %g s", signal.Signals(sig).name, self._limits.drain_seconds
+            )
+            self._begin_drain(self._limits.notice_seconds if sig == signal.SIGTERM else 0.0)
         super().handle_exit(sig, frame)
+
+    def _begin_drain(self, notice: float) -> None:
+        """Requests are refused from now on; the listener stays for a while, so that balancers see it in `/ready`."""
+        if not self._state.draining:
+            self._state.draining, now = True, time.monotonic()
+            self._closes, self._ends = now + min(notice, self._limits.drain_seconds), now + self._limits.drain_seconds
+
+    def _stop(self) -> None:
+        self._state.stop()
+        for connection in list(self.server_state.connections):
+            assert isinstance(connection, HttpProtocol)
+            connection.stop()
+
+    async def _warm_up(self) -> bool:
+        """Lets every model decode, before a request waits for that; False where a signal ended the wait."""
+        work = asyncio.gather(*(host.warm_up() for host in self._state.hosts.all.values()), return_exceptions=True)
+        while not (work.done() or self.should_exit):
+            await asyncio.wait({work}, timeout=0.1)
+        if not work.done():
+            work.cancel()
+            return False
+        for error in work.result():
+            if isinstance(error, BaseException):
+                LOG.error("a model cannot decode", exc_info=error)
+        return True
+
+    def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """An error that nobody caught; that of a connection which cannot be taken in comes thousands of times."""
+        if context["message"].startswith("socket.accept()"):
+            self._accepting()
+        else:
+            loop.default_exception_handler(context)
 
 
 def start_log(kind: str) -> None:

@@ -75,6 +75,12 @@ class Limits(_Frozen):
     request_seconds: Seconds = 600.0
     upload_seconds: Seconds = 60.0
     drain_seconds: Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)] = 30.0
+    notice_seconds: Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)] = 5.0
+    connections: Count = 1024
+    connections_per_client: Count = 256
+    head_seconds: Seconds = 10.0
+    send_seconds: Seconds = 30.0
+    unread_bytes: Bytes = 2**20
     body_bytes: Bytes = 2 * 2**20
     header_bytes: Annotated[int, Field(ge=1024, le=2**20)] = 16 * 2**10
     prompt_characters: Count = 400_000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -56,6 +57,22 @@ class State:
             do()
         for host in self.hosts.all.values():
             host.close()
+
+    def note(
+        self, own: str, method: str, path: str, status: int, seconds: float, sent: int, key: str | None = None
+    ) -> None:
+        """One line about a request; what was asked and answered is not in it, nor are names beyond the routes'."""
+        self.metrics.requests.labels(path, str(status)).inc()
+        facts = {
+            "request_id": own,
+            "method": method,
+            "path": path,
+            "status": status,
+            "seconds": round(seconds, 4),
+            "bytes": sent,
+            "key": key,
+        }
+        LOG.info(json.dumps(facts), extra={"facts": facts})
 
     def admit(self) -> None:
         """Raises a 503 once the server is on its way out."""

@@ -11,10 +11,12 @@ from functools import cache
 from typing import Any, TypeVar
 
 import httpx
+import uvicorn
 from fastapi import FastAPI
 
 from specdec import SpecGenerator, Transcriber
 from specdec.serve import ServeSettings, create_app, read_settings
+from specdec.serve.server import server_of
 from specdec.serve.speech_model import SpeechModel
 from specdec.serve.text_model import TextModel
 from tests import speech
@@ -26,6 +28,7 @@ TOKENIZER = byte_tokenizer()
 TOKENIZER.chat_template = CHAT
 PATIENCE = 60.0  # seconds
 T = TypeVar("T")
+Served = tuple[uvicorn.Server, httpx.AsyncClient]
 DRAFTS = {"none": None, "suffix": "suffix", "model": "model", "hybrid": "hybrid"}
 
 
@@ -53,6 +56,12 @@ def speech_model(name: str = "speech") -> SpeechModel:
     return SpeechModel(name, Transcriber(speech.whisper(stamps=1.0, end=1.0), processor=speech.processor()), 20.0)
 
 
+async def idle(model: TextModel | SpeechModel) -> None:
+    """Waits until nothing of any request is left, as the thread that decodes sees to within a round."""
+    while not model.generator.engine.idle:
+        await asyncio.sleep(0.001)
+
+
 def settings(*names: str, **given: Any) -> ServeSettings:
     """Settings for models of these names."""
     return read_settings({"models": [{"name": name, "target": "tiny"} for name in names or ("text",)], **given})
@@ -71,6 +80,22 @@ async def client(application: FastAPI, **headers: str) -> AsyncIterator[httpx.As
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000", headers=headers) as made:
         yield made
     application.state.server.close()
+
+
+@asynccontextmanager
+async def listening(*models: TextModel | SpeechModel, **given: Any) -> AsyncIterator[Served]:
+    """A server on a socket, of one model with a suffix draft by default, and a client; its log ends with it."""
+    served = models or (model_of("suffix"),)
+    how = settings(*(model.name for model in served), port=0, **given)
+    server = server_of(create_app(how, served), how)
+    serving = asyncio.ensure_future(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    [port] = [one.getsockname()[1] for made in server.servers for one in made.sockets]
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+        yield server, client
+    server.should_exit = True
+    await serving
 
 
 def events(text: str) -> list[Any]:

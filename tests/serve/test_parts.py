@@ -24,7 +24,7 @@ from specdec.serve.grammar import Form, Grammar
 from specdec.serve.speech_model import SpeechModel
 from specdec.serve.stops import StopTexts
 from tests import speech
-from tests.serve.served import TOKENIZER, Answered, app, asgi, client, events, model_of, run, speech_model
+from tests.serve.served import TOKENIZER, Answered, app, asgi, client, events, idle, model_of, run, speech_model
 
 soundfile = pytest.importorskip("soundfile")
 
@@ -463,7 +463,7 @@ def test_a_recording_nobody_waits_for() -> None:
             await asyncio.sleep(0.001)
         gone.set()
         await work
-        assert engine.idle
+        await idle(hearing())
         assert application.state.server.hosts.all["speech"].load.running == 0
         application.state.server.close()
 

@@ -6,32 +6,13 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
-import httpx
 import pytest
-import uvicorn
 
-from specdec.serve.server import server_of
 from specdec.serve.wire import Wire, lay, wire_of
-from tests.serve.served import app, events, model_of, run, settings
+from tests.serve.served import events, listening, run
 
 EVENTS = [b"data: %d %b\n\n" % (i, b"x" * (i * 37 % 900)) for i in range(3000)]
-
-
-@asynccontextmanager
-async def listening() -> AsyncIterator[tuple[uvicorn.Server, httpx.AsyncClient]]:
-    """A server of the tiny model on a socket, and a client of it; its log is complete afterwards."""
-    server = server_of(app(model_of("suffix")), settings(port=0))
-    serving = asyncio.ensure_future(server.serve())
-    while not server.started:
-        await asyncio.sleep(0.01)
-    [port] = [one.getsockname()[1] for made in server.servers for one in made.sockets]
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
-        yield server, client
-    server.should_exit = True
-    await serving
 
 
 class Lost(asyncio.Protocol):

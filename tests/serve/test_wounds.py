@@ -23,7 +23,7 @@ from specdec.serve.guards import _PUBLIC
 from specdec.serve.keys import Keys
 from specdec.serve.text_model import TextModel
 from tests.folders import WIDTH
-from tests.serve.served import TOKENIZER, app, asgi, client, events, model_of, run, settings
+from tests.serve.served import TOKENIZER, app, asgi, client, events, idle, model_of, run, settings
 from tests.tiny import tiny
 
 KEY, OTHER = "a-key-of-enough-letters", "another-key-of-letters"
@@ -329,7 +329,7 @@ def test_clients_that_leave(stream: bool) -> None:
         application = app(model)
         state = application.state.server
         engine = model.generator.engine
-        for turn in range(3):
+        for _ in range(3):
             gone = asyncio.Event()
             asked = asyncio.ensure_future(asgi(application, "POST", "/v1/completions", body=long, leave=gone))
             while not engine.running:
@@ -337,7 +337,7 @@ def test_clients_that_leave(stream: bool) -> None:
             reached = max(len(row.tokens) for row in list(engine.running) or [engine])  # type: ignore[arg-type]
             gone.set()
             await asked
-            assert engine.idle, turn
+            await idle(model)
             assert state.hosts.all["text"].load.running == 0
             assert reached < 450
         async with client(application) as c:
@@ -435,12 +435,12 @@ def test_requests_that_take_too_long() -> None:
         async with client(application) as c:
             whole = await c.post("/v1/completions", json=long)
             stream = await c.post("/v1/completions", json={**long, "stream": True})
-            return [whole.status_code, events(stream.text)[-1], model_of("suffix").generator.engine.idle]
+            await idle(model_of("suffix"))
+            return [whole.status_code, events(stream.text)[-1]]
 
-    status_code, last, idle = run(ask())
+    status_code, last = run(ask())
     assert status_code == 504
     assert last["error"]["code"] == "timeout"
-    assert idle
 
 
 def test_prompts_are_not_in_the_log(caplog: pytest.LogCaptureFixture) -> None:

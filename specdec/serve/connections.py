@@ -1,0 +1,223 @@
+"""Connections within bounds: how many there are, how long a request's head may take, and how long a send."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+import time
+from collections import Counter
+from typing import Any, Protocol
+
+import h11
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from specdec.serve.answers import encoded
+from specdec.serve.errors import ApiError, unavailable
+from specdec.serve.state import LOG, State
+from specdec.serve.wire import lay
+
+_SAID_EVERY = 10.0  # seconds
+
+
+class Repeated:
+    """A warning about what may happen thousands of times: one line, and for some seconds no other."""
+
+    def __init__(self, message: str) -> None:
+        self._message, self._times, self._last = message, 0, float("-inf")
+
+    def __call__(self) -> None:
+        """Logs it, with how often it has happened, unless it was logged just now."""
+        self._times += 1
+        if time.monotonic() - self._last >= _SAID_EVERY:
+            self._last = time.monotonic()
+            LOG.warning("%s (so far %d times)", self._message, self._times)
+
+
+class Peer(Protocol):
+    """A connection, as those that count it see it."""
+
+    def drop(self) -> None:
+        """Closes it at once."""
+
+
+class Connections:
+    """The open connections, `most` in all and `per_client` of one address.
+
+    At a bound one gives way to a new one: of this client, or of the one that has most, that which has waited longest
+    for a request. Where all are answering, the new one is refused.
+    """
+
+    def __init__(self, most: int, per_client: int) -> None:
+        self.most, self.per_client = most, per_client
+        self._client: dict[Peer, str] = {}
+        self._count: Counter[str] = Counter()
+        self._idle: dict[str, dict[Peer, None]] = {}  # by client, the longest first
+        self._full = Repeated(
+            f"all connections are taken ({most} in all, {per_client} of one client): those that waited longest for a "
+            "request were closed, or new ones refused"
+        )
+
+    def __len__(self) -> int:
+        return len(self._client)
+
+    def add(self, one: Peer, client: str) -> bool:
+        """Takes in a new connection, which waits for a request; whether there is room for it."""
+        crowded = self._count[client] >= self.per_client
+        if crowded or len(self) >= self.most:
+            self._full()
+            whose = client if crowded else max(self._idle, key=lambda other: self._count[other], default=client)
+            longest = next(iter(self._idle.get(whose, ())), None)
+            if longest is None:
+                return False
+            self.remove(longest)
+            longest.drop()
+        self._client[one] = client
+        self._count[client] += 1
+        self.waits(one)
+        return True
+
+    def waits(self, one: Peer) -> None:
+        """It has no request."""
+        if one in self._client:
+            self._idle.setdefault(self._client[one], {}).setdefault(one)
+
+    def answers(self, one: Peer) -> None:
+        """It has a request."""
+        client = self._client.get(one, "")
+        if one in (idle := self._idle.get(client, {})):
+            del idle[one]
+            if not idle:
+                del self._idle[client]
+
+    def remove(self, one: Peer) -> None:
+        """It is closed."""
+        self.answers(one)
+        if (client := self._client.pop(one, None)) is not None:
+            self._count[client] -= 1
+            if not self._count[client]:
+                del self._count[client]
+
+
+class HttpProtocol(H11Protocol):
+    """HTTP/1.1 by h11. A client that sends no whole head, or does not take what it is sent, is hung up on in time.
+
+    Requests are handed the wire that their streams go by.
+    """
+
+    def __init__(self, *args: Any, connections: Connections, state: State, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._all, self._state, self._limits = connections, state, state.settings.limits
+        self.logger = _LOG
+        self._head: asyncio.TimerHandle | None = None
+        self._send: asyncio.TimerHandle | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is being answered."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Takes the connection in, where there is room for it."""
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)  # so that the time of every send is known
+        app: Any = self.app
+
+        async def wired(scope: Scope, receive: Receive, send: Send) -> None:
+            lay(scope, transport)
+            await app(scope, receive, send)
+
+        self.app: Any = wired
+        self._await_head()
+        if not self._all.add(self, self.client[0] if self.client else ""):
+            self._refuse(unavailable("all connections are taken: try again later"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forgets it."""
+        super().connection_lost(exc)
+        self._all.remove(self)
+        for timer in (self._head, self._send, self.timeout_keep_alive_task):
+            if timer is not None:
+                timer.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        """Reads what came; a part of a head gains no time."""
+        super().data_received(data)
+        self._count()
+
+    def on_response_complete(self) -> None:
+        """Waits for the next request, whose beginning may be there already."""
+        self._await_head()
+        super().on_response_complete()
+        self._count()
+
+    def pause_writing(self) -> None:
+        """The client has not taken all that it was sent."""
+        super().pause_writing()
+        self._send = self.loop.call_later(self._limits.send_seconds, self._give_up_sending)
+
+    def resume_writing(self) -> None:
+        """It has now."""
+        super().resume_writing()
+        if self._send is not None:
+            self._send.cancel()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers what h11 cannot read, and hangs up."""
+        status = getattr(sys.exc_info()[1], "error_status_hint", 400)
+        message = "the headers are too large" if status == 431 else "this cannot be read as an HTTP/1.1 request"
+        self._refuse(ApiError(status, message, code="too_large" if status == 431 else "invalid_http"))
+
+    def drop(self) -> None:
+        """Hangs up at once."""
+        self.transport.abort()
+
+    def stop(self) -> None:
+        """Hangs up on a request whose body is still on its way."""
+        if not self.is_idle and self.cycle.more_body:
+            self.drop()
+
+    def _count(self) -> None:
+        if self.is_idle:
+            self._all.waits(self)
+        else:
+            self._all.answers(self)
+
+    def _await_head(self) -> None:
+        if self._head is not None:
+            self._head.cancel()
+        self._head = self.loop.call_later(self._limits.head_seconds, self._give_up_head)
+
+    def _give_up_head(self) -> None:
+        if self.is_idle:
+            self.transport.close()
+
+    def _give_up_sending(self) -> None:
+        LOG.warning("a client did not take what it was sent within %g s: hung up", self._limits.send_seconds)
+        self.drop()
+
+    def _refuse(self, error: ApiError) -> None:
+        """Says no without asking the application, where no answer has begun, and hangs up."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            own, body = secrets.token_hex(8), encoded(error.body)
+            headers = {
+                "Content-Type": "application/json",
+                "Content-Length": str(len(body)),
+                "X-Request-ID": own,
+                "X-Content-Type-Options": "nosniff",
+                "Connection": "close",
+                **(error.headers or {}),
+            }
+            answer = h11.Response(status_code=error.status_code, headers=list(headers.items()), reason=b"")
+            for event in (answer, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+            self._state.note(own, "unknown", "unknown", error.status_code, 0.0, len(body), None)
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.transport.close()
+
+
+_LOG = LOG.getChild("http")
+_LOG.setLevel("ERROR")  # its warnings are about single requests, which have lines of their own
