@@ -15,7 +15,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specdec.serve.answers import encoded
 from specdec.serve.errors import ApiError, unavailable
-from specdec.serve.state import LOG, State
+from specdec.serve.settings import address_of
+from specdec.serve.state import LOG, State, is_trusted
 from specdec.serve.wire import lay
 
 _SAID_EVERY = 10.0  # seconds
@@ -130,8 +131,13 @@ class HttpProtocol(H11Protocol):
 
         self.app: Any = wired
         self._await_head()
-        if not self._all.add(self, self.client[0] if self.client else ""):
+        if not self._all.add(self, self._whose()):
             self._refuse(unavailable("all connections are taken: try again later"))
+
+    def _whose(self) -> str:
+        """The client that a connection counts for: its address, but those of a trusted proxy are of many clients."""
+        host, port = self.client or ("", 0)
+        return f"{host}:{port}" if is_trusted(address_of(host), self._state.settings) else host
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forgets it."""

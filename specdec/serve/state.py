@@ -102,10 +102,15 @@ def client_of(request: Request) -> str:
     return _origin([*named, request.client.host], state_of(request).settings)
 
 
+def is_trusted(address: Any, settings: ServeSettings) -> bool:
+    """Whether this is the address of a proxy that speaks for its clients; None is not."""
+    return address is not None and any(address in network for network in settings.trusted_proxies)
+
+
 def _origin(addresses: Sequence[str], settings: ServeSettings) -> str:
     """The last of these addresses that is no trusted proxy: those before it may be the client's invention."""
     for text in reversed(addresses):
         address = address_of(text)
-        if address is None or not any(address in network for network in settings.trusted_proxies):
+        if not is_trusted(address, settings):
             break
     return text[:_LONGEST] if address is None else str(address)

@@ -130,6 +130,24 @@ def test_connections_have_bounds() -> None:
     assert not len(all_)
 
 
+@pytest.mark.parametrize(("proxies", "most"), [([], 3), (["127.0.0.0/8"], 8)])
+def test_a_trusted_proxy_has_connections_of_many(proxies: list[str], most: int) -> None:
+    """They are bounded in all, and not as those of one client."""
+
+    async def ask() -> None:
+        async with listening(limits={"connections": 8, "connections_per_client": 3}, trusted_proxies=proxies) as (
+            server,
+            client,
+        ):
+            held = [await opened(client, GET) for _ in range(20)]
+            await asyncio.sleep(0.1)
+            assert len(server.server_state.connections) == most
+            for _, writer in held:
+                writer.close()
+
+    run(ask())
+
+
 def test_half_heads_lock_nobody_out(caplog: pytest.LogCaptureFixture) -> None:
     """With as many as there are descriptors no other client was answered. They give way, and one line says so."""
 
