@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specdec import LanguageModel
-from specdec.types import Tree
-from specdec.zoo import pair
+from specdec.core.tree import Tree
+from specdec.options.bundled_models import pair
 
 RANKS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32)
 NODES = (1, 4, 16, 64)

@@ -24,7 +24,8 @@ from typing import Any
 
 from measure import Watch, read_prompts, table
 
-from specdec import SpecGenerator, zoo
+from specdec import SpecGenerator
+from specdec.options import bundled_models
 from specdec.scale import Pool, Progress, Source, Work, connect, embedded, over_ray, run
 
 
@@ -66,7 +67,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--ray", action="store_true")
     args = parser.parse_args()
-    pair, watch = zoo.pair(), Watch()
+    pair, watch = bundled_models.pair(), Watch()
     texts = read_prompts(None, 64)
     prompts = [text[: 40 + 37 * n % 400] for n, text in enumerate((texts * args.rows)[: args.rows])]
     options = {"max_new_tokens": args.tokens}

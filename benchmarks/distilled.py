@@ -19,7 +19,7 @@ import torch
 from measure import Watch, interleaved, ratio, read_prompts, table
 
 from specdec import Generation, SpecGenerator
-from specdec.loading import GEARS
+from specdec.options.load import GEARS
 from specdec.train.texts import encode_prompts
 
 PLAIN = "plain"

@@ -24,10 +24,12 @@ from measure import Watch, interleaved, ratio, read_prompts
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from specdec import LanguageModel, SpecGenerator
+from specdec.core.drafts import BatchDrafter, Commit, DraftSession, Plan
+from specdec.core.rounds import Row
+from specdec.core.tree import Tree
 from specdec.draft import ModelDrafter
-from specdec.loading import GEARS
-from specdec.types import BatchDrafter, Commit, DraftSession, Plan, Row, Tree
-from specdec.zoo import pair
+from specdec.options.bundled_models import pair
+from specdec.options.load import GEARS
 
 GREEDY = {"do_sample": False, "eos_token_id": [], "pad_token_id": 0}
 

@@ -19,7 +19,7 @@ from measure import Watch, interleaved, ratio, table
 from specdec import SpecGenerator
 from specdec.bench.compare import differences
 from specdec.bench.duel import prompt
-from specdec.zoo import pair
+from specdec.options.bundled_models import pair
 
 MODES = [
     (quantization, dtype) for quantization in (None, "int8-weight", "int8", "nf4") for dtype in ("float32", "bfloat16")

@@ -20,7 +20,8 @@ import torch
 from measure import Watch, interleaved, ratio, read_prompts, table
 from transformers import AutoModelForCausalLM, AutoModelForSpeechSeq2Seq, AutoProcessor, AutoTokenizer, pipeline
 
-from specdec import custom_generate, zoo
+from specdec import custom_generate
+from specdec.options import bundled_models
 from specdec.pipelines.audio import read_audio
 
 RATE = 16_000  # samples a second that the models hear
@@ -28,7 +29,7 @@ RATE = 16_000  # samples a second that the models hear
 
 def models(name: str, kind: Any) -> tuple[Any, Any, Any]:
     """Target, draft, and the draft again with the settings of the original report."""
-    pair = zoo.pair(name)
+    pair = bundled_models.pair(name)
     target, draft = (kind.from_pretrained(folder, dtype=torch.float32).eval() for folder in (pair.target, pair.draft))
     helper = copy.deepcopy(draft)
     helper.generation_config.num_assistant_tokens = 5
@@ -40,7 +41,7 @@ def models(name: str, kind: Any) -> tuple[Any, Any, Any]:
 def text_systems(tokens: int) -> dict[str, Callable[[str], Any]]:
     """`pipeline("text-generation")`, greedy, one prompt at a time."""
     target, draft, helper = models("python-code", AutoModelForCausalLM)
-    tokenizer = AutoTokenizer.from_pretrained(zoo.pair("python-code").target)
+    tokenizer = AutoTokenizer.from_pretrained(bundled_models.pair("python-code").target)
     pipe = pipeline("text-generation", target, tokenizer=tokenizer, device="cpu")
     common = {"max_new_tokens": tokens, "do_sample": False}
 
@@ -68,7 +69,7 @@ def hearing(target: Any, folder: str | Path) -> Callable[..., Callable[[dict[str
 def speech_systems() -> dict[str, Callable[[dict[str, Any]], Any]]:
     """The package's pair."""
     target, draft, helper = models("speech", AutoModelForSpeechSeq2Seq)
-    run = hearing(target, zoo.pair("speech").target)
+    run = hearing(target, bundled_models.pair("speech").target)
     return {
         "transformers": run(),
         "transformers, assisted": run(assistant_model=helper),
@@ -119,7 +120,7 @@ def main() -> None:
     if args.whisper is None:
         report("text-generation", text_systems(args.tokens), read_prompts(None, args.count), args.repeats)
     systems = speech_systems() if args.whisper is None else whisper_systems(args.whisper)
-    files = args.audio or [path for path, _ in zoo.recordings()]
+    files = args.audio or [path for path, _ in bundled_models.recordings()]
     recordings = [{"raw": read_audio(str(file), RATE).samples, "sampling_rate": RATE} for file in files]
     report("automatic-speech-recognition", systems, recordings, args.repeats)
 

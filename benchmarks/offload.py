@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from specdec import LanguageModel, SpecGenerator
 from specdec.bench.synthetic import Oracle, SyntheticDrafter, passes_of
 from specdec.models.streaming import stream
-from specdec.zoo import pair
+from specdec.options.bundled_models import pair
 
 PLAIN = "accelerate plain"
 MAPPED = "accelerate plain, from the checkpoint"

@@ -31,10 +31,10 @@ from measure import Watch, interleaved, ratio, read_prompts, table
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoProcessor, AutoTokenizer, pipeline
 
 from specdec import SpecGenerator, Transcriber
-from specdec.loading import GEARS
+from specdec.options.bundled_models import locate
+from specdec.options.load import GEARS
 from specdec.pipelines.audio import read_audio
 from specdec.train.functions import held_out_examples
-from specdec.zoo import locate
 
 PLAIN, ASSISTED = "specdec plain", "transformers assisted"
 GREEDY = {"do_sample": False, "num_beams": 1}

@@ -17,7 +17,7 @@ import torch
 from measure import Watch, interleaved, ratio, read_prompts, table
 
 from specdec import SpecGenerator
-from specdec.zoo import pair
+from specdec.options.bundled_models import pair
 
 
 def edited(text: list[int], share: float, vocab: int, seed: int) -> list[int]:

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specdec import SpecGenerator
 from specdec.models import release_helpers
-from specdec.zoo import pair
+from specdec.options.bundled_models import pair
 
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": [], "pad_token_id": 0}
 

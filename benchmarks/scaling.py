@@ -244,9 +244,9 @@ def one_cpu(tokens: int) -> dict[str, Any]:
 
 
 def _pair() -> tuple[str, str]:
-    from specdec import zoo
+    from specdec.options import bundled_models
 
-    return str(zoo.pair().target), str(zoo.pair().draft)
+    return str(bundled_models.pair().target), str(bundled_models.pair().draft)
 
 
 def _prompts(count: int) -> list[str]:

@@ -28,7 +28,7 @@ import torch
 from measure import Watch, interleaved, ratio, read_prompts, table
 
 from specdec import SpecGenerator
-from specdec.zoo import pair
+from specdec.options.bundled_models import pair
 
 _PATIENCE = 120.0  # seconds until a server listens
 

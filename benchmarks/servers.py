@@ -27,7 +27,7 @@ from measure import Watch, read_prompts, table
 
 from specdec.bench.remote import Load, Measured, Workload, measure
 from specdec.bench.remote_report import remote_results
-from specdec.zoo import pair
+from specdec.options.bundled_models import pair
 
 _PATIENCE = 120.0  # seconds until a server listens
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specdec import LanguageModel, SpecGenerator
-from specdec.loading import GEARS
-from specdec.zoo import pair
+from specdec.options.bundled_models import pair
+from specdec.options.load import GEARS
 
 # name -> (options of both libraries, of specdec alone, whether transformers has it)
 STRATEGIES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {

@@ -27,8 +27,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specdec import SpecGenerator
 from specdec.bench.machine import provenance
-from specdec.loading import GEARS
-from specdec.zoo import pair
+from specdec.options.bundled_models import pair
+from specdec.options.load import GEARS
 
 GREEDY = "transformers greedy"
 ASSISTED = "transformers assisted"

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specdec.call import Job
-    from specdec.config import Options
+    from specdec.core.drafts import Drafter
+    from specdec.core.stats import Stats
     from specdec.errors import (
         CancelledError,
         DraftError,
@@ -23,13 +24,13 @@ if TYPE_CHECKING:
     )
     from specdec.generator import SpecGenerator
     from specdec.hook import custom_generate
-    from specdec.loading import Loading
     from specdec.logits import HammingDiversityLogitsProcessor
     from specdec.models import LanguageModel
+    from specdec.options.generate import Options
+    from specdec.options.load import Loading
     from specdec.output import Event, Generation
     from specdec.pipelines import Transcriber
     from specdec.select import Constraint, DisjunctiveConstraint, PhrasalConstraint
-    from specdec.types import Drafter, Stats
 
 __version__ = "0.1.0"
 
@@ -39,20 +40,20 @@ _HOMES = {
     "Constraint": "select",
     "DisjunctiveConstraint": "select",
     "DraftError": "errors",
-    "Drafter": "types",
+    "Drafter": "core.drafts",
     "Event": "output",
     "Generation": "output",
     "Job": "call",
     "HammingDiversityLogitsProcessor": "logits",
     "LanguageModel": "models",
     "LoadError": "errors",
-    "Loading": "loading",
+    "Loading": "options.load",
     "OptionError": "errors",
-    "Options": "config",
+    "Options": "options.generate",
     "PhrasalConstraint": "select",
     "SpecGenerator": "generator",
     "SpecdecError": "errors",
-    "Stats": "types",
+    "Stats": "core.stats",
     "Transcriber": "pipelines",
     "UnsupportedError": "errors",
     "VocabularyError": "errors",

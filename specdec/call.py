@@ -14,7 +14,12 @@ import torch
 import torch.distributed as dist
 from transformers import MaxTimeCriteria, StopStringCriteria
 
-from specdec.config import Options
+from specdec.core.draft_schedules import Schedule
+from specdec.core.drafts import BatchDrafter, DraftTask
+from specdec.core.rounds import Context
+from specdec.core.sequence import RunningRow, SearchRow, TextRow
+from specdec.core.strategies import Search, Selector
+from specdec.core.tree import Step
 from specdec.dispatcher import Dispatcher
 from specdec.drafts import Draft
 from specdec.errors import CancelledError, OptionError
@@ -29,12 +34,10 @@ from specdec.inputs import (
 )
 from specdec.logits import build_processors
 from specdec.models import Encoding, LanguageModel, ModelState, digest, plain_modes
+from specdec.options.generate import Options
 from specdec.output import Generation, Recorder, beam_indices, per_token, sequences, traces
 from specdec.request import Request
-from specdec.rows import RunningRow, SearchRow, TextRow
-from specdec.schedule import Schedule
 from specdec.select import RowSetup, Stopping, fold, make_strategy
-from specdec.types import BatchDrafter, Context, DraftTask, Search, Selector, Step
 
 _SERIAL = count()  # of calls
 _NO_RULE: Any = None

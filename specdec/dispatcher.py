@@ -8,11 +8,11 @@ from collections.abc import Callable, Generator
 from contextlib import suppress
 from weakref import WeakSet
 
+from specdec.core.rounds import Round
 from specdec.engine import Engine
 from specdec.errors import CancelledError, EngineError
 from specdec.models import plain_modes, release_helpers
 from specdec.request import Request
-from specdec.types import Round
 
 _SOON, _IDLE = 0.01, 1.0  # seconds without anything to do until helper threads end, and until the thread itself does
 _PATIENCE = 10.0  # seconds that a program which ends waits for the step that is under way

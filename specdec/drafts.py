@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.config import Options
+from specdec.core.draft_schedules import Schedule, learns
+from specdec.core.drafts import BatchDrafter
 from specdec.draft import (
     COPYING,
     DRAFTS,
@@ -31,16 +32,15 @@ from specdec.draft import (
 from specdec.draft.function import refuse_class
 from specdec.errors import OptionError, VocabularyError
 from specdec.inputs import check_tokenizer, tokenizer_beside
-from specdec.loading import PASSES, Loading, Vocabulary
 from specdec.models import LanguageModel, load, unwrapped
 from specdec.models.bare_decoder import on_encoder_of
 from specdec.models.failures import closest_name
 from specdec.models.heads import kind_of, load_head, load_mtp
 from specdec.models.vocabulary import chooser, cut_as_saved, cut_vocabulary
+from specdec.options.checks import is_whole
+from specdec.options.generate import Options
+from specdec.options.load import PASSES, Loading, Vocabulary
 from specdec.request import Pacing
-from specdec.schedule import Schedule, learns
-from specdec.types import BatchDrafter
-from specdec.values import is_whole
 
 # transformers' names for the draft of a call -> the arguments that go with each.
 ALIASES: dict[str, tuple[str, ...]] = {
@@ -319,7 +319,7 @@ def _own(draft: Any, name: str) -> BatchDrafter:
     if isinstance(draft, BatchDrafter):
         return draft
     if hasattr(draft, "start"):
-        raise OptionError.of(name, "a `specdec.types.BatchDrafter`", type(draft).__name__, "subclass it")
+        raise OptionError.of(name, "a `specdec.core.drafts.BatchDrafter`", type(draft).__name__, "subclass it")
     if hasattr(draft, "propose") or (callable(draft) and not isinstance(draft, nn.Module)):
         return FunctionDrafter(draft)
     raise OptionError.of(name, _KINDS, type(draft).__name__)

@@ -17,15 +17,17 @@ import torch
 from torch import Tensor
 
 from specdec.budget import KvBudget
+from specdec.core.drafts import BatchDrafter, DraftSession, Plan
+from specdec.core.rounds import Round, RowRound
+from specdec.core.sequence import RunningRow
+from specdec.core.tree import EMPTY, Scores, Tree
 from specdec.draft import BestLeaf
 from specdec.errors import DraftError
 from specdec.models import LanguageModel, Session, plain_modes
 from specdec.places import OpenDraft, Places
 from specdec.prefixes import Prefixes
 from specdec.request import Request
-from specdec.rows import RunningRow
 from specdec.turn import Stopwatch, Turn
-from specdec.types import EMPTY, BatchDrafter, DraftSession, Plan, Round, RowRound, Scores, Tree
 
 CHUNK = 2048
 """Prompt tokens that a pass reads while no other request waits for it."""
@@ -277,7 +279,7 @@ class Engine:
         session = drafter.start(self.model.vocab_size)
         if not isinstance(session, DraftSession):
             kind = type(session).__name__
-            raise DraftError(f"{drafter!r} must start a `specdec.types.DraftSession`, got {kind}: subclass it")
+            raise DraftError(f"{drafter!r} must start a `specdec.core.drafts.DraftSession`, got {kind}: subclass it")
         self._drafts[id(drafter)] = OpenDraft(drafter, session if session.guesses_branches else BestLeaf(session))
 
     def _turn(self, row: RunningRow, proposal: Tree | None, most: int | None) -> Turn:

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec import zoo
+from specdec.core.stats import Stats
 from specdec.errors import SpecdecError
 from specdec.hook import OPTIONS, custom_generate
-from specdec.types import Stats
+from specdec.options import bundled_models
 
 try:
     from lm_eval.__main__ import cli_evaluate
@@ -45,7 +45,7 @@ class SpecdecLM(HFLM):  # type: ignore[misc]
     def __init__(self, pretrained: Any, draft: Any = None, **options: Any) -> None:
         own = {name: options.pop(name) for name in (*OPTIONS, *_LOADING) if name in options}
         if isinstance(pretrained, str):
-            pretrained = zoo.locate(pretrained, "target", "pretrained")
+            pretrained = bundled_models.locate(pretrained, "target", "pretrained")
         super().__init__(pretrained=pretrained, **options)
         self._hook = custom_generate(draft, tokenizer=self.tokenizer, **own)
         self.runs: list[Stats] = []

@@ -12,13 +12,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from specdec.config import Options
+from specdec.core.stats import Stats
 from specdec.errors import OptionError, UnsupportedError
-from specdec.fields import IDLE, REFUSED
 from specdec.generator import SpecGenerator
 from specdec.inputs import FEATURES, NAMES
 from specdec.models import ModelState, handover
-from specdec.types import Stats
+from specdec.options.fields import IDLE, REFUSED
+from specdec.options.generate import Options
 
 OPTIONS = frozenset(
     {"schedule", "num_assistant_tokens", "num_assistant_branches", "assistant_confidence_threshold"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from specdec.types import Stats
+from specdec.core.stats import Stats
 
 _BOX = "font-family:monospace;white-space:pre-wrap;line-height:1.5"
 _DRAFTED = "background:rgba(47,158,119,.28);border-bottom:2px solid rgb(47,158,119)"  # told by more than its colour

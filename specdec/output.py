@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
+from specdec.core.rounds import Round, RowRound
+from specdec.core.sequence import RunningRow
+from specdec.core.stats import Stats
 from specdec.notebook import as_html
-from specdec.rows import RunningRow
-from specdec.types import Round, RowRound, Stats
 
 PerToken = tuple[Tensor, ...]
 PerTokenAndLayer = tuple[tuple[Tensor, ...], ...]

@@ -11,12 +11,13 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
+from specdec.core.drafts import BatchDrafter, DraftSession, Kept
+from specdec.core.rounds import Context
+from specdec.core.sequence import RunningRow
 from specdec.models import LanguageModel, prefix_bytes
+from specdec.options.checks import common_length
 from specdec.prefixes import LEAST, Prefixes, Reader, Text
 from specdec.request import Request
-from specdec.rows import RunningRow
-from specdec.types import BatchDrafter, Context, DraftSession, Kept
-from specdec.values import common_length
 
 _WORTH_WAITING = 64  # tokens in common: computing them takes about as long as the pass more that waiting costs
 

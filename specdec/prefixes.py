@@ -6,8 +6,9 @@ import weakref
 from collections import OrderedDict
 from typing import NamedTuple
 
-from specdec.types import BatchDrafter, Context, Kept
-from specdec.values import common_length
+from specdec.core.drafts import BatchDrafter, Kept
+from specdec.core.rounds import Context
+from specdec.options.checks import common_length
 
 LEAST = 16
 """Tokens that must be in common before copying pays for itself."""

@@ -6,10 +6,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from specdec.core.draft_schedules import Schedule
+from specdec.core.drafts import BatchDrafter
+from specdec.core.rounds import Round
+from specdec.core.sequence import RunningRow
 from specdec.models import Encoding
-from specdec.rows import RunningRow
-from specdec.schedule import Schedule
-from specdec.types import BatchDrafter, Round
 
 
 @dataclass(eq=False)

@@ -9,8 +9,10 @@ from time import perf_counter as clock
 import torch
 from torch import Tensor
 
-from specdec.rows import RunningRow, Walk
-from specdec.types import Commit, Hidden, Round, RowPass, RowRound, Scores
+from specdec.core.drafts import Commit, Hidden
+from specdec.core.rounds import Round, RowPass, RowRound
+from specdec.core.sequence import RunningRow, Walk
+from specdec.core.tree import Scores
 
 
 class Stopwatch:

@@ -12,8 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from specdec.core.drafts import Plan
+from specdec.core.rounds import Row
+from specdec.core.tree import Tree
 from specdec.draft.hidden import HeadSession
-from specdec.types import Plan, Row, Tree
 
 Proposals = list[tuple[list[int], Tree]]
 

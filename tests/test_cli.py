@@ -23,7 +23,7 @@ import typer
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specdec import SpecGenerator, zoo
+from specdec import SpecGenerator
 from specdec.bench.compare import Difference
 from specdec.bench.duel import duel
 from specdec.bench.machine import Watch
@@ -34,6 +34,7 @@ from specdec.cli.request import read_request
 from specdec.cli.show import Printer, write
 from specdec.cli.terminal import BROKEN_PIPE, EXAMPLES, Interrupt, loading
 from specdec.errors import OptionError, SpecdecError
+from specdec.options import bundled_models
 from specdec.output import Event, Generation
 from specdec.train import RECIPES
 from tests.folders import WIDTH, byte_tokenizer, saved_gguf, saved_model
@@ -413,7 +414,9 @@ def test_methods(flags: dict[str, Any], file: str, expected: tuple[str, Any], tm
 
 def test_a_target_of_the_zoo_brings_its_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """`zoo:python-code` defaults to the pair's own draft and to float32."""
-    monkeypatch.setattr(zoo, "pair", lambda name: zoo.Pair(name, Path("/zoo/target"), Path("/zoo/draft"), {}))
+    monkeypatch.setattr(
+        bundled_models, "pair", lambda name: bundled_models.Pair(name, Path("/zoo/target"), Path("/zoo/draft"), {})
+    )
     request = read_request(params(target="zoo:python-code"))
     assert (request.method, request.draft, request.loading["dtype"]) == ("draft", "/zoo/draft", "float32")
     assert read_request(params(target="zoo:python-code", method="hybrid")).draft == ("suffix", "/zoo/draft")
@@ -708,8 +711,10 @@ def test_a_reader_that_leaves_is_no_error(target: str) -> None:
 @pytest.fixture
 def pair(target: str, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny models in place of the package's pair."""
-    found = zoo.Pair("python-code", Path(target), Path(draft), {"target_parameters": 1234, "greedy_agreement": 0.5})
-    monkeypatch.setattr(zoo, "pair", lambda name="python-code": found)
+    found = bundled_models.Pair(
+        "python-code", Path(target), Path(draft), {"target_parameters": 1234, "greedy_agreement": 0.5}
+    )
+    monkeypatch.setattr(bundled_models, "pair", lambda name="python-code": found)
 
 
 @pytest.mark.usefixtures("pair")
@@ -791,7 +796,7 @@ def test_missing_weights(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An installation without its data files is no usage error: exit code 1, and one line that says so."""
-    monkeypatch.setattr(zoo, "_ROOT", tmp_path)
+    monkeypatch.setattr(bundled_models, "_ROOT", tmp_path)
     assert run(arguments) == 1
     out, err = capsys.readouterr()
     assert out == ""
@@ -801,7 +806,7 @@ def test_missing_weights(
 
 def _weights_are_installed() -> bool:
     try:
-        zoo.pair()
+        bundled_models.pair()
     except SpecdecError:
         return False
     return True

@@ -15,7 +15,7 @@ from specdec.bench import doctor
 from specdec.bench.machine import memory_bandwidth, waiting_threads
 from specdec.cli.commands import run
 from specdec.kernels import Lack
-from specdec.zoo import Pair
+from specdec.options.bundled_models import Pair
 from tests.folders import saved_model
 from tests.tiny import tiny
 

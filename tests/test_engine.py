@@ -11,17 +11,18 @@ import torch
 from transformers import LogitsProcessor
 
 from specdec import DraftError, EngineError, LanguageModel, SpecGenerator
+from specdec.core.draft_schedules import Constant, Heuristic
+from specdec.core.drafts import BatchDrafter, DraftSession, DraftTask
+from specdec.core.sequence import RunningRow, TextRow
+from specdec.core.tree import Tree
 from specdec.draft import FunctionDrafter, ModelDrafter
 from specdec.engine import Engine
 from specdec.logits import Processors
 from specdec.models import Session
 from specdec.models.kv_session import KvSession
 from specdec.request import Pacing, Request
-from specdec.rows import RunningRow, TextRow
-from specdec.schedule import Constant, Heuristic
 from specdec.select import Greedy, Stopping
 from specdec.turn import Stopwatch
-from specdec.types import BatchDrafter, DraftSession, DraftTask, Tree
 from tests.oracle import oracle
 from tests.tiny import tiny, tiny_inputs
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec import LanguageModel, SpecGenerator
-from specdec.schedule.cost import Cost, CostPlan
+from specdec.core.draft_schedules.cost import Cost, CostPlan
 from tests.oracle import KINDS, oracle
 from tests.tiny import DECODERS, ENCODER_DECODERS, NAMES, tiny
 

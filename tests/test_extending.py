@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from specdec import select
+from specdec.core.draft_schedules import SCHEDULES
 from specdec.draft import DRAFTS
-from specdec.fields import DRAFT_WORDS, SAMPLING
-from specdec.loading import QUANTIZATIONS
+from specdec.options.fields import DRAFT_WORDS, SAMPLING
+from specdec.options.load import QUANTIZATIONS
 from specdec.pipelines import PIPELINES
-from specdec.schedule import SCHEDULES
 
 DOCS = (Path(__file__).parent.parent / "docs" / "extending.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"## A (\w+)\n(?:(?!\n## ).)*?```python\n(.*?)```", DOCS, re.S)

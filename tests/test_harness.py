@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdec import zoo
+from specdec.options import bundled_models
 from tests.folders import WIDTH, byte_tokenizer
 from tests.tiny import tiny
 
@@ -64,4 +64,4 @@ def test_pairs_of_the_zoo() -> None:
     [text] = model.generate_until(requests("generate_until", ("def mean(values):\n", {"until": ["\n\n"]})))
     assert text
     assert model.runs[0].num_accepted_draft_tokens > 0
-    assert zoo.locate("zoo:python-code", "draft").endswith("draft")
+    assert bundled_models.locate("zoo:python-code", "draft").endswith("draft")

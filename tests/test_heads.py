@@ -14,16 +14,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specdec import SpecGenerator
+from specdec.core.draft_schedules import Limit
+from specdec.core.rounds import Round, Row
 from specdec.draft.hidden import HeadDrafter, HeadSession
 from specdec.errors import LoadError, OptionError, UnsupportedError
-from specdec.loading import Loading
 from specdec.models import LanguageModel
 from specdec.models.gears import PackedEmbedding
 from specdec.models.heads import load_head
 from specdec.models.heads.head import Stages
 from specdec.models.kv_session import KvSession
-from specdec.schedule import Limit
-from specdec.types import Round, Row
+from specdec.options.load import Loading
 from tests.heads import READS, Eagle, Proposals, eagle_folder, spy_on_proposals
 from tests.tiny import tiny
 

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from specdec import LanguageModel, SpecGenerator, UnsupportedError
+from specdec.core.drafts import BatchDrafter, Commit, DraftSession, Kept, Plan
+from specdec.core.rounds import Row
+from specdec.core.tree import Tree
 from specdec.errors import OptionError
-from specdec.types import BatchDrafter, Commit, DraftSession, Kept, Plan, Row, Tree
-from specdec.values import common_length
+from specdec.options.checks import common_length
 from tests.tiny import tiny, tiny_inputs
 from tests.versions import OLD
 

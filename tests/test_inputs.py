@@ -13,8 +13,9 @@ from transformers import BatchEncoding, LogitsProcessor
 from transformers.modeling_outputs import BaseModelOutput
 
 from specdec import LanguageModel, OptionError, SpecGenerator, UnsupportedError
+from specdec.core.drafts import BatchDrafter, DraftSession
+from specdec.core.tree import Tree
 from specdec.inputs import Prompts, RowPrompt, limits
-from specdec.types import BatchDrafter, DraftSession, Tree
 from tests.oracle import oracle
 from tests.tiny import ENCODER_DECODERS, tiny, tiny_inputs
 

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from specdec import LanguageModel, OptionError, SpecGenerator
+from specdec.core.drafts import BatchDrafter, Kept
+from specdec.core.rounds import Context
+from specdec.core.tree import Tree
 from specdec.models import free_bytes
 from specdec.prefixes import Prefixes, Reader, Text
-from specdec.types import BatchDrafter, Context, Kept, Tree
 from tests.heads import eagle_folder
 from tests.tiny import DECODERS, NAMES, tiny, tiny_inputs
 

@@ -14,19 +14,20 @@ from specdec.bench.suite import read_suite
 from specdec.bench.tune import snippet
 from specdec.cli import flags
 from specdec.cli.request import METHODS, WORDS
-from specdec.config import Options, resolve
+from specdec.core.draft_schedules import SCHEDULES, Constant, Cost, Limit, ScheduleSetup, learns, make_schedule
+from specdec.core.rounds import Round
+from specdec.core.tree import Step
 from specdec.draft import COPYING, DRAFTS
 from specdec.draft.text import TextDrafter
 from specdec.errors import OptionError, UnsupportedError
-from specdec.fields import DRAFT_WORDS, SAMPLING
-from specdec.loading import QUANTIZATIONS, Quantization
 from specdec.logits import Processors
 from specdec.models import quantize
 from specdec.models.quantize import BitsAndBytes, Quantizer, make_quantizer
+from specdec.options.fields import DRAFT_WORDS, SAMPLING
+from specdec.options.generate import Options, resolve
+from specdec.options.load import QUANTIZATIONS, Quantization
 from specdec.pipelines import PIPELINES, Pipeline, Text, pipeline, summarize, text
-from specdec.schedule import SCHEDULES, Constant, Cost, Limit, ScheduleSetup, learns, make_schedule
 from specdec.select import STRATEGIES, RowSetup, Stopping, make_strategy
-from specdec.types import Round, Step
 from tests.folders import WIDTH, byte_tokenizer
 from tests.test_mtp import with_layers
 from tests.tiny import tiny

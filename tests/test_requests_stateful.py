@@ -16,11 +16,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from specdec import LanguageModel, SpecGenerator
 from specdec.call import Call
+from specdec.core.drafts import BatchDrafter
+from specdec.core.rounds import Round, RowPass
+from specdec.core.sequence import RunningRow
 from specdec.draft import EarlyExitDrafter, FunctionDrafter, HybridDrafter, ModelDrafter, SuffixDrafter
 from specdec.engine import Engine
 from specdec.request import Request
-from specdec.rows import RunningRow
-from specdec.types import BatchDrafter, Round, RowPass
 from tests.oracle import oracle, rows_in_drafts
 from tests.test_exact import noisy
 from tests.tiny import ENCODER_DECODERS, tiny

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from specdec.core.draft_schedules import WIDEST, Confidence, Constant, Cost, Heuristic
+from specdec.core.draft_schedules.estimates import Acceptance, Line
+from specdec.core.rounds import Round, RowRound
+from specdec.core.tree import Step
 from specdec.errors import OptionError
-from specdec.schedule import WIDEST, Confidence, Constant, Cost, Heuristic
-from specdec.schedule.estimates import Acceptance, Line
-from specdec.types import Round, RowRound, Step
 
 
 @dataclass

@@ -91,9 +91,9 @@ def test_tokens_of_a_text(tmp_path: Path, guessed: set[int]) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "t5", "bart", "whisper"])
 def test_heads_of_all_kinds(name: str, tmp_path: Path) -> None:
     """Tied ones, with a bias added afterwards, scaled ones: what is left of them says what it said."""
-    from specdec.loading import Vocabulary
     from specdec.models import load
     from specdec.models.vocabulary import cut_vocabulary
+    from specdec.options.load import Vocabulary
     from tests.tiny import tiny_inputs
 
     folder = saved(name, tmp_path / name)

@@ -34,7 +34,7 @@ from measure import Watch, interleaved, ratio, read_prompts, table
 from transformers import AutoTokenizer
 
 from specdec.bench.machine import provenance
-from specdec.zoo import pair
+from specdec.options.bundled_models import pair
 
 HERE = Path(__file__).parent
 MODELS = ("target", "draft", "openvino", "gguf")

@@ -188,10 +188,11 @@ def recorded() -> dict[str, Any]:
 
 def record() -> dict[str, Any]:
     """Plays the round with the package's pair."""
-    from specdec import SpecGenerator, zoo
+    from specdec import SpecGenerator
+    from specdec.options import bundled_models
 
     target = SpecGenerator.from_pretrained("zoo:python-code", dtype="float32")
-    small = SpecGenerator.from_pretrained(str(zoo.pair().draft), dtype="float32")
+    small = SpecGenerator.from_pretrained(str(bundled_models.pair().draft), dtype="float32")
     rounds: list[list[int]] = []
 
     def guess(tokens: list[int], k: int) -> list[int]:

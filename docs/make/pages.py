@@ -32,8 +32,8 @@ import specdec
 from specdec import errors
 from specdec.bench import parts, suite
 from specdec.cli.commands import app
-from specdec.config import Options
-from specdec.loading import Loading
+from specdec.options.generate import Options
+from specdec.options.load import Loading
 from specdec.serve import settings
 from specdec.train import RECIPES
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from specdec import kernels
-from specdec.versions import versions
+from specdec.options.versions import versions
 
 # Parts of a processor's flags that decide how fast matrices are multiplied.
 _FLAGS = ("avx", "amx", "vnni", "bf16", "fp16", "fma", "f16c", "neon", "asimd", "sve", "i8mm")

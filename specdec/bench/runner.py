@@ -16,7 +16,7 @@ from specdec.bench.prompts import batches, read_prompts
 from specdec.bench.samples import Failure, Run, Store, fingerprint
 from specdec.bench.suite import PLAIN, Group, Suite
 from specdec.bench.systems import Systems
-from specdec.versions import versions
+from specdec.options.versions import versions
 
 Notify = Callable[[int, int, str], None]
 

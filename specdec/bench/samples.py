@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specdec import zoo
 from specdec.errors import OptionError, SpecdecError
+from specdec.options import bundled_models
 
 
 class Key(NamedTuple):
@@ -204,7 +204,7 @@ def _files(folder: Path) -> list[tuple[str, int, int]]:
 def _folder(name: str, role: str) -> Path | None:
     """Where a model's files are; None for hub ids, text drafts, and pairs that there are not."""
     with suppress(SpecdecError):
-        folder = Path(zoo.locate(name, role))
+        folder = Path(bundled_models.locate(name, role))
         return folder if name and folder.is_dir() else None
     return None
 

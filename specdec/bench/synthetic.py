@@ -11,9 +11,11 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from specdec.core.drafts import BatchDrafter, DraftSession, Plan
+from specdec.core.rounds import Row
+from specdec.core.tree import Tree
 from specdec.models import LanguageModel
 from specdec.select.branching import WIDER
-from specdec.types import BatchDrafter, DraftSession, Plan, Row, Tree
 
 Work = Callable[[int], None]  # a draft pass over so many nodes
 

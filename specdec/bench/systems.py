@@ -7,17 +7,19 @@ from itertools import pairwise
 from time import perf_counter as clock
 from typing import Any, NamedTuple
 
-from specdec import zoo
 from specdec.bench.machine import PeakMemory
 from specdec.bench.parts import Mode, Synthetic
 from specdec.bench.prompts import PromptText
 from specdec.bench.suite import Cell
 from specdec.bench.synthetic import SyntheticDrafter, passes_of
+from specdec.core.drafts import BatchDrafter, Commit, DraftSession, Plan
+from specdec.core.rounds import Row
+from specdec.core.tree import EMPTY, Tree
 from specdec.draft import COPYING, is_word
 from specdec.errors import OptionError
 from specdec.generator import SpecGenerator
+from specdec.options import bundled_models
 from specdec.output import Generation
-from specdec.types import EMPTY, BatchDrafter, Commit, DraftSession, Plan, Row, Tree
 
 _SHARED = ("dtype", "device_map", "gear", "trust_remote_code")  # what a draft is loaded with, as its target
 _IN_VAIN = 24  # characters shown of what was drafted and not accepted
@@ -33,7 +35,7 @@ class Systems:
         how = mode.loading
         if target.startswith("zoo:"):
             how = {"dtype": "float32", **how}
-        self.plain = SpecGenerator.from_pretrained(zoo.locate(target, "target"), **how)
+        self.plain = SpecGenerator.from_pretrained(bundled_models.locate(target, "target"), **how)
         self.plain.wait_until_compiled()
         self._draft_loading = {**{name: how[name] for name in _SHARED if name in how}, **mode.draft_options}
         self._models: dict[str, SpecGenerator] = {}
@@ -67,7 +69,9 @@ class Systems:
 
     def _model(self, name: str) -> SpecGenerator:
         if name not in self._models:
-            self._models[name] = SpecGenerator.from_pretrained(zoo.locate(name, "draft"), **self._draft_loading)
+            self._models[name] = SpecGenerator.from_pretrained(
+                bundled_models.locate(name, "draft"), **self._draft_loading
+            )
         return self._models[name]
 
 

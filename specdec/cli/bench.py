@@ -17,8 +17,8 @@ from specdec.cli.remote import KEY, check_flags, measure_server
 from specdec.cli.request import COPYING, WORDS
 from specdec.cli.show import write
 from specdec.cli.terminal import FAILED, MISMATCH, OK, Debug, Quiet, counting, fail, loading, say
+from specdec.core.draft_schedules import SCHEDULES
 from specdec.errors import OptionError
-from specdec.schedule import SCHEDULES
 
 # Flag of `bench` -> key of a suite.
 FLAGS = {
@@ -166,7 +166,7 @@ def concluded(found: Mapping[str, Any], state: str) -> int:
 
 def suite_keys(params: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a suite: flags over the file of --config."""
-    from specdec.config import read_yaml
+    from specdec.options.generate import read_yaml
 
     file = read_yaml(params["config"]) if params["config"] is not None else {}
     keys: dict[str, Any] = {key: params[flag] for flag, key in FLAGS.items() if params.get(flag) not in (None, [], ())}

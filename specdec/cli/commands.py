@@ -61,7 +61,7 @@ from specdec.cli.terminal import (
 )
 from specdec.cli.transcribe import transcribe
 from specdec.errors import OptionError, SpecdecError
-from specdec.fields import SAMPLING
+from specdec.options.fields import SAMPLING
 
 app = typer.Typer(
     pretty_exceptions_enable=False, rich_markup_mode=None, help="Speculative decoding: the same text, in fewer passes."

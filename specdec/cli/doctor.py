@@ -29,7 +29,7 @@ from specdec.cli.request import read_request
 from specdec.cli.show import PROMPT, write
 from specdec.cli.terminal import FAILED, OK, Debug, Quiet, loading
 from specdec.errors import SpecdecError
-from specdec.versions import versions
+from specdec.options.versions import versions
 
 if TYPE_CHECKING:
     from specdec.bench.doctor import Finding

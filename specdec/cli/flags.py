@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from specdec.cli.request import COPYING, METHODS, WORDS
-from specdec.loading import DTYPES, EXACTNESS, GEARS, OFFLOADS, QUANTIZATIONS
-from specdec.schedule import SCHEDULES
+from specdec.core.draft_schedules import SCHEDULES
+from specdec.options.load import DTYPES, EXACTNESS, GEARS, OFFLOADS, QUANTIZATIONS
 
 
 def one_of(words: Iterable[str]) -> Callable[[str], list[str]]:
@@ -21,9 +21,9 @@ def one_of(words: Iterable[str]) -> Callable[[str], list[str]]:
 
 def own_pairs(incomplete: str) -> list[str]:
     """What completes the name of a model: the pairs of the package and of this user; files are the shell's own."""
-    from specdec import zoo
+    from specdec.options import bundled_models
 
-    return one_of(f"zoo:{name}" for name in zoo.folders())(incomplete)
+    return one_of(f"zoo:{name}" for name in bundled_models.folders())(incomplete)
 
 
 Method = Annotated[

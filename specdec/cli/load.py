@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.cli.request import Request, locate
 from specdec.cli.terminal import loading
-from specdec.loading import Loading
+from specdec.options.load import Loading
 
 if TYPE_CHECKING:
     from specdec.generator import SpecGenerator

@@ -17,7 +17,7 @@ from specdec.cli.terminal import MISMATCH, OK, Debug, Quiet, fail, loading, say
 if TYPE_CHECKING:
     from specdec.bench.duel import Duel
     from specdec.bench.machine import Watch
-    from specdec.types import Stats
+    from specdec.core.stats import Stats
 
 HEADING = Style(bold=True)
 LOOKS = 20  # of a few milliseconds, at the machine
@@ -34,12 +34,12 @@ def demo(
     debug: Debug = False,
 ) -> int:
     """Watch a small model write code alone, then with its draft. Then see where the time went."""
-    from specdec import zoo
+    from specdec.options import bundled_models
 
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": sample or temperature is not None}
     if options["do_sample"]:
         options |= {"seed": seed, "temperature": temperature}
-    pair = zoo.pair()
+    pair = bundled_models.pair()
     out = Console()
     with loading(f"loading zoo:{pair.name}", quiet=quiet):
         from specdec.bench.duel import duel, load, prompt
@@ -144,7 +144,7 @@ def zoo(ctx: typer.Context, debug: Debug = False) -> None:
     """Print what comes with the package, or was trained by you: names, sizes, and how good the models are."""
     if ctx.invoked_subcommand is not None:
         return
-    from specdec import zoo as models
+    from specdec.options import bundled_models as models
 
     for name in models.folders():
         pair = models.pair(name)

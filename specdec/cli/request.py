@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import OptionError
-from specdec.fields import DRAFT_WORDS
-from specdec.loading import NAMES as LOADING
-from specdec.loading import Loading
+from specdec.options.fields import DRAFT_WORDS
+from specdec.options.load import NAMES as LOADING
+from specdec.options.load import Loading
 
 DEFAULT_NEW_TOKENS = 128
 # The words for drafts without a model, as they are written.
@@ -101,8 +101,8 @@ def read_config(path: Path | None) -> dict[str, Any]:
     """The keys of a --config file; empty without one."""
     if path is None:
         return {}
-    from specdec.config import Options, read_yaml
-    from specdec.fields import IDLE, REFUSED
+    from specdec.options.fields import IDLE, REFUSED
+    from specdec.options.generate import Options, read_yaml
 
     file = read_yaml(path)
     known = {
@@ -150,7 +150,7 @@ def read_options(
     params: Mapping[str, Any], file: Mapping[str, Any], new_tokens: int | None, seed: int | None = None
 ) -> dict[str, Any]:
     """The options of the call: flags and --set over the file's, with a length limit, and a seed for sampling."""
-    from specdec.config import resolve
+    from specdec.options.generate import resolve
 
     flags = {name: params[flag] for flag, name in FLAGS.items() if params[flag] not in (None, [], ())}
     drawing = [flag for flag in SAMPLING_FLAGS if params[flag] is not None]
@@ -188,7 +188,7 @@ def _flag(parameter: str) -> str:
 
 def _over(file: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """`given` over `file`; what contradicts a given option by another name gives way, and null unsets."""
-    from specdec.fields import DRAWING
+    from specdec.options.fields import DRAWING
 
     rivals = [{"max_new_tokens", "max_length"}, {"schedule", "num_assistant_tokens_schedule"}]
     gone = {name for pair in rivals if pair & given.keys() for name in pair}
@@ -270,9 +270,9 @@ def _draft_without_model(method: str) -> str | None:
 
 def locate(name: str, role: str, argument: str) -> str:
     """A model's folder where it comes with the package (`zoo:NAME`), else its id or folder as given."""
-    from specdec import zoo
+    from specdec.options import bundled_models
 
-    return zoo.locate(name, role, argument)
+    return bundled_models.locate(name, role, argument)
 
 
 def read_prompt(prompt: str | None) -> str:

@@ -28,7 +28,7 @@ from specdec.cli.flags import (
 from specdec.cli.request import choose_draft
 from specdec.cli.terminal import OK, Debug, Quiet, loading, say
 from specdec.errors import OptionError, SpecdecError
-from specdec.loading import NAMES as LOADING
+from specdec.options.load import NAMES as LOADING
 
 NEEDS = ("fastapi", "uvicorn", "prometheus_client", "python_multipart", "llguidance")
 DEMO = (
@@ -170,7 +170,7 @@ def on_cluster(address: str, keys: Mapping[str, Any], params: Mapping[str, Any])
 
 def settings_keys(params: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of the settings: flags over the file of --config."""
-    from specdec.config import read_yaml
+    from specdec.options.generate import read_yaml
 
     keys = read_yaml(params["config"]) if params["config"] is not None else {}
     named = [option for option, given in (("TARGET", params["target"]), ("--demo", params["demo"])) if given]

@@ -13,11 +13,11 @@ from rich.table import Table
 
 from specdec.cli.request import Request
 from specdec.cli.terminal import BROKEN_PIPE, abandon_stdout, say
-from specdec.versions import versions
+from specdec.options.versions import versions
 
 if TYPE_CHECKING:
+    from specdec.core.stats import Stats
     from specdec.output import Event, Generation
-    from specdec.types import Stats
 
 ACCEPTED, TARGET, PROMPT = Style(color="green"), Style(), Style(dim=True)
 EXACTNESS = {

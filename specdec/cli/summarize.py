@@ -29,7 +29,7 @@ from specdec.cli.request import DEFAULT_NEW_TOKENS, Request, read_request, read_
 from specdec.cli.show import print_text, settings, show_stats, stats_fields, write
 from specdec.cli.terminal import INTERRUPTED, OK, Debug, Heartbeat, Quiet, loading, say
 from specdec.errors import OptionError
-from specdec.versions import versions
+from specdec.options.versions import versions
 
 if TYPE_CHECKING:
     from specdec.pipelines import Summaries, Summarizer
@@ -138,9 +138,9 @@ def read_files(names: Sequence[str]) -> dict[str, str]:
 
 def demo_texts() -> dict[str, str]:
     """The package's own texts, by name."""
-    from specdec import zoo
+    from specdec.options import bundled_models
 
-    return zoo.functions()
+    return bundled_models.functions()
 
 
 def check_rouge() -> None:

@@ -18,7 +18,7 @@ from specdec.cli.request import FLAGS, WORDS, locate, read_settings
 from specdec.cli.show import PROMPT, show_stats, write
 from specdec.cli.terminal import FAILED, OK, Debug, Heartbeat, Quiet, loading, say
 from specdec.errors import OptionError, SpecdecError
-from specdec.fields import DRAFT_WORDS
+from specdec.options.fields import DRAFT_WORDS
 
 if TYPE_CHECKING:
     from specdec.pipelines import Transcriber, Transcription
@@ -175,9 +175,9 @@ def read_files(files: list[str], *, demo: bool, reference: Path | None) -> tuple
     if not demo:
         files = [file for name in files for file in sounds(name)]
         return files, None if reference is None else read_references(reference, files)
-    from specdec import zoo
+    from specdec.options import bundled_models
 
-    own = [(str(path), text) for path, text in zoo.recordings()]
+    own = [(str(path), text) for path, text in bundled_models.recordings()]
     return [path for path, _ in own], [text for _, text in own]
 
 

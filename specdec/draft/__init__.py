@@ -1,7 +1,7 @@
 """Drafts: what proposes tokens that the target may accept; none of them decides acceptance.
 
 A new draft is a class with `BatchDrafter`'s attributes, and if callers should find it by a word, a line in
-`specdec.fields.DRAFT_WORDS`. docs/extending.md has an example.
+`specdec.options.fields.DRAFT_WORDS`. docs/extending.md has an example.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from specdec.draft.model import ModelDrafter
 from specdec.draft.mtp import MtpDrafter
 from specdec.draft.ngram import NgramDrafter
 from specdec.draft.suffix import SuffixAutomaton, SuffixDrafter
-from specdec.fields import DRAFT_WORDS
+from specdec.options.fields import DRAFT_WORDS
 
 DRAFTS: dict[str, type[Any]] = {
     word: getattr(import_module(f"specdec.draft.{known.module}"), known.kind) for word, known in DRAFT_WORDS.items()

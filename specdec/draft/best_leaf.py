@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.types import EMPTY, Commit, DraftSession, DraftTask, Kept, Plan, Row, Tree
-from specdec.values import common_length
+from specdec.core.drafts import Commit, DraftSession, DraftTask, Kept, Plan
+from specdec.core.rounds import Row
+from specdec.core.tree import EMPTY, Tree
+from specdec.options.checks import common_length
 
 
 @dataclass(slots=True)

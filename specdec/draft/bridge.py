@@ -12,10 +12,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from specdec.core.drafts import BatchDrafter, DraftSession, DraftTask, Plan
+from specdec.core.rounds import Row
+from specdec.core.tree import Tree
 from specdec.draft.foreign import DraftRow, ForeignDrafter, ForeignSession, Tokenizer, decode, encode
 from specdec.draft.intersection import VocabularyIntersection
 from specdec.draft.text import cut, known_tokens
-from specdec.types import BatchDrafter, DraftSession, DraftTask, Plan, Row, Tree
 
 _WINDOW = 12
 _SLACK = 8

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from specdec.core.drafts import BatchDrafter, Commit, DraftSession, DraftTask, Plan
+from specdec.core.rounds import Row
+from specdec.core.tree import EMPTY, Tree
 from specdec.draft.best_leaf import ReadRow
-from specdec.types import EMPTY, BatchDrafter, Commit, DraftSession, DraftTask, Plan, Row, Tree
-from specdec.values import common_length
+from specdec.options.checks import common_length
 
 
 class Tokenizer(Protocol):

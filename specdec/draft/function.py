@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from operator import index
 
+from specdec.core.drafts import BatchDrafter, Drafter, DraftSession, Plan
+from specdec.core.rounds import Row
+from specdec.core.tree import Tree
 from specdec.draft.best_leaf import branch_tokens
 from specdec.draft.text import cut, merge_chains
 from specdec.errors import DraftError, OptionError
-from specdec.types import BatchDrafter, Drafter, DraftSession, Plan, Row, Tree
 
 Propose = Callable[[list[int], int], Iterable[int]]
 

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from specdec.core.drafts import Branch, ChainRule, Plan
+from specdec.core.rounds import Row
+from specdec.core.tree import EMPTY, Tree
 from specdec.draft.best_leaf import branch_tokens
-from specdec.types import EMPTY, Branch, ChainRule, Plan, Row, Tree
 
 GoesOn = Callable[[Row, int], bool]  # whether a guess may follow a token of a row
 

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from specdec.core.drafts import BatchDrafter, Chained, ChainRule, Commit, Hidden, Kept, Plan
+from specdec.core.rounds import Row
+from specdec.core.tree import EMPTY, Scores, Tree
 from specdec.draft.growth import Held
 from specdec.draft.model import CHUNK, ModelSession, goes_on_by_one
 from specdec.models import prefix_bytes
-from specdec.types import EMPTY, BatchDrafter, Chained, ChainRule, Commit, Hidden, Kept, Plan, Row, Scores, Tree
 
 if TYPE_CHECKING:
     from specdec.models.heads import Head, Stages

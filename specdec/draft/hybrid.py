@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
+from specdec.core.draft_schedules.estimates import Acceptance
+from specdec.core.drafts import BatchDrafter, Commit, DraftSession, Kept, Plan
+from specdec.core.rounds import Row
+from specdec.core.tree import EMPTY, Tree
 from specdec.draft.text import TextDrafter, TextSession, cut
 from specdec.errors import OptionError
-from specdec.schedule.estimates import Acceptance
-from specdec.types import EMPTY, BatchDrafter, Commit, DraftSession, Kept, Plan, Row, Tree
 
 _MEMORY = 0.9
 

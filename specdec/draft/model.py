@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 
 from torch.nn.functional import pad
 
+from specdec.core.drafts import BatchDrafter, Chained, ChainRule, Commit, DraftSession, Plan
+from specdec.core.rounds import Row
+from specdec.core.tree import EMPTY, Scores, Tree
 from specdec.draft.growth import Branches, Chain, Held
 from specdec.errors import UnsupportedError
 from specdec.select.rules import fit
-from specdec.types import EMPTY, BatchDrafter, Chained, ChainRule, Commit, DraftSession, Plan, Row, Scores, Tree
 
 if TYPE_CHECKING:
     from specdec.models import Encoding, LanguageModel, Session

@@ -7,9 +7,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
+from specdec.core.drafts import BatchDrafter, DraftSession, Plan
+from specdec.core.rounds import Row
+from specdec.core.tree import Tree
 from specdec.draft.best_leaf import branch_tokens
 from specdec.errors import OptionError
-from specdec.types import BatchDrafter, DraftSession, Plan, Row, Tree
 
 SEPARATOR = -1
 """Stands between texts in one index; no text contains it, and no proposal crosses it."""

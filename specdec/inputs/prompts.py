@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
-from specdec.config import Options
 from specdec.errors import OptionError, UnsupportedError
 from specdec.inputs.ids import MASKS, Ids, read_ids, read_mask
 from specdec.models import Encoding, LanguageModel
-from specdec.values import warn_of_idle
+from specdec.options.checks import warn_of_idle
+from specdec.options.generate import Options
 
 FEATURES = {"input_features": 3, "input_values": 2, "pixel_values": 4}  # what encoders read besides ids: dimensions
 NAMES = frozenset({"inputs", "input_ids", "inputs_embeds", "encoder_outputs", *FEATURES, *MASKS, *MASKS.values()}) - {

@@ -9,9 +9,9 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from specdec import zoo
 from specdec.errors import OptionError
-from specdec.loading import split_gguf
+from specdec.options import bundled_models
+from specdec.options.load import split_gguf
 
 
 def check_tokenizer(name: str, tokenizer: Any) -> None:
@@ -26,7 +26,7 @@ def tokenizer_beside(source: str, *, gguf_file: str | PathLike[str] | None = Non
 
     Where nothing lies beside a GGUF file, it is the one in the file.
     """
-    folder, own = split_gguf(zoo.locate(source, "target"))  # a pair has one tokenizer
+    folder, own = split_gguf(bundled_models.locate(source, "target"))  # a pair has one tokenizer
     file = own or gguf_file
     places: list[dict[str, str]] = [{}]
     if file is not None and find_spec("gguf") is not None:

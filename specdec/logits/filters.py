@@ -11,11 +11,11 @@ from typing import Any
 
 from transformers.generation import logits_process as stock
 
+from specdec.core.drafts import Filter
 from specdec.logits.counts import OutputPenalty
 from specdec.logits.suppress import MinLength, MinNewTokens, Suppress, SuppressAtBegin
 from specdec.logits.timestamps import Timestamps
 from specdec.logits.warpers import TopK, TopKTopP, TopP
-from specdec.types import Filter
 
 Text = list[int]
 

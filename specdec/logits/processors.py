@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
+from specdec.core.drafts import Choice
 from specdec.errors import OptionError
 from specdec.logits import table
 from specdec.logits.diversity import HammingDiversityLogitsProcessor
 from specdec.logits.filters import in_numbers
 from specdec.logits.table import PrefixFn, Request
 from specdec.logits.timestamps import Timestamps
-from specdec.types import Choice
 
 
 @dataclass(frozen=True)

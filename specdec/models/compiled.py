@@ -30,16 +30,16 @@ from torch import Tensor, nn
 from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from specdec import kernels
+from specdec.core.drafts import Chained
 from specdec.errors import UnsupportedError
 from specdec.models.compat import forget_outputs, note_outputs
 from specdec.models.flat import FlatModel, Given, alike
 from specdec.models.twin import twin
-from specdec.types import Chained
 
 if TYPE_CHECKING:
+    from specdec.core.drafts import ChainRule
     from specdec.models.flat import FlatForward
     from specdec.models.nodes import Steps
-    from specdec.types import ChainRule
 
 _log = logging.getLogger(__name__)
 _OPTIONS = {"aot_inductor.package_constants_in_so": False, "aot_inductor.compile_wrapper_opt_level": "O1"}

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from specdec.core.tree import Tree
 from specdec.kernels import AnyLinear, PackedLinear, why_not
 from specdec.models.encoding import trial_encoding
 from specdec.models.int8 import Int8Linear
 from specdec.models.offload import execution_device
 from specdec.models.session import Session
-from specdec.types import Tree
 
 if TYPE_CHECKING:
     from specdec.models.language_model import LanguageModel

@@ -21,6 +21,8 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from specdec import kernels
+from specdec.core.drafts import Chained, ChainRule
+from specdec.core.tree import Tree
 from specdec.errors import UnsupportedError
 from specdec.models.compat import gives_hidden_states, hidden_states_of
 from specdec.models.cross import Frames
@@ -32,7 +34,6 @@ from specdec.models.positions import Lookup
 from specdec.models.steady import steady
 from specdec.models.together import join, readers
 from specdec.models.twin import twin
-from specdec.types import Chained, ChainRule, Tree
 
 if TYPE_CHECKING:
     from specdec.models.compiled import CompiledForward

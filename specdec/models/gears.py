@@ -22,10 +22,10 @@ from transformers.pytorch_utils import Conv1D
 
 from specdec import kernels
 from specdec.errors import OptionError, UnsupportedError
-from specdec.loading import GEARS
 from specdec.models.offload import execution_device, is_offloaded
 from specdec.models.twin import twin
 from specdec.models.verdicts import holds
+from specdec.options.load import GEARS
 
 _log = logging.getLogger(__name__)
 _LEAST = 2**21  # bytes of weights: smaller models spend their time elsewhere

@@ -20,11 +20,11 @@ from torch import Tensor
 from specdec import kernels
 from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.kernels import Quantized
-from specdec.loading import is_gguf
 from specdec.models.compat import cached, gguf_bars, whole_gguf
 from specdec.models.gears import changed, is_plain, replaced, undone, weight_of
 from specdec.models.offload import is_offloaded
 from specdec.models.quantize import Quantizer
+from specdec.options.load import is_gguf
 
 _GROUP = 32  # weights of a block
 _ROUNDINGS = 2  # of the dtype, that a weight may be off

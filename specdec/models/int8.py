@@ -16,10 +16,10 @@ from transformers.pytorch_utils import Conv1D
 
 from specdec import kernels
 from specdec.errors import UnsupportedError
-from specdec.loading import QUANTIZATIONS
 from specdec.models.compat import int8_linear, quantizes
 from specdec.models.gears import changed, is_plain, replaced, weight_of
 from specdec.models.quantize import Quantizer
+from specdec.options.load import QUANTIZATIONS
 
 _MOST_ROWS = 32  # torch's kernel runs row by row: beyond this many, turning the weights into floats once is faster
 _LANES = 16  # the kernel reads this many columns at a time, also beyond the end of a row

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from specdec.core.drafts import Chained, ChainRule
+from specdec.core.tree import EMPTY, Scores, Tree
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.compat import TAKES_MASKS, attention_of, hidden_states_of
 from specdec.models.cross import CrossAttention
@@ -20,7 +22,6 @@ from specdec.models.nodes import Line, RowNodes, Steps
 from specdec.models.outputs import LogitNodes, line_scores, row_scores
 from specdec.models.session import Session, check_paths, check_trees
 from specdec.models.store import KvStore, Prefix
-from specdec.types import EMPTY, Chained, ChainRule, Scores, Tree
 
 if TYPE_CHECKING:
     from specdec.models.flat import Buffers, FlatForward

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.types import Tree
+from specdec.core.tree import Tree
 
 
 @dataclass(frozen=True, slots=True)

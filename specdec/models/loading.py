@@ -19,9 +19,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from specdec import zoo
 from specdec.errors import OptionError, UnsupportedError
-from specdec.loading import DTYPES, PASSES, Loading, split_gguf
 from specdec.models.compat import loads
 from specdec.models.failures import check_complete, check_folder, explained
 from specdec.models.gears import is_packed, slower_than_floats
@@ -31,6 +29,8 @@ from specdec.models.placement import device_map, dispatch, keep, offload_folder,
 from specdec.models.plans import parts
 from specdec.models.quantize import Quantizer, make_quantizer, settle_four_bits
 from specdec.models.stored import check
+from specdec.options import bundled_models
+from specdec.options.load import DTYPES, PASSES, Loading, split_gguf
 
 if TYPE_CHECKING:
     from specdec.models.ranks import Ranks
@@ -72,7 +72,9 @@ def load(
         raise OptionError.of(name, "a hub name, a path or a transformers model", type(source).__name__)
     if not isinstance(how.dtype, str | torch.dtype):
         raise OptionError.of("dtype", f"a torch.dtype or one of {', '.join(DTYPES)}", how.dtype)
-    folder, file = split_gguf(zoo.locate(str(source), "target" if name in ("model", "target") else "draft", name))
+    folder, file = split_gguf(
+        bundled_models.locate(str(source), "target" if name in ("model", "target") else "draft", name)
+    )
     if file is None:
         check_folder(source, name)
     elif how.gguf_file is None:

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.core.tree import Tree
 from specdec.models.layout import Kind, SlotMap, ancestry, depths
-from specdec.types import Tree
 
 _WORD = 32  # columns
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.core.tree import Scores, Tree
 from specdec.models.layout import Layout
 from specdec.models.nodes import RowNodes
-from specdec.types import Scores, Tree
 
 
 @dataclass(frozen=True, slots=True)

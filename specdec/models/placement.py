@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from specdec.errors import OptionError
-from specdec.loading import Loading
 from specdec.models.compat import skipped_keys
 from specdec.models.streaming import stream
+from specdec.options.load import Loading
 
 DeviceMap = dict[str, str | int]
 _UNLIMITED = 1 << 60  # bytes

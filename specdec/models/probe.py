@@ -13,13 +13,13 @@ import transformers
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
+from specdec.core.tree import Tree
 from specdec.models.capability import REPLAY, Capability, Positions, attention_kinds, known, kv_capability
 from specdec.models.compat import TAKES_MASKS, attention_of
 from specdec.models.encoding import Encoding, trial_encoding
 from specdec.models.miniature import miniature
 from specdec.models.native_cache import MODULE_STATE, module_state, set_module_state
 from specdec.models.verdicts import holds
-from specdec.types import Tree
 
 if TYPE_CHECKING:
     from specdec.models.language_model import LanguageModel

@@ -1,7 +1,7 @@
 """What quantizations do: a config that models are loaded with, or layers that take the place of loaded ones.
 
-A new one is a subclass of `Quantizer`, and a line in `specdec.loading.QUANTIZATIONS`; options, the command line and
-the benchmark take its name from there.
+A new one is a subclass of `Quantizer`, and a line in `specdec.options.load.QUANTIZATIONS`; options, the command line
+and the benchmark take its name from there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from transformers import BitsAndBytesConfig
 
 from specdec.errors import UnsupportedError
-from specdec.loading import QUANTIZATIONS
+from specdec.options.load import QUANTIZATIONS
 
 
 class Quantizer:

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
+from specdec.core.tree import EMPTY, Scores, Tree
 from specdec.errors import OptionError
 from specdec.models import native_cache
 from specdec.models.compat import hidden_states_of
 from specdec.models.encoding import Encoding
 from specdec.models.session import Session, check_paths, check_trees
-from specdec.types import EMPTY, Scores, Tree
 
 if TYPE_CHECKING:
     from specdec.models.language_model import LanguageModel

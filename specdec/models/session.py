@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from specdec.core.drafts import Chained, ChainRule
+from specdec.core.tree import Scores, Tree
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.encoding import Encoding
 from specdec.models.store import Prefix
-from specdec.types import Chained, ChainRule, Scores, Tree
 
 
 class Session(ABC):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from specdec.core.tree import Scores, Tree
 from specdec.errors import EngineError, UnsupportedError
 from specdec.models.encoding import Encoding
 from specdec.models.exactness import Exactness
@@ -21,7 +22,6 @@ from specdec.models.language_model import LanguageModel
 from specdec.models.ranks import Ranks, Shared
 from specdec.models.session import Session
 from specdec.models.store import Prefix
-from specdec.types import Scores, Tree
 
 _KEYS = ("k_proj", "qkv_proj", "query_key_value")  # what the modules are called that make keys
 

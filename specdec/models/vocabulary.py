@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from specdec.errors import OptionError, UnsupportedError
 from specdec.kernels import AnyLinear
-from specdec.loading import Vocabulary
 from specdec.models.language_model import LanguageModel
+from specdec.options.load import Vocabulary
 
 Choose = Callable[[Collection[int]], Sequence[int]]
 """Of the tokens that a draft knows, those that it may guess."""

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specdec.config import Options
+from specdec.core.stats import Stats
 from specdec.errors import OptionError
 from specdec.generator import SpecGenerator
-from specdec.loading import check_loaded
+from specdec.options.generate import Options
+from specdec.options.load import check_loaded
 from specdec.pipelines.stats import total
 from specdec.select import fold
-from specdec.types import Stats
 
 BATCH = 8  # prompts decoded together
 _NO_PLACE = ("streamer", "return_dict_in_generate")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from specdec.types import Stats
+from specdec.core.stats import Stats
 
 
 def total(parts: Sequence[Stats]) -> Stats:

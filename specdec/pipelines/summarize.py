@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.config import Options
+from specdec.core.stats import Stats
 from specdec.errors import OptionError, SpecdecError
 from specdec.generator import SpecGenerator
+from specdec.options.generate import Options
 from specdec.pipelines.batches import BATCH, Decoded, check_call, decode, make_generator, row_seeds
 from specdec.pipelines.chunks import chunked
 from specdec.pipelines.stats import total
 from specdec.select import fold
-from specdec.types import Stats
 
 TASK = "summarization"
 PLACE = "{text}"

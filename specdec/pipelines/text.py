@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from specdec.config import listed
 from specdec.errors import OptionError, UnsupportedError
 from specdec.generator import SpecGenerator
+from specdec.options.generate import listed
 from specdec.pipelines.batches import BATCH, check_call, decode, make_generator, row_seeds
 
 TASK = "text-generation"

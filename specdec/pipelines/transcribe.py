@@ -13,20 +13,20 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoProcessor
 
-from specdec import zoo
+from specdec.core.stats import Stats
 from specdec.drafts import is_name
 from specdec.errors import OptionError, SpecdecError, UnsupportedError
 from specdec.generator import SpecGenerator
-from specdec.loading import check_loaded
 from specdec.models import LanguageModel
 from specdec.models.failures import check_folder, explained
 from specdec.models.whisper import Whisper
+from specdec.options import bundled_models
+from specdec.options.load import check_loaded
 from specdec.pipelines.recordings import Chunking, Recording, read_chunking
 from specdec.pipelines.settings import NAMES, Settings, read_settings
 from specdec.pipelines.stats import total
 from specdec.pipelines.timestamps import Segment
 from specdec.pipelines.windows import Listener, Track
-from specdec.types import Stats
 
 Progress = Callable[[float, float], None]
 OnError = Callable[[Any, SpecdecError], None]
@@ -300,7 +300,10 @@ class Transcriber:
 def processor_beside(target: Any, revision: str | None = None, *, trust_remote_code: bool = False) -> Any:
     """The processor in the folder or hub repository of a Whisper model; UnsupportedError where it is none."""
     check_folder(target, "target")
-    name, hub = zoo.locate(str(target), "target"), {"revision": revision, "trust_remote_code": trust_remote_code}
+    name, hub = (
+        bundled_models.locate(str(target), "target"),
+        {"revision": revision, "trust_remote_code": trust_remote_code},
+    )
     with explained(name, "target"):
         kind = AutoConfig.from_pretrained(name, **hub).model_type
     if kind != "whisper":

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from specdec.core.stats import Stats
 from specdec.drafts import NAMES as DRAFT_NAMES
 from specdec.errors import OptionError
-from specdec.fields import BEAMS_ONLY, DRAWING
 from specdec.generator import SpecGenerator
 from specdec.models import Encoding
 from specdec.models.whisper import FRAME_SECONDS, TOKEN_SECONDS, Whisper
+from specdec.options.fields import BEAMS_ONLY, DRAWING
 from specdec.output import Generation
 from specdec.pipelines.settings import Settings
 from specdec.pipelines.timestamps import Segment, split
 from specdec.select import fold
-from specdec.types import Stats
 
 _WARM = 0.5  # text that was drawn at this temperature or above is no context for the next window
 

@@ -12,9 +12,9 @@ from textwrap import shorten
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from specdec.config import Options
 from specdec.errors import OptionError
-from specdec.fields import SYNONYMS
+from specdec.options.fields import SYNONYMS
+from specdec.options.generate import Options
 from specdec.scale.arrow import parquet, pyarrow_module, schema_of, write_parquet
 from specdec.scale.ledger import Ledger, writing
 from specdec.scale.source import Row, Source, fitting, kind_of, windows

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from specdec.core.stats import Stats
 from specdec.pipelines.stats import total
 from specdec.scale.tasks import Fields, Task, explained, load_generator
 from specdec.serve.answers import Answer, Tally
@@ -14,7 +15,6 @@ from specdec.serve.errors import ApiError, as_api_error
 from specdec.serve.faults import invalid
 from specdec.serve.protocol import ChatRequest, CompletionRequest
 from specdec.serve.text_model import Ask, Begun, Echo, Ended, Piece, TextModel
-from specdec.types import Stats
 
 if TYPE_CHECKING:
     from specdec.scale.work import Work

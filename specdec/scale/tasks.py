@@ -8,14 +8,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from specdec import zoo
-from specdec.config import listed
+from specdec.core.stats import Stats
 from specdec.errors import OptionError, SpecdecError
 from specdec.generator import SpecGenerator
+from specdec.options import bundled_models
+from specdec.options.checks import plain
+from specdec.options.generate import listed
 from specdec.output import Generation
 from specdec.pipelines import Summarizer, Transcriber
-from specdec.types import Stats
-from specdec.values import plain
 
 if TYPE_CHECKING:
     from specdec.scale.work import Work
@@ -150,10 +150,10 @@ def located(work: Work) -> tuple[str, Any]:
     """Target and draft, those that come with the package by their folders."""
     draft = work.draft
     if isinstance(draft, str):
-        draft = zoo.locate(draft, "draft")
+        draft = bundled_models.locate(draft, "draft")
     elif isinstance(draft, tuple | list):
-        draft = tuple(zoo.locate(part, "draft") for part in draft)
-    return zoo.locate(work.target, "target"), draft
+        draft = tuple(bundled_models.locate(part, "draft") for part in draft)
+    return bundled_models.locate(work.target, "target"), draft
 
 
 def wanted(fields: Fields, name: str, *kinds: type) -> Any:

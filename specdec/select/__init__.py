@@ -1,13 +1,14 @@
 """Decoding strategies, the draft rules that agree with them, and when a row ends.
 
 A new strategy is a class that says which options it serves and how it is made of a `RowSetup`, and a line in
-`STRATEGIES`; a way of sampling has its name in `specdec.fields.SAMPLING` besides.
+`STRATEGIES`; a way of sampling has its name in `specdec.options.fields.SAMPLING` besides.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from specdec.core.strategies import Search, Selector
 from specdec.errors import OptionError
 from specdec.select.base import RowSetup
 from specdec.select.beam import BeamSearch
@@ -23,7 +24,6 @@ from specdec.select.rejection import Rejection
 from specdec.select.rules import GreedyRule
 from specdec.select.scoring import Beams
 from specdec.select.stopping import Stopping
-from specdec.types import Search, Selector
 
 STRATEGIES: tuple[type[Selector | Search], ...] = (
     Contrastive,

@@ -9,12 +9,14 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from specdec.config import Options
+from specdec.core.drafts import BranchRule, DraftRule
+from specdec.core.rounds import Row
+from specdec.core.tree import Scores, Step, TopTokens
 from specdec.logits import Processors, host
+from specdec.options.generate import Options
 from specdec.select import noise
 from specdec.select.rules import GreedyRule, process, process_all
 from specdec.select.stopping import Stopping
-from specdec.types import BranchRule, DraftRule, Row, Scores, Step, TopTokens
 
 SMALL = 1 << 16
 """Logits of a round that are looked at all at once, as that costs less than one call for each."""

@@ -15,9 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.config import Options
+from specdec.core.drafts import Branch, Plan
+from specdec.core.rounds import Row
+from specdec.core.strategies import NodeOutput, SearchStep
+from specdec.core.tree import Step
 from specdec.errors import SpecdecError
 from specdec.logits import host
+from specdec.options.generate import Options
 from specdec.select import noise
 from specdec.select.base import RowSetup
 from specdec.select.scoring import (
@@ -33,7 +37,6 @@ from specdec.select.scoring import (
     extended,
     totals,
 )
-from specdec.types import Branch, NodeOutput, Plan, Row, SearchStep, Step
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

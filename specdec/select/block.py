@@ -14,11 +14,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from specdec.core.rounds import Row
+from specdec.core.tree import Scores, Step, Tree
 from specdec.errors import OptionError
 from specdec.select import noise
 from specdec.select.rejection import Rejection, draft_distribution, drawn_children
 from specdec.select.rules import generated
-from specdec.types import Row, Scores, Step, Tree
 
 
 @dataclass

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from specdec.core.drafts import Branch, Plan
 from specdec.logits import host
 from specdec.select import noise
-from specdec.types import Branch, Plan
 
 WIDER = 2
 """Of the nodes that are proposed at a depth, every second one is continued (arXiv 2406.16858 reranks likewise)."""

@@ -13,12 +13,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from specdec.config import Options
+from specdec.core.drafts import Branch, Plan
+from specdec.core.rounds import Row
+from specdec.options.generate import Options
 from specdec.select.base import RowSetup
 from specdec.select.constraints import Progress, wanted
 from specdec.select.pool import PoolSearch, Turn
 from specdec.select.scoring import Beam, Beams, Candidates, Pool, best_totals, branches, totals
-from specdec.types import Branch, Plan, Row
 
 _STEP = 100
 """What a step towards the constraints weighs against a beam's log-probability."""

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from specdec.config import Options
+from specdec.core.rounds import Row
+from specdec.core.strategies import NodeOutput, SearchStep
+from specdec.core.tree import Step
+from specdec.options.generate import Options
 from specdec.select.base import RowSetup, StrategyBase
 from specdec.select.rules import process
 from specdec.select.scoring import Hypothesis
 from specdec.select.stopping import Stopping
-from specdec.types import NodeOutput, Row, SearchStep, Step
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from specdec.config import Options
+from specdec.core.drafts import DraftRule
+from specdec.core.rounds import Row
+from specdec.core.tree import Scores
+from specdec.options.generate import Options
 from specdec.select import noise
 from specdec.select.base import TextStrategy, paths
 from specdec.select.rules import CoupledRule, generated
-from specdec.types import DraftRule, Row, Scores
 
 
 class Coupled(TextStrategy):

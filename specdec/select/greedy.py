@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from specdec.config import Options
+from specdec.core.rounds import Row
+from specdec.core.tree import Scores, Step
 from specdec.logits import host
+from specdec.options.generate import Options
 from specdec.select.base import SMALL, TextStrategy
-from specdec.types import Row, Scores, Step
 
 
 class Greedy(TextStrategy):

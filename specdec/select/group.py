@@ -13,11 +13,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from specdec.config import Options
+from specdec.core.drafts import Branch, Plan
+from specdec.core.rounds import Row
+from specdec.options.generate import Options
 from specdec.select.base import RowSetup
 from specdec.select.pool import PoolSearch, Turn
 from specdec.select.scoring import Pool, best_of, branches
-from specdec.types import Branch, Plan, Row
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

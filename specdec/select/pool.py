@@ -14,8 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specdec.core.rounds import Row
+from specdec.core.strategies import NodeOutput, SearchStep
+from specdec.core.tree import Step
 from specdec.select.scoring import Beam, Beams, Candidates, Hypothesis, Pool, Scoring, extended
-from specdec.types import NodeOutput, Row, SearchStep, Step
 
 
 class Turn(NamedTuple):

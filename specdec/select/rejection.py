@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specdec.core.drafts import DraftRule
+from specdec.core.rounds import Row
+from specdec.core.tree import Scores, Tree
 from specdec.select import noise
 from specdec.select.base import paths
 from specdec.select.coupled import Coupled
 from specdec.select.rules import SampledRule, generated
-from specdec.types import DraftRule, Row, Scores, Tree
 
 
 def draft_distribution(tree: Tree, node: int) -> Tensor | None:

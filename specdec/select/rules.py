@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.core.drafts import Branch, Choice, Plan
+from specdec.core.rounds import Row
 from specdec.logits import Processors, host
 from specdec.select import noise
 from specdec.select.branching import drawn_children, likeliest_children, noisy
-from specdec.types import Branch, Choice, Plan, Row
 
 
 def generated(row: Row) -> int:

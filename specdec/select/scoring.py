@@ -12,12 +12,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specdec.core.drafts import Branch, BranchRule, Plan
+from specdec.core.rounds import Row
+from specdec.core.strategies import NodeOutput
 from specdec.logits import host
 from specdec.select.base import RowSetup, StrategyBase
 from specdec.select.constraints import Progress
 from specdec.select.rules import fit
 from specdec.select.stopping import Stopping
-from specdec.types import Branch, BranchRule, NodeOutput, Plan, Row
 
 EarlyStopping = bool | Literal["never", "exhaustive"]
 FAR = -1e9

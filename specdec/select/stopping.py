@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria
 
-from specdec.types import Row
+from specdec.core.rounds import Row
 
 _REASONS = (
     (EosTokenCriteria, "eos"),

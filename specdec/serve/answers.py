@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
+from specdec.core.stats import Stats
 from specdec.serve.protocol import ChatRequest, Generate
 from specdec.serve.text_model import Echo, Piece, TokenScore
-from specdec.types import Stats
 
 _UNIT = 128  # bytes; events that are filled up have a multiple of them
 

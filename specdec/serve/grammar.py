@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from specdec.errors import EngineError, OptionError
+from specdec.options.checks import common_length
 from specdec.serve.protocol import Generate
-from specdec.values import common_length
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

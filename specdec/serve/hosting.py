@@ -11,13 +11,13 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from specdec import zoo
 from specdec.errors import OptionError
 from specdec.generator import SpecGenerator
-from specdec.loading import NAMES as LOADING
-from specdec.loading import is_gguf
 from specdec.models import release_helpers
 from specdec.models.failures import check_reached
+from specdec.options import bundled_models
+from specdec.options.load import NAMES as LOADING
+from specdec.options.load import is_gguf
 from specdec.pipelines import Transcriber
 from specdec.pipelines.audio import check_readers
 from specdec.serve.admission import Admission
@@ -132,7 +132,7 @@ def load(settings: ModelSettings, limits: Limits, share: float = 0.5) -> TextMod
 
 def _load(settings: ModelSettings, limits: Limits, share: float) -> TextModel | SpeechModel:
     how = _how(settings)
-    target, draft = zoo.locate(settings.target, "target"), _draft(settings.draft)
+    target, draft = bundled_models.locate(settings.target, "target"), _draft(settings.draft)
     common: dict[str, Any] = {"kv_budget": settings.kv_budget or share, "prefix_cache": settings.prefix_cache}
     if _task(settings, target, how) == "speech":
         check_readers()
@@ -150,7 +150,11 @@ def _how(settings: ModelSettings) -> dict[str, Any]:
 
 
 def _draft(draft: Any) -> Any:
-    return tuple(_draft(part) for part in draft) if isinstance(draft, tuple) else draft and zoo.locate(draft, "draft")
+    return (
+        tuple(_draft(part) for part in draft)
+        if isinstance(draft, tuple)
+        else draft and bundled_models.locate(draft, "draft")
+    )
 
 
 def _task(settings: ModelSettings, target: str, how: Mapping[str, Any]) -> str:

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from specdec.fields import SAMPLING
-from specdec.schedule import SCHEDULES
+from specdec.core.draft_schedules import SCHEDULES
+from specdec.options.fields import SAMPLING
 from specdec.serve.faults import FieldError
 
 _FORMS = ("json", "regex", "grammar", "choice")

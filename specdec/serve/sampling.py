@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from specdec.core.drafts import BatchDrafter
 from specdec.errors import OptionError, UnsupportedError
 from specdec.serve.errors import ApiError
 from specdec.serve.protocol import Generate
 from specdec.serve.settings import Limits
-from specdec.types import BatchDrafter
 
 # Fields that are options by the same name, and the values that do nothing.
 _SAME: dict[str, tuple[Any, ...]] = {

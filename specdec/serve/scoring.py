@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from specdec.core.tree import Step
 from specdec.generator import SpecGenerator
+from specdec.options.checks import common_length
 from specdec.serve.bridge import Cancel
-from specdec.types import Step
-from specdec.values import common_length
 
 _CHUNK = 64  # tokens of the prompt that one pass scores at most
 

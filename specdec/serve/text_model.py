@@ -10,9 +10,12 @@ from itertools import groupby
 from typing import Any
 
 from specdec.call import News
-from specdec.config import listed
+from specdec.core.stats import Stats
+from specdec.core.tree import Step
 from specdec.errors import OptionError
 from specdec.generator import SpecGenerator
+from specdec.options.checks import refusing
+from specdec.options.generate import listed
 from specdec.output import Detokenizer, before_stop, decode
 from specdec.serve.bridge import Cancel
 from specdec.serve.errors import ApiError
@@ -21,8 +24,6 @@ from specdec.serve.protocol import ChatRequest, Generate
 from specdec.serve.sampling import call_options
 from specdec.serve.scoring import scored
 from specdec.serve.stops import StopTexts
-from specdec.types import Stats, Step
-from specdec.values import refusing
 
 _REASONS = {"eos": "stop", "stop": "stop", "criteria": "stop", "length": "length", "time": "length"}
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")

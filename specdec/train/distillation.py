@@ -26,13 +26,13 @@ from specdec import SpecGenerator
 from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.inputs import check_tokenizer
 from specdec.models.vocabulary import likeliest
+from specdec.options.checks import is_number, is_whole
 from specdec.pipelines.transcribe import processor_beside
 from specdec.train.course import descend, make_optimizers, rate
 from specdec.train.pupils import STEPS, EaglePupil, LayersPupil, Pupil, spread_layers
 from specdec.train.sounds import Sounds, Stenographer, find_sounds
 from specdec.train.teacher import CACHE_GIB, Lesson, Spool, Teacher
 from specdec.train.texts import Exam, Texts, Writer, divide, divide_prompts, encode_prompts, read_texts
-from specdec.values import is_number, is_whole
 
 KINDS = ("eagle3", "layers")
 STATE = "training"  # a folder beside the draft, from which its training goes on

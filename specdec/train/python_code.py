@@ -25,9 +25,9 @@ from torch.nn import functional as F
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specdec import SpecGenerator
+from specdec.options.bundled_models import cache
 from specdec.train.course import Course, check_stage, make_optimizers, save
 from specdec.train.shapes import POSITIONS, VOCABULARY, WIDTHS, Shape, target_shape
-from specdec.zoo import cache
 from specdec.zoo.corpus import END_OF_TEXT, held_out_prompts, source_files
 
 SHORT, LONG = 256, POSITIONS  # training windows, tokens; the long ones come last

@@ -29,9 +29,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from specdec.options.bundled_models import pair
 from specdec.train.course import Course, check_stage, make_optimizers, save
 from specdec.train.functions import Example, held_out_examples, installed_examples, training_examples
-from specdec.zoo import pair
 
 WIDTH, INNER, HEADS = 192, 512, 3  # the width is the Python-code model's
 POSITIONS = 1024

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from specdec.bench.suite import read_suite
-from specdec.config import read_yaml
 from specdec.errors import OptionError
+from specdec.options.generate import read_yaml
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "bench").glob("*.yaml"))
 

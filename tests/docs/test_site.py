@@ -13,7 +13,7 @@ from docs.make import figures
 from docs.make import pages as made
 from specdec import errors
 from specdec.cli.commands import app
-from specdec.config import Options
+from specdec.options.generate import Options
 from tests.docs.pages import PAGES, ROOT
 
 README = ROOT / "README.md"

@@ -10,12 +10,14 @@ from torch import Tensor
 from transformers import TemperatureLogitsWarper
 from transformers.generation import logits_process as stock
 
+from specdec.core.drafts import Commit, DraftSession, DraftTask
+from specdec.core.rounds import Row
+from specdec.core.tree import EMPTY, Scores, Tree
 from specdec.logits import Processors, Timestamps, TopK, TopKTopP, TopP
 from specdec.logits.counts import OutputPenalty
 from specdec.logits.suppress import MinLength, Suppress, SuppressAtBegin
 from specdec.models.session import Session
 from specdec.select.rules import CoupledRule, GreedyRule, SampledRule
-from specdec.types import EMPTY, Commit, DraftSession, DraftTask, Row, Scores, Tree
 
 
 @dataclass

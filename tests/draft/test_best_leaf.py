@@ -7,8 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from specdec.core.drafts import Commit, DraftSession, Plan
+from specdec.core.rounds import Row
+from specdec.core.tree import Tree
 from specdec.draft import BestLeaf, FunctionDrafter, NgramDrafter, TextBridge
-from specdec.types import Commit, DraftSession, Plan, Row, Tree
 
 from .fakes import FakePlan, FakeRow, follow, one
 from .test_bridge import Oracle, tokenizer

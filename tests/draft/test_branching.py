@@ -9,13 +9,14 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from specdec.core.draft_schedules.fixed import Limit
+from specdec.core.drafts import Commit, DraftSession
+from specdec.core.tree import Tree
 from specdec.draft import ModelDrafter
 from specdec.draft import model as module
 from specdec.logits import Processors
 from specdec.models import LanguageModel
-from specdec.schedule.rules import Limit
 from specdec.select import Coupled, Greedy, Rejection
-from specdec.types import Commit, DraftSession, Tree
 from tests.tiny import tiny
 
 from .fakes import FakeRow, take, task

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from specdec.core.drafts import BatchDrafter, DraftSession, Plan
+from specdec.core.rounds import Row
+from specdec.core.tree import Tree
 from specdec.draft import ModelDrafter, TextBridge, VocabularyIntersection
 from specdec.draft.intersection import shared_tokens
 from specdec.errors import VocabularyError
-from specdec.types import BatchDrafter, DraftSession, Plan, Row, Tree
 
 from .fakes import FakeModel, FakePlan, FakeRow, Greedy, follow, one, task
 

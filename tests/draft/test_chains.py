@@ -15,16 +15,17 @@ from torch import Tensor
 from transformers import TemperatureLogitsWarper
 from transformers.generation import logits_process as stock
 
+from specdec.core.draft_schedules.budget import Limit
+from specdec.core.draft_schedules.cost import CostPlan
+from specdec.core.draft_schedules.estimates import Acceptance
+from specdec.core.drafts import Chained, ChainRule, Choice, Filter, Plan
+from specdec.core.tree import EMPTY
 from specdec.draft import ModelDrafter
 from specdec.logits import Processors, Timestamps, TopK, TopP
 from specdec.logits.counts import OutputPenalty
 from specdec.logits.suppress import MinLength, Suppress, SuppressAtBegin
-from specdec.schedule.base import Limit
-from specdec.schedule.cost import CostPlan
-from specdec.schedule.estimates import Acceptance
 from specdec.select import noise
 from specdec.select.rules import CoupledRule, GreedyRule, SampledRule
-from specdec.types import EMPTY, Chained, ChainRule, Choice, Filter, Plan
 
 from .fakes import FakeModel, FakeRow, FakeSession, choosing, follow, task
 

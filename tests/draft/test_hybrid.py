@@ -6,10 +6,12 @@ import random
 
 import pytest
 
+from specdec.core.drafts import BatchDrafter, DraftSession
+from specdec.core.rounds import Row
+from specdec.core.tree import Tree
 from specdec.draft import HybridDrafter, ModelDrafter, SuffixDrafter
 from specdec.draft import hybrid as module
 from specdec.errors import OptionError
-from specdec.types import BatchDrafter, DraftSession, Row, Tree
 
 from .fakes import FakeModel, FakePlan, FakeRow, follow, one
 

@@ -7,10 +7,10 @@ import random
 import pytest
 import torch
 
+from specdec.core.tree import Tree
 from specdec.draft import EarlyExitDrafter, ModelDrafter
 from specdec.draft import model as module
 from specdec.errors import UnsupportedError
-from specdec.types import Tree
 
 from .fakes import FakeEncoding, FakeModel, FakePlan, FakeRow, Greedy, follow, one, task
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from specdec.core.tree import Scores, Tree
 from specdec.models import Encoding, LanguageModel
 from specdec.models.probe import reference
-from specdec.types import Scores, Tree
 
 TOLERANCE = 2e-4  # a wrong mask or position shows as 0.03 (Cohere, which scales its logits down) to 10
 SIBLINGS = [-1, 0, 0, 1, 2, -1, 5]

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from specdec.errors import OptionError, UnsupportedError
-from specdec.loading import Loading
 from specdec.models import LanguageModel, capability, load
 from specdec.models.probe import probe
+from specdec.options.load import Loading
 from tests.tiny import DECODERS, ENCODER_DECODERS, tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -24,6 +24,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from specdec import SpecGenerator, kernels
+from specdec.core.drafts import ChainRule, Choice, Filter, Until
+from specdec.core.tree import Tree
 from specdec.errors import UnsupportedError
 from specdec.logits import Processors
 from specdec.models import LanguageModel, Session
@@ -31,7 +33,6 @@ from specdec.models import compiled as compiled_module
 from specdec.models.compiled import CompiledForward, _key, _without_weights
 from specdec.models.flat import FlatForward
 from specdec.select.rules import GreedyRule
-from specdec.types import ChainRule, Choice, Filter, Tree, Until
 from tests.draft.fakes import FakeRow, choosing
 from tests.models.exact import Twin
 from tests.tiny import ENCODER_DECODERS, tiny, tiny_inputs

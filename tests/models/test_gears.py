@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from specdec import LanguageModel, OptionError, SpecGenerator, UnsupportedError, kernels
-from specdec.loading import Loading
 from specdec.models import gears
 from specdec.models.gears import PackedEmbedding, is_packed
 from specdec.models.loading import load
+from specdec.options.load import Loading
 from tests.folders import saved
 from tests.tiny import NAMES, tiny, tiny_inputs
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from specdec import SpecGenerator, kernels
+from specdec.core.tree import Tree
 from specdec.kernels import plain
 from specdec.models import LanguageModel
 from specdec.models.graphs import WIDTHS, GraphedForward, cuda_graphs
-from specdec.types import Tree
 from tests.models.exact import Twin
 from tests.tiny import ENCODER_DECODERS, tiny, tiny_inputs
 

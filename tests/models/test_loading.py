@@ -19,7 +19,7 @@ from specdec.models import load, placement, quantize
 from specdec.models.failures import closest_name
 from specdec.models.heads import kind_of
 from specdec.models.int8 import Int8Linear
-from specdec.zoo import pair
+from specdec.options.bundled_models import pair
 from tests.folders import saved
 from tests.oracle import KINDS, oracle
 from tests.test_exact import prompt_for

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from specdec import EngineError, LoadError, OptionError, SpecGenerator, UnsupportedError
+from specdec.core.tree import Tree
 from specdec.models import LanguageModel
 from specdec.models.kv_session import KvSession
 from specdec.models.plans import parts
 from specdec.models.ranks import Follower, Line, Ranks
 from specdec.models.sharded import LedSession, ShardedModel
 from specdec.models.synced import InStep
-from specdec.types import Tree
 from tests.heads import eagle_folder
 from tests.tiny import tiny
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from specdec.core.tree import Tree
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models import Encoding, LanguageModel, native_cache, store
 from specdec.models.kv_session import KvSession
-from specdec.types import Tree
 from tests.models.exact import TOLERANCE, Twin
 from tests.tiny import tiny, tiny_inputs
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from specdec import zoo
 from specdec.cli.commands import run
+from specdec.options import bundled_models
 from specdec.pipelines import Summarizer
 from tests.pipelines.models import NEW, UNPRINTABLE, model, tokenizer
 
@@ -135,7 +135,9 @@ def test_a_model_of_the_zoo(
     folder: Path, summarize: Any, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`zoo:NAME` is found, with its draft, as in `specdec generate`."""
-    monkeypatch.setattr(zoo, "pair", lambda name: zoo.Pair(name, folder / "target", folder / "draft", {}))
+    monkeypatch.setattr(
+        bundled_models, "pair", lambda name: bundled_models.Pair(name, folder / "target", folder / "draft", {})
+    )
     code, out, err = summarize("text.txt", "--model", "zoo:python-code", "--format", "json", model=None)
     assert (code, err) == (0, "")
     found = json.loads(out)
@@ -149,8 +151,8 @@ def test_demo(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = capsys.readouterr()
     found = json.loads(out)
     assert err == ""
-    assert [d["file"] for d in found["documents"]] == list(zoo.functions())
-    for document, text in zip(found["documents"], zoo.functions().values(), strict=True):
+    assert [d["file"] for d in found["documents"]] == list(bundled_models.functions())
+    for document, text in zip(found["documents"], bundled_models.functions().values(), strict=True):
         assert document["summary_text"].startswith(text.splitlines()[0])
     assert found["settings"]["method"] == "draft"
 

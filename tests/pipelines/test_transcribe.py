@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel, WhisperForCausalLM, WhisperProcessor, pipeline
 
-from specdec import OptionError, SpecGenerator, Transcriber, UnsupportedError, zoo
+from specdec import OptionError, SpecGenerator, Transcriber, UnsupportedError
 from specdec.models.whisper import Whisper
+from specdec.options import bundled_models
 from specdec.pipelines.audio import read_audio
 from specdec.pipelines.windows import Track
 from tests.speech import RATE, processor, settings, speech, whisper
@@ -179,10 +180,10 @@ def test_english_only() -> None:
 )
 def test_the_package_s_own_pair(options: dict[str, Any]) -> None:
     """A trained model on real sound, short and long: transformers' tokens, and a draft that is often right."""
-    pair = zoo.pair("speech")
+    pair = bundled_models.pair("speech")
     transcriber = Transcriber.from_pretrained(pair.target, str(pair.draft), dtype="float32")
     parts = WhisperProcessor.from_pretrained(pair.target)
-    sounds = [read_audio(path, RATE).samples for path, _ in zoo.recordings()]
+    sounds = [read_audio(path, RATE).samples for path, _ in bundled_models.recordings()]
     if "return_timestamps" in options:
         sounds = [sounds[0], np.concatenate(sounds)]  # longer than a window
     model = transcriber.generator.target.model
@@ -292,7 +293,10 @@ def test_chunks_equal_the_pipeline(options: dict[str, Any]) -> None:
 
 def test_sound_that_two_chunks_share_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft that copies finds a chunk's beginning at the end of the chunk before; the text is the same."""
-    models, sounds = zoo.pair("speech"), [read_audio(str(path), RATE).samples for path, _ in zoo.recordings()]
+    models, sounds = (
+        bundled_models.pair("speech"),
+        [read_audio(str(path), RATE).samples for path, _ in bundled_models.recordings()],
+    )
     transcriber = Transcriber.from_pretrained(str(models.target), "suffix", dtype="float32")
     told = transcriber(np.concatenate(sounds), chunk_length_s=8)
     monkeypatch.setattr(Track, "expected", property(lambda _: []))

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import soundfile
 
-from specdec import Transcriber, zoo
+from specdec import Transcriber
 from specdec.cli.commands import run
+from specdec.options import bundled_models
 from tests.folders import saved_model
 from tests.speech import RATE, processor, speech, whisper
 
@@ -115,7 +116,7 @@ def test_demo(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["transcribe", "--demo", "--format", "json"]) == 0
     out, err = capsys.readouterr()
     lines = [json.loads(line) for line in out.splitlines()]
-    assert len(lines) == len(zoo.recordings()) > 1
+    assert len(lines) == len(bundled_models.recordings()) > 1
     assert all(line["word_error_rate"] < 0.3 and line["chunks"] for line in lines)
     assert "mean acceptance length" in err
     assert "word error rate" in err

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from specdec import EngineError, SpecGenerator, zoo
+from specdec import EngineError, SpecGenerator
 from specdec.cli.commands import run
+from specdec.options import bundled_models
 from specdec.pipelines import Summarizer, Transcriber
 from specdec.scale import Source, Work, embedded
 from specdec.scale import run as run_batch
@@ -322,7 +323,7 @@ def test_summaries_and_several_texts(models: list[str], tmp_path: Path) -> None:
 
 def test_recordings(tmp_path: Path) -> None:
     """Paths are relative to the file that names them; what is no recording is an error of its row."""
-    path, _ = zoo.recordings()[0]
+    path, _ = bundled_models.recordings()[0]
     (tmp_path / "here.wav").symlink_to(path)
     source = write(tmp_path / "in.txt", ["here.wav", "none.wav"])
     out = tmp_path / "out.jsonl"

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 import specdec
-from specdec import SpecGenerator, zoo
+from specdec import SpecGenerator
+from specdec.options import bundled_models
 from specdec.scale import Pool, Source, Work, connect, map_batches, over_ray
 from specdec.scale import run as run_batch
 from specdec.scale.ray_serve import Replicas, deploy, withdraw
@@ -142,7 +143,7 @@ def client(cluster: None) -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def text() -> str:
     """What is answered to `ASKED`."""
-    pair = zoo.pair("python-code")
+    pair = bundled_models.pair("python-code")
     return SpecGenerator(pair.target).generate(ASKED["prompt"], max_new_tokens=ASKED["max_tokens"]).texts[0]
 
 

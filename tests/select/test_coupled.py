@@ -10,9 +10,9 @@ from scipy.stats import chi2
 from transformers import NoRepeatNGramLogitsProcessor, TemperatureLogitsWarper
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
+from specdec.core.tree import Scores, Tree
 from specdec.logits import Processors, TopK, TopP
 from specdec.select import Coupled, Greedy, Match, fold
-from specdec.types import Scores, Tree
 from tests.select.toys import NOTHING, ToyRow, decode, table, target_law, wrong
 
 V, LENGTH = 12, 24

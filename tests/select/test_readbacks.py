@@ -10,10 +10,12 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor, SuppressTokensLogitsProcessor, TemperatureLogitsWarper
 
+from specdec.core.drafts import Branch
+from specdec.core.strategies import NodeOutput, Trace
+from specdec.core.tree import Scores, Tree
 from specdec.logits import Processors, TopK, TopKTopP, TopP, host
 from specdec.select import Beams, BeamSearch, Block, Coupled, Greedy, Match, Rejection, Stopping
 from specdec.select.branching import likeliest_children
-from specdec.types import Branch, NodeOutput, Scores, Trace, Tree
 from tests.select.toys import NOTHING, Table, ToyPlan, ToyRow, decode, propose, sprout, table, verify, walk
 
 V = 40

@@ -9,12 +9,12 @@ import torch
 from scipy.stats import chi2
 from transformers import NoRepeatNGramLogitsProcessor, TemperatureLogitsWarper
 
+from specdec.core.tree import Scores, Tree
 from specdec.errors import OptionError
 from specdec.logits import Processors, TopK
 from specdec.select import Block, Match, Rejection, noise
 from specdec.select.block import child_weight, without_child
 from specdec.select.rejection import drawn_children, residual
-from specdec.types import Scores, Tree
 from tests.select.toys import (
     NOTHING,
     Branching,

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.core.drafts import Branch
+from specdec.core.tree import EMPTY, Scores, Tree
 from specdec.logits import Processors
-from specdec.types import EMPTY, Branch, Scores, Tree
 
 Table = Callable[[list[int]], Tensor]
 """From a prefix to logits `[vocab]`."""

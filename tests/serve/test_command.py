@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from specdec import LoadError, SpecdecError, zoo
+from specdec import LoadError, SpecdecError
 from specdec.cli import serve as command
 from specdec.cli.commands import run
 from specdec.cli.serve import plain_name, settings_keys
+from specdec.options import bundled_models
 from specdec.pipelines import audio
 from specdec.serve import load, read_settings
 from specdec.serve.bridge import Cancel
@@ -51,7 +52,7 @@ def test_flags_of_one_model() -> None:
 
 def test_drafts_are_chosen_as_elsewhere() -> None:
     """A pair of the package is its own draft, anything else copies unless told otherwise."""
-    drafts = {"zoo:python-code": str(zoo.pair().draft), "org/m": "suffix"}
+    drafts = {"zoo:python-code": str(bundled_models.pair().draft), "org/m": "suffix"}
     for target, draft in drafts.items():
         assert read_settings(keys(target=target)).models[0].draft == draft
     assert read_settings(keys(target="m", method="none")).models[0].draft is None

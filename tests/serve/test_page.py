@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from specdec import zoo
+from specdec.options import bundled_models
 from tests.browser import launched
 from tests.serve.process import KEY, Process, serving
 
@@ -172,7 +172,7 @@ def test_structured_answers(page: Any) -> None:
 
 def test_an_upload(page: Any) -> None:
     """A recording of the package is written down, as text and as subtitles; what is no sound is told."""
-    path, said = zoo.recordings()[0]
+    path, said = bundled_models.recordings()[0]
     choose(page, "speech")
     page.set_input_files("#file", str(path))
     page.click("#hear")

@@ -20,7 +20,8 @@ from typing import Any
 import httpx
 import pytest
 
-from specdec import SpecGenerator, zoo
+from specdec import SpecGenerator
+from specdec.options import bundled_models
 from tests.serve.process import KEY, Process, serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -39,7 +40,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
 @pytest.fixture(scope="module")
 def offline() -> SpecGenerator:
     """The same model without a server."""
-    pair = zoo.pair("python-code")
+    pair = bundled_models.pair("python-code")
     return SpecGenerator.from_pretrained(str(pair.target), dtype="float32", gear="eager")
 
 
@@ -91,7 +92,7 @@ def test_the_openai_package(server: Process, offline: SpecGenerator) -> None:
     said = client.chat.completions.create(model="tiny", messages=messages, max_tokens=30, response_format=form)
     assert json.loads(said.choices[0].message.content)["a"] in ("x", "y")
 
-    path, text = zoo.recordings()[0]
+    path, text = bundled_models.recordings()[0]
     with path.open("rb") as file:
         heard = client.audio.transcriptions.create(model="speech", file=file)
     assert text.split(".")[0] in heard.text

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from specdec import SpecGenerator
-from specdec.config import read_yaml
 from specdec.errors import OptionError
+from specdec.options.generate import read_yaml
 from specdec.serve import create_app, read_settings
 from specdec.serve import keys as keys_module
 from specdec.serve.app import ROUTERS

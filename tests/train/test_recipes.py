@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
-from specdec import zoo
 from specdec.errors import OptionError
+from specdec.options import bundled_models
 from specdec.train import functions, phrases, python_code, python_summary, shapes, speech, synthesis, windows
 from specdec.train.course import Course, make_optimizers
 
@@ -160,7 +160,7 @@ def test_sizes_of_the_code_pair(size: str, width: int) -> None:
 
 def test_the_packages_pair_is_of_the_base_size() -> None:
     """The recipe makes the shapes that come with the package."""
-    config, own = shapes.target_shape("base").config, AutoConfig.from_pretrained(zoo.pair().target)
+    config, own = shapes.target_shape("base").config, AutoConfig.from_pretrained(bundled_models.pair().target)
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     assert [getattr(config, name) for name in names] == [getattr(own, name) for name in names]
 
@@ -194,11 +194,11 @@ def test_a_pair_is_found_once_it_is_finished(tmp_path: Path, monkeypatch: pytest
     (folder / "target").mkdir(parents=True)
     (folder / "target" / "model.safetensors").touch()
     with pytest.raises(OptionError, match="zoo:python-code"):
-        zoo.locate("zoo:mine", "target")
+        bundled_models.locate("zoo:mine", "target")
     (folder / "card.json").write_text('{"loss": ')  # cut short: `specdec zoo` ended with an error of JSON
-    assert "mine" not in zoo.folders()
+    assert "mine" not in bundled_models.folders()
     (folder / "card.json").write_text("{}")
-    assert zoo.locate("zoo:mine", "draft") == str(folder / "draft")
+    assert bundled_models.locate("zoo:mine", "draft") == str(folder / "draft")
 
 
 @pytest.mark.slow
@@ -224,11 +224,11 @@ def test_a_pair_of_another_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ]
     python_code.main(["--size", "1M", "--stage", "target", *stages])
     with pytest.raises(OptionError, match="zoo:python-code"):
-        zoo.locate("zoo:python-code-1M", "target")  # it has no draft yet
+        bundled_models.locate("zoo:python-code-1M", "target")  # it has no draft yet
     for stage in ("draft", "polish", "evaluate"):
         python_code.main(["--size", "1M", "--stage", stage, *stages])
     folder = tmp_path / "specdec" / "zoo" / "python-code-1M"
-    assert zoo.locate("zoo:python-code-1M", "draft") == str(folder / "draft")
+    assert bundled_models.locate("zoo:python-code-1M", "draft") == str(folder / "draft")
     target, draft = (AutoConfig.from_pretrained(folder / role) for role in ("target", "draft"))
     assert (target.num_hidden_layers, draft.num_hidden_layers) == (24, 2)
     assert target.hidden_size == draft.hidden_size == 64

@@ -18,7 +18,8 @@ from transformers import (
     WhisperProcessor,
 )
 
-from specdec import SpecGenerator, Transcriber, zoo
+from specdec import SpecGenerator, Transcriber
+from specdec.options import bundled_models
 from specdec.pipelines import Summarizer
 from specdec.train import functions, python_summary, speech, speech_scores
 
@@ -32,12 +33,12 @@ MEGABYTES = 40  # of the speech and the summary pair together
 
 @pytest.fixture(scope="module")
 def whisper() -> WhisperForConditionalGeneration:
-    return AutoModelForSpeechSeq2Seq.from_pretrained(zoo.pair("speech").target, dtype=torch.float32).eval()
+    return AutoModelForSpeechSeq2Seq.from_pretrained(bundled_models.pair("speech").target, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
 def processor() -> WhisperProcessor:
-    return AutoProcessor.from_pretrained(zoo.pair("speech").target)
+    return AutoProcessor.from_pretrained(bundled_models.pair("speech").target)
 
 
 def samples_of(file: Path) -> np.ndarray:
@@ -49,16 +50,16 @@ def samples_of(file: Path) -> np.ndarray:
 def test_pipelines_take_names_of_the_zoo() -> None:
     """As the command line does."""
     transcriber = Transcriber.from_pretrained("zoo:speech", dtype="float32")
-    assert "key" in transcriber(str(zoo.recordings()[0][0]))["text"]
+    assert "key" in transcriber(str(bundled_models.recordings()[0][0]))["text"]
     summarize = Summarizer.from_pretrained("zoo:python-summary", dtype="float32")
-    text = zoo.functions()["is_prime"]
+    text = bundled_models.functions()["is_prime"]
     assert summarize(text, max_new_tokens=40)[0]["summary_text"].startswith(text.splitlines()[0])
 
 
-@pytest.mark.parametrize("name", zoo.NAMES)
+@pytest.mark.parametrize("name", bundled_models.NAMES)
 def test_auto_classes_load_both_models(name: str) -> None:
     """Target and draft load with transformers alone, and are as large as the card says."""
-    pair = zoo.pair(name)
+    pair = bundled_models.pair(name)
     for role in ("target", "draft"):
         folder = getattr(pair, role)
         model = AUTO[name].from_pretrained(folder, dtype=torch.float32)
@@ -68,7 +69,7 @@ def test_auto_classes_load_both_models(name: str) -> None:
 
 def test_the_newer_pairs_are_small() -> None:
     """Speech and summaries take 40 MB at most."""
-    folders = [zoo.pair(name).target.parent for name in zoo.NAMES[1:]]
+    folders = [bundled_models.pair(name).target.parent for name in bundled_models.NAMES[1:]]
     assert sum(f.stat().st_size for folder in folders for f in folder.rglob("*") if f.is_file()) < MEGABYTES * 1e6
 
 
@@ -77,7 +78,7 @@ def test_the_newer_pairs_are_small() -> None:
 
 def test_the_drafts_encoder_is_the_targets(whisper: WhisperForConditionalGeneration) -> None:
     """So that the encoder's output can be computed once for both."""
-    draft = AutoModelForSpeechSeq2Seq.from_pretrained(zoo.pair("speech").draft, dtype=torch.float32)
+    draft = AutoModelForSpeechSeq2Seq.from_pretrained(bundled_models.pair("speech").draft, dtype=torch.float32)
     theirs = whisper.model.encoder.state_dict()
     assert all(torch.equal(weight, theirs[name]) for name, weight in draft.model.encoder.state_dict().items())
     assert draft.config.decoder_layers == 1
@@ -100,13 +101,13 @@ def test_the_recordings_say_what_is_written(
     number: int, whisper: WhisperForConditionalGeneration, processor: WhisperProcessor
 ) -> None:
     """Transformers' own generation writes the transcript of each recording that comes with the package."""
-    file, transcript = zoo.recordings()[number]
+    file, transcript = bundled_models.recordings()[number]
     assert speech_scores.transcribe(whisper, processor, [samples_of(file)])[0].strip() == transcript
 
 
 def test_timestamps_follow_the_sentences(whisper: WhisperForConditionalGeneration, processor: WhisperProcessor) -> None:
     """A recording longer than a window is read window after window; segments are in order and within it."""
-    recordings = zoo.recordings()
+    recordings = bundled_models.recordings()
     samples = np.concatenate([samples_of(file) for file, _ in recordings])
     heard = processor(
         samples,
@@ -130,7 +131,7 @@ def test_timestamps_follow_the_sentences(whisper: WhisperForConditionalGeneratio
 
 def test_words_have_times(whisper: WhisperForConditionalGeneration, processor: WhisperProcessor) -> None:
     """The alignment heads find a word where it is said: after 3.5 seconds of this recording."""
-    file, transcript = zoo.recordings()[0]
+    file, transcript = bundled_models.recordings()[0]
     heard = processor(samples_of(file), sampling_rate=16_000, return_tensors="pt").input_features
     out = whisper.generate(heard, return_token_timestamps=True)
     first = processor.tokenizer.encode(" Start", add_special_tokens=False)[0]
@@ -150,7 +151,7 @@ def test_the_speech_card(whisper: WhisperForConditionalGeneration, processor: Wh
     """Word error rates of the first 60 held-out sentences are about those of the card's 200."""
     for module in ("jiwer", "soxr"):
         pytest.importorskip(module)
-    card = zoo.pair("speech").card
+    card = bundled_models.pair("speech").card
     for kind in ("sentences", "voice"):
         lines = speech_scores.lines(kind, 60)
         texts = speech_scores.transcribe(whisper, processor, [speech_scores.speak(line) for line in lines])
@@ -160,9 +161,9 @@ def test_the_speech_card(whisper: WhisperForConditionalGeneration, processor: Wh
 
 def test_missing_recordings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An installation without its data files says so."""
-    monkeypatch.setattr(zoo, "_ROOT", tmp_path)
-    with pytest.raises(zoo.SpecdecError, match="the recordings are not in"):
-        zoo.recordings()
+    monkeypatch.setattr(bundled_models, "_ROOT", tmp_path)
+    with pytest.raises(bundled_models.SpecdecError, match="the recordings are not in"):
+        bundled_models.recordings()
 
 
 def test_the_window_of_the_extractor_is_the_models(
@@ -185,7 +186,7 @@ def held_out() -> list[functions.Example]:
 @pytest.fixture(scope="module")
 def summaries() -> dict[str, list[list[int]]]:
     """What the target writes of them, with each draft and without, and the statistics of all."""
-    pair = zoo.pair("python-summary")
+    pair = bundled_models.pair("python-summary")
     plain = SpecGenerator.from_pretrained(pair.target, dtype="float32")
     found: dict[str, list[list[int]]] = {}
     for name, draft in {"none": None, "suffix": "suffix", "model": str(pair.draft)}.items():
@@ -198,7 +199,7 @@ def summaries() -> dict[str, list[list[int]]]:
 
 def test_summaries_begin_with_the_signature(summaries: dict[str, list[list[int]]]) -> None:
     """Which the target copies from functions that it never saw."""
-    tokenizer = AutoTokenizer.from_pretrained(zoo.pair("python-summary").target)
+    tokenizer = AutoTokenizer.from_pretrained(bundled_models.pair("python-summary").target)
     written = [tokenizer.decode(ids, skip_special_tokens=True).split("\n") for ids in summaries["none"]]
     right = sum(lines[0] == e.signature for lines, e in zip(written, held_out(), strict=True))
     assert right >= 0.75 * len(written)

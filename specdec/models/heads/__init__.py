@@ -8,7 +8,6 @@ from os import PathLike
 from transformers import PreTrainedModel
 
 from specdec.errors import UnsupportedError
-from specdec.loading import Loading
 from specdec.models.heads.checkpoint import Checkpoint, kind_of, readable
 from specdec.models.heads.dflash import load_assistant, load_dflash
 from specdec.models.heads.eagle import load_eagle
@@ -16,6 +15,7 @@ from specdec.models.heads.head import Head, Stage, Stages
 from specdec.models.heads.mtp import load_mtp
 from specdec.models.language_model import LanguageModel
 from specdec.models.vocabulary import Choose
+from specdec.options.load import Loading
 
 
 def _load_gemma4(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> Head:

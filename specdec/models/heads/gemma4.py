@@ -18,12 +18,12 @@ from transformers import Gemma4TextConfig, LlamaConfig
 from transformers.models.gemma4 import modeling_gemma4 as gemma
 
 from specdec.errors import UnsupportedError
-from specdec.loading import Loading
 from specdec.models.compat import set_attention
 from specdec.models.heads.checkpoint import Checkpoint, unallocated
 from specdec.models.heads.head import Embedding, Head, Stage
 from specdec.models.language_model import LanguageModel
 from specdec.models.layout import Kind
+from specdec.options.load import Loading
 
 _UNREAD = r"\.self_attn\.[kv]_(proj|norm)\."  # layers without keys and values may be stored with them
 _NOBODY = torch.iinfo(torch.long).max  # where the keys of guesses lie: no node sees as far

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from specdec.core.drafts import Chained
+from specdec.core.tree import Scores, Tree
 from specdec.models.capability import Capability
 from specdec.models.encoding import Encoding
 from specdec.models.gears import PackedEmbedding
@@ -29,7 +31,6 @@ from specdec.models.layout import AttentionView, Kind
 from specdec.models.session import Session
 from specdec.models.store import Prefix
 from specdec.models.vocabulary import Choose, cut, widened
-from specdec.types import Chained, Scores, Tree
 
 
 class Stage(nn.Module, ABC):

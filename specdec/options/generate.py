@@ -15,8 +15,10 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from specdec.core.draft_schedules import SCHEDULES
 from specdec.errors import OptionError, UnsupportedError
-from specdec.fields import (
+from specdec.options.checks import warn_of_idle
+from specdec.options.fields import (
     BEAMS_ONLY,
     DRAWING,
     EXPECTED,
@@ -40,8 +42,6 @@ from specdec.fields import (
     Watermark,
     Whole,
 )
-from specdec.schedule import SCHEDULES
-from specdec.values import warn_of_idle
 
 
 class Options(BaseModel):

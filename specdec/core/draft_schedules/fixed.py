@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from specdec.schedule.base import MOST_NODES, Limit, ScheduleSetup, check_nodes
+from specdec.core.draft_schedules.budget import MOST_NODES, Limit, ScheduleSetup, check_nodes
 
 if TYPE_CHECKING:
-    from specdec.types import Plan, Round, Row
+    from specdec.core.drafts import Plan
+    from specdec.core.rounds import Round, Row
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 from specdec.errors import OptionError
 
 if TYPE_CHECKING:  # names of schedules are read where torch is not loaded
-    from specdec.types import Plan, Round, Row, Until
+    from specdec.core.drafts import Plan, Until
+    from specdec.core.rounds import Round, Row
 
 MOST_NODES = 1024
 """Of one row's tree in one pass: beyond it the work around the nodes outweighs whatever a pass over weights costs."""
@@ -90,7 +91,7 @@ class Limit:
     @property
     def until(self) -> Until | None:
         """The threshold: of what lies below it the chance is 0. None for others with a `go_on` of their own."""
-        from specdec.types import Until
+        from specdec.core.drafts import Until
 
         if type(self).go_on is not Limit.go_on:
             return None

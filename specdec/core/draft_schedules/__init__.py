@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from specdec.schedule.base import Limit, NamedSchedule, Schedule, ScheduleSetup
-from specdec.schedule.cost import WIDEST, Cost
-from specdec.schedule.rules import Confidence, Constant, Heuristic
+from specdec.core.draft_schedules.budget import Limit, NamedSchedule, Schedule, ScheduleSetup
+from specdec.core.draft_schedules.cost import WIDEST, Cost
+from specdec.core.draft_schedules.fixed import Confidence, Constant, Heuristic
 
 SCHEDULES: dict[str, type[NamedSchedule]] = {
     "heuristic": Heuristic,

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from specdec.types.rounds import Row
-    from specdec.types.trees import Tree
+    from specdec.core.rounds import Row
+    from specdec.core.tree import Tree
 
 
 class Branch(NamedTuple):

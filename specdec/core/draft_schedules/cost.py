@@ -18,11 +18,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from specdec.schedule.base import MOST_NODES, ScheduleSetup, check_nodes
-from specdec.schedule.estimates import Acceptance, Line
+from specdec.core.draft_schedules.budget import MOST_NODES, ScheduleSetup, check_nodes
+from specdec.core.draft_schedules.estimates import Acceptance, Line
 
 if TYPE_CHECKING:
-    from specdec.types import Plan, Round, Row, RowRound, Until
+    from specdec.core.drafts import Plan, Until
+    from specdec.core.rounds import Round, Row, RowRound
 
 WIDEST = 32
 """Nodes that one draft pass continues at most, where nobody asked for a number."""
@@ -86,7 +87,7 @@ class CostPlan:
     @property
     def until(self) -> Until:
         """The same of a chain."""
-        from specdec.types import Until
+        from specdec.core.drafts import Until
 
         least = (self.draft_cost + self.verify_cost) / self.acceptance.mean
         return Until(self.acceptance.edges, self.acceptance.rates, least)

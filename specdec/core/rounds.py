@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torch import Tensor
 
-from specdec.types.trees import EMPTY, Tree
+from specdec.core.tree import EMPTY, Tree
 
 if TYPE_CHECKING:
-    from specdec.types.drafts import DraftTask
-    from specdec.types.trees import Step
+    from specdec.core.drafts import DraftTask
+    from specdec.core.tree import Step
 
 
 class Context(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any
 
 from specdec.errors import OptionError, SpecdecError
 
-_ROOT = Path(__file__).parent
+_ROOT = Path(__file__).parents[1] / "zoo"
 NAMES = ("python-code", "speech", "python-summary")
 
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from specdec.types.drafts import BranchRule, DraftRule
-    from specdec.types.rounds import Row
-    from specdec.types.trees import Scores, Step
+    from specdec.core.drafts import BranchRule, DraftRule
+    from specdec.core.rounds import Row
+    from specdec.core.tree import Scores, Step
 
 
 class Strategy(Protocol):

@@ -13,20 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.types import (
-    EMPTY,
-    Context,
-    DraftTask,
-    NodeOutput,
-    Row,
-    RowPass,
-    Scores,
-    Search,
-    Selector,
-    Step,
-    Trace,
-    Tree,
-)
+from specdec.core.drafts import DraftTask
+from specdec.core.rounds import Context, Row, RowPass
+from specdec.core.strategies import NodeOutput, Search, Selector, Trace
+from specdec.core.tree import EMPTY, Scores, Step, Tree
 
 Kept = tuple[Tensor, ...] | None
 _VOID = 64  # places in a cache that dead branches may leave empty

@@ -7,7 +7,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from specdec.values import plain
+from specdec.options.checks import plain
 
 
 class Rule(NamedTuple):

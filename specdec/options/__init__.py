@@ -1,0 +1,1 @@
+"""Options: frozen, without torch, filled by keyword arguments, GenerationConfig, YAML and flags."""
