@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specdec.kernels import attend, plain, store_nodes
+from specdec.kernels import attend, reference_attention, store_nodes
 
 FLOATS, HALVES = torch.float32, torch.bfloat16
 NAN, INF = float("nan"), float("inf")
@@ -269,7 +269,7 @@ def test_stored(dtype: torch.dtype) -> None:
     keys, values = (torch.randn(1, 5, 3, width + 2).to(dtype)[..., 1:-1].transpose(1, 2) for width in (12, 7))
     buffers = [torch.zeros(4, 20, 3, width).to(dtype)[1:, 2:].transpose(1, 2) for width in (12, 7)]
     nodes = torch.tensor([[2, 17, 0, 0], [0, 3, 0, 0], [2, 0, 0, 0], [1, 3, 0, 0], [1, 4, 0, 0]], dtype=torch.int32)
-    for how in (store_nodes, plain.store_nodes):
+    for how in (store_nodes, reference_attention.store_nodes):
         for buffer in buffers:
             buffer.zero_()
         how(keys, values, *buffers, nodes[None, None])
@@ -287,7 +287,11 @@ def test_plain_operators_agree(dtype: torch.dtype) -> None:
     @settings(max_examples=30, deadline=None)
     @given(call=calls(dtype))
     def check(call: Call) -> None:
-        found = call.run(plain.attend) if dtype == FLOATS else as_floats(call).run(plain.attend).to(dtype)
+        found = (
+            call.run(reference_attention.attend)
+            if dtype == FLOATS
+            else as_floats(call).run(reference_attention.attend).to(dtype)
+        )
         close(found, call.exact(), 1e-4)  # in whatever order torch adds up
 
     check()
@@ -385,4 +389,4 @@ def test_wrong_arguments() -> None:
     for name, value in (("queries", call.queries[0]), ("keys", call.keys[..., :-1]), ("values", call.values[:1]),
                         ("nodes", nodes.long()), ("sinks", torch.ones(5)), ("biases", torch.ones(5, 2))):  # fmt: skip
         changed = replace(call, **{name: value})
-        refused(name, partial(changed.run, plain.attend))
+        refused(name, partial(changed.run, reference_attention.attend))

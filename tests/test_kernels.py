@@ -22,9 +22,9 @@ from specdec.kernels import (
     Quantized,
     ReorderedLinear,
     build,
-    layout,
     ops,
     pack,
+    packed_layout,
     to_int4,
     to_int8,
 )
@@ -443,8 +443,8 @@ def test_choices_do_not_depend_on_what_was_loaded() -> None:
 def test_layout_is_that_of_the_description() -> None:
     """The columns of a chunk stand where linear.cpp reads them."""
     values = torch.arange(32 * 8).view(32, 8) % 16
-    nibbles = layout.packed(values.to(torch.int8), torch.uint8).view(torch.int32)[0, 0, :, 0]
+    nibbles = packed_layout.packed(values.to(torch.int8), torch.uint8).view(torch.int32)[0, 0, :, 0]
     for place, column in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
         assert torch.equal(nibbles >> 4 * place & 15, values[:, column].int())
-    assert torch.equal(layout.packed(values.to(torch.int8), torch.int8)[0, 1, 2], values[:, 6].to(torch.int8))
-    assert torch.equal(layout.packed(values.bfloat16(), HALVES)[0, 3, :, 1], values[:, 7].bfloat16())
+    assert torch.equal(packed_layout.packed(values.to(torch.int8), torch.int8)[0, 1, 2], values[:, 6].to(torch.int8))
+    assert torch.equal(packed_layout.packed(values.bfloat16(), HALVES)[0, 3, :, 1], values[:, 7].bfloat16())

@@ -12,9 +12,17 @@ from specdec.kernels.build import (
 )
 from specdec.kernels.kept import Lack, alone, is_whole, put
 from specdec.kernels.ops import attend, draws, keep_top, passes, signed, store_nodes
-from specdec.kernels.packed import FLOATS, KINDS, AnyLinear, HeldLinear, PackedLinear, ReorderedLinear, best_seconds
-from specdec.kernels.packing import pack
-from specdec.kernels.quantize import Quantized, to_int4, to_int8
+from specdec.kernels.pack import pack
+from specdec.kernels.packed_linear import (
+    FLOATS,
+    KINDS,
+    AnyLinear,
+    HeldLinear,
+    PackedLinear,
+    ReorderedLinear,
+    best_seconds,
+)
+from specdec.kernels.quantized import Quantized, to_int4, to_int8
 
 __all__ = [
     "FLOATS",

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.kernels import layout, plain
-from specdec.kernels.quantize import Quantized
+from specdec.kernels import packed_layout, reference_attention
+from specdec.kernels.quantized import Quantized
 
 _LIBRARY = torch.library.Library("specdec", "FRAGMENT")  # type: ignore[no-untyped-call]
 _WEIGHT = "Tensor weight, Tensor? factors, Tensor? scales, Tensor? mins"
@@ -45,7 +45,7 @@ def _packed_rows(ids: Tensor, weight: Tensor, factors: Tensor | None, scales: Te
                  inputs: int, group: int) -> Tensor:  # fmt: skip
     flat = ids.reshape(-1)
     if weight.is_floating_point():
-        values = layout.rows(weight, flat, inputs)
+        values = packed_layout.rows(weight, flat, inputs)
     else:
         values = quantized_rows(flat, weight, factors, scales, mins, inputs, group).weight()
     return values.view(*ids.shape, inputs)
@@ -55,11 +55,11 @@ def quantized_rows(ids: Tensor, weight: Tensor, factors: Tensor | None, scales: 
                    inputs: int, group: int) -> Quantized:  # fmt: skip
     """Rows of a packed weight of integers, as they were before it was packed; arguments as of `packed_rows`."""
     return Quantized(
-        layout.rows(weight, ids, inputs),
+        packed_layout.rows(weight, ids, inputs),
         bits=4 if weight.dtype == torch.uint8 else 8,
         group=group or None,
-        scales=layout.groups_of(scales, ids),
-        mins=layout.groups_of(mins, ids),
+        scales=packed_layout.groups_of(scales, ids),
+        mins=packed_layout.groups_of(mins, ids),
         factors=None if factors is None else factors[ids],
     )
 
@@ -128,8 +128,8 @@ def passes(path: str) -> Any:
     return torch.classes.specdec.Passes(path)
 
 
-_LIBRARY.impl("store_nodes", plain.store_nodes, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-_LIBRARY.impl("attend", plain.attend, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_LIBRARY.impl("store_nodes", reference_attention.store_nodes, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_LIBRARY.impl("attend", reference_attention.attend, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 _LIBRARY.impl("packed_rows", _packed_rows, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
 
 keep_top = torch.ops.specdec.keep_top.default

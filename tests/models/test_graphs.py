@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specdec import SpecGenerator, kernels
 from specdec.core.tree import Tree
-from specdec.kernels import plain
+from specdec.kernels import reference_attention
 from specdec.models import LanguageModel
 from specdec.models.graphs import WIDTHS, GraphedForward, cuda_graphs
 from tests.models.exact import Twin
@@ -58,10 +58,10 @@ def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
         def attend(queries: Tensor, keys: Tensor, values: Tensor, nodes: Tensor, scale: float, softcap: float = 0.0,
                    sinks: Tensor | None = None, biases: Tensor | None = None) -> Tensor:  # fmt: skip
-            return plain.attend(queries, keys, values, nodes, scale, softcap, sinks, biases)
+            return reference_attention.attend(queries, keys, values, nodes, scale, softcap, sinks, biases)
 
         monkeypatch.setattr(kernels, "attend", attend)
-        monkeypatch.setattr(kernels, "store_nodes", plain.store_nodes)
+        monkeypatch.setattr(kernels, "store_nodes", reference_attention.store_nodes)
 
 
 OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "whisper", "t5")]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specdec.errors import OptionError
-from specdec.kernels import layout, ops
-from specdec.kernels.quantize import Quantized, to_int4, to_int8
+from specdec.kernels import ops, packed_layout
+from specdec.kernels.quantized import Quantized, to_int4, to_int8
 
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 INTEGERS = {"int8": torch.int8, "int4": torch.uint8}  # as they are packed
@@ -109,10 +109,14 @@ class PackedLinear(AnyLinear):
         self.unpacks = unpacks
         if isinstance(weight, Quantized):
             self.group = weight.group or 0
-            packed = layout.packed(weight.values, INTEGERS[self.kind], self.group)
-            others = weight.factors, layout.packed_groups(weight.scales), layout.packed_groups(weight.mins)
+            packed = packed_layout.packed(weight.values, INTEGERS[self.kind], self.group)
+            others = (
+                weight.factors,
+                packed_layout.packed_groups(weight.scales),
+                packed_layout.packed_groups(weight.mins),
+            )
         else:
-            self.group, packed, others = 0, layout.packed(weight.detach(), weight.dtype), (None, None, None)
+            self.group, packed, others = 0, packed_layout.packed(weight.detach(), weight.dtype), (None, None, None)
         for name, tensor in zip(("packed", "factors", "scales", "mins"), (packed, *others), strict=True):
             self.register_buffer(name, tensor)
 
@@ -123,7 +127,7 @@ class PackedLinear(AnyLinear):
             (one.kind, one.inputs, one.group, one.unpacks, *(one._buffers[name] is None for name in _HELD[:-1]))
             for one in layers
         }
-        return len(kinds) == 1 and all(one.outputs % layout.BLOCK == 0 for one in layers)
+        return len(kinds) == 1 and all(one.outputs % packed_layout.BLOCK == 0 for one in layers)
 
     @classmethod
     def join(cls, layers: Sequence[PackedLinear]) -> PackedLinear:

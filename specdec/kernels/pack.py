@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from specdec.errors import OptionError
 from specdec.kernels import build
-from specdec.kernels.packed import (
+from specdec.kernels.packed_linear import (
     FLOATS,
     KINDS,
     AnyLinear,
@@ -19,7 +19,7 @@ from specdec.kernels.packed import (
     reorders,
     unpacks,
 )
-from specdec.kernels.quantize import Quantized, to_int4, to_int8
+from specdec.kernels.quantized import Quantized, to_int4, to_int8
 
 Layer = nn.Linear | Weight
 
