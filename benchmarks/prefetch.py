@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from specdec.models.offload import hooks
+from specdec.models.hf.device_hooks import hooks
 
 
 class Prefetched(Mapping[str, Tensor]):

@@ -34,8 +34,8 @@ from specdec.errors import OptionError, VocabularyError
 from specdec.inputs import check_tokenizer, tokenizer_beside
 from specdec.models import LanguageModel, load, unwrapped
 from specdec.models.bare_decoder import on_encoder_of
-from specdec.models.failures import closest_name
 from specdec.models.heads import kind_of, load_head, load_mtp
+from specdec.models.hf.load_errors import closest_name
 from specdec.models.vocabulary import chooser, cut_as_saved, cut_vocabulary
 from specdec.options.checks import is_whole
 from specdec.options.generate import Options

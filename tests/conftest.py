@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from specdec import kernels
-from specdec.models import verdicts
+from specdec.models.hf import probe_cache
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -56,7 +56,7 @@ def fresh_verdicts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Nothing is known from before; the file."""
     path = tmp_path / "kept" / "verdicts.json"
     monkeypatch.setenv("SPECDEC_VERDICTS", str(path))
-    monkeypatch.setattr(verdicts, "_found", {})
+    monkeypatch.setattr(probe_cache, "_found", {})
     return path
 
 

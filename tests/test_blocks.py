@@ -12,7 +12,7 @@ from transformers.generation.candidate_generator import DFlashTokenCandidateGene
 
 from specdec import SpecGenerator
 from specdec.errors import LoadError, OptionError
-from specdec.models.miniature import shake
+from specdec.models.hf.tiny_models import shake
 from tests.heads import SIZES, DFlash, Eagle, Proposals, dflash_folder, eagle_folder, spy_on_proposals
 from tests.test_heads import IDS, RUN, THREE, changed, reweighed, states_of, target
 from tests.tiny import tiny

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 from specdec import OptionError, SpecGenerator, UnsupportedError
 from specdec.errors import LoadError
-from specdec.models.miniature import shake
+from specdec.models.hf.tiny_models import shake
 from tests.heads import Proposals, spy_on_proposals
 from tests.tiny import tiny
 from tests.versions import OLD

@@ -14,7 +14,7 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-from specdec.models.miniature import SIZES, WINDOW, shake
+from specdec.models.hf.tiny_models import SIZES, WINDOW, shake
 
 ROPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 GQA = {**ROPE, "num_key_value_heads": 2}

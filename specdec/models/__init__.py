@@ -3,11 +3,11 @@
 from specdec.models.capability import Capability
 from specdec.models.encoding import Encoding
 from specdec.models.helpers import release_helpers
+from specdec.models.hf.memory import digest, free_bytes
+from specdec.models.hf.model_state import ModelState, plain_modes
 from specdec.models.language_model import LanguageModel
 from specdec.models.loading import leading, load, on_own_device, unwrapped
-from specdec.models.memory import digest, free_bytes
 from specdec.models.session import Session
-from specdec.models.state import ModelState, plain_modes
 from specdec.models.store import Prefix, prefix_bytes
 
 __all__ = [

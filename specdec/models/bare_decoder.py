@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from specdec.errors import OptionError
-from specdec.models.compat import attention_of
+from specdec.models.hf.private_api import attention_of
 
 
 def on_encoder_of(target: Any, draft: Any) -> Any:

@@ -32,9 +32,9 @@ from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 from specdec import kernels
 from specdec.core.drafts import Chained
 from specdec.errors import UnsupportedError
-from specdec.models.compat import forget_outputs, note_outputs
 from specdec.models.flat import FlatModel, Given, alike
-from specdec.models.twin import twin
+from specdec.models.hf.private_api import forget_outputs, note_outputs
+from specdec.models.hf.shallow_copy import twin
 
 if TYPE_CHECKING:
     from specdec.core.drafts import ChainRule

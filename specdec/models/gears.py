@@ -22,9 +22,9 @@ from transformers.pytorch_utils import Conv1D
 
 from specdec import kernels
 from specdec.errors import OptionError, UnsupportedError
-from specdec.models.offload import execution_device, is_offloaded
-from specdec.models.twin import twin
-from specdec.models.verdicts import holds
+from specdec.models.hf.device_hooks import execution_device, is_offloaded
+from specdec.models.hf.probe_cache import holds
+from specdec.models.hf.shallow_copy import twin
 from specdec.options.load import GEARS
 
 _log = logging.getLogger(__name__)

@@ -16,20 +16,20 @@ from torch import Tensor, nn
 from specdec.errors import OptionError, UnsupportedError
 from specdec.kernels import AnyLinear, PackedLinear
 from specdec.models.capability import Capability, cache_reset_length, rope_boundary
-from specdec.models.compat import attention_of, gives_hidden_states
 from specdec.models.compiled import CompiledForward
-from specdec.models.early_exit import shallow_exit
 from specdec.models.encoding import Encoding
 from specdec.models.exactness import Exactness, exactness, strict_obstacle
 from specdec.models.flat import FlatForward
 from specdec.models.gears import check_gear, in_gear, is_packed
 from specdec.models.graphs import GraphedForward
-from specdec.models.memory import kv_width
-from specdec.models.offload import execution_device, is_offloaded
-from specdec.models.positions import STYLES, Lookup
-from specdec.models.rotary import Scaling
+from specdec.models.hf.device_hooks import execution_device, is_offloaded
+from specdec.models.hf.layer_subset import shallow_exit
+from specdec.models.hf.memory import kv_width
+from specdec.models.hf.model_state import ModelState, float32_is_rounded, plain_modes
+from specdec.models.hf.positions import STYLES, Lookup
+from specdec.models.hf.private_api import attention_of, gives_hidden_states
+from specdec.models.hf.rotary import Scaling
 from specdec.models.session import Session
-from specdec.models.state import ModelState, float32_is_rounded, plain_modes
 
 
 class LanguageModel:

@@ -20,10 +20,10 @@ from transformers import (
 )
 
 from specdec.errors import OptionError, UnsupportedError
-from specdec.models.compat import loads
-from specdec.models.failures import check_complete, check_folder, explained
 from specdec.models.gears import is_packed, slower_than_floats
 from specdec.models.gguf import GgufFile
+from specdec.models.hf.load_errors import check_complete, check_folder, explained
+from specdec.models.hf.private_api import loads
 from specdec.models.language_model import LanguageModel
 from specdec.models.placement import device_map, dispatch, keep, offload_folder, read_ahead
 from specdec.models.plans import parts

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from specdec.errors import OptionError
-from specdec.models.compat import skipped_keys
+from specdec.models.hf.private_api import skipped_keys
 from specdec.models.streaming import stream
 from specdec.options.load import Loading
 

@@ -19,8 +19,8 @@ from transformers.modeling_outputs import BaseModelOutput
 from specdec.core.tree import EMPTY, Scores, Tree
 from specdec.errors import OptionError
 from specdec.models import native_cache
-from specdec.models.compat import hidden_states_of
 from specdec.models.encoding import Encoding
+from specdec.models.hf.private_api import hidden_states_of
 from specdec.models.session import Session, check_paths, check_trees
 
 if TYPE_CHECKING:

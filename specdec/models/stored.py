@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.errors import LoadError, UnsupportedError
-from specdec.models.offload import Home, home
+from specdec.models.hf.device_hooks import Home, home
 
 _DTYPES = {
     "F64": torch.float64,

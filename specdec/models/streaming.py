@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.errors import OptionError, UnsupportedError
-from specdec.models.offload import detach, execution_devices, wrapped_later
+from specdec.models.hf.device_hooks import detach, execution_devices, wrapped_later
 from specdec.models.reader import Buffer, Layer, Reader, StreamedForward, Weight
 from specdec.models.stored import Files, Stored, find
 

@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 from torch import Tensor, nn
 
 from specdec.kernels import PackedLinear
-from specdec.models.twin import twin
+from specdec.models.hf.shallow_copy import twin
 
 _WHOLE: WeakValueDictionary[tuple[int, ...], PackedLinear] = WeakValueDictionary()
 """What was joined by now, by where its parts lie: other models over the same layers join them no second time."""

@@ -14,8 +14,8 @@ from transformers.models.whisper.tokenization_whisper import LANGUAGES, TASK_IDS
 from specdec.errors import OptionError, UnsupportedError
 from specdec.logits import Timestamps
 from specdec.models.alignment import attention_maps, token_times
-from specdec.models.compat import transcript
 from specdec.models.encoding import Encoding
+from specdec.models.hf.private_api import transcript
 from specdec.models.language_model import LanguageModel
 
 TOKEN_SECONDS = 0.02  # of audio, between two timestamp tokens

@@ -18,7 +18,7 @@ from specdec.drafts import is_name
 from specdec.errors import OptionError, SpecdecError, UnsupportedError
 from specdec.generator import SpecGenerator
 from specdec.models import LanguageModel
-from specdec.models.failures import check_folder, explained
+from specdec.models.hf.load_errors import check_folder, explained
 from specdec.models.whisper import Whisper
 from specdec.options import bundled_models
 from specdec.options.load import check_loaded

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from specdec.errors import OptionError
 from specdec.generator import SpecGenerator
 from specdec.models import release_helpers
-from specdec.models.failures import check_reached
+from specdec.models.hf.load_errors import check_reached
 from specdec.options import bundled_models
 from specdec.options.load import NAMES as LOADING
 from specdec.options.load import is_gguf

@@ -23,10 +23,11 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from specdec import kernels
-from specdec.models import compat, native_cache, offload
+from specdec.models import native_cache
 from specdec.models.alignment import attention_maps
-from specdec.models.positions import Lookup
-from specdec.models.rotary import Scaling
+from specdec.models.hf import device_hooks, private_api
+from specdec.models.hf.positions import Lookup
+from specdec.models.hf.rotary import Scaling
 from specdec.models.store import KvStore
 from tests.folders import saved_gguf
 from tests.models.test_rotary import DYNAMIC, LONG
@@ -77,21 +78,21 @@ def test_a_contract_tells_who_broke_it() -> None:
 def test_attention_implementation(kind: str) -> None:
     """A config knows the attention that its model was loaded with."""
     with contract("transformers", "`config._attn_implementation`", "compat"):
-        assert compat.attention_of(tiny("llama", attn_implementation=kind).config) == kind
+        assert private_api.attention_of(tiny("llama", attn_implementation=kind).config) == kind
 
 
 def test_model_mapping() -> None:
     """An auto class knows for which configs it has models."""
     with contract("transformers", "`AutoModelFor…` and its `_model_mapping`", "compat"):
-        assert compat.loads(AutoModelForSeq2SeqLM, tiny("t5").config)
-        assert compat.loads(AutoModelForSpeechSeq2Seq, tiny("whisper").config)
-        assert not compat.loads(AutoModelForSeq2SeqLM, tiny("whisper").config)
+        assert private_api.loads(AutoModelForSeq2SeqLM, tiny("t5").config)
+        assert private_api.loads(AutoModelForSpeechSeq2Seq, tiny("whisper").config)
+        assert not private_api.loads(AutoModelForSeq2SeqLM, tiny("whisper").config)
 
 
 def test_skipped_keys() -> None:
     """A cache stays where it is when accelerate moves the arguments of a module."""
     with contract("transformers", "`model._skip_keys_device_placement`", "compat"):
-        assert "past_key_values" in compat.skipped_keys(tiny("llama"))
+        assert "past_key_values" in private_api.skipped_keys(tiny("llama"))
     with contract("accelerate", "`dispatch_model`'s arguments", "placement"):
         assert {"offload_dir", "offload_index", "skip_keys"} <= inspect.signature(dispatch_model).parameters.keys()
 
@@ -107,7 +108,7 @@ def test_what_quantization_converts(name: str, converted: str, kept: str) -> Non
     """Ordinary layers, but neither the head nor what a model keeps in float32."""
     what = "`get_keys_to_not_convert`, `should_convert_module` or `_keep_in_fp32_modules`"
     with contract("transformers", what, "compat"):
-        wanted = compat.quantizes(tiny(name))
+        wanted = private_api.quantizes(tiny(name))
         assert wanted(converted)
         assert not wanted(kept)
 
@@ -120,7 +121,7 @@ def test_int8_kernel() -> None:
         weight = torch.randint(-127, 128, (16, 32), generator=generator, dtype=torch.int8)
         scale = torch.rand(16, generator=generator).bfloat16()
         expected = rows.float() @ weight.float().T * scale.float()
-        assert torch.allclose(compat.int8_linear(rows, weight, scale).float(), expected, rtol=0.02, atol=1)
+        assert torch.allclose(private_api.int8_linear(rows, weight, scale).float(), expected, rtol=0.02, atol=1)
 
 
 def test_gguf_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,9 +131,9 @@ def test_gguf_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with contract("transformers", "`GgufConfig`, or the bar over the tensors of GGUF files", "compat"):
         utils.logging.disable_progress_bar()
         try:
-            with compat.gguf_bars():
+            with private_api.gguf_bars():
                 model = AutoModelForCausalLM.from_pretrained(
-                    tmp_path, gguf_file="model.gguf", quantization_config=compat.whole_gguf()
+                    tmp_path, gguf_file="model.gguf", quantization_config=private_api.whole_gguf()
                 )
         finally:
             utils.logging.enable_progress_bar()
@@ -140,7 +141,7 @@ def test_gguf_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert type(model.get_submodule("model.layers.0.mlp.up_proj")) is nn.Linear
         assert "it/s" not in capsys.readouterr().err
     with contract("transformers", "`utils.cached_file`", "compat"):
-        assert Path(compat.cached(str(tmp_path), "model.gguf", None)) == tmp_path / "model.gguf"
+        assert Path(private_api.cached(str(tmp_path), "model.gguf", None)) == tmp_path / "model.gguf"
 
 
 def test_merging_of_transcripts() -> None:
@@ -268,10 +269,10 @@ def test_hooks_bring_weights_in() -> None:
         model = tiny("llama")
         cpu_offload(model, execution_device=CPU)
         embeddings = model.get_input_embeddings()
-        assert offload.is_offloaded(model)
-        assert offload.execution_device(embeddings) == CPU
-        assert offload.execution_devices(model) == {CPU}
-        with offload.at_hand(embeddings):
+        assert device_hooks.is_offloaded(model)
+        assert device_hooks.execution_device(embeddings) == CPU
+        assert device_hooks.execution_devices(model) == {CPU}
+        with device_hooks.at_hand(embeddings):
             assert not embeddings.weight.is_meta
         assert embeddings.weight.is_meta
 
@@ -282,7 +283,7 @@ def test_weights_in_files_of_their_own(tmp_path: Path) -> None:
         model = tiny("llama")
         shape = list(model.lm_head.weight.shape)
         disk_offload(model, tmp_path, execution_device=CPU)
-        place = offload.home(model, "lm_head.weight")
+        place = device_hooks.home(model, "lm_head.weight")
         assert place is not None
         assert place.entry is not None
         assert place.entry["dtype"] == "float32"
@@ -297,7 +298,7 @@ def test_weights_in_checkpoints(tmp_path: Path) -> None:
         tiny("llama").save_pretrained(tmp_path / "model")
         places = {"device_map": {"": "disk"}, "offload_folder": tmp_path / "off"}
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", **places)
-        place = offload.home(model, "model.layers.0.self_attn.q_proj.weight")
+        place = device_hooks.home(model, "model.layers.0.self_attn.q_proj.weight")
         assert place is not None
         assert place.entry is not None
         assert Path(place.entry["safetensors_file"]).parent == tmp_path / "model"
@@ -310,8 +311,8 @@ def test_hooks_come_off(tmp_path: Path) -> None:
         before = {name: {*vars(module)} for name, module in model.named_modules()}
         disk_offload(model, tmp_path, execution_device=CPU)
         assert "forward" in vars(model.lm_head)
-        assert not any(map(offload.wrapped_later, model.modules()))
-        offload.detach(model)
+        assert not any(map(device_hooks.wrapped_later, model.modules()))
+        device_hooks.detach(model)
         left = {name: {*vars(module)} - before[name] for name, module in model.named_modules()}
         assert not {name for names in left.values() for name in names} & {"forward", "_hf_hook", "_old_forward"}
 

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from specdec import LoadError, Loading, OptionError, SpecGenerator, UnsupportedError, custom_generate, kernels
 from specdec.models import load, placement, quantize
-from specdec.models.failures import closest_name
 from specdec.models.heads import kind_of
+from specdec.models.hf.load_errors import closest_name
 from specdec.models.int8 import Int8Linear
 from specdec.options.bundled_models import pair
 from tests.folders import saved

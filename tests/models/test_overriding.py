@@ -11,7 +11,7 @@ from accelerate import cpu_offload
 from torch import nn
 
 from specdec import LanguageModel, SpecGenerator
-from specdec.models.overriding import overridden
+from specdec.models.hf.patching import overridden
 from tests.models.test_rotary import DYNAMIC, LONG
 from tests.test_exact import prompt_for
 from tests.tiny import tiny

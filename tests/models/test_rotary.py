@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from specdec import LanguageModel, SpecGenerator, UnsupportedError
-from specdec.models import Capability, rotary
+from specdec.models import Capability
+from specdec.models.hf import rotary
 from tests.oracle import KINDS, oracle
 from tests.test_exact import new_tokens, reference
 from tests.tiny import tiny

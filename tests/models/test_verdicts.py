@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.models import LanguageModel, capability, probe, verdicts
+from specdec.models import LanguageModel, capability, probe
 from specdec.models.capability import Kind
-from specdec.models.miniature import SIZES, miniature
+from specdec.models.hf import probe_cache
+from specdec.models.hf.tiny_models import SIZES, miniature
 from tests.tiny import tiny
 
 
@@ -24,7 +25,7 @@ def file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An empty memory: nothing was tried in this process, and the file does not exist yet."""
     path = tmp_path / "kept" / "verdicts.json"
     monkeypatch.setenv("SPECDEC_VERDICTS", str(path))
-    monkeypatch.setattr(verdicts, "_found", {})
+    monkeypatch.setattr(probe_cache, "_found", {})
     return path
 
 
@@ -51,7 +52,7 @@ def test_known_families_hold(name: str, file: Path) -> None:
         found = LanguageModel(model).capability
     assert found == LanguageModel(model).capability
     assert torch.equal(torch.get_rng_state(), before)
-    assert list(json.loads(file.read_text()).values()) == [[*verdicts._found]]
+    assert list(json.loads(file.read_text()).values()) == [[*probe_cache._found]]
 
 
 WRONG: dict[str, tuple[str, dict[str, Any]]] = {
@@ -66,7 +67,7 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
 def test_a_wrong_entry_is_found_out(name: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A family that runs otherwise than the table says is probed, after a warning. (The table was trusted.)"""
     right = LanguageModel(tiny(name)).capability
-    monkeypatch.setattr(verdicts, "_found", {})
+    monkeypatch.setattr(probe_cache, "_found", {})
     file.unlink()
     for attribute, value in WRONG[name][1].items():
         monkeypatch.setattr(capability, attribute, value)
@@ -104,7 +105,7 @@ def test_attention_and_options_are_tried_apart() -> None:
     for name, options in (("llama", {}), ("falcon", {}), ("falcon_alibi", {})):
         LanguageModel(tiny(name, **options))
     LanguageModel(tiny("llama", attn_implementation="eager"))
-    assert {*verdicts._found} == {"llama kv sdpa", "llama kv eager", "falcon kv sdpa", "falcon replay sdpa"}
+    assert {*probe_cache._found} == {"llama kv sdpa", "llama kv eager", "falcon kv sdpa", "falcon replay sdpa"}
 
 
 def test_autocast_changes_no_verdict() -> None:
@@ -130,20 +131,20 @@ def test_remembered_in_the_process() -> None:
     for verdict, expected in ((True, True), (False, False), (None, True)):
         calls: list[str] = []
         for _ in range(3):
-            assert verdicts.holds(f"this {verdict}", succeeding(calls, verdict)) is expected
+            assert probe_cache.holds(f"this {verdict}", succeeding(calls, verdict)) is expected
         assert len(calls) == 1
 
 
 def test_remembered_on_disk(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process believes the file where the releases are the same, and adds to it otherwise."""
-    verdicts.holds("this", succeeding([]))
-    monkeypatch.setattr(verdicts, "_found", {})
+    probe_cache.holds("this", succeeding([]))
+    monkeypatch.setattr(probe_cache, "_found", {})
     calls: list[str] = []
-    assert verdicts.holds("this", succeeding(calls, False)) is True
+    assert probe_cache.holds("this", succeeding(calls, False)) is True
     assert not calls
-    monkeypatch.setattr(verdicts, "_found", {})
+    monkeypatch.setattr(probe_cache, "_found", {})
     monkeypatch.setattr(torch, "__version__", "99.0")
-    assert verdicts.holds("this", succeeding(calls)) is True
+    assert probe_cache.holds("this", succeeding(calls)) is True
     assert calls
     assert len(json.loads(file.read_text())) == 2
 
@@ -155,8 +156,8 @@ def test_a_failing_trial_is_not_remembered() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        verdicts.holds("this", raising)
-    assert verdicts.holds("this", succeeding([]))
+        probe_cache.holds("this", raising)
+    assert probe_cache.holds("this", succeeding([]))
 
 
 @pytest.mark.parametrize(
@@ -166,7 +167,7 @@ def test_a_broken_file(content: bytes, file: Path) -> None:
     """Whatever lies there, what was tried counts, and the file is a good one afterwards."""
     file.parent.mkdir()
     file.write_bytes(content)
-    assert verdicts.holds("this", succeeding([]))
+    assert probe_cache.holds("this", succeeding([]))
     assert ["this"] in json.loads(file.read_text()).values()
     assert [path.name for path in file.parent.iterdir()] == [file.name]
 
@@ -174,9 +175,9 @@ def test_a_broken_file(content: bytes, file: Path) -> None:
 def test_broken_entries_of_these_releases(file: Path) -> None:
     """Entries that are no names are dropped."""
     file.parent.mkdir()
-    file.write_text(json.dumps({verdicts._releases(): [None, ["x"], "that"]}))
-    assert verdicts.holds("this", succeeding([]))
-    assert json.loads(file.read_text()) == {verdicts._releases(): ["that", "this"]}
+    file.write_text(json.dumps({probe_cache._releases(): [None, ["x"], "that"]}))
+    assert probe_cache.holds("this", succeeding([]))
+    assert json.loads(file.read_text()) == {probe_cache._releases(): ["that", "this"]}
 
 
 def test_nowhere_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -187,8 +188,8 @@ def test_nowhere_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplo
     (tmp_path / "file").write_text("")
     for number, path in enumerate((tmp_path / "file" / "verdicts.json", tmp_path)):
         monkeypatch.setenv("SPECDEC_VERDICTS", str(path))
-        assert verdicts.holds(f"this {number}", succeeding([]))
-        assert verdicts.holds(f"that {number}", succeeding([]))
+        assert probe_cache.holds(f"this {number}", succeeding([]))
+        assert probe_cache.holds(f"that {number}", succeeding([]))
         line = caplog.messages[number:]
         assert len(line) == 1
         assert line[0].startswith("what was measured is not kept, so loading takes longer every time: ")
@@ -201,7 +202,7 @@ def test_nowhere_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplo
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", homeless)
-    assert verdicts.holds("this", succeeding([]))
+    assert probe_cache.holds("this", succeeding([]))
 
 
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="needs a folder that this user cannot write to")
@@ -209,25 +210,25 @@ def test_a_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """A read-only cache changes nothing but that every process tries."""
     tmp_path.chmod(0o500)
     monkeypatch.setenv("SPECDEC_VERDICTS", str(tmp_path / "verdicts.json"))
-    assert verdicts.holds("this", succeeding([]))
+    assert probe_cache.holds("this", succeeding([]))
 
 
 def test_where_the_file_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the user's cache, unless the environment names another place."""
     monkeypatch.delenv("SPECDEC_VERDICTS")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert verdicts.holds("this", succeeding([]))
+    assert probe_cache.holds("this", succeeding([]))
     assert (tmp_path / "specdec" / "verdicts.json").exists()
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
-    assert verdicts.holds("that", succeeding([]))
+    assert probe_cache.holds("that", succeeding([]))
     assert (tmp_path / "home" / ".cache" / "specdec" / "verdicts.json").exists()
 
 
 def test_threads_try_once(file: Path) -> None:
     """Several threads that ask at once wait for one trial."""
     calls: list[str] = []
-    asked = [threading.Thread(target=verdicts.holds, args=("this", succeeding(calls))) for _ in range(8)]
+    asked = [threading.Thread(target=probe_cache.holds, args=("this", succeeding(calls))) for _ in range(8)]
     for thread in asked:
         thread.start()
     for thread in asked:
@@ -238,12 +239,14 @@ def test_threads_try_once(file: Path) -> None:
 
 def test_processes_at_once(file: Path) -> None:
     """Writers that know nothing of each other leave a whole file at every moment, and no other files behind."""
-    verdicts._write("first")
-    writers = [threading.Thread(target=lambda n=n: [verdicts._write(f"{n}.{i}") for i in range(20)]) for n in range(6)]
+    probe_cache._write("first")
+    writers = [
+        threading.Thread(target=lambda n=n: [probe_cache._write(f"{n}.{i}") for i in range(20)]) for n in range(6)
+    ]
     for writer in writers:
         writer.start()
     while any(writer.is_alive() for writer in writers):
-        assert verdicts._read()[verdicts._releases()]
+        assert probe_cache._read()[probe_cache._releases()]
     for writer in writers:
         writer.join()
     assert [path.name for path in file.parent.iterdir()] == [file.name]

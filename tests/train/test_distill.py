@@ -18,7 +18,7 @@ from specdec import SpecGenerator
 from specdec.cli.commands import run
 from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.models import LanguageModel
-from specdec.models.early_exit import with_layers
+from specdec.models.hf.layer_subset import with_layers
 from specdec.pipelines import Transcriber
 from specdec.train.distillation import Length, distill
 from specdec.train.pupils import STEPS, EaglePupil, LayersPupil, spread_layers, unrolled_mask

@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from specdec.errors import LoadError, OptionError, SpecdecError, UnsupportedError
-from specdec.models.compat import cached
-from specdec.models.failures import check_folder, check_reached, explained
 from specdec.models.heads.head import Embedding, Stage
+from specdec.models.hf.load_errors import check_folder, check_reached, explained
+from specdec.models.hf.private_api import cached
 from specdec.models.language_model import LanguageModel
 from specdec.models.vocabulary import Choose
 from specdec.options.checks import is_whole

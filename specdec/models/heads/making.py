@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from specdec.errors import UnsupportedError
-from specdec.models.compat import set_attention
 from specdec.models.heads.eagle import EagleStage
 from specdec.models.heads.head import Embedding
+from specdec.models.hf.private_api import set_attention
 from specdec.models.language_model import LanguageModel
 
 FORMAT = "0.9.0"  # of `speculators`, whose words the config uses

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from specdec.models.overriding import settled
+from specdec.models.hf.patching import settled
 
 
 def twin(model: Any, *, attention: str | None = None) -> Any:

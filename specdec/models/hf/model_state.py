@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from transformers import PretrainedConfig
 
-from specdec.models.compat import CAPTURING
-from specdec.models.overriding import settled
+from specdec.models.hf.patching import settled
+from specdec.models.hf.private_api import CAPTURING
 
 _SAMPLE = 16  # values of each tensor: writes to whole tensors change some of them
 _SCALARS = frozenset({int, float, bool, str, bytes, type(None)})

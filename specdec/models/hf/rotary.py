@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.errors import UnsupportedError
-from specdec.models.overriding import overridden
+from specdec.models.hf.patching import overridden
 
 
 class Scaling:

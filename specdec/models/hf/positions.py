@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from specdec.errors import UnsupportedError
-from specdec.models.offload import at_hand, execution_device
-from specdec.models.overriding import Method, overridden
+from specdec.models.hf.device_hooks import at_hand, execution_device
+from specdec.models.hf.patching import Method, overridden
 
 STYLES = ("embedding", "bias", "alibi")
 
