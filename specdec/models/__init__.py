@@ -1,5 +1,7 @@
 """The only room that touches a transformers forward: sessions over keys and values, capabilities, loading."""
 
+from specdec.models.cache.buffers import Prefix, prefix_bytes
+from specdec.models.cache.session import Session
 from specdec.models.capability import Capability
 from specdec.models.encoding import Encoding
 from specdec.models.helpers import release_helpers
@@ -7,8 +9,6 @@ from specdec.models.hf.memory import digest, free_bytes
 from specdec.models.hf.model_state import ModelState, plain_modes
 from specdec.models.language_model import LanguageModel
 from specdec.models.loading import leading, load, on_own_device, unwrapped
-from specdec.models.session import Session
-from specdec.models.store import Prefix, prefix_bytes
 
 __all__ = [
     "Capability",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from specdec.models.cache.layout import Kind
 from specdec.models.hf.tiny_models import SIZES
-from specdec.models.layout import Kind
 
 Store = Literal["kv", "replay", "none"]
 Positions = Literal["ids", "decoder_ids", "embedding", "bias", "alibi", "native"]

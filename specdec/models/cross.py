@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
+from specdec.models.cache.buffers import KvStore, Prefix
 from specdec.models.encoding import Encoding
 from specdec.models.nodes import seen_columns
-from specdec.models.store import KvStore, Prefix
 
 if TYPE_CHECKING:
     from specdec.models.language_model import LanguageModel

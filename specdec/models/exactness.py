@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor
 
 from specdec.core.tree import Tree
 from specdec.kernels import AnyLinear, PackedLinear, why_not
+from specdec.models.cache.session import Session
 from specdec.models.encoding import trial_encoding
 from specdec.models.hf.device_hooks import execution_device
 from specdec.models.int8 import Int8Linear
-from specdec.models.session import Session
 
 if TYPE_CHECKING:
     from specdec.models.language_model import LanguageModel

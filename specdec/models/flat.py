@@ -24,13 +24,13 @@ from specdec import kernels
 from specdec.core.drafts import Chained, ChainRule
 from specdec.core.tree import Tree
 from specdec.errors import UnsupportedError
+from specdec.models.cache.layout import SlotMap
 from specdec.models.cross import Frames
 from specdec.models.encoding import trial_encoding
 from specdec.models.gears import likeness
 from specdec.models.hf.positions import Lookup
 from specdec.models.hf.private_api import gives_hidden_states, hidden_states_of
 from specdec.models.hf.shallow_copy import twin
-from specdec.models.layout import SlotMap
 from specdec.models.nodes import Line, RowNodes, Steps
 from specdec.models.steady import steady
 from specdec.models.together import join, readers

@@ -14,14 +14,14 @@ from torch import Tensor
 from specdec.core.drafts import Chained, ChainRule
 from specdec.core.tree import EMPTY, Scores, Tree
 from specdec.errors import OptionError, UnsupportedError
+from specdec.models.cache.buffers import KvStore, Prefix
+from specdec.models.cache.layout import AttentionView, Layout, SlotMap
+from specdec.models.cache.session import Session, check_paths, check_trees
 from specdec.models.cross import CrossAttention
 from specdec.models.encoding import Encoding
 from specdec.models.hf.private_api import TAKES_MASKS, attention_of, hidden_states_of
-from specdec.models.layout import AttentionView, Layout, SlotMap
 from specdec.models.nodes import Line, RowNodes, Steps
 from specdec.models.outputs import LogitNodes, line_scores, row_scores
-from specdec.models.session import Session, check_paths, check_trees
-from specdec.models.store import KvStore, Prefix
 
 if TYPE_CHECKING:
     from specdec.models.flat import Buffers, FlatForward

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from specdec.errors import OptionError, UnsupportedError
 from specdec.kernels import AnyLinear, PackedLinear
+from specdec.models.cache.session import Session
 from specdec.models.capability import Capability, cache_reset_length, rope_boundary
 from specdec.models.compiled import CompiledForward
 from specdec.models.encoding import Encoding
@@ -29,7 +30,6 @@ from specdec.models.hf.model_state import ModelState, float32_is_rounded, plain_
 from specdec.models.hf.positions import STYLES, Lookup
 from specdec.models.hf.private_api import attention_of, gives_hidden_states
 from specdec.models.hf.rotary import Scaling
-from specdec.models.session import Session
 
 
 class LanguageModel:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specdec.core.tree import Tree
-from specdec.models.layout import Kind, SlotMap, ancestry, depths
+from specdec.models.cache.layout import Kind, SlotMap, ancestry, depths
 
 _WORD = 32  # columns
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec.core.tree import Scores, Tree
-from specdec.models.layout import Layout
+from specdec.models.cache.layout import Layout
 from specdec.models.nodes import RowNodes
 
 

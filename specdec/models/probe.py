@@ -14,12 +14,12 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
 from specdec.core.tree import Tree
+from specdec.models.cache.recurrent_state import MODULE_STATE, module_state, set_module_state
 from specdec.models.capability import REPLAY, Capability, Positions, attention_kinds, known, kv_capability
 from specdec.models.encoding import Encoding, trial_encoding
 from specdec.models.hf.private_api import TAKES_MASKS, attention_of
 from specdec.models.hf.probe_cache import holds
 from specdec.models.hf.tiny_models import miniature
-from specdec.models.native_cache import MODULE_STATE, module_state, set_module_state
 
 if TYPE_CHECKING:
     from specdec.models.language_model import LanguageModel

@@ -18,10 +18,10 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from specdec.core.tree import EMPTY, Scores, Tree
 from specdec.errors import OptionError
-from specdec.models import native_cache
+from specdec.models.cache import recurrent_state
+from specdec.models.cache.session import Session, check_paths, check_trees
 from specdec.models.encoding import Encoding
 from specdec.models.hf.private_api import hidden_states_of
-from specdec.models.session import Session, check_paths, check_trees
 
 if TYPE_CHECKING:
     from specdec.models.language_model import LanguageModel
@@ -73,25 +73,25 @@ class _Row:
             self.snapshot = None
         if self.held <= length:
             return
-        if native_cache.is_plain(self.cache):
-            native_cache.cut(self.cache, length)
+        if recurrent_state.is_plain(self.cache):
+            recurrent_state.cut(self.cache, length)
             self.held = length
         elif self.snapshot is not None:
             self.held, state, self.modules = self.snapshot
-            self.cache = native_cache.restore(self.cache, state)
+            self.cache = recurrent_state.restore(self.cache, state)
         else:
             self.forget_cache()
 
     def remember(self) -> None:
         """Takes a snapshot here, unless there is nothing to copy or the last one is of this very point."""
         taken = self.snapshot is not None and self.snapshot[0] == self.held
-        if self.held and not taken and not native_cache.is_plain(self.cache):
-            self.snapshot = (self.held, native_cache.snapshot(self.cache), self.modules)
+        if self.held and not taken and not recurrent_state.is_plain(self.cache):
+            self.snapshot = (self.held, recurrent_state.snapshot(self.cache), self.modules)
 
     def copy(self) -> _Row:
         """A row that can be continued independently."""
         # The snapshot is shared: restoring copies its tensors and never writes into them.
-        return replace(self, tokens=list(self.tokens), ran=list(self.ran), cache=native_cache.clone(self.cache))
+        return replace(self, tokens=list(self.tokens), ran=list(self.ran), cache=recurrent_state.clone(self.cache))
 
 
 class ReplaySession(Session):
@@ -109,8 +109,8 @@ class ReplaySession(Session):
         self._numbers = 0
         self._cautious = False
         self._proven = False
-        self._cache_name = native_cache.cache_name(language.input_names)
-        self._state_names = native_cache.MODULE_STATE.get(language.config.model_type, ())
+        self._cache_name = recurrent_state.cache_name(language.input_names)
+        self._state_names = recurrent_state.MODULE_STATE.get(language.config.model_type, ())
         self._lock = _MODULE_LOCKS.setdefault(language.model, threading.RLock())
 
     def add(self, rows: int, encoding: Encoding | None = None) -> list[int]:
@@ -274,7 +274,9 @@ class ReplaySession(Session):
         return torch.empty(0, self._language.vocab_size, dtype=self._language.dtype, device=self._language.device)
 
     def _is_plain(self, row: _Row) -> bool:
-        return self._language.capability.store == "none" or (row.cache is not None and native_cache.is_plain(row.cache))
+        return self._language.capability.store == "none" or (
+            row.cache is not None and recurrent_state.is_plain(row.cache)
+        )
 
     def _get_ready(self, row: _Row, *, tentative: bool) -> None:
         """Takes a snapshot if this pass may be taken back, after feeding what is long overdue."""
@@ -332,13 +334,13 @@ class ReplaySession(Session):
             return self._language.model(**inputs)
         # This model keeps a row's state in its modules: it is lent to one row at a time and put back afterwards.
         with self._lock:
-            before = native_cache.module_state(self._language.model, self._state_names)
+            before = recurrent_state.module_state(self._language.model, self._state_names)
             try:
-                native_cache.set_module_state(row.modules or [(m, name, None) for m, name, _ in before])
+                recurrent_state.set_module_state(row.modules or [(m, name, None) for m, name, _ in before])
                 output = self._language.model(**inputs)
-                row.modules = native_cache.module_state(self._language.model, self._state_names)
+                row.modules = recurrent_state.module_state(self._language.model, self._state_names)
             finally:
-                native_cache.set_module_state(before)
+                recurrent_state.set_module_state(before)
         return output
 
     def _inputs(self, row: _Row, tokens: list[int]) -> dict[str, Any]:

@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor
 
 from specdec.core.tree import Scores, Tree
 from specdec.errors import EngineError, UnsupportedError
+from specdec.models.cache.buffers import Prefix
+from specdec.models.cache.session import Session
 from specdec.models.encoding import Encoding
 from specdec.models.exactness import Exactness
 from specdec.models.language_model import LanguageModel
 from specdec.models.ranks import Ranks, Shared
-from specdec.models.session import Session
-from specdec.models.store import Prefix
 
 _KEYS = ("k_proj", "qkv_proj", "query_key_value")  # what the modules are called that make keys
 

@@ -16,7 +16,7 @@ from specdec.core.tree import EMPTY, Scores, Tree
 from specdec.logits import Processors, Timestamps, TopK, TopKTopP, TopP
 from specdec.logits.counts import OutputPenalty
 from specdec.logits.suppress import MinLength, Suppress, SuppressAtBegin
-from specdec.models.session import Session
+from specdec.models.cache.session import Session
 from specdec.select.rules import CoupledRule, GreedyRule, SampledRule
 
 

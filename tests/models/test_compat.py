@@ -23,12 +23,12 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from specdec import kernels
-from specdec.models import native_cache
 from specdec.models.alignment import attention_maps
+from specdec.models.cache import recurrent_state
+from specdec.models.cache.buffers import KvStore
 from specdec.models.hf import device_hooks, private_api
 from specdec.models.hf.positions import Lookup
 from specdec.models.hf.rotary import Scaling
-from specdec.models.store import KvStore
 from tests.folders import saved_gguf
 from tests.models.test_rotary import DYNAMIC, LONG
 from tests.tiny import tiny, tiny_inputs
@@ -162,9 +162,9 @@ def test_layers_of_a_cache() -> None:
         cache.update(first, first, 0)
         held, before = cache.layers[0].keys, cache.layers[0].keys.clone()
         cache.update(first, first, 0)
-        assert native_cache.is_plain(cache)
+        assert recurrent_state.is_plain(cache)
         assert torch.equal(held, before)
-        native_cache.cut(cache, 3)
+        recurrent_state.cut(cache, 3)
         assert cache.get_seq_length() == 3
         assert torch.equal(cache.layers[0].keys, first[:, :, :3])
 
@@ -173,7 +173,7 @@ def test_pair_of_caches() -> None:
     """An encoder-decoder notes which layers have projected the encoder's output."""
     with contract("transformers", "`EncoderDecoderCache`", "native_cache"):
         model = tiny("bart")
-        pair = native_cache.pair(DynamicCache())
+        pair = recurrent_state.pair(DynamicCache())
         hidden = BaseModelOutput(last_hidden_state=torch.randn(2, 5, 32))
         with torch.no_grad():
             model(encoder_outputs=hidden, decoder_input_ids=ids(3).expand(2, -1), past_key_values=pair, use_cache=True)
@@ -188,7 +188,7 @@ def test_name_of_the_cache(name: str) -> None:
     """A model takes its cache by a name that we know, and returns it by the same."""
     with contract("transformers", f"the keyword of the cache of {name!r}", "native_cache"):
         model = tiny(name)
-        keyword = native_cache.cache_name(frozenset(inspect.signature(model.forward).parameters))
+        keyword = recurrent_state.cache_name(frozenset(inspect.signature(model.forward).parameters))
         assert keyword is not None
         with torch.no_grad():
             assert model(ids(4), use_cache=True).get(keyword) is not None
@@ -196,12 +196,12 @@ def test_name_of_the_cache(name: str) -> None:
 
 def test_state_in_modules() -> None:
     """RecurrentGemma keeps a row's state in its modules."""
-    names = native_cache.MODULE_STATE["recurrent_gemma"]
+    names = recurrent_state.MODULE_STATE["recurrent_gemma"]
     with contract("transformers", f"{' or '.join(names)} of RecurrentGemma's modules", "native_cache"):
         model = tiny("recurrent_gemma")
         with torch.no_grad():
             model(ids(4), use_cache=True)
-        assert {name for _, name, value in native_cache.module_state(model, names) if value is not None} == {*names}
+        assert {name for _, name, value in recurrent_state.module_state(model, names) if value is not None} == {*names}
 
 
 def test_protocol_of_caches() -> None:

@@ -16,7 +16,9 @@ from transformers import PreTrainedModel
 
 from specdec.core.tree import Tree
 from specdec.errors import OptionError, UnsupportedError
-from specdec.models import Encoding, LanguageModel, native_cache, store
+from specdec.models import Encoding, LanguageModel
+from specdec.models.cache import buffers as store
+from specdec.models.cache import recurrent_state
 from specdec.models.kv_session import KvSession
 from tests.models.exact import TOLERANCE, Twin
 from tests.tiny import tiny, tiny_inputs
@@ -124,8 +126,8 @@ def test_threads_do_not_see_each_other(name: str) -> None:
 def test_plain_decoding_takes_one_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a draft a recurrent state is copied once, not at every token."""
     taken = []
-    original = native_cache.snapshot
-    monkeypatch.setattr(native_cache, "snapshot", lambda cache: (taken.append(1), original(cache))[1])
+    original = recurrent_state.snapshot
+    monkeypatch.setattr(recurrent_state, "snapshot", lambda cache: (taken.append(1), original(cache))[1])
     twin = Twin(LanguageModel(tiny("mamba2")))
     taken.clear()
     twin.prefill(9)

@@ -18,11 +18,11 @@ from transformers import Gemma4TextConfig, LlamaConfig
 from transformers.models.gemma4 import modeling_gemma4 as gemma
 
 from specdec.errors import UnsupportedError
+from specdec.models.cache.layout import Kind
 from specdec.models.heads.checkpoint import Checkpoint, unallocated
 from specdec.models.heads.head import Embedding, Head, Stage
 from specdec.models.hf.private_api import set_attention
 from specdec.models.language_model import LanguageModel
-from specdec.models.layout import Kind
 from specdec.options.load import Loading
 
 _UNREAD = r"\.self_attn\.[kv]_(proj|norm)\."  # layers without keys and values may be stored with them

@@ -15,12 +15,12 @@ from torch.nn import functional as F
 from transformers.modeling_layers import MtpModel
 
 from specdec.errors import UnsupportedError
+from specdec.models.cache.layout import Kind
 from specdec.models.gears import is_plain
 from specdec.models.heads.head import Embedding, Head, Stage
 from specdec.models.hf.load_errors import explained
 from specdec.models.hf.shallow_copy import twin
 from specdec.models.language_model import LanguageModel
-from specdec.models.layout import Kind
 from specdec.models.vocabulary import Choose, cut
 
 _KINDS = ("full_attention", "sliding_attention")

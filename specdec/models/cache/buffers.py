@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from specdec.models.cache.layout import Layout
 from specdec.models.hf.memory import free_bytes
-from specdec.models.layout import Layout
 
 _FIRST_CAPACITY = 128  # tokens
 _LAZY_ROWS, _LAZY_COLUMNS = 16, 4160  # what is reserved where memory is taken page by page, as it is written to

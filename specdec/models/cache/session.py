@@ -11,8 +11,8 @@ from torch import Tensor
 from specdec.core.drafts import Chained, ChainRule
 from specdec.core.tree import Scores, Tree
 from specdec.errors import OptionError, UnsupportedError
+from specdec.models.cache.buffers import Prefix
 from specdec.models.encoding import Encoding
-from specdec.models.store import Prefix
 
 
 class Session(ABC):

@@ -1,0 +1,1 @@
+"""Keys, values and states of texts, one class for each kind."""
