@@ -14,7 +14,7 @@ import torch
 import specdec.drafts
 from specdec import LanguageModel, OptionError, SpecGenerator
 from specdec.draft import HybridDrafter, NgramDrafter, SuffixDrafter, TextBridge, VocabularyIntersection
-from specdec.models.flat import FlatForward
+from specdec.models.backends.ragged import FlatForward
 from tests.folders import WIDTH, byte_tokenizer, saved_model
 from tests.tiny import tiny
 
@@ -298,7 +298,7 @@ class Compiled:
 
 @pytest.fixture
 def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specdec.models.compiled.CompiledForward", Compiled)
+    monkeypatch.setattr("specdec.models.backends.compiled.CompiledForward", Compiled)
 
 
 def is_compiled(*models: LanguageModel) -> bool:

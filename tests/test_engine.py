@@ -19,7 +19,7 @@ from specdec.draft import FunctionDrafter, ModelDrafter
 from specdec.engine import Engine
 from specdec.logits import Processors
 from specdec.models import Session
-from specdec.models.kv_session import KvSession
+from specdec.models.backends.kv_session import KvSession
 from specdec.request import Pacing, Request
 from specdec.select import Greedy, Stopping
 from specdec.turn import Stopwatch

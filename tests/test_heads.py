@@ -19,10 +19,10 @@ from specdec.core.rounds import Round, Row
 from specdec.draft.hidden import HeadDrafter, HeadSession
 from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.models import LanguageModel
-from specdec.models.gears import PackedEmbedding
+from specdec.models.backends.kv_session import KvSession
+from specdec.models.backends.packed_layers import PackedEmbedding
 from specdec.models.heads import load_head
 from specdec.models.heads.head import Stages
-from specdec.models.kv_session import KvSession
 from specdec.options.load import Loading
 from tests.heads import READS, Eagle, Proposals, eagle_folder, spy_on_proposals
 from tests.tiny import tiny

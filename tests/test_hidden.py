@@ -225,7 +225,7 @@ def test_states_that_somebody_else_wants_too() -> None:
 @pytest.mark.skipif(OLD, reason="transformers keeps them all")
 def test_only_what_was_asked_for_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass keeps the layers of its drafts, and nothing where no draft asks."""
-    from specdec.models import outputs
+    from specdec.models.backends import outputs
 
     seen = []
     extras = outputs._extras

@@ -11,7 +11,7 @@ import torch
 
 from specdec import CancelledError, OptionError, SpecGenerator
 from specdec.logits.counts import OutputPenalty
-from specdec.models.kv_session import KvSession
+from specdec.models.backends.kv_session import KvSession
 from tests.folders import WIDTH, byte_tokenizer
 from tests.test_threads import PATIENCE, is_clean, together
 from tests.tiny import tiny

@@ -18,9 +18,9 @@ from specdec.draft.hidden import HeadSession
 from specdec.errors import LoadError
 from specdec.kernels import PackedLinear
 from specdec.models import LanguageModel
+from specdec.models.backends.kv_session import KvSession
 from specdec.models.heads import load_mtp
 from specdec.models.hf.tiny_models import shake
-from specdec.models.kv_session import KvSession
 from tests.tiny import GQA, tiny
 from tests.versions import OLD
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from specdec import LanguageModel, OptionError, SpecGenerator, UnsupportedError, kernels
 from specdec.core.tree import Tree
 from specdec.models import exactness
+from specdec.models.backends.order_free_activations import Sigmoid, Tanh
+from specdec.models.backends.packed_layers import replaced
 from specdec.models.exactness import strict_obstacle
-from specdec.models.gears import replaced
-from specdec.models.steady import Sigmoid, Tanh
 from tests.heads import eagle_folder
 from tests.tiny import ENCODER_DECODERS, tiny, tiny_inputs
 

@@ -21,7 +21,7 @@ from specdec.draft.bridge import TextBridge
 from specdec.draft.model import ModelDrafter
 from specdec.generator import SpecGenerator
 from specdec.models import LanguageModel, free_bytes
-from specdec.models.gears import why_not_packed
+from specdec.models.backends.packed_layers import why_not_packed
 
 State = Literal["good", "note", "bad"]
 DISTRIBUTION = "specdec-runtime"

@@ -20,7 +20,7 @@ from torch import Tensor
 from specdec import kernels
 from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.kernels import Quantized
-from specdec.models.gears import changed, is_plain, replaced, undone, weight_of
+from specdec.models.backends.packed_layers import changed, is_plain, replaced, undone, weight_of
 from specdec.models.hf.device_hooks import is_offloaded
 from specdec.models.hf.private_api import cached, gguf_bars, whole_gguf
 from specdec.models.quantize import Quantizer

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec.models.flat import Given
+from specdec.models.backends.ragged import Given
 
 if TYPE_CHECKING:
-    from specdec.models.flat import FlatForward
+    from specdec.models.backends.ragged import FlatForward
 
 _log = logging.getLogger(__name__)
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from specdec import kernels
 from specdec.errors import UnsupportedError
-from specdec.models.gears import changed, is_plain, replaced, weight_of
+from specdec.models.backends.packed_layers import changed, is_plain, replaced, weight_of
 from specdec.models.hf.private_api import int8_linear, quantizes
 from specdec.models.quantize import Quantizer
 from specdec.options.load import QUANTIZATIONS

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from specdec.errors import OptionError, UnsupportedError
 from specdec.kernels import AnyLinear, PackedLinear
+from specdec.models.backends.compiled import CompiledForward
+from specdec.models.backends.packed_layers import check_gear, in_gear, is_packed
+from specdec.models.backends.ragged import FlatForward
 from specdec.models.cache.session import Session
 from specdec.models.capability import Capability, cache_reset_length, rope_boundary
-from specdec.models.compiled import CompiledForward
 from specdec.models.encoding import Encoding
 from specdec.models.exactness import Exactness, exactness, strict_obstacle
-from specdec.models.flat import FlatForward
-from specdec.models.gears import check_gear, in_gear, is_packed
 from specdec.models.graphs import GraphedForward
 from specdec.models.hf.device_hooks import execution_device, is_offloaded
 from specdec.models.hf.layer_subset import shallow_exit
@@ -179,10 +179,10 @@ class LanguageModel:
     def session(self) -> Session:
         """A new session without rows."""
         if self.capability.store == "kv":
-            from specdec.models.kv_session import KvSession
+            from specdec.models.backends.kv_session import KvSession
 
             return KvSession(self)
-        from specdec.models.replay_session import ReplaySession
+        from specdec.models.backends.snapshot import ReplaySession
 
         return ReplaySession(self)
 

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from specdec.errors import OptionError, UnsupportedError
-from specdec.models.gears import is_packed, slower_than_floats
+from specdec.models.backends.packed_layers import is_packed, slower_than_floats
 from specdec.models.gguf import GgufFile
 from specdec.models.hf.load_errors import check_complete, check_folder, explained
 from specdec.models.hf.private_api import loads

@@ -365,7 +365,7 @@ def test_compiler() -> None:
     with contract("torch", "`aoti_compile_and_package` or what loads its packages", "compiled"):
         from torch.export import Dim
 
-        from specdec.models.compiled import _OPTIONS
+        from specdec.models.backends.compiled import _OPTIONS
 
         model, x, buffer = Scaled(), torch.ones(5, 16), torch.zeros(3, 16)
         sizes = ({0: Dim.DYNAMIC}, {0: Dim.DYNAMIC})

@@ -29,9 +29,9 @@ from specdec.core.tree import Tree
 from specdec.errors import UnsupportedError
 from specdec.logits import Processors
 from specdec.models import LanguageModel, Session
-from specdec.models import compiled as compiled_module
-from specdec.models.compiled import CompiledForward, _key, _without_weights
-from specdec.models.flat import FlatForward
+from specdec.models.backends import compiled as compiled_module
+from specdec.models.backends.compiled import CompiledForward, _key, _without_weights
+from specdec.models.backends.ragged import FlatForward
 from specdec.select.rules import GreedyRule
 from tests.draft.fakes import FakeRow, choosing
 from tests.models.exact import Twin

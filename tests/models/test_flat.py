@@ -18,11 +18,11 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from specdec.core.tree import Tree
 from specdec.models import Encoding, LanguageModel
+from specdec.models.backends.cross_attention import CrossAttention
+from specdec.models.backends.kv_session import KvSession
+from specdec.models.backends.ragged_inputs import Line, RowNodes, seen_columns
 from specdec.models.cache.layout import Kind, SlotMap
-from specdec.models.cross import CrossAttention
 from specdec.models.hf.shallow_copy import twin as twin_of
-from specdec.models.kv_session import KvSession
-from specdec.models.nodes import Line, RowNodes, seen_columns
 from tests.models.exact import Twin
 from tests.tiny import ENCODER_DECODERS, NAMES, tiny, tiny_inputs
 

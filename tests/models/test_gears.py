@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from specdec import LanguageModel, OptionError, SpecGenerator, UnsupportedError, kernels
-from specdec.models import gears
-from specdec.models.gears import PackedEmbedding, is_packed
+from specdec.models.backends import packed_layers
+from specdec.models.backends.packed_layers import PackedEmbedding, is_packed
 from specdec.models.loading import load
 from specdec.options.load import Loading
 from tests.folders import saved
@@ -122,8 +122,8 @@ def test_auto_measures_once(
         timed.append(is_packed(model))
         return 1.0 if is_packed(model) == faster else 2.0
 
-    monkeypatch.setattr(gears, "_seconds", measured)
-    monkeypatch.setattr(gears, "_LEAST", 1)
+    monkeypatch.setattr(packed_layers, "_seconds", measured)
+    monkeypatch.setattr(packed_layers, "_LEAST", 1)
     for name, tied in (("llama", True), ("gpt2", True), ("bart", False)):
         timed.clear()
         folder = saved(name, tmp_path / name, tie_word_embeddings=tied)
@@ -179,7 +179,7 @@ def test_auto_leaves_others_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """Small models, those that were handed over, and all where there are no kernels."""
     folder = saved("llama", tmp_path)
     assert load(folder).gear == "eager"
-    monkeypatch.setattr(gears, "_LEAST", 1)
+    monkeypatch.setattr(packed_layers, "_LEAST", 1)
     assert LanguageModel(tiny("llama")).gear == "eager"
     monkeypatch.setattr(kernels, "available", lambda: False)
     assert load(folder).gear == "eager"
@@ -192,7 +192,7 @@ def test_models_that_were_handed_over_are_told_what_they_lack(
     """Once, and only where there is something to pack."""
     with caplog.at_level("INFO", logger="specdec"):
         LanguageModel(tiny("llama"))
-        monkeypatch.setattr(gears, "_LEAST", 1)
+        monkeypatch.setattr(packed_layers, "_LEAST", 1)
         LanguageModel(tiny("llama"), gear="eager")
         assert not caplog.records
         LanguageModel(tiny("llama"))

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from specdec import LoadError, Loading, OptionError, SpecGenerator, UnsupportedError, kernels
 from specdec.inputs import tokenizer_beside
 from specdec.models import gguf, load
-from specdec.models.gears import PackedEmbedding, is_packed
+from specdec.models.backends.packed_layers import PackedEmbedding, is_packed
 from specdec.models.hf.private_api import whole_gguf
 from tests.folders import WIDTH, byte_tokenizer, saved, saved_gguf
 from tests.oracle import KINDS, oracle

@@ -14,7 +14,7 @@ import torch
 from specdec import EngineError, LoadError, OptionError, SpecGenerator, UnsupportedError
 from specdec.core.tree import Tree
 from specdec.models import LanguageModel
-from specdec.models.kv_session import KvSession
+from specdec.models.backends.kv_session import KvSession
 from specdec.models.plans import parts
 from specdec.models.ranks import Follower, Line, Ranks
 from specdec.models.sharded import LedSession, ShardedModel

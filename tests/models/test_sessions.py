@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from specdec.core.tree import Tree
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models import Encoding, LanguageModel
+from specdec.models.backends.kv_session import KvSession
 from specdec.models.cache import buffers as store
 from specdec.models.cache import recurrent_state
-from specdec.models.kv_session import KvSession
 from tests.models.exact import TOLERANCE, Twin
 from tests.tiny import tiny, tiny_inputs
 

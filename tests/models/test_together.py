@@ -12,7 +12,7 @@ from torch import nn
 
 from specdec.kernels import PackedLinear, pack, to_int4, to_int8
 from specdec.models import LanguageModel
-from specdec.models.together import Joint, Part
+from specdec.models.backends.fused_linear import Joint, Part
 from tests.models.exact import Twin
 from tests.tiny import ENCODER_DECODERS, tiny, tiny_inputs
 

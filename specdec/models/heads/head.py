@@ -23,12 +23,12 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from specdec.core.drafts import Chained
 from specdec.core.tree import Scores, Tree
+from specdec.models.backends.packed_layers import PackedEmbedding
 from specdec.models.cache.buffers import Prefix
 from specdec.models.cache.layout import AttentionView, Kind
 from specdec.models.cache.session import Session
 from specdec.models.capability import Capability
 from specdec.models.encoding import Encoding
-from specdec.models.gears import PackedEmbedding
 from specdec.models.language_model import LanguageModel
 from specdec.models.vocabulary import Choose, cut, widened
 

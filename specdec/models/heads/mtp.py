@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from transformers.modeling_layers import MtpModel
 
 from specdec.errors import UnsupportedError
+from specdec.models.backends.packed_layers import is_plain
 from specdec.models.cache.layout import Kind
-from specdec.models.gears import is_plain
 from specdec.models.heads.head import Embedding, Head, Stage
 from specdec.models.hf.load_errors import explained
 from specdec.models.hf.shallow_copy import twin

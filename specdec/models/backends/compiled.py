@@ -32,14 +32,14 @@ from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 from specdec import kernels
 from specdec.core.drafts import Chained
 from specdec.errors import UnsupportedError
-from specdec.models.flat import FlatModel, Given, alike
+from specdec.models.backends.ragged import FlatModel, Given, alike
 from specdec.models.hf.private_api import forget_outputs, note_outputs
 from specdec.models.hf.shallow_copy import twin
 
 if TYPE_CHECKING:
     from specdec.core.drafts import ChainRule
-    from specdec.models.flat import FlatForward
-    from specdec.models.nodes import Steps
+    from specdec.models.backends.ragged import FlatForward
+    from specdec.models.backends.ragged_inputs import Steps
 
 _log = logging.getLogger(__name__)
 _OPTIONS = {"aot_inductor.package_constants_in_so": False, "aot_inductor.compile_wrapper_opt_level": "O1"}
@@ -257,7 +257,7 @@ def _digest(files: Iterable[Path]) -> str:
 @cache
 def _own_code() -> str:
     """A digest of the Python that makes and runs passes."""
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     return _digest(sorted(file for room in ("kernels", "models") for file in (root / room).rglob("*.py")))
 
 

@@ -14,17 +14,17 @@ from torch import Tensor
 from specdec.core.drafts import Chained, ChainRule
 from specdec.core.tree import EMPTY, Scores, Tree
 from specdec.errors import OptionError, UnsupportedError
+from specdec.models.backends.cross_attention import CrossAttention
+from specdec.models.backends.outputs import LogitNodes, line_scores, row_scores
+from specdec.models.backends.ragged_inputs import Line, RowNodes, Steps
 from specdec.models.cache.buffers import KvStore, Prefix
 from specdec.models.cache.layout import AttentionView, Layout, SlotMap
 from specdec.models.cache.session import Session, check_paths, check_trees
-from specdec.models.cross import CrossAttention
 from specdec.models.encoding import Encoding
 from specdec.models.hf.private_api import TAKES_MASKS, attention_of, hidden_states_of
-from specdec.models.nodes import Line, RowNodes, Steps
-from specdec.models.outputs import LogitNodes, line_scores, row_scores
 
 if TYPE_CHECKING:
-    from specdec.models.flat import Buffers, FlatForward
+    from specdec.models.backends.ragged import Buffers, FlatForward
     from specdec.models.language_model import LanguageModel
 
 _SLACK = 64  # slots that branches may leave void before what is left of them is moved together

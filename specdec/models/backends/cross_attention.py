@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
+from specdec.models.backends.ragged_inputs import seen_columns
 from specdec.models.cache.buffers import KvStore, Prefix
 from specdec.models.encoding import Encoding
-from specdec.models.nodes import seen_columns
 
 if TYPE_CHECKING:
     from specdec.models.language_model import LanguageModel
@@ -131,7 +131,7 @@ class CrossAttention:
         return {**self._joined, "past_key_values": EncoderDecoderCache(text, Cache(layers=self._frames))}
 
     def seen(self, index: int) -> list[int]:
-        """What a node of this row sees, as in the tables of `specdec.models.nodes`."""
+        """What a node of this row sees, as in the tables of `specdec.models.backends.ragged_inputs`."""
         place = self.places[index]
         encoding = self._encodings[place]
         if encoding.mask is None or not self._takes_mask:

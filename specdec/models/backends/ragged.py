@@ -2,7 +2,8 @@
 
 transformers' layers run as they are, on a batch of one row. Where they would attend, they find our operators, which
 write each node's keys and values to its place in the buffers and read what the node's table says it sees
-(`specdec.models.nodes`). So rows and trees of any sizes share a pass, no mask is built, and keys are never repeated.
+(`specdec.models.backends.ragged_inputs`). So rows and trees of any sizes share a pass, no mask is built, and keys are
+never repeated.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from specdec import kernels
 from specdec.core.drafts import Chained, ChainRule
 from specdec.core.tree import Tree
 from specdec.errors import UnsupportedError
+from specdec.models.backends.cross_attention import Frames
+from specdec.models.backends.fused_linear import join, readers
+from specdec.models.backends.order_free_activations import steady
+from specdec.models.backends.packed_layers import likeness
+from specdec.models.backends.ragged_inputs import Line, RowNodes, Steps
 from specdec.models.cache.layout import SlotMap
-from specdec.models.cross import Frames
 from specdec.models.encoding import trial_encoding
-from specdec.models.gears import likeness
 from specdec.models.hf.positions import Lookup
 from specdec.models.hf.private_api import gives_hidden_states, hidden_states_of
 from specdec.models.hf.shallow_copy import twin
-from specdec.models.nodes import Line, RowNodes, Steps
-from specdec.models.steady import steady
-from specdec.models.together import join, readers
 
 if TYPE_CHECKING:
-    from specdec.models.compiled import CompiledForward
+    from specdec.models.backends.compiled import CompiledForward
     from specdec.models.graphs import GraphedForward
     from specdec.models.language_model import LanguageModel
 

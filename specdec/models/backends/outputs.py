@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from specdec.core.tree import Scores, Tree
+from specdec.models.backends.ragged_inputs import RowNodes
 from specdec.models.cache.layout import Layout
-from specdec.models.nodes import RowNodes
 
 
 @dataclass(frozen=True, slots=True)

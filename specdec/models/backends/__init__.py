@@ -1,0 +1,1 @@
+"""How passes are run: padded, ragged, compiled, by snapshots."""
