@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from specdec import LanguageModel, SpecGenerator
 from specdec.bench.synthetic import Oracle, SyntheticDrafter, passes_of
-from specdec.models.streaming import stream
+from specdec.models.loading.streamed_layers import stream
 from specdec.options.bundled_models import pair
 
 PLAIN = "accelerate plain"

@@ -21,8 +21,8 @@ from specdec.draft import COPYING, DRAFTS
 from specdec.draft.text import TextDrafter
 from specdec.errors import OptionError, UnsupportedError
 from specdec.logits import Processors
-from specdec.models import quantize
-from specdec.models.quantize import BitsAndBytes, Quantizer, make_quantizer
+from specdec.models.loading import quantizers
+from specdec.models.loading.quantizers import BitsAndBytes, Quantizer, make_quantizer
 from specdec.options.fields import DRAFT_WORDS, SAMPLING
 from specdec.options.generate import Options, resolve
 from specdec.options.load import QUANTIZATIONS, Quantization
@@ -245,7 +245,7 @@ def test_a_new_quantization_is_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 def test_every_quantization_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """By its name; help and documents tell of it."""
-    monkeypatch.setattr(quantize, "find_spec", lambda name: name)
+    monkeypatch.setattr(quantizers, "find_spec", lambda name: name)
     made = {name: make_quantizer(name) for name in QUANTIZATIONS}
     assert {name for name, one in made.items() if isinstance(one, BitsAndBytes)} == {"int8", "nf4", "fp4"}
     for name, one in made.items():

@@ -8,7 +8,7 @@ from specdec.models.helpers import release_helpers
 from specdec.models.hf.memory import digest, free_bytes
 from specdec.models.hf.model_state import ModelState, plain_modes
 from specdec.models.language_model import LanguageModel
-from specdec.models.loading import leading, load, on_own_device, unwrapped
+from specdec.models.loading.load import leading, load, on_own_device, unwrapped
 
 __all__ = [
     "Capability",

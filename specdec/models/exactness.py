@@ -14,7 +14,7 @@ from specdec.kernels import AnyLinear, PackedLinear, why_not
 from specdec.models.cache.session import Session
 from specdec.models.encoding import trial_encoding
 from specdec.models.hf.device_hooks import execution_device
-from specdec.models.int8 import Int8Linear
+from specdec.models.loading.integer_layers import Int8Linear
 
 if TYPE_CHECKING:
     from specdec.models.language_model import LanguageModel

@@ -37,9 +37,9 @@ FOREIGN = {
 class Quantization:
     """What must be known of a way to quantize before torch is loaded.
 
-    `kind` does it: a `specdec.models.quantize.Quantizer` class, or "module:Class", which is imported when a model is
-    loaded with it. `package` is what it needs, and `install` what stands behind `pip install` for that. `offloads`: it
-    goes with `offload`.
+    `kind` does it: a `specdec.models.loading.quantizers.Quantizer` class, or "module:Class", which is imported when a
+    model is loaded with it. `package` is what it needs, and `install` what stands behind `pip install` for that.
+    `offloads`: it goes with `offload`.
     """
 
     kind: str | type[Any]
@@ -48,11 +48,13 @@ class Quantization:
     offloads: bool = False
 
 
-_BITSANDBYTES = Quantization("specdec.models.quantize:BitsAndBytes", package="bitsandbytes", install="-e '.[quant]'")
+_BITSANDBYTES = Quantization(
+    "specdec.models.loading.quantizers:BitsAndBytes", package="bitsandbytes", install="-e '.[quant]'"
+)
 QUANTIZATIONS: dict[str, Quantization] = {
     "int8": _BITSANDBYTES,
-    "int8-weight": Quantization("specdec.models.int8:WeightOnly", offloads=True),
-    "int4-weight": Quantization("specdec.models.int8:FourBits"),
+    "int8-weight": Quantization("specdec.models.loading.integer_layers:WeightOnly", offloads=True),
+    "int4-weight": Quantization("specdec.models.loading.integer_layers:FourBits"),
     "nf4": _BITSANDBYTES,
     "fp4": _BITSANDBYTES,
 }

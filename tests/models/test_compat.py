@@ -67,7 +67,7 @@ def test_a_contract_tells_who_broke_it() -> None:
         _ = torch._gone
     message = str(told.value)
     assert f"torch {version('torch')} has changed `torch._gone`" in message
-    assert "specdec/models/int8.py" in message
+    assert "specdec/models/loading/integer_layers.py" in message
     assert "AttributeError" in message
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from specdec import LanguageModel, OptionError, SpecGenerator, UnsupportedError, kernels
 from specdec.models.backends import packed_layers
 from specdec.models.backends.packed_layers import PackedEmbedding, is_packed
-from specdec.models.loading import load
+from specdec.models.loading.load import load
 from specdec.options.load import Loading
 from tests.folders import saved
 from tests.tiny import NAMES, tiny, tiny_inputs

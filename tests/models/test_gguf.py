@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from specdec import LoadError, Loading, OptionError, SpecGenerator, UnsupportedError, kernels
 from specdec.inputs import tokenizer_beside
-from specdec.models import gguf, load
+from specdec.models import load
 from specdec.models.backends.packed_layers import PackedEmbedding, is_packed
 from specdec.models.hf.private_api import whole_gguf
+from specdec.models.loading import gguf
 from tests.folders import WIDTH, byte_tokenizer, saved, saved_gguf
 from tests.oracle import KINDS, oracle
 from tests.tiny import tiny

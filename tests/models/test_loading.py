@@ -15,10 +15,11 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from transformers import AutoModelForCausalLM
 
 from specdec import LoadError, Loading, OptionError, SpecGenerator, UnsupportedError, custom_generate, kernels
-from specdec.models import load, placement, quantize
+from specdec.models import load
 from specdec.models.heads import kind_of
 from specdec.models.hf.load_errors import closest_name
-from specdec.models.int8 import Int8Linear
+from specdec.models.loading import placement, quantizers
+from specdec.models.loading.integer_layers import Int8Linear
 from specdec.options.bundled_models import pair
 from tests.folders import saved
 from tests.oracle import KINDS, oracle
@@ -213,7 +214,7 @@ def test_a_loaded_model_takes_no_loading_options() -> None:
 
 def test_bitsandbytes_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The message says what to install, and what needs nothing."""
-    monkeypatch.setattr(quantize, "find_spec", lambda name: None)
+    monkeypatch.setattr(quantizers, "find_spec", lambda name: None)
     with pytest.raises(UnsupportedError, match=r"pip install.*int8-weight"):
         load(saved("llama", tmp_path / "model"), Loading(quantization="nf4"))
 
@@ -225,7 +226,7 @@ def test_slow_and_idle_modes_warn(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.warns(UserWarning, match="AVX-512"):
-        quantize.BitsAndBytes("int8").config(torch.float32)
+        quantizers.BitsAndBytes("int8").config(torch.float32)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     with pytest.warns(UserWarning, match="changes nothing"):
         load(folder, Loading(offload="cpu"))

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelF
 from specdec import LanguageModel, OptionError, SpecGenerator, UnsupportedError
 from specdec.errors import LoadError
 from specdec.models.hf.device_hooks import execution_device, is_offloaded
-from specdec.models.streaming import stream
+from specdec.models.loading.streamed_layers import stream
 from tests.oracle import oracle
 from tests.test_exact import prompt_for, reference
 from tests.tiny import DECODERS, tiny

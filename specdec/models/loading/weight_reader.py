@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specdec.models.stored import Files, Stored
+from specdec.models.loading.weight_files import Files, Stored
 
 _ALIGNED = 64  # bytes; kernels round differently where tensors begin elsewhere
 

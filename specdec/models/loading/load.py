@@ -21,14 +21,14 @@ from transformers import (
 
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.backends.packed_layers import is_packed, slower_than_floats
-from specdec.models.gguf import GgufFile
 from specdec.models.hf.load_errors import check_complete, check_folder, explained
 from specdec.models.hf.private_api import loads
 from specdec.models.language_model import LanguageModel
-from specdec.models.placement import device_map, dispatch, keep, offload_folder, read_ahead
+from specdec.models.loading.gguf import GgufFile
+from specdec.models.loading.placement import device_map, dispatch, keep, offload_folder, read_ahead
+from specdec.models.loading.quantizers import Quantizer, make_quantizer, settle_four_bits
+from specdec.models.loading.weight_files import check
 from specdec.models.plans import parts
-from specdec.models.quantize import Quantizer, make_quantizer, settle_four_bits
-from specdec.models.stored import check
 from specdec.options import bundled_models
 from specdec.options.load import DTYPES, PASSES, Loading, split_gguf
 

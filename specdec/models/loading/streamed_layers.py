@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.hf.device_hooks import detach, execution_devices, wrapped_later
-from specdec.models.reader import Buffer, Layer, Reader, StreamedForward, Weight
-from specdec.models.stored import Files, Stored, find
+from specdec.models.loading.weight_files import Files, Stored, find
+from specdec.models.loading.weight_reader import Buffer, Layer, Reader, StreamedForward, Weight
 
 Layers = list[tuple[nn.Module, Layer]]
 

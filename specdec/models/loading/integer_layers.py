@@ -18,7 +18,7 @@ from specdec import kernels
 from specdec.errors import UnsupportedError
 from specdec.models.backends.packed_layers import changed, is_plain, replaced, weight_of
 from specdec.models.hf.private_api import int8_linear, quantizes
-from specdec.models.quantize import Quantizer
+from specdec.models.loading.quantizers import Quantizer
 from specdec.options.load import QUANTIZATIONS
 
 _MOST_ROWS = 32  # torch's kernel runs row by row: beyond this many, turning the weights into floats once is faster

@@ -23,7 +23,7 @@ from specdec.kernels import Quantized
 from specdec.models.backends.packed_layers import changed, is_plain, replaced, undone, weight_of
 from specdec.models.hf.device_hooks import is_offloaded
 from specdec.models.hf.private_api import cached, gguf_bars, whole_gguf
-from specdec.models.quantize import Quantizer
+from specdec.models.loading.quantizers import Quantizer
 from specdec.options.load import is_gguf
 
 _GROUP = 32  # weights of a block

@@ -19,7 +19,7 @@ from torch import nn
 
 from specdec.errors import OptionError
 from specdec.models.hf.private_api import skipped_keys
-from specdec.models.streaming import stream
+from specdec.models.loading.streamed_layers import stream
 from specdec.options.load import Loading
 
 DeviceMap = dict[str, str | int]

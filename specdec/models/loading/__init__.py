@@ -1,0 +1,1 @@
+"""From a name or path to a model on its devices."""
