@@ -106,7 +106,8 @@ class Call:
     draft: Draft
     drafter: BatchDrafter | None
     make_schedule: Callable[[Schedule | None], Schedule]
-    state: ModelState | None = None  # of the target, where prompts may continue others
+    state: ModelState  # of the target
+    reuses_prefixes: bool = False
     request: Request = field(init=False)
     result: Generation | None = field(init=False, default=None)
     seconds: float | None = field(init=False, default=None)
@@ -154,6 +155,7 @@ class Call:
             output_attentions=bool(o.output_attentions),
             last_hidden=any(strategy.needs_hidden for strategy in self._strategies),
             frames=self._frames(),
+            model_state=self.state.digest,
         )
         for r, (row, prompt) in enumerate(zip(rows, self.prompts.rows, strict=True)):
             self._share(row, prompt, r // o.copies)
@@ -343,7 +345,7 @@ class Call:
 
     def _share(self, row: RunningRow, prompt: RowPrompt, place: int) -> None:
         """Lets the row continue what was read before, and be continued, unless nobody knows what its encoder read."""
-        if self.state is None or self.request.traced or self.prompts.encoding is not None:
+        if not self.reuses_prefixes or self.request.traced or self.prompts.encoding is not None:
             return
         model, salt = self.state.digest, self.extras.cache_salt or ""
         inputs = [value[place] for _, value in sorted((self.prompts.encoder or {}).items())]

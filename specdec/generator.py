@@ -22,7 +22,7 @@ from specdec.engine import Engine
 from specdec.errors import OptionError
 from specdec.inputs import NAMES as MODEL_INPUTS
 from specdec.inputs import Prompt, check_tokenizer, read_prompts, tokenizer_beside, with_predictions
-from specdec.models import LanguageModel, leading, on_own_device, plain_modes, release_helpers
+from specdec.models import LanguageModel, ModelState, leading, on_own_device, plain_modes, release_helpers
 from specdec.options.checks import warn_of_idle
 from specdec.options.generate import Options, check_defaults, resolve
 from specdec.options.load import Loading, Vocabulary, check_loaded
@@ -263,13 +263,14 @@ class SpecGenerator:
             draft,
             drafter,
             make_schedule=lambda learned: schedule(learned=learned),
-            state=state if self._reuses_prefixes else None,
+            state=state,
+            reuses_prefixes=self._reuses_prefixes(state),
         )
 
-    @property
-    def _reuses_prefixes(self) -> bool:
+    def _reuses_prefixes(self, state: ModelState) -> bool:
         """Whether prompts continue what was read before: where that is asked for, or can change no text."""
-        return self._prefixes is not None and (self._wants_prefixes or self.target.exactness in ("exact", "strict"))
+        changes_none = self.target.exactness in ("exact", "strict") and state.is_readable
+        return self._prefixes is not None and (self._wants_prefixes or changes_none)
 
     def _options(self, given: Mapping[str, Any], config: Any) -> Options:
         """The caller's fields over a generation config's, over this generator's, over the checkpoint's."""

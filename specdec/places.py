@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from typing import NamedTuple
 
 from specdec.core.drafts import BatchDrafter, DraftSession, Kept
@@ -45,11 +46,12 @@ class Places:
         self.prefixes = prefixes if self._keeps else None
         self._model, self._drafts = model, drafts
         self._leaders: dict[RunningRow, RunningRow] = {}  # whose reading of the same prompt a row waits for
-        self._arrived: set[int] = set()  # keys of rows that have no place yet, and wait for nobody's prompt
+        self._arrived: dict[int, RunningRow] = {}  # by key: rows that have no place yet, and wait for nobody's prompt
         self._open: dict[int, RunningRow] = {}  # by key: rows whose texts others may continue
 
     def add(self, request: Request) -> None:
         """Takes in the rows of a request, which get their places when they are read (`follow`)."""
+        self._part(request)
         first: dict[object, RunningRow] = {}
         for row in request.rows:
             alone = request.traced or row.embeds is not None or row.unconditional is not None or len(row.tokens) < 2
@@ -59,7 +61,14 @@ class Places:
                 continue
             if request.encoding is not None:
                 row.encoding = request.encoding.select([row.task.place])
-            self._arrived.add(row.key)
+            self._arrived[row.key] = row
+
+    def _part(self, request: Request) -> None:
+        """Rows that read on under another state of the model than they began with share with nobody any more."""
+        for row in [*self._open.values(), *self._arrived.values(), *self._leaders]:
+            if row.context is not None and row.context.model != request.model_state:
+                for one in row.batch_rows:
+                    one.context = None
 
     def follow(self, row: RunningRow, request: Request) -> bool:
         """Whether a row has its place by now: it gets one once what it continues was read."""
@@ -67,7 +76,7 @@ class Places:
             if self._awaits(row):
                 return False
             request.cached_prompt_tokens += self._continue(row, self._draft_of(request))
-            self._arrived.remove(row.key)
+            del self._arrived[row.key]
             for beside in row.batch_rows[1:]:
                 self._continue(beside)
             return True
@@ -94,11 +103,13 @@ class Places:
 
     def remove(self, rows: Sequence[RunningRow], request_of: dict[int, Request]) -> None:
         """Takes the places of rows back; their texts may stay, and who waited for one of them reads for itself."""
+        now = cache(lambda: self._model.state().digest)  # of several rows, or of none, it is read once
         for row in rows:
             self._leaders.pop(row, None)
-            self._arrived.discard(row.key)
-            if row.slot is not None and self.prefixes is not None and row.context is not None:
-                self._retain(row, row.context, self.prefixes, self._draft_of(request_of[row.key]))
+            self._arrived.pop(row.key, None)
+            kept = row.context if row.slot is not None else None
+            if self.prefixes is not None and kept is not None and kept.model == now():  # not changed while the row ran
+                self._retain(row, kept, self.prefixes, self._draft_of(request_of[row.key]))
         slots = [one.slot for row in rows for one in row.batch_rows if one.slot is not None]
         if slots:
             self.target.remove(slots)
@@ -119,7 +130,7 @@ class Places:
             else:
                 heirs[leader.key], row.encoding = row, leader.encoding
                 del self._leaders[row]
-                self._arrived.add(row.key)
+                self._arrived[row.key] = row
 
     def _draft_of(self, request: Request) -> OpenDraft | None:
         """The draft of a request, where it reads hidden states."""
@@ -181,8 +192,6 @@ class Places:
         """Keeps the text of a row that leaves, where there is room for it, and what its draft has read of it."""
         length = self.target.length(_slot(row))
         if length * self._model.kv_bytes > min(prefixes.limit, prefixes.room):
-            return
-        if self._model.state().digest != context.model:  # it was changed while the row ran
             return
         if draft is not None and not row.unseen:
             with suppress(Exception):  # of a draft that cannot, which is no reason for anything else to fail

@@ -36,8 +36,12 @@ def exactness(model: nn.Module, dtype: torch.dtype) -> Exactness:
     kind is tried out.
     """
     kinds = {_kind(module): module for module in model.modules() if hasattr(module, "in_features")}
-    unknown = [module for kind, module in kinds.items() if kind not in _KNOWN]
-    if not all(_rows_independent(module, _row(module, dtype)) for module in unknown):
+    unknown = [module for kind, module in kinds.items() if kind not in _KNOWN and not _looks_up(module)]
+    try:
+        alone = all(_rows_independent(module, _row(module, dtype)) for module in unknown)
+    except (RuntimeError, TypeError, ValueError):  # of one that takes something else than rows
+        alone = False
+    if not alone:
         return "row-dependent"
     half = dtype not in (torch.float32, torch.float64)
     return "rounding" if half or any(_rounds_input(module, _row(module, dtype)) for module in unknown) else "exact"
@@ -95,6 +99,11 @@ def _read(session: Session, rows: list[int], texts: list[list[int]]) -> list[Ten
     scores = session.forward(rows, [Tree.chain(text) for text in texts], [len(text) for text in texts])
     session.commit(rows, [list(range(len(text))) for text in texts])
     return [one.logits for one in scores]
+
+
+def _looks_up(layer: Any) -> bool:
+    """Whether a layer is an adapter's around an embedding, which takes ids, one by one."""
+    return hasattr(layer, "get_base_layer") and isinstance(layer.get_base_layer(), nn.Embedding)
 
 
 def _kind(module: nn.Module) -> tuple[type, type]:

@@ -137,7 +137,7 @@ class LanguageModel:
             raise OptionError(f"the {name} is in training mode, where dropout makes it random: call `.eval()` on it")
         self._last_state = state = ModelState.of(source)
         if self.gear != "eager":
-            changed = state.differences(self._made_of)
+            changed = state.changed(self._made_of)
             way = "make another SpecGenerator, or use `gear`='eager', which follows changes"
             was = f"its weights were put into gear {self.gear!r}"
         else:

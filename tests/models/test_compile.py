@@ -277,7 +277,7 @@ def test_what_code_depends_on_besides(monkeypatch: pytest.MonkeyPatch, tmp_path:
     functions = [keyed(lambda mlp, own=own: setattr(mlp, "act", own)) for own in (F.silu, F.relu)]
     assert len({key(flat()), *remote, *hooked, *functions}) == 7
     before, read = key(flat()), Path.read_bytes
-    for name in ("kernels/ops.py", "kernels/layout.py", "models/compat.py", "models/twin.py"):
+    for name in ("kernels/ops.py", "kernels/packed_layout.py", "models/hf/private_api.py", "models/hf/shallow_copy.py"):
         files = Path(kernels.__file__).parents[1]
         with monkeypatch.context() as patch:
             patch.setattr(Path, "read_bytes", lambda path, own=files / name: read(path) + b"#" * (path == own))

@@ -9,6 +9,7 @@ from importlib import import_module
 from types import MethodType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -177,8 +178,8 @@ def test_eager_passes_follow_a_change(change: Change) -> None:
     generator = SpecGenerator(model, "suffix")
     before = own_text(model)
 
-    def check(expected: list[list[int]]) -> None:
-        for cached in (0, 39):
+    def check(expected: list[list[int]], *, known: bool = True) -> None:
+        for cached in (0, 39 if known else 0):
             out = generator.generate(PROMPT, **COMMON)
             assert (out.sequences.tolist(), out.stats.cached_prompt_tokens) == (expected, cached)
 
@@ -186,7 +187,7 @@ def test_eager_passes_follow_a_change(change: Change) -> None:
     with change(model):
         changed = own_text(model)
         assert changed != before
-        check(changed)
+        check(changed, known=change not in (steering, early_steering, global_hook, patched))
     assert generator.generate(PROMPT, **COMMON).sequences.tolist() == before
 
 
@@ -201,6 +202,83 @@ def test_copied_weights_refuse_a_change(change: Change, built: None) -> None:
             generator.generate(PROMPT, **COMMON)
         fresh = SpecGenerator(model, gear="packed").generate(PROMPT, **COMMON)
         assert fresh.sequences.tolist() == own_text(model) != before
+
+
+@pytest.mark.parametrize("change", [attribute, steering], ids=lambda change: change.__name__)
+def test_another_state_between_two_pieces_of_a_stream(change: Change) -> None:
+    """What a stream read while another call had changed the model is continued by nobody, though all is as before."""
+    model = tiny("llama")
+    generator = SpecGenerator(model)
+    stream = generator.stream(PROMPT, **COMMON)
+    begun = [next(stream).token_ids[0], next(stream).token_ids[0]]
+    with change(model):
+        generator.generate(PROMPT.flip(1), **COMMON)
+    begun += [token for event in stream for token in event.token_ids]
+    out = generator.generate([[*PROMPT[0].tolist(), *begun]], **COMMON)
+    assert out.stats.cached_prompt_tokens == 0
+
+
+def test_what_nobody_can_read_is_continued_by_nobody() -> None:
+    """A hook may look at anything. Where it is asked for, texts are kept all the same."""
+    model, strength = tiny("llama"), [1.0]
+    model.model.layers[0].register_forward_hook(lambda _, args, out: out * strength[0])
+    generator = SpecGenerator(model)
+    for strength[0] in (1.0, -1.0):
+        out = generator.generate(PROMPT, **COMMON)
+        assert (out.sequences.tolist(), out.stats.cached_prompt_tokens) == (own_text(model), 0)
+    asked = SpecGenerator(model, prefix_cache=True)
+    assert [asked.generate(PROMPT, **COMMON).stats.cached_prompt_tokens for _ in range(2)] == [0, 39]
+
+
+def test_settings_of_every_kind_are_read() -> None:
+    """Numbers of numpy, tensors that are plain attributes, buffers, weights in another order, classes' own methods."""
+    model = tiny("llama")
+    layer = model.model.layers[0]
+    layer.mlp.up_proj.weight = torch.nn.Parameter(layer.mlp.up_proj.weight.data.t().contiguous().t())
+    states = [ModelState.of(model)]
+
+    def patched(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return -x
+
+    with pytest.MonkeyPatch.context() as patch:
+        for change in (
+            lambda: setattr(layer, "scales", {"a": np.float64(2.0)}),
+            lambda: setattr(layer, "scales", {"a": np.float64(3.0)}),
+            lambda: setattr(layer, "vector", torch.ones(4)),
+            lambda: layer.vector.mul_(2),
+            lambda: layer.mlp.up_proj.weight.data.mul_(-1),
+            lambda: model.model.rotary_emb.inv_freq.mul_(2),
+            lambda: patch.setattr(type(layer.mlp), "forward", patched),
+        ):
+            change()
+            states.append(ModelState.of(model))
+    assert len({state.digest for state in states}) == len(states)
+    assert all(state.is_readable for state in states)
+    layer.control = type("Control", (), {})()
+    layer.rings = rings = []
+    rings.append(rings)
+    assert not ModelState.of(model).is_readable
+
+
+def test_copied_weights_take_what_changes_nothing(tmp_path: Any, built: None) -> None:
+    """What a forward does not read, and weights that are written anew as they were."""
+    model = tiny("llama")
+    generator = SpecGenerator(model, gear="packed")
+    before = generator.generate(PROMPT, **COMMON).sequences.tolist()
+    model.config.pad_token_id, model.note = 3, "mine"
+    model.save_pretrained(tmp_path)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+    assert generator.generate(PROMPT, **COMMON).sequences.tolist() == before
+
+
+def test_one_look_for_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that end together are kept after one look at the model. (Each took its own: three times as slow.)"""
+    looks, of = [], ModelState.of
+    monkeypatch.setattr(ModelState, "of", lambda model: (looks.append(1), of(model))[1])
+    generator = SpecGenerator(tiny("llama"))
+    looks.clear()
+    generator.generate([[i + 5] * 20 for i in range(16)], **{**COMMON, "max_new_tokens": 1})
+    assert len(looks) == 2
 
 
 def test_a_change_between_two_pieces_of_a_stream() -> None:
@@ -274,9 +352,10 @@ def test_rounded_float32_is_not_exact(precision: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "rwkv"])  # which scales its weights in a pass
 def test_passes_change_no_state(name: str) -> None:
-    """What they leave behind in a model is not taken for a change."""
+    """What they leave behind in a model is not taken for a change, and everything in it can be read."""
     model = tiny(name)
     before = ModelState.of(model)
+    assert before.is_readable
     inputs = {"input_ids": PROMPT} if name in DECODERS else tiny_inputs(name, 1)
     SpecGenerator(model, "suffix").generate(**inputs, **COMMON, output_hidden_states=True)
     assert ModelState.of(model) == before
@@ -287,6 +366,9 @@ def test_models_of_peft() -> None:
     peft = pytest.importorskip("peft")
     adapted = lora(tiny("llama"))
     generator = SpecGenerator(adapted, lora(tiny("llama", seed=1)))
+    of_tokens = peft.LoraConfig(r=2, target_modules=["embed_tokens", "q_proj"], init_lora_weights=False)
+    looked_up = in_peft(tiny("llama"), of_tokens).eval()
+    assert SpecGenerator(looked_up).generate(PROMPT, **COMMON).sequences.tolist() == own_text(looked_up)
     assert generator.generate(PROMPT, **COMMON).sequences.tolist() == own_text(adapted)
     how = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, token_dim=32)
     learned = in_peft(tiny("llama"), how)

@@ -286,7 +286,7 @@ def _callables(module: nn.Module) -> list[Any]:
     """What was put into a module and may run in its forward: functions, and hooks that are not transformers' own."""
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     functions = [value for _, value in sorted(vars(module).items()) if isinstance(value, _FUNCTIONS)]
-    return functions + [hook for hook in hooks if not hook.__module__.startswith("transformers.")]
+    return functions + [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("transformers.")]
 
 
 def _functions(module: nn.Module) -> list[str]:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import itertools
 import marshal
-from collections.abc import Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from hashlib import blake2b
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,16 +19,19 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
-from specdec.models.hf.patching import settled
+from specdec.models.hf.patching import CHANGING, original_attributes
 from specdec.models.hf.private_api import CAPTURING
 
 _SAMPLE = 16  # values of each tensor: writes to whole tensors change some of them
-_SCALARS = frozenset({int, float, bool, str, bytes, type(None)})
-_OF_PASSES = {"max_seq_len_cached", "_output_capturing_hooks_installed"}  # which passes set
+_DEEPEST = 4  # collections within collections that are read
+_SCALARS = frozenset({int, float, complex, bool, str, bytes, type(None)})
+_COLLECTIONS = frozenset({list, tuple, dict, set, frozenset})
+_OF_PASSES = {"max_seq_len_cached", "_output_capturing_hooks_installed", "_previous_max_cache_length"}  # which set them
 _NO_SETTINGS = _OF_PASSES.union(vars(nn.Module()))
 _OF_OUTPUTS = frozenset({"use_cache", "output_attentions", "output_hidden_states", "return_dict", "_output_attentions"})
+_KNOWN = frozenset({"torch", "transformers", "accelerate", "peft", "bitsandbytes", "specdec", "builtins"})
 _serials: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # of functions: addresses are used again
 _next_serial = itertools.count()
 
@@ -38,53 +40,148 @@ _next_serial = itertools.count()
 class ModelState:
     """Digests of what a model's output depends on; equal ones are of models that compute the same.
 
-    `weights` is read from addresses, versions and a sample of values: a write through `.data` to a few values of a
-    large tensor may go unseen.
+    `values` is a sample of each weight: a write through `.data` to a few values of a large tensor may go unseen. `rest`
+    are addresses and versions of weights, configs, and what is private to modules. `is_readable` is False where
+    something may change unseen: a caller's own hook or method, an object or tensor of unknown kind.
     """
 
     modules: bytes
     hooks: bytes
     settings: bytes
-    weights: bytes
+    values: bytes
+    rest: bytes
+    is_readable: bool
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelState:
-        """The state of a model that no pass of ours is changing."""
-        modules, hooks, settings, tensors = list[Any](), list[Any](), list[Any](), list[Tensor]()
-        hooks.append([*torch_module._global_forward_hooks, *torch_module._global_forward_pre_hooks])
-        configs: dict[int, PretrainedConfig] = {}
-        for number, module in enumerate(model.modules()):
-            modules += (id(type(module)), *module._modules)
-            for hooked in (module._forward_hooks, module._forward_pre_hooks):
-                for key, hook in hooked.items():
-                    if getattr(hook, "__module__", "") != CAPTURING:
-                        hooks.append((number, key))
-            tensors += [t for t in module._parameters.values() if t is not None]
-            passing = module._non_persistent_buffers_set  # made anew by passes, as frequencies of rotations are
-            tensors += [t for n, t in module._buffers.items() if t is not None and n not in passing]
-            for name, value in settled(module).items():
-                if name in _NO_SETTINGS:
-                    continue
-                if type(value) in _SCALARS:
-                    settings += (name, value)
-                elif isinstance(value, PretrainedConfig):
-                    configs[id(value)] = value
-                elif callable(value):
-                    hooks.append((number, name, _serial(value)))
-                elif isinstance(value, Sequence | Mapping | AbstractSet):
-                    settings += (name, _plain(value))
-        for config in configs.values():
-            settings += [(n, _plain(value)) for n, value in vars(config).items() if n not in _OF_OUTPUTS]
-        return cls(_digest(modules), _digest(hooks), _digest(settings), _weights(tensors))
+        """The state of a model; never raises."""
+        return _Reading(model).state
 
-    def differences(self, other: ModelState) -> list[str]:
-        """The names of the parts that differ."""
-        return [one.name for one in fields(self) if getattr(self, one.name) != getattr(other, one.name)]
+    def changed(self, since: ModelState) -> list[str]:
+        """The names of the parts that differ and that a copy made of the model does not follow."""
+        parts = ("modules", "hooks", "settings", "values")
+        return [name for name in parts if getattr(self, name) != getattr(since, name)]
 
     @cached_property
     def digest(self) -> bytes:
         """Of all parts."""
         return _digest([getattr(self, one.name) for one in fields(self)])
+
+
+class _Reading:
+    """One walk over a model; `state` is what it found."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.readable = True
+        self._modules, self._hooks, self._settings, self._rest = list[Any](), list[Any](), list[Any](), list[Any]()
+        self._tensors, self._others = list[Tensor](), list[Tensor]()
+        self._configs: dict[int, PretrainedConfig] = {}
+        self._hook_all(-1, torch_module._global_forward_hooks)
+        self._hook_all(-1, torch_module._global_forward_pre_hooks)
+        with CHANGING:
+            for number, module in enumerate(model.modules()):
+                self._module(number, module)
+        for config in self._configs.values():
+            named = sorted(vars(config).keys() - _OF_OUTPUTS)
+            self._rest += [(name, self._plain(vars(config)[name])) for name in named]
+        values, known = self._sample(self._tensors)
+        others, known_others = self._sample(self._others)
+        rest = _digest([*self._rest, known, known_others, others])
+        modules, hooks, settings = _digest(self._modules), _digest(self._hooks), _digest(self._settings)
+        self.state = ModelState(modules, hooks, settings, values, rest, self.readable)
+
+    def _module(self, number: int, module: nn.Module) -> None:
+        kind = type(module)
+        self._modules += (id(kind), _serial(kind.forward), *module._modules)
+        if module._forward_hooks:
+            self._hook_all(number, module._forward_hooks)
+        if module._forward_pre_hooks:
+            self._hook_all(number, module._forward_pre_hooks)
+        self._tensors += [t for t in module._parameters.values() if t is not None]
+        for name, tensor in module._buffers.items():
+            if tensor is not None:  # passes may make those anew that are not saved, as frequencies of rotations are
+                (self._others if name in module._non_persistent_buffers_set else self._tensors).append(tensor)
+        own = vars(module)
+        of_layer = not isinstance(module, PreTrainedModel)
+        for name in sorted(own.keys() - _NO_SETTINGS):
+            for value in original_attributes(own[name]):
+                self._attribute(number, name, value, of_layer and not name.startswith(("_", "gradient_checkpointing")))
+
+    def _hook_all(self, number: int, hooks: Any) -> None:
+        for key, hook in hooks.items():
+            if getattr(hook, "__module__", "") != CAPTURING:
+                self._hooks.append((number, key))
+                self._trust(hook)
+
+    def _attribute(self, number: int, name: str, value: Any, followed: bool) -> None:
+        if type(value) in _SCALARS:
+            (self._settings if followed else self._rest).extend((name, value))
+        elif isinstance(value, PretrainedConfig):
+            self._configs[id(value)] = value
+        elif callable(value) and not isinstance(value, nn.Module):
+            (self._hooks if followed or name == "forward" else self._rest).append((number, name, _serial(value)))
+            self._trust(value)
+        else:
+            (self._settings if followed else self._rest).extend((name, self._plain(value)))
+
+    def _plain(self, value: Any, depth: int = 0) -> Any:
+        """What `marshal` takes in the place of a value; tensors are noted, and what nobody knows makes unreadable."""
+        kind = type(value)
+        if kind in _SCALARS:
+            return value
+        if depth < _DEEPEST and kind in _COLLECTIONS:
+            if kind is dict:
+                return [(self._plain(k, depth + 1), self._plain(v, depth + 1)) for k, v in value.items()]
+            if kind in (set, frozenset):
+                return sorted(map(repr, value))
+            return [self._plain(one, depth + 1) for one in value]
+        if isinstance(value, Tensor):
+            self._others.append(value)
+            return None
+        if hasattr(value, "tolist"):  # numpy's
+            return repr(value.tolist())
+        if isinstance(value, int | float | str):  # of classes of their own
+            return repr(value)
+        self._trust(value)
+        return repr(value) if isinstance(value, torch.dtype | torch.device) else None
+
+    def _trust(self, value: Any) -> None:
+        """Code and objects of the libraries below are known; others may depend on anything."""
+        value = value.func if isinstance(value, partial) else value
+        module = getattr(value, "__module__", None) or type(value).__module__
+        if str(module).partition(".")[0] not in _KNOWN:
+            self.readable = False
+
+    def _sample(self, tensors: Sequence[Tensor]) -> tuple[bytes, Any]:
+        """A digest of a sample of values, and the tensors' addresses and versions."""
+        known: list[Any] = []
+        groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        read = blake2b(digest_size=16)
+        with torch.no_grad():
+            for tensor in tensors:
+                try:
+                    known.append((tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version, *tensor.shape))
+                    if (sample := _sampled(tensor)) is not None:
+                        groups.setdefault((tensor.device, tensor.dtype), []).append(sample)
+                except (RuntimeError, NotImplementedError, TypeError):  # of kinds that have no plain memory
+                    self.readable = False
+            for (_, dtype), samples in groups.items():
+                read.update(f"{dtype} {len(samples)}".encode())
+                try:
+                    read.update(torch.cat(samples).view(torch.uint8).cpu().numpy().tobytes())
+                except (RuntimeError, NotImplementedError, TypeError):
+                    self.readable = False
+        return read.digest(), known
+
+
+def _sampled(tensor: Tensor) -> Tensor | None:
+    """Some values, from all over its memory; None of what is read for each pass, or has a way of its own."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or not tensor.numel():
+        return None
+    count = tensor.numel()
+    if not tensor.is_contiguous():  # its memory in order, where it is one piece
+        count = min(count, tensor.untyped_storage().nbytes() // tensor.element_size() - int(tensor.storage_offset()))
+    return torch.as_strided(tensor.detach(), (min(_SAMPLE, count),), (max(count // _SAMPLE, 1),))
 
 
 def float32_is_rounded(device: torch.device) -> bool:
@@ -114,46 +211,11 @@ def plain_modes() -> Iterator[None]:
         yield
 
 
-def _weights(tensors: Sequence[Tensor]) -> bytes:
-    """A digest of addresses, versions and samples."""
-    known = [(t.data_ptr(), 0 if t.is_inference() else t._version, str(t.dtype), *t.shape) for t in tensors]
-    read = blake2b(marshal.dumps(known, 2), digest_size=16)
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    with torch.no_grad():
-        for tensor in _readable(tensors):
-            step = max(tensor.numel() // _SAMPLE, 1)
-            sample = torch.as_strided(tensor.detach(), (min(_SAMPLE, tensor.numel()),), (step,))
-            groups.setdefault((tensor.device, tensor.dtype), []).append(sample)
-        for samples in groups.values():
-            read.update(torch.cat(samples).view(torch.uint8).cpu().numpy().tobytes())
-    return read.digest()
-
-
-def _readable(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Those whose values lie in memory one after the other; other classes than torch's have their own ways."""
-    for tensor in tensors:
-        if type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta and tensor.is_contiguous() and tensor.numel():
-            yield tensor
-
-
-def _plain(value: Any) -> Any:
-    """Scalars and collections of them as they are, for `marshal`; None in the place of anything else."""
-    if type(value) in _SCALARS:
-        return value
-    if isinstance(value, Mapping):
-        return [(_plain(key), _plain(one)) for key, one in value.items()]
-    if isinstance(value, AbstractSet):
-        return sorted(map(repr, value))
-    if isinstance(value, Sequence):
-        return [_plain(one) for one in value]
-    return None
-
-
 def _serial(function: Any) -> int:
     """A number of its own for every function, for as long as it lives."""
     try:
         return _serials.setdefault(function, next(_next_serial))
-    except TypeError:  # it cannot be referred to weakly, or compares in its own way
+    except Exception:  # it cannot be referred to weakly, or compares in its own way
         return id(function)
 
 

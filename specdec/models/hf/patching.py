@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 Method = tuple[nn.Module, str]
-_CHANGING = threading.Lock()  # of modules
+CHANGING = threading.Lock()  # of modules
 
 
 class _Wanted(threading.local):
@@ -34,12 +34,12 @@ def overridden(methods: Mapping[Method, Callable[..., Any]]) -> Iterator[None]:
     before, _wanted.methods = _wanted.methods, {**_wanted.methods, **methods}
     stand_ins = []
     try:
-        with _CHANGING:
+        with CHANGING:
             for method in methods:
                 stand_ins.append(_StandIn.put(method))
         yield
     finally:
-        with _CHANGING:
+        with CHANGING:
             for stand_in in stand_ins:
                 stand_in.leave()
         _wanted.methods = before
@@ -47,13 +47,20 @@ def overridden(methods: Mapping[Method, Callable[..., Any]]) -> Iterator[None]:
 
 def settled(module: nn.Module) -> dict[str, Any]:
     """The attributes of a module's instance as they are outside of passes."""
-    with _CHANGING:
+    with CHANGING:
         state = dict(vars(module))
     for name in [name for name, value in state.items() if type(value) is _StandIn]:
         stand_in = state.pop(name)
         if stand_in.own:
             state[name] = stand_in.original
     return state
+
+
+def original_attributes(value: Any) -> tuple[Any, ...]:
+    """An attribute of a module's instance as it is outside of passes; nothing where it has none then."""
+    if type(value) is not _StandIn:
+        return (value,)
+    return (value.original,) if value.own else ()
 
 
 class _StandIn:

@@ -98,10 +98,11 @@ def load(
 
 
 def unwrapped(model: Any, name: str) -> Any:
-    """The transformers model that PEFT's adapters were put into; anything else as it is.
+    """The transformers model that PEFT's adapters were put into, or that was compiled; anything else as it is.
 
     Raises UnsupportedError where a PEFT model adds something outside of that model, such as learned prompts.
     """
+    model = getattr(model, "_orig_mod", model)
     if isinstance(model, str | PathLike | PreTrainedModel) or not hasattr(model, "get_base_model"):
         return model
     for adapter, config in getattr(model, "peft_config", {}).items():
