@@ -63,7 +63,7 @@ async def transcriptions(
     heard = _heard(request, host, asked, file)
     if stream:
         state = state_of(request)
-        pieces = ahead([heard], state.settings.limits.unread_bytes)
+        pieces = ahead([heard], state.settings.limits.unread_bytes, _size)
         return EventStream(state, await watched(request, _begun(_events(pieces))))
     found = await watched(request, _whole(heard))
     return _formed(found, host, asked, response_format, segments=not words or "segment" in timestamp_granularities)
@@ -139,6 +139,11 @@ async def _events(heard: AsyncGenerator[str | Transcription, None]) -> AsyncGene
                 told += new
                 if new:
                     yield event({"type": "transcript.text.delta", "delta": new})
+
+
+def _size(piece: str | Transcription) -> int:
+    """Of a piece, in bytes; the whole is bounded by the recording."""
+    return len(piece.encode()) if isinstance(piece, str) else 0
 
 
 async def _begun(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:

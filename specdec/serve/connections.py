@@ -180,9 +180,13 @@ class HttpProtocol(H11Protocol):
         self.transport.abort()
 
     def stop(self) -> None:
-        """Hangs up on a request whose body is still on its way."""
-        if not self.is_idle and self.cycle.more_body:
+        """Refuses a request whose body is still on its way; where its answer has begun, hangs up."""
+        if self.is_idle or not self.cycle.more_body:
+            return
+        if self.cycle.response_started:
             self.drop()
+        else:
+            self._refuse(unavailable("the server is shutting down"))
 
     def _count(self) -> None:
         if self.is_idle:

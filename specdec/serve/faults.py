@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,6 +44,7 @@ _FAULTS = {
 }
 _LONGEST = 128  # characters of a field's path
 _SHOWN = 40  # characters of a value
+_WEIGHED = 100  # faults, of which a body may have as many as it has values
 
 
 def invalid(faults: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
@@ -51,10 +53,12 @@ def invalid(faults: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
     A field that may be of several kinds has a fault for each: the deepest one counts, before others a wrong value of a
     right kind, then the place that no kind fits.
     """
+    faults = faults[:_WEIGHED]
     places = [_place(fault, body) for fault in faults]
+    times = Counter(places)
 
     def weight(at: int) -> tuple[int, bool, int]:
-        return len(places[at]), faults[at]["type"] not in _KINDS, places.count(places[at])
+        return len(places[at]), faults[at]["type"] not in _KINDS, times[places[at]]
 
     best = max(range(len(faults)), key=weight)
     path = ".".join(map(str, places[best]))[:_LONGEST]

@@ -105,6 +105,7 @@ class RecordingRoute(GuardedRoute):
                 await stack.enter_async_context(state.uploads.turn(client_of(request)))
             if waiting.cancelled_caught:
                 raise too_late(limits.request_seconds)
+            state.admit()  # the drain may have begun during the wait
             yield limits.audio_bytes + _FORM_BYTES
 
 

@@ -60,7 +60,9 @@ class Keys:
     def _read(self) -> tuple[dict[bytes, str], list[str]]:
         """Digests of the valid keys with their names, and what is wrong with the file."""
         try:
-            lines = self._path.read_text(encoding="utf-8").splitlines()
+            if self._path.exists() and not self._path.is_file():  # a pipe would be waited for without end
+                raise OSError("it is no regular file")
+            lines = self._path.read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             return {}, [f"{self._path} cannot be read as text ({error}): no key is valid until it can be"]
         names: dict[bytes, str] = {}

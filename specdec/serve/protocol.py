@@ -7,6 +7,7 @@ asks for nothing, and hints that would change no text are dropped.
 from __future__ import annotations
 
 import json
+from itertools import islice
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -17,6 +18,8 @@ from specdec.serve.faults import FieldError
 
 _FORMS = ("json", "regex", "grammar", "choice")
 _LIMITS = ("max_tokens", "max_completion_tokens")
+_ENTRIES = 1024  # of an object with free names
+_UNKNOWN = 10  # fields that are looked at, of those that an object does not have
 _LONGEST_NAME, _LONGEST_STOP, _LONGEST_GRAMMAR = 256, 256, 65_536
 
 
@@ -33,10 +36,16 @@ def _present(data: Any) -> Any:
     return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
 
 
+def _few(data: Any) -> Any:
+    """What an object says, as far as one entry beyond the most: each of them could be a fault."""
+    present = _present(data)
+    return dict(islice(present.items(), _ENTRIES + 1)) if isinstance(present, dict) else present
+
+
 Text = Annotated[str, AfterValidator(_is_text)]
 Name = Annotated[Text, Field(max_length=_LONGEST_NAME)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-Tokens = Annotated[list[TokenId], Field(min_length=1, max_length=2**20)]
+Tokens = Annotated[list[TokenId], Field(min_length=1, max_length=2**20, fail_fast=True)]
 Count = Annotated[int, Field(ge=1, le=2**20)]
 Least = Annotated[int, Field(ge=0, le=2**20)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
@@ -96,14 +105,21 @@ class Sent(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, data: Any) -> Any:
-        return _present(data)
+        if not isinstance(data, dict):
+            return data
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        present = _present(data)
+        spare = [name for name in present if name not in known][_UNKNOWN:]
+        for name in spare:  # each would be a fault
+            del present[name]
+        return present
 
 
 class Message(Sent):
     """One turn of a conversation; only text is read."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[TextPart] | None = None
+    content: Text | Parts | None = None
     name: Name | None = None
 
     @model_validator(mode="before")
@@ -139,6 +155,7 @@ class TextPart(Sent):
     text: Text
 
 
+Parts = Annotated[list[TextPart], Field(fail_fast=True)]
 Message.model_rebuild()
 
 
@@ -154,7 +171,7 @@ class Prediction(Sent):
     """Text that the answer may resemble."""
 
     type: Literal["content"]
-    content: Text | list[TextPart]
+    content: Text | Parts
 
     @property
     def text(self) -> str:
@@ -222,7 +239,7 @@ class Generate(Sent):
     repetition_penalty: Positive = 1.0
     no_repeat_ngram_size: Annotated[int, Field(ge=0, le=1024)] = 0
     logit_bias: (
-        Annotated[dict[Annotated[str, Field(max_length=12)], Bias], Field(max_length=1024), BeforeValidator(_present)]
+        Annotated[dict[Annotated[str, Field(max_length=12)], Bias], Field(max_length=_ENTRIES), BeforeValidator(_few)]
         | None
     ) = None
     # form
@@ -316,7 +333,7 @@ def _same(value: Any, neutral: Any) -> bool:
 class CompletionRequest(Generate):
     """A text, or several, to be continued."""
 
-    prompt: Text | Tokens | Annotated[list[Text | Tokens], Field(min_length=1, max_length=1024)]
+    prompt: Text | Tokens | Annotated[list[Text | Tokens], Field(min_length=1, max_length=1024, fail_fast=True)]
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
@@ -343,14 +360,14 @@ class CompletionRequest(Generate):
 class ChatRequest(Generate):
     """A conversation to be answered."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: (
-        Annotated[dict[Literal[_TEMPLATE], bool], BeforeValidator(_present)]  # type: ignore[valid-type]
+        Annotated[dict[Literal[_TEMPLATE], bool], BeforeValidator(_few)]  # type: ignore[valid-type]
         | None
     ) = None
 
@@ -380,7 +397,7 @@ class TokenizeRequest(Sent):
 
     model: Name | None = None
     prompt: Text | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
 
@@ -395,4 +412,4 @@ class DetokenizeRequest(Sent):
     """Token ids to be turned into text."""
 
     model: Name | None = None
-    tokens: Annotated[list[TokenId], Field(max_length=2**20)]
+    tokens: Annotated[list[TokenId], Field(max_length=2**20, fail_fast=True)]

@@ -37,9 +37,11 @@ class State:
         self.metrics.watch(hosts.loads)
 
     def track(self, task: asyncio.Task[Any]) -> None:
-        """Work that is given up when time is up."""
+        """Work that is given up when time is up, at once if it is up already."""
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        if self.stopping:  # after its first step: a task that never ran would not close what it was handed
+            task.get_loop().call_soon(task.cancel)
 
     def stop(self) -> None:
         """Gives up all work under way."""

@@ -55,8 +55,10 @@ class Wire:
             with suppress(BlockingIOError):
                 try:
                     sent = self._socket.send(chunk)
-                except (ConnectionError, TimeoutError):  # the loop hears of it
+                except (ConnectionError, TimeoutError):
+                    # The loop may not hear of it: it does not read on while requests wait.
                     sent = len(chunk)
+                    self._loop.call_soon_threadsafe(self._transport.abort)
             self.bytes, self.last = self.bytes + len(event), time.monotonic()
             if sent < len(chunk):
                 self._waiting += 1

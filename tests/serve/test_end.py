@@ -14,7 +14,7 @@ import pytest
 
 from specdec.serve.hosting import Host
 from specdec.serve.server import server_of
-from tests.serve.served import PATIENCE, app, listening, model_of, run, settings
+from tests.serve.served import PATIENCE, app, listening, model_of, run, settings, speech_model
 
 LONG = {"prompt": "abab", "max_tokens": 500, "seed": 1, "ignore_eos": True}
 
@@ -119,7 +119,7 @@ def test_a_second_signal_closes_the_listener(sig: signal.Signals) -> None:
 def test_the_drain_is_kept() -> None:
     """What takes longer is told so, and a body that never comes is not waited for."""
 
-    async def ask() -> tuple[str, int, float]:
+    async def ask() -> tuple[str, int, bytes, float]:
         async with listening(limits={"drain_seconds": 0.5}) as (server, client):
             reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
             head = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
@@ -132,11 +132,58 @@ def test_the_drain_is_kept() -> None:
             began = time.monotonic()
             server.handle_exit(signal.SIGTERM, None)
             found = (await stream).text, (await whole).status_code
-            await reader.read()
+            half = await reader.read()
             writer.close()
-        return *found, time.monotonic() - began
+        return *found, half, time.monotonic() - began
 
-    streamed, status, seconds = apart(ask())
+    streamed, status, half, seconds = apart(ask())
+    assert half.startswith(b"HTTP/1.1 503 ")
+    assert b"the server is shutting down" in half
     assert "the server is shutting down" in streamed
     assert status == 503
     assert 0.5 <= seconds < 3
+
+
+def test_uploads_that_wait_begin_nothing_after_the_drain() -> None:
+    """They got the turns of those that were given up, and ended in a bare 500 when the process did."""
+
+    async def ask() -> tuple[list[httpx.Response], float]:
+        limits = {"recordings": 1, "drain_seconds": 0.3, "per_key": 20}
+        async with listening(speech_model(), limits=limits) as (server, client):
+            state = server.config.app.state.server  # type: ignore[union-attr]
+            turns, files = state.hosts.all["speech"].turns, {"file": ("a.wav", b"no sound")}
+            async with turns.turn("somebody"):
+                asked = [asyncio.ensure_future(client.post("/v1/audio/transcriptions", files=files)) for _ in range(10)]
+                while turns.waiting < 7 or state.uploads.waiting < 3:
+                    await asyncio.sleep(0.001)
+                began = time.monotonic()
+                server.handle_exit(signal.SIGTERM, None)
+                return await asyncio.gather(*asked), time.monotonic() - began
+
+    found, seconds = apart(ask())
+    assert [one.status_code for one in found] == [503] * 10
+    assert all("the server is shutting down" in one.text for one in found)
+    assert seconds < 3
+
+
+def test_work_that_comes_after_the_drain_is_given_up() -> None:
+    """It closes what it was handed."""
+
+    async def ask() -> list[str]:
+        told: list[str] = []
+
+        async def work() -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                told.append("closed")
+
+        state = app(model_of("suffix")).state.server
+        state.stop()
+        task = asyncio.ensure_future(work())
+        state.track(task)
+        await asyncio.wait({task}, timeout=5)
+        state.close()
+        return [*told, "given up" if task.cancelled() else "runs"]
+
+    assert run(ask()) == ["closed", "given up"]

@@ -329,6 +329,17 @@ def test_streamed_transcriptions() -> None:
     assert "".join(event["delta"] for event in told) == whole["text"]
 
 
+def test_unread_transcriptions_have_a_bound() -> None:
+    """Their pieces counted for nothing."""
+
+    async def ask() -> str:
+        async with client(app(hearing(), limits={"unread_bytes": 1})) as c:
+            files, data = {"file": ("a.wav", recording(3.5))}, {"language": "en", "stream": "true"}
+            return (await c.post("/v1/audio/transcriptions", files=files, data=data)).text
+
+    assert "reads too slowly" in run(ask())
+
+
 def test_words_and_translations() -> None:
     """Words have times where they are asked for; a translation is another text."""
     content = recording(1.5, "FLAC")

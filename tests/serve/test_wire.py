@@ -89,18 +89,18 @@ def test_nothing_is_lost_or_overtaken(slow: bool) -> None:
 
 
 def test_a_client_that_is_gone() -> None:
-    """Its events go nowhere, and the thread that decodes hears of no error."""
+    """Its events go nowhere, the thread that decodes hears of no error, and the loop does, though it does not read."""
     ours, theirs = socket.socketpair()
 
     async def write() -> None:
         transport, lost = await asyncio.get_running_loop().create_connection(Lost, sock=ours)
         wire = Wire(transport)
         wire.open()
+        transport.pause_reading()
         theirs.close()
         assert all(wire.send(event) for event in EVENTS[:9])
+        await asyncio.wait_for(lost.ended.wait(), 5)
         wire.close()
-        transport.close()
-        await lost.ended.wait()
 
     run(write())
 

@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import json
 import logging
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,25 @@ def test_lines_of_keys(tmp_path: Path) -> None:
     held = Keys(path)
     assert [held.name(key) for key in (old, new, colons, f"{colons}y")] == ["alice", "alice", "key-3", "bob"]
     assert held.name(colons.partition(":")[2]) is None
+
+
+def test_a_byte_order_mark_is_no_part_of_a_key(tmp_path: Path) -> None:
+    """Editors write one, and the first key was never valid."""
+    path = tmp_path / "keys"
+    path.write_text(KEY, encoding="utf-8-sig")
+    assert Keys(path).name(KEY) == "key-1"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_is_no_key_file(key_file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Reading it stopped the event loop for good."""
+    held = Keys(key_file)
+    key_file.unlink()
+    os.mkfifo(key_file)
+    assert held.name(KEY) is None
+    assert [one.levelname for one in caplog.records if "no regular file" in one.getMessage()] == ["ERROR"]
+    with pytest.raises(OptionError, match="no regular file"):
+        Keys(key_file)
 
 
 def test_keys_are_compared_in_constant_time(key_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
