@@ -103,6 +103,8 @@ class Dispatcher:
 
         self._check()
         with self._lock:
+            if self._ended and threading.current_thread() is not threading.main_thread():
+                raise CancelledError("the program is ending")  # a thread that computes then would abort it
             news = threading.Condition(self._lock)
             self._waiting[request] = (news, ready)
             self._work.notify_all()
