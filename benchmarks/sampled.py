@@ -19,8 +19,8 @@ from unittest.mock import patch
 from measure import Watch, interleaved, ratio, read_prompts, table
 
 from specdec import SpecGenerator, kernels
+from specdec.decoding.samplers import CoupledRule
 from specdec.options.bundled_models import pair
-from specdec.select.rules import CoupledRule
 
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},

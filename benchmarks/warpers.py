@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from specdec import kernels
-from specdec.logits import TopK, TopKTopP, TopP
-from specdec.select import noise
+from specdec.decoding import noise
+from specdec.decoding.processors import TopK, TopKTopP, TopP
 
 Warper = Callable[[Tensor | None, Tensor], Tensor]
 

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from specdec.call import Job
     from specdec.core.drafts import Drafter
     from specdec.core.stats import Stats
+    from specdec.decoding.processors import HammingDiversityLogitsProcessor
+    from specdec.decoding.strategies import Constraint, DisjunctiveConstraint, PhrasalConstraint
     from specdec.errors import (
         CancelledError,
         DraftError,
@@ -24,33 +26,31 @@ if TYPE_CHECKING:
     )
     from specdec.generator import SpecGenerator
     from specdec.hook import custom_generate
-    from specdec.logits import HammingDiversityLogitsProcessor
     from specdec.models import LanguageModel
     from specdec.options.generate import Options
     from specdec.options.load import Loading
     from specdec.output import Event, Generation
     from specdec.pipelines import Transcriber
-    from specdec.select import Constraint, DisjunctiveConstraint, PhrasalConstraint
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "CancelledError": "errors",
     "EngineError": "errors",
-    "Constraint": "select",
-    "DisjunctiveConstraint": "select",
+    "Constraint": "decoding.strategies",
+    "DisjunctiveConstraint": "decoding.strategies",
     "DraftError": "errors",
     "Drafter": "core.drafts",
     "Event": "output",
     "Generation": "output",
     "Job": "call",
-    "HammingDiversityLogitsProcessor": "logits",
+    "HammingDiversityLogitsProcessor": "decoding.processors",
     "LanguageModel": "models",
     "LoadError": "errors",
     "Loading": "options.load",
     "OptionError": "errors",
     "Options": "options.generate",
-    "PhrasalConstraint": "select",
+    "PhrasalConstraint": "decoding.strategies",
     "SpecGenerator": "generator",
     "SpecdecError": "errors",
     "Stats": "core.stats",

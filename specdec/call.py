@@ -20,6 +20,10 @@ from specdec.core.rounds import Context
 from specdec.core.sequence import RunningRow, SearchRow, TextRow
 from specdec.core.strategies import Search, Selector
 from specdec.core.tree import Step
+from specdec.decoding.noise import fold
+from specdec.decoding.processors import build_processors
+from specdec.decoding.stopping import Stopping
+from specdec.decoding.strategies import RowSetup, make_strategy
 from specdec.dispatcher import Dispatcher
 from specdec.drafts import Draft
 from specdec.errors import CancelledError, OptionError
@@ -32,12 +36,10 @@ from specdec.inputs import (
     length_limit,
     pad_id,
 )
-from specdec.logits import build_processors
 from specdec.models import Encoding, LanguageModel, ModelState, digest, plain_modes
 from specdec.options.generate import Options
 from specdec.output import Generation, Recorder, beam_indices, per_token, sequences, traces
 from specdec.request import Request
-from specdec.select import RowSetup, Stopping, fold, make_strategy
 
 _SERIAL = count()  # of calls
 _NO_RULE: Any = None

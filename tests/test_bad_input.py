@@ -16,10 +16,10 @@ from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATION
 from specdec import OptionError, SpecGenerator, Transcriber, UnsupportedError, VocabularyError
 from specdec.cli.request import FLAGS
 from specdec.core.draft_schedules import Constant
+from specdec.decoding.strategies import PhrasalConstraint
 from specdec.options.fields import IDLE, INSTEAD, REFUSED, SYNONYMS
 from specdec.options.generate import Options, resolve
 from specdec.pipelines import Summarizer, Text
-from specdec.select import PhrasalConstraint
 from tests.folders import WIDTH, byte_tokenizer
 from tests.tiny import tiny
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import TextIteratorStreamer
 
 from specdec import LanguageModel, OptionError, SpecGenerator
+from specdec.decoding.strategies import beam
 from specdec.errors import SpecdecError
-from specdec.select import beam
 from tests.oracle import oracle
 from tests.test_exact import prompt_for
 from tests.tiny import tiny

@@ -15,13 +15,14 @@ from specdec.core.draft_schedules import Constant, Heuristic
 from specdec.core.drafts import BatchDrafter, DraftSession, DraftTask
 from specdec.core.sequence import RunningRow, TextRow
 from specdec.core.tree import Tree
+from specdec.decoding.processors import Processors
+from specdec.decoding.stopping import Stopping
+from specdec.decoding.strategies import Greedy
 from specdec.draft import FunctionDrafter, ModelDrafter
 from specdec.engine import Engine
-from specdec.logits import Processors
 from specdec.models import Session
 from specdec.models.backends.kv_session import KvSession
 from specdec.request import Pacing, Request
-from specdec.select import Greedy, Stopping
 from specdec.turn import Stopwatch
 from tests.oracle import oracle
 from tests.tiny import tiny, tiny_inputs

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from specdec import select
 from specdec.core.draft_schedules import SCHEDULES
+from specdec.decoding import strategies
 from specdec.draft import DRAFTS
 from specdec.options.fields import DRAFT_WORDS, SAMPLING
 from specdec.options.load import QUANTIZATIONS
@@ -25,12 +25,12 @@ TABLES: dict[str, dict[str, Any]] = {
     "quantization": QUANTIZATIONS,
     "pipeline": PIPELINES,
 }
-BEFORE = {kind: {**table} for kind, table in [*TABLES.items(), ("sampling", SAMPLING)]}, select.STRATEGIES
+BEFORE = {kind: {**table} for kind, table in [*TABLES.items(), ("sampling", SAMPLING)]}, strategies.STRATEGIES
 
 
 def names(kind: str) -> set[str]:
     """The names in one registry."""
-    return {strategy.name for strategy in select.STRATEGIES} if kind == "strategy" else {*TABLES[kind]}
+    return {strategy.name for strategy in strategies.STRATEGIES} if kind == "strategy" else {*TABLES[kind]}
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def registries() -> Iterator[None]:
     for kind, table in [*TABLES.items(), ("sampling", SAMPLING)]:
         table.clear()
         table.update(BEFORE[0][kind])
-    select.STRATEGIES = BEFORE[1]
+    strategies.STRATEGIES = BEFORE[1]
 
 
 @pytest.mark.parametrize(("kind", "code"), BLOCKS, ids=[kind for kind, _ in BLOCKS])
@@ -62,7 +62,7 @@ def test_the_example_of_hidden_states_runs() -> None:
 def test_registries_are_as_they_were() -> None:
     """No example is left in them."""
     found = {kind: {**table} for kind, table in [*TABLES.items(), ("sampling", SAMPLING)]}
-    assert (found, select.STRATEGIES) == BEFORE
+    assert (found, strategies.STRATEGIES) == BEFORE
     assert {*DRAFTS} == {*DRAFT_WORDS}
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from specdec import CancelledError, OptionError, SpecGenerator
-from specdec.logits.counts import OutputPenalty
+from specdec.decoding.processors.penalties import OutputPenalty
 from specdec.models.backends.kv_session import KvSession
 from tests.folders import WIDTH, byte_tokenizer
 from tests.test_threads import PATIENCE, is_clean, together

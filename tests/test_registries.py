@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from specdec import Loading, SpecGenerator, select
+from specdec import Loading, SpecGenerator
 from specdec.bench.suite import read_suite
 from specdec.bench.tune import snippet
 from specdec.cli import flags
@@ -17,17 +17,19 @@ from specdec.cli.request import METHODS, WORDS
 from specdec.core.draft_schedules import SCHEDULES, Constant, Cost, Limit, ScheduleSetup, learns, make_schedule
 from specdec.core.rounds import Round
 from specdec.core.tree import Step
+from specdec.decoding import strategies as select
+from specdec.decoding.processors import Processors
+from specdec.decoding.stopping import Stopping
+from specdec.decoding.strategies import STRATEGIES, RowSetup, make_strategy
 from specdec.draft import COPYING, DRAFTS
 from specdec.draft.text import TextDrafter
 from specdec.errors import OptionError, UnsupportedError
-from specdec.logits import Processors
 from specdec.models.loading import quantizers
 from specdec.models.loading.quantizers import BitsAndBytes, Quantizer, make_quantizer
 from specdec.options.fields import DRAFT_WORDS, SAMPLING
 from specdec.options.generate import Options, resolve
 from specdec.options.load import QUANTIZATIONS, Quantization
 from specdec.pipelines import PIPELINES, Pipeline, Text, pipeline, summarize, text
-from specdec.select import STRATEGIES, RowSetup, Stopping, make_strategy
 from tests.folders import WIDTH, byte_tokenizer
 from tests.test_mtp import with_layers
 from tests.tiny import tiny

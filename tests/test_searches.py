@@ -18,7 +18,7 @@ from specdec import (
     PhrasalConstraint,
     SpecGenerator,
 )
-from specdec.select.constraints import Progress
+from specdec.decoding.strategies.constraints import Progress
 from tests.oracle import oracle
 from tests.test_exact import prompt_for
 from tests.tiny import tiny

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from specdec.core.drafts import BatchDrafter, DraftSession, Plan
 from specdec.core.rounds import Row
 from specdec.core.tree import Tree
+from specdec.decoding.tree_samplers import WIDER
 from specdec.models import LanguageModel
-from specdec.select.branching import WIDER
 
 Work = Callable[[int], None]  # a draft pass over so many nodes
 

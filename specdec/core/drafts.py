@@ -43,7 +43,7 @@ class Until(NamedTuple):
 
 
 class Filter(NamedTuple):
-    """A logits processor in numbers (`specdec.logits.filters`)."""
+    """A logits processor in numbers (`specdec.decoding.processors.numeric`)."""
 
     name: str
     numbers: Sequence[float]
@@ -53,7 +53,7 @@ class Choice(NamedTuple):
     """How guesses are chosen from logits, in numbers: what filters they go through, one after the other, and the noise.
 
     Without an `address` the likeliest token is chosen; guess i is drawn with the noise of place `first + i` below it
-    (`specdec.select.noise`).
+    (`specdec.decoding.noise`).
     """
 
     filters: Sequence[Filter] = ()

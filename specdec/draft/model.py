@@ -10,9 +10,9 @@ from torch.nn.functional import pad
 from specdec.core.drafts import BatchDrafter, Chained, ChainRule, Commit, DraftSession, Plan
 from specdec.core.rounds import Row
 from specdec.core.tree import EMPTY, Scores, Tree
+from specdec.decoding.samplers import fit
 from specdec.draft.growth import Branches, Chain, Held
 from specdec.errors import UnsupportedError
-from specdec.select.rules import fit
 
 if TYPE_CHECKING:
     from specdec.models import Encoding, LanguageModel, Session

@@ -6,12 +6,12 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from specdec.decoding.strategies import wanted
 from specdec.errors import OptionError
 from specdec.inputs.prompts import Prompts
 from specdec.models import LanguageModel
 from specdec.options.checks import warn_of_idle
 from specdec.options.generate import Options, listed
-from specdec.select import wanted
 
 DEFAULT_LENGTH = 20  # tokens; transformers' own, for ids without any limit
 _ID_OPTIONS = ("eos_token_id", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id")

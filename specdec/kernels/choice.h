@@ -1,5 +1,5 @@
-// How a token is chosen from scores: top-k and top-p (as specdec/logits/warpers.py says), the likeliest token, and
-// Gumbel-max draws from noise that is a function of its address (as specdec/select/noise.py says).
+// How a token is chosen from scores: top-k and top-p (as specdec/decoding/processors/warpers.py says), the likeliest token, and
+// Gumbel-max draws from noise that is a function of its address (as specdec/decoding/noise.py says).
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// Logits processors in numbers, as specdec/logits/filters.py writes them: what each does to the scores of the next
+// Logits processors in numbers, as specdec/decoding/processors/numeric.py writes them: what each does to the scores of the next
 // token, given what it knows of the text, which grows with every guess.
 
 #pragma once
@@ -138,7 +138,7 @@ struct NoRepeat : Filter {
 };
 
 // first, end, most_initial (-1: any), by_probability, the newest timestamp (-1: none), the last two tokens that were
-// said: Whisper's rules, as specdec/logits/timestamps.py has them.
+// said: Whisper's rules, as specdec/decoding/processors/whisper_timestamps.py has them.
 struct Timestamps : Filter {
   int64_t first, end, most_initial;
   bool by_probability;

@@ -109,7 +109,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, nodes: Tensor, scale: 
 def draws(scores: Tensor, addresses: Sequence[int]) -> Tensor:
     """The Gumbel-max draws `[rows]` from `scores` `[rows, vocab]` float32, on the CPU, each at an address of 64 bits.
 
-    The noise is that of `specdec.select.noise`. -1 stands where all scores are -inf, -2 where one is NaN.
+    The noise is that of `specdec.decoding.noise`. -1 stands where all scores are -inf, -2 where one is NaN.
     """
     return torch.ops.specdec.draws.default(scores, [signed(address) for address in addresses])
 

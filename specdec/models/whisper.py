@@ -11,8 +11,8 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.whisper.english_normalizer import BasicTextNormalizer, EnglishTextNormalizer
 from transformers.models.whisper.tokenization_whisper import LANGUAGES, TASK_IDS, TO_LANGUAGE_CODE
 
+from specdec.decoding.processors import Timestamps
 from specdec.errors import OptionError, UnsupportedError
-from specdec.logits import Timestamps
 from specdec.models.alignment import attention_maps, token_times
 from specdec.models.encoding import Encoding
 from specdec.models.hf.private_api import transcript

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from specdec.core.stats import Stats
+from specdec.decoding.noise import fold
 from specdec.errors import OptionError
 from specdec.generator import SpecGenerator
 from specdec.options.generate import Options
 from specdec.options.load import check_loaded
 from specdec.pipelines.stats import total
-from specdec.select import fold
 
 BATCH = 8  # prompts decoded together
 _NO_PLACE = ("streamer", "return_dict_in_generate")

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from specdec.core.stats import Stats
+from specdec.decoding.noise import fold
 from specdec.errors import OptionError, SpecdecError
 from specdec.generator import SpecGenerator
 from specdec.options.generate import Options
 from specdec.pipelines.batches import BATCH, Decoded, check_call, decode, make_generator, row_seeds
 from specdec.pipelines.chunks import chunked
 from specdec.pipelines.stats import total
-from specdec.select import fold
 
 TASK = "summarization"
 PLACE = "{text}"

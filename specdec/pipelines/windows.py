@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from specdec.core.stats import Stats
+from specdec.decoding.noise import fold
 from specdec.drafts import NAMES as DRAFT_NAMES
 from specdec.errors import OptionError
 from specdec.generator import SpecGenerator
@@ -21,7 +22,6 @@ from specdec.options.fields import BEAMS_ONLY, DRAWING
 from specdec.output import Generation
 from specdec.pipelines.settings import Settings
 from specdec.pipelines.timestamps import Segment, split
-from specdec.select import fold
 
 _WARM = 0.5  # text that was drawn at this temperature or above is no context for the next window
 

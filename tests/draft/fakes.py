@@ -13,11 +13,11 @@ from transformers.generation import logits_process as stock
 from specdec.core.drafts import Commit, DraftSession, DraftTask
 from specdec.core.rounds import Row
 from specdec.core.tree import EMPTY, Scores, Tree
-from specdec.logits import Processors, Timestamps, TopK, TopKTopP, TopP
-from specdec.logits.counts import OutputPenalty
-from specdec.logits.suppress import MinLength, Suppress, SuppressAtBegin
+from specdec.decoding.processors import Processors, Timestamps, TopK, TopKTopP, TopP
+from specdec.decoding.processors.penalties import OutputPenalty
+from specdec.decoding.processors.suppress import MinLength, Suppress, SuppressAtBegin
+from specdec.decoding.samplers import CoupledRule, GreedyRule, SampledRule
 from specdec.models.cache.session import Session
-from specdec.select.rules import CoupledRule, GreedyRule, SampledRule
 
 
 @dataclass

@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 from specdec.core.draft_schedules.fixed import Limit
 from specdec.core.drafts import Commit, DraftSession
 from specdec.core.tree import Tree
+from specdec.decoding.processors import Processors
+from specdec.decoding.strategies import Coupled, Greedy, Rejection
 from specdec.draft import ModelDrafter
 from specdec.draft import model as module
-from specdec.logits import Processors
 from specdec.models import LanguageModel
-from specdec.select import Coupled, Greedy, Rejection
 from tests.tiny import tiny
 
 from .fakes import FakeRow, take, task

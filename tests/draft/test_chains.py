@@ -20,12 +20,12 @@ from specdec.core.draft_schedules.cost import CostPlan
 from specdec.core.draft_schedules.estimates import Acceptance
 from specdec.core.drafts import Chained, ChainRule, Choice, Filter, Plan
 from specdec.core.tree import EMPTY
+from specdec.decoding import noise
+from specdec.decoding.processors import Processors, Timestamps, TopK, TopP
+from specdec.decoding.processors.penalties import OutputPenalty
+from specdec.decoding.processors.suppress import MinLength, Suppress, SuppressAtBegin
+from specdec.decoding.samplers import CoupledRule, GreedyRule, SampledRule
 from specdec.draft import ModelDrafter
-from specdec.logits import Processors, Timestamps, TopK, TopP
-from specdec.logits.counts import OutputPenalty
-from specdec.logits.suppress import MinLength, Suppress, SuppressAtBegin
-from specdec.select import noise
-from specdec.select.rules import CoupledRule, GreedyRule, SampledRule
 
 from .fakes import FakeModel, FakeRow, FakeSession, choosing, follow, task
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.generation import logits_process as stock
 
-from specdec.logits import Processors, Timestamps
-from specdec.logits.suppress import MinLength, MinNewTokens, Suppress, SuppressAtBegin
-from specdec.select import Greedy
+from specdec.decoding.processors import Processors, Timestamps
+from specdec.decoding.processors.suppress import MinLength, MinNewTokens, Suppress, SuppressAtBegin
+from specdec.decoding.strategies import Greedy
 from tests.select.toys import ToyRow, propose, sprout, table, verify, walk
 
 VOCAB, FIRST, END = 26, 14, 10  # between the end and the timestamps: a few tokens of other use

@@ -10,8 +10,8 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers import LogitsProcessorList as StockList
 from transformers.generation import logits_process as stock
 
+from specdec.decoding.processors import Processors, build_processors
 from specdec.errors import OptionError
-from specdec.logits import Processors, build_processors
 from tests.versions import wrong_before
 
 VOCAB, EOS = 40, [2, 7]

@@ -7,7 +7,7 @@ import torch
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from specdec import kernels
-from specdec.logits import TopK, TopKTopP, TopP
+from specdec.decoding.processors import TopK, TopKTopP, TopP
 
 VOCABS = [5, 300, 5000, 40_003]
 

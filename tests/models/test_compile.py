@@ -26,13 +26,13 @@ from torch.nn import functional as F
 from specdec import SpecGenerator, kernels
 from specdec.core.drafts import ChainRule, Choice, Filter, Until
 from specdec.core.tree import Tree
+from specdec.decoding.processors import Processors
+from specdec.decoding.samplers import GreedyRule
 from specdec.errors import UnsupportedError
-from specdec.logits import Processors
 from specdec.models import LanguageModel, Session
 from specdec.models.backends import compiled as compiled_module
 from specdec.models.backends.compiled import CompiledForward, _key, _without_weights
 from specdec.models.backends.ragged import FlatForward
-from specdec.select.rules import GreedyRule
 from tests.draft.fakes import FakeRow, choosing
 from tests.models.exact import Twin
 from tests.tiny import ENCODER_DECODERS, tiny, tiny_inputs

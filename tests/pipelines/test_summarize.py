@@ -9,10 +9,10 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec import SpecGenerator
+from specdec.decoding.noise import fold
 from specdec.errors import OptionError, SpecdecError
 from specdec.pipelines import Summarizer
 from specdec.pipelines.chunks import chunked
-from specdec.select import fold
 from tests.pipelines.models import CHAT, FAMILIES, NEW, UNPRINTABLE, model, tokenizer, written
 
 TEXTS = [

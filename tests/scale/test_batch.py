@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 
 from specdec import EngineError, SpecGenerator
 from specdec.cli.commands import run
+from specdec.decoding.noise import fold
 from specdec.options import bundled_models
 from specdec.pipelines import Summarizer, Transcriber
 from specdec.scale import Source, Work, embedded
@@ -25,7 +26,6 @@ from specdec.scale import run as run_batch
 from specdec.scale.batch import failure_of
 from specdec.scale.source import Row
 from specdec.scale.work import Desk
-from specdec.select import fold
 from tests.folders import saved_model
 from tests.pipelines.models import CHAT
 

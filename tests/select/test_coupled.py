@@ -11,8 +11,9 @@ from transformers import NoRepeatNGramLogitsProcessor, TemperatureLogitsWarper
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 from specdec.core.tree import Scores, Tree
-from specdec.logits import Processors, TopK, TopP
-from specdec.select import Coupled, Greedy, Match, fold
+from specdec.decoding.noise import fold
+from specdec.decoding.processors import Processors, TopK, TopP
+from specdec.decoding.strategies import Coupled, Greedy, Match
 from tests.select.toys import NOTHING, ToyRow, decode, table, target_law, wrong
 
 V, LENGTH = 12, 24

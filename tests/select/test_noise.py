@@ -9,8 +9,9 @@ import torch
 from scipy.stats import chi2, kstest
 
 from specdec import kernels
+from specdec.decoding import noise
+from specdec.decoding.noise import fold
 from specdec.errors import SpecdecError
-from specdec.select import fold, noise
 
 N = 1 << 16
 FALSE_ALARM = 1e-6  # of every single statistic below

@@ -13,9 +13,11 @@ from transformers import RepetitionPenaltyLogitsProcessor, SuppressTokensLogitsP
 from specdec.core.drafts import Branch
 from specdec.core.strategies import NodeOutput, Trace
 from specdec.core.tree import Scores, Tree
-from specdec.logits import Processors, TopK, TopKTopP, TopP, host
-from specdec.select import Beams, BeamSearch, Block, Coupled, Greedy, Match, Rejection, Stopping
-from specdec.select.branching import likeliest_children
+from specdec.decoding import device_reads
+from specdec.decoding.processors import Processors, TopK, TopKTopP, TopP
+from specdec.decoding.stopping import Stopping
+from specdec.decoding.strategies import Beams, BeamSearch, Block, Coupled, Greedy, Match, Rejection
+from specdec.decoding.tree_samplers import likeliest_children
 from tests.select.toys import NOTHING, Table, ToyPlan, ToyRow, decode, propose, sprout, table, verify, walk
 
 V = 40
@@ -53,7 +55,7 @@ def far(table: Table) -> Table:
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Every look at a value of a far tensor, by the name of what looked."""
-    monkeypatch.setattr(host, "is_local", lambda values: not isinstance(values, Far))
+    monkeypatch.setattr(device_reads, "is_local", lambda values: not isinstance(values, Far))
     Far.looks.clear()
     return Far.looks
 
@@ -93,7 +95,7 @@ def test_the_same_is_said_on_an_accelerator(
         return rounds
 
     here = told()
-    monkeypatch.setattr(host, "is_local", lambda values: False)
+    monkeypatch.setattr(device_reads, "is_local", lambda values: False)
     assert told() == here
 
 
@@ -116,7 +118,7 @@ def test_a_draft_that_overflowed_has_no_guess(
     name: str, bad: float, local: bool, confident: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where nobody asks for its confidence."""
-    monkeypatch.setattr(host, "is_local", lambda values: local)
+    monkeypatch.setattr(device_reads, "is_local", lambda values: local)
     logits = DRAFT([0]).clone()
     logits[5] = bad
     assert math.isnan(STRATEGIES[name](NOTHING).rule.pick(ToyRow(), [], logits, confident=confident)[1])
@@ -184,7 +186,7 @@ def test_an_error_waits_until_the_walk_comes_there(monkeypatch: pytest.MonkeyPat
     """A rejected node without any token left is nobody's trouble."""
     from specdec.errors import SpecdecError
 
-    monkeypatch.setattr(host, "is_local", lambda values: False)
+    monkeypatch.setattr(device_reads, "is_local", lambda values: False)
     nothing = torch.full((V,), -torch.inf)
     logits = torch.stack([DRAFT([0]), nothing])
     strategy = Coupled(NOTHING, 5)
@@ -205,7 +207,7 @@ def test_decoding_is_the_same_on_an_accelerator(monkeypatch: pytest.MonkeyPatch)
         for name in ("greedy", "coupled", "rejection"):
             here = decode(STRATEGIES[name](processors), TARGET, TARGET, length=12, k=3)
             with monkeypatch.context() as patched:
-                patched.setattr(host, "is_local", lambda values: False)
+                patched.setattr(device_reads, "is_local", lambda values: False)
                 assert decode(STRATEGIES[name](processors), TARGET, TARGET, length=12, k=3) == here
 
 

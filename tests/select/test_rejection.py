@@ -10,11 +10,12 @@ from scipy.stats import chi2
 from transformers import NoRepeatNGramLogitsProcessor, TemperatureLogitsWarper
 
 from specdec.core.tree import Scores, Tree
+from specdec.decoding import noise
+from specdec.decoding.processors import Processors, TopK
+from specdec.decoding.strategies import Block, Match, Rejection
+from specdec.decoding.strategies.block import child_weight, without_child
+from specdec.decoding.strategies.rejection import drawn_children, residual
 from specdec.errors import OptionError
-from specdec.logits import Processors, TopK
-from specdec.select import Block, Match, Rejection, noise
-from specdec.select.block import child_weight, without_child
-from specdec.select.rejection import drawn_children, residual
 from tests.select.toys import (
     NOTHING,
     Branching,

@@ -18,7 +18,7 @@ from transformers import (
     StopStringCriteria,
 )
 
-from specdec.select import Stopping
+from specdec.decoding.stopping import Stopping
 from tests.select.toys import ToyRow
 
 

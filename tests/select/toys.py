@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specdec.core.drafts import Branch
 from specdec.core.tree import EMPTY, Scores, Tree
-from specdec.logits import Processors
+from specdec.decoding.processors import Processors
 
 Table = Callable[[list[int]], Tensor]
 """From a prefix to logits `[vocab]`."""
@@ -125,13 +125,13 @@ def decode(selector: Any, target: Table, draft: Table | None, *, length: int, k:
 
 
 class Branching:
-    """Stands in for `specdec.select.noise`: every random decision branches, and `runs` goes through all of them.
+    """Stands in for `specdec.decoding.noise`: every random decision branches, and `runs` goes through all of them.
 
     No address may be asked twice within one run: then the decisions are independent, as the enumeration assumes.
     """
 
     def __init__(self, monkeypatch) -> None:
-        from specdec.select import noise
+        from specdec.decoding import noise
 
         monkeypatch.setattr(noise, "uniform", self._uniform)
         monkeypatch.setattr(noise, "draw", self._draw)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from specdec.core.drafts import Branch, Plan
-from specdec.logits import host
-from specdec.select import noise
+from specdec.decoding import device_reads, noise
 
 WIDER = 2
 """Of the nodes that are proposed at a depth, every second one is continued (arXiv 2406.16858 reranks likewise)."""
@@ -25,7 +24,7 @@ def likeliest_children(scores: Tensor, ends: Sequence[Branch], plan: Plan) -> li
     top, places = total.flatten().topk(min(count, total.numel()))
     vocab = scores.shape[1]
     found = []
-    for score, place in zip(*host.read(top, places), strict=True):
+    for score, place in zip(*device_reads.read(top, places), strict=True):
         if not math.isfinite(score):
             break
         i, token = divmod(int(place), vocab)
@@ -61,7 +60,7 @@ def drawn_children(scores: Tensor, ends: Sequence[Branch], plan: Plan, address: 
 
 def _drawn(scores: Tensor, end: Branch, share: int, address: int) -> list[tuple[int, Tensor]]:
     """Up to `share` tokens after `end`, each with the q `[vocab]` that it was drawn from, from `scores` `[vocab]`."""
-    left, pairs, local = scores, list[tuple[Tensor, Tensor]](), host.is_local(scores)
+    left, pairs, local = scores, list[tuple[Tensor, Tensor]](), device_reads.is_local(scores)
     for order in range(share):
         key = noise.key(address, len(end.tokens), *end.tokens, order)
         if local and not math.isfinite(float(left.max())):

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from specdec.core.drafts import Branch, Plan
 from specdec.core.rounds import Row
+from specdec.decoding.strategies.base import RowSetup
+from specdec.decoding.strategies.beam_scoring import Beam, Beams, Candidates, Pool, best_totals, branches, totals
+from specdec.decoding.strategies.constraints import Progress, wanted
+from specdec.decoding.strategies.legacy_beams import PoolSearch, Turn
 from specdec.options.generate import Options
-from specdec.select.base import RowSetup
-from specdec.select.constraints import Progress, wanted
-from specdec.select.pool import PoolSearch, Turn
-from specdec.select.scoring import Beam, Beams, Candidates, Pool, best_totals, branches, totals
 
 _STEP = 100
 """What a step towards the constraints weighs against a beam's log-probability."""

@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 from specdec.core.drafts import Choice
+from specdec.decoding.processors import table
+from specdec.decoding.processors.group_diversity import HammingDiversityLogitsProcessor
+from specdec.decoding.processors.numeric import in_numbers
+from specdec.decoding.processors.table import PrefixFn, Request
+from specdec.decoding.processors.whisper_timestamps import Timestamps
 from specdec.errors import OptionError
-from specdec.logits import table
-from specdec.logits.diversity import HammingDiversityLogitsProcessor
-from specdec.logits.filters import in_numbers
-from specdec.logits.table import PrefixFn, Request
-from specdec.logits.timestamps import Timestamps
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from specdec.core.drafts import Branch, Plan
 from specdec.core.rounds import Row
+from specdec.decoding.strategies.base import RowSetup
+from specdec.decoding.strategies.beam_scoring import Pool, best_of, branches
+from specdec.decoding.strategies.legacy_beams import PoolSearch, Turn
 from specdec.options.generate import Options
-from specdec.select.base import RowSetup
-from specdec.select.pool import PoolSearch, Turn
-from specdec.select.scoring import Pool, best_of, branches
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

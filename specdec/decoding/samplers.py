@@ -13,9 +13,9 @@ from torch import Tensor
 
 from specdec.core.drafts import Branch, Choice, Plan
 from specdec.core.rounds import Row
-from specdec.logits import Processors, host
-from specdec.select import noise
-from specdec.select.branching import drawn_children, likeliest_children, noisy
+from specdec.decoding import device_reads, noise
+from specdec.decoding.processors import Processors
+from specdec.decoding.tree_samplers import drawn_children, likeliest_children, noisy
 
 
 def generated(row: Row) -> int:
@@ -52,7 +52,7 @@ def likeliest(scores: Tensor, *, confident: bool = True) -> tuple[int, float]:
 
     A probability of NaN stands for scores that hold one, or that are infinite.
     """
-    if host.is_local(scores):  # numpy's calls cost a tenth of torch's on one row
+    if device_reads.is_local(scores):  # numpy's calls cost a tenth of torch's on one row
         values = scores.detach().numpy()
         token = int(values.argmax())
         if not (confident and math.isfinite(values[token])):
@@ -60,13 +60,13 @@ def likeliest(scores: Tensor, *, confident: bool = True) -> tuple[int, float]:
         return token, float(1.0 / np.exp(values - values[token]).sum())
     best = scores.max(dim=-1)
     prob = torch.exp(best.values - scores.logsumexp(-1)) if confident else best.values
-    [number], [sure] = host.read(best.indices[None], prob[None])
+    [number], [sure] = device_reads.read(best.indices[None], prob[None])
     return int(number), sure if confident else _told(sure)
 
 
 def drawn(scores: Tensor, address: int, *, confident: bool = True) -> tuple[int, float]:
     """The draw from `scores` `[vocab]` float32 at `address`, and its probability, as `likeliest` tells it."""
-    if host.is_local(scores):
+    if device_reads.is_local(scores):
         if not math.isfinite(float(scores.detach().numpy().max())):
             return 0, math.nan
         token = noise.draw(scores, address)
@@ -74,7 +74,7 @@ def drawn(scores: Tensor, address: int, *, confident: bool = True) -> tuple[int,
     token_ = noise.draws(scores[None], [address])
     chosen = scores.gather(-1, token_.to(scores.device).clamp(min=0))
     prob = torch.exp(chosen - scores.logsumexp(-1)) if confident else chosen
-    [number], [sure], [top] = host.read(token_.to(scores.device), prob, scores.max()[None])
+    [number], [sure], [top] = device_reads.read(token_.to(scores.device), prob, scores.max()[None])
     if not math.isfinite(top):
         return 0, math.nan
     return int(number), sure if confident else 1.0

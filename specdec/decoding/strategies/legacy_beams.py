@@ -17,7 +17,7 @@ from torch import Tensor
 from specdec.core.rounds import Row
 from specdec.core.strategies import NodeOutput, SearchStep
 from specdec.core.tree import Step
-from specdec.select.scoring import Beam, Beams, Candidates, Hypothesis, Pool, Scoring, extended
+from specdec.decoding.strategies.beam_scoring import Beam, Beams, Candidates, Hypothesis, Pool, Scoring, extended
 
 
 class Turn(NamedTuple):

@@ -12,11 +12,11 @@ from torch import Tensor
 from specdec.core.drafts import BranchRule, DraftRule
 from specdec.core.rounds import Row
 from specdec.core.tree import Scores, Step, TopTokens
-from specdec.logits import Processors, host
+from specdec.decoding import device_reads, noise
+from specdec.decoding.processors import Processors
+from specdec.decoding.samplers import GreedyRule, process, process_all
+from specdec.decoding.stopping import Stopping
 from specdec.options.generate import Options
-from specdec.select import noise
-from specdec.select.rules import GreedyRule, process, process_all
-from specdec.select.stopping import Stopping
 
 SMALL = 1 << 16
 """Logits of a round that are looked at all at once, as that costs less than one call for each."""
@@ -155,7 +155,7 @@ class TextStrategy(StrategyBase):
 
         Processors that may not be asked about text that never comes true are asked as the walk goes.
         """
-        return not host.is_local(scores.logits) and self.processors.pure
+        return not device_reads.is_local(scores.logits) and self.processors.pure
 
     def processed(self, row: Row, new: Sequence[int], scores: Scores, node: int) -> Tensor:
         """The target's logits `[vocab]` after `node`, guided and processed, float32; read only."""
@@ -186,8 +186,8 @@ class TextStrategy(StrategyBase):
                 scores.cache["decided"] = tokens.tolist(), None
             else:
                 own, at = scores.logits.float(), tokens.clamp(min=0).to(scores.logits.device)[:, None]
-                read, log_probs = host.read(tokens.to(own.device), own.gather(-1, at)[:, 0] - own.logsumexp(-1))
-                scores.cache["decided"] = host.whole(read), log_probs
+                read, log_probs = device_reads.read(tokens.to(own.device), own.gather(-1, at)[:, 0] - own.logsumexp(-1))
+                scores.cache["decided"] = device_reads.whole(read), log_probs
         found: tuple[list[int], list[float] | None] = scores.cache["decided"]
         return found
 

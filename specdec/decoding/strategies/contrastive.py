@@ -17,11 +17,11 @@ from torch.nn.functional import normalize
 from specdec.core.rounds import Row
 from specdec.core.strategies import NodeOutput, SearchStep
 from specdec.core.tree import Step
+from specdec.decoding.samplers import process
+from specdec.decoding.stopping import Stopping
+from specdec.decoding.strategies.base import RowSetup, StrategyBase
+from specdec.decoding.strategies.beam_scoring import Hypothesis
 from specdec.options.generate import Options
-from specdec.select.base import RowSetup, StrategyBase
-from specdec.select.rules import process
-from specdec.select.scoring import Hypothesis
-from specdec.select.stopping import Stopping
 
 
 @dataclass(frozen=True)

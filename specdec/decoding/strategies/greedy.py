@@ -6,9 +6,9 @@ from torch import Tensor
 
 from specdec.core.rounds import Row
 from specdec.core.tree import Scores, Step
-from specdec.logits import host
+from specdec.decoding import device_reads
+from specdec.decoding.strategies.base import SMALL, TextStrategy
 from specdec.options.generate import Options
-from specdec.select.base import SMALL, TextStrategy
 
 
 class Greedy(TextStrategy):
@@ -22,21 +22,21 @@ class Greedy(TextStrategy):
 
     def advance(self, row: Row, new: list[int], scores: Scores, node: int) -> Step:
         plain = not (self.keeps or len(self.processors) or scores.unconditional is not None)
-        if plain and host.is_local(scores.logits):
+        if plain and device_reads.is_local(scores.logits):
             return Step(self._best(scores, node - scores.first), node)
         return super().advance(row, new, scores, node)
 
     def _best(self, scores: Scores, at: int) -> int:
         """The first of the likeliest tokens of logits number `at`; of a small pass all are looked for at once."""
         if scores.logits.numel() > SMALL:
-            return host.first_best(scores.logits[at])
+            return device_reads.first_best(scores.logits[at])
         if "best" not in scores.cache:
-            scores.cache["best"] = host.first_bests(scores.logits)
+            scores.cache["best"] = device_reads.first_bests(scores.logits)
         best: list[int] = scores.cache["best"]
         return best[at]
 
     def choose(self, row: Row, new: list[int], scores: Scores, node: int, processed: Tensor) -> int:
-        return host.first_best(processed)
+        return device_reads.first_best(processed)
 
     def choose_all(self, row: Row, scores: Scores, processed: Tensor) -> Tensor:
         return processed.argmax(dim=-1)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec import kernels
-from specdec.logits import host
+from specdec.decoding import device_reads
 
 _NEVER = float("-inf")
 _COLUMN = 256
@@ -56,7 +56,7 @@ def _only(like: Tensor, values: Tensor, ids: Tensor, kept: Tensor) -> Tensor:
 
 def _compiled(logits: Tensor, k: int, p: float, least: int) -> Tensor | None:
     """What stays of `logits`, where compiled code, which knows no gradients, can say that."""
-    fits = host.is_local(logits) and logits.dtype == torch.float32 and not logits.requires_grad
+    fits = device_reads.is_local(logits) and logits.dtype == torch.float32 and not logits.requires_grad
     if fits and kernels.available():
         return kernels.keep_top(logits, k, p, least)  # type: ignore[no-any-return]
     return None
@@ -102,7 +102,7 @@ class TopP:
         if (found := _compiled(logits, 0, self.p, self.min_tokens_to_keep)) is not None:
             return found
         probs = torch.softmax(logits, dim=-1)
-        if not host.is_local(logits):  # sorting costs less than looking whether it is necessary
+        if not device_reads.is_local(logits):  # sorting costs less than looking whether it is necessary
             places = torch.arange(logits.shape[-1], device=logits.device).expand_as(logits)
             values, places = _ordered(logits, places)
             return _only(logits, values, places, self.kept(probs.gather(-1, places)))
@@ -161,7 +161,7 @@ class TopKTopP:
             return found
         if k >= logits.shape[-1]:
             return self.top_p(ids, logits)
-        if not host.is_local(logits):
+        if not device_reads.is_local(logits):
             return self.top_p(ids, self.top_k(ids, logits))
         values, places = _ordered(*top_values(logits, min(k + _TIES, logits.shape[-1])))
         last = values[:, k - 1 : k]

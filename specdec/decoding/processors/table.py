@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as stock
 
+from specdec.decoding.processors.group_diversity import HammingDiversityLogitsProcessor
+from specdec.decoding.processors.penalties import OutputPenalty
+from specdec.decoding.processors.suppress import MinLength, MinNewTokens, Suppress, SuppressAtBegin
+from specdec.decoding.processors.warpers import TopK, TopKTopP, TopP
+from specdec.decoding.processors.whisper_timestamps import Timestamps
 from specdec.errors import OptionError
-from specdec.logits.counts import OutputPenalty
-from specdec.logits.diversity import HammingDiversityLogitsProcessor
-from specdec.logits.suppress import MinLength, MinNewTokens, Suppress, SuppressAtBegin
-from specdec.logits.timestamps import Timestamps
-from specdec.logits.warpers import TopK, TopKTopP, TopP
 
 PrefixFn = Callable[[int, Tensor], list[int]]
 

@@ -8,10 +8,10 @@ from torch import Tensor
 from specdec.core.drafts import DraftRule
 from specdec.core.rounds import Row
 from specdec.core.tree import Scores, Tree
-from specdec.select import noise
-from specdec.select.base import paths
-from specdec.select.coupled import Coupled
-from specdec.select.rules import SampledRule, generated
+from specdec.decoding import noise
+from specdec.decoding.samplers import SampledRule, generated
+from specdec.decoding.strategies.base import paths
+from specdec.decoding.strategies.coupled import Coupled
 
 
 def draft_distribution(tree: Tree, node: int) -> Tensor | None:

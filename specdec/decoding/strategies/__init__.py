@@ -9,21 +9,21 @@ from __future__ import annotations
 from typing import Any
 
 from specdec.core.strategies import Search, Selector
+from specdec.decoding.noise import fold
+from specdec.decoding.samplers import GreedyRule
+from specdec.decoding.stopping import Stopping
+from specdec.decoding.strategies.base import RowSetup
+from specdec.decoding.strategies.beam import BeamSearch
+from specdec.decoding.strategies.beam_scoring import Beams
+from specdec.decoding.strategies.block import Block
+from specdec.decoding.strategies.constrained import ConstrainedSearch
+from specdec.decoding.strategies.constraints import Constraint, DisjunctiveConstraint, PhrasalConstraint, wanted
+from specdec.decoding.strategies.contrastive import Contrastive
+from specdec.decoding.strategies.coupled import Coupled, Match
+from specdec.decoding.strategies.greedy import Greedy
+from specdec.decoding.strategies.group import GroupSearch
+from specdec.decoding.strategies.rejection import Rejection
 from specdec.errors import OptionError
-from specdec.select.base import RowSetup
-from specdec.select.beam import BeamSearch
-from specdec.select.block import Block
-from specdec.select.constrained import ConstrainedSearch
-from specdec.select.constraints import Constraint, DisjunctiveConstraint, PhrasalConstraint, wanted
-from specdec.select.contrastive import Contrastive
-from specdec.select.coupled import Coupled, Match
-from specdec.select.greedy import Greedy
-from specdec.select.group import GroupSearch
-from specdec.select.noise import fold
-from specdec.select.rejection import Rejection
-from specdec.select.rules import GreedyRule
-from specdec.select.scoring import Beams
-from specdec.select.stopping import Stopping
 
 STRATEGIES: tuple[type[Selector | Search], ...] = (
     Contrastive,

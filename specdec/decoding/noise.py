@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec import kernels
+from specdec.decoding import device_reads
 from specdec.errors import SpecdecError
-from specdec.logits import host
 
 COUPLED, ACCEPT, _, DRAW, DRAFT, BEAMS = range(6)
 """Streams: draws for different purposes never share an address."""
@@ -157,7 +157,7 @@ def _draw_cpu(logits: NDArray[np.float32], address: int) -> int:
 
 def draw(logits: Tensor, address: int) -> int:
     """A token from `softmax(logits)`, `logits` `[vocab]`: the Gumbel-max draw at `address`."""
-    if not host.is_local(logits):
+    if not device_reads.is_local(logits):
         return checked(int(draws(logits[None], [address])))
     if kernels.available():
         return checked(int(kernels.draws(logits.detach().float()[None], [address])))

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from specdec.core.rounds import Row
 from specdec.core.tree import Scores, Step, Tree
+from specdec.decoding import noise
+from specdec.decoding.samplers import generated
+from specdec.decoding.strategies.rejection import Rejection, draft_distribution, drawn_children
 from specdec.errors import OptionError
-from specdec.select import noise
-from specdec.select.rejection import Rejection, draft_distribution, drawn_children
-from specdec.select.rules import generated
 
 
 @dataclass

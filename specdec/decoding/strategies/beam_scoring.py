@@ -15,11 +15,11 @@ from torch import Tensor
 from specdec.core.drafts import Branch, BranchRule, Plan
 from specdec.core.rounds import Row
 from specdec.core.strategies import NodeOutput
-from specdec.logits import host
-from specdec.select.base import RowSetup, StrategyBase
-from specdec.select.constraints import Progress
-from specdec.select.rules import fit
-from specdec.select.stopping import Stopping
+from specdec.decoding import device_reads
+from specdec.decoding.samplers import fit
+from specdec.decoding.stopping import Stopping
+from specdec.decoding.strategies.base import RowSetup, StrategyBase
+from specdec.decoding.strategies.constraints import Progress
 
 EarlyStopping = bool | Literal["never", "exhaustive"]
 FAR = -1e9
@@ -56,8 +56,8 @@ class Candidates(NamedTuple):
     @classmethod
     def read(cls, scores: Tensor, parents: Tensor, tokens: Tensor) -> Candidates:
         """Candidates that were found where the logits are, all `[count]`."""
-        values, beams, ids = host.read(scores, parents, tokens)
-        return cls(values, host.whole(beams), host.whole(ids))
+        values, beams, ids = device_reads.read(scores, parents, tokens)
+        return cls(values, device_reads.whole(beams), device_reads.whole(ids))
 
     def part(self, kept: Sequence[int]) -> Candidates:
         """Some of them, in this order."""
@@ -217,7 +217,9 @@ class Scoring(StrategyBase):
         None where values are looked at for nothing, and where they depend on the texts that led to the leaves.
         """
         wholes = [
-            whole for output in outputs if (whole := output.whole) is not None and not host.is_local(whole.logits)
+            whole
+            for output in outputs
+            if (whole := output.whole) is not None and not device_reads.is_local(whole.logits)
         ]
         if len(wholes) < len(outputs) or self.processors.reads_ids:
             return None
@@ -234,9 +236,9 @@ class Scoring(StrategyBase):
         else:  # only the best are normalised, from one logsumexp each
             values, ids = logits.topk(count, dim=-1)
             values = values - logits.logsumexp(-1, keepdim=True)
-        flat, numbers = host.read(values.flatten(), ids.flatten())
+        flat, numbers = device_reads.read(values.flatten(), ids.flatten())
         return [
-            (np.array(flat[i : i + count], dtype=np.float32), host.whole(numbers[i : i + count]))
+            (np.array(flat[i : i + count], dtype=np.float32), device_reads.whole(numbers[i : i + count]))
             for i in range(0, len(flat), count)
         ]
 

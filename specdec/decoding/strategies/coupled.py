@@ -7,10 +7,10 @@ from torch import Tensor
 from specdec.core.drafts import DraftRule
 from specdec.core.rounds import Row
 from specdec.core.tree import Scores
+from specdec.decoding import noise
+from specdec.decoding.samplers import CoupledRule, generated
+from specdec.decoding.strategies.base import TextStrategy, paths
 from specdec.options.generate import Options
-from specdec.select import noise
-from specdec.select.base import TextStrategy, paths
-from specdec.select.rules import CoupledRule, generated
 
 
 class Coupled(TextStrategy):

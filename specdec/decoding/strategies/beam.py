@@ -19,12 +19,9 @@ from specdec.core.drafts import Branch, Plan
 from specdec.core.rounds import Row
 from specdec.core.strategies import NodeOutput, SearchStep
 from specdec.core.tree import Step
-from specdec.errors import SpecdecError
-from specdec.logits import host
-from specdec.options.generate import Options
-from specdec.select import noise
-from specdec.select.base import RowSetup
-from specdec.select.scoring import (
+from specdec.decoding import device_reads, noise
+from specdec.decoding.strategies.base import RowSetup
+from specdec.decoding.strategies.beam_scoring import (
     FAR,
     Beams,
     Candidates,
@@ -37,6 +34,8 @@ from specdec.select.scoring import (
     extended,
     totals,
 )
+from specdec.errors import SpecdecError
+from specdec.options.generate import Options
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -142,7 +141,7 @@ class BeamSearch(Scoring):
 def drawn(scores: Tensor, running: Sequence[float], count: int, address: int) -> Candidates:
     """`count` draws without replacement from `softmax(scores + running)`, in the order drawn (Gumbel-top-k)."""
     total = totals(scores, running)
-    if not host.is_local(total):
+    if not device_reads.is_local(total):
         return _drawn_afar(total, count, address)
     beams, tokens = torch.isfinite(total).nonzero(as_tuple=True)
     finite = total[beams, tokens]

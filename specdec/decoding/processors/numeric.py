@@ -12,10 +12,10 @@ from typing import Any
 from transformers.generation import logits_process as stock
 
 from specdec.core.drafts import Filter
-from specdec.logits.counts import OutputPenalty
-from specdec.logits.suppress import MinLength, MinNewTokens, Suppress, SuppressAtBegin
-from specdec.logits.timestamps import Timestamps
-from specdec.logits.warpers import TopK, TopKTopP, TopP
+from specdec.decoding.processors.penalties import OutputPenalty
+from specdec.decoding.processors.suppress import MinLength, MinNewTokens, Suppress, SuppressAtBegin
+from specdec.decoding.processors.warpers import TopK, TopKTopP, TopP
+from specdec.decoding.processors.whisper_timestamps import Timestamps
 
 Text = list[int]
 

@@ -1,0 +1,1 @@
+"""From logits to tokens; knows no model."""
