@@ -27,9 +27,9 @@ from specdec import LanguageModel, SpecGenerator
 from specdec.core.drafts import BatchDrafter, Commit, DraftSession, Plan
 from specdec.core.rounds import Row
 from specdec.core.tree import Tree
-from specdec.draft import ModelDrafter
 from specdec.options.bundled_models import pair
 from specdec.options.load import GEARS
+from specdec.proposers import ModelDrafter
 
 GREEDY = {"do_sample": False, "eos_token_id": [], "pad_token_id": 0}
 

@@ -16,7 +16,15 @@ from transformers import PreTrainedModel
 
 from specdec.core.draft_schedules import Schedule, learns
 from specdec.core.drafts import BatchDrafter
-from specdec.draft import (
+from specdec.errors import OptionError, VocabularyError
+from specdec.inputs import check_tokenizer, tokenizer_beside
+from specdec.models import LanguageModel, load, unwrapped
+from specdec.models.hf.load_errors import closest_name
+from specdec.models.vocabulary import chooser, cut_as_saved, cut_vocabulary
+from specdec.options.checks import is_whole
+from specdec.options.generate import Options
+from specdec.options.load import PASSES, Loading, Vocabulary
+from specdec.proposers import (
     COPYING,
     DRAFTS,
     EarlyExitDrafter,
@@ -29,17 +37,9 @@ from specdec.draft import (
     TextBridge,
     is_word,
 )
-from specdec.draft.function import refuse_class
-from specdec.errors import OptionError, VocabularyError
-from specdec.inputs import check_tokenizer, tokenizer_beside
-from specdec.models import LanguageModel, load, unwrapped
-from specdec.models.bare_decoder import on_encoder_of
-from specdec.models.heads import kind_of, load_head, load_mtp
-from specdec.models.hf.load_errors import closest_name
-from specdec.models.vocabulary import chooser, cut_as_saved, cut_vocabulary
-from specdec.options.checks import is_whole
-from specdec.options.generate import Options
-from specdec.options.load import PASSES, Loading, Vocabulary
+from specdec.proposers.function import refuse_class
+from specdec.proposers.heads import kind_of, load_head, load_mtp
+from specdec.proposers.shared_encoder import on_encoder_of
 from specdec.request import Pacing
 
 # transformers' names for the draft of a call -> the arguments that go with each.

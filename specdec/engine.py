@@ -21,11 +21,11 @@ from specdec.core.drafts import BatchDrafter, DraftSession, Plan
 from specdec.core.rounds import Round, RowRound
 from specdec.core.sequence import RunningRow
 from specdec.core.tree import EMPTY, Scores, Tree
-from specdec.draft import BestLeaf
 from specdec.errors import DraftError
 from specdec.models import LanguageModel, Session, plain_modes
 from specdec.places import OpenDraft, Places
 from specdec.prefixes import Prefixes
+from specdec.proposers import BestLeaf
 from specdec.request import Request
 from specdec.turn import Stopwatch, Turn
 

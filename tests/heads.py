@@ -15,7 +15,7 @@ from torch import Tensor
 from specdec.core.drafts import Plan
 from specdec.core.rounds import Row
 from specdec.core.tree import Tree
-from specdec.draft.hidden import HeadSession
+from specdec.proposers.heads.proposer import HeadSession
 
 Proposals = list[tuple[list[int], Tree]]
 

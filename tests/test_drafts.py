@@ -13,8 +13,8 @@ import torch
 
 import specdec.drafts
 from specdec import LanguageModel, OptionError, SpecGenerator
-from specdec.draft import HybridDrafter, NgramDrafter, SuffixDrafter, TextBridge, VocabularyIntersection
 from specdec.models.backends.ragged import FlatForward
+from specdec.proposers import HybridDrafter, NgramDrafter, SuffixDrafter, TextBridge, VocabularyIntersection
 from tests.folders import WIDTH, byte_tokenizer, saved_model
 from tests.tiny import tiny
 

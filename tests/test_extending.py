@@ -11,10 +11,10 @@ import pytest
 
 from specdec.core.draft_schedules import SCHEDULES
 from specdec.decoding import strategies
-from specdec.draft import DRAFTS
 from specdec.options.fields import DRAFT_WORDS, SAMPLING
 from specdec.options.load import QUANTIZATIONS
 from specdec.pipelines import PIPELINES
+from specdec.proposers import DRAFTS
 
 DOCS = (Path(__file__).parent.parent / "docs" / "extending.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"## A (\w+)\n(?:(?!\n## ).)*?```python\n(.*?)```", DOCS, re.S)

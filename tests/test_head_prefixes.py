@@ -14,9 +14,9 @@ from specdec import LanguageModel, SpecGenerator
 from specdec.core.drafts import Plan
 from specdec.core.rounds import Row
 from specdec.core.tree import Tree
-from specdec.draft.hidden import HeadSession
 from specdec.models import prefix_bytes
-from specdec.models.heads.head import Stages
+from specdec.proposers.heads.proposer import HeadSession
+from specdec.proposers.heads.stage import Stages
 from tests.heads import dflash_folder, eagle_folder
 from tests.test_blocks import PEAGLE
 from tests.test_gemma4 import _all_shared, pair  # noqa: F401

@@ -16,14 +16,14 @@ from torch import Tensor
 from specdec import SpecGenerator
 from specdec.core.draft_schedules import Limit
 from specdec.core.rounds import Round, Row
-from specdec.draft.hidden import HeadDrafter, HeadSession
 from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.models import LanguageModel
 from specdec.models.backends.kv_session import KvSession
 from specdec.models.backends.packed_layers import PackedEmbedding
-from specdec.models.heads import load_head
-from specdec.models.heads.head import Stages
 from specdec.options.load import Loading
+from specdec.proposers.heads import load_head
+from specdec.proposers.heads.proposer import HeadDrafter, HeadSession
+from specdec.proposers.heads.stage import Stages
 from tests.heads import READS, Eagle, Proposals, eagle_folder, spy_on_proposals
 from tests.tiny import tiny
 
@@ -319,7 +319,7 @@ def test_text_that_grows_long_without_the_head(
         return self._known[given[0].key]
 
     monkeypatch.setattr(HeadSession, "_hear", noted)
-    monkeypatch.setattr("specdec.draft.hidden._PENDING", 8)
+    monkeypatch.setattr("specdec.proposers.heads.proposer._PENDING", 8)
     out = SpecGenerator(model, folder).generate(IDS, **{**RUN, "max_new_tokens": 40}, schedule=Late(30))
     plain = SpecGenerator(model).generate(IDS, **{**RUN, "max_new_tokens": 40})
     assert out.sequences.tolist() == plain.sequences.tolist()

@@ -14,13 +14,13 @@ from transformers.generation.candidate_generator import MTPCandidateGenerator
 from transformers.modeling_layers import MtpModel
 
 from specdec import OptionError, SpecGenerator, UnsupportedError
-from specdec.draft.hidden import HeadSession
 from specdec.errors import LoadError
 from specdec.kernels import PackedLinear
 from specdec.models import LanguageModel
 from specdec.models.backends.kv_session import KvSession
-from specdec.models.heads import load_mtp
 from specdec.models.hf.tiny_models import shake
+from specdec.proposers.heads import load_mtp
+from specdec.proposers.heads.proposer import HeadSession
 from tests.tiny import GQA, tiny
 from tests.versions import OLD
 

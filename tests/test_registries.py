@@ -21,8 +21,6 @@ from specdec.decoding import strategies as select
 from specdec.decoding.processors import Processors
 from specdec.decoding.stopping import Stopping
 from specdec.decoding.strategies import STRATEGIES, RowSetup, make_strategy
-from specdec.draft import COPYING, DRAFTS
-from specdec.draft.text import TextDrafter
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.loading import quantizers
 from specdec.models.loading.quantizers import BitsAndBytes, Quantizer, make_quantizer
@@ -30,6 +28,8 @@ from specdec.options.fields import DRAFT_WORDS, SAMPLING
 from specdec.options.generate import Options, resolve
 from specdec.options.load import QUANTIZATIONS, Quantization
 from specdec.pipelines import PIPELINES, Pipeline, Text, pipeline, summarize, text
+from specdec.proposers import COPYING, DRAFTS
+from specdec.proposers.copying import TextDrafter
 from tests.folders import WIDTH, byte_tokenizer
 from tests.test_mtp import with_layers
 from tests.tiny import tiny
@@ -185,7 +185,8 @@ def test_a_threshold_alone_needs_confidence() -> None:
 def test_words_for_drafts_are_those_of_the_classes() -> None:
     """The table that is read without torch says of each class what the class says of itself."""
     kinds = {
-        word: getattr(import_module(f"specdec.draft.{known.module}"), known.kind) for word, known in DRAFT_WORDS.items()
+        word: getattr(import_module(f"specdec.proposers.{known.module}"), known.kind)
+        for word, known in DRAFT_WORDS.items()
     }
     assert kinds == DRAFTS
     assert list(kinds) == list(DRAFTS)

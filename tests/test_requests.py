@@ -11,9 +11,9 @@ import torch
 
 from specdec import CancelledError, LanguageModel, SpecGenerator
 from specdec.call import Call
-from specdec.draft import ModelDrafter
 from specdec.engine import Engine
 from specdec.models.backends.kv_session import KvSession
+from specdec.proposers import ModelDrafter
 from tests.oracle import rows_in_drafts
 from tests.test_requests_stateful import Trouble, failing, result
 from tests.tiny import tiny

@@ -17,8 +17,8 @@ import torch
 
 from specdec import EngineError, LanguageModel, SpecGenerator
 from specdec.core.drafts import BatchDrafter, DraftSession
-from specdec.draft import FunctionDrafter, ModelDrafter, SuffixDrafter
 from specdec.models import release_helpers
+from specdec.proposers import FunctionDrafter, ModelDrafter, SuffixDrafter
 from tests.oracle import rows_in_drafts
 from tests.tiny import tiny
 

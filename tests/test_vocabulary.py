@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from specdec import OptionError, SpecGenerator, UnsupportedError
-from specdec.draft.model import ModelSession
 from specdec.models.vocabulary import CutHead
+from specdec.proposers.model import ModelSession
 from tests.folders import byte_tokenizer, saved, saved_model
 from tests.heads import dflash_folder, eagle_folder
 from tests.test_blocks import PEAGLE, assistant

@@ -17,11 +17,11 @@ from packaging.requirements import Requirement
 from specdec import kernels
 from specdec.bench.duel import PROMPTS, WARM_UP, Duel, duel, prompt
 from specdec.bench.machine import FEWER_THREADS, Watch, memory_bandwidth, provenance, waiting_threads
-from specdec.draft.bridge import TextBridge
-from specdec.draft.model import ModelDrafter
 from specdec.generator import SpecGenerator
 from specdec.models import LanguageModel, free_bytes
 from specdec.models.backends.packed_layers import why_not_packed
+from specdec.proposers.model import ModelDrafter
+from specdec.proposers.other_tokenizer.by_text import TextBridge
 
 State = Literal["good", "note", "bad"]
 DISTRIBUTION = "specdec-runtime"

@@ -16,10 +16,10 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from specdec.bench.parts import MARK, Count, Drafting, Mode, Part, Prompts, Synthetic, Target, listed
 from specdec.core.draft_schedules import SCHEDULES
-from specdec.draft import COPYING, DRAFTS
 from specdec.errors import OptionError
 from specdec.options.fields import SAMPLING
 from specdec.options.generate import read_yaml, resolve
+from specdec.proposers import COPYING, DRAFTS
 
 PRESETS: dict[str, dict[str, Any]] = {"greedy": {"do_sample": False}, "sample": {"do_sample": True}}
 PLAIN = "plain"  # the name of a group's run without a draft

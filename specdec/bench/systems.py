@@ -15,11 +15,11 @@ from specdec.bench.synthetic import SyntheticDrafter, passes_of
 from specdec.core.drafts import BatchDrafter, Commit, DraftSession, Plan
 from specdec.core.rounds import Row
 from specdec.core.tree import EMPTY, Tree
-from specdec.draft import COPYING, is_word
 from specdec.errors import OptionError
 from specdec.generator import SpecGenerator
 from specdec.options import bundled_models
 from specdec.output import Generation
+from specdec.proposers import COPYING, is_word
 
 _SHARED = ("dtype", "device_map", "gear", "trust_remote_code")  # what a draft is loaded with, as its target
 _IN_VAIN = 24  # characters shown of what was drafted and not accepted

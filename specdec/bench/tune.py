@@ -8,7 +8,7 @@ from typing import Any
 from specdec.bench.results import Results
 from specdec.bench.suite import Suite, read_suite
 from specdec.core.draft_schedules import SCHEDULES
-from specdec.draft import COPYING, is_word
+from specdec.proposers import COPYING, is_word
 
 LENGTHS = (1, 2, 3, 5, 8, 12)  # tokens of the constant schedules
 ADAPTIVE = tuple(name for name in SCHEDULES if name != "constant")

@@ -121,7 +121,7 @@ OWN = frozenset({"sampling", "num_samples", "ranking", "output_trace"})
 class DraftWord(NamedTuple):
     """What is known of a word for a draft before torch is loaded.
 
-    `module` and `kind` are the module in `specdec.draft` and the class in it. `argument` is what follows the word
+    `module` and `kind` are the module in `specdec.proposers` and the class in it. `argument` is what follows the word
     behind a colon, "N" for a number, None where nothing may. `copies`: it copies from the text, so that it can stand
     beside a model in a pair, and looks for its guesses in a given text.
     """
@@ -138,12 +138,12 @@ class DraftWord(NamedTuple):
         return argument.isdecimal() if self.argument == "N" else bool(argument)
 
 
-# Every word for a draft; `specdec.draft.DRAFTS` has the classes. The first that copies is the usual one.
+# Every word for a draft; `specdec.proposers.DRAFTS` has the classes. The first that copies is the usual one.
 DRAFT_WORDS: dict[str, DraftWord] = {
     "suffix": DraftWord("suffix", "SuffixDrafter", copies=True),
     "ngram": DraftWord("ngram", "NgramDrafter", copies=True),
     "early_exit": DraftWord("early_exit", "EarlyExitDrafter", argument="N"),
-    "mtp": DraftWord("mtp", "MtpDrafter"),
+    "mtp": DraftWord("heads.mtp_proposer", "MtpDrafter"),
 }
 # What a value with parts must look like, where pydantic would only tell about one part.
 EXPECTED = {

@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from specdec.models import LanguageModel
-from specdec.models.heads.making import layers_to_read, make_eagle, save_eagle
 from specdec.models.hf.layer_subset import with_layers
 from specdec.models.vocabulary import cut
+from specdec.proposers.heads.new_head import layers_to_read, make_eagle, save_eagle
 from specdec.train.course import save
 from specdec.train.teacher import Lesson, Teacher, divergence, output_of
 

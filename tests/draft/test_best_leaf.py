@@ -10,7 +10,7 @@ import pytest
 from specdec.core.drafts import Commit, DraftSession, Plan
 from specdec.core.rounds import Row
 from specdec.core.tree import Tree
-from specdec.draft import BestLeaf, FunctionDrafter, NgramDrafter, TextBridge
+from specdec.proposers import BestLeaf, FunctionDrafter, NgramDrafter, TextBridge
 
 from .fakes import FakePlan, FakeRow, follow, one
 from .test_bridge import Oracle, tokenizer

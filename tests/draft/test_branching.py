@@ -14,9 +14,9 @@ from specdec.core.drafts import Commit, DraftSession
 from specdec.core.tree import Tree
 from specdec.decoding.processors import Processors
 from specdec.decoding.strategies import Coupled, Greedy, Rejection
-from specdec.draft import ModelDrafter
-from specdec.draft import model as module
 from specdec.models import LanguageModel
+from specdec.proposers import ModelDrafter
+from specdec.proposers import model as module
 from tests.tiny import tiny
 
 from .fakes import FakeRow, take, task

@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerFast
 from specdec.core.drafts import BatchDrafter, DraftSession, Plan
 from specdec.core.rounds import Row
 from specdec.core.tree import Tree
-from specdec.draft import ModelDrafter, TextBridge, VocabularyIntersection
-from specdec.draft.intersection import shared_tokens
 from specdec.errors import VocabularyError
+from specdec.proposers import ModelDrafter, TextBridge, VocabularyIntersection
+from specdec.proposers.other_tokenizer.by_tokens import shared_tokens
 
 from .fakes import FakeModel, FakePlan, FakeRow, Greedy, follow, one, task
 

@@ -25,7 +25,7 @@ from specdec.decoding.processors import Processors, Timestamps, TopK, TopP
 from specdec.decoding.processors.penalties import OutputPenalty
 from specdec.decoding.processors.suppress import MinLength, Suppress, SuppressAtBegin
 from specdec.decoding.samplers import CoupledRule, GreedyRule, SampledRule
-from specdec.draft import ModelDrafter
+from specdec.proposers import ModelDrafter
 
 from .fakes import FakeModel, FakeRow, FakeSession, choosing, follow, task
 

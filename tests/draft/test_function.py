@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.draft import FunctionDrafter
 from specdec.errors import DraftError, OptionError
+from specdec.proposers import FunctionDrafter
 
 from .fakes import FakePlan, FakeRow, one
 

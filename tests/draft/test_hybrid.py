@@ -9,9 +9,9 @@ import pytest
 from specdec.core.drafts import BatchDrafter, DraftSession
 from specdec.core.rounds import Row
 from specdec.core.tree import Tree
-from specdec.draft import HybridDrafter, ModelDrafter, SuffixDrafter
-from specdec.draft import hybrid as module
 from specdec.errors import OptionError
+from specdec.proposers import HybridDrafter, ModelDrafter, SuffixDrafter
+from specdec.proposers import hybrid as module
 
 from .fakes import FakeModel, FakePlan, FakeRow, follow, one
 

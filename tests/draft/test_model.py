@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from specdec.core.tree import Tree
-from specdec.draft import EarlyExitDrafter, ModelDrafter
-from specdec.draft import model as module
 from specdec.errors import UnsupportedError
+from specdec.proposers import EarlyExitDrafter, ModelDrafter
+from specdec.proposers import model as module
 
 from .fakes import FakeEncoding, FakeModel, FakePlan, FakeRow, Greedy, follow, one, task
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from specdec.draft import EarlyExitDrafter, ModelDrafter
 from specdec.models import LanguageModel
+from specdec.proposers import EarlyExitDrafter, ModelDrafter
 from tests.tiny import tiny, tiny_inputs
 
 from .fakes import FakePlan, FakeRow, Greedy, follow, task

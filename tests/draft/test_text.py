@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from specdec.draft import NgramDrafter, SuffixDrafter
-from specdec.draft.text import Calibration
 from specdec.errors import OptionError
+from specdec.proposers import NgramDrafter, SuffixDrafter
+from specdec.proposers.copying import Calibration
 
 from .fakes import FakePlan, FakeRow, one, task
 

@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM
 
 from specdec import LoadError, Loading, OptionError, SpecGenerator, UnsupportedError, custom_generate, kernels
 from specdec.models import load
-from specdec.models.heads import kind_of
 from specdec.models.hf.load_errors import closest_name
 from specdec.models.loading import placement, quantizers
 from specdec.models.loading.integer_layers import Int8Linear
 from specdec.options.bundled_models import pair
+from specdec.proposers.heads import kind_of
 from tests.folders import saved
 from tests.oracle import KINDS, oracle
 from tests.test_exact import prompt_for

@@ -12,7 +12,7 @@ from torch import Tensor
 from specdec.core.drafts import Branch, ChainRule, Plan
 from specdec.core.rounds import Row
 from specdec.core.tree import EMPTY, Tree
-from specdec.draft.best_leaf import branch_tokens
+from specdec.proposers.best_branch import branch_tokens
 
 GoesOn = Callable[[Row, int], bool]  # whether a guess may follow a token of a row
 

@@ -17,11 +17,11 @@ from transformers.modeling_layers import MtpModel
 from specdec.errors import UnsupportedError
 from specdec.models.backends.packed_layers import is_plain
 from specdec.models.cache.layout import Kind
-from specdec.models.heads.head import Embedding, Head, Stage
 from specdec.models.hf.load_errors import explained
 from specdec.models.hf.shallow_copy import twin
 from specdec.models.language_model import LanguageModel
 from specdec.models.vocabulary import Choose, cut
+from specdec.proposers.heads.stage import Embedding, Head, Stage
 
 _KINDS = ("full_attention", "sliding_attention")
 

@@ -8,9 +8,9 @@ from operator import index
 from specdec.core.drafts import BatchDrafter, Drafter, DraftSession, Plan
 from specdec.core.rounds import Row
 from specdec.core.tree import Tree
-from specdec.draft.best_leaf import branch_tokens
-from specdec.draft.text import cut, merge_chains
 from specdec.errors import DraftError, OptionError
+from specdec.proposers.best_branch import branch_tokens
+from specdec.proposers.copying import cut, merge_chains
 
 Propose = Callable[[list[int], int], Iterable[int]]
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from specdec.errors import UnsupportedError
-from specdec.models.heads.eagle import EagleStage
-from specdec.models.heads.head import Embedding
 from specdec.models.hf.private_api import set_attention
 from specdec.models.language_model import LanguageModel
+from specdec.proposers.heads.eagle3 import EagleStage
+from specdec.proposers.heads.stage import Embedding
 
 FORMAT = "0.9.0"  # of `speculators`, whose words the config uses
 

@@ -18,13 +18,13 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from specdec.errors import LoadError, OptionError, SpecdecError, UnsupportedError
-from specdec.models.heads.head import Embedding, Stage
 from specdec.models.hf.load_errors import check_folder, check_reached, explained
 from specdec.models.hf.private_api import cached
 from specdec.models.language_model import LanguageModel
 from specdec.models.vocabulary import Choose
 from specdec.options.checks import is_whole
 from specdec.options.load import Loading
+from specdec.proposers.heads.stage import Embedding, Stage
 
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _BLOCK = {"target_layer_ids", "block_size", "mask_token_id"}  # of transformers' assistants that guess blocks

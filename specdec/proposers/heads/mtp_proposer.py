@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from specdec.draft.hidden import HeadDrafter
 from specdec.errors import OptionError
-from specdec.models.heads import load_mtp
+from specdec.proposers.heads import load_mtp
+from specdec.proposers.heads.proposer import HeadDrafter
 
 if TYPE_CHECKING:
     from specdec.models import LanguageModel

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 from specdec.core.drafts import BatchDrafter, Commit, DraftSession, DraftTask, Plan
 from specdec.core.rounds import Row
 from specdec.core.tree import EMPTY, Tree
-from specdec.draft.best_leaf import ReadRow
 from specdec.options.checks import common_length
+from specdec.proposers.best_branch import ReadRow
 
 
 class Tokenizer(Protocol):

@@ -11,8 +11,8 @@ from specdec.core.draft_schedules.estimates import Acceptance
 from specdec.core.drafts import BatchDrafter, Commit, DraftSession, Kept, Plan
 from specdec.core.rounds import Row
 from specdec.core.tree import EMPTY, Tree
-from specdec.draft.text import TextDrafter, TextSession, cut
 from specdec.errors import OptionError
+from specdec.proposers.copying import TextDrafter, TextSession, cut
 
 _MEMORY = 0.9
 

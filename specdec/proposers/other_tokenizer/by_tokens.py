@@ -11,8 +11,8 @@ from torch import Tensor
 from specdec.core.drafts import BatchDrafter, DraftRule, DraftSession, DraftTask, Plan
 from specdec.core.rounds import Row
 from specdec.core.tree import Tree
-from specdec.draft.foreign import DraftRow, ForeignDrafter, ForeignSession, Tokenizer, decode, encode
 from specdec.errors import VocabularyError
+from specdec.proposers.other_tokenizer.base import DraftRow, ForeignDrafter, ForeignSession, Tokenizer, decode, encode
 
 _FOREIGN = 2**40
 """Added to a target token that the draft lacks: no draft can read such an id, and it can be taken off again."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from specdec.draft.model import ModelDrafter
 from specdec.errors import OptionError
+from specdec.proposers.model import ModelDrafter
 
 if TYPE_CHECKING:
     from specdec.models import LanguageModel

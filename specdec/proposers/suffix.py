@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specdec.draft.text import SEPARATOR, TextDrafter, until_separator
 from specdec.errors import OptionError
+from specdec.proposers.copying import SEPARATOR, TextDrafter, until_separator
 
 _ROOT = 0
 _REACH = 64

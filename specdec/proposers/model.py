@@ -11,8 +11,8 @@ from specdec.core.drafts import BatchDrafter, Chained, ChainRule, Commit, DraftS
 from specdec.core.rounds import Row
 from specdec.core.tree import EMPTY, Scores, Tree
 from specdec.decoding.samplers import fit
-from specdec.draft.growth import Branches, Chain, Held
 from specdec.errors import UnsupportedError
+from specdec.proposers.growth import Branches, Chain, Held
 
 if TYPE_CHECKING:
     from specdec.models import Encoding, LanguageModel, Session

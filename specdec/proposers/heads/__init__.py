@@ -8,19 +8,19 @@ from os import PathLike
 from transformers import PreTrainedModel
 
 from specdec.errors import UnsupportedError
-from specdec.models.heads.checkpoint import Checkpoint, kind_of, readable
-from specdec.models.heads.dflash import load_assistant, load_dflash
-from specdec.models.heads.eagle import load_eagle
-from specdec.models.heads.head import Head, Stage, Stages
-from specdec.models.heads.mtp import load_mtp
 from specdec.models.language_model import LanguageModel
 from specdec.models.vocabulary import Choose
 from specdec.options.load import Loading
+from specdec.proposers.heads.checkpoint import Checkpoint, kind_of, readable
+from specdec.proposers.heads.dflash import load_assistant, load_dflash
+from specdec.proposers.heads.eagle3 import load_eagle
+from specdec.proposers.heads.mtp import load_mtp
+from specdec.proposers.heads.stage import Head, Stage, Stages
 
 
 def _load_gemma4(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> Head:
     """Looked up when it is needed: to import transformers' Gemma 4 takes a while."""
-    from specdec.models.heads.gemma4 import load_gemma4
+    from specdec.proposers.heads.gemma4 import load_gemma4
 
     return load_gemma4(checkpoint, target, how)
 

@@ -10,8 +10,8 @@ from typing import ClassVar, Protocol
 from specdec.core.drafts import BatchDrafter, DraftSession, Plan
 from specdec.core.rounds import Row
 from specdec.core.tree import Tree
-from specdec.draft.best_leaf import branch_tokens
 from specdec.errors import OptionError
+from specdec.proposers.best_branch import branch_tokens
 
 SEPARATOR = -1
 """Stands between texts in one index; no text contains it, and no proposal crosses it."""

@@ -13,12 +13,12 @@ from torch import Tensor
 from specdec.core.drafts import BatchDrafter, Chained, ChainRule, Commit, Hidden, Kept, Plan
 from specdec.core.rounds import Row
 from specdec.core.tree import EMPTY, Scores, Tree
-from specdec.draft.growth import Held
-from specdec.draft.model import CHUNK, ModelSession, goes_on_by_one
 from specdec.models import prefix_bytes
+from specdec.proposers.growth import Held
+from specdec.proposers.model import CHUNK, ModelSession, goes_on_by_one
 
 if TYPE_CHECKING:
-    from specdec.models.heads import Head, Stages
+    from specdec.proposers.heads import Head, Stages
 
 
 _PENDING = 64  # tokens that are read although nobody asks for guesses, so that their features can go

@@ -18,11 +18,11 @@ from transformers.models.qwen3 import modeling_qwen3
 from specdec.errors import UnsupportedError
 from specdec.models.cache.layout import Kind
 from specdec.models.capability import attention_kinds
-from specdec.models.heads.checkpoint import Checkpoint, unallocated
-from specdec.models.heads.head import Block, Embedding, Head, Stage
 from specdec.models.hf.private_api import set_attention
 from specdec.models.language_model import LanguageModel
 from specdec.options.load import Loading
+from specdec.proposers.heads.checkpoint import Checkpoint, unallocated
+from specdec.proposers.heads.stage import Block, Embedding, Head, Stage
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ from transformers.models.gemma4 import modeling_gemma4 as gemma
 
 from specdec.errors import UnsupportedError
 from specdec.models.cache.layout import Kind
-from specdec.models.heads.checkpoint import Checkpoint, unallocated
-from specdec.models.heads.head import Embedding, Head, Stage
 from specdec.models.hf.private_api import set_attention
 from specdec.models.language_model import LanguageModel
 from specdec.options.load import Loading
+from specdec.proposers.heads.checkpoint import Checkpoint, unallocated
+from specdec.proposers.heads.stage import Embedding, Head, Stage
 
 _UNREAD = r"\.self_attn\.[kv]_(proj|norm)\."  # layers without keys and values may be stored with them
 _NOBODY = torch.iinfo(torch.long).max  # where the keys of guesses lie: no node sees as far

@@ -9,21 +9,21 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from specdec.draft.best_leaf import BestLeaf
-from specdec.draft.bridge import TextBridge
-from specdec.draft.early_exit import EarlyExitDrafter
-from specdec.draft.function import FunctionDrafter
-from specdec.draft.hidden import HeadDrafter
-from specdec.draft.hybrid import HybridDrafter
-from specdec.draft.intersection import VocabularyIntersection
-from specdec.draft.model import ModelDrafter
-from specdec.draft.mtp import MtpDrafter
-from specdec.draft.ngram import NgramDrafter
-from specdec.draft.suffix import SuffixAutomaton, SuffixDrafter
 from specdec.options.fields import DRAFT_WORDS
+from specdec.proposers.best_branch import BestLeaf
+from specdec.proposers.early_exit import EarlyExitDrafter
+from specdec.proposers.function import FunctionDrafter
+from specdec.proposers.heads.mtp_proposer import MtpDrafter
+from specdec.proposers.heads.proposer import HeadDrafter
+from specdec.proposers.hybrid import HybridDrafter
+from specdec.proposers.model import ModelDrafter
+from specdec.proposers.ngram import NgramDrafter
+from specdec.proposers.other_tokenizer.by_text import TextBridge
+from specdec.proposers.other_tokenizer.by_tokens import VocabularyIntersection
+from specdec.proposers.suffix import SuffixAutomaton, SuffixDrafter
 
 DRAFTS: dict[str, type[Any]] = {
-    word: getattr(import_module(f"specdec.draft.{known.module}"), known.kind) for word, known in DRAFT_WORDS.items()
+    word: getattr(import_module(f"specdec.proposers.{known.module}"), known.kind) for word, known in DRAFT_WORDS.items()
 }
 """Drafts by the word that stands for them; their classmethod `of(target, argument)` takes what follows a colon."""
 

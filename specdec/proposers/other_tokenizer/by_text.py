@@ -15,9 +15,9 @@ from torch import Tensor
 from specdec.core.drafts import BatchDrafter, DraftSession, DraftTask, Plan
 from specdec.core.rounds import Row
 from specdec.core.tree import Tree
-from specdec.draft.foreign import DraftRow, ForeignDrafter, ForeignSession, Tokenizer, decode, encode
-from specdec.draft.intersection import VocabularyIntersection
-from specdec.draft.text import cut, known_tokens
+from specdec.proposers.copying import cut, known_tokens
+from specdec.proposers.other_tokenizer.base import DraftRow, ForeignDrafter, ForeignSession, Tokenizer, decode, encode
+from specdec.proposers.other_tokenizer.by_tokens import VocabularyIntersection
 
 _WINDOW = 12
 _SLACK = 8

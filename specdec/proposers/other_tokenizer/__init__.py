@@ -1,0 +1,1 @@
+"""Draft models with a tokenizer of their own."""
