@@ -24,8 +24,9 @@ from specdec.decoding.noise import fold
 from specdec.decoding.processors import build_processors
 from specdec.decoding.stopping import Stopping
 from specdec.decoding.strategies import RowSetup, make_strategy
-from specdec.dispatcher import Dispatcher
 from specdec.drafts import Draft
+from specdec.engine.driver import Dispatcher
+from specdec.engine.request import Request
 from specdec.errors import CancelledError, OptionError
 from specdec.inputs import (
     Prompts,
@@ -39,7 +40,6 @@ from specdec.inputs import (
 from specdec.models import Encoding, LanguageModel, ModelState, digest, plain_modes
 from specdec.options.generate import Options
 from specdec.output import Generation, Recorder, beam_indices, per_token, sequences, traces
-from specdec.request import Request
 
 _SERIAL = count()  # of calls
 _NO_RULE: Any = None

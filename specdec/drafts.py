@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from specdec.core.draft_schedules import Schedule, learns
 from specdec.core.drafts import BatchDrafter
+from specdec.engine.request import Pacing
 from specdec.errors import OptionError, VocabularyError
 from specdec.inputs import check_tokenizer, tokenizer_beside
 from specdec.models import LanguageModel, load, unwrapped
@@ -40,7 +41,6 @@ from specdec.proposers import (
 from specdec.proposers.function import refuse_class
 from specdec.proposers.heads import kind_of, load_head, load_mtp
 from specdec.proposers.shared_encoder import on_encoder_of
-from specdec.request import Pacing
 
 # transformers' names for the draft of a call -> the arguments that go with each.
 ALIASES: dict[str, tuple[str, ...]] = {

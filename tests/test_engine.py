@@ -18,12 +18,12 @@ from specdec.core.tree import Tree
 from specdec.decoding.processors import Processors
 from specdec.decoding.stopping import Stopping
 from specdec.decoding.strategies import Greedy
-from specdec.engine import Engine
+from specdec.engine.engine import Engine
+from specdec.engine.request import Pacing, Request
+from specdec.engine.turn import Stopwatch
 from specdec.models import Session
 from specdec.models.backends.kv_session import KvSession
 from specdec.proposers import FunctionDrafter, ModelDrafter
-from specdec.request import Pacing, Request
-from specdec.turn import Stopwatch
 from tests.oracle import oracle
 from tests.tiny import tiny, tiny_inputs
 

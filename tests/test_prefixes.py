@@ -14,8 +14,8 @@ from specdec import LanguageModel, OptionError, SpecGenerator
 from specdec.core.drafts import BatchDrafter, Kept
 from specdec.core.rounds import Context
 from specdec.core.tree import Tree
+from specdec.engine.prefix_cache import Prefixes, Reader, Text
 from specdec.models import free_bytes
-from specdec.prefixes import Prefixes, Reader, Text
 from tests.heads import eagle_folder
 from tests.tiny import DECODERS, NAMES, tiny, tiny_inputs
 
@@ -235,7 +235,7 @@ def test_salts_reach_unconditional_rows() -> None:
 @pytest.mark.parametrize("ends", [{"max_new_tokens": 1}, {"max_new_tokens": 3, "eos_token_id": [*range(40)]}])
 def test_more_copies_than_a_pass_reads(ends: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the copy that is read for the others ends at its first token, the next one is. (All waited for ever.)"""
-    monkeypatch.setattr("specdec.engine.CHUNK", 50)
+    monkeypatch.setattr("specdec.engine.engine.CHUNK", 50)
     how = {**COMMON, "do_sample": True, "num_return_sequences": 120, "seed": 1, **ends}
     out = SpecGenerator(tiny("llama")).generate(FIRST, **how)
     assert out.sequences.tolist() == alone(tiny("llama"), FIRST, **how)

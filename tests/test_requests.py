@@ -11,7 +11,7 @@ import torch
 
 from specdec import CancelledError, LanguageModel, SpecGenerator
 from specdec.call import Call
-from specdec.engine import Engine
+from specdec.engine.engine import Engine
 from specdec.models.backends.kv_session import KvSession
 from specdec.proposers import ModelDrafter
 from tests.oracle import rows_in_drafts

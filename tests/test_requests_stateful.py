@@ -19,9 +19,9 @@ from specdec.call import Call
 from specdec.core.drafts import BatchDrafter
 from specdec.core.rounds import Round, RowPass
 from specdec.core.sequence import RunningRow
-from specdec.engine import Engine
+from specdec.engine.engine import Engine
+from specdec.engine.request import Request
 from specdec.proposers import EarlyExitDrafter, FunctionDrafter, HybridDrafter, ModelDrafter, SuffixDrafter
-from specdec.request import Request
 from tests.oracle import oracle, rows_in_drafts
 from tests.test_exact import noisy
 from tests.tiny import ENCODER_DECODERS, tiny

@@ -17,7 +17,7 @@ import torch
 
 from specdec import EngineError, LanguageModel, SpecGenerator
 from specdec.core.drafts import BatchDrafter, DraftSession
-from specdec.models import release_helpers
+from specdec.engine.openmp import release_helpers
 from specdec.proposers import FunctionDrafter, ModelDrafter, SuffixDrafter
 from tests.oracle import rows_in_drafts
 from tests.tiny import tiny

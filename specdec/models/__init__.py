@@ -4,7 +4,6 @@ from specdec.models.cache.buffers import Prefix, prefix_bytes
 from specdec.models.cache.session import Session
 from specdec.models.capability import Capability
 from specdec.models.encoding import Encoding
-from specdec.models.helpers import release_helpers
 from specdec.models.hf.memory import digest, free_bytes
 from specdec.models.hf.model_state import ModelState, plain_modes
 from specdec.models.language_model import LanguageModel
@@ -24,6 +23,5 @@ __all__ = [
     "on_own_device",
     "plain_modes",
     "prefix_bytes",
-    "release_helpers",
     "unwrapped",
 ]

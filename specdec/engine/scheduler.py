@@ -15,10 +15,10 @@ from typing import NamedTuple
 from specdec.core.drafts import BatchDrafter, DraftSession, Kept
 from specdec.core.rounds import Context
 from specdec.core.sequence import RunningRow
+from specdec.engine.prefix_cache import LEAST, Prefixes, Reader, Text
+from specdec.engine.request import Request
 from specdec.models import LanguageModel, prefix_bytes
 from specdec.options.checks import common_length
-from specdec.prefixes import LEAST, Prefixes, Reader, Text
-from specdec.request import Request
 
 _WORTH_WAITING = 64  # tokens in common: computing them takes about as long as the pass more that waiting costs
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from specdec.core.sequence import RunningRow
+from specdec.engine.request import Request
 from specdec.errors import OptionError
 from specdec.models import LanguageModel, free_bytes
-from specdec.request import Request
 
 _MOST_NODES = 1024  # of a tree in one pass
 

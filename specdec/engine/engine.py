@@ -16,18 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.budget import KvBudget
 from specdec.core.drafts import BatchDrafter, DraftSession, Plan
 from specdec.core.rounds import Round, RowRound
 from specdec.core.sequence import RunningRow
 from specdec.core.tree import EMPTY, Scores, Tree
+from specdec.engine.memory_budget import KvBudget
+from specdec.engine.prefix_cache import Prefixes
+from specdec.engine.request import Request
+from specdec.engine.scheduler import OpenDraft, Places
+from specdec.engine.turn import Stopwatch, Turn
 from specdec.errors import DraftError
 from specdec.models import LanguageModel, Session, plain_modes
-from specdec.places import OpenDraft, Places
-from specdec.prefixes import Prefixes
 from specdec.proposers import BestLeaf
-from specdec.request import Request
-from specdec.turn import Stopwatch, Turn
 
 CHUNK = 2048
 """Prompt tokens that a pass reads while no other request waits for it."""

@@ -9,10 +9,11 @@ from contextlib import suppress
 from weakref import WeakSet
 
 from specdec.core.rounds import Round
-from specdec.engine import Engine
+from specdec.engine.engine import Engine
+from specdec.engine.openmp import release_helpers
+from specdec.engine.request import Request
 from specdec.errors import CancelledError, EngineError
-from specdec.models import plain_modes, release_helpers
-from specdec.request import Request
+from specdec.models import plain_modes
 
 _SOON, _IDLE = 0.01, 1.0  # seconds without anything to do until helper threads end, and until the thread itself does
 _PATIENCE = 10.0  # seconds that a program which ends waits for the step that is under way

@@ -1,0 +1,1 @@
+"""The running set of sequences, and the loop."""
