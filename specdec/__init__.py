@@ -9,7 +9,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specdec.call import Job
     from specdec.core.drafts import Drafter
     from specdec.core.stats import Stats
     from specdec.decoding.processors import HammingDiversityLogitsProcessor
@@ -24,12 +23,13 @@ if TYPE_CHECKING:
         UnsupportedError,
         VocabularyError,
     )
-    from specdec.generator import SpecGenerator
+    from specdec.generator.call import Job
+    from specdec.generator.generator import SpecGenerator
+    from specdec.generator.output import Event, Generation
     from specdec.hook import custom_generate
     from specdec.models import LanguageModel
     from specdec.options.generate import Options
     from specdec.options.load import Loading
-    from specdec.output import Event, Generation
     from specdec.pipelines import Transcriber
 
 __version__ = "0.1.0"
@@ -41,9 +41,9 @@ _HOMES = {
     "DisjunctiveConstraint": "decoding.strategies",
     "DraftError": "errors",
     "Drafter": "core.drafts",
-    "Event": "output",
-    "Generation": "output",
-    "Job": "call",
+    "Event": "generator.output",
+    "Generation": "generator.output",
+    "Job": "generator.call",
     "HammingDiversityLogitsProcessor": "decoding.processors",
     "LanguageModel": "models",
     "LoadError": "errors",
@@ -51,7 +51,7 @@ _HOMES = {
     "OptionError": "errors",
     "Options": "options.generate",
     "PhrasalConstraint": "decoding.strategies",
-    "SpecGenerator": "generator",
+    "SpecGenerator": "generator.generator",
     "SpecdecError": "errors",
     "Stats": "core.stats",
     "Transcriber": "pipelines",

@@ -14,8 +14,8 @@ from transformers.utils import ModelOutput
 
 from specdec.core.stats import Stats
 from specdec.errors import OptionError, UnsupportedError
-from specdec.generator import SpecGenerator
-from specdec.inputs import FEATURES, NAMES
+from specdec.generator.generator import SpecGenerator
+from specdec.generator.inputs import FEATURES, NAMES
 from specdec.models import ModelState, handover
 from specdec.options.fields import IDLE, REFUSED
 from specdec.options.generate import Options

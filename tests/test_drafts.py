@@ -9,9 +9,9 @@ from time import sleep
 from typing import Any
 
 import pytest
+import specdec.generator.drafts_by_name
 import torch
 
-import specdec.drafts
 from specdec import LanguageModel, OptionError, SpecGenerator
 from specdec.models.backends.ragged import FlatForward
 from specdec.proposers import HybridDrafter, NgramDrafter, SuffixDrafter, TextBridge, VocabularyIntersection
@@ -48,9 +48,11 @@ def test_a_named_assistant_is_loaded_once(folders: tuple[str, str], monkeypatch:
     """The second call with the same path finds model and tokenizer ready."""
     target, draft = folders
     generator, sources = SpecGenerator(target), []
-    load = specdec.drafts.load
+    load = specdec.generator.drafts_by_name.load
     monkeypatch.setattr(
-        specdec.drafts, "load", lambda source, *a, **how: sources.append(source) or load(source, *a, **how)
+        specdec.generator.drafts_by_name,
+        "load",
+        lambda source, *a, **how: sources.append(source) or load(source, *a, **how),
     )
     for _ in range(2):
         assert generator.generate("ab", **RUN, assistant_model=draft).stats.num_draft_tokens > 0

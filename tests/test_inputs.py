@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from specdec import LanguageModel, OptionError, SpecGenerator, UnsupportedError
 from specdec.core.drafts import BatchDrafter, DraftSession
 from specdec.core.tree import Tree
-from specdec.inputs import Prompts, RowPrompt, limits
+from specdec.generator.inputs import Prompts, RowPrompt, limits
 from tests.oracle import oracle
 from tests.tiny import ENCODER_DECODERS, tiny, tiny_inputs
 

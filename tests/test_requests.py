@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from specdec import CancelledError, LanguageModel, SpecGenerator
-from specdec.call import Call
 from specdec.engine.engine import Engine
+from specdec.generator.call import Call
 from specdec.models.backends.kv_session import KvSession
 from specdec.proposers import ModelDrafter
 from tests.oracle import rows_in_drafts

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from specdec import LanguageModel, SpecGenerator
-from specdec.call import Call
 from specdec.core.drafts import BatchDrafter
 from specdec.core.rounds import Round, RowPass
 from specdec.core.sequence import RunningRow
 from specdec.engine.engine import Engine
 from specdec.engine.request import Request
+from specdec.generator.call import Call
 from specdec.proposers import EarlyExitDrafter, FunctionDrafter, HybridDrafter, ModelDrafter, SuffixDrafter
 from tests.oracle import oracle, rows_in_drafts
 from tests.test_exact import noisy

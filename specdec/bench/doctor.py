@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from specdec import kernels
 from specdec.bench.duel import PROMPTS, WARM_UP, Duel, duel, prompt
 from specdec.bench.machine import FEWER_THREADS, Watch, memory_bandwidth, provenance, waiting_threads
-from specdec.generator import SpecGenerator
+from specdec.generator.generator import SpecGenerator
 from specdec.models import LanguageModel, free_bytes
 from specdec.models.backends.packed_layers import why_not_packed
 from specdec.proposers.model import ModelDrafter

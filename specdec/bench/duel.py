@@ -9,9 +9,9 @@ from typing import Any
 
 from specdec.bench.compare import Difference, differences
 from specdec.bench.machine import Watch
-from specdec.generator import SpecGenerator
+from specdec.generator.generator import SpecGenerator
+from specdec.generator.output import Generation
 from specdec.options.bundled_models import Pair
-from specdec.output import Generation
 from specdec.zoo.corpus import held_out_prompts
 
 PROMPTS = 12

@@ -15,7 +15,7 @@ from specdec.bench.samples import Failure, Key, Sample, Store, Strip
 from specdec.bench.suite import PLAIN, Cell, Group, Suite
 from specdec.bench.synthetic import Oracle, SyntheticDrafter
 from specdec.bench.systems import Measured, Systems, ask, measure, strip
-from specdec.generator import SpecGenerator
+from specdec.generator.generator import SpecGenerator
 
 WARM_UP = 16  # new tokens of a warm-up call
 STRIP = 64  # new tokens of the text that is shown round by round

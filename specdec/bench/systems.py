@@ -16,9 +16,9 @@ from specdec.core.drafts import BatchDrafter, Commit, DraftSession, Plan
 from specdec.core.rounds import Row
 from specdec.core.tree import EMPTY, Tree
 from specdec.errors import OptionError
-from specdec.generator import SpecGenerator
+from specdec.generator.generator import SpecGenerator
+from specdec.generator.output import Generation
 from specdec.options import bundled_models
-from specdec.output import Generation
 from specdec.proposers import COPYING, is_word
 
 _SHARED = ("dtype", "device_map", "gear", "trust_remote_code")  # what a draft is loaded with, as its target

@@ -12,7 +12,7 @@ from specdec.cli.flags import Dtype, GgufFile, Quantization, RemoteCode
 from specdec.cli.terminal import FAILED, OK, Debug, Quiet, counting, duration, fail, loading, say
 
 if TYPE_CHECKING:
-    from specdec.generator import SpecGenerator
+    from specdec.generator.generator import SpecGenerator
 
 _SECONDS = 60.0  # that a model takes, about
 
@@ -31,7 +31,7 @@ def compile_(
 ) -> int:
     """Compile the passes of TARGET and its draft, once and for all. It takes about a minute each."""
     from specdec import kernels
-    from specdec.generator import SpecGenerator
+    from specdec.generator.generator import SpecGenerator
 
     if (missing := kernels.lack()) is not None:
         return fail(f"error: nothing can be compiled here, {missing}", FAILED)

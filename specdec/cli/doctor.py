@@ -33,7 +33,7 @@ from specdec.options.versions import versions
 
 if TYPE_CHECKING:
     from specdec.bench.doctor import Finding
-    from specdec.generator import SpecGenerator
+    from specdec.generator.generator import SpecGenerator
 
 MARKS = {"good": ("✓", Style(color="green")), "note": ("·", PROMPT), "bad": ("✗", Style(color="red", bold=True))}
 _WIDTH = 16  # of names

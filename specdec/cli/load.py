@@ -10,7 +10,7 @@ from specdec.cli.terminal import loading
 from specdec.options.load import Loading
 
 if TYPE_CHECKING:
-    from specdec.generator import SpecGenerator
+    from specdec.generator.generator import SpecGenerator
 
 
 def first_of_job(request: Request) -> None:
@@ -27,6 +27,6 @@ def load(request: Request, *, quiet: bool, **more: Any) -> SpecGenerator:
     models = [target, *([request.draft_model] if request.draft_model else [])]
     downloads = not all(Path(model).exists() for model in models)
     with loading(f"loading {request.target}", quiet=quiet, downloads=downloads):
-        from specdec.generator import SpecGenerator
+        from specdec.generator.generator import SpecGenerator
 
         return SpecGenerator.from_pretrained(target, request.draft, **request.loading, **more)

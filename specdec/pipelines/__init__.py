@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from specdec.errors import OptionError
 
 if TYPE_CHECKING:
-    from specdec.generator import SpecGenerator
+    from specdec.generator.generator import SpecGenerator
     from specdec.pipelines.scoring import rouge
     from specdec.pipelines.summarize import Summaries, Summarizer, Summary
     from specdec.pipelines.text import Text

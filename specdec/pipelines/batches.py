@@ -9,7 +9,7 @@ from typing import Any
 from specdec.core.stats import Stats
 from specdec.decoding.noise import fold
 from specdec.errors import OptionError
-from specdec.generator import SpecGenerator
+from specdec.generator.generator import SpecGenerator
 from specdec.options.generate import Options
 from specdec.options.load import check_loaded
 from specdec.pipelines.stats import total

@@ -12,7 +12,7 @@ from torch import Tensor
 from specdec.core.stats import Stats
 from specdec.decoding.noise import fold
 from specdec.errors import OptionError, SpecdecError
-from specdec.generator import SpecGenerator
+from specdec.generator.generator import SpecGenerator
 from specdec.options.generate import Options
 from specdec.pipelines.batches import BATCH, Decoded, check_call, decode, make_generator, row_seeds
 from specdec.pipelines.chunks import chunked

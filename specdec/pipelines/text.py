@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from specdec.errors import OptionError, UnsupportedError
-from specdec.generator import SpecGenerator
+from specdec.generator.generator import SpecGenerator
 from specdec.options.generate import listed
 from specdec.pipelines.batches import BATCH, check_call, decode, make_generator, row_seeds
 

@@ -14,9 +14,9 @@ import torch
 from transformers import AutoConfig, AutoProcessor
 
 from specdec.core.stats import Stats
-from specdec.drafts import is_name
 from specdec.errors import OptionError, SpecdecError, UnsupportedError
-from specdec.generator import SpecGenerator
+from specdec.generator.drafts_by_name import is_name
+from specdec.generator.generator import SpecGenerator
 from specdec.models import LanguageModel
 from specdec.models.hf.load_errors import check_folder, explained
 from specdec.models.whisper import Whisper

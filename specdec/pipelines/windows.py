@@ -13,13 +13,13 @@ from torch.nn import functional
 
 from specdec.core.stats import Stats
 from specdec.decoding.noise import fold
-from specdec.drafts import NAMES as DRAFT_NAMES
 from specdec.errors import OptionError
-from specdec.generator import SpecGenerator
+from specdec.generator.drafts_by_name import NAMES as DRAFT_NAMES
+from specdec.generator.generator import SpecGenerator
+from specdec.generator.output import Generation
 from specdec.models import Encoding
 from specdec.models.whisper import FRAME_SECONDS, TOKEN_SECONDS, Whisper
 from specdec.options.fields import BEAMS_ONLY, DRAWING
-from specdec.output import Generation
 from specdec.pipelines.settings import Settings
 from specdec.pipelines.timestamps import Segment, split
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from specdec.core.stats import Stats
 from specdec.errors import OptionError, SpecdecError
-from specdec.generator import SpecGenerator
+from specdec.generator.generator import SpecGenerator
+from specdec.generator.output import Generation
 from specdec.options import bundled_models
 from specdec.options.checks import plain
 from specdec.options.generate import listed
-from specdec.output import Generation
 from specdec.pipelines import Summarizer, Transcriber
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from specdec.engine.openmp import release_helpers
 from specdec.errors import OptionError
-from specdec.generator import SpecGenerator
+from specdec.generator.generator import SpecGenerator
 from specdec.models.hf.load_errors import check_reached
 from specdec.options import bundled_models
 from specdec.options.load import NAMES as LOADING

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specdec.core.tree import Step
-from specdec.generator import SpecGenerator
+from specdec.generator.generator import SpecGenerator
 from specdec.options.checks import common_length
 from specdec.serve.bridge import Cancel
 

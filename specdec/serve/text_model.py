@@ -9,14 +9,14 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-from specdec.call import News
 from specdec.core.stats import Stats
 from specdec.core.tree import Step
 from specdec.errors import OptionError
-from specdec.generator import SpecGenerator
+from specdec.generator.call import News
+from specdec.generator.generator import SpecGenerator
+from specdec.generator.output import Detokenizer, before_stop, decode
 from specdec.options.checks import refusing
 from specdec.options.generate import listed
-from specdec.output import Detokenizer, before_stop, decode
 from specdec.serve.bridge import Cancel
 from specdec.serve.errors import ApiError
 from specdec.serve.grammar import Form, Grammar

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from specdec import SpecGenerator
 from specdec.errors import LoadError, OptionError, UnsupportedError
-from specdec.inputs import check_tokenizer
+from specdec.generator.inputs import check_tokenizer
 from specdec.models.vocabulary import likeliest
 from specdec.options.checks import is_number, is_whole
 from specdec.pipelines.transcribe import processor_beside

@@ -8,7 +8,7 @@ from typing import Any
 
 from specdec.decoding.strategies import wanted
 from specdec.errors import OptionError
-from specdec.inputs.prompts import Prompts
+from specdec.generator.inputs.prompts import Prompts
 from specdec.models import LanguageModel
 from specdec.options.checks import warn_of_idle
 from specdec.options.generate import Options, listed

@@ -14,7 +14,7 @@ from transformers.utils import ModelOutput
 from specdec.core.rounds import Round, RowRound
 from specdec.core.sequence import RunningRow
 from specdec.core.stats import Stats
-from specdec.notebook import as_html
+from specdec.generator.notebook import as_html
 
 PerToken = tuple[Tensor, ...]
 PerTokenAndLayer = tuple[tuple[Tensor, ...], ...]

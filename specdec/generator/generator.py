@@ -12,23 +12,32 @@ from typing import Any, NoReturn
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from specdec.call import Call, Extras, Job
 from specdec.core.draft_schedules import make_schedule
 from specdec.core.drafts import BatchDrafter
-from specdec.drafts import NAMES as DRAFT_NAMES
-from specdec.drafts import Draft, Drafts, is_head, is_name, language_model, loaded, named_drafts, names_model
 from specdec.engine.driver import Dispatcher
 from specdec.engine.engine import Engine
 from specdec.engine.openmp import release_helpers
 from specdec.engine.prefix_cache import Prefixes
 from specdec.errors import OptionError
-from specdec.inputs import NAMES as MODEL_INPUTS
-from specdec.inputs import Prompt, check_tokenizer, read_prompts, tokenizer_beside, with_predictions
+from specdec.generator.call import Call, Extras, Job
+from specdec.generator.drafts_by_name import NAMES as DRAFT_NAMES
+from specdec.generator.drafts_by_name import (
+    Draft,
+    Drafts,
+    is_head,
+    is_name,
+    language_model,
+    loaded,
+    named_drafts,
+    names_model,
+)
+from specdec.generator.inputs import NAMES as MODEL_INPUTS
+from specdec.generator.inputs import Prompt, check_tokenizer, read_prompts, tokenizer_beside, with_predictions
+from specdec.generator.output import Detokenizer, Event, Generation
 from specdec.models import LanguageModel, ModelState, leading, on_own_device, plain_modes
 from specdec.options.checks import warn_of_idle
 from specdec.options.generate import Options, check_defaults, resolve
 from specdec.options.load import Loading, Vocabulary, check_loaded
-from specdec.output import Detokenizer, Event, Generation
 
 _EXTRAS = tuple(Extras.__dataclass_fields__)
 _OBJECTS = (*_EXTRAS, "generation_config", *DRAFT_NAMES)

@@ -18,7 +18,7 @@ from specdec.core.draft_schedules import Schedule, learns
 from specdec.core.drafts import BatchDrafter
 from specdec.engine.request import Pacing
 from specdec.errors import OptionError, VocabularyError
-from specdec.inputs import check_tokenizer, tokenizer_beside
+from specdec.generator.inputs import check_tokenizer, tokenizer_beside
 from specdec.models import LanguageModel, load, unwrapped
 from specdec.models.hf.load_errors import closest_name
 from specdec.models.vocabulary import chooser, cut_as_saved, cut_vocabulary

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from specdec.errors import OptionError, UnsupportedError
-from specdec.inputs.ids import MASKS, Ids, read_ids, read_mask
+from specdec.generator.inputs.token_ids import MASKS, Ids, read_ids, read_mask
 from specdec.models import Encoding, LanguageModel
 from specdec.options.checks import warn_of_idle
 from specdec.options.generate import Options

@@ -24,11 +24,11 @@ from specdec.decoding.noise import fold
 from specdec.decoding.processors import build_processors
 from specdec.decoding.stopping import Stopping
 from specdec.decoding.strategies import RowSetup, make_strategy
-from specdec.drafts import Draft
 from specdec.engine.driver import Dispatcher
 from specdec.engine.request import Request
 from specdec.errors import CancelledError, OptionError
-from specdec.inputs import (
+from specdec.generator.drafts_by_name import Draft
+from specdec.generator.inputs import (
     Prompts,
     RowPrompt,
     check_least,
@@ -37,9 +37,9 @@ from specdec.inputs import (
     length_limit,
     pad_id,
 )
+from specdec.generator.output import Generation, Recorder, beam_indices, per_token, sequences, traces
 from specdec.models import Encoding, LanguageModel, ModelState, digest, plain_modes
 from specdec.options.generate import Options
-from specdec.output import Generation, Recorder, beam_indices, per_token, sequences, traces
 
 _SERIAL = count()  # of calls
 _NO_RULE: Any = None

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from specdec.errors import OptionError
-from specdec.inputs.ids import read_ids
-from specdec.inputs.prompts import Prompts
+from specdec.generator.inputs.prompts import Prompts
+from specdec.generator.inputs.token_ids import read_ids
 from specdec.models import LanguageModel
 
 

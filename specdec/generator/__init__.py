@@ -1,0 +1,1 @@
+"""The front door: inputs become a request, and a request a result."""
