@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSpeechSeq2Seq, AutoPr
 
 from specdec import custom_generate
 from specdec.options import bundled_models
-from specdec.pipelines.audio import read_audio
+from specdec.pipelines.speech.audio import read_audio
 
 RATE = 16_000  # samples a second that the models hear
 

@@ -33,7 +33,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoP
 from specdec import SpecGenerator, Transcriber
 from specdec.options.bundled_models import locate
 from specdec.options.load import GEARS
-from specdec.pipelines.audio import read_audio
+from specdec.pipelines.speech.audio import read_audio
 from specdec.train.functions import held_out_examples
 
 PLAIN, ASSISTED = "specdec plain", "transformers assisted"

@@ -9,9 +9,9 @@ from time import sleep
 from typing import Any
 
 import pytest
-import specdec.generator.drafts_by_name
 import torch
 
+import specdec.generator.drafts_by_name
 from specdec import LanguageModel, OptionError, SpecGenerator
 from specdec.models.backends.ragged import FlatForward
 from specdec.proposers import HybridDrafter, NgramDrafter, SuffixDrafter, TextBridge, VocabularyIntersection

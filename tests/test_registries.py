@@ -27,7 +27,8 @@ from specdec.models.loading.quantizers import BitsAndBytes, Quantizer, make_quan
 from specdec.options.fields import DRAFT_WORDS, SAMPLING
 from specdec.options.generate import Options, resolve
 from specdec.options.load import QUANTIZATIONS, Quantization
-from specdec.pipelines import PIPELINES, Pipeline, Text, pipeline, summarize, text
+from specdec.pipelines import PIPELINES, Pipeline, Text, pipeline, text
+from specdec.pipelines.summaries import summarize
 from specdec.proposers import COPYING, DRAFTS
 from specdec.proposers.copying import TextDrafter
 from tests.folders import WIDTH, byte_tokenizer

@@ -145,14 +145,14 @@ def demo_texts() -> dict[str, str]:
 
 def check_rouge() -> None:
     """Raises SpecdecError where ROUGE cannot be measured."""
-    from specdec.pipelines.scoring import scorer
+    from specdec.pipelines.summaries.rouge import scorer
 
     scorer()
 
 
 def make(request: Request, *, quiet: bool, **how: Any) -> Summarizer:
     """The summarizer that a request names, with a length limit."""
-    from specdec.pipelines.summarize import TASK, Summarizer
+    from specdec.pipelines.summaries.summarize import TASK, Summarizer
 
     generator = load(request, quiet=quiet, task=TASK)
     limits = generator.options(**request.options)

@@ -185,7 +185,7 @@ def sounds(name: str) -> list[str]:
     """All recordings in a folder; raises OptionError where there are none. Any other name as it is."""
     if name == STDIN or not Path(name).is_dir():
         return [name]
-    from specdec.pipelines.audio import sounds_in
+    from specdec.pipelines.speech.audio import sounds_in
 
     if not (found := sounds_in(Path(name))):
         raise OptionError(f"the folder {name} holds no wav, flac, mp3 or ogg file (a model is named with --model)")
@@ -213,7 +213,7 @@ def check_output(files: Sequence[str], format: Format, folder: Path | None) -> N
 
 def read_options(params: Mapping[str, Any]) -> dict[str, Any]:
     """The options of the call."""
-    from specdec.pipelines.settings import FALLBACK
+    from specdec.pipelines.speech.settings import FALLBACK
 
     flags = {FLAGS[name]: params[name] for name in ("num_draft_tokens", "schedule", "max_new_tokens", "seed")}
     flags |= {"language": params["language"], "task": params["task"], "chunk_length_s": params["chunk_length"]}
@@ -286,7 +286,7 @@ def show(
 
 def rendered(name: str, out: Transcription, wer: float | None, format: Format) -> str:
     """A transcription in one of the formats."""
-    from specdec.pipelines.subtitles import srt, vtt
+    from specdec.pipelines.speech.subtitles import srt, vtt
 
     if format == "text":
         return out["text"].strip() + "\n"

@@ -13,23 +13,23 @@ from specdec.errors import OptionError
 
 if TYPE_CHECKING:
     from specdec.generator.generator import SpecGenerator
-    from specdec.pipelines.scoring import rouge
-    from specdec.pipelines.summarize import Summaries, Summarizer, Summary
+    from specdec.pipelines.speech.transcribe import Transcriber, Transcription
+    from specdec.pipelines.summaries.rouge import rouge
+    from specdec.pipelines.summaries.summarize import Summaries, Summarizer, Summary
     from specdec.pipelines.text import Text
-    from specdec.pipelines.transcribe import Transcriber, Transcription
 
 PIPELINES: dict[str, str | type[Any]] = {
     "text-generation": "text:Text",
-    "summarization": "summarize:Summarizer",
-    "automatic-speech-recognition": "transcribe:Transcriber",
+    "summarization": "summaries.summarize:Summarizer",
+    "automatic-speech-recognition": "speech.transcribe:Transcriber",
 }
 """Every pipeline by its task, in transformers' words: its class, or "module:Class" in this room."""
 _HOMES = {
     **{kind.partition(":")[2]: kind.partition(":")[0] for kind in PIPELINES.values() if isinstance(kind, str)},
-    "Summaries": "summarize",
-    "Summary": "summarize",
-    "Transcription": "transcribe",
-    "rouge": "scoring",
+    "Summaries": "summaries.summarize",
+    "Summary": "summaries.summarize",
+    "Transcription": "speech.transcribe",
+    "rouge": "summaries.rouge",
 }
 __all__ = [
     "PIPELINES",

@@ -8,7 +8,7 @@ from typing import Any
 from specdec.errors import OptionError, UnsupportedError
 from specdec.generator.generator import SpecGenerator
 from specdec.options.generate import listed
-from specdec.pipelines.batches import BATCH, check_call, decode, make_generator, row_seeds
+from specdec.pipelines.batching import BATCH, check_call, decode, make_generator, row_seeds
 
 TASK = "text-generation"
 Message = Mapping[str, Any]

@@ -100,7 +100,7 @@ class Summarize(Task):
     field = "text"
 
     def __init__(self, work: Work) -> None:
-        from specdec.pipelines.summarize import TASK
+        from specdec.pipelines.summaries.summarize import TASK
 
         generator = load_generator(work, task=TASK)
         limits = generator.options(**work.options)

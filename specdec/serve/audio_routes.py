@@ -12,7 +12,7 @@ from pydantic import Field
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from specdec.pipelines import Transcription
-from specdec.pipelines.subtitles import srt, vtt
+from specdec.pipelines.speech.subtitles import srt, vtt
 from specdec.serve.answers import event
 from specdec.serve.bridge import Work, ahead
 from specdec.serve.errors import ApiError

@@ -19,7 +19,7 @@ from specdec.options import bundled_models
 from specdec.options.load import NAMES as LOADING
 from specdec.options.load import is_gguf
 from specdec.pipelines import Transcriber
-from specdec.pipelines.audio import check_readers
+from specdec.pipelines.speech.audio import check_readers
 from specdec.serve.admission import Admission
 from specdec.serve.bridge import call
 from specdec.serve.errors import ApiError

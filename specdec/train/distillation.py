@@ -27,7 +27,7 @@ from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.generator.inputs import check_tokenizer
 from specdec.models.vocabulary import likeliest
 from specdec.options.checks import is_number, is_whole
-from specdec.pipelines.transcribe import processor_beside
+from specdec.pipelines.speech.transcribe import processor_beside
 from specdec.train.course import descend, make_optimizers, rate
 from specdec.train.pupils import STEPS, EaglePupil, LayersPupil, Pupil, spread_layers
 from specdec.train.sounds import Sounds, Stenographer, find_sounds

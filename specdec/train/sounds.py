@@ -17,9 +17,9 @@ from torch import Tensor
 from specdec import SpecGenerator
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.encoding import Encoding
-from specdec.models.whisper import Whisper
-from specdec.pipelines.audio import SUFFIXES, Samples, read_audio, sounds_in
-from specdec.pipelines.features import window_features
+from specdec.pipelines.speech.audio import SUFFIXES, Samples, read_audio, sounds_in
+from specdec.pipelines.speech.features import window_features
+from specdec.pipelines.speech.whisper import Whisper
 from specdec.train.teacher import Lesson, Shelf, Teacher
 from specdec.train.texts import EXAMS, HELD_OUT, Exam, in_order, whole_lines
 

@@ -23,12 +23,12 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from specdec import kernels
-from specdec.models.alignment import attention_maps
 from specdec.models.cache import recurrent_state
 from specdec.models.cache.buffers import KvStore
 from specdec.models.hf import device_hooks, private_api
 from specdec.models.hf.positions import Lookup
 from specdec.models.hf.rotary import Scaling
+from specdec.pipelines.speech.word_times import attention_maps
 from tests.folders import saved_gguf
 from tests.models.test_rotary import DYNAMIC, LONG
 from tests.tiny import tiny, tiny_inputs
@@ -45,7 +45,7 @@ def contract(library: str, what: str, module: str) -> Iterator[None]:
         yield
     except Exception as error:
         cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        pytest.fail(f"{library} {version(library)} has changed {what}, needed by specdec/models/{module}.py ({cause})")
+        pytest.fail(f"{library} {version(library)} has changed {what}, needed by specdec/{module}.py ({cause})")
 
 
 def ids(length: int, seed: int = 0) -> Tensor:
@@ -63,7 +63,10 @@ def logits(model: Any, name: str, tokens: Tensor) -> Tensor:
 
 def test_a_contract_tells_who_broke_it() -> None:
     """The message has the release, the attribute, our module and the cause."""
-    with pytest.raises(pytest.fail.Exception) as told, contract("torch", "`torch._gone`", "loading/integer_layers"):
+    with (
+        pytest.raises(pytest.fail.Exception) as told,
+        contract("torch", "`torch._gone`", "models/loading/integer_layers"),
+    ):
         _ = torch._gone
     message = str(told.value)
     assert f"torch {version('torch')} has changed `torch._gone`" in message
@@ -77,13 +80,13 @@ def test_a_contract_tells_who_broke_it() -> None:
 @pytest.mark.parametrize("kind", ["eager", "sdpa"])
 def test_attention_implementation(kind: str) -> None:
     """A config knows the attention that its model was loaded with."""
-    with contract("transformers", "`config._attn_implementation`", "hf/private_api"):
+    with contract("transformers", "`config._attn_implementation`", "models/hf/private_api"):
         assert private_api.attention_of(tiny("llama", attn_implementation=kind).config) == kind
 
 
 def test_model_mapping() -> None:
     """An auto class knows for which configs it has models."""
-    with contract("transformers", "`AutoModelFor…` and its `_model_mapping`", "hf/private_api"):
+    with contract("transformers", "`AutoModelFor…` and its `_model_mapping`", "models/hf/private_api"):
         assert private_api.loads(AutoModelForSeq2SeqLM, tiny("t5").config)
         assert private_api.loads(AutoModelForSpeechSeq2Seq, tiny("whisper").config)
         assert not private_api.loads(AutoModelForSeq2SeqLM, tiny("whisper").config)
@@ -91,9 +94,9 @@ def test_model_mapping() -> None:
 
 def test_skipped_keys() -> None:
     """A cache stays where it is when accelerate moves the arguments of a module."""
-    with contract("transformers", "`model._skip_keys_device_placement`", "hf/private_api"):
+    with contract("transformers", "`model._skip_keys_device_placement`", "models/hf/private_api"):
         assert "past_key_values" in private_api.skipped_keys(tiny("llama"))
-    with contract("accelerate", "`dispatch_model`'s arguments", "loading/placement"):
+    with contract("accelerate", "`dispatch_model`'s arguments", "models/loading/placement"):
         assert {"offload_dir", "offload_index", "skip_keys"} <= inspect.signature(dispatch_model).parameters.keys()
 
 
@@ -107,7 +110,7 @@ def test_skipped_keys() -> None:
 def test_what_quantization_converts(name: str, converted: str, kept: str) -> None:
     """Ordinary layers, but neither the head nor what a model keeps in float32."""
     what = "`get_keys_to_not_convert`, `should_convert_module` or `_keep_in_fp32_modules`"
-    with contract("transformers", what, "hf/private_api"):
+    with contract("transformers", what, "models/hf/private_api"):
         wanted = private_api.quantizes(tiny(name))
         assert wanted(converted)
         assert not wanted(kept)
@@ -115,7 +118,7 @@ def test_what_quantization_converts(name: str, converted: str, kept: str) -> Non
 
 def test_int8_kernel() -> None:
     """The kernel multiplies by int8 as it is and scales every channel."""
-    with contract("torch", "`torch._weight_int8pack_mm`", "hf/private_api"):
+    with contract("torch", "`torch._weight_int8pack_mm`", "models/hf/private_api"):
         generator = torch.Generator().manual_seed(0)
         rows = torch.randn(3, 32, generator=generator).bfloat16()
         weight = torch.randint(-127, 128, (16, 32), generator=generator, dtype=torch.int8)
@@ -128,7 +131,7 @@ def test_gguf_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All weights become floats, whatever kernels are installed, and no bar is shown where bars are switched off."""
     pytest.importorskip("gguf")
     saved_gguf(tmp_path / "model.gguf")
-    with contract("transformers", "`GgufConfig`, or the bar over the tensors of GGUF files", "hf/private_api"):
+    with contract("transformers", "`GgufConfig`, or the bar over the tensors of GGUF files", "models/hf/private_api"):
         utils.logging.disable_progress_bar()
         try:
             with private_api.gguf_bars():
@@ -140,13 +143,13 @@ def test_gguf_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
         assert type(model.get_submodule("model.layers.0.mlp.up_proj")) is nn.Linear
         assert "it/s" not in capsys.readouterr().err
-    with contract("transformers", "`utils.cached_file`", "hf/private_api"):
+    with contract("transformers", "`utils.cached_file`", "models/hf/private_api"):
         assert Path(private_api.cached(str(tmp_path), "model.gguf", None)) == tmp_path / "model.gguf"
 
 
 def test_merging_of_transcripts() -> None:
     """A Whisper tokenizer merges overlapping outputs."""
-    with contract("transformers", "`WhisperTokenizer._decode_asr`", "hf/private_api"):
+    with contract("transformers", "`WhisperTokenizer._decode_asr`", "models/hf/private_api"):
         names = inspect.signature(WhisperTokenizer._decode_asr).parameters.keys()
         assert {"model_outputs", "return_timestamps", "return_language", "time_precision"} <= names
 
@@ -156,7 +159,7 @@ def test_merging_of_transcripts() -> None:
 
 def test_layers_of_a_cache() -> None:
     """Ordinary layers replace their keys and values by longer ones, and take shorter ones that are put there."""
-    with contract("transformers", "`DynamicLayer`", "cache/recurrent_state"):
+    with contract("transformers", "`DynamicLayer`", "models/cache/recurrent_state"):
         cache = DynamicCache()
         first = torch.randn(1, 2, 5, 4)
         cache.update(first, first, 0)
@@ -171,7 +174,7 @@ def test_layers_of_a_cache() -> None:
 
 def test_pair_of_caches() -> None:
     """An encoder-decoder notes which layers have projected the encoder's output."""
-    with contract("transformers", "`EncoderDecoderCache`", "cache/recurrent_state"):
+    with contract("transformers", "`EncoderDecoderCache`", "models/cache/recurrent_state"):
         model = tiny("bart")
         pair = recurrent_state.pair(DynamicCache())
         hidden = BaseModelOutput(last_hidden_state=torch.randn(2, 5, 32))
@@ -186,7 +189,7 @@ def test_pair_of_caches() -> None:
 @pytest.mark.parametrize("name", ["llama", "mamba", "falcon_mamba", "rwkv", "jamba", "lfm2"])
 def test_name_of_the_cache(name: str) -> None:
     """A model takes its cache by a name that we know, and returns it by the same."""
-    with contract("transformers", f"the keyword of the cache of {name!r}", "cache/recurrent_state"):
+    with contract("transformers", f"the keyword of the cache of {name!r}", "models/cache/recurrent_state"):
         model = tiny(name)
         keyword = recurrent_state.cache_name(frozenset(inspect.signature(model.forward).parameters))
         assert keyword is not None
@@ -197,7 +200,7 @@ def test_name_of_the_cache(name: str) -> None:
 def test_state_in_modules() -> None:
     """RecurrentGemma keeps a row's state in its modules."""
     names = recurrent_state.MODULE_STATE["recurrent_gemma"]
-    with contract("transformers", f"{' or '.join(names)} of RecurrentGemma's modules", "cache/recurrent_state"):
+    with contract("transformers", f"{' or '.join(names)} of RecurrentGemma's modules", "models/cache/recurrent_state"):
         model = tiny("recurrent_gemma")
         with torch.no_grad():
             model(ids(4), use_cache=True)
@@ -206,7 +209,7 @@ def test_state_in_modules() -> None:
 
 def test_protocol_of_caches() -> None:
     """Our layers have all that the library's layers must have, and answer as it asks."""
-    with contract("transformers", "`CacheLayerMixin`", "cache/buffers"):
+    with contract("transformers", "`CacheLayerMixin`", "models/cache/buffers"):
         store = KvStore(2)
         missing = CacheLayerMixin.__abstractmethods__ - {
             name for kind in type(store.layers[0]).__mro__ if kind is not CacheLayerMixin for name in vars(kind)
@@ -236,7 +239,7 @@ METHODS = {
 def test_positions_that_are_looked_up(name: str) -> None:
     """The positions that a model would take change nothing; others are seen."""
     style = STYLES[name]
-    with contract("transformers", f"{METHODS[style]} of {name!r}", "hf/positions"):
+    with contract("transformers", f"{METHODS[style]} of {name!r}", "models/hf/positions"):
         model, tokens, ordinary = tiny(name), ids(8), torch.arange(8)[None]
         lookup, expected = Lookup(model.get_decoder(), style), logits(model, name, tokens)
         with lookup.running(ordinary, ordinary):
@@ -248,7 +251,7 @@ def test_positions_that_are_looked_up(name: str) -> None:
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_rotary_modules(kind: str) -> None:
     """A module that has seen a long text can be asked for the angles of a short one."""
-    with contract("transformers", "`rope_type`, `original_inv_freq` or `max_seq_len_cached`", "hf/rotary"):
+    with contract("transformers", "`rope_type`, `original_inv_freq` or `max_seq_len_cached`", "models/hf/rotary"):
         options = DYNAMIC if kind == "dynamic" else LONG
         boundary = 26 if kind == "dynamic" else 32
         expected, used = logits(tiny("llama", **options), "llama", ids(20)), tiny("llama", **options)
@@ -265,7 +268,9 @@ def test_rotary_modules(kind: str) -> None:
 
 def test_hooks_bring_weights_in() -> None:
     """A hook says where its module computes, and has the weights there between `pre_forward` and `post_forward`."""
-    with contract("accelerate", "`_hf_hook`, `execution_device`, `pre_forward` or `post_forward`", "hf/device_hooks"):
+    with contract(
+        "accelerate", "`_hf_hook`, `execution_device`, `pre_forward` or `post_forward`", "models/hf/device_hooks"
+    ):
         model = tiny("llama")
         cpu_offload(model, execution_device=CPU)
         embeddings = model.get_input_embeddings()
@@ -279,7 +284,7 @@ def test_hooks_bring_weights_in() -> None:
 
 def test_weights_in_files_of_their_own(tmp_path: Path) -> None:
     """What accelerate writes to disk is `KEY.dat` in a folder, with type and shape in an index."""
-    with contract("accelerate", "`weights_map` or `OffloadedWeightsLoader`", "hf/device_hooks"):
+    with contract("accelerate", "`weights_map` or `OffloadedWeightsLoader`", "models/hf/device_hooks"):
         model = tiny("llama")
         shape = list(model.lm_head.weight.shape)
         disk_offload(model, tmp_path, execution_device=CPU)
@@ -294,7 +299,7 @@ def test_weights_in_files_of_their_own(tmp_path: Path) -> None:
 
 def test_weights_in_checkpoints(tmp_path: Path) -> None:
     """What transformers leaves in a checkpoint has its file in the index."""
-    with contract("transformers", "the offload index of `from_pretrained`", "loading/weight_files"):
+    with contract("transformers", "the offload index of `from_pretrained`", "models/loading/weight_files"):
         tiny("llama").save_pretrained(tmp_path / "model")
         places = {"device_map": {"": "disk"}, "offload_folder": tmp_path / "off"}
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", **places)
@@ -306,7 +311,7 @@ def test_weights_in_checkpoints(tmp_path: Path) -> None:
 
 def test_hooks_come_off(tmp_path: Path) -> None:
     """A hooked forward is a partial, and `detach` leaves modules as they were."""
-    with contract("accelerate", "`add_hook_to_module` or `remove_hook_from_module`", "hf/device_hooks"):
+    with contract("accelerate", "`add_hook_to_module` or `remove_hook_from_module`", "models/hf/device_hooks"):
         model = tiny("llama")
         before = {name: {*vars(module)} for name, module in model.named_modules()}
         disk_offload(model, tmp_path, execution_device=CPU)
@@ -323,10 +328,10 @@ def test_hooks_come_off(tmp_path: Path) -> None:
 def test_layers_of_bitsandbytes() -> None:
     """4-bit layers say in which type they compute, and int8 layers cast their inputs aloud."""
     bitsandbytes = pytest.importorskip("bitsandbytes")
-    with contract("bitsandbytes", "`Linear4bit.compute_dtype`", "loading/quantizers"):
+    with contract("bitsandbytes", "`Linear4bit.compute_dtype`", "models/loading/quantizers"):
         layer = bitsandbytes.nn.Linear4bit(64, 64, compute_dtype=torch.float32)
         assert layer.compute_dtype == torch.float32
-    with contract("bitsandbytes", "the logger of `bitsandbytes.autograd._functions`", "loading/quantizers"):
+    with contract("bitsandbytes", "the logger of `bitsandbytes.autograd._functions`", "models/loading/quantizers"):
         assert bitsandbytes.autograd._functions.logger.name == "bitsandbytes.autograd._functions"
 
 
@@ -344,7 +349,7 @@ class Scaled(nn.Module):
 
 def test_exporter() -> None:
     """Sizes may change without a range, and one is a size like others."""
-    with contract("torch", "`torch.export.Dim.DYNAMIC` or `_config.backed_size_oblivious`", "backends/compiled"):
+    with contract("torch", "`torch.export.Dim.DYNAMIC` or `_config.backed_size_oblivious`", "models/backends/compiled"):
         from torch.export import Dim
         from torch.fx.experimental import _config
 
@@ -362,7 +367,7 @@ def test_exporter() -> None:
 @pytest.mark.usefixtures("built")
 def test_compiler() -> None:
     """Code without weights is packed into a file, reads a model's own where they are, and writes to its arguments."""
-    with contract("torch", "`aoti_compile_and_package` or what loads its packages", "backends/compiled"):
+    with contract("torch", "`aoti_compile_and_package` or what loads its packages", "models/backends/compiled"):
         from torch.export import Dim
 
         from specdec.models.backends.compiled import _OPTIONS
@@ -380,7 +385,7 @@ def test_compiler() -> None:
 
 def test_attention_by_name() -> None:
     """Layers find attention of ours by its name, and are handed what is in the mask's place as it is."""
-    with contract("transformers", "`AttentionInterface` or `AttentionMaskInterface`", "backends/ragged"):
+    with contract("transformers", "`AttentionInterface` or `AttentionMaskInterface`", "models/backends/ragged"):
         from transformers import AttentionInterface, AttentionMaskInterface
 
         seen: list[Tensor | None] = []
@@ -400,7 +405,7 @@ def test_attention_by_name() -> None:
 
 def test_modules_hold_their_parts() -> None:
     """Weights, buffers and children are in dictionaries of a module, where they can be put without a copy."""
-    with contract("torch", "`nn.Module._parameters`, `_buffers` or `_modules`", "loading/weight_reader"):
+    with contract("torch", "`nn.Module._parameters`, `_buffers` or `_modules`", "models/loading/weight_reader"):
         layer = nn.Sequential(nn.BatchNorm1d(2))
         assert "0" in layer._modules
         assert "weight" in layer[0]._parameters
@@ -412,7 +417,7 @@ def test_modules_hold_their_parts() -> None:
 )
 def test_fields_of_configs(name: str, count: str) -> None:
     """Counts of layers are ordinary attributes of a config, under the name that is checked nowhere."""
-    with contract("transformers", f"`{count}` of the config of {name!r}", "hf/layer_subset"):
+    with contract("transformers", f"`{count}` of the config of {name!r}", "models/hf/layer_subset"):
         assert vars(tiny(name).config)[count] == 2
 
 
@@ -421,32 +426,36 @@ def test_fields_of_configs(name: str, count: str) -> None:
 
 def test_modules_of_whisper() -> None:
     """The attention of a decoder to the sound is what its projections make of it."""
-    with contract("transformers", "`encoder_attn`, its projections, `scaling`, `num_heads` or `head_dim`", "alignment"):
+    with contract(
+        "transformers",
+        "`encoder_attn`, its projections, `scaling`, `num_heads` or `head_dim`",
+        "pipelines/speech/word_times",
+    ):
         model, tokens, hidden = tiny("whisper", attn_implementation="eager"), ids(6), torch.randn(1, 20, 32)
         maps = attention_maps(model, hidden, tokens, [(0, 1), (1, 3)])
         given = {"encoder_outputs": BaseModelOutput(last_hidden_state=hidden), "decoder_input_ids": tokens}
         with torch.no_grad():
             own = model(**given, output_attentions=True).cross_attentions
         assert torch.allclose(maps, torch.stack([own[0][0, 1], own[1][0, 3]]), atol=1e-5)
-    with contract("transformers", "the convolutions of Whisper's encoder", "whisper"):
+    with contract("transformers", "the convolutions of Whisper's encoder", "pipelines/speech/whisper"):
         encoder = tiny("whisper").get_encoder()
         assert encoder.conv1.stride[0] * encoder.conv2.stride[0] == 2
 
 
 def test_helpers_of_whisper() -> None:
     """Languages, normalizers, timestamp rules and the search for a language are where they were."""
-    with contract("transformers", "the tables of `tokenization_whisper`", "whisper"):
+    with contract("transformers", "the tables of `tokenization_whisper`", "pipelines/speech/whisper"):
         from transformers.models.whisper.tokenization_whisper import LANGUAGES, TASK_IDS, TO_LANGUAGE_CODE
 
         assert LANGUAGES["en"] == "english"
         assert TO_LANGUAGE_CODE["english"] == "en"
         assert {"transcribe", "translate"} == {*TASK_IDS}
-    with contract("transformers", "the normalizers of `english_normalizer`", "whisper"):
+    with contract("transformers", "the normalizers of `english_normalizer`", "pipelines/speech/whisper"):
         from transformers.models.whisper.english_normalizer import BasicTextNormalizer, EnglishTextNormalizer
 
         assert BasicTextNormalizer()("A, b") == "a b"
         assert EnglishTextNormalizer({})("it's") == "it is"
-    with contract("transformers", "`WhisperTimeStampLogitsProcessor` or `detect_language`", "whisper"):
+    with contract("transformers", "`WhisperTimeStampLogitsProcessor` or `detect_language`", "pipelines/speech/whisper"):
         from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
 
         assert "begin_index" in inspect.signature(WhisperTimeStampLogitsProcessor).parameters

@@ -14,8 +14,8 @@ import soundfile
 import torch
 
 from specdec import OptionError, SpecdecError, Transcriber
-from specdec.pipelines.audio import read_audio
-from specdec.pipelines.features import long_features
+from specdec.pipelines.speech.audio import read_audio
+from specdec.pipelines.speech.features import long_features
 from tests.speech import RATE, processor, speech, whisper
 
 SOUND = speech(0.8)
@@ -67,7 +67,7 @@ def test_blocks_join_without_a_seam(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for rate in (RATE, 22050):
         path = saved(tmp_path, speech(1.5, rate=rate), rate=rate, subtype="FLOAT")
         whole = read_audio(path, RATE).samples
-        monkeypatch.setattr("specdec.pipelines.audio._BLOCK", 1000)
+        monkeypatch.setattr("specdec.pipelines.speech.audio._BLOCK", 1000)
         assert np.array_equal(read_audio(path, RATE).samples, whole)
         monkeypatch.undo()
 
@@ -79,7 +79,7 @@ def test_long_features_equal_the_extractor(seconds: float, monkeypatch: pytest.M
     how = {"sampling_rate": RATE, "truncation": False, "padding": "longest", "return_tensors": "pt"}
     expected = PARTS.feature_extractor(sound, **how).input_features[0]
     for block in (6000, 64, 1):
-        monkeypatch.setattr("specdec.pipelines.features._BLOCK", block)
+        monkeypatch.setattr("specdec.pipelines.speech.features._BLOCK", block)
         found = long_features(sound, PARTS.feature_extractor)
         assert found.shape == expected.shape
         assert torch.allclose(found, expected, atol=1e-5)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.errors import OptionError
-from specdec.pipelines.chunks import chunked, sentences
+from specdec.pipelines.summaries.chunks import chunked, sentences
 
 SPLITS = [
     ("One. Two! Three? Four", ["One. ", "Two! ", "Three? ", "Four"]),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from specdec import OptionError, Transcriber
-from specdec.pipelines.subtitles import srt, vtt
-from specdec.pipelines.timestamps import split
+from specdec.pipelines.speech.subtitles import srt, vtt
+from specdec.pipelines.speech.timestamps import split
 from tests.speech import processor, whisper
 
 CHUNKS = [

@@ -12,7 +12,7 @@ from specdec import SpecGenerator
 from specdec.decoding.noise import fold
 from specdec.errors import OptionError, SpecdecError
 from specdec.pipelines import Summarizer
-from specdec.pipelines.chunks import chunked
+from specdec.pipelines.summaries.chunks import chunked
 from tests.pipelines.models import CHAT, FAMILIES, NEW, UNPRINTABLE, model, tokenizer, written
 
 TEXTS = [

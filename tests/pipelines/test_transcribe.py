@@ -11,10 +11,10 @@ import torch
 from transformers import PreTrainedModel, WhisperForCausalLM, WhisperProcessor, pipeline
 
 from specdec import OptionError, SpecGenerator, Transcriber, UnsupportedError
-from specdec.models.whisper import Whisper
 from specdec.options import bundled_models
-from specdec.pipelines.audio import read_audio
-from specdec.pipelines.windows import Track
+from specdec.pipelines.speech.audio import read_audio
+from specdec.pipelines.speech.whisper import Whisper
+from specdec.pipelines.speech.windows import Track
 from tests.speech import RATE, processor, settings, speech, whisper
 from tests.tiny import tiny
 

@@ -16,7 +16,7 @@ from specdec.cli import serve as command
 from specdec.cli.commands import run
 from specdec.cli.serve import plain_name, settings_keys
 from specdec.options import bundled_models
-from specdec.pipelines import audio
+from specdec.pipelines.speech import audio
 from specdec.serve import load, read_settings
 from specdec.serve.bridge import Cancel
 from specdec.serve.protocol import CompletionRequest

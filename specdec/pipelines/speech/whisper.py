@@ -13,10 +13,10 @@ from transformers.models.whisper.tokenization_whisper import LANGUAGES, TASK_IDS
 
 from specdec.decoding.processors import Timestamps
 from specdec.errors import OptionError, UnsupportedError
-from specdec.models.alignment import attention_maps, token_times
 from specdec.models.encoding import Encoding
 from specdec.models.hf.private_api import transcript
 from specdec.models.language_model import LanguageModel
+from specdec.pipelines.speech.word_times import attention_maps, token_times
 
 TOKEN_SECONDS = 0.02  # of audio, between two timestamp tokens
 FRAME_SECONDS = 0.01

@@ -14,9 +14,9 @@ from specdec.decoding.noise import fold
 from specdec.errors import OptionError, SpecdecError
 from specdec.generator.generator import SpecGenerator
 from specdec.options.generate import Options
-from specdec.pipelines.batches import BATCH, Decoded, check_call, decode, make_generator, row_seeds
-from specdec.pipelines.chunks import chunked
+from specdec.pipelines.batching import BATCH, Decoded, check_call, decode, make_generator, row_seeds
 from specdec.pipelines.stats import total
+from specdec.pipelines.summaries.chunks import chunked
 
 TASK = "summarization"
 PLACE = "{text}"

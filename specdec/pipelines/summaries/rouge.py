@@ -7,7 +7,7 @@ from statistics import mean
 from typing import Any
 
 from specdec.errors import OptionError, SpecdecError
-from specdec.pipelines.chunks import sentences
+from specdec.pipelines.summaries.chunks import sentences
 
 KINDS = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 

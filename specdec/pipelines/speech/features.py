@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.pipelines.audio import Samples
+from specdec.pipelines.speech.audio import Samples
 
 _BLOCK = 6000  # frames at a time
 

@@ -9,7 +9,7 @@ from math import log2
 from typing import Any
 
 from specdec.errors import OptionError
-from specdec.models.whisper import Whisper
+from specdec.pipelines.speech.whisper import Whisper
 
 FALLBACK: dict[str, Any] = {
     "temperature": (0.0, 0.2, 0.4, 0.6, 0.8, 1.0),

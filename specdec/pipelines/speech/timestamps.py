@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specdec.models.whisper import TOKEN_SECONDS
+from specdec.pipelines.speech.whisper import TOKEN_SECONDS
 
 
 @dataclass(frozen=True)

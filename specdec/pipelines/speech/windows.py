@@ -18,10 +18,10 @@ from specdec.generator.drafts_by_name import NAMES as DRAFT_NAMES
 from specdec.generator.generator import SpecGenerator
 from specdec.generator.output import Generation
 from specdec.models import Encoding
-from specdec.models.whisper import FRAME_SECONDS, TOKEN_SECONDS, Whisper
 from specdec.options.fields import BEAMS_ONLY, DRAWING
-from specdec.pipelines.settings import Settings
-from specdec.pipelines.timestamps import Segment, split
+from specdec.pipelines.speech.settings import Settings
+from specdec.pipelines.speech.timestamps import Segment, split
+from specdec.pipelines.speech.whisper import FRAME_SECONDS, TOKEN_SECONDS, Whisper
 
 _WARM = 0.5  # text that was drawn at this temperature or above is no context for the next window
 

@@ -19,14 +19,14 @@ from specdec.generator.drafts_by_name import is_name
 from specdec.generator.generator import SpecGenerator
 from specdec.models import LanguageModel
 from specdec.models.hf.load_errors import check_folder, explained
-from specdec.models.whisper import Whisper
 from specdec.options import bundled_models
 from specdec.options.load import check_loaded
-from specdec.pipelines.recordings import Chunking, Recording, read_chunking
-from specdec.pipelines.settings import NAMES, Settings, read_settings
+from specdec.pipelines.speech.recordings import Chunking, Recording, read_chunking
+from specdec.pipelines.speech.settings import NAMES, Settings, read_settings
+from specdec.pipelines.speech.timestamps import Segment
+from specdec.pipelines.speech.whisper import Whisper
+from specdec.pipelines.speech.windows import Listener, Track
 from specdec.pipelines.stats import total
-from specdec.pipelines.timestamps import Segment
-from specdec.pipelines.windows import Listener, Track
 
 Progress = Callable[[float, float], None]
 OnError = Callable[[Any, SpecdecError], None]
@@ -175,7 +175,7 @@ class Transcriber:
 
     def error_rate(self, texts: Iterable[str], references: Iterable[str], *, language: str | None = None) -> float:
         """Word errors per word of the references, after Whisper's normalisation, for English unless told otherwise."""
-        from specdec.pipelines.wer import error_rate
+        from specdec.pipelines.speech.word_errors import error_rate
 
         return error_rate(list(texts), list(references), self._whisper.normalizer(language))
 

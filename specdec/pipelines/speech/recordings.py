@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specdec.errors import OptionError
-from specdec.models.whisper import FRAME_SECONDS, Whisper
-from specdec.pipelines.audio import read_audio
-from specdec.pipelines.features import long_features, window_features
-from specdec.pipelines.timestamps import Segment
-from specdec.pipelines.windows import Track
+from specdec.pipelines.speech.audio import read_audio
+from specdec.pipelines.speech.features import long_features, window_features
+from specdec.pipelines.speech.timestamps import Segment
+from specdec.pipelines.speech.whisper import FRAME_SECONDS, Whisper
+from specdec.pipelines.speech.windows import Track
 
 Chunks = list[dict[str, Any]]
 

@@ -1,0 +1,1 @@
+"""Long texts to short ones."""
