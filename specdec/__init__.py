@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from specdec.generator.call import Job
     from specdec.generator.generator import SpecGenerator
     from specdec.generator.output import Event, Generation
-    from specdec.hook import custom_generate
+    from specdec.integrations.custom_generate import custom_generate
     from specdec.models import LanguageModel
     from specdec.options.generate import Options
     from specdec.options.load import Loading
@@ -57,7 +57,7 @@ _HOMES = {
     "Transcriber": "pipelines",
     "UnsupportedError": "errors",
     "VocabularyError": "errors",
-    "custom_generate": "hook",
+    "custom_generate": "integrations.custom_generate",
 }
 __all__ = [
     "CancelledError",

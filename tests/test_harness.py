@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 def test_without_the_harness_the_command_that_installs_it() -> None:
     """One line, and nothing else of the package needs it."""
-    code = "import sys; sys.modules['lm_eval'] = None; import specdec.harness"
+    code = "import sys; sys.modules['lm_eval'] = None; import specdec.integrations.lm_eval"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert "pip install -e '.[harness]'" in done.stderr.splitlines()[-1]
 
@@ -35,7 +35,7 @@ def test_texts_and_likelihoods_are_those_of_hf(batch_size: int) -> None:
     pytest.importorskip("lm_eval")
     from lm_eval.models.huggingface import HFLM
 
-    from specdec.harness import SpecdecLM
+    from specdec.integrations.lm_eval import SpecdecLM
 
     common = {"tokenizer": byte_tokenizer(), "batch_size": batch_size, "device": "cpu", "max_length": 200}
     model = tiny("llama", vocab=WIDTH)
@@ -58,7 +58,7 @@ def test_texts_and_likelihoods_are_those_of_hf(batch_size: int) -> None:
 def test_pairs_of_the_zoo() -> None:
     """Names as everywhere else."""
     pytest.importorskip("lm_eval")
-    from specdec.harness import SpecdecLM
+    from specdec.integrations.lm_eval import SpecdecLM
 
     model = SpecdecLM(pretrained="zoo:python-code", draft="zoo:python-code", device="cpu", dtype="float32")
     [text] = model.generate_until(requests("generate_until", ("def mean(values):\n", {"until": ["\n\n"]})))

@@ -16,7 +16,8 @@ from specdec.core.stats import Stats
 from specdec.errors import OptionError, UnsupportedError
 from specdec.generator.generator import SpecGenerator
 from specdec.generator.inputs import FEATURES, NAMES
-from specdec.models import ModelState, handover
+from specdec.integrations import generate_arguments
+from specdec.models import ModelState
 from specdec.options.fields import IDLE, REFUSED
 from specdec.options.generate import Options
 
@@ -91,7 +92,7 @@ class CustomGenerate:
 
         Raises OptionError or UnsupportedError for what `generate` was given and specdec cannot honour.
         """
-        asked = handover.generate_arguments()
+        asked = generate_arguments.generate_arguments()
         _check(model, asked, generation_config)
         encoder = bool(model.config.is_encoder_decoder)
         beams = (generation_config.num_beams or 1) > 1
@@ -100,8 +101,8 @@ class CustomGenerate:
         read = _encoder_inputs if encoder else _decoder_inputs
         prompts = read(model, input_ids[::copies], rows, inputs_tensor)
         config = _settled(generation_config, input_ids.shape[1], stopping_criteria.max_length)
-        criteria = handover.own_criteria(asked["stopping_criteria"], config)
-        detectors, processors = handover.split_detectors(asked["logits_processor"])
+        criteria = generate_arguments.own_criteria(asked["stopping_criteria"], config)
+        detectors, processors = generate_arguments.split_detectors(asked["logits_processor"])
         wants_logits, config.output_logits = config.output_logits, bool(config.output_logits or detectors)
         streamer = asked["streamer"]
         out = self._generator(model).generate(
@@ -116,13 +117,13 @@ class CustomGenerate:
         assert out.sequences is not None
         self.stats = out.stats
         if detectors and out.logits is not None:
-            handover.detect_silence(detectors, input_ids, out.logits[0])
+            generate_arguments.detect_silence(detectors, input_ids, out.logits[0])
         if not wants_logits:
             out.logits = None
         out.sequences = out.sequences.to(input_ids.device)
         if not generation_config.return_dict_in_generate:
             return out.sequences
-        return handover.as_transformers(out, encoder=encoder, beams=beams)
+        return generate_arguments.as_transformers(out, encoder=encoder, beams=beams)
 
     def _generator(self, model: PreTrainedModel) -> SpecGenerator:
         """The generator of the model, as it is now; its texts may come with other weights the next time."""
@@ -174,7 +175,7 @@ def _first(value: Any, copies: int) -> Any:
 
 def _check(model: PreTrainedModel, asked: Mapping[str, Any], config: Any) -> None:
     """Raises for arguments of `generate` that have no place here."""
-    handover.check_sharding(model, asked["synced_gpus"])
+    generate_arguments.check_sharding(model, asked["synced_gpus"])
     if asked["assistant_model"] is not None:
         raise OptionError("`assistant_model` beside `custom_generate`: name it there, custom_generate(draft=…)")
     for name, value in asked["kwargs"].items():
@@ -226,20 +227,20 @@ def _settled(config: Any, width: int, limit: int) -> Any:
     settled.min_length = None
     settled.decoder_start_token_id = []
     if (config.num_beams or 1) > 1:
-        settled.pad_token_id = handover.beam_filler(config)
+        settled.pad_token_id = generate_arguments.beam_filler(config)
     if not config.return_dict_in_generate:
         for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
             setattr(settled, name, None)
     for name in _WITHOUT_EFFECT:
         setattr(settled, name, None)
-    for name in handover.GUESSES:
-        setattr(settled, name, handover.chosen_guesses(config).get(name))
+    for name in generate_arguments.GUESSES:
+        setattr(settled, name, generate_arguments.chosen_guesses(config).get(name))
     return settled
 
 
 def _unsupported(config: Any, own: Any) -> dict[str, Any]:
     """Fields without an effect in specdec that the call has set, to other values than checkpoint and defaults."""
-    defaults = handover.transformers_defaults()
+    defaults = generate_arguments.transformers_defaults()
     return {
         name: value
         for name in _WITHOUT_EFFECT

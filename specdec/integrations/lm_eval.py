@@ -1,6 +1,6 @@
 """A model for EleutherAI's lm-evaluation-harness: scores are the target's own, and generative tasks take fewer passes.
 
-    python -m specdec.harness run --model specdec --model_args pretrained=TARGET,draft=DRAFT --tasks gsm8k
+    python -m specdec.integrations.lm_eval run --model specdec --model_args pretrained=TARGET,draft=DRAFT --tasks gsm8k
 
 Beside `draft`, `model_args` are those of the harness' own `hf` model and the options of `specdec.custom_generate`.
 Log-likelihoods pass through to `hf`.
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specdec.core.stats import Stats
 from specdec.errors import SpecdecError
-from specdec.hook import OPTIONS, custom_generate
+from specdec.integrations.custom_generate import OPTIONS, custom_generate
 from specdec.options import bundled_models
 
 try:

@@ -1,0 +1,1 @@
+"""specdec inside of other programs."""
