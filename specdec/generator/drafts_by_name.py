@@ -19,8 +19,9 @@ from specdec.core.drafts import BatchDrafter
 from specdec.engine.request import Pacing
 from specdec.errors import OptionError, VocabularyError
 from specdec.generator.inputs import check_tokenizer, tokenizer_beside
-from specdec.models import LanguageModel, load, unwrapped
+from specdec.models import LanguageModel, unwrapped
 from specdec.models.hf.load_errors import closest_name
+from specdec.models.shared_load import load
 from specdec.models.vocabulary import chooser, cut_as_saved, cut_vocabulary
 from specdec.options.checks import is_whole
 from specdec.options.generate import Options

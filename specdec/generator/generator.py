@@ -34,7 +34,8 @@ from specdec.generator.drafts_by_name import (
 from specdec.generator.inputs import NAMES as MODEL_INPUTS
 from specdec.generator.inputs import Prompt, check_tokenizer, read_prompts, tokenizer_beside, with_predictions
 from specdec.generator.output import Detokenizer, Event, Generation
-from specdec.models import LanguageModel, ModelState, leading, on_own_device, plain_modes
+from specdec.models import LanguageModel, ModelState, plain_modes
+from specdec.models.shared_load import leading, on_own_device
 from specdec.options.checks import warn_of_idle
 from specdec.options.generate import Options, check_defaults, resolve
 from specdec.options.load import Loading, Vocabulary, check_loaded

@@ -7,7 +7,7 @@ from specdec.models.encoding import Encoding
 from specdec.models.hf.memory import digest, free_bytes
 from specdec.models.hf.model_state import ModelState, plain_modes
 from specdec.models.language_model import LanguageModel
-from specdec.models.loading.load import leading, load, on_own_device, unwrapped
+from specdec.models.loading.load import load, unwrapped
 
 __all__ = [
     "Capability",
@@ -18,9 +18,7 @@ __all__ = [
     "Session",
     "digest",
     "free_bytes",
-    "leading",
     "load",
-    "on_own_device",
     "plain_modes",
     "prefix_bytes",
     "unwrapped",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import (
@@ -32,9 +32,6 @@ from specdec.models.plans import parts
 from specdec.options import bundled_models
 from specdec.options.load import DTYPES, PASSES, Loading, split_gguf
 
-if TYPE_CHECKING:
-    from specdec.models.ranks import Ranks
-
 _log = logging.getLogger(__name__)
 _POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")  # of transformers' device_map
 _HOST = ("cpu", "disk")
@@ -46,11 +43,13 @@ def load(
     *,
     name: str = "model",
     change: Callable[[LanguageModel], None] | None = None,
+    read: Callable[[str, str, Loading, str], LanguageModel] | None = None,
 ) -> LanguageModel:
     """The model at a hub name, path, GGUF file or `zoo:NAME`, loaded as `how` says, or the given one as it is.
 
     `name` is what the caller calls the argument: "model" and "target" mean the target of a pair of the zoo, all others
-    its draft. `change` is done to a model that is loaded here, before its passes are made.
+    its draft. `change` is done to a model that is loaded here, before its passes are made. `read(source, folder, how,
+    name)` takes the place of `from_checkpoint`.
 
     Raises OptionError when loading options other than `PASSES` are given with a model, when `dtype` or a device is
     unknown, or nothing is found; UnsupportedError where a quantization, gear or exactness cannot be had here;
@@ -82,19 +81,14 @@ def load(
     else:
         raise OptionError(f"`gguf_file` names a file in a folder, and `{name}` is a GGUF file itself: leave one out")
     _check_devices(how)
-    ranks = leading(how)
-    if ranks is None:
-        language = _made(LanguageModel, str(source), folder, replace(how, tp_plan=None), name, change)
-        _tell_slow_type(str(source), language, how)
+    if read is not None:
+        language = read(str(source), folder, how, name)
+        if change is not None:
+            change(language)
         return language
-    from specdec.models.sharded import ShardedModel
-
-    how = replace(how, gear="eager")
-    number, part = ranks.load(_made, ShardedModel, str(source), folder, how, name)
-    led: LanguageModel = part.lead(ranks, number)
-    if change is not None:
-        change(led)
-    return led
+    language = from_checkpoint(LanguageModel, str(source), folder, how, name, change)
+    _tell_slow_type(str(source), language, how)
+    return language
 
 
 def unwrapped(model: Any, name: str) -> Any:
@@ -115,26 +109,7 @@ def unwrapped(model: Any, name: str) -> Any:
     return model.get_base_model()
 
 
-def leading(how: Loading) -> Ranks | None:
-    """This process's say over the others that share a model which is loaded so; None where nobody does.
-
-    Those others stay in here, and leave the program when this one ends. Raises OptionError where no job was started.
-    """
-    if how.tp_plan is None:
-        return None
-    from specdec.models.ranks import join
-
-    return join("tp_plan")
-
-
-def on_own_device(how: Loading) -> Loading:
-    """The same for a model of this process alone, on the device on which it has its part of a shared one."""
-    if how.device_map is not None or not torch.accelerator.is_available():
-        return how
-    return replace(how, device_map={"": torch.accelerator.current_device_index()})
-
-
-def _made(
+def from_checkpoint(
     kind: type[LanguageModel],
     source: str,
     folder: str,

@@ -1,0 +1,63 @@
+"""Loading where the processes of a job may share the weights (`tp_plan`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from os import PathLike
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import PreTrainedModel
+
+from specdec.models import load as load_alone
+from specdec.models.language_model import LanguageModel
+from specdec.models.loading.load import from_checkpoint
+from specdec.options.load import Loading
+
+if TYPE_CHECKING:
+    from specdec.models.ranks import Ranks
+
+
+def load(
+    source: str | PathLike[str] | PreTrainedModel | LanguageModel,
+    how: Loading | None = None,
+    *,
+    name: str = "model",
+    change: Callable[[LanguageModel], None] | None = None,
+) -> LanguageModel:
+    """`specdec.models.load`; with `how.tp_plan` the model that all processes of the job share, as rank 0 uses it."""
+    how = how or Loading()
+    ranks = leading(how)
+    if ranks is None:
+        if isinstance(source, str | PathLike):  # a job of one process shares nothing
+            how = replace(how, tp_plan=None)
+        return load_alone(source, how, name=name, change=change)
+    from specdec.models.sharded import ShardedModel
+
+    def read(source: str, folder: str, how: Loading, name: str) -> LanguageModel:
+        how = replace(how, gear="eager")
+        number, part = ranks.load(from_checkpoint, ShardedModel, source, folder, how, name)
+        led: LanguageModel = part.lead(ranks, number)
+        return led
+
+    return load_alone(source, how, name=name, change=change, read=read)
+
+
+def leading(how: Loading) -> Ranks | None:
+    """This process's say over the others that share a model which is loaded so; None where nobody does.
+
+    Those others stay in here, and leave the program when this one ends. Raises OptionError where no job was started.
+    """
+    if how.tp_plan is None:
+        return None
+    from specdec.models.ranks import join
+
+    return join("tp_plan")
+
+
+def on_own_device(how: Loading) -> Loading:
+    """The same for a model of this process alone, on the device on which it has its part of a shared one."""
+    if how.device_map is not None or not torch.accelerator.is_available():
+        return how
+    return replace(how, device_map={"": torch.accelerator.current_device_index()})
