@@ -18,6 +18,7 @@ RANKS = {
     "options": 2,
     "decoding": 3,
     "models": 3,
+    "parallel": 4,
     "proposers": 4,
     "engine": 5,
     "generator": 6,

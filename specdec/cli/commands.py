@@ -79,7 +79,7 @@ def main() -> None:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     code = run(sys.argv[1:])
-    if (ranks := sys.modules.get("specdec.models.ranks")) is not None:  # only where a model was loaded
+    if (ranks := sys.modules.get("specdec.parallel.ranks")) is not None:  # only where a model was loaded
         ranks.leave(code)
     sys.exit(code)
 

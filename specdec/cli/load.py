@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def first_of_job(request: Request) -> None:
     """Returns in the first process of those that share the target; the others stay in here, and leave when it ends."""
     if request.loading.get("tp_plan") is not None:
-        from specdec.models.shared_load import leading
+        from specdec.parallel.load import leading
 
         leading(Loading(tp_plan=request.loading["tp_plan"]))
 

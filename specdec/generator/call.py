@@ -212,7 +212,7 @@ class Call:
             return nullcontext()
         if self.options.synced_gpus is False:
             return nullcontext()
-        from specdec.models.synced import InStep, waits_for_others
+        from specdec.parallel.synced import InStep, waits_for_others
 
         if not waits_for_others(self.target, self.options.synced_gpus):
             return nullcontext()

@@ -21,11 +21,11 @@ from specdec.errors import OptionError, VocabularyError
 from specdec.generator.inputs import check_tokenizer, tokenizer_beside
 from specdec.models import LanguageModel, unwrapped
 from specdec.models.hf.load_errors import closest_name
-from specdec.models.shared_load import load
 from specdec.models.vocabulary import chooser, cut_as_saved, cut_vocabulary
 from specdec.options.checks import is_whole
 from specdec.options.generate import Options
 from specdec.options.load import PASSES, Loading, Vocabulary
+from specdec.parallel.load import load
 from specdec.proposers import (
     COPYING,
     DRAFTS,

@@ -35,10 +35,10 @@ from specdec.generator.inputs import NAMES as MODEL_INPUTS
 from specdec.generator.inputs import Prompt, check_tokenizer, read_prompts, tokenizer_beside, with_predictions
 from specdec.generator.output import Detokenizer, Event, Generation
 from specdec.models import LanguageModel, ModelState, plain_modes
-from specdec.models.shared_load import leading, on_own_device
 from specdec.options.checks import warn_of_idle
 from specdec.options.generate import Options, check_defaults, resolve
 from specdec.options.load import Loading, Vocabulary, check_loaded
+from specdec.parallel.load import leading, on_own_device
 
 _EXTRAS = tuple(Extras.__dataclass_fields__)
 _OBJECTS = (*_EXTRAS, "generation_config", *DRAFT_NAMES)

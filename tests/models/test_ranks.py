@@ -15,10 +15,10 @@ from specdec import EngineError, LoadError, OptionError, SpecGenerator, Unsuppor
 from specdec.core.tree import Tree
 from specdec.models import LanguageModel
 from specdec.models.backends.kv_session import KvSession
-from specdec.models.plans import parts
-from specdec.models.ranks import Follower, Line, Ranks
-from specdec.models.sharded import LedSession, ShardedModel
-from specdec.models.synced import InStep
+from specdec.models.loading.sharding import parts
+from specdec.parallel.ranks import Follower, Line, Ranks
+from specdec.parallel.sharded import LedSession, ShardedModel
+from specdec.parallel.synced import InStep
 from tests.heads import eagle_folder
 from tests.tiny import tiny
 

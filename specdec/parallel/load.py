@@ -16,7 +16,7 @@ from specdec.models.loading.load import from_checkpoint
 from specdec.options.load import Loading
 
 if TYPE_CHECKING:
-    from specdec.models.ranks import Ranks
+    from specdec.parallel.ranks import Ranks
 
 
 def load(
@@ -33,7 +33,7 @@ def load(
         if isinstance(source, str | PathLike):  # a job of one process shares nothing
             how = replace(how, tp_plan=None)
         return load_alone(source, how, name=name, change=change)
-    from specdec.models.sharded import ShardedModel
+    from specdec.parallel.sharded import ShardedModel
 
     def read(source: str, folder: str, how: Loading, name: str) -> LanguageModel:
         how = replace(how, gear="eager")
@@ -51,7 +51,7 @@ def leading(how: Loading) -> Ranks | None:
     """
     if how.tp_plan is None:
         return None
-    from specdec.models.ranks import join
+    from specdec.parallel.ranks import join
 
     return join("tp_plan")
 

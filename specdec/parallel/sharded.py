@@ -21,7 +21,7 @@ from specdec.models.cache.session import Session
 from specdec.models.encoding import Encoding
 from specdec.models.exactness import Exactness
 from specdec.models.language_model import LanguageModel
-from specdec.models.ranks import Ranks, Shared
+from specdec.parallel.ranks import Ranks, Shared
 
 _KEYS = ("k_proj", "qkv_proj", "query_key_value")  # what the modules are called that make keys
 
