@@ -19,8 +19,8 @@ import torch
 from measure import Watch, interleaved, ratio, read_prompts, table
 
 from specdec import Generation, SpecGenerator
+from specdec.distill.texts import encode_prompts
 from specdec.options.load import GEARS
-from specdec.train.texts import encode_prompts
 
 PLAIN = "plain"
 

@@ -25,9 +25,10 @@ RANKS = {
     "bench": 7,
     "integrations": 7,
     "pipelines": 7,
+    "distill": 8,
     "serve": 8,
-    "train": 8,
     "scale": 9,
+    "train": 9,
     "cli": 10,
 }
 # The public front door and its entry point import whatever they show.

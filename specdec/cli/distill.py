@@ -50,7 +50,7 @@ def distill(
 ) -> int:
     """Train a draft for TARGET, which `--draft-model` takes. Ctrl-C ends early, and the same command goes on."""
     from specdec.bench.prompts import read_prompts
-    from specdec.train.distillation import distill
+    from specdec.distill.distill import distill
 
     asked = [prompt.text for source in prompts or [] for prompt in read_prompts(source, _ALL)]
     how = {"dtype": dtype, "device_map": device_map, "trust_remote_code": trust_remote_code or None}

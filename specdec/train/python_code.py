@@ -25,8 +25,8 @@ from torch.nn import functional as F
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specdec import SpecGenerator
+from specdec.distill.optimise import Course, check_stage, make_optimizers, save
 from specdec.options.bundled_models import cache
-from specdec.train.course import Course, check_stage, make_optimizers, save
 from specdec.train.shapes import POSITIONS, VOCABULARY, WIDTHS, Shape, target_shape
 from specdec.zoo.corpus import END_OF_TEXT, held_out_prompts, source_files
 

@@ -29,8 +29,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from specdec.distill.optimise import Course, check_stage, make_optimizers, save
 from specdec.options.bundled_models import pair
-from specdec.train.course import Course, check_stage, make_optimizers, save
 from specdec.train.functions import Example, held_out_examples, installed_examples, training_examples
 
 WIDTH, INNER, HEADS = 192, 512, 3  # the width is the Python-code model's

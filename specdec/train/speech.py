@@ -32,8 +32,8 @@ from transformers import (
 )
 from transformers.modeling_outputs import BaseModelOutput
 
+from specdec.distill.optimise import Course, check_stage, make_optimizers, save
 from specdec.train import phrases, speech_scores, synthesis
-from specdec.train.course import Course, check_stage, make_optimizers, save
 from specdec.train.synthesis import Clips
 from specdec.train.windows import IGNORED, LETTERS, Batch, Composer
 

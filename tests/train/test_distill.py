@@ -16,15 +16,15 @@ from transformers import DynamicCache
 
 from specdec import SpecGenerator
 from specdec.cli.commands import run
+from specdec.distill.distill import Length, distill
+from specdec.distill.recordings import Stenographer, find_sounds
+from specdec.distill.students import STEPS, EaglePupil, LayersPupil, spread_layers, unrolled_mask
+from specdec.distill.teacher import Lesson, Spool, Teacher, divergence
+from specdec.distill.texts import Texts
 from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.models import LanguageModel
 from specdec.models.hf.layer_subset import with_layers
 from specdec.pipelines import Transcriber
-from specdec.train.distillation import Length, distill
-from specdec.train.pupils import STEPS, EaglePupil, LayersPupil, spread_layers, unrolled_mask
-from specdec.train.sounds import Stenographer, find_sounds
-from specdec.train.teacher import Lesson, Spool, Teacher, divergence
-from specdec.train.texts import Texts
 from tests.folders import WIDTH, byte_tokenizer, saved
 from tests.heads import Eagle
 from tests.speech import RATE, processor, speech, whisper
@@ -347,7 +347,7 @@ def test_nothing_is_learned_about_prompts_and_padding(tmp_path: Path, recordings
 
 def test_windows_are_encoded_once(tmp_path: Path, recordings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """When they are written down, every other few of them with timestamps; lessons are about the same sound."""
-    monkeypatch.setattr("specdec.train.sounds._WRITTEN", 2)
+    monkeypatch.setattr("specdec.distill.recordings._WRITTEN", 2)
     parts, encoded = processor(), []
     generator = SpecGenerator(listener(), tokenizer=parts.tokenizer)
     encode = LanguageModel.encode

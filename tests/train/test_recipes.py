@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
+from specdec.distill.optimise import Course, make_optimizers
 from specdec.errors import OptionError
 from specdec.options import bundled_models
 from specdec.train import functions, phrases, python_code, python_summary, shapes, speech, synthesis, windows
-from specdec.train.course import Course, make_optimizers
 
 SOURCE = '''
 # Not about anything.

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from specdec import SpecGenerator
+from specdec.distill.teacher import Lesson, Shelf, Teacher
+from specdec.distill.texts import EXAMS, HELD_OUT, Exam, in_order, whole_lines
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.encoding import Encoding
 from specdec.pipelines.speech.audio import SUFFIXES, Samples, read_audio, sounds_in
 from specdec.pipelines.speech.features import window_features
 from specdec.pipelines.speech.whisper import Whisper
-from specdec.train.teacher import Lesson, Shelf, Teacher
-from specdec.train.texts import EXAMS, HELD_OUT, Exam, in_order, whole_lines
 
 _WRITTEN = 8  # windows that the target writes down together
 _LEARNED = 8  # windows of a step: with fewer of them the optimizer takes longer than all passes

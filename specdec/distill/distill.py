@@ -23,16 +23,16 @@ import torch
 from torch import Tensor
 
 from specdec import SpecGenerator
+from specdec.distill.optimise import descend, make_optimizers, rate
+from specdec.distill.recordings import Sounds, Stenographer, find_sounds
+from specdec.distill.students import STEPS, EaglePupil, LayersPupil, Pupil, spread_layers
+from specdec.distill.teacher import CACHE_GIB, Lesson, Spool, Teacher
+from specdec.distill.texts import Exam, Texts, Writer, divide, divide_prompts, encode_prompts, read_texts
 from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.generator.inputs import check_tokenizer
 from specdec.models.vocabulary import likeliest
 from specdec.options.checks import is_number, is_whole
 from specdec.pipelines.speech.transcribe import processor_beside
-from specdec.train.course import descend, make_optimizers, rate
-from specdec.train.pupils import STEPS, EaglePupil, LayersPupil, Pupil, spread_layers
-from specdec.train.sounds import Sounds, Stenographer, find_sounds
-from specdec.train.teacher import CACHE_GIB, Lesson, Spool, Teacher
-from specdec.train.texts import Exam, Texts, Writer, divide, divide_prompts, encode_prompts, read_texts
 
 KINDS = ("eagle3", "layers")
 STATE = "training"  # a folder beside the draft, from which its training goes on

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from specdec import SpecGenerator
+from specdec.distill.teacher import Lesson, Teacher
 from specdec.errors import OptionError
-from specdec.train.teacher import Lesson, Teacher
 
 WINDOW = 512  # tokens of a training window
 _LEAST = 64  # tokens of text, and of a window

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from specdec.distill.optimise import save
+from specdec.distill.teacher import Lesson, Teacher, divergence, output_of
 from specdec.models import LanguageModel
 from specdec.models.hf.layer_subset import with_layers
 from specdec.models.vocabulary import cut
 from specdec.proposers.heads.new_head import layers_to_read, make_eagle, save_eagle
-from specdec.train.course import save
-from specdec.train.teacher import Lesson, Teacher, divergence, output_of
 
 STEPS = 4  # of the head over its own output, in training and in exams
 _FADES = 0.8  # how much less each further step counts
