@@ -25,8 +25,8 @@ from typing import Any
 from measure import Watch, read_prompts, table
 
 from specdec import SpecGenerator
+from specdec.batch import Pool, Progress, Source, Work, connect, embedded, over_ray, run
 from specdec.options import bundled_models
-from specdec.scale import Pool, Progress, Source, Work, connect, embedded, over_ray, run
 
 
 class Paces:

@@ -31,8 +31,8 @@ from typing import Any
 
 from measure import table
 
-from specdec.scale import Work
-from specdec.scale.work import Line
+from specdec.batch import Work
+from specdec.batch.answer import Line
 
 SIZES = (1, 2, 4, 8, 16, 32)
 WORKERS = (1, 2, 4, 8, 16, 32, 64)
@@ -179,7 +179,7 @@ def service_seconds(
 
 def measured(rows: int, tokens: int, at_once: int) -> dict[str, Any]:
     """What one CPU does alone, what a block costs the driver, and real runs over Ray at one and two such workers."""
-    from specdec.scale import Source, connect
+    from specdec.batch import Source, connect
 
     command = [sys.executable, __file__, "--one-cpu", str(tokens)]
     found = subprocess.run(command, check=True, capture_output=True, text=True, env=_one_thread()).stdout
@@ -205,7 +205,7 @@ def measured(rows: int, tokens: int, at_once: int) -> dict[str, Any]:
 
 def _real(source: Any, work: Any, workers: int, at_once: int) -> list[tuple[float, int]]:
     """When a real run had how many answers."""
-    from specdec.scale import Pool, over_ray, run
+    from specdec.batch import Pool, over_ray, run
 
     told: list[tuple[float, int]] = []
     start = over_ray(Pool(workers, workers, cpus=1, at_once=at_once), source.rows)

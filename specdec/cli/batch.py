@@ -43,9 +43,9 @@ from specdec.cli.transcribe import read_options
 from specdec.errors import OptionError
 
 if TYPE_CHECKING:
-    from specdec.scale import Progress as Done
-    from specdec.scale import Source, Work
-    from specdec.scale.batch import Start
+    from specdec.batch import Progress as Done
+    from specdec.batch import Source, Work
+    from specdec.batch.run import Start
 
 TaskName = Literal["generate", "chat", "summarize", "transcribe"]
 _TEXT = ("generate", "chat", "summarize")
@@ -127,7 +127,7 @@ def batch(
     request = read_task(ctx.params)
     first_of_job(request)
     with loading("", quiet=True), stop_on_interrupt() as interrupt, progress(request.target, quiet=quiet) as tell:
-        from specdec.scale import Source, embedded, run
+        from specdec.batch import Source, embedded, run
 
         rows = Source.of(source)
         work = make_work(request, rows, ctx.params)
@@ -183,8 +183,8 @@ def read_speech(params: Mapping[str, Any]) -> Request:
 
 def make_work(request: Request, rows: Source, params: Mapping[str, Any]) -> Work:
     """What is done with every row; requests in OpenAI's form are known by their first row."""
-    from specdec.scale import Work
-    from specdec.scale.tasks import is_request
+    from specdec.batch import Work
+    from specdec.batch.tasks import is_request
 
     task = params["task"] or "generate"
     if is_request(rows.first().fields):
@@ -214,7 +214,7 @@ def make_work(request: Request, rows: Source, params: Mapping[str, Any]) -> Work
 
 def cluster(address: str, params: Mapping[str, Any], rows: int) -> Start:
     """The workers of a Ray cluster."""
-    from specdec.scale import Pool, connect, over_ray
+    from specdec.batch import Pool, connect, over_ray
 
     how = {"cpus": params["worker_cpus"], "gpus": params["worker_gpus"], "at_once": params["at_once"]}
     pool = Pool.of(params["workers"], **how)

@@ -154,7 +154,7 @@ def serve(
 def on_cluster(address: str, keys: Mapping[str, Any], params: Mapping[str, Any]) -> int:
     """Deploys the server; a new cluster ends with this process, any other one keeps it."""
     with loading("starting replicas", quiet=params["quiet"]):
-        from specdec.scale.ray_serve import Replicas, deploy, withdraw
+        from specdec.batch.ray.serve import Replicas, deploy, withdraw
 
         deploy(keys, Replicas.of_keys(dict(params)), address)
     say(f"serving on port {keys.get('port', 8000)} of the cluster")

@@ -17,15 +17,15 @@ import pytest
 from transformers import AutoTokenizer
 
 from specdec import EngineError, SpecGenerator
+from specdec.batch import Source, Work, embedded
+from specdec.batch import run as run_batch
+from specdec.batch.answer import Desk
+from specdec.batch.rows import Row
+from specdec.batch.run import failure_of
 from specdec.cli.commands import run
 from specdec.decoding.noise import fold
 from specdec.options import bundled_models
 from specdec.pipelines import Summarizer, Transcriber
-from specdec.scale import Source, Work, embedded
-from specdec.scale import run as run_batch
-from specdec.scale.batch import failure_of
-from specdec.scale.source import Row
-from specdec.scale.work import Desk
 from tests.folders import saved_model
 from tests.pipelines.models import CHAT
 

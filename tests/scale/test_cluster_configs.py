@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
+from specdec.batch.ray.serve import Replicas
 from specdec.errors import OptionError
-from specdec.scale.ray_serve import Replicas
 from specdec.serve import read_settings
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "serve"
@@ -29,7 +29,7 @@ def test_the_server_accepts_its_arguments(name: str) -> None:
     assert (replicas.least, replicas.most, replicas.cpus) == (1, 4, 2)
     assert settings.is_local == (name == "ray")
     assert settings.limits.request_seconds == BOTH[name]["http_options"]["request_timeout_s"]
-    assert app["import_path"] == "specdec.scale.ray_serve:build"
+    assert app["import_path"] == "specdec.batch.ray.serve:build"
 
 
 @pytest.mark.parametrize("name", BOTH)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from specdec.batch import journal as ledger_module
+from specdec.batch.journal import Ledger
 from specdec.errors import OptionError
-from specdec.scale import ledger as ledger_module
-from specdec.scale.ledger import Ledger
 
 SETTINGS = {"input": "abc", "options": {"seed": 0}}
 LINES = [f'{{"row": {n}, "text": "é{"x" * (n % 7)}"}}\n'.encode() for n in range(30)]

@@ -18,11 +18,11 @@ import pytest
 
 import specdec
 from specdec import SpecGenerator
+from specdec.batch import Pool, Source, Work, connect, map_batches, over_ray
+from specdec.batch import run as run_batch
+from specdec.batch.ray.serve import Replicas, deploy, withdraw
 from specdec.decoding.noise import fold
 from specdec.options import bundled_models
-from specdec.scale import Pool, Source, Work, connect, map_batches, over_ray
-from specdec.scale import run as run_batch
-from specdec.scale.ray_serve import Replicas, deploy, withdraw
 from tests.folders import saved_model
 
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")

@@ -10,8 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from specdec.batch.parquet import parquet, pyarrow_module
 from specdec.errors import OptionError
-from specdec.scale.arrow import parquet, pyarrow_module
 
 KINDS = {
     ".jsonl": "jsonl",

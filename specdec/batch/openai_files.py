@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from specdec.batch.tasks import Fields, Task, explained, load_generator
 from specdec.core.stats import Stats
 from specdec.pipelines.stats import total
-from specdec.scale.tasks import Fields, Task, explained, load_generator
 from specdec.serve.answers import Answer, Tally
 from specdec.serve.bridge import Cancel
 from specdec.serve.errors import ApiError, as_api_error
@@ -17,7 +17,7 @@ from specdec.serve.protocol import ChatRequest, CompletionRequest
 from specdec.serve.text_model import Ask, Begun, Echo, Ended, Piece, TextModel
 
 if TYPE_CHECKING:
-    from specdec.scale.work import Work
+    from specdec.batch.answer import Work
 
 ENDPOINTS: dict[str, type[ChatRequest] | type[CompletionRequest]] = {
     "/v1/chat/completions": ChatRequest,

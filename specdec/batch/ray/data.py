@@ -10,13 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from specdec.batch.answer import Line, Work, encoded
+from specdec.batch.parquet import pyarrow_module
+from specdec.batch.ray.cluster import between, ray_module
+from specdec.batch.rows import Row, windows
+from specdec.batch.run import AT_ONCE, Answers, Start, Stop, by_length
+from specdec.batch.tasks import TASKS
 from specdec.errors import EngineError, OptionError
-from specdec.scale.arrow import pyarrow_module
-from specdec.scale.batch import AT_ONCE, Answers, Start, Stop, by_length
-from specdec.scale.cluster import between, ray_module
-from specdec.scale.source import Row, windows
-from specdec.scale.tasks import TASKS
-from specdec.scale.work import Line, Work, encoded
 
 if TYPE_CHECKING:
     import pyarrow

@@ -12,14 +12,14 @@ from textwrap import shorten
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from specdec.batch.answer import Desk, Line, Work
+from specdec.batch.journal import Ledger, writing
+from specdec.batch.parquet import parquet, pyarrow_module, schema_of, write_parquet
+from specdec.batch.rows import Row, Source, fitting, kind_of, windows
+from specdec.batch.tasks import as_several, is_several
 from specdec.errors import OptionError
 from specdec.options.fields import SYNONYMS
 from specdec.options.generate import Options
-from specdec.scale.arrow import parquet, pyarrow_module, schema_of, write_parquet
-from specdec.scale.ledger import Ledger, writing
-from specdec.scale.source import Row, Source, fitting, kind_of, windows
-from specdec.scale.tasks import as_several, is_several
-from specdec.scale.work import Desk, Line, Work
 
 if TYPE_CHECKING:
     import pyarrow

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from specdec.batch.rows import Row
+from specdec.batch.tasks import Task, task_class
 from specdec.decoding.noise import fold
 from specdec.errors import EngineError, OptionError, SpecdecError
-from specdec.scale.source import Row
-from specdec.scale.tasks import Task, task_class
 
 _ODD = 8
 _COUNTS = ("num_target_passes", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "seconds")

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from specdec.batch.ray.cluster import between, connect, ray_module
 from specdec.errors import EngineError, OptionError
-from specdec.scale.cluster import between, connect, ray_module
 from specdec.serve import create_app, load, read_settings
 from specdec.serve.server import start_log
 from specdec.serve.state import State
@@ -170,7 +170,7 @@ def application(keys: Mapping[str, Any], replicas: Replicas) -> Application:
 
 
 def build(args: Mapping[str, Any]) -> Application:
-    """The application of a Ray Serve config, `import_path: specdec.scale.ray_serve:build`.
+    """The application of a Ray Serve config, `import_path: specdec.batch.ray.serve:build`.
 
     `args` are the keys of `configs/serve.yaml`, with `host` as in the config's `http_options`, and beside them
     `replicas` (4, "1-4" or "auto") and `replica_` before the other fields of `Replicas`. Raises OptionError.

@@ -18,7 +18,7 @@ from specdec.options.generate import listed
 from specdec.pipelines import Summarizer, Transcriber
 
 if TYPE_CHECKING:
-    from specdec.scale.work import Work
+    from specdec.batch.answer import Work
 
 Fields = Mapping[str, Any]
 _NEW_TOKENS = 128  # the length limit of summaries where nothing sets one
@@ -220,11 +220,11 @@ def is_request(fields: Fields) -> bool:
 
 
 TASKS = {
-    "generate": "specdec.scale.tasks:Generate",
-    "chat": "specdec.scale.tasks:Chat",
-    "summarize": "specdec.scale.tasks:Summarize",
-    "transcribe": "specdec.scale.tasks:Transcribe",
-    "openai": "specdec.scale.openai:OpenAI",
+    "generate": "specdec.batch.tasks:Generate",
+    "chat": "specdec.batch.tasks:Chat",
+    "summarize": "specdec.batch.tasks:Summarize",
+    "transcribe": "specdec.batch.tasks:Transcribe",
+    "openai": "specdec.batch.openai_files:OpenAI",
 }
 """Task -> its class, which is imported where it is asked for."""
 

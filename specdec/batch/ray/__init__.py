@@ -1,0 +1,1 @@
+"""Batches and servers on a Ray cluster."""
