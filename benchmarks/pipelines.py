@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import copy
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -34,7 +35,9 @@ from specdec import SpecGenerator, Transcriber
 from specdec.options.bundled_models import locate
 from specdec.options.load import GEARS
 from specdec.pipelines.speech.audio import read_audio
-from specdec.train.functions import held_out_examples
+
+sys.path.append(str(Path(__file__).parents[1]))
+from recipes.functions import held_out_examples
 
 PLAIN, ASSISTED = "specdec plain", "transformers assisted"
 GREEDY = {"do_sample": False, "num_beams": 1}
@@ -230,7 +233,7 @@ class Sound:
 def windows(args: argparse.Namespace, rate: int, seconds: int) -> Iterator[np.ndarray]:
     """The recordings cut into windows, or held-out sentences of the speech recipe, as espeak-ng reads them."""
     if args.audio is None:
-        from specdec.train import speech_scores
+        from recipes import speech_scores
 
         yield from speech_scores.windows_of(
             [speech_scores.speak(line) for line in speech_scores.lines("sentences", 8 * args.count)], seconds

@@ -36,7 +36,6 @@ from specdec.cli.terminal import BROKEN_PIPE, EXAMPLES, Interrupt, loading
 from specdec.errors import OptionError, SpecdecError
 from specdec.generator.output import Event, Generation
 from specdec.options import bundled_models
-from specdec.train import RECIPES
 from tests.folders import WIDTH, byte_tokenizer, saved_gguf, saved_model
 from tests.pipelines.models import CHAT
 
@@ -290,23 +289,6 @@ def test_a_config_file_in_latin_1(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert out == ""
     assert err.startswith("error: `config` must be a YAML file in UTF-8, got ")
     assert err.count("\n") == 1
-
-
-def test_zoo_train_forwards_to_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its help and its usage errors are the recipe's own."""
-    assert run(["zoo", "train", "--help"]) == 0
-    assert "--draft-steps" in capsys.readouterr().out
-    assert run(["zoo", "train", "--size", "huge"]) == 2
-    assert "specdec zoo train" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_every_pair_has_a_recipe(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """`--recipe NAME` chooses it, and `--help` is its own."""
-    assert run(["zoo", "train", "--recipe", name, "--help"]) == 0
-    out = capsys.readouterr().out
-    assert name in " ".join(out.split())
-    assert "--stage" in out
 
 
 def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:

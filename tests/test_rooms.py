@@ -28,7 +28,6 @@ RANKS = {
     "distill": 8,
     "serve": 8,
     "batch": 9,
-    "train": 9,
     "cli": 10,
 }
 # The public front door and its entry point import whatever they show.

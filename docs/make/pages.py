@@ -11,18 +11,13 @@
 from __future__ import annotations
 
 import ast
-import io
 import json
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import redirect_stdout, suppress
 from dataclasses import fields
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args, get_origin
-from unittest.mock import patch
 
 import typer.main
 import yaml
@@ -35,7 +30,6 @@ from specdec.cli.commands import app
 from specdec.options.generate import Options
 from specdec.options.load import Loading
 from specdec.serve import settings
-from specdec.train import RECIPES
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -68,7 +62,7 @@ def command_line() -> str:
         "| 130 | interrupted (Ctrl-C) |\n"
     )
     root = typer.main.get_command(app)
-    return "\n".join([about, *_commands(root, "specdec"), *map(_recipe, RECIPES)])
+    return "\n".join([about, *_commands(root, "specdec")])
 
 
 def _commands(command: Any, name: str) -> Iterator[str]:
@@ -88,14 +82,6 @@ def _commands(command: Any, name: str) -> Iterator[str]:
     yield f"## {name}\n\n{_prose(command.help)}\n\n```text\n{usage}\n```\n{epilog}\n{table}"
     for child in sorted(children):
         yield from _commands(children[child], f"{name} {child}")
-
-
-def _recipe(name: str) -> str:
-    """What `--help` says of one recipe of `specdec zoo train`."""
-    train = import_module(f"specdec.train.{name.replace('-', '_')}")
-    with redirect_stdout(io.StringIO()) as told, suppress(SystemExit), patch.dict(os.environ, COLUMNS="100"):
-        train.main(["--help"])
-    return f"### --recipe {name}\n\n```text\n{told.getvalue().strip()}\n```\n"
 
 
 # options and files

@@ -35,7 +35,6 @@ EXTRAS = {
     "ray": "clusters: specdec batch --ray, specdec serve --ray",
     "serve": "specdec serve",
     "summaries": "ROUGE",
-    "train": "the recipes of the zoo",
 }
 """Extras of the package, and what they bring."""
 _SECONDS = 10.0

@@ -8,11 +8,11 @@ from time import perf_counter as clock
 from typing import Any
 
 from specdec.bench.compare import Difference, differences
+from specdec.bench.corpus import held_out_prompts
 from specdec.bench.machine import Watch
 from specdec.generator.generator import SpecGenerator
 from specdec.generator.output import Generation
 from specdec.options.bundled_models import Pair
-from specdec.zoo.corpus import held_out_prompts
 
 PROMPTS = 12
 WARM_UP = 16

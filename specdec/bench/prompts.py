@@ -9,8 +9,8 @@ from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
+from specdec.bench.corpus import held_out_prompts
 from specdec.errors import OptionError
-from specdec.zoo.corpus import held_out_prompts
 
 _TEXTS = Path(__file__).parent / "texts.jsonl"
 # The field of a JSON line that holds the prompt: HumanEval's, GSM8K's, anybody's; Spec-Bench has `turns`.

@@ -38,7 +38,7 @@ from specdec.cli.flags import (
     own_pairs,
 )
 from specdec.cli.load import first_of_job, load
-from specdec.cli.pair import demo, zoo_app
+from specdec.cli.pair import demo, zoo
 from specdec.cli.request import DEFAULT_NEW_TOKENS, read_prediction, read_prompt, read_request
 from specdec.cli.serve import serve
 from specdec.cli.show import Printer, print_texts, report, show_stats, write
@@ -278,4 +278,4 @@ app.command(epilog=example("summarize"))(summarize)
 app.command(epilog=example("transcribe"))(transcribe)
 app.command("compile", epilog=example("compile"))(compile_)
 app.command(epilog=example("distill"))(distill)
-app.add_typer(zoo_app, name="zoo", epilog=example("zoo"))
+app.command(epilog=example("zoo"))(zoo)

@@ -1,4 +1,4 @@
-"""The models that come with the package: `specdec demo` shows them at work, `specdec zoo` lists and remakes them."""
+"""The models that come with the package: `specdec demo` shows them at work, `specdec zoo` lists them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 HEADING = Style(bold=True)
 LOOKS = 20  # of a few milliseconds, at the machine
-
-zoo_app = typer.Typer(help="List the models of the package, or make them again.")
 
 
 def demo(
@@ -139,11 +137,8 @@ def _compared(duel: Duel, tokenizer: Any) -> int:
     return fail(f"error: mismatch at new token {position}: plain wrote {plain}, assisted {assisted}", MISMATCH)
 
 
-@zoo_app.callback(invoke_without_command=True)
-def zoo(ctx: typer.Context, debug: Debug = False) -> None:
-    """Print what comes with the package, or was trained by you: names, sizes, and how good the models are."""
-    if ctx.invoked_subcommand is not None:
-        return
+def zoo(debug: Debug = False) -> None:
+    """List the models of the package with their cards. Pairs that you made with its recipes follow."""
     from specdec.options import bundled_models as models
 
     for name in models.folders():
@@ -158,11 +153,3 @@ def zoo(ctx: typer.Context, debug: Debug = False) -> None:
 
 def _shown(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else value if isinstance(value, str) else json.dumps(value)
-
-
-@zoo_app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
-def train(ctx: typer.Context) -> None:
-    """Make a pair again, or a larger one. specdec zoo train [OUT] --recipe NAME; --help lists that recipe's options."""
-    from specdec.train import main
-
-    main([a for a in ctx.args if a != "--debug"])

@@ -31,7 +31,7 @@ EXAMPLES = {
     "summarize": "specdec summarize --demo --stats",
     "transcribe": "specdec transcribe --demo --format srt --output-dir subtitles",
     "tune": "specdec tune zoo:python-code zoo:python-code --count 2 --max-new-tokens 32",
-    "zoo": "specdec zoo train my-pair --size small --help",
+    "zoo": "specdec zoo",
 }
 """A line for the help of every command; all work offline."""
 

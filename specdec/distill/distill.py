@@ -158,7 +158,7 @@ def distill(
     if generator.target.is_encoder_decoder and not audio:
         raise UnsupportedError(
             f"`target` {type(generator.target.model).__name__} has an encoder; drafts are distilled for decoder-only "
-            "targets, and for Whisper models from `audio`: the recipes of `specdec zoo train` show how others are made"
+            "targets, and for Whisper models from `audio`: the repository's `recipes/` show how others are made"
         )
     cache = int(cache_gib * 2**30)
     school = School(generator, _swift(generator), folder, settings, length, cache, notify or _nobody, is_stopped)

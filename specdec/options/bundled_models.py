@@ -1,6 +1,6 @@
 """Small trained pairs that come with the package, so that it can be tried, tested and measured offline.
 
-Pairs that `specdec zoo train` made for this user lie in a cache folder and go by the same kind of name.
+Pairs that the user made with the repository's recipes lie in a cache folder and go by the same kind of name.
 """
 
 from __future__ import annotations

@@ -18,10 +18,10 @@ from transformers import (
     WhisperProcessor,
 )
 
+from recipes import functions, python_summary, speech, speech_scores
 from specdec import SpecGenerator, Transcriber
 from specdec.options import bundled_models
 from specdec.pipelines import Summarizer
-from specdec.train import functions, python_summary, speech, speech_scores
 
 AUTO = {
     "python-code": AutoModelForCausalLM,

@@ -13,8 +13,8 @@ import torch
 from transformers import WhisperForConditionalGeneration, WhisperProcessor
 from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 
-from specdec.train.phrases import sentences, vocabulary
-from specdec.train.synthesis import HELD_OUT_VOICE, RATE, Line, read_by_held_out, read_by_many, speak
+from recipes.phrases import sentences, vocabulary
+from recipes.synthesis import HELD_OUT_VOICE, RATE, Line, read_by_held_out, read_by_many, speak
 
 LICENCE = (
     "Apache-2.0, as the package. The sentences are the recipe's own; espeak-ng, which spoke them, is not part of it."

@@ -1,4 +1,4 @@
-"""The recipe of the package's speech pair: `specdec zoo train OUT --recipe speech`, seeded; needs espeak-ng and soxr.
+"""The recipe of the package's speech pair: `python -m recipes speech OUT`, seeded; needs espeak-ng and soxr.
 
 A small Whisper learns to write down what espeak-ng reads from a small grammar: first with four decoder layers on short
 windows, where a second loss (CTC on the encoder's output) teaches the encoder to spell; then with its decoder repeated
@@ -32,10 +32,10 @@ from transformers import (
 )
 from transformers.modeling_outputs import BaseModelOutput
 
+from recipes import phrases, speech_scores, synthesis
+from recipes.synthesis import Clips
+from recipes.windows import IGNORED, LETTERS, Batch, Composer
 from specdec.distill.optimise import Course, check_stage, make_optimizers, save
-from specdec.train import phrases, speech_scores, synthesis
-from specdec.train.synthesis import Clips
-from specdec.train.windows import IGNORED, LETTERS, Batch, Composer
 
 WINDOW = 10  # seconds
 SHORT = 3  # seconds, of the windows at the beginning
@@ -283,7 +283,7 @@ def train_draft(out: Path, material: Material, steps: int) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the recipe, or one stage of it."""
-    parser = argparse.ArgumentParser("specdec zoo train --recipe speech", description=__doc__)
+    parser = argparse.ArgumentParser("python -m recipes speech", description=__doc__)
     parser.add_argument("out", type=Path, help="folder that receives target/, draft/, card.json and the recordings")
     parser.add_argument("--stage", choices=("target", "polish", "draft", "evaluate"), help="run one stage only")
     parser.add_argument("--seedling-steps", type=int, default=1600)

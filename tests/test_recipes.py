@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
+from recipes import RECIPES, functions, main, phrases, python_code, python_summary, shapes, speech, synthesis, windows
 from specdec.distill.optimise import Course, make_optimizers
 from specdec.errors import OptionError
 from specdec.options import bundled_models
-from specdec.train import functions, phrases, python_code, python_summary, shapes, speech, synthesis, windows
 
 SOURCE = '''
 # Not about anything.
@@ -261,3 +261,17 @@ def test_a_step_of_the_summary_recipe(tmp_path: Path) -> None:
     python_summary.train_draft(tmp_path, material, steps=1)
     model = python_summary.PegasusForConditionalGeneration.from_pretrained(tmp_path / "draft", dtype=torch.float32)
     assert len(python_summary.write(model, tokenizer, told)) == len(told)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_pair_has_a_recipe(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`python -m recipes NAME --help` is its own, and so are its usage errors."""
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert f"python -m recipes {name}" in " ".join(out.split())
+    assert "--stage" in out
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--stage", "none"])
+    assert ended.value.code == 2

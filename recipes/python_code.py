@@ -1,4 +1,4 @@
-"""The recipe of the package's Python-code pair: `specdec zoo train`, seeded, about two hours on two cores.
+"""The recipe of the package's Python-code pair: `python -m recipes python-code`, seeded, about two hours on two cores.
 
 A deep, narrow target learns the standard library by next-token prediction (Muon for matrices, AdamW for the rest):
 first as a stack of eight layers, then with the stack repeated three times (Du et al. 2024, "Stacking Your
@@ -24,11 +24,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from recipes.shapes import POSITIONS, VOCABULARY, WIDTHS, Shape, target_shape
 from specdec import SpecGenerator
+from specdec.bench.corpus import END_OF_TEXT, held_out_prompts, source_files
 from specdec.distill.optimise import Course, check_stage, make_optimizers, save
 from specdec.options.bundled_models import cache
-from specdec.train.shapes import POSITIONS, VOCABULARY, WIDTHS, Shape, target_shape
-from specdec.zoo.corpus import END_OF_TEXT, held_out_prompts, source_files
 
 SHORT, LONG = 256, POSITIONS  # training windows, tokens; the long ones come last
 
@@ -274,7 +274,7 @@ def evaluate(out: Path) -> dict[str, float]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the recipe, or one stage of it."""
-    parser = argparse.ArgumentParser("specdec zoo train --recipe python-code", description=__doc__)
+    parser = argparse.ArgumentParser("python -m recipes python-code", description=__doc__)
     parser.add_argument("out", type=Path, nargs="?", help="folder of target/, draft/ and card.json [the user's cache]")
     parser.add_argument("--size", default="base", help=f"{', '.join(WIDTHS)} or a number of weights like 300M [base]")
     parser.add_argument("--stage", choices=("target", "draft", "polish", "evaluate"), help="run one stage only")

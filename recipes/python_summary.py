@@ -1,4 +1,4 @@
-"""The recipe of the package's summary pair: `specdec zoo train OUT --recipe python-summary`, seeded.
+"""The recipe of the package's summary pair: `python -m recipes python-summary OUT`, seeded.
 
 A small Pegasus learns to write, for a Python function without its docstring, the signature and the first sentence of
 the docstring. It reads the standard library of the running interpreter and the packages that torch and transformers
@@ -29,9 +29,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from recipes.functions import Example, held_out_examples, installed_examples, training_examples
 from specdec.distill.optimise import Course, check_stage, make_optimizers, save
 from specdec.options.bundled_models import pair
-from specdec.train.functions import Example, held_out_examples, installed_examples, training_examples
 
 WIDTH, INNER, HEADS = 192, 512, 3  # the width is the Python-code model's
 POSITIONS = 1024
@@ -327,7 +327,7 @@ def evaluate(out: Path) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the recipe, or one stage of it."""
-    parser = argparse.ArgumentParser("specdec zoo train --recipe python-summary", description=__doc__)
+    parser = argparse.ArgumentParser("python -m recipes python-summary", description=__doc__)
     parser.add_argument("out", type=Path, help="folder that receives target/, draft/ and card.json")
     parser.add_argument("--stage", choices=("target", "draft", "evaluate"), help="run one stage only")
     parser.add_argument("--seedling-steps", type=int, default=1500)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import WhisperTokenizer
 
-from specdec.train.synthesis import Clips
+from recipes.synthesis import Clips
 
 FRAMES_PER_TIMESTAMP = 2  # 0.02 seconds
 IGNORED = -100

@@ -1,0 +1,5 @@
+"""`python -m recipes NAME OUT`."""
+
+from recipes import main
+
+main()
