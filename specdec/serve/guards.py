@@ -23,7 +23,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specdec.serve.errors import ApiError, as_api_error, too_late, unavailable
+from specdec.serve.errors import ApiError, reported, unavailable
+from specdec.serve.respond import watched
 from specdec.serve.settings import Limits, host_of
 from specdec.serve.state import LOG, State, client_of, state_of
 from specdec.serve.wire import wire_of
@@ -81,12 +82,8 @@ class GuardedRoute(APIRoute):
                     LOG.error("an upload cannot be kept in %s: %s", tempfile.gettempdir(), error.__cause__)
                     raise unavailable("the server has no room for this upload: try again later") from error
                 raise ApiError(400, f"the body cannot be read as {self.media}: {_WAYS[self.media]}") from error
-            except Exception as error:
-                # Left to the server it would be answered too, but logged whole, and the connection closed.
-                told = as_api_error(error)
-                if told.status_code >= 500:
-                    LOG.error("a request failed", exc_info=error)
-                raise told from error
+            except Exception as error:  # left to the server it would end the connection, too
+                raise reported(error) from error
 
         return guarded
 
@@ -99,14 +96,11 @@ class RecordingRoute(GuardedRoute):
     @asynccontextmanager
     async def arrival(self, request: Request, state: State) -> AsyncIterator[int]:
         """As for JSON."""
-        limits = state.settings.limits
         async with AsyncExitStack() as stack:
-            with anyio.move_on_after(limits.request_seconds) as waiting:
-                await stack.enter_async_context(state.uploads.turn(client_of(request)))
-            if waiting.cancelled_caught:
-                raise too_late(limits.request_seconds)
+            turn = state.uploads.turn(client_of(request))
+            await watched(request, stack.enter_async_context(turn), unread=True)
             state.admit()  # the drain may have begun during the wait
-            yield limits.audio_bytes + _FORM_BYTES
+            yield state.settings.limits.audio_bytes + _FORM_BYTES
 
 
 def authorise(request: Request, state: State) -> None:
@@ -172,19 +166,21 @@ class Entrance:
         headers, began = Headers(scope=scope), time.monotonic()
         given = headers.get("x-request-id", "")
         own = given if _ID.fullmatch(given) else secrets.token_hex(8)
-        status, sent, is_head = 500, 0, scope["method"] == "HEAD"
+        status, sent, complete, is_head = 500, 0, False, scope["method"] == "HEAD"
         ends = scope[_ENDS] = ExitStack()
         inner = {**scope, "method": "GET"} if is_head else scope
 
         async def tagged(message: Message) -> None:
-            nonlocal status, sent
+            nonlocal status, sent, complete
             if message["type"] == "http.response.start":
                 status = message["status"]
                 added = MutableHeaders(scope=message)
                 added["X-Request-ID"] = own
                 added["X-Content-Type-Options"] = "nosniff"
-            elif is_head:
-                message = {**message, "body": b""}
+            else:
+                complete = not message.get("more_body", False)
+                if is_head:
+                    message = {**message, "body": b""}
             sent += len(message.get("body", b""))
             await send(message)
 
@@ -198,6 +194,8 @@ class Entrance:
             ends.close()
             sent += 0 if (wire := wire_of(scope)) is None else wire.bytes
             path, seconds = getattr(inner.get("route"), "path", "unknown"), time.monotonic() - began
+            if status == 499 or (status == 200 and not complete):
+                self._state.metrics.aborted.labels(path).inc()
             self._state.note(own, scope["method"], path, status, seconds, sent, inner.get("specdec.key"))
 
     def _refusal(self, scope: Scope, headers: Headers) -> ApiError | None:

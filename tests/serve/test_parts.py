@@ -69,6 +69,29 @@ def test_turns_are_bounded() -> None:
     assert run(ask()) == [("c", 429, True)]
 
 
+def test_who_waits_most_makes_room() -> None:
+    """One client's many that wait, or have left, locked all others out."""
+
+    async def ask() -> list[Any]:
+        turns = Admission(1, 4)
+        async with turns.turn("first"):
+
+            async def wait(client: str) -> str:
+                async with turns.turn(client):
+                    return client
+
+            waiting = [asyncio.ensure_future(wait("many")) for _ in range(4)]
+            for client in ("few", "few", "few", "other"):
+                await asyncio.sleep(0)
+                waiting.append(asyncio.ensure_future(wait(client)))
+            await asyncio.sleep(0)
+            assert turns.waiting == 4
+        found = await asyncio.gather(*waiting, return_exceptions=True)
+        return [one.status_code if isinstance(one, ApiError) else one for one in found] + [turns.running, turns.waiting]
+
+    assert run(ask()) == ["many", 429, 429, 429, "few", "few", 429, "other", 0, 0]
+
+
 def test_turns_given_up() -> None:
     """Whoever leaves the queue, also in the moment of being called, costs nobody a turn."""
 
