@@ -153,6 +153,14 @@ def _too_large(most: int) -> ApiError:
     return ApiError(413, f"the body may have {most:,} bytes at most", code="too_large")
 
 
+def _is_at(origin: str, netloc: str) -> bool:
+    """Whether a page of this origin is served there, by a proxy that speaks TLS or without one."""
+    return any(
+        origin.removesuffix(port) == f"{scheme}://{netloc.removesuffix(port)}"
+        for scheme, port in (("http", ":80"), ("https", ":443"))
+    )
+
+
 class Entrance:
     """The outermost layer: headers of a sane size, hosts and origins that belong here, an id and a line for the log."""
 
@@ -205,13 +213,12 @@ class Entrance:
         if "transfer-encoding" in headers and "content-length" in headers:  # what follows may be read in two ways
             message = "a request has `Transfer-Encoding` or `Content-Length`: send one of them"
             return ApiError(400, message, code="invalid_http", headers={"Connection": "close"})
-        settings, host = self._state.settings, host_of(headers.get("host", ""))
-        known = {*settings.hosts, settings.host.lower(), *(_LOCAL if settings.is_local else ())}
+        settings, given = self._state.settings, headers.get("host", "").lower()
+        known = {*map(host_of, settings.hosts), settings.host.lower(), *(_LOCAL if settings.is_local else ())}
         # A page elsewhere may make its own name lead here (DNS rebinding).
-        if settings.is_local and host not in known:
+        if settings.is_local and host_of(given) not in known:
             return ApiError(421, "this host name is not served: pass --allow-host", code="unknown_host")
         origin = headers.get("origin")
-        site = host_of((origin or "").partition("://")[2])  # of whatever text: it is no URL that must be parsed
-        if origin is not None and (not site or site not in {host, *settings.hosts}):
+        if origin is not None and not any(_is_at(origin.lower(), netloc) for netloc in (given, *settings.hosts)):
             return ApiError(403, "pages of other sites may not use this server: pass --allow-host", code="cross_origin")
         return None

@@ -247,6 +247,24 @@ def test_forms_that_are_none(fields: dict[str, Any]) -> None:
     assert next(iter(fields)) in found.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(("source", "said"), [("(", "unclosed group"), ("a(?=b)", "look-around")])
+def test_wrong_expressions_are_told_without_our_grammar(source: str, said: str) -> None:
+    """Clients read of `start: /(/`, which they had not sent."""
+    with pytest.raises(OptionError, match=said) as found:
+        Grammar(Form("regex", source, "guided_regex"), model_of("none")._grammars, 0)
+    assert "start" not in str(found.value)
+
+
+def test_every_character_may_be_in_a_choice() -> None:
+    """One of them was an error that named the grammar within."""
+    points = [*range(0x300), 0x2028, 0xFEFF, 0xFFFD, 0x1F600, 0x10FFFF]
+    form, tokenizer = Form("choice", [f"{chr(point)}x" for point in points], "guided_choice"), model_of("none")
+    grammar = Grammar(form, tokenizer._grammars, 0)
+    for point in points:
+        ids = TOKENIZER(f"{chr(point)}x", add_special_tokens=False)["input_ids"]
+        assert grammar.allowed([], ids) == len(ids), hex(point)
+
+
 def test_the_schema_tells_of_forms() -> None:
     """Clients that are made from the schema can send vLLM's field: it was accepted, and not in there."""
 
