@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdec.serve.errors import ApiError, reported, unavailable
 from specdec.serve.respond import watched
-from specdec.serve.settings import Limits, host_of
+from specdec.serve.settings import host_of
 from specdec.serve.state import LOG, State, client_of, state_of
 from specdec.serve.wire import wire_of
 
@@ -74,7 +74,7 @@ class GuardedRoute(APIRoute):
                 request.scope[_ENDS].enter_context(state.clients.request(client_of(request)))
                 _check_media(request, self.media)
                 async with self.arrival(request, state) as most:
-                    return await handler(Request(request.scope, _bounded(request, state.settings.limits, most)))
+                    return await handler(Request(request.scope, _bounded(request, state, most)))
             except (ApiError, RequestValidationError):
                 raise
             except HTTPException as error:  # FastAPI says of everything that it is the client's fault
@@ -124,8 +124,9 @@ def _check_media(request: Request, media: str) -> None:
         raise ApiError(415, message, param="Content-Type", code="unsupported_media_type")
 
 
-def _bounded(request: Request, limits: Limits, most: int) -> Receive:
+def _bounded(request: Request, state: State, most: int) -> Receive:
     """The body, as long as it has at most so many bytes and does not take too long."""
+    limits = state.settings.limits
     declared = request.headers.get("content-length", "0")
     if not declared.isdecimal() or len(declared) > _DIGITS or int(declared) > most:
         raise _too_large(most)
@@ -140,6 +141,8 @@ def _bounded(request: Request, limits: Limits, most: int) -> Receive:
             message = await request.receive()
         if message is None:
             raise ApiError(408, "the body did not arrive in time", code="timeout")
+        if message["type"] == "http.disconnect":
+            raise state.given_up()
         seen += len(message.get("body", b""))
         if seen > most:
             raise _too_large(most)

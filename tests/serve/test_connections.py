@@ -515,6 +515,23 @@ def test_uploads_of_clients_that_left_make_room(sent: int) -> None:
     run(ask())
 
 
+def test_who_leaves_amid_a_body_has_left() -> None:
+    """That was a 400 in the log, as if the body had been wrong, and not counted."""
+
+    async def ask() -> None:
+        async with listening() as (server, client):
+            _, writer = await opened(client, body_of({"prompt": "abc"})[:-1])
+            await until(lambda: len(server.server_state.connections) == 1)
+            await asyncio.sleep(0.1)
+            writer.close()
+            await until(lambda: not server.server_state.connections)
+            text = (await client.get("/metrics")).text
+            assert 'specdec_requests_aborted_total{endpoint="/v1/completions"} 1.0' in text
+            assert 'specdec_requests_total{endpoint="/v1/completions",status="499"} 1.0' in text
+
+    run(ask())
+
+
 def test_who_pipelines_leaves_too() -> None:
     """What came behind a request hid that its client had left: its answer was worked out for nobody."""
     model = text_model(draft="none")
