@@ -114,7 +114,8 @@ def _quiet(held: Iterable[Peer]) -> Peer | None:
 class HttpProtocol(H11Protocol):
     """HTTP/1.1 by h11. A client that sends no whole head, or does not take what it is sent, is hung up on in time.
 
-    Requests are handed the wire that their streams go by.
+    One that sends a request before the last one is answered gets that answer, and the end. Requests are handed the wire
+    that their streams go by.
     """
 
     def __init__(self, *args: Any, connections: Connections, state: State, **more: Any) -> None:
@@ -172,6 +173,8 @@ class HttpProtocol(H11Protocol):
         super().data_received(data)
         if not self.is_idle:
             self._all.moved(self)
+            if not self.cycle.more_body and self.conn.trailing_data[0]:  # or many of them would look like work
+                self.cycle.keep_alive = False
 
     def on_response_complete(self) -> None:
         """Waits for the next request, whose beginning may be there already."""

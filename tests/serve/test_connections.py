@@ -191,7 +191,7 @@ def test_half_heads_lock_nobody_out(caplog: pytest.LogCaptureFixture) -> None:
 
 PAGES = (GET.replace(b"/health", b"/page/app.js") + b"\r\n") * 400
 STALLED = {
-    "unread answers": PAGES,
+    "an unread stream": body_of({**LONG, "stream": True}),
     "half a body": body_of({"prompt": "abc"})[:-1],
     "half a large body": b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
     b"Content-Length: 200000\r\n\r\n" + b" " * 190_000,
@@ -216,8 +216,7 @@ def test_stalled_requests_lock_nobody_out(name: str, caplog: pytest.LogCaptureFi
                 await loop.sock_connect(one, ("127.0.0.1", client.base_url.port))
                 await loop.sock_sendall(one, STALLED[name])
             kept: Any = server.server_state.connections
-            await until(lambda: len(kept) == 6 and not any(one.is_idle for one in kept))
-            await asyncio.sleep(0.2)
+            await until(lambda: [one.claim for one in kept] == [Claim.STALL] * 6)
             found = [(await client.get("/health")).status_code]
             found += [int((await answer(client, GET + b"Connection: close\r\n\r\n"))[0]) for _ in range(5)]
             assert len(kept) <= 6
@@ -227,6 +226,22 @@ def test_stalled_requests_lock_nobody_out(name: str, caplog: pytest.LogCaptureFi
 
     assert run(ask()) == [200] * 6
     assert not [one for one in caplog.records if one.exc_info]
+
+
+def test_what_is_pipelined_holds_no_place() -> None:
+    """Who sent requests for pages by the hundreds was answered all the time, and no other client found a place."""
+
+    async def ask() -> None:
+        async with listening(limits={"connections": 6, "connections_per_client": 6}) as (_, client):
+            status, _, body = await answer(client, PAGES)
+            assert status == 200
+            assert b"HTTP/1.1" not in body  # of the second answer
+            held = [await opened(client, PAGES) for _ in range(30)]
+            assert (await client.get("/health")).status_code == 200
+            for _, writer in held:
+                writer.close()
+
+    run(ask())
 
 
 def test_where_all_are_at_work_a_new_one_is_refused(caplog: pytest.LogCaptureFixture) -> None:
