@@ -13,6 +13,8 @@ from specdec.serve.errors import busy
 class Admission:
     """`running` turns at a time; `waiting` more wait, and clients take turns however much each of them asks for.
 
+    Where too many wait, the client with most of them loses its last one to a client with fewer.
+
     To be used on one event loop.
     """
 
@@ -40,7 +42,7 @@ class Admission:
             self.free -= 1
             return
         if self.waiting >= self._most_waiting:
-            raise busy(f"{self.waiting} requests wait already: try again later", 1 + self.waiting // 8)
+            self._displace(client)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queues.setdefault(client, deque()).append(turn)
         self.waiting += 1
@@ -51,9 +53,20 @@ class Admission:
                 self._queues[client].remove(turn)
                 self._drop_empty(client)
                 self.waiting -= 1
-            elif not turn.cancelled():
+            elif not turn.cancelled() and turn.exception() is None:
                 self._give_back()  # it had just been called
             raise
+
+    def _displace(self, client: str) -> None:
+        """Makes room for one more of a client; raises a 429 where no other has more waiting than it would have."""
+        full = busy(f"{self.waiting} requests wait already: try again later", 1 + self.waiting // 8)
+        most = max(self._queues, key=lambda other: len(self._queues[other]), default=client)
+        if len(self._queues.get(most, ())) <= len(self._queues.get(client, ())) + 1:
+            raise full
+        last = self._queues[most].pop()
+        self.waiting -= 1
+        if not last.done():
+            last.set_exception(full)
 
     def _give_back(self) -> None:
         """The turn goes to the first of the client that was served least recently."""

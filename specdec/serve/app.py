@@ -13,19 +13,15 @@ from starlette.responses import JSONResponse, Response
 
 from specdec import __version__
 from specdec.serve import audio_routes, page_routes, status_routes, text_routes
-from specdec.serve.errors import ApiError, as_api_error
+from specdec.serve.errors import reported
 from specdec.serve.faults import invalid
 from specdec.serve.guards import Entrance, GuardedRoute
 from specdec.serve.hosting import Hosts
 from specdec.serve.settings import ServeSettings
 from specdec.serve.speech_model import SpeechModel
-from specdec.serve.state import LOG, State
+from specdec.serve.state import State
 from specdec.serve.text_model import TextModel
 
-_SAID = {
-    404: "nothing is served at this path: /openapi.json lists what is",
-    405: "this path is not asked by this method: /openapi.json lists those that are",
-}
 ROUTERS = (text_routes.router, audio_routes.router, status_routes.router, page_routes.router)
 
 
@@ -50,8 +46,8 @@ def create_app(settings: ServeSettings, models: Sequence[TextModel | SpeechModel
     for router in ROUTERS:
         app.include_router(router)
     app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(HTTPException, _refused)
-    app.add_exception_handler(Exception, _failed)
+    app.add_exception_handler(HTTPException, _answer)
+    app.add_exception_handler(Exception, _answer)
     app.add_middleware(Entrance, state=state)
     return app
 
@@ -60,26 +56,11 @@ async def _invalid(request: Request, error: Exception) -> Response:
     """A body that is not what the endpoint takes."""
     assert isinstance(error, RequestValidationError)
     faults = [{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]  # "body" comes first
-    return _answer(invalid(faults, error.body))
+    return await _answer(request, invalid(faults, error.body))
 
 
-async def _refused(request: Request, error: Exception) -> Response:
-    """An error that is meant for the client."""
-    assert isinstance(error, HTTPException)
-    if isinstance(error, ApiError):
-        return _answer(error)
-    said = _SAID.get(error.status_code, str(error.detail))
-    return _answer(ApiError(error.status_code, said, headers=dict(error.headers or {})))
-
-
-async def _failed(request: Request, error: Exception) -> Response:
-    """Any other error: an option that does not go, no memory, or a defect, which is logged."""
-    told = as_api_error(error)
-    if told.status_code >= 500:
-        LOG.error("a request failed", exc_info=error)
-    return _answer(told)
-
-
-def _answer(error: ApiError) -> Response:
-    headers: Any = error.headers
-    return JSONResponse(error.body, error.status_code, headers=headers)
+async def _answer(request: Request, error: Exception) -> Response:
+    """Any error, in OpenAI's form."""
+    told = reported(error)
+    headers: Any = told.headers
+    return JSONResponse(told.body, told.status_code, headers=headers)

@@ -6,7 +6,8 @@ import asyncio
 import secrets
 import sys
 import time
-from collections import Counter
+from collections.abc import Iterable
+from enum import IntEnum
 from typing import Any, Protocol
 
 import h11
@@ -16,7 +17,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from specdec.serve.answers import encoded
 from specdec.serve.errors import ApiError, unavailable
 from specdec.serve.settings import address_of
-from specdec.serve.state import LOG, State, is_trusted
+from specdec.serve.state import LOG, State, is_trusted, origin_of
 from specdec.serve.wire import lay
 
 _SAID_EVERY = 10.0  # seconds
@@ -36,8 +37,20 @@ class Repeated:
             LOG.warning("%s (so far %d times)", self._message, self._times)
 
 
+class Claim(IntEnum):
+    """How much a client loses with a connection; those at `WORK` are never closed for others."""
+
+    IDLE = 0  # there is no request
+    STALL = 1  # amid a request the server waits for the client, which is to send or to take something
+    WORK = 2
+
+
 class Peer(Protocol):
     """A connection, as those that count it see it."""
+
+    @property
+    def claim(self) -> Claim:
+        """What it is about."""
 
     def drop(self) -> None:
         """Closes it at once."""
@@ -46,71 +59,70 @@ class Peer(Protocol):
 class Connections:
     """The open connections, `most` in all and `per_client` of one address.
 
-    At a bound one gives way to a new one: of this client, or of the one that has most, that which has waited longest
-    for a request. Where all are answering, the new one is refused.
+    At a bound one gives way to a new one, of this client or of the one that has most: that of the least claim, of these
+    the one on which nothing has happened for longest. Where the server works for all, the new one is refused.
     """
 
     def __init__(self, most: int, per_client: int) -> None:
         self.most, self.per_client = most, per_client
         self._client: dict[Peer, str] = {}
-        self._count: Counter[str] = Counter()
-        self._idle: dict[str, dict[Peer, None]] = {}  # by client, the longest first
+        self._held: dict[str, dict[Peer, None]] = {}  # by client, the longest quiet first
         self._full = Repeated(
-            f"all connections are taken ({most} in all, {per_client} of one client): those that waited longest for a "
-            "request were closed, or new ones refused"
+            f"all connections are taken ({most} in all, {per_client} of one client): quiet ones were closed, or "
+            "new ones refused"
         )
 
     def __len__(self) -> int:
         return len(self._client)
 
     def add(self, one: Peer, client: str) -> bool:
-        """Takes in a new connection, which waits for a request; whether there is room for it."""
-        crowded = self._count[client] >= self.per_client
+        """Takes in a new connection; whether there is room for it."""
+        crowded = len(self._held.get(client, ())) >= self.per_client
         if crowded or len(self) >= self.most:
             self._full()
-            whose = client if crowded else max(self._idle, key=lambda other: self._count[other], default=client)
-            longest = next(iter(self._idle.get(whose, ())), None)
-            if longest is None:
+            largest = sorted(self._held.values(), key=len, reverse=True)
+            quiet = next(filter(None, map(_quiet, [self._held[client]] if crowded else largest)), None)
+            if quiet is None:
                 return False
-            self.remove(longest)
-            longest.drop()
+            self.remove(quiet)
+            quiet.drop()
         self._client[one] = client
-        self._count[client] += 1
-        self.waits(one)
+        self.moved(one)
         return True
 
-    def waits(self, one: Peer) -> None:
-        """It has no request."""
-        if one in self._client:
-            self._idle.setdefault(self._client[one], {}).setdefault(one)
-
-    def answers(self, one: Peer) -> None:
-        """It has a request."""
-        client = self._client.get(one, "")
-        if one in (idle := self._idle.get(client, {})):
-            del idle[one]
-            if not idle:
-                del self._idle[client]
+    def moved(self, one: Peer) -> None:
+        """Something has happened on it."""
+        if (client := self._client.get(one)) is not None:
+            held = self._held.pop(client, {})
+            held.pop(one, None)
+            held[one] = None
+            self._held[client] = held
 
     def remove(self, one: Peer) -> None:
         """It is closed."""
-        self.answers(one)
         if (client := self._client.pop(one, None)) is not None:
-            self._count[client] -= 1
-            if not self._count[client]:
-                del self._count[client]
+            del self._held[client][one]
+            if not self._held[client]:
+                del self._held[client]
+
+
+def _quiet(held: Iterable[Peer]) -> Peer | None:
+    """Of one client's connections the one that gives way."""
+    return next((one for claim in (Claim.IDLE, Claim.STALL) for one in held if one.claim == claim), None)
 
 
 class HttpProtocol(H11Protocol):
     """HTTP/1.1 by h11. A client that sends no whole head, or does not take what it is sent, is hung up on in time.
 
-    Requests are handed the wire that their streams go by.
+    One that sends a request before the last one is answered gets that answer, and the end. Requests are handed the wire
+    that their streams go by.
     """
 
     def __init__(self, *args: Any, connections: Connections, state: State, **more: Any) -> None:
         super().__init__(*args, **more)
         self._all, self._state, self._limits = connections, state, state.settings.limits
         self.logger = _LOG
+        self._lost = asyncio.Event()
         self._head: asyncio.TimerHandle | None = None
         self._send: asyncio.TimerHandle | None = None
 
@@ -119,6 +131,14 @@ class HttpProtocol(H11Protocol):
         """Whether no request is being answered."""
         return self.cycle is None or self.cycle.response_complete
 
+    @property
+    def claim(self) -> Claim:
+        """Of a body that waits unread its client is not to send more."""
+        if self.is_idle:
+            return Claim.IDLE
+        stalls = self.flow.write_paused or (self.cycle.more_body and not self.flow.read_paused)
+        return Claim.STALL if stalls else Claim.WORK
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Takes the connection in, where there is room for it."""
         super().connection_made(transport)
@@ -126,46 +146,52 @@ class HttpProtocol(H11Protocol):
         app: Any = self.app
 
         async def wired(scope: Scope, receive: Receive, send: Send) -> None:
-            lay(scope, transport)
+            lay(scope, transport, self._lost)
             await app(scope, receive, send)
 
         self.app: Any = wired
         self._await_head()
         if not self._all.add(self, self._whose()):
-            self._refuse(unavailable("all connections are taken: try again later"))
+            self._refuse(unavailable("all connections are taken: try again later"), noted=False)
 
     def _whose(self) -> str:
         """The client that a connection counts for: its address, but those of a trusted proxy are of many clients."""
         host, port = self.client or ("", 0)
-        return f"{host}:{port}" if is_trusted(address_of(host), self._state.settings) else host
+        return f"{host}:{port}" if is_trusted(address_of(host), self._state.settings) else origin_of(host)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forgets it."""
         super().connection_lost(exc)
+        self._lost.set()
         self._all.remove(self)
         for timer in (self._head, self._send, self.timeout_keep_alive_task):
             if timer is not None:
                 timer.cancel()
 
     def data_received(self, data: bytes) -> None:
-        """Reads what came; a part of a head gains no time."""
+        """Reads what came; a part of a head gains no time, a part of a body does."""
         super().data_received(data)
-        self._count()
+        if not self.is_idle:
+            self._all.moved(self)
+            if not self.cycle.more_body and self.conn.trailing_data[0]:  # or many of them would look like work
+                self.cycle.keep_alive = False
 
     def on_response_complete(self) -> None:
         """Waits for the next request, whose beginning may be there already."""
         self._await_head()
+        self._all.moved(self)
         super().on_response_complete()
-        self._count()
 
     def pause_writing(self) -> None:
         """The client has not taken all that it was sent."""
         super().pause_writing()
+        self._all.moved(self)
         self._send = self.loop.call_later(self._limits.send_seconds, self._give_up_sending)
 
     def resume_writing(self) -> None:
         """It has now."""
         super().resume_writing()
+        self._all.moved(self)
         if self._send is not None:
             self._send.cancel()
 
@@ -188,12 +214,6 @@ class HttpProtocol(H11Protocol):
         else:
             self._refuse(unavailable("the server is shutting down"))
 
-    def _count(self) -> None:
-        if self.is_idle:
-            self._all.waits(self)
-        else:
-            self._all.answers(self)
-
     def _await_head(self) -> None:
         if self._head is not None:
             self._head.cancel()
@@ -207,7 +227,7 @@ class HttpProtocol(H11Protocol):
         LOG.warning("a client did not take what it was sent within %g s: hung up", self._limits.send_seconds)
         self.drop()
 
-    def _refuse(self, error: ApiError) -> None:
+    def _refuse(self, error: ApiError, *, noted: bool = True) -> None:
         """Says no without asking the application, where no answer has begun, and hangs up."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             own, body = secrets.token_hex(8), encoded(error.body)
@@ -222,7 +242,10 @@ class HttpProtocol(H11Protocol):
             answer = h11.Response(status_code=error.status_code, headers=list(headers.items()), reason=b"")
             for event in (answer, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
-            self._state.note(own, "unknown", "unknown", error.status_code, 0.0, len(body), None)
+            if noted:
+                self._state.note(own, "unknown", "unknown", error.status_code, 0.0, len(body), None)
+            else:
+                self._state.metrics.requests.labels("unknown", str(error.status_code)).inc()
         if self.cycle is not None:
             self.cycle.disconnected = True
             self.cycle.message_event.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import Any
 
@@ -9,6 +10,12 @@ import torch
 from starlette.exceptions import HTTPException
 
 from specdec.errors import CancelledError, OptionError
+
+LOG = logging.getLogger(__name__)
+_SAID = {
+    404: "nothing is served at this path: /openapi.json lists what is",
+    405: "this path is not asked by this method: /openapi.json lists those that are",
+}
 
 
 class ApiError(HTTPException):
@@ -82,10 +89,21 @@ def first_named(message: str) -> str | None:
     return found[1] if found else None
 
 
+def reported(error: Exception) -> ApiError:
+    """What a client hears about any error; the details of unexpected ones go to the log."""
+    told = as_api_error(error)
+    if told.status_code >= 500 and told is not error:
+        LOG.error("a request failed", exc_info=error)
+    return told
+
+
 def as_api_error(error: BaseException) -> ApiError:
-    """What a client hears about any error; the details of unexpected ones stay in the log."""
+    """What a client hears about any error."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, HTTPException):  # of the router
+        said = _SAID.get(error.status_code, str(error.detail))
+        return ApiError(error.status_code, said, headers=dict(error.headers or {}))
     if isinstance(error, CancelledError):
         return ApiError(499, "the request was cancelled", code="cancelled")
     if isinstance(error, OptionError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, closing
@@ -87,16 +86,13 @@ class Generation:
 
     async def _one(self, at: int) -> AsyncGenerator[Item, None]:
         """What comes of one prompt, when its turn is there."""
-        model, observed = self._model, _Observed(self._host, self._metrics, self._began, told=self._request.stream)
+        observed = _Observed(self._host, self._metrics, self._began, told=self._request.stream)
         async with self._host.turns.turn(self._client):
             observed.turn()
             work = Work(self._host.pool, lambda cancel: self._run(at, observed, cancel))
             try:
                 async for item in work:
                     yield at, item
-            except (GeneratorExit, asyncio.CancelledError):
-                self._metrics.aborted.labels(model.name).inc()
-                raise
             finally:
                 await work.close()
 

@@ -46,11 +46,17 @@ class Form:
                 return LLMatcher.grammar_from_lark(self.source)
             if self.kind == "choice":
                 choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in self.source)
-                return LLMatcher.grammar_from_lark(f"start: {choices}")
+                return LLMatcher.grammar_from_lark(f"start: {choices}".replace("\x7f", "\\u007f"))
             # Free whitespace is where small models run in circles.
             return LLMatcher.grammar_from_json_schema(self.source, overrides={"whitespace_flexible": False})
         except (ValueError, RecursionError) as error:
-            raise OptionError(f"`{self.field}`: {error}") from None
+            raise self.wrong(str(error)) from None
+
+    def wrong(self, said: str) -> OptionError:
+        """What llguidance says of it, of an expression without the grammar that it was put in."""
+        if self.kind == "regex":
+            said = said.partition("\n   1 |")[0].rpartition("error: ")[2]
+        return OptionError(f"`{self.field}`: {said}")
 
 
 class Grammar:
@@ -67,7 +73,7 @@ class Grammar:
         self._begin = begin
         first = LLMatcher(tokenizer, form.compiled(), log_level=0)
         if first.is_error():
-            raise OptionError(f"`{form.field}`: {first.get_error()}")
+            raise form.wrong(first.get_error())
         self._matchers = [_Follower(first), *(_Follower(first.deep_copy()) for _ in range(rows - 1))]
         self._ends = torch.tensor(tokenizer.eos_tokens)
 

@@ -23,8 +23,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specdec.serve.errors import ApiError, as_api_error, too_late, unavailable
-from specdec.serve.settings import Limits, host_of
+from specdec.serve.errors import ApiError, reported, unavailable
+from specdec.serve.respond import watched
+from specdec.serve.settings import host_of
 from specdec.serve.state import LOG, State, client_of, state_of
 from specdec.serve.wire import wire_of
 
@@ -73,7 +74,7 @@ class GuardedRoute(APIRoute):
                 request.scope[_ENDS].enter_context(state.clients.request(client_of(request)))
                 _check_media(request, self.media)
                 async with self.arrival(request, state) as most:
-                    return await handler(Request(request.scope, _bounded(request, state.settings.limits, most)))
+                    return await handler(Request(request.scope, _bounded(request, state, most)))
             except (ApiError, RequestValidationError):
                 raise
             except HTTPException as error:  # FastAPI says of everything that it is the client's fault
@@ -81,12 +82,8 @@ class GuardedRoute(APIRoute):
                     LOG.error("an upload cannot be kept in %s: %s", tempfile.gettempdir(), error.__cause__)
                     raise unavailable("the server has no room for this upload: try again later") from error
                 raise ApiError(400, f"the body cannot be read as {self.media}: {_WAYS[self.media]}") from error
-            except Exception as error:
-                # Left to the server it would be answered too, but logged whole, and the connection closed.
-                told = as_api_error(error)
-                if told.status_code >= 500:
-                    LOG.error("a request failed", exc_info=error)
-                raise told from error
+            except Exception as error:  # left to the server it would end the connection, too
+                raise reported(error) from error
 
         return guarded
 
@@ -99,14 +96,11 @@ class RecordingRoute(GuardedRoute):
     @asynccontextmanager
     async def arrival(self, request: Request, state: State) -> AsyncIterator[int]:
         """As for JSON."""
-        limits = state.settings.limits
         async with AsyncExitStack() as stack:
-            with anyio.move_on_after(limits.request_seconds) as waiting:
-                await stack.enter_async_context(state.uploads.turn(client_of(request)))
-            if waiting.cancelled_caught:
-                raise too_late(limits.request_seconds)
+            turn = state.uploads.turn(client_of(request))
+            await watched(request, stack.enter_async_context(turn), unread=True)
             state.admit()  # the drain may have begun during the wait
-            yield limits.audio_bytes + _FORM_BYTES
+            yield state.settings.limits.audio_bytes + _FORM_BYTES
 
 
 def authorise(request: Request, state: State) -> None:
@@ -130,8 +124,9 @@ def _check_media(request: Request, media: str) -> None:
         raise ApiError(415, message, param="Content-Type", code="unsupported_media_type")
 
 
-def _bounded(request: Request, limits: Limits, most: int) -> Receive:
+def _bounded(request: Request, state: State, most: int) -> Receive:
     """The body, as long as it has at most so many bytes and does not take too long."""
+    limits = state.settings.limits
     declared = request.headers.get("content-length", "0")
     if not declared.isdecimal() or len(declared) > _DIGITS or int(declared) > most:
         raise _too_large(most)
@@ -146,6 +141,8 @@ def _bounded(request: Request, limits: Limits, most: int) -> Receive:
             message = await request.receive()
         if message is None:
             raise ApiError(408, "the body did not arrive in time", code="timeout")
+        if message["type"] == "http.disconnect":
+            raise state.given_up()
         seen += len(message.get("body", b""))
         if seen > most:
             raise _too_large(most)
@@ -157,6 +154,14 @@ def _bounded(request: Request, limits: Limits, most: int) -> Receive:
 
 def _too_large(most: int) -> ApiError:
     return ApiError(413, f"the body may have {most:,} bytes at most", code="too_large")
+
+
+def _is_at(origin: str, netloc: str) -> bool:
+    """Whether a page of this origin is served there, by a proxy that speaks TLS or without one."""
+    return any(
+        origin.removesuffix(port) == f"{scheme}://{netloc.removesuffix(port)}"
+        for scheme, port in (("http", ":80"), ("https", ":443"))
+    )
 
 
 class Entrance:
@@ -172,19 +177,21 @@ class Entrance:
         headers, began = Headers(scope=scope), time.monotonic()
         given = headers.get("x-request-id", "")
         own = given if _ID.fullmatch(given) else secrets.token_hex(8)
-        status, sent, is_head = 500, 0, scope["method"] == "HEAD"
+        status, sent, complete, is_head = 500, 0, False, scope["method"] == "HEAD"
         ends = scope[_ENDS] = ExitStack()
         inner = {**scope, "method": "GET"} if is_head else scope
 
         async def tagged(message: Message) -> None:
-            nonlocal status, sent
+            nonlocal status, sent, complete
             if message["type"] == "http.response.start":
                 status = message["status"]
                 added = MutableHeaders(scope=message)
                 added["X-Request-ID"] = own
                 added["X-Content-Type-Options"] = "nosniff"
-            elif is_head:
-                message = {**message, "body": b""}
+            else:
+                complete = not message.get("more_body", False)
+                if is_head:
+                    message = {**message, "body": b""}
             sent += len(message.get("body", b""))
             await send(message)
 
@@ -198,6 +205,8 @@ class Entrance:
             ends.close()
             sent += 0 if (wire := wire_of(scope)) is None else wire.bytes
             path, seconds = getattr(inner.get("route"), "path", "unknown"), time.monotonic() - began
+            if status == 499 or (status == 200 and not complete):
+                self._state.metrics.aborted.labels(path).inc()
             self._state.note(own, scope["method"], path, status, seconds, sent, inner.get("specdec.key"))
 
     def _refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
@@ -207,13 +216,12 @@ class Entrance:
         if "transfer-encoding" in headers and "content-length" in headers:  # what follows may be read in two ways
             message = "a request has `Transfer-Encoding` or `Content-Length`: send one of them"
             return ApiError(400, message, code="invalid_http", headers={"Connection": "close"})
-        settings, host = self._state.settings, host_of(headers.get("host", ""))
-        known = {*settings.hosts, settings.host.lower(), *(_LOCAL if settings.is_local else ())}
+        settings, given = self._state.settings, headers.get("host", "").lower()
+        known = {*map(host_of, settings.hosts), settings.host.lower(), *(_LOCAL if settings.is_local else ())}
         # A page elsewhere may make its own name lead here (DNS rebinding).
-        if settings.is_local and host not in known:
+        if settings.is_local and host_of(given) not in known:
             return ApiError(421, "this host name is not served: pass --allow-host", code="unknown_host")
         origin = headers.get("origin")
-        site = host_of((origin or "").partition("://")[2])  # of whatever text: it is no URL that must be parsed
-        if origin is not None and (not site or site not in {host, *settings.hosts}):
+        if origin is not None and not any(_is_at(origin.lower(), netloc) for netloc in (given, *settings.hosts)):
             return ApiError(403, "pages of other sites may not use this server: pass --allow-host", code="cross_origin")
         return None

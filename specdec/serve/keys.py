@@ -12,6 +12,7 @@ from specdec.errors import OptionError
 
 LOG = logging.getLogger(__name__)
 _LEAST = 16  # characters
+_NUMBERED = re.compile(r"key-\d+")
 _NAMED = re.compile(r"(.+?):\s+(.+)")  # a colon without a space after it is part of a key
 
 
@@ -19,7 +20,7 @@ class Keys:
     """The keys of a file: one a line, or `NAME: KEY`; lines that begin with # are comments.
 
     Keys of one name are one client, so that a key can be replaced while its successor is valid already. Only digests
-    are held. Raises OptionError for a file that cannot be read, has no key, or has a short one.
+    are held. Raises OptionError for a file that cannot be read, has no key, or has a wrong line.
     """
 
     def __init__(self, path: Path) -> None:
@@ -72,11 +73,20 @@ class Keys:
             if not text or text.startswith("#"):
                 continue
             named = _NAMED.fullmatch(text)
-            name, key = named.groups() if named else (f"key-{number}", text)
+            name, key = (named[1].strip(), named[2]) if named else (f"key-{number}", text)
+            known = names.get(_digest(key), name)
             if len(key) < _LEAST:
                 faults.append(f"the key in line {number} is shorter than {_LEAST} characters: write a longer one")
+            elif not (key.isascii() and key.isprintable()):
+                faults.append(f"the key in line {number} has characters that no header carries: write it in ASCII")
+            elif named and _NUMBERED.fullmatch(name):
+                faults.append(f"the name in line {number} is that of a key without one in another line: choose another")
+            elif known != name:
+                faults.append(
+                    f"the key in line {number} is that of {known!r}, too: write another, or leave the line out"
+                )
             else:
-                names[_digest(key)] = name.strip()
+                names[_digest(key)] = name
         if not names and not faults:
             faults.append(f"{self._path} has no key in it: write one key a line")
         return names, faults

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from specdec.core.stats import Stats
+from specdec.serve.admission import Admission
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _POSITIONS = 16  # of drafted tokens that are told apart
@@ -32,7 +33,7 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.requests = self._counter("requests", "Answers, by endpoint and status.", "endpoint", "status")
-        self.aborted = self._counter("requests_aborted", "Requests whose client left.", "model")
+        self.aborted = self._counter("requests_aborted", "Requests whose client left, by endpoint.", "endpoint")
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.", "model")
         self.cached_tokens = self._counter("prompt_tokens_cached", "Those that were not read again.", "model")
         self.new_tokens = self._counter("generation_tokens", "Tokens that were written.", "model")
@@ -48,9 +49,11 @@ class Metrics:
         self.whole = self._histogram("e2e_request_latency_seconds", "From arrival to the last text.")
         self.queued = self._histogram("request_queue_time_seconds", "From arrival to a turn.")
 
-    def watch(self, loads: Callable[[], Sequence[tuple[str, Load]]]) -> None:
-        """Tells how full the models are whenever it is read."""
+    def watch(self, loads: Callable[[], Sequence[tuple[str, Load]]], uploads: Admission) -> None:
+        """Tells how full the models are whenever it is read, and how many recordings arrive and wait."""
         self.registry.register(_Loads(loads))
+        self._gauge("num_uploads_running", "Recordings that arrive or are heard.", lambda: uploads.running)
+        self._gauge("num_uploads_waiting", "Recordings that wait unread.", lambda: uploads.waiting)
 
     def count(self, model: str, stats: Stats) -> None:
         """Takes a finished request into account."""
@@ -69,6 +72,9 @@ class Metrics:
 
     def _counter(self, name: str, help: str, *labels: str) -> Any:
         return Counter(f"specdec_{name}", help, labels, registry=self.registry)
+
+    def _gauge(self, name: str, help: str, value: Callable[[], int]) -> None:
+        Gauge(f"specdec_{name}", help, registry=self.registry).set_function(value)
 
     def _histogram(self, name: str, help: str) -> Any:
         return Histogram(f"specdec_{name}", help, ("model",), registry=self.registry, buckets=_SECONDS)

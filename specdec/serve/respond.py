@@ -13,9 +13,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from specdec.serve.answers import event
-from specdec.serve.errors import ApiError, as_api_error, too_late
-from specdec.serve.state import LOG, State, state_of
-from specdec.serve.wire import Wire
+from specdec.serve.errors import ApiError, reported, too_late
+from specdec.serve.state import State, state_of
+from specdec.serve.wire import Wire, until_lost
 
 PING = 15.0
 """Seconds of silence after which a comment shows that a stream is alive."""
@@ -24,11 +24,14 @@ _DONE = b"data: [DONE]\n\n"
 T = TypeVar("T")
 
 
-async def watched(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is given up when the client leaves, time is up or the server stops."""
+async def watched(request: Request, work: Coroutine[Any, Any, T], *, unread: bool = False) -> T:
+    """The result of `work`, which is given up when the client leaves, time is up or the server stops.
+
+    The body of a request has been received, or stays `unread`.
+    """
     state, task = state_of(request), asyncio.ensure_future(work)
     state.track(task)
-    gone = asyncio.ensure_future(_left(request.receive))
+    gone = asyncio.ensure_future(until_lost(request.scope) if unread else _left(request.receive))
     try:
         await asyncio.wait({task, gone}, timeout=_patience(state), return_when=asyncio.FIRST_COMPLETED)
         if task.done() and not task.cancelled():
@@ -107,10 +110,7 @@ class EventStream(Response):
             except OSError:  # the client has left
                 return
             except Exception as error:
-                told = as_api_error(error)
-                if told.status_code >= 500:
-                    LOG.exception("a stream failed")
-                await self._fail(send, told)
+                await self._fail(send, reported(error))
 
     async def _fail(self, send: Send, error: ApiError) -> None:
         with suppress(OSError):

@@ -8,10 +8,12 @@ import json
 import logging
 import math
 import os
+import select
 import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -28,6 +30,7 @@ from specdec.serve.tracing import trace
 _MERCY = 3.0  # seconds after the drain in which given-up work may say so
 _ACCEPTED = 25  # connections that the loop takes in at a time
 _ON_THEIR_WAY = 4 * _ACCEPTED  # those that it has taken in and not counted, or closed and not let go of
+_TICKS = 5  # of a tenth of a second, between two looks for clients that have left
 _BACKLOG = 1024  # connections that wait in the kernel
 _LEAST = 4  # connections, however few descriptors there are
 _OTHER_FILES = 32  # that requests may open: uploads, say
@@ -37,6 +40,7 @@ def serve(app: FastAPI, settings: ServeSettings) -> None:
     """Serves until a signal ends it: what runs may end first, for as long as the settings say."""
     start_log(settings.log)
     trace(app)
+    _allow_files()
     server_of(app, settings).run()
 
 
@@ -90,6 +94,15 @@ def server_of(app: FastAPI, settings: ServeSettings) -> uvicorn.Server:
     return _Server(config, state, connections)
 
 
+def _allow_files() -> None:
+    """Lets the process open as many files as the system grants it: shells often give less."""
+    with suppress(ImportError, OSError, ValueError):  # not on Windows; macOS may refuse its own limit
+        import resource
+
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def _connections(limits: Limits) -> Connections:
     """As many as the settings say, or as there are descriptors for: each may take two of them."""
     most, per_client = limits.connections, limits.connections_per_client
@@ -131,7 +144,23 @@ class _Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Whether the listener closes now."""
+        if counter % _TICKS == 0:
+            self._drop_left()
         return await super().on_tick(counter) and time.monotonic() >= self._closes
+
+    def _drop_left(self) -> None:
+        """Ends connections whose client has left while they are not read, which the event loop does not notice."""
+        unread: dict[int, HttpProtocol] = {}
+        for connection in self.server_state.connections:
+            assert isinstance(connection, HttpProtocol)
+            if connection.flow.read_paused:
+                unread[connection.transport.get_extra_info("socket").fileno()] = connection
+        if unread and hasattr(select, "POLLRDHUP"):  # Linux
+            polled = select.poll()
+            for descriptor in unread:
+                polled.register(descriptor, select.POLLRDHUP)
+            for descriptor, _ in polled.poll(0):
+                unread[descriptor].drop()
 
     async def shutdown(self, sockets: Any = None) -> None:
         """Waits for what runs, as long as the drain allows."""

@@ -37,7 +37,7 @@ def address_of(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | Non
 def _host(text: str) -> str:
     if not text or "/" in text or text != text.strip():
         raise ValueError(f"must be a name without scheme or path, as in models.example.org, got {text!r}")
-    return host_of(text)
+    return text.lower()
 
 
 HostName = Annotated[str, AfterValidator(_host)]

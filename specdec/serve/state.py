@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable, Sequence
+from ipaddress import IPv6Address
 from typing import Any
 
 from starlette.requests import Request
@@ -34,7 +35,7 @@ class State:
         self.draining = self.stopping = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._last: list[Callable[[], None]] = []
-        self.metrics.watch(hosts.loads)
+        self.metrics.watch(hosts.loads, self.uploads)
 
     def track(self, task: asyncio.Task[Any]) -> None:
         """Work that is given up when time is up, at once if it is up already."""
@@ -115,4 +116,12 @@ def _origin(addresses: Sequence[str], settings: ServeSettings) -> str:
         address = address_of(text)
         if not is_trusted(address, settings):
             break
+    return origin_of(text)
+
+
+def origin_of(text: str) -> str:
+    """The client that an address stands for: of IPv6 a /64, which is what one host or home has."""
+    address = address_of(text)
+    if isinstance(address, IPv6Address):
+        return f"{IPv6Address(int(address) >> 64 << 64)}/64"
     return text[:_LONGEST] if address is None else str(address)

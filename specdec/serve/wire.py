@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from starlette.types import Scope
 
-_KEY = "specdec.wire"
+_KEY, _LOST = "specdec.wire", "specdec.lost"
 
 
 class Wire:
@@ -81,7 +81,12 @@ def wire_of(scope: Scope) -> Wire | None:
     return scope.get(_KEY) if scope.get("http_version") == "1.1" else None
 
 
-def lay(scope: Scope, transport: asyncio.Transport) -> None:
-    """Gives a request its wire."""
+def lay(scope: Scope, transport: asyncio.Transport, lost: asyncio.Event) -> None:
+    """Gives a request its wire, and the word that its connection is lost."""
     if scope["type"] == "http":
-        scope[_KEY] = Wire(transport)
+        scope[_KEY], scope[_LOST] = Wire(transport), lost
+
+
+async def until_lost(scope: Scope) -> None:
+    """Returns when the connection of a request is lost; never, where the server does not tell."""
+    await scope.get(_LOST, asyncio.Event()).wait()

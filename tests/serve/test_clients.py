@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from specdec import SpecGenerator
+from specdec.serve.state import origin_of
 from specdec.serve.text_model import TextModel
 from tests.folders import WIDTH
 from tests.serve.served import TOKENIZER, app, asgi, client, run
@@ -106,6 +107,18 @@ def test_users_behind_a_proxy_are_clients() -> None:
 
     assert run(ask(*PROXIES)) == [*[429] * len(ALICE), *[200] * len(OTHERS)]
     assert run(ask("10.0.0.0/8")) == [429] * (len(ALICE) + len(OTHERS))  # the proxy itself is not trusted
+
+
+def test_a_network_of_one_host_is_one_client() -> None:
+    """Whoever has a /64 of IPv6 was as many clients as that has addresses."""
+    users = ["2001:db9::1", "2001:db9::2", "[2001:db9:0:0:ffff::1]:80", "2001:db9:0:1::1", "1.2.3.4"]
+
+    async def ask() -> list[int]:
+        application = app(trusted_proxies=PROXIES, limits={"per_key": 1})
+        return await beside(application, *((SHORT, {"x-forwarded-for": one}) for one in users))
+
+    assert run(ask()) == [429, 429, 429, 200, 200]
+    assert origin_of("::ffff:1.2.3.4") == origin_of("1.2.3.4") == "1.2.3.4"  # as connections are counted, too
 
 
 def test_users_behind_a_proxy_read_for_themselves() -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import resource
 import socket
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
@@ -17,11 +18,12 @@ import httpx
 import pytest
 import uvicorn
 
+from specdec.serve import server as server_module
 from specdec.serve.bridge import ahead
-from specdec.serve.connections import Connections
+from specdec.serve.connections import Claim, Connections
 from specdec.serve.errors import ApiError
 from specdec.serve.server import server_of
-from tests.serve.served import app, events, listening, model_of, run, settings
+from tests.serve.served import app, events, listening, model_of, run, settings, speech_model, text_model
 
 GET = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 LONG = {"prompt": "abab", "max_tokens": 100, "seed": 1, "ignore_eos": True, "n": 4, "logprobs": 5}
@@ -101,33 +103,53 @@ def test_a_request_may_take_longer_than_its_head() -> None:
 class Held:
     """A connection that was dropped, or not."""
 
-    dropped = False
+    dropped, claim = False, Claim.IDLE
 
     def drop(self) -> None:
         self.dropped = True
 
 
 def test_connections_have_bounds() -> None:
-    """Of one client and in all. Who waits longest gives way, of the client that has most; who is answered does not."""
+    """Of one client and in all. The quietest gives way, of the client that has most; who is worked for does not."""
     all_, (a, b, c, d, e, f, g) = Connections(4, 2), (Held() for _ in range(7))
     assert all(all_.add(one, "x") for one in (a, b))
-    all_.answers(a)
+    a.claim = Claim.WORK
     assert all_.add(c, "x")  # the third of one client
     assert [one.dropped for one in (a, b, c)] == [False, True, False]
-    all_.answers(c)
+    c.claim = Claim.WORK
     assert not all_.add(d, "x")
     assert all_.add(d, "y")
     assert all_.add(e, "z")
-    all_.waits(c)
+    c.claim = Claim.IDLE
     assert all_.add(f, "new")  # the fifth in all
     assert [one.dropped for one in (a, c, d, e)] == [False, True, False, False]
-    all_.waits(a)
+    a.claim = Claim.IDLE
+    all_.moved(a)
     assert all_.add(g, "newer")
     assert [one.dropped for one in (a, d)] == [False, True]  # of those that have one each, the first
     assert len(all_) == 4
     for one in (a, a, e, f, g):
         all_.remove(one)
+        all_.moved(one)
     assert not len(all_)
+
+
+def test_who_gives_way() -> None:
+    """Idle ones, then those that stopped amid a request; of these the one on which nothing happened for longest."""
+    all_, held = Connections(9, 4), [Held() for _ in range(4)]
+    assert all(all_.add(one, "x") for one in held)
+    for one, claim in zip(held, (Claim.WORK, Claim.STALL, Claim.STALL, Claim.IDLE), strict=True):
+        one.claim = claim
+    all_.moved(held[1])
+    gone = []
+    for _ in range(3):
+        new = Held()
+        new.claim = Claim.WORK
+        assert all_.add(new, "x")
+        [last] = [at for at, one in enumerate(held) if one.dropped and at not in gone]
+        gone.append(last)
+    assert gone == [3, 2, 1]
+    assert not all_.add(Held(), "x")
 
 
 @pytest.mark.parametrize(("proxies", "most"), [([], 3), (["127.0.0.0/8"], 8)])
@@ -167,20 +189,86 @@ def test_half_heads_lock_nobody_out(caplog: pytest.LogCaptureFixture) -> None:
     assert len([line for line in caplog.messages if "connections are taken" in line]) == 1
 
 
-def test_where_all_are_at_work_a_new_one_is_refused() -> None:
-    """With an answer that says when to try again."""
+PAGES = (GET.replace(b"/health", b"/page/app.js") + b"\r\n") * 400
+STALLED = {
+    "an unread stream": body_of({**LONG, "stream": True}),
+    "half a body": body_of({"prompt": "abc"})[:-1],
+    "half a large body": b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    b"Content-Length: 200000\r\n\r\n" + b" " * 190_000,
+}
 
-    async def ask() -> tuple[int, dict[str, str], Any]:
-        async with listening(limits={"connections": 3, "connections_per_client": 3}) as (_, client):
-            sent = body_of({"prompt": "abc"})
-            held = [await opened(client, sent[:-1]) for _ in range(3)]
-            await asyncio.sleep(0.1)
-            status, headers, body = await answer(client, GET + b"\r\n")
+
+@pytest.mark.parametrize("name", STALLED)
+def test_stalled_requests_lock_nobody_out(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """They counted as being answered, for 30 seconds each or 60, so that some clients without a key took all places."""
+
+    async def ask() -> list[int]:
+        async with listening(limits={"connections": 6, "connections_per_client": 3}) as (server, client):
+            small_buffers(server)
+            held = []
+            for at in range(6):
+                one = socket.socket()
+                held.append(one)
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                one.setblocking(False)
+                one.bind((f"127.0.0.{2 + at % 2}", 0))
+                loop = asyncio.get_running_loop()
+                await loop.sock_connect(one, ("127.0.0.1", client.base_url.port))
+                await loop.sock_sendall(one, STALLED[name])
+            kept: Any = server.server_state.connections
+            await until(lambda: [one.claim for one in kept] == [Claim.STALL] * 6)
+            found = [(await client.get("/health")).status_code]
+            found += [int((await answer(client, GET + b"Connection: close\r\n\r\n"))[0]) for _ in range(5)]
+            assert len(kept) <= 6
+            for one in held:
+                one.close()
+            return found
+
+    assert run(ask()) == [200] * 6
+    assert not [one for one in caplog.records if one.exc_info]
+
+
+def test_what_is_pipelined_holds_no_place() -> None:
+    """Who sent requests for pages by the hundreds was answered all the time, and no other client found a place."""
+
+    async def ask() -> None:
+        async with listening(limits={"connections": 6, "connections_per_client": 6}) as (_, client):
+            status, _, body = await answer(client, PAGES)
+            assert status == 200
+            assert b"HTTP/1.1" not in body  # of the second answer
+            held = [await opened(client, PAGES) for _ in range(30)]
+            assert (await client.get("/health")).status_code == 200
             for _, writer in held:
                 writer.close()
+
+    run(ask())
+
+
+def test_where_all_are_at_work_a_new_one_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    """With an answer that says when to try again. One line tells of all of them; each had one of its own."""
+    model, go_on = text_model(), threading.Event()
+    go_on.set()
+    model.generator.target.model.register_forward_pre_hook(lambda *_: go_on.wait(20) and None)
+
+    async def ask() -> tuple[int, dict[str, str], Any]:
+        async with listening(model, limits={"connections": 3, "connections_per_client": 3}) as (server, client):
+            go_on.clear()
+            held = [await opened(client, body_of({"prompt": "abc"})) for _ in range(3)]
+            turns = server.config.app.state.server.hosts.all["text"].turns  # type: ignore[union-attr]
+            await until(lambda: turns.running == 3)
+            caplog.clear()
+            for _ in range(9):
+                status, headers, body = await answer(client, GET + b"\r\n")
+            assert len(caplog.messages) == 1
+            go_on.set()
+            for reader, writer in held:
+                assert b" 200 " in await reader.readline()
+                writer.close()
+            assert 'specdec_requests_total{endpoint="unknown",status="503"} 9.0' in (await client.get("/metrics")).text
             return status, headers, json.loads(body)
 
-    status, headers, body = run(ask())
+    with caplog.at_level("INFO"):
+        status, headers, body = run(ask())
     assert (status, body["error"]["code"]) == (503, "unavailable")
     assert {"retry-after", "x-request-id"} <= headers.keys()
 
@@ -412,3 +500,88 @@ def test_what_runs_ahead() -> None:
 
     run(ask())
     assert sorted(ended) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("sent", [100, 200_000])
+def test_uploads_of_clients_that_left_make_room(sent: int) -> None:
+    """They kept their places until their turn came, 60 seconds and more, as nobody reads on what has no turn."""
+    head = "POST /v1/audio/transcriptions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: multipart/form-data; boundary=x"
+    part = '--x\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\n'
+    upload = f"{head}\r\nContent-Length: 1000000\r\n\r\n{part}".encode() + b"-" * sent
+
+    async def ask() -> None:
+        async with listening(speech_model(), limits={"recordings": 1}) as (server, client):
+            uploads = server.config.app.state.server.uploads  # type: ignore[union-attr]
+            held = [await opened(client, upload) for _ in range(uploads.free)]
+            await until(lambda: not uploads.free)
+            left = [await opened(client, upload) for _ in range(3)]
+            await until(lambda: uploads.waiting == 3)
+            text = (await client.get("/metrics")).text
+            assert "specdec_num_uploads_waiting 3.0" in text
+            assert f"specdec_num_uploads_running {len(held)}.0" in text
+            for _, writer in left:
+                await writer.drain()
+                writer.close()
+            await asyncio.wait_for(until(lambda: not uploads.waiting), 5)
+            assert not uploads.free
+            for _, writer in held:
+                writer.close()
+
+    run(ask())
+
+
+def test_who_leaves_amid_a_body_has_left() -> None:
+    """That was a 400 in the log, as if the body had been wrong, and not counted."""
+
+    async def ask() -> None:
+        async with listening() as (server, client):
+            _, writer = await opened(client, body_of({"prompt": "abc"})[:-1])
+            await until(lambda: len(server.server_state.connections) == 1)
+            await asyncio.sleep(0.1)
+            writer.close()
+            await until(lambda: not server.server_state.connections)
+            text = (await client.get("/metrics")).text
+            assert 'specdec_requests_aborted_total{endpoint="/v1/completions"} 1.0' in text
+            assert 'specdec_requests_total{endpoint="/v1/completions",status="499"} 1.0' in text
+
+    run(ask())
+
+
+def test_who_pipelines_leaves_too() -> None:
+    """What came behind a request hid that its client had left: its answer was worked out for nobody."""
+    model = text_model(draft="none")
+    model.generator.target.model.register_forward_pre_hook(lambda *_: time.sleep(0.02))
+
+    async def ask() -> str:
+        async with listening(model) as (server, client):
+            turns = server.config.app.state.server.hosts.all["text"].turns  # type: ignore[union-attr]
+            _, writer = await opened(client, body_of({"prompt": "abc", "max_tokens": 450, "ignore_eos": True}))
+            await until(lambda: turns.running)
+            writer.write(PAGES)
+            await writer.drain()
+            writer.close()
+            await asyncio.wait_for(until(lambda: not turns.running), 5)
+            return (await client.get("/metrics")).text
+
+    assert 'specdec_requests_aborted_total{endpoint="/v1/completions"} 1.0' in run(ask())
+
+
+def test_the_process_opens_what_files_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 256 descriptors that a shell grants there were few connections, though the system grants many more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with open(os.devnull, "rb") as lowest:
+        few = lowest.fileno() + 100
+    found: list[int] = []
+
+    class Server:
+        def run(self) -> None:
+            found.append(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+    monkeypatch.setattr(server_module, "server_of", lambda *_: Server())
+    monkeypatch.setattr(server_module, "start_log", lambda _: None)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+    try:
+        server_module.serve(app(), settings())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert found == [hard]

@@ -69,6 +69,29 @@ def test_turns_are_bounded() -> None:
     assert run(ask()) == [("c", 429, True)]
 
 
+def test_who_waits_most_makes_room() -> None:
+    """One client's many that wait, or have left, locked all others out."""
+
+    async def ask() -> list[Any]:
+        turns = Admission(1, 4)
+        async with turns.turn("first"):
+
+            async def wait(client: str) -> str:
+                async with turns.turn(client):
+                    return client
+
+            waiting = [asyncio.ensure_future(wait("many")) for _ in range(4)]
+            for client in ("few", "few", "few", "other"):
+                await asyncio.sleep(0)
+                waiting.append(asyncio.ensure_future(wait(client)))
+            await asyncio.sleep(0)
+            assert turns.waiting == 4
+        found = await asyncio.gather(*waiting, return_exceptions=True)
+        return [one.status_code if isinstance(one, ApiError) else one for one in found] + [turns.running, turns.waiting]
+
+    assert run(ask()) == ["many", 429, 429, 429, "few", "few", 429, "other", 0, 0]
+
+
 def test_turns_given_up() -> None:
     """Whoever leaves the queue, also in the moment of being called, costs nobody a turn."""
 
@@ -222,6 +245,24 @@ def test_forms_that_are_none(fields: dict[str, Any]) -> None:
     found = run(ask())
     assert found.status_code == 400, found.text
     assert next(iter(fields)) in found.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("source", "said"), [("(", "unclosed group"), ("a(?=b)", "look-around")])
+def test_wrong_expressions_are_told_without_our_grammar(source: str, said: str) -> None:
+    """Clients read of `start: /(/`, which they had not sent."""
+    with pytest.raises(OptionError, match=said) as found:
+        Grammar(Form("regex", source, "guided_regex"), model_of("none")._grammars, 0)
+    assert "start" not in str(found.value)
+
+
+def test_every_character_may_be_in_a_choice() -> None:
+    """One of them was an error that named the grammar within."""
+    points = [*range(0x300), 0x2028, 0xFEFF, 0xFFFD, 0x1F600, 0x10FFFF]
+    form, tokenizer = Form("choice", [f"{chr(point)}x" for point in points], "guided_choice"), model_of("none")
+    grammar = Grammar(form, tokenizer._grammars, 0)
+    for point in points:
+        ids = TOKENIZER(f"{chr(point)}x", add_special_tokens=False)["input_ids"]
+        assert grammar.allowed([], ids) == len(ids), hex(point)
 
 
 def test_the_schema_tells_of_forms() -> None:

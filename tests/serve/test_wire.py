@@ -110,7 +110,7 @@ def test_old_clients_get_no_chunks() -> None:
 
     async def laid(**scope: str) -> Wire | None:
         given = dict(scope)
-        lay(given, asyncio.Transport())
+        lay(given, asyncio.Transport(), asyncio.Event())
         return wire_of(given)
 
     assert run(laid(type="http", http_version="1.0")) is None
