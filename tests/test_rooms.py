@@ -26,7 +26,7 @@ RANKS = {
     "integrations": 7,
     "pipelines": 7,
     "distill": 8,
-    "serve": 8,
+    "server": 8,
     "batch": 9,
     "cli": 10,
 }
@@ -79,4 +79,4 @@ def test_ray_and_pyarrow_are_imported_where_they_are_asked_for() -> None:
                 names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
                 assert not any(n.split(".")[0] in ("ray", "pyarrow") for n in names), path
                 about = path.name in ("serve.py", "openai_files.py")
-                assert about or not any(n.startswith("specdec.serve") for n in names), path
+                assert about or not any(n.startswith("specdec.server") for n in names), path

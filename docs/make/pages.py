@@ -29,7 +29,7 @@ from specdec.bench import parts, suite
 from specdec.cli.commands import app
 from specdec.options.generate import Options
 from specdec.options.load import Loading
-from specdec.serve import settings
+from specdec.server import settings
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent

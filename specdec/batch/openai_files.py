@@ -9,12 +9,12 @@ from pydantic import ValidationError
 from specdec.batch.tasks import Fields, Task, explained, load_generator
 from specdec.core.stats import Stats
 from specdec.pipelines.stats import total
-from specdec.serve.answers import Answer, Tally
-from specdec.serve.bridge import Cancel
-from specdec.serve.errors import ApiError, as_api_error
-from specdec.serve.faults import invalid
-from specdec.serve.protocol import ChatRequest, CompletionRequest
-from specdec.serve.text_model import Ask, Begun, Echo, Ended, Piece, TextModel
+from specdec.server.answers import Answer, Tally
+from specdec.server.cancellation import Cancel
+from specdec.server.errors import ApiError, as_api_error
+from specdec.server.faults import invalid
+from specdec.server.protocol import ChatRequest, CompletionRequest
+from specdec.server.text import Ask, Begun, Echo, Ended, Piece, TextModel
 
 if TYPE_CHECKING:
     from specdec.batch.answer import Work

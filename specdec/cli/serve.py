@@ -137,9 +137,9 @@ def serve(
     if idle := [flag for flag in OF_REPLICAS if ctx.params[flag] not in (None, False)]:
         raise OptionError(f"--{idle[0].replace('_', '-')} is about replicas on a cluster: pass --ray, or leave it out")
     with loading(f"loading {', '.join(model['name'] for model in keys['models'])}", quiet=quiet):
-        from specdec.serve import check_address, create_app, load, read_settings
-        from specdec.serve import serve as run
-        from specdec.serve.keys import Keys
+        from specdec.server import check_address, create_app, load, read_settings
+        from specdec.server import serve as run
+        from specdec.server.keys import Keys
 
         settings = read_settings(keys)
         if settings.api_key_file is not None:

@@ -11,7 +11,7 @@ import yaml
 
 from specdec.batch.ray.serve import Replicas
 from specdec.errors import OptionError
-from specdec.serve import read_settings
+from specdec.server import read_settings
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "serve"
 RAY = yaml.safe_load((CONFIGS / "ray.yaml").read_text())

@@ -15,10 +15,10 @@ import uvicorn
 from fastapi import FastAPI
 
 from specdec import SpecGenerator, Transcriber
-from specdec.serve import ServeSettings, create_app, read_settings
-from specdec.serve.server import server_of
-from specdec.serve.speech_model import SpeechModel
-from specdec.serve.text_model import TextModel
+from specdec.server import ServeSettings, create_app, read_settings
+from specdec.server.http import server_of
+from specdec.server.speech import SpeechModel
+from specdec.server.text import TextModel
 from tests import speech
 from tests.folders import WIDTH, byte_tokenizer
 from tests.pipelines.models import CHAT

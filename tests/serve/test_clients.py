@@ -9,8 +9,8 @@ from typing import Any
 from fastapi import FastAPI
 
 from specdec import SpecGenerator
-from specdec.serve.state import origin_of
-from specdec.serve.text_model import TextModel
+from specdec.server.state import origin_of
+from specdec.server.text import TextModel
 from tests.folders import WIDTH
 from tests.serve.served import TOKENIZER, app, asgi, client, run
 from tests.tiny import tiny

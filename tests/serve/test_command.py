@@ -17,11 +17,11 @@ from specdec.cli.commands import run
 from specdec.cli.serve import plain_name, settings_keys
 from specdec.options import bundled_models
 from specdec.pipelines.speech import audio
-from specdec.serve import load, read_settings
-from specdec.serve.bridge import Cancel
-from specdec.serve.protocol import CompletionRequest
-from specdec.serve.settings import Limits, ModelSettings
-from specdec.serve.text_model import Ask, Piece, TextModel
+from specdec.server import load, read_settings
+from specdec.server.cancellation import Cancel
+from specdec.server.protocol import CompletionRequest
+from specdec.server.settings import Limits, ModelSettings
+from specdec.server.text import Ask, Piece, TextModel
 from tests.folders import saved_model
 
 
@@ -89,7 +89,7 @@ def test_flags_that_do_not_go(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each is told in one line, before a model is loaded."""
-    monkeypatch.setattr("specdec.serve.load", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("specdec.server.load", lambda *_: pytest.fail("a model was loaded"))
     assert run(["serve", *arguments, "--quiet"]) == 2
     assert said in capsys.readouterr().err
 
@@ -105,7 +105,7 @@ def test_a_missing_package(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
 def test_a_model_that_could_not_hear(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not loaded. (The server started, said it was ready, and failed at every recording.)"""
     monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.setattr("specdec.serve.hosting.Transcriber", None)
+    monkeypatch.setattr("specdec.server.models.Transcriber", None)
     with pytest.raises(SpecdecError, match=rf"needs {package}: pip install"):
         load(ModelSettings(name="m", target="zoo:speech"), Limits())
 

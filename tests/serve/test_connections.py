@@ -18,11 +18,11 @@ import httpx
 import pytest
 import uvicorn
 
-from specdec.serve import server as server_module
-from specdec.serve.bridge import ahead
-from specdec.serve.connections import Claim, Connections
-from specdec.serve.errors import ApiError
-from specdec.serve.server import server_of
+from specdec.server import http as server_module
+from specdec.server.cancellation import ahead
+from specdec.server.connections import Claim, Connections
+from specdec.server.errors import ApiError
+from specdec.server.http import server_of
 from tests.serve.served import app, events, listening, model_of, run, settings, speech_model, text_model
 
 GET = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n"
@@ -369,7 +369,7 @@ def test_probes_may_ask_for_heads(path: str, caplog: pytest.LogCaptureFixture) -
             assert len(server.server_state.connections) == 1
             return found
 
-    with caplog.at_level("INFO", "specdec.serve"):
+    with caplog.at_level("INFO", "specdec.server"):
         head, get, other = run(ask())
     assert (head.status_code, get.status_code, other.status_code) == (200, 200, 405)
     assert head.headers["content-type"] == get.headers["content-type"]

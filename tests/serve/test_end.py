@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from specdec.serve.hosting import Host
-from specdec.serve.server import server_of
+from specdec.server.http import server_of
+from specdec.server.models import Host
 from tests.serve.served import PATIENCE, app, listening, model_of, run, settings, speech_model
 
 LONG = {"prompt": "abab", "max_tokens": 500, "seed": 1, "ignore_eos": True}

@@ -13,10 +13,10 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from specdec.serve import audio_routes, protocol
-from specdec.serve.errors import ApiError
-from specdec.serve.faults import invalid
-from specdec.serve.protocol import (
+from specdec.server import protocol
+from specdec.server.errors import ApiError
+from specdec.server.faults import invalid
+from specdec.server.protocol import (
     HINTS,
     REFUSED,
     REFUSED_OF_MESSAGES,
@@ -25,6 +25,7 @@ from specdec.serve.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from specdec.server.routes import audio as audio_routes
 from tests.serve.served import app, client, events, model_of, run, speech_model
 
 Path = tuple[str | int, ...]

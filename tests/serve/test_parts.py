@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from specdec.errors import CancelledError, OptionError
-from specdec.serve.admission import Admission
-from specdec.serve.bridge import Cancel, Work
-from specdec.serve.errors import ApiError
-from specdec.serve.grammar import Form, Grammar
-from specdec.serve.speech_model import SpeechModel
-from specdec.serve.stops import StopTexts
+from specdec.server.admission import Admission
+from specdec.server.cancellation import Cancel, Work
+from specdec.server.errors import ApiError
+from specdec.server.grammar import Form, Grammar
+from specdec.server.speech import SpeechModel
+from specdec.server.stops import StopTexts
 from tests import speech
 from tests.serve.served import TOKENIZER, Answered, app, asgi, client, events, idle, model_of, run, speech_model
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from specdec.errors import SpecdecError
-from specdec.serve.tracing import COLLECTOR, instrument, trace
+from specdec.server.tracing import COLLECTOR, instrument, trace
 from tests.serve.served import app, client, run
 
 

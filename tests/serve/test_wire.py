@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from specdec.serve.wire import Wire, lay, wire_of
+from specdec.server.direct_socket import Wire, lay, wire_of
 from tests.serve.served import events, listening, run
 
 EVENTS = [b"data: %d %b\n\n" % (i, b"x" * (i * 37 % 900)) for i in range(3000)]
@@ -132,7 +132,7 @@ def test_a_refused_request_keeps_its_connection(caplog: pytest.LogCaptureFixture
             assert len(server.server_state.connections) == 1
             assert (await client.get("/health")).status_code == 200
 
-    with caplog.at_level("INFO", "specdec.serve"):
+    with caplog.at_level("INFO", "specdec.server"):
         run(ask())
     assert [json.loads(line)["status"] for line in caplog.messages if line.startswith("{")] == [400, 400, 200]
     assert not [record for record in caplog.records if record.exc_info]
@@ -154,5 +154,5 @@ def test_a_served_stream(caplog: pytest.LogCaptureFixture) -> None:
                 assert [e["choices"][0]["finish_reason"] for e in told].count("length") == 2
         assert json.loads(caplog.messages[-1])["bytes"] == len(found.content)
 
-    with caplog.at_level("INFO", "specdec.serve"):
+    with caplog.at_level("INFO", "specdec.server"):
         run(ask())

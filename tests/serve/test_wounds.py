@@ -17,12 +17,12 @@ import torch
 from specdec import SpecGenerator
 from specdec.errors import OptionError
 from specdec.options.generate import read_yaml
-from specdec.serve import create_app, read_settings
-from specdec.serve import keys as keys_module
-from specdec.serve.app import ROUTERS
-from specdec.serve.guards import _PUBLIC
-from specdec.serve.keys import Keys
-from specdec.serve.text_model import TextModel
+from specdec.server import create_app, read_settings
+from specdec.server import keys as keys_module
+from specdec.server.app import ROUTERS
+from specdec.server.guards import _PUBLIC
+from specdec.server.keys import Keys
+from specdec.server.text import TextModel
 from tests.folders import WIDTH
 from tests.serve.served import TOKENIZER, app, asgi, client, events, idle, model_of, run, settings
 from tests.tiny import tiny
@@ -439,7 +439,7 @@ def test_stuck_is_not_ready() -> None:
     model.generator.target.model.register_forward_pre_hook(lambda *_: wait.wait(20) and None)
 
     async def ask(monkey: pytest.MonkeyPatch) -> list[int]:
-        monkey.setattr("specdec.serve.hosting._PATIENCE", 0.3)
+        monkey.setattr("specdec.server.models._PATIENCE", 0.3)
         application = create_app(settings(), [model])
         async with client(application) as c:
             found = [(await c.get(path)).status_code for path in ("/health", "/ready")]
@@ -512,7 +512,7 @@ def test_prompts_are_not_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
             odd = await c.get("/health", headers={"x-request-id": "a b\tc"})
             assert odd.headers["x-request-id"] != "a b\tc"
 
-    with caplog.at_level(logging.INFO, "specdec.serve"):
+    with caplog.at_level(logging.INFO, "specdec.server"):
         run(ask())
     assert "id-1" in caplog.text
     assert "secret" not in caplog.text

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.batch.ray.cluster import between, connect, ray_module
 from specdec.errors import EngineError, OptionError
-from specdec.serve import create_app, load, read_settings
-from specdec.serve.server import start_log
-from specdec.serve.state import State
+from specdec.server import create_app, load, read_settings
+from specdec.server.http import start_log
+from specdec.server.state import State
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

@@ -20,13 +20,13 @@ from specdec.options.load import NAMES as LOADING
 from specdec.options.load import is_gguf
 from specdec.pipelines import Transcriber
 from specdec.pipelines.speech.audio import check_readers
-from specdec.serve.admission import Admission
-from specdec.serve.bridge import call
-from specdec.serve.errors import ApiError
-from specdec.serve.metrics import Load
-from specdec.serve.settings import Limits, ModelSettings
-from specdec.serve.speech_model import SpeechModel
-from specdec.serve.text_model import TextModel
+from specdec.server.admission import Admission
+from specdec.server.cancellation import call
+from specdec.server.errors import ApiError
+from specdec.server.metrics import Load
+from specdec.server.settings import Limits, ModelSettings
+from specdec.server.speech import SpeechModel
+from specdec.server.text import TextModel
 
 FRESH = 30.0
 """Seconds for which a sign of life counts."""

@@ -12,10 +12,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from specdec.serve.answers import event
-from specdec.serve.errors import ApiError, reported, too_late
-from specdec.serve.state import State, state_of
-from specdec.serve.wire import Wire, until_lost
+from specdec.server.answers import event
+from specdec.server.direct_socket import Wire, until_lost
+from specdec.server.errors import ApiError, reported, too_late
+from specdec.server.state import State, state_of
 
 PING = 15.0
 """Seconds of silence after which a comment shows that a stream is alive."""

@@ -17,13 +17,13 @@ from specdec.generator.generator import SpecGenerator
 from specdec.generator.output import Detokenizer, before_stop, decode
 from specdec.options.checks import refusing
 from specdec.options.generate import listed
-from specdec.serve.bridge import Cancel
-from specdec.serve.errors import ApiError
-from specdec.serve.grammar import Form, Grammar
-from specdec.serve.protocol import ChatRequest, Generate
-from specdec.serve.sampling import call_options
-from specdec.serve.scoring import scored
-from specdec.serve.stops import StopTexts
+from specdec.server.cancellation import Cancel
+from specdec.server.errors import ApiError
+from specdec.server.grammar import Form, Grammar
+from specdec.server.options import call_options
+from specdec.server.protocol import ChatRequest, Generate
+from specdec.server.scoring import scored
+from specdec.server.stops import StopTexts
 
 _REASONS = {"eos": "stop", "stop": "stop", "criteria": "stop", "length": "length", "time": "length"}
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")

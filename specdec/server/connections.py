@@ -14,11 +14,11 @@ import h11
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from specdec.serve.answers import encoded
-from specdec.serve.errors import ApiError, unavailable
-from specdec.serve.settings import address_of
-from specdec.serve.state import LOG, State, is_trusted, origin_of
-from specdec.serve.wire import lay
+from specdec.server.answers import encoded
+from specdec.server.direct_socket import lay
+from specdec.server.errors import ApiError, unavailable
+from specdec.server.settings import address_of
+from specdec.server.state import LOG, State, is_trusted, origin_of
 
 _SAID_EVERY = 10.0  # seconds
 

@@ -10,7 +10,7 @@ from contextlib import aclosing
 from typing import Any, Generic, TypeVar
 
 from specdec.errors import CancelledError
-from specdec.serve.errors import ApiError
+from specdec.server.errors import ApiError
 
 T = TypeVar("T")
 

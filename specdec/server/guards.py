@@ -23,11 +23,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specdec.serve.errors import ApiError, reported, unavailable
-from specdec.serve.respond import watched
-from specdec.serve.settings import host_of
-from specdec.serve.state import LOG, State, client_of, state_of
-from specdec.serve.wire import wire_of
+from specdec.server.direct_socket import wire_of
+from specdec.server.errors import ApiError, reported, unavailable
+from specdec.server.responses import watched
+from specdec.server.settings import host_of
+from specdec.server.state import LOG, State, client_of, state_of
 
 _ID = re.compile(r"[\w.-]{1,64}")
 _LOCAL = {"localhost", "127.0.0.1", "[::1]", "::1"}

@@ -8,11 +8,11 @@ from pathlib import Path
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from specdec.serve.guards import GuardedRoute, public
+from specdec.server.guards import GuardedRoute, public
 
 router = APIRouter(route_class=GuardedRoute, include_in_schema=False)
 
-_FOLDER = Path(__file__).parent / "page"
+_FOLDER = Path(__file__).parents[1] / "page"
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
     "media-src 'self' blob:; form-action 'none'; frame-ancestors 'none'; base-uri 'none'"

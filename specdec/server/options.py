@@ -7,9 +7,9 @@ from typing import Any
 
 from specdec.core.drafts import BatchDrafter
 from specdec.errors import OptionError, UnsupportedError
-from specdec.serve.errors import ApiError
-from specdec.serve.protocol import Generate
-from specdec.serve.settings import Limits
+from specdec.server.errors import ApiError
+from specdec.server.protocol import Generate
+from specdec.server.settings import Limits
 
 # Fields that are options by the same name, and the values that do nothing.
 _SAME: dict[str, tuple[Any, ...]] = {

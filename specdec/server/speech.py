@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from specdec.pipelines import Transcriber, Transcription
-from specdec.serve.bridge import Cancel
-from specdec.serve.errors import ApiError
+from specdec.server.cancellation import Cancel
+from specdec.server.errors import ApiError
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdec.serve.errors import ApiError, first_named
+from specdec.server.errors import ApiError, first_named
 
 Place = tuple[str | int, ...]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from specdec.core.tree import Step
 from specdec.generator.generator import SpecGenerator
 from specdec.options.checks import common_length
-from specdec.serve.bridge import Cancel
+from specdec.server.cancellation import Cancel
 
 _CHUNK = 64  # tokens of the prompt that one pass scores at most
 

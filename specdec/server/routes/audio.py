@@ -13,15 +13,15 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from specdec.pipelines import Transcription
 from specdec.pipelines.speech.subtitles import srt, vtt
-from specdec.serve.answers import event
-from specdec.serve.bridge import Work, ahead
-from specdec.serve.errors import ApiError
-from specdec.serve.guards import RecordingRoute
-from specdec.serve.hosting import Host
-from specdec.serve.protocol import Text
-from specdec.serve.respond import EventStream, watched
-from specdec.serve.speech_model import Listen, SpeechModel
-from specdec.serve.state import client_of, state_of
+from specdec.server.answers import event
+from specdec.server.cancellation import Work, ahead
+from specdec.server.errors import ApiError
+from specdec.server.guards import RecordingRoute
+from specdec.server.models import Host
+from specdec.server.protocol import Text
+from specdec.server.responses import EventStream, watched
+from specdec.server.speech import Listen, SpeechModel
+from specdec.server.state import client_of, state_of
 
 router = APIRouter(route_class=RecordingRoute, tags=["audio"])
 

@@ -11,14 +11,14 @@ from typing import Any
 
 from starlette.requests import Request
 
-from specdec.serve.admission import Admission, Clients
-from specdec.serve.errors import ApiError, unavailable
-from specdec.serve.hosting import Hosts
-from specdec.serve.keys import Keys
-from specdec.serve.metrics import Metrics
-from specdec.serve.settings import ServeSettings, address_of
+from specdec.server.admission import Admission, Clients
+from specdec.server.errors import ApiError, unavailable
+from specdec.server.keys import Keys
+from specdec.server.metrics import Metrics
+from specdec.server.models import Hosts
+from specdec.server.settings import ServeSettings, address_of
 
-LOG = logging.getLogger("specdec.serve")
+LOG = logging.getLogger("specdec.server")
 _AHEAD = 6  # recordings that may arrive before their turn to be heard
 _LONGEST = 64  # characters of a client's address
 

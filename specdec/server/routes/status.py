@@ -9,14 +9,14 @@ from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
-from specdec.serve.bridge import call
-from specdec.serve.errors import ApiError
-from specdec.serve.guards import GuardedRoute, public
-from specdec.serve.hosting import Host
-from specdec.serve.protocol import DetokenizeRequest, TokenizeRequest
-from specdec.serve.respond import watched
-from specdec.serve.state import client_of, state_of
-from specdec.serve.text_model import TextModel
+from specdec.server.cancellation import call
+from specdec.server.errors import ApiError
+from specdec.server.guards import GuardedRoute, public
+from specdec.server.models import Host
+from specdec.server.protocol import DetokenizeRequest, TokenizeRequest
+from specdec.server.responses import watched
+from specdec.server.state import client_of, state_of
+from specdec.server.text import TextModel
 
 router = APIRouter(route_class=GuardedRoute, tags=["server"])
 

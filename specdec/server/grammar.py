@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specdec.errors import EngineError, OptionError
 from specdec.options.checks import common_length
-from specdec.serve.protocol import Generate
+from specdec.server.protocol import Generate
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

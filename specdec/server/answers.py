@@ -11,8 +11,8 @@ from itertools import accumulate
 from typing import Any
 
 from specdec.core.stats import Stats
-from specdec.serve.protocol import ChatRequest, Generate
-from specdec.serve.text_model import Echo, Piece, TokenScore
+from specdec.server.protocol import ChatRequest, Generate
+from specdec.server.text import Echo, Piece, TokenScore
 
 _UNIT = 128  # bytes; events that are filled up have a multiple of them
 

@@ -22,10 +22,10 @@ import uvicorn
 from fastapi import FastAPI
 
 from specdec.errors import SpecdecError
-from specdec.serve.connections import Connections, HttpProtocol, Repeated
-from specdec.serve.settings import Limits, ServeSettings
-from specdec.serve.state import LOG, State
-from specdec.serve.tracing import trace
+from specdec.server.connections import Connections, HttpProtocol, Repeated
+from specdec.server.settings import Limits, ServeSettings
+from specdec.server.state import LOG, State
+from specdec.server.tracing import trace
 
 _MERCY = 3.0  # seconds after the drain in which given-up work may say so
 _ACCEPTED = 25  # connections that the loop takes in at a time

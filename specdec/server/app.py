@@ -12,17 +12,17 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from specdec import __version__
-from specdec.serve import audio_routes, page_routes, status_routes, text_routes
-from specdec.serve.errors import reported
-from specdec.serve.faults import invalid
-from specdec.serve.guards import Entrance, GuardedRoute
-from specdec.serve.hosting import Hosts
-from specdec.serve.settings import ServeSettings
-from specdec.serve.speech_model import SpeechModel
-from specdec.serve.state import State
-from specdec.serve.text_model import TextModel
+from specdec.server.errors import reported
+from specdec.server.faults import invalid
+from specdec.server.guards import Entrance, GuardedRoute
+from specdec.server.models import Hosts
+from specdec.server.routes import audio, page, status, text
+from specdec.server.settings import ServeSettings
+from specdec.server.speech import SpeechModel
+from specdec.server.state import State
+from specdec.server.text import TextModel
 
-ROUTERS = (text_routes.router, audio_routes.router, status_routes.router, page_routes.router)
+ROUTERS = (text.router, audio.router, status.router, page.router)
 
 
 def create_app(settings: ServeSettings, models: Sequence[TextModel | SpeechModel]) -> FastAPI:

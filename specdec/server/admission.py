@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-from specdec.serve.errors import busy
+from specdec.server.errors import busy
 
 
 class Admission:

@@ -8,14 +8,14 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from specdec.serve.errors import ApiError
-from specdec.serve.generation import Generation
-from specdec.serve.guards import GuardedRoute
-from specdec.serve.protocol import ChatRequest, CompletionRequest, Generate
-from specdec.serve.respond import EventStream, watched
-from specdec.serve.sampling import check
-from specdec.serve.state import client_of, state_of
-from specdec.serve.wire import wire_of
+from specdec.server.direct_socket import wire_of
+from specdec.server.errors import ApiError
+from specdec.server.generation import Generation
+from specdec.server.guards import GuardedRoute
+from specdec.server.options import check
+from specdec.server.protocol import ChatRequest, CompletionRequest, Generate
+from specdec.server.responses import EventStream, watched
+from specdec.server.state import client_of, state_of
 
 router = APIRouter(route_class=GuardedRoute, tags=["text"])
 

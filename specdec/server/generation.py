@@ -7,14 +7,14 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, closing
 from typing import Any
 
-from specdec.serve.answers import Answer, Tally
-from specdec.serve.bridge import Cancel, Work, ahead
-from specdec.serve.hosting import Host
-from specdec.serve.metrics import Metrics
-from specdec.serve.protocol import Generate
-from specdec.serve.settings import ServeSettings
-from specdec.serve.text_model import Ask, Begun, Echo, Ended, Piece, TextModel
-from specdec.serve.wire import Wire
+from specdec.server.answers import Answer, Tally
+from specdec.server.cancellation import Cancel, Work, ahead
+from specdec.server.direct_socket import Wire
+from specdec.server.metrics import Metrics
+from specdec.server.models import Host
+from specdec.server.protocol import Generate
+from specdec.server.settings import ServeSettings
+from specdec.server.text import Ask, Begun, Echo, Ended, Piece, TextModel
 
 Told = Begun | Piece | Ended | bytes
 """What a thread tells the event loop: of a stream the events that the loop has to send, instead of pieces."""
