@@ -160,9 +160,6 @@ class _AfterPrompt:
         self._streamer.end()
 
 
-_TRAINERS = "labels"  # which trainers hand over, and `generate` drops
-
-
 def _first(value: Any, copies: int) -> Any:
     """Every prompt's first row of a tensor that holds each prompt so many times."""
     if isinstance(value, Tensor) and value.dim():
@@ -178,7 +175,7 @@ def _check(model: PreTrainedModel, asked: Mapping[str, Any], config: Any) -> Non
     if asked["assistant_model"] is not None:
         raise OptionError("`assistant_model` beside `custom_generate`: name it there, custom_generate(draft=…)")
     for name, value in asked["kwargs"].items():
-        if value is not None and name not in (*NAMES, _TRAINERS) and not hasattr(config, name):
+        if value is not None and name not in (*NAMES, "labels") and not hasattr(config, name):
             raise UnsupportedError(f"`{name}` is not supported with specdec's `custom_generate`: leave it out")
 
 
