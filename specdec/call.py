@@ -34,6 +34,7 @@ from specdec.inputs import (
 )
 from specdec.logits import build_processors
 from specdec.models import Encoding, LanguageModel, ModelState, digest, plain_modes
+from specdec.models.exactness import Exactness
 from specdec.options.generate import Options
 from specdec.output import Generation, Recorder, beam_indices, per_token, sequences, traces
 from specdec.request import Request
@@ -107,6 +108,7 @@ class Call:
     drafter: BatchDrafter | None
     make_schedule: Callable[[Schedule | None], Schedule]
     state: ModelState  # of the target
+    exactness: Exactness
     reuses_prefixes: bool = False
     request: Request = field(init=False)
     result: Generation | None = field(init=False, default=None)
@@ -268,7 +270,7 @@ class Call:
                 "gear": self.target.gear,
                 **self._draft_gear(),
             },
-            exactness=self.target.exactness,
+            exactness=self.exactness,
         )
         if self.extras.tokenizer is not None:
             out.word(self.extras.tokenizer, self.stops)

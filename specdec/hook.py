@@ -16,7 +16,7 @@ from specdec.core.stats import Stats
 from specdec.errors import OptionError, UnsupportedError
 from specdec.generator import SpecGenerator
 from specdec.inputs import FEATURES, NAMES
-from specdec.models import ModelState, handover
+from specdec.models import handover
 from specdec.options.fields import IDLE, REFUSED
 from specdec.options.generate import Options
 
@@ -64,7 +64,7 @@ class CustomGenerate:
     def __init__(self, draft: Any, options: Mapping[str, Any]) -> None:
         self._draft, self._options = draft, dict(options)
         self._lock = threading.Lock()
-        self._made: tuple[PreTrainedModel, Any, SpecGenerator] | None = None
+        self._made: tuple[PreTrainedModel, SpecGenerator] | None = None
         self.stats: Stats | None = None
 
     def __repr__(self) -> str:
@@ -126,14 +126,11 @@ class CustomGenerate:
 
     def _generator(self, model: PreTrainedModel) -> SpecGenerator:
         """The generator of the model, as it is now; its texts may come with other weights the next time."""
-        follows = self._options["gear"] in ("auto", "eager") and self._options["exactness"] == "auto"
-        state = (model.device, model.dtype, None if follows else ModelState.of(model))
         with self._lock:
-            if self._made is None or self._made[0] is not model or self._made[1] != state:
+            if self._made is None or self._made[0] is not model or self._made[1].target.look()[1]:
                 self._made = None  # before another one is made in its place
-                generator = _Following(model, self._draft, prefix_cache=False, **self._options)
-                self._made = (model, state, generator)
-            return self._made[2]
+                self._made = (model, _Following(model, self._draft, prefix_cache=False, **self._options))
+            return self._made[1]
 
 
 class _Following(SpecGenerator):
