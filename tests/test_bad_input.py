@@ -44,7 +44,6 @@ WRONG_OPTIONS = [
     ({"max_new_tokens": "many"}, "max_new_tokens"),
     ({"max_length": 3}, "max_length"),
     ({"max_length": 2}, "max_length"),
-    ({"min_new_tokens": 9, "max_new_tokens": 3}, "min_new_tokens"),
     ({"temperature": -1.0}, "temperature"),
     ({"top_p": 1.5}, "top_p"),
     ({"top_k": -1}, "top_k"),
@@ -69,7 +68,10 @@ WRONG_OPTIONS = [
     ({"do_sample": True, "temperature": 0, "num_return_sequences": 2}, "only one answer"),
     ({"num_assistant_tokens_schedule": "bogus"}, "`num_assistant_tokens_schedule` must be one of"),
     ({"generation_config": GenerationConfig(num_assistant_tokens_schedule="bogus")}, "`num_assistant_tokens_schedule`"),
-    ({"min_new_tokens": 9, "max_length": 6}, "`min_new_tokens`=9 is out of reach"),
+    (
+        {"cache_implementation": "bogus"},
+        "`cache_implementation`='bogus' is not supported: specdec keeps keys and values in",
+    ),
     (
         {"eos_token_id": 999},
         "`eos_token_id` must be ids from 0 to 63, which the target knows, got 999: pass [] for none",
@@ -255,6 +257,10 @@ def test_processors_that_return_no_scores(processor: Any, got: str) -> None:
         ({"assistant_tokenizer": byte_tokenizer()}, "`assistant_tokenizer` changes nothing without `assistant_model`"),
         ({"negative_prompt_ids": [[5, 6]]}, "`negative_prompt_ids` changes nothing without `guidance_scale`"),
         ({"min_length": 7}, "`min_length`=7 is out of reach, as the text ends after 3 new tokens"),
+        ({"min_new_tokens": 9}, "`min_new_tokens`=9 is out of reach, as the text ends after 3 new tokens"),
+        ({"generation_config": GenerationConfig(min_new_tokens=9)}, "`min_new_tokens`=9 is out of reach"),
+        ({"diversity_penalty": 0.5, "num_beams": 2}, "`diversity_penalty`=0.5 changes nothing without `num_beams` and"),
+        ({"generation_config": GenerationConfig(diversity_penalty=0.5)}, "`diversity_penalty`=0.5 changes nothing"),
     ],
 )
 def test_what_transformers_only_warns_of(given: dict[str, Any], about: str) -> None:
@@ -432,7 +438,8 @@ WARNED: dict[str, Any] = {
     **dict.fromkeys(("temperature", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"), 0.3),
     **{"top_k": 7, "length_penalty": 2.0, "early_stopping": True, "max_matching_ngram_size": 3},
     **{"num_assistant_tokens": 3, "assistant_confidence_threshold": 0.3, "num_assistant_tokens_schedule": "constant"},
-    "negative_prompt_ids": IDS,
+    **{"negative_prompt_ids": IDS, "negative_prompt_attention_mask": IDS},
+    **{"num_beam_groups": 2, "diversity_penalty": 0.5, "min_new_tokens": 20, "labels": IDS},
 }
 WRONG: dict[str, Any] = {
     "assistant_ensemble_weight": 0.5,
@@ -443,9 +450,8 @@ WRONG: dict[str, Any] = {
     "past_key_values": object(),
     "token_healing": True,
     # without what they belong to, or where a text less would come back
-    **{"num_beam_groups": 2, "diversity_penalty": 0.5, "constraints": [PhrasalConstraint([7])]},
+    "constraints": [PhrasalConstraint([7])],
     **{"force_words_ids": [[7]], "num_return_sequences": 2, "synced_gpus": True, "stop_strings": "x"},
-    "negative_prompt_attention_mask": IDS,
 }
 DESCRIBES = {"transformers_version"}  # the file, and no call
 
@@ -454,7 +460,7 @@ def test_every_field_of_transformers_has_its_answer() -> None:
     """Honoured, a warning or an error: nothing of a GenerationConfig and of `generate` is passed over in silence."""
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
     arguments = {*inspect.signature(GenerationMixin.generate).parameters} - {"self", "kwargs"}
-    beside = {"past_key_values", "trust_remote_code"}  # what `generate` reads of its other arguments
+    beside = {"past_key_values", "trust_remote_code", "labels"}  # what `generate` reads of its other arguments
     assert {*HONOURED, *WARNED, *WRONG} == (fields | arguments | beside) - DESCRIBES
     assert {*REFUSED} <= {*WRONG}
     assert {*IDLE} <= {*WARNED}

@@ -371,6 +371,7 @@ def test_a_build_that_fails(compiler: Callable[..., str], tmp_path: Path) -> Non
             {"CXX": "no-such-compiler"},
             "CXX names no-such-compiler, which is not here: name a C++ compiler, or unset it",
         ),
+        ({"CXX": "nothing 'here"}, "CXX names nothing 'here, which is not here: name a C++ compiler, or unset it"),
         ({"PATH": "/nowhere"}, "there is no C++ compiler (c++, g++, clang++): apt install g++, or name one in CXX"),
         ({"SPECDEC_KERNELS": "/dev/null/kernels"}, "/dev/null/kernels cannot be written to (Not a directory): change"),
     ],
@@ -379,6 +380,12 @@ def test_one_line_says_what_is_missing(environment: dict[str, str], words: str, 
     """Where kernels were wanted, once in a process, and each time with the way out. (Nothing was said.)"""
     [line] = packed(tmp_path, **environment)
     assert line.startswith(f"no kernels, so passes and sampling on the CPU are slower: {words}")
+
+
+def test_a_compiler_with_arguments(copying: str, tmp_path: Path) -> None:
+    """As of `ccache g++`. (It was said not to be here.)"""
+    packed(tmp_path / "kernels", CXX=f"env MORE=1 {copying}")
+    assert (tmp_path / "calls").read_text() == "call\n"
 
 
 def test_two_processes_build_once(copying: str, tmp_path: Path) -> None:

@@ -296,9 +296,7 @@ def test_forced_steps_of_a_disjunction_share_a_list() -> None:
     ("options", "named"),
     [
         ({"num_beams": 4, "num_beam_groups": 2}, "diversity_penalty"),
-        ({"num_beams": 4, "diversity_penalty": 1.0}, "num_beam_groups"),
         ({"num_beams": 4, "num_beam_groups": 3, "diversity_penalty": 1.0}, "num_beam_groups"),
-        ({"num_beam_groups": 2, "diversity_penalty": 1.0}, "num_beam_groups"),
         ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": -1.0}, "diversity_penalty"),
         ({**KINDS["group"], "do_sample": True}, "num_beam_groups.*do_sample"),
         ({**KINDS["group"], "force_words_ids": [[3]]}, "num_beam_groups.*force_words_ids"),

@@ -28,7 +28,8 @@ class Request:
     `encode` runs the encoder, `[inputs, ...]`, of which row r reads number `row.task.place`. `prefill_chunk` bounds the
     prompt tokens of one pass; None leaves that to the engine. `output_hidden_states` and `output_attentions` keep those
     of all layers, and prompts are then read in one pass; `last_hidden` keeps hidden states of the last layer.
-    `frames` are the positions of its encoder's output. `model_state` is the target's when the call was made.
+    `frames` are the positions of its encoder's output. `model_state` is the target's when the call was made; its
+    caller has `waited` since then, and has not changed the model.
 
     `rounds` are those that nobody has looked at yet. `error` is what ended the request early; `done` says that nothing
     more will come. `passes` counts target passes that any of its rows took part in.
@@ -44,6 +45,7 @@ class Request:
     last_hidden: bool = False
     frames: int = 0
     model_state: bytes = b""
+    waited: bool = False
     encoding: Encoding | None = None
     rounds: deque[Round] = field(default_factory=deque)
     error: BaseException | None = None

@@ -103,13 +103,15 @@ class Places:
 
     def remove(self, rows: Sequence[RunningRow], request_of: dict[int, Request]) -> None:
         """Takes the places of rows back; their texts may stay, and who waited for one of them reads for itself."""
-        now = cache(lambda: self._model.state().digest)  # of several rows, or of none, it is read once
+        now = cache(lambda: self._model.look()[0].digest)  # of several rows it is read once
         for row in rows:
             self._leaders.pop(row, None)
             self._arrived.pop(row.key, None)
-            kept = row.context if row.slot is not None else None
-            if self.prefixes is not None and kept is not None and kept.model == now():  # not changed while the row ran
-                self._retain(row, kept, self.prefixes, self._draft_of(request_of[row.key]))
+            kept, request = row.context, request_of[row.key]
+            if self.prefixes is None or kept is None or row.slot is None:
+                continue
+            if request.waited or kept.model == now():  # not changed while the row ran
+                self._retain(row, kept, self.prefixes, self._draft_of(request))
         slots = [one.slot for row in rows for one in row.batch_rows if one.slot is not None]
         if slots:
             self.target.remove(slots)

@@ -39,6 +39,7 @@ from specdec.generator.inputs import (
 )
 from specdec.generator.output import Generation, Recorder, beam_indices, per_token, sequences, traces
 from specdec.models import Encoding, LanguageModel, ModelState, digest, plain_modes
+from specdec.models.exactness import Exactness
 from specdec.options.generate import Options
 
 _SERIAL = count()  # of calls
@@ -109,6 +110,7 @@ class Call:
     drafter: BatchDrafter | None
     make_schedule: Callable[[Schedule | None], Schedule]
     state: ModelState  # of the target
+    exactness: Exactness
     reuses_prefixes: bool = False
     request: Request = field(init=False)
     result: Generation | None = field(init=False, default=None)
@@ -270,7 +272,7 @@ class Call:
                 "gear": self.target.gear,
                 **self._draft_gear(),
             },
-            exactness=self.target.exactness,
+            exactness=self.exactness,
         )
         if self.extras.tokenizer is not None:
             out.word(self.extras.tokenizer, self.stops)

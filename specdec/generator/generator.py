@@ -35,6 +35,7 @@ from specdec.generator.inputs import NAMES as MODEL_INPUTS
 from specdec.generator.inputs import Prompt, check_tokenizer, read_prompts, tokenizer_beside, with_predictions
 from specdec.generator.output import Detokenizer, Event, Generation
 from specdec.models import LanguageModel, ModelState, plain_modes
+from specdec.models.exactness import Exactness
 from specdec.options.checks import warn_of_idle
 from specdec.options.generate import Options, check_defaults, resolve
 from specdec.options.load import Loading, Vocabulary, check_loaded
@@ -181,7 +182,9 @@ class SpecGenerator:
         calls are kept. Several threads may call at once and share the target's passes; each text is the same as alone.
         Raises OptionError before any work is done, also for what would have no effect (a `seed` may always be given).
         """
-        run = self._prepare(prompt, messages, options).run(self._dispatcher)
+        call = self._prepare(prompt, messages, options)
+        call.request.waited = call.extras.streamer is None
+        run = call.run(self._dispatcher)
         while True:
             try:
                 next(run)
@@ -241,6 +244,7 @@ class SpecGenerator:
         draft = self._drafts.of_call(named, extras.tokenizer) if named else self._draft
         drafter = None if draft.drafter is None else draft.drafter.for_sampling(options.sampling)
         state = self.target.state("target")
+        exactness = self.target.exactness_of(state)
         for model in () if drafter is None else drafter.models:
             model.state("draft")
         if not named or any(name in given for name in _BRANCHING):
@@ -275,12 +279,13 @@ class SpecGenerator:
             drafter,
             make_schedule=lambda learned: schedule(learned=learned),
             state=state,
-            reuses_prefixes=self._reuses_prefixes(state),
+            exactness=exactness,
+            reuses_prefixes=self._reuses_prefixes(exactness, state),
         )
 
-    def _reuses_prefixes(self, state: ModelState) -> bool:
+    def _reuses_prefixes(self, exactness: Exactness, state: ModelState) -> bool:
         """Whether prompts continue what was read before: where that is asked for, or can change no text."""
-        changes_none = self.target.exactness in ("exact", "strict") and state.is_readable
+        changes_none = exactness in ("exact", "strict") and state.is_readable
         return self._prefixes is not None and (self._wants_prefixes or changes_none)
 
     def _options(self, given: Mapping[str, Any], config: Any) -> Options:

@@ -17,7 +17,6 @@ from specdec.errors import OptionError, UnsupportedError
 from specdec.generator.generator import SpecGenerator
 from specdec.generator.inputs import FEATURES, NAMES
 from specdec.integrations import generate_arguments
-from specdec.models import ModelState
 from specdec.options.fields import IDLE, REFUSED
 from specdec.options.generate import Options
 
@@ -65,7 +64,7 @@ class CustomGenerate:
     def __init__(self, draft: Any, options: Mapping[str, Any]) -> None:
         self._draft, self._options = draft, dict(options)
         self._lock = threading.Lock()
-        self._made: tuple[PreTrainedModel, Any, SpecGenerator] | None = None
+        self._made: tuple[PreTrainedModel, SpecGenerator] | None = None
         self.stats: Stats | None = None
 
     def __repr__(self) -> str:
@@ -127,14 +126,11 @@ class CustomGenerate:
 
     def _generator(self, model: PreTrainedModel) -> SpecGenerator:
         """The generator of the model, as it is now; its texts may come with other weights the next time."""
-        follows = self._options["gear"] in ("auto", "eager") and self._options["exactness"] == "auto"
-        state = (model.device, model.dtype, None if follows else ModelState.of(model))
         with self._lock:
-            if self._made is None or self._made[0] is not model or self._made[1] != state:
+            if self._made is None or self._made[0] is not model or self._made[1].target.look()[1]:
                 self._made = None  # before another one is made in its place
-                generator = _Following(model, self._draft, prefix_cache=False, **self._options)
-                self._made = (model, state, generator)
-            return self._made[2]
+                self._made = (model, _Following(model, self._draft, prefix_cache=False, **self._options))
+            return self._made[1]
 
 
 class _Following(SpecGenerator):
@@ -161,9 +157,6 @@ class _AfterPrompt:
         self._streamer.end()
 
 
-_TRAINERS = "labels"  # which trainers hand over, and `generate` drops
-
-
 def _first(value: Any, copies: int) -> Any:
     """Every prompt's first row of a tensor that holds each prompt so many times."""
     if isinstance(value, Tensor) and value.dim():
@@ -179,7 +172,7 @@ def _check(model: PreTrainedModel, asked: Mapping[str, Any], config: Any) -> Non
     if asked["assistant_model"] is not None:
         raise OptionError("`assistant_model` beside `custom_generate`: name it there, custom_generate(draft=…)")
     for name, value in asked["kwargs"].items():
-        if value is not None and name not in (*NAMES, _TRAINERS) and not hasattr(config, name):
+        if value is not None and name not in (*NAMES, "labels") and not hasattr(config, name):
             raise UnsupportedError(f"`{name}` is not supported with specdec's `custom_generate`: leave it out")
 
 

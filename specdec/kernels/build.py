@@ -2,8 +2,8 @@
 
 It lies in `specdec/kernels` in `$XDG_CACHE_HOME` (by default `~/.cache`), or in the folder `$SPECDEC_KERNELS`. Its name
 holds a digest of the instructions that the processor has, so that no library built for another one is ever loaded.
-`$CXX` names the compiler; by default it is the first of c++, g++ and clang++. One that fails is tried again when it
-changes, a day later, or by `specdec doctor`.
+`$CXX` is the compiler, with arguments if need be; by default the first of c++, g++ and clang++. One that fails is tried
+again when it changes, a day later, or by `specdec doctor`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
@@ -143,7 +145,7 @@ def _failure(library: Path) -> Path:
     return library.with_suffix(".failed")
 
 
-def _failed_before(library: Path, compiler: str) -> str | None:
+def _failed_before(library: Path, compiler: Sequence[str]) -> str | None:
     """Why this very compiler failed within the last day, if it did."""
     file = _failure(library)
     try:
@@ -154,9 +156,10 @@ def _failed_before(library: Path, compiler: str) -> str | None:
     return reason if fresh and known == _identity(compiler) else None
 
 
-def _identity(compiler: str) -> str:
-    found = os.stat(compiler)
-    return f"{os.path.realpath(compiler)} {found.st_size} {found.st_mtime_ns}"
+def _identity(compiler: Sequence[str]) -> str:
+    programs = [os.path.realpath(path) for word in compiler if (path := shutil.which(word))]
+    files = [os.stat(path) for path in programs]
+    return f"{shlex.join(compiler)} {programs} {[(file.st_size, file.st_mtime_ns) for file in files]}"
 
 
 def _build(library: Path) -> None:
@@ -178,22 +181,22 @@ def _build(library: Path) -> None:
                 _failure(library).unlink(missing_ok=True)
     if reason is not None:
         way_out = "mend it, or name another compiler in CXX; specdec doctor tries again"
-        raise Lack(f"{program} could not build them ({reason})", way_out)
+        raise Lack(f"{shlex.join(program)} could not build them ({reason})", way_out)
 
 
-def _make(library: Path, program: str) -> None:
+def _make(library: Path, program: Sequence[str]) -> None:
     """Compiles all sources at once, and links them."""
     root = Path(torch.__file__).parent
     headers = [f"-I{root / 'include'}", f"-I{root / 'include' / 'torch' / 'csrc' / 'api' / 'include'}"]
     objects = [str(library.with_name(f"{source.stem}.o")) for source in _SOURCES]
     with ThreadPoolExecutor() as pool:
         compiled = [
-            pool.submit(_run, [program, *_FLAGS, *headers, "-c", str(source), "-o", to])
+            pool.submit(_run, [*program, *_FLAGS, *headers, "-c", str(source), "-o", to])
             for source, to in zip(_SOURCES, objects, strict=True)
         ]
         for one in compiled:
             one.result()
-    _run([program, *_FLAGS, "-shared", *objects, "-o", str(library), f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"])
+    _run([*program, *_FLAGS, "-shared", *objects, "-o", str(library), f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"])
 
 
 def _run(command: list[str]) -> None:
@@ -206,12 +209,13 @@ def _run(command: list[str]) -> None:
         raise _Failed(_line(lines[0]))
 
 
-def compiler() -> str:
-    """The C++ compiler: `$CXX`, or the first that is here; raises Lack."""
+def compiler() -> list[str]:
+    """The C++ compiler, a program and its arguments: `$CXX`, or the first that is here; raises Lack."""
     named = os.environ.get("CXX")
-    for name in [named] if named else _COMPILERS:
-        if found := shutil.which(name):
-            return found
+    with suppress(ValueError):  # of a quotation without an end
+        for words in ([named], shlex.split(named)) if named else ([name] for name in _COMPILERS):
+            if words and (found := shutil.which(words[0])):
+                return [found, *words[1:]]
     if named:
         raise Lack(f"CXX names {named}, which is not here", "name a C++ compiler, or unset it")
     raise Lack(f"there is no C++ compiler ({', '.join(_COMPILERS)})", "apt install g++, or name one in CXX")

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +25,7 @@ from specdec.models.graphs import GraphedForward
 from specdec.models.hf.device_hooks import execution_device, is_offloaded
 from specdec.models.hf.layer_subset import shallow_exit
 from specdec.models.hf.memory import kv_width
-from specdec.models.hf.model_state import ModelState, float32_is_rounded, plain_modes
+from specdec.models.hf.model_state import ModelState, StateReader, float32_is_rounded, plain_modes
 from specdec.models.hf.positions import STYLES, Lookup
 from specdec.models.hf.private_api import attention_of, gives_hidden_states
 from specdec.models.hf.rotary import Scaling
@@ -73,7 +72,7 @@ class LanguageModel:
             gear = "packed"
         if model.training:
             raise OptionError("`model` is in training mode, where dropout makes its output random: call `model.eval()`")
-        self.model, self._source = model, ref(model)
+        self.model = model
         self.is_encoder_decoder = bool(model.config.is_encoder_decoder)
         self.config: Any = text_config(model.config)
         self.input_names = frozenset(inspect.signature(model.forward).parameters)
@@ -94,7 +93,8 @@ class LanguageModel:
         if self.is_strict:
             self._make_strict()
         self._attention = attention_of(self.config)
-        self._made_of = self._last_state = ModelState.of(model)
+        self._reader = StateReader(model)
+        self._made_of = self._reader.read() or ModelState.of(model)
         self._exactness: tuple[ModelState, Exactness] | None = None
 
     def __repr__(self) -> str:
@@ -130,27 +130,31 @@ class LanguageModel:
         `name` is what the caller calls the model. Raises OptionError for one in training mode, and for one that was
         changed in a way that its passes do not follow.
         """
-        source = self._source()
-        if source is None:  # a copy of it is what passes run on
-            return self._last_state
-        if source.training:
+        source = self._reader.model
+        if source is not None and source.training:
             raise OptionError(f"the {name} is in training mode, where dropout makes it random: call `.eval()` on it")
-        self._last_state = state = ModelState.of(source)
-        if self.gear != "eager":
-            changed = state.changed(self._made_of)
-            way = "make another SpecGenerator, or use `gear`='eager', which follows changes"
-            was = f"its weights were put into gear {self.gear!r}"
-        else:
-            now = {
-                "device": execution_device(source.get_input_embeddings()) == self.device,
-                "dtype": source.dtype == self.dtype,
-                "attention implementation": attention_of(self.config) == self._attention,
-            }
-            changed = [what for what, is_same in now.items() if not is_same]
-            way, was = "make another SpecGenerator", "it was handed over"
+        state, changed = self.look()
         if changed:
+            way, was = "make another SpecGenerator", "it was handed over"
+            if self.gear != "eager":
+                way += ", or use `gear`='eager', which follows changes"
+                was = f"its weights were put into gear {self.gear!r}"
             raise OptionError(f"the {name} was changed after {was} ({', '.join(changed)}): {way}")
         return state
+
+    def look(self) -> tuple[ModelState, list[str]]:
+        """Its state, and the names of what was changed since it was made and its passes do not follow."""
+        source, state = self._reader.model, self._reader.read()
+        if source is None or state is None:  # a copy of it is what passes run on
+            return self._made_of, []
+        if self.gear != "eager":
+            return state, state.changed(self._made_of)
+        same = {
+            "device": execution_device(source.get_input_embeddings()) == self.device,
+            "dtype": source.dtype == self.dtype,
+            "attention implementation": attention_of(self.config) == self._attention,
+        }
+        return state, [what for what, is_same in same.items() if not is_same]
 
     def cross_bytes(self, frames: int) -> int:
         """What one row's projections of so many encoder positions take; 0 without an encoder."""
@@ -164,17 +168,21 @@ class LanguageModel:
 
     @property
     def exactness(self) -> Exactness:
+        """`exactness_of` what it is now."""
+        return self.exactness_of(self.look()[0])
+
+    def exactness_of(self, state: ModelState) -> Exactness:
         """What a draft can change of the text: nothing ("strict", "exact"), near-ties ("rounding"), or more.
 
-        "strict" was tried bit for bit; more is "row-dependent". It is that of the `state` that was read last, and of
-        the precision that torch may use for float32 now.
+        "strict" was tried bit for bit; more is "row-dependent". It is that of the model's `state`, which was just read,
+        and of the precision that torch may use for float32 now.
         """
         if self.is_strict:
             return "strict"
-        if self._exactness is None or self._exactness[0] != self._last_state:
-            self._exactness = (self._last_state, self._find_exactness())
-        found = self._exactness[1]
-        return "rounding" if found == "exact" and float32_is_rounded(self.device) else found
+        known = self._exactness
+        if known is None or known[0] != state:
+            known = self._exactness = (state, self._find_exactness())
+        return "rounding" if known[1] == "exact" and float32_is_rounded(self.device) else known[1]
 
     def session(self) -> Session:
         """A new session without rows."""

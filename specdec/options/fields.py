@@ -25,7 +25,7 @@ _OWN_STORE = "specdec keeps keys and values in its own store"
 # Fields that would change the text, and are errors. docs/reference/models.md lists them; a test compares.
 REFUSED: dict[str, Rule] = {
     "assistant_ensemble_weight": Rule((None,), "specdec never mixes the draft into the target's distribution"),
-    "cache_implementation": Rule((None, *_ANY_CACHE), "keys and values are not rounded; leave it out"),
+    "cache_implementation": Rule((None, *_ANY_CACHE), f"{_OWN_STORE}, as they are; leave it out"),
     "custom_generate": Rule((None,), "specdec is the decoding method; call `model.generate` for another one"),
     "dola_layers": Rule((None,), "DoLa is not available"),
     "is_assistant": Rule((None, False), "it is transformers' own marker for a draft's inner call"),
@@ -40,6 +40,7 @@ IDLE: dict[str, Rule] = {
     "compile_config": Rule((None,), "`gear='compiled'` of SpecGenerator compiles"),
     "continuous_batching_config": Rule((None,), "a list of prompts is a batch, and calls that overlap share passes"),
     "disable_compile": Rule((None, False), "`gear='compiled'` of SpecGenerator compiles, other gears do not"),
+    "labels": Rule((None,), "they are for training"),
     "low_memory": Rule((None, False), "the candidates of contrastive search share one cache already"),
     "max_cache_len": Rule((None,), "the store grows by itself"),
     "speculation_type": Rule((None,), "`draft=` of SpecGenerator and `assistant_model=` name the draft"),

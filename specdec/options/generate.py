@@ -7,6 +7,7 @@ or an error; what a checkpoint's generation config brings along is honoured wher
 from __future__ import annotations
 
 import difflib
+import reprlib
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -186,6 +187,7 @@ def listed(value: int | list[int] | None) -> list[int]:
 
 DEFAULTS = {"top_k": 50, "temperature": 1.0, "num_return_sequences": 1, "num_beams": 1}
 _SCHEDULE = ("plan", "after", "max_branches")  # what a schedule of the caller's own must have
+_OF_GROUPS = ("num_beam_groups", "diversity_penalty")
 _EITHER = (("max_new_tokens", "max_length"), ("min_new_tokens", "min_length"))
 
 
@@ -206,7 +208,7 @@ def resolve(
     """
     given, defaults, config = _checked(given), _checked(defaults or {}), _understood(config or {})
     defaults = _waiting(defaults, {**config, **given})
-    options = _valid(_merged([DEFAULTS, _followed(inherited or {}), defaults, config, given]))
+    options = _grouped(_valid(_merged([DEFAULTS, _followed(inherited or {}), defaults, config, given])))
     _check_lengths(options, {**defaults, **config, **given})
     _check_search(options)
     _check_effect(options, given, config, defaults)
@@ -235,6 +237,17 @@ def _merged(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     merged = {name: value for layer in layers for name, value in layer.items()}
     hidden = {second for first, second in _EITHER if first in merged}
     return {name: value for name, value in merged.items() if name not in hidden}
+
+
+def _grouped(options: Options) -> Options:
+    """The options without settings of groups, of which it warns, where there is one beam or one group."""
+    if options.beams > 1 and options.groups > 1:
+        return options
+    idle = [name for name in _OF_GROUPS if getattr(options, name) not in SEARCHES[name]]
+    for name in idle:
+        needed = " and ".join(f"`{one}`" for one in ("num_beams", *_OF_GROUPS) if one != name)
+        warn_of_idle(f"`{name}`={getattr(options, name)} changes nothing without {needed}: set them, or leave it out")
+    return options.model_copy(update=dict.fromkeys(idle))
 
 
 def _check_lengths(options: Options, asked: Mapping[str, Any]) -> None:
@@ -298,8 +311,8 @@ def _check_search(options: Options) -> None:
         raise OptionError(f"{asked[0]} does not go with sampling: leave it out, or set `do_sample=False`")
     if options.beams % options.groups:
         raise OptionError.of("num_beam_groups", f"a divisor of `num_beams`={options.beams}", options.groups)
-    if (options.groups > 1) != bool(options.diversity_penalty):
-        raise OptionError("`num_beam_groups` above 1 and `diversity_penalty` above 0 need each other: set both")
+    if options.groups > 1 and not options.diversity_penalty:
+        raise OptionError("`num_beam_groups` above 1 needs a `diversity_penalty` above 0: set both")
     if options.constrained and options.beams == 1:
         raise OptionError(f"{asked[0]} belongs to beam search: set `num_beams` to 2 or more")
     if options.contrastive and options.beams > 1:
@@ -431,7 +444,7 @@ def _check_known(name: str, value: object) -> None:
     if name in REFUSED and value not in REFUSED[name].neutral:
         raise UnsupportedError(f"`{name}`={value!r} is not supported: {REFUSED[name].why}")
     if name in IDLE and value not in IDLE[name].neutral:
-        warn_of_idle(f"`{name}`={value!r} changes nothing: {IDLE[name].why}")
+        warn_of_idle(f"`{name}`={reprlib.repr(value)} changes nothing: {IDLE[name].why}")
     if name in Options.model_fields or name in REFUSED or name in IDLE:
         return
     hint = ""
@@ -458,9 +471,6 @@ def _check_contradictions(given: Mapping[str, Any]) -> None:
         for name in ("num_assistant_tokens", "num_assistant_branches", "assistant_confidence_threshold"):
             if name in given:
                 raise OptionError(f"`{name}` and a `schedule` object contradict: set it in the schedule")
-    least, most = given.get("min_new_tokens"), given.get("max_new_tokens")
-    if isinstance(least, int) and isinstance(most, int) and least > most:
-        raise OptionError(f"`min_new_tokens`={least} is more than `max_new_tokens`={most}: lower one of them")
 
 
 def _is_valid(name: str, value: Any) -> bool:

@@ -7,7 +7,7 @@
 | `app.py`, `routes/`, `page/` | endpoints, the page |
 | `guards.py`, `keys.py` | keys, hosts, sizes, the log's line: what every request must pass |
 | `generation.py`, `responses.py` | one request on the event loop; answers that end when their client leaves |
-| `admission.py`, `cancellation.py` | turns among clients; threads that decode, followed and cancelled from the event loop |
+| `admission.py`, `cancellation.py` | turns among clients; threads that decode, followed from the event loop |
 | `models.py`, `text.py`, `speech.py` | models with their threads; what a thread does for a request |
 | `connections.py` | how many connections there are, and how long heads and sends may take |
 | `direct_socket.py` | streams from a thread that decodes to their socket |

@@ -126,6 +126,16 @@ def test_the_compiler_reads_no_files_of_others(
     assert f"as before: {cache / key(flat())}/tmp" in caplog.messages[-1]
 
 
+def test_a_compiler_with_arguments(
+    cache: Path, compiler: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of ccache; torch takes one program. (It was said not to be here.)"""
+    monkeypatch.setenv("CXX", "echo 'with arguments'")
+    compiler("$CXX and more >&2; exit 1")
+    assert not compiled(tiny("llama")).ready
+    assert caplog.messages[-1].endswith("as before: with arguments and more")
+
+
 def test_a_broken_compiler(cache: Path, compiler: Callable[[str], None], caplog: pytest.LogCaptureFixture) -> None:
     """What torch says of it is a name of its own options."""
     compiler("echo 'InductorError: InvalidCxxCompiler: No working C++ compiler found: (None, \"x\")' >&2; exit 1")

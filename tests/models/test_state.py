@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,9 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate import cpu_offload
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from specdec import OptionError, SpecGenerator, UnsupportedError
 from specdec.models import ModelState
+from specdec.models.hf.model_state import StateReader
 from tests.tiny import DECODERS, NAMES, tiny, tiny_inputs
 
 COMMON = {"max_new_tokens": 12, "eos_token_id": [], "pad_token_id": 0}
@@ -143,6 +148,19 @@ def global_hook(model: Any) -> Iterator[None]:
 
 
 @contextmanager
+def other_attention(model: Any) -> Iterator[None]:
+    held = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def flipped(*args: Any, **options: Any) -> Any:
+        out, weights = held(*args, **options)
+        return -out, weights
+
+    AttentionInterface.register("sdpa", flipped)
+    yield
+    AttentionInterface.register("sdpa", held)
+
+
+@contextmanager
 def patched(model: Any) -> Iterator[None]:
     layer = model.model.layers[0].mlp
     layer.forward = MethodType(lambda self, x: -type(self).forward(self, x), layer)
@@ -162,7 +180,7 @@ Change = Callable[[Any], Any]
 OF_ADAPTERS = (disabled, disabled_by_transformers, another_adapter, merged)
 OF_MODELS = (
     averaged_weights, written_weights, other_weights, moved_storage, attribute, steering, early_steering, global_hook,
-    patched, replaced_module,
+    other_attention, patched, replaced_module,
 )  # fmt: skip
 
 
@@ -187,7 +205,7 @@ def test_eager_passes_follow_a_change(change: Change) -> None:
     with change(model):
         changed = own_text(model)
         assert changed != before
-        check(changed, known=change not in (steering, early_steering, global_hook, patched))
+        check(changed, known=change not in (steering, early_steering, global_hook, other_attention, patched))
     assert generator.generate(PROMPT, **COMMON).sequences.tolist() == before
 
 
@@ -228,6 +246,31 @@ def test_what_nobody_can_read_is_continued_by_nobody() -> None:
         assert (out.sequences.tolist(), out.stats.cached_prompt_tokens) == (own_text(model), 0)
     asked = SpecGenerator(model, prefix_cache=True)
     assert [asked.generate(PROMPT, **COMMON).stats.cached_prompt_tokens for _ in range(2)] == [0, 39]
+
+
+@pytest.mark.parametrize("kind", ["list", "config", "number", "tensor", "weight"])
+def test_an_equal_thing_in_the_place_of_another(kind: str) -> None:
+    """A second look sees what happens to it later, though it was equal when it came in."""
+    model = tiny("llama")
+    layer = model.model.layers[0].mlp
+    layer.names, layer.vector = ["a"], torch.ones(1)
+    layer.register_buffer("one", torch.ones(1))
+    reader = StateReader(model)
+    before = reader.read()
+    layer.names, layer.vector, layer.one = ["a"], torch.ones(1), torch.ones(1)
+    model.config = copy.deepcopy(model.config)
+    reader.read()
+    held = {"tensor": layer.vector, "weight": layer.one.data}
+    match kind:
+        case "list":
+            layer.names.append("b")
+        case "config":
+            model.config.scale = 3
+        case "number":
+            layer.scale = 3.0
+        case _:
+            held[kind].fill_(3)
+    assert reader.read() == ModelState.of(model) != before
 
 
 def test_settings_of_every_kind_are_read() -> None:
@@ -272,13 +315,16 @@ def test_copied_weights_take_what_changes_nothing(tmp_path: Any, built: None) ->
 
 
 def test_one_look_for_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that end together are kept after one look at the model. (Each took its own: three times as slow.)"""
-    looks, of = [], ModelState.of
-    monkeypatch.setattr(ModelState, "of", lambda model: (looks.append(1), of(model))[1])
+    """Rows that end together are kept after one look at the model, and none where the caller waited for them."""
+    looks, read = [], StateReader.read
+    monkeypatch.setattr(StateReader, "read", lambda reader: (looks.append(1), read(reader))[1])
     generator = SpecGenerator(tiny("llama"))
     looks.clear()
-    generator.generate([[i + 5] * 20 for i in range(16)], **{**COMMON, "max_new_tokens": 1})
-    assert len(looks) == 2
+    prompts, options = [[i + 5] * 20 for i in range(16)], {**COMMON, "max_new_tokens": 1}
+    generator.generate(prompts, **options)
+    assert len(looks) == 1
+    list(generator.stream(prompts, **options))
+    assert len(looks) == 1 + 2
 
 
 def test_a_change_between_two_pieces_of_a_stream() -> None:
@@ -318,21 +364,61 @@ def test_a_model_that_was_cast_is_refused() -> None:
         generator.generate(PROMPT, **COMMON)
 
 
+class Centred(torch.nn.Linear):
+    """A layer whose rows depend on each other."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x - x.mean())
+
+
+@contextmanager
+def centred_head(model: Any) -> Iterator[None]:
+    head, model.lm_head = model.lm_head, Centred(*reversed(model.lm_head.weight.shape), bias=False)
+    yield
+    model.lm_head = head
+
+
 def test_exactness_is_of_the_model_that_runs() -> None:
     """A layer whose rows depend on each other makes texts depend on drafts, whenever it came in."""
-
-    class Centred(torch.nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x - x.mean())
-
     model = tiny("llama")
     generator = SpecGenerator(model)
     assert generator.generate(PROMPT, **COMMON).stats.exactness == "exact"
-    head, other = model.lm_head, Centred(*reversed(model.lm_head.weight.shape), bias=False)
-    model.lm_head = other
-    assert generator.generate(PROMPT, **COMMON).stats.exactness == "row-dependent"
-    model.lm_head = head
+    with centred_head(model):
+        assert generator.generate(PROMPT, **COMMON).stats.exactness == "row-dependent"
     assert generator.generate(PROMPT, **COMMON).stats.exactness == "exact"
+
+
+def test_exactness_is_of_the_call() -> None:
+    """A call under way is described as it began. (It was as another call, which came later, had found the model.)"""
+    model = tiny("llama")
+    generator = SpecGenerator(model, prefix_cache=False)
+    stream = generator.stream(PROMPT, **COMMON)
+    with centred_head(model):
+        assert generator.generate(PROMPT, **COMMON).stats.exactness == "row-dependent"
+    ends = []
+
+    def to_the_end() -> Iterator[Any]:
+        ends.append((yield from stream))
+
+    list(to_the_end())
+    assert ends[0].stats.exactness == "exact"
+
+
+@pytest.mark.parametrize("change", ["replaced", "written"])
+def test_weights_that_are_read_for_each_pass(change: str) -> None:
+    """Another weight in what an offloaded model reads is noticed. (Its old keys and values were continued.)"""
+    model = cpu_offload(tiny("llama"), execution_device=torch.device("cpu"))
+    generator = SpecGenerator(model, "suffix")
+    weights = model.model.layers[0].mlp.down_proj._hf_hook.weights_map.dataset
+    name = "model.layers.0.mlp.down_proj.weight"
+    for cached in (0, 39):
+        assert generator.generate(PROMPT, **COMMON).stats.cached_prompt_tokens == cached
+    if change == "replaced":
+        weights[name] = -weights[name]
+    else:
+        weights[name].data.mul_(-1)
+    out = generator.generate(PROMPT, **COMMON)
+    assert (out.sequences.tolist(), out.stats.cached_prompt_tokens) == (own_text(model), 0)
 
 
 @pytest.mark.parametrize("precision", ["high", "medium"])

@@ -293,7 +293,6 @@ CALLS = [
     ({"text": "a"}, {}, "`documents` must be text"),
     ("a", {"max_new_tokens": None}, "a summary needs a length limit: pass `max_new_tokens=`"),
     ("ab", {"min_length": 9, "max_new_tokens": 3}, "`min_length`=9 asks for more tokens than text 0 has"),
-    ("a", {"min_new_tokens": 9, "max_new_tokens": 3}, "min_new_tokens"),
     ("a", {"truncation": "some"}, "`truncation` must be one of True, 'longest_first'"),
     ("a", {"batch_size": 0}, "`batch_size` must be a whole number of at least 1, got 0"),
     ("a", {"batch_size": True}, "`batch_size`"),

@@ -156,7 +156,7 @@ def test_settings_must_be_the_same_to_go_on(
         ([source, out, "--system", "x"], "--system is for the task chat"),
         ([source, out, "--task", "transcribe", "--sample"], "--sample is for"),
         ([source, tmp_path / "o.jsonl", "--set", "seed=[1, 2]"], "one number"),
-        ([source, tmp_path / "o.jsonl", "--set", "num_beam_groups=7"], "num_beam"),
+        ([source, tmp_path / "o.jsonl", "--set", "num_return_sequences=7"], "num_beam"),
     ]:
         assert batch(*arguments, *models) == 2
         assert text in capsys.readouterr().err

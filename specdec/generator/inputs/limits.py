@@ -82,10 +82,7 @@ def check_vocabulary(options: Options, target: LanguageModel) -> None:
 
 
 def check_least(options: Options, limit: int, prompts: Prompts, target: LanguageModel) -> None:
-    """Raises OptionError for least new tokens beyond the limit, unless the target's checkpoint brought them.
-
-    Of `min_length` it only warns, as transformers does: the text then ends at its limit.
-    """
+    """Warns of least lengths beyond the limit, where the text ends, unless the target's checkpoint brought them."""
     width = prompts.padded.shape[1]
     leasts = {
         "min_length": (options.min_length or 0) - prompts.unseen,
@@ -93,12 +90,8 @@ def check_least(options: Options, limit: int, prompts: Prompts, target: Language
     }
     for name, least in leasts.items():
         asked = getattr(options, name)
-        if least <= limit or asked == getattr(target.model.generation_config, name, None):
-            continue
-        message = (
-            f"`{name}`={asked} is out of reach, as the text ends after {limit - width} new tokens: "
-            "lower it, or raise `max_new_tokens`"
-        )
-        if name == "min_new_tokens":
-            raise OptionError(message)
-        warn_of_idle(message)
+        if least > limit and asked != getattr(target.model.generation_config, name, None):
+            warn_of_idle(
+                f"`{name}`={asked} is out of reach, as the text ends after {limit - width} new tokens: "
+                "lower it, or raise `max_new_tokens`"
+            )

@@ -16,6 +16,7 @@ from specdec.models import Encoding, LanguageModel
 from specdec.options.checks import warn_of_idle
 from specdec.options.generate import Options
 
+_NEGATIVES = ("negative_prompt_ids", MASKS["negative_prompt_ids"])
 FEATURES = {"input_features": 3, "input_values": 2, "pixel_values": 4}  # what encoders read besides ids: dimensions
 NAMES = frozenset({"inputs", "input_ids", "inputs_embeds", "encoder_outputs", *FEATURES, *MASKS, *MASKS.values()}) - {
     "prompt"
@@ -87,6 +88,7 @@ def read_prompts(
     _check_no_messages(prompt)
     if isinstance(prompt, Mapping):
         given, prompt = _unpacked(prompt, given), None
+    given = _without_idle(given, options)
     _check_sources(prompt, messages, given, target)
     value = prompt if prompt is not None else given.get("inputs", given.get("input_ids"))
     if messages is not None:
@@ -115,6 +117,14 @@ def _unpacked(prompt: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, 
     if twice := sorted(set(prompt) & set(given)):
         raise OptionError(f"`{twice[0]}` was given 2 times, in the prompt and by name: pass one of them")
     return {**given, **{name: value for name, value in prompt.items() if value is not None}}
+
+
+def _without_idle(given: Mapping[str, Any], options: Options) -> Mapping[str, Any]:
+    """The inputs without negative prompts, of which it warns, where no guidance reads them."""
+    idle = [name for name in _NEGATIVES if name in given and options.guidance_scale in (None, 1)]
+    if idle:
+        warn_of_idle(f"`{idle[0]}` changes nothing without `guidance_scale`: pass both")
+    return {name: value for name, value in given.items() if name not in idle}
 
 
 def _check_sources(prompt: Any, messages: Any, given: Mapping[str, Any], target: LanguageModel) -> None:
@@ -242,8 +252,6 @@ def _encoding(given: Mapping[str, Any], inputs: Mapping[str, Tensor], target: La
 def _with_negatives(prompts: Prompts, given: Mapping[str, Any], options: Options, target: LanguageModel) -> Prompts:
     """The rows with their negative prompts where guidance is on; without any it is the prompt's last token."""
     if options.guidance_scale in (None, 1):
-        if "negative_prompt_ids" in given:
-            warn_of_idle("`negative_prompt_ids` changes nothing without `guidance_scale`: pass both")
         return prompts
     if target.is_encoder_decoder:
         raise UnsupportedError("`guidance_scale` is not supported for a target with an encoder: leave it out")

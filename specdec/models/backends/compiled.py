@@ -12,6 +12,7 @@ import atexit
 import hashlib
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -157,25 +158,26 @@ class CompiledForward:
         finally:
             self._done.set()
 
-    def _compile(self, compiler: str) -> None:
+    def _compile(self, compiler: Sequence[str]) -> None:
         with tempfile.TemporaryDirectory(dir=self._folder) as folder:
             made = (_without_weights(self._model), self._widths, self._states)
             torch.save(made, Path(folder) / "model.pt")
             # What can be imported here can be there, and no file that happens to lie in the current folder.
             known = {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)), "PYTHONSAFEPATH": "1"}
+            # Files of the compiler's own that another process left half-written break nothing.
+            known |= {"CXX": _program(compiler, Path(folder)), "TORCHINDUCTOR_CACHE_DIR": str(Path(folder) / "cache")}
             process = subprocess.Popen(
                 [sys.executable, "-m", __name__, folder],
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,
-                # Files of the compiler's own that another process left half-written break nothing.
-                env={**os.environ, **known, "CXX": compiler, "TORCHINDUCTOR_CACHE_DIR": str(Path(folder) / "cache")},
+                env={**os.environ, **known},
             )
             atexit.register(process.kill)
             _, said = process.communicate()
             atexit.unregister(process.kill)
             if process.returncode:
-                raise UnsupportedError(_reason(said, compiler) or f"exit {process.returncode}")
+                raise UnsupportedError(_reason(said, shlex.join(compiler)) or f"exit {process.returncode}")
             for file in (_CONSTANTS, _CODE):
                 kernels.put(Path(folder) / file, self._folder / file)
 
@@ -222,6 +224,16 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),
     }
+
+
+def _program(compiler: Sequence[str], folder: Path) -> str:
+    """A compiler as torch takes it, which is one without arguments."""
+    if len(compiler) == 1:
+        return compiler[0]
+    script = folder / "c++"
+    script.write_text(f'#!/bin/sh\nexec {shlex.join(compiler)} "$@"\n')
+    script.chmod(0o700)
+    return str(script)
 
 
 def _reason(said: str, compiler: str) -> str:

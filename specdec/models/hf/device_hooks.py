@@ -67,6 +67,15 @@ class Home:
         return folder
 
 
+def offloaded_weights(module: nn.Module) -> Iterator[dict[str, Any]]:
+    """What hooks of this very module bring weights in from, where that is in memory."""
+    for hook in hooks(module):
+        weights = getattr(getattr(hook, "weights_map", None), "dataset", None)
+        weights = getattr(weights, "state_dict", weights)
+        if isinstance(weights, dict):
+            yield weights
+
+
 def home(model: nn.Module, name: str) -> Home | None:
     """What the weight `name` comes from; None where no hook brings it in."""
     parts = name.split(".")

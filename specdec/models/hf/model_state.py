@@ -14,15 +14,18 @@ from dataclasses import dataclass, fields
 from functools import cache, cached_property, partial
 from hashlib import blake2b
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from specdec.models.hf.device_hooks import offloaded_weights
 from specdec.models.hf.patching import CHANGING, original_attributes
-from specdec.models.hf.private_api import CAPTURING
+from specdec.models.hf.private_api import CAPTURING, attention_of
 
 _SAMPLE = 16  # values of each tensor: writes to whole tensors change some of them
 _DEEPEST = 4  # collections within collections that are read
@@ -68,39 +71,112 @@ class ModelState:
         return _digest([getattr(self, one.name) for one in fields(self)])
 
 
+class StateReader:
+    """Reads the state of one model again and again; what was read last goes with the model, which is not kept."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._last = last = list[_Reading]()
+        self._model = ref(model, lambda _: last.clear())
+
+    @property
+    def model(self) -> Any:
+        """The model; None where it is gone."""
+        return self._model()
+
+    def read(self) -> ModelState | None:
+        """The state now; None where the model is gone."""
+        model = self._model()
+        if model is None:
+            return None
+        last = next(iter(self._last), None)
+        if last is None or not last.holds():
+            self._last[:] = [last := _Reading(model)]
+        return last.state
+
+
 class _Reading:
     """One walk over a model; `state` is what it found."""
 
     def __init__(self, model: nn.Module) -> None:
         self.readable = True
         self._modules, self._hooks, self._settings, self._rest = list[Any](), list[Any](), list[Any](), list[Any]()
-        self._tensors, self._others = list[Tensor](), list[Tensor]()
+        self._live, self._contents = list[Any](), list[Any]()  # collections, and what each of them held
+        self._objects: list[tuple[Any, Any, Any]] = []  # in them, by key: equal ones may become different
+        self._forwards: dict[Any, Any] = {}
         self._configs: dict[int, PretrainedConfig] = {}
+        self._offloaded: dict[int, dict[str, Any]] = {}
+        self._tensors, self._others = list[Tensor](), list[Tensor]()
         self._hook_all(-1, torch_module._global_forward_hooks)
         self._hook_all(-1, torch_module._global_forward_pre_hooks)
         with CHANGING:
             for number, module in enumerate(model.modules()):
                 self._module(number, module)
+        self._shared()
+        self._samples = _Sample(self._tensors), _Sample(self._others)
+        self._found = [sample.read() for sample in self._samples]
+        (known, values), others = self._found
+        parts = self._modules, self._hooks, self._settings, values, [*self._rest, known, *others]
+        modules, hooks, settings, of_values, rest = map(_digest, parts)
+        readable = self.readable and all(sample.complete for sample in self._samples)
+        self.state = ModelState(modules, hooks, settings, of_values, rest, readable)
+
+    def holds(self) -> bool:
+        """Whether another walk would find the same, which takes a third of the time to tell."""
+        try:
+            with CHANGING:
+                same = (
+                    self._live == self._contents
+                    and all(held[key] is value for held, key, value in self._objects)
+                    and all(kind.forward is forward for kind, forward in self._forwards.items())
+                )
+            return (
+                same
+                and self._attention_functions() == self._attentions
+                and [sample.read() for sample in self._samples] == self._found
+            )
+        except Exception:  # of tensors that were compared, or are no longer where they were
+            return False
+
+    def _shared(self) -> None:
+        """What modules have in common: configs, the functions that these name, weights that are read for each pass."""
         for config in self._configs.values():
+            self._note(vars(config))
             named = sorted(vars(config).keys() - _OF_OUTPUTS)
             self._rest += [(name, self._plain(vars(config)[name])) for name in named]
-        values, known = self._sample(self._tensors)
-        others, known_others = self._sample(self._others)
-        rest = _digest([*self._rest, known, known_others, others])
-        modules, hooks, settings = _digest(self._modules), _digest(self._hooks), _digest(self._settings)
-        self.state = ModelState(modules, hooks, settings, values, rest, self.readable)
+        self._attentions = self._attention_functions()
+        for function in self._attentions:
+            self._hooks.append(_serial(function))
+            self._trust(function)
+        for weights in self._offloaded.values():
+            self._rest.append(self._plain(weights))
+
+    def _attention_functions(self) -> list[Any]:
+        """What transformers' layers call for the attentions that the configs name."""
+        kinds = sorted({attention_of(config) for config in self._configs.values()})
+        interfaces = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
+        return [interface[kind] for interface in interfaces for kind in kinds if kind in interface]
+
+    def _note(self, held: Any) -> None:
+        """Notes a collection that was read: what it holds now, and which objects these are."""
+        self._live.append(held)
+        self._contents.append(held.copy())
+        if not isinstance(held, set):
+            pairs = held.items() if isinstance(held, dict) else enumerate(held)
+            self._objects += [(held, k, v) for k, v in pairs if type(v) not in _SCALARS and k not in _NO_SETTINGS]
 
     def _module(self, number: int, module: nn.Module) -> None:
-        kind = type(module)
+        kind: Any = type(module)
+        self._forwards[kind] = kind.forward
         self._modules += (id(kind), _serial(kind.forward), *module._modules)
-        if module._forward_hooks:
-            self._hook_all(number, module._forward_hooks)
-        if module._forward_pre_hooks:
-            self._hook_all(number, module._forward_pre_hooks)
+        for held in (vars(module), module._modules, module._parameters, module._buffers):
+            self._note(held)
+        self._hook_all(number, module._forward_hooks)
+        self._hook_all(number, module._forward_pre_hooks)
         self._tensors += [t for t in module._parameters.values() if t is not None]
         for name, tensor in module._buffers.items():
             if tensor is not None:  # passes may make those anew that are not saved, as frequencies of rotations are
                 (self._others if name in module._non_persistent_buffers_set else self._tensors).append(tensor)
+        self._offloaded.update({id(weights): weights for weights in offloaded_weights(module)})
         own = vars(module)
         of_layer = not isinstance(module, PreTrainedModel)
         for name in sorted(own.keys() - _NO_SETTINGS):
@@ -108,6 +184,7 @@ class _Reading:
                 self._attribute(number, name, value, of_layer and not name.startswith(("_", "gradient_checkpointing")))
 
     def _hook_all(self, number: int, hooks: Any) -> None:
+        self._note(hooks)
         for key, hook in hooks.items():
             if getattr(hook, "__module__", "") != CAPTURING:
                 self._hooks.append((number, key))
@@ -130,6 +207,8 @@ class _Reading:
         if kind in _SCALARS:
             return value
         if depth < _DEEPEST and kind in _COLLECTIONS:
+            if kind not in (tuple, frozenset):
+                self._note(value)
             if kind is dict:
                 return [(self._plain(k, depth + 1), self._plain(v, depth + 1)) for k, v in value.items()]
             if kind in (set, frozenset):
@@ -152,36 +231,44 @@ class _Reading:
         if str(module).partition(".")[0] not in _KNOWN:
             self.readable = False
 
-    def _sample(self, tensors: Sequence[Tensor]) -> tuple[bytes, Any]:
-        """A digest of a sample of values, and the tensors' addresses and versions."""
-        known: list[Any] = []
-        groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        read = blake2b(digest_size=16)
+
+class _Sample:
+    """Some values of tensors, from all over their memory, and which memory that is; `complete` if of all of them."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.complete, self._tensors = True, tensors
+        self._groups: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, int, int]]] = {}
+        for tensor in tensors:
+            if (part := _part(tensor)) is not None:
+                self._groups.setdefault((tensor.device, tensor.dtype), []).append((tensor, *part))
+
+    def read(self) -> tuple[list[Any], list[Any]]:
+        """The tensors' addresses, versions and shapes, and the values."""
+        known, values = list[Any](), list[Any]()
         with torch.no_grad():
-            for tensor in tensors:
+            for tensor in self._tensors:
                 try:
-                    known.append((tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version, *tensor.shape))
-                    if (sample := _sampled(tensor)) is not None:
-                        groups.setdefault((tensor.device, tensor.dtype), []).append(sample)
+                    version = 0 if tensor.is_inference() else tensor._version
+                    known.append((tensor.data_ptr(), version, *tensor.shape, *tensor.stride()))
                 except (RuntimeError, NotImplementedError, TypeError):  # of kinds that have no plain memory
-                    self.readable = False
-            for (_, dtype), samples in groups.items():
-                read.update(f"{dtype} {len(samples)}".encode())
+                    self.complete = False
+            for (_, dtype), parts in self._groups.items():
                 try:
-                    read.update(torch.cat(samples).view(torch.uint8).cpu().numpy().tobytes())
+                    some = torch.cat([torch.as_strided(tensor, (size,), (step,)) for tensor, size, step in parts])
+                    values.append((str(dtype), some.view(torch.uint8).cpu().numpy().tobytes()))
                 except (RuntimeError, NotImplementedError, TypeError):
-                    self.readable = False
-        return read.digest(), known
+                    self.complete = False
+        return known, values
 
 
-def _sampled(tensor: Tensor) -> Tensor | None:
-    """Some values, from all over its memory; None of what is read for each pass, or has a way of its own."""
+def _part(tensor: Tensor) -> tuple[int, int] | None:
+    """How many values to look at and how far apart; None of what is read for each pass, or has a way of its own."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or not tensor.numel():
         return None
     count = tensor.numel()
     if not tensor.is_contiguous():  # its memory in order, where it is one piece
         count = min(count, tensor.untyped_storage().nbytes() // tensor.element_size() - int(tensor.storage_offset()))
-    return torch.as_strided(tensor.detach(), (min(_SAMPLE, count),), (max(count // _SAMPLE, 1),))
+    return min(_SAMPLE, count), max(count // _SAMPLE, 1)
 
 
 def float32_is_rounded(device: torch.device) -> bool:
