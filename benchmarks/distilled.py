@@ -1,6 +1,7 @@
 """A distilled draft on chat prompts: plain decoding, the draft, suffix and both in turn, and whether the texts agree.
 
-    python benchmarks/distilled.py TARGET DRAFT --prompts specbench.jsonl --count 12 [--gear packed] [--dtype bfloat16]
+    python benchmarks/distilled.py TARGET DRAFT --prompts specbench.jsonl --count 12 [--backend packed] [--dtype
+    bfloat16]
 
 Prompts go through the target's chat template. Use prompts that the draft was not trained on. Ratios are the median over
 prompts of the ratio of median seconds; acceptance lengths are tokens per pass with guesses, over all prompts. Any
@@ -20,17 +21,17 @@ from measure import Watch, interleaved, ratio, read_prompts, table
 
 from specdec import Generation, SpecGenerator
 from specdec.distill.texts import encode_prompts
-from specdec.options.load import GEARS
+from specdec.options.load import BACKENDS
 
 PLAIN = "plain"
 
 
 def build(args: argparse.Namespace) -> tuple[dict[str, Callable[[list[int]], Generation]], Any]:
     """The systems by name, each from a prompt's ids to its result, and the tokenizer."""
-    loaded = SpecGenerator.from_pretrained(args.target, dtype=args.dtype, gear=args.gear, prefix_cache=False)
+    loaded = SpecGenerator.from_pretrained(args.target, dtype=args.dtype, backend=args.backend, prefix_cache=False)
 
     def system(draft: Any, **options: Any) -> Callable[[list[int]], Generation]:
-        generator = SpecGenerator(loaded.target.model, draft, gear=args.gear, prefix_cache=False)
+        generator = SpecGenerator(loaded.target.model, draft, backend=args.backend, prefix_cache=False)
         generator.wait_until_compiled()
         run = {"max_new_tokens": args.tokens, "do_sample": False, **options}
         return lambda ids: generator.generate([ids], **run)
@@ -55,7 +56,7 @@ def main() -> None:
     parser.add_argument("--guesses", type=int, default=3, help="of the constant schedule")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--gear", choices=GEARS, default="packed")
+    parser.add_argument("--backend", choices=BACKENDS, default="packed")
     args = parser.parse_args()
     systems, tokenizer = build(args)
     prompts = encode_prompts(tokenizer, read_prompts(args.prompts, args.count))
@@ -92,7 +93,8 @@ def main() -> None:
             ]
         )
     print(
-        f"{len(prompts)} prompts, {args.tokens} new tokens, {args.dtype}, gear {args.gear}, torch {torch.__version__}\n"
+        f"{len(prompts)} prompts, {args.tokens} new tokens, {args.dtype}, backend {args.backend}, "
+        f"torch {torch.__version__}\n"
     )
     told = ["draft", "ms per token", "vs plain", "acceptance length", "accepted", "ms per draft token", "same text"]
     print(table(told, rows))

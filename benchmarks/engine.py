@@ -2,7 +2,7 @@
 
     python benchmarks/engine.py                # all three
     python benchmarks/engine.py --only long --dtype bfloat16
-    python benchmarks/engine.py --only useless --gear compiled
+    python benchmarks/engine.py --only useless --backend compiled
 
 overhead: wall time per round outside any model forward, chains of 5, greedy.
 useless:  tokens per second with an always-wrong draft model and the cost schedule, over plain decoding.
@@ -28,7 +28,7 @@ from specdec.core.drafts import BatchDrafter, Commit, DraftSession, Plan
 from specdec.core.rounds import Row
 from specdec.core.tree import Tree
 from specdec.options.bundled_models import pair
-from specdec.options.load import GEARS
+from specdec.options.load import BACKENDS
 from specdec.proposers import ModelDrafter
 
 GREEDY = {"do_sample": False, "eos_token_id": [], "pad_token_id": 0}
@@ -184,7 +184,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("overhead", "useless", "long"))
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--gear", choices=GEARS, default="packed", help="what passes of `useless` run on")
+    parser.add_argument("--backend", choices=BACKENDS, default="packed", help="what passes of `useless` run on")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     watch = Watch()
@@ -197,7 +197,7 @@ def main() -> None:
         overhead(target, draft, prompts, args.repeats)
     if args.only in (None, "useless"):
         paths = str(pair().target), str(pair().draft)
-        ours = [SpecGenerator.from_pretrained(path, dtype=args.dtype, gear=args.gear) for path in paths]
+        ours = [SpecGenerator.from_pretrained(path, dtype=args.dtype, backend=args.backend) for path in paths]
         for generator in ours:
             generator.wait_until_compiled()
         useless(*(generator.target for generator in ours), prompts, args.repeats, watch)

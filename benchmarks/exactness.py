@@ -75,7 +75,7 @@ def strict(prompts: list[str], tokens: int, repeats: int) -> None:
     for quantization, dtype in STRICT:
         systems: dict[str, Callable[[str], Any]] = {}
         for exactness in ("auto", "strict"):
-            plain, assisted = loaded(quantization, dtype, gear="packed", exactness=exactness)
+            plain, assisted = loaded(quantization, dtype, backend="packed", exactness=exactness)
             options = {"max_new_tokens": tokens, "eos_token_id": [], "pad_token_id": 0}
             systems[exactness] = lambda text, plain=plain, how=options: plain.generate(text, **how)
             systems[f"{exactness}, assisted"] = lambda text, assisted=assisted, how=options: assisted.generate(

@@ -54,7 +54,9 @@ def text_systems(tokens: int) -> dict[str, Callable[[str], Any]]:
         "custom_generate, plain": run(custom_generate=custom_generate()),
         "custom_generate, suffix": run(custom_generate=custom_generate("suffix", schedule="cost")),
         "custom_generate, model": run(custom_generate=custom_generate(draft, schedule="cost")),
-        "custom_generate, model, packed": run(custom_generate=custom_generate(draft, schedule="cost", gear="packed")),
+        "custom_generate, model, packed": run(
+            custom_generate=custom_generate(draft, schedule="cost", backend="packed")
+        ),
     }
 
 
@@ -84,9 +86,9 @@ def whisper_systems(name: str) -> dict[str, Callable[[dict[str, Any]], Any]]:
     return {
         "transformers": run(),
         "custom_generate, plain": run(custom_generate=custom_generate()),
-        "custom_generate, packed": run(custom_generate=custom_generate(gear="packed")),
+        "custom_generate, packed": run(custom_generate=custom_generate(backend="packed")),
         "custom_generate, packed, suffix": run(
-            custom_generate=custom_generate("suffix", schedule="cost", gear="packed")
+            custom_generate=custom_generate("suffix", schedule="cost", backend="packed")
         ),
     }
 

@@ -4,11 +4,11 @@ python benchmarks/passes.py --linears
 python benchmarks/passes.py --attention
 
 All linear layers of a model, one after the other, on synthetic weights; each way runs in turn, with copies of the
-weights in turn, so that every pass reads them from memory. "Compiled" is how the passes of `gear="compiled"` run them:
-called from compiled code, and those that read the same input as one (compiling takes some seconds for every way and
-number of rows). All others are called from Python, one by one.
-Each row of the table is one way, each column a number of rows of a pass: milliseconds, GB/s, and the share of what
-reading a large buffer with as many threads reached in turn.
+weights in turn, so that every pass reads them from memory. "Compiled" is how the passes of `backend="compiled"` run
+them: called from compiled code, and those that read the same input as one (compiling takes some seconds for every way
+and number of rows). All others are called from Python, one by one. Each row of the table is one way, each column a
+number of rows of a pass: milliseconds, GB/s, and the share of what reading a large buffer with as many threads reached
+in turn.
 
 Attention of one layer over a cache, copies of which take turns too: of `rows` texts, each with tokens that see all
 columns before them; ours beside torch's with repeated keys and a mask.

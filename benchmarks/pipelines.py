@@ -33,7 +33,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoP
 
 from specdec import SpecGenerator, Transcriber
 from specdec.options.bundled_models import locate
-from specdec.options.load import GEARS
+from specdec.options.load import BACKENDS
 from specdec.pipelines.speech.audio import read_audio
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -89,13 +89,13 @@ def generators(target: Any, args: argparse.Namespace) -> dict[str, SpecGenerator
     """Plain decoding, and each way to draft."""
 
     def generator(draft: Any = None, **options: Any) -> SpecGenerator:
-        made = SpecGenerator(target, draft, gear=args.gear, prefix_cache=False, **options)
+        made = SpecGenerator(target, draft, backend=args.backend, prefix_cache=False, **options)
         made.wait_until_compiled()
         return made
 
     found = {PLAIN: generator(), "specdec suffix, cost": generator("suffix", schedule="cost")}
     if args.draft is not None:
-        named = SpecGenerator.from_pretrained(args.target, args.draft, dtype=args.dtype, gear=args.gear).drafter
+        named = SpecGenerator.from_pretrained(args.target, args.draft, dtype=args.dtype, backend=args.backend).drafter
         assert named is not None
         draft = named.models[0]  # as it is loaded by its name: with the vocabulary that it comes with
         found["specdec model, heuristic"] = generator(draft)
@@ -218,7 +218,7 @@ def recordings(args: argparse.Namespace) -> Bench:
             systems[name] = lambda case, transcriber=transcriber: transcriber(
                 case, return_timestamps=True, generate_kwargs=dict(how)
             )
-    print(f"{len(case) / rate:.0f} s of sound, {args.beams} beams, gear {args.gear}")
+    print(f"{len(case) / rate:.0f} s of sound, {args.beams} beams, backend {args.backend}")
     return Bench([case], systems, lambda result: str(result["text"]).strip(), listening(target, own))
 
 
@@ -323,7 +323,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96, help="new tokens per text, at most")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    parser.add_argument("--gear", choices=GEARS, default="packed", help="what specdec's passes run on")
+    parser.add_argument("--backend", choices=BACKENDS, default="packed", help="what specdec's passes run on")
     args = parser.parse_args()
     make, own, least = KINDS[args.kind]
     if args.target is None:

@@ -53,9 +53,11 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=512, help="of a window")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--gear", default="packed")
+    parser.add_argument("--backend", default="packed")
     given = parser.parse_args()
-    ways = {name: SpecGenerator.from_pretrained(given.target, gear=given.gear, **how) for name, how in WAYS.items()}
+    ways = {
+        name: SpecGenerator.from_pretrained(given.target, backend=given.backend, **how) for name, how in WAYS.items()
+    }
     ids = next(iter(ways.values())).tokenizer(given.text.read_text("utf-8"), return_tensors="pt").input_ids[0]
     starts = torch.linspace(0, len(ids) - given.tokens, given.windows).long()
     windows = torch.stack([ids[start : start + given.tokens] for start in starts.tolist()])

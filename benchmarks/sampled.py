@@ -1,4 +1,5 @@
-"""Sampled texts in the compiled gear: tokens chosen by compiled code, and as where there is none; all texts must agree.
+"""Sampled texts in the compiled backend: tokens chosen by compiled code, and as where there is none; all texts must
+agree.
 
     python benchmarks/sampled.py [--dtype bfloat16] [--count 6] [--tokens 96] [--repeats 3]
 
@@ -46,7 +47,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
-    ours, how = pair(), {"dtype": args.dtype, "gear": "compiled", "prefix_cache": False}
+    ours, how = pair(), {"dtype": args.dtype, "backend": "compiled", "prefix_cache": False}
     generators = {
         "plain": SpecGenerator.from_pretrained(str(ours.target), **how),
         "assisted": SpecGenerator.from_pretrained(str(ours.target), str(ours.draft), **how),

@@ -3,8 +3,8 @@
     python benchmarks/server.py                              # the package's code pair, all cores
     OMP_NUM_THREADS=1 python benchmarks/server.py --repeats 9
 
-Both run the same pair in the same gear; every text must be the same. The server streams, the library answers as a whole
-(`generate`). The client is the standard library's, which costs next to nothing.
+Both run the same pair in the same backend; every text must be the same. The server streams, the library answers as a
+whole (`generate`). The client is the standard library's, which costs next to nothing.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _PATIENCE = 120.0  # seconds until a server listens
 
 
 @contextmanager
-def serving(target: str, draft: str, gear: str) -> Iterator[str]:
+def serving(target: str, draft: str, backend: str) -> Iterator[str]:
     """The address of a server of this pair, called "model"."""
-    command = [sys.executable, "-m", "specdec", "serve", target, "--draft-model", draft, "--gear", gear]
+    command = [sys.executable, "-m", "specdec", "serve", target, "--draft-model", draft, "--backend", backend]
     command += ["--dtype", "float32", "--name", "model", "--port", "0", "--log", "text", "--quiet"]
     with TemporaryDirectory() as folder, (Path(folder) / "log").open("w+b") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ})
@@ -75,12 +75,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default=str(pair().target), help="folder or hub id (default: the package's pair)")
     parser.add_argument("--draft", default=str(pair().draft))
-    parser.add_argument("--gear", default="packed")
+    parser.add_argument("--backend", default="packed")
     parser.add_argument("--count", type=int, default=3, help="prompts")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
-    watch, how = Watch(), {"dtype": "float32", "gear": args.gear}
+    watch, how = Watch(), {"dtype": "float32", "backend": args.backend}
     generators = {
         drafts: SpecGenerator.from_pretrained(args.target, args.draft if drafts else None, **how)
         for drafts in (False, True)
@@ -92,7 +92,7 @@ def main() -> None:
         out = generators[drafts].generate(prompt, **options)
         assert texts.setdefault(prompt, out.texts[0]) == out.texts[0]
 
-    with serving(args.target, args.draft, args.gear) as address:
+    with serving(args.target, args.draft, args.backend) as address:
         client = Client(address, args.tokens)
 
         def server(drafts: bool, prompt: str) -> None:

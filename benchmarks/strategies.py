@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specdec import LanguageModel, SpecGenerator
 from specdec.options.bundled_models import pair
-from specdec.options.load import GEARS
+from specdec.options.load import BACKENDS
 
 # name -> (options of both libraries, of specdec alone, whether transformers has it)
 STRATEGIES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
@@ -43,8 +43,8 @@ TRANSFORMERS = {"sample-and-rank": {"num_return_sequences": 16}}  # it draws the
 
 
 def loaded(path: str, args: argparse.Namespace) -> LanguageModel:
-    """A model of specdec's own in the gear that was asked for."""
-    generator = SpecGenerator.from_pretrained(path, dtype=args.dtype, gear=args.gear)
+    """A model of specdec's own in the backend that was asked for."""
+    generator = SpecGenerator.from_pretrained(path, dtype=args.dtype, backend=args.backend)
     generator.wait_until_compiled()
     return generator.target
 
@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48, help="new tokens per prompt")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    parser.add_argument("--gear", choices=GEARS, default="packed", help="what specdec's passes run on")
+    parser.add_argument("--backend", choices=BACKENDS, default="packed", help="what specdec's passes run on")
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(pair().target)
     texts = read_prompts(None, 4 * args.count)

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from specdec import SpecGenerator
 from specdec.bench.machine import provenance
 from specdec.options.bundled_models import pair
-from specdec.options.load import GEARS
+from specdec.options.load import BACKENDS
 
 GREEDY = "transformers greedy"
 ASSISTED = "transformers assisted"
@@ -50,7 +50,7 @@ def build(args: argparse.Namespace, dtype: torch.dtype) -> tuple[dict[str, Calla
         return lambda ids: target.generate(ids, attention_mask=torch.ones_like(ids), **common, **options)
 
     def ours(draft: Any, **options: Any) -> Callable[[Tensor], Any]:
-        generator = SpecGenerator(target, draft, gear=args.gear, prefix_cache=False)
+        generator = SpecGenerator(target, draft, backend=args.backend, prefix_cache=False)
         generator.wait_until_compiled()
         run = {"max_new_tokens": args.tokens, "do_sample": False, "eos_token_id": [], "pad_token_id": 0}
         return lambda ids: generator.generate(ids, **run, **options)
@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="new tokens per prompt")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "both"), default="both")
-    parser.add_argument("--gear", choices=GEARS, default="packed", help="what specdec's passes run on")
+    parser.add_argument("--backend", choices=BACKENDS, default="packed", help="what specdec's passes run on")
     parser.add_argument("--json", type=Path, help="a file for the figures")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
@@ -95,7 +95,7 @@ def main() -> None:
     tables = {name: report(args, name, prompts) for name in dtypes}
     if args.json is not None:
         found = {name: provenance()[name] for name in ("processor", "cores", "threads", "versions")}
-        found |= {"prompts": len(prompts), "tokens": args.tokens, "gear": args.gear, "tables": tables}
+        found |= {"prompts": len(prompts), "tokens": args.tokens, "backend": args.backend, "tables": tables}
         args.json.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

@@ -181,7 +181,7 @@ def test_examples_run_offline(command: str, tmp_path: Path) -> None:
     ("words", "expected"),
     [
         ("specdec doc", ["doctor"]),
-        ("specdec generate --gear pa", ["packed"]),
+        ("specdec generate --backend pa", ["packed"]),
         ("specdec generate zoo", ["zoo:python-code", "zoo:speech", "zoo:python-summary"]),
         ("specdec generate --method hybrid:", ["hybrid:suffix", "hybrid:ngram"]),
     ],

@@ -86,12 +86,12 @@ def test_an_untested_version_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 def test_a_pair(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
-    """Gears and why, whether they fit, and an estimate that says when a draft does not pay."""
+    """Backends and why, whether they fit, and an estimate that says when a draft does not pay."""
     arguments = ["doctor", str(pair.target), "--draft-model", str(pair.draft), "-p", "def f", "--seconds", "0.1"]
     assert run([*arguments, "--json", "--quiet"]) == 0
     found = {(one["section"], one["name"]): one for one in json.loads(capsys.readouterr().out)["findings"]}
     assert found["models", "target"]["text"].startswith("LlamaForCausalLM, 2 layers, float32")
-    assert found["models", "target's gear"]["text"].startswith(("eager: ", "packed: "))
+    assert found["models", "target's backend"]["text"].startswith(("eager: ", "packed: "))
     assert found["models", "fit"]["text"].startswith("one vocabulary of 259 tokens")
     assert "1 of your prompts, greedy" in found["estimate", "speed"]["text"]
     assert found["estimate", "texts"]["text"] == "the same with the draft and without"

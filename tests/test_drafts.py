@@ -318,7 +318,7 @@ def test_compile_reaches_both_models(folders: tuple[str, str], pair: bool) -> No
         (SpecGenerator, folders),
         (SpecGenerator.from_pretrained, folders),
     ):
-        generator = make(one, ("suffix", two) if pair else two, gear="compiled")
+        generator = make(one, ("suffix", two) if pair else two, backend="compiled")
         assert len(generator.drafter.models) == 1
         assert is_compiled(generator.target, *generator.drafter.models)
     plain = SpecGenerator.from_pretrained(target, draft)
@@ -329,12 +329,14 @@ def test_compile_reaches_both_models(folders: tuple[str, str], pair: bool) -> No
 def test_compile_cannot_reach_a_wrapped_model() -> None:
     """A LanguageModel says itself whether it is compiled. (The argument was ignored.)"""
     model = LanguageModel(tiny("llama"))
-    with pytest.raises(OptionError, match=r"`target` that is a LanguageModel.*LanguageModel\(model, gear='compiled'\)"):
-        SpecGenerator(model, gear="compiled")
+    with pytest.raises(
+        OptionError, match=r"`target` that is a LanguageModel.*LanguageModel\(model, backend='compiled'\)"
+    ):
+        SpecGenerator(model, backend="compiled")
     with pytest.raises(OptionError, match="`draft` that is a LanguageModel"):
-        SpecGenerator(tiny("llama"), model, gear="compiled")
-    compiled = LanguageModel(tiny("llama"), gear="compiled")
-    assert SpecGenerator(compiled, gear="compiled").target is compiled
+        SpecGenerator(tiny("llama"), model, backend="compiled")
+    compiled = LanguageModel(tiny("llama"), backend="compiled")
+    assert SpecGenerator(compiled, backend="compiled").target is compiled
 
 
 def test_a_generator_describes_itself() -> None:

@@ -108,9 +108,9 @@ def test_compiled_heads_make_all_guesses_in_one_call(
     folder = eagle_folder(tmp_path / "head", **KINDS[kind])
     model, reference = tiny("llama", **THREE, tie_word_embeddings=True), Eagle(folder)
     reference.weights["embed_tokens.weight"] = model.model.embed_tokens.weight.data.clone()
-    language = LanguageModel(model, gear="packed")
+    language = LanguageModel(model, backend="packed")
     assert isinstance(language.input_embeddings, PackedEmbedding)
-    head = load_head(reweighed(folder, embed_tokens__weight=None), language, Loading(gear="compiled"))
+    head = load_head(reweighed(folder, embed_tokens__weight=None), language, Loading(backend="compiled"))
     assert head.stages[0].wait_until_compiled(280)
     chain, rows = KvSession.chain, list[int]()
 

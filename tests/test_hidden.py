@@ -243,10 +243,12 @@ def test_only_what_was_asked_for_is_kept(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_caller_s_model_stays_as_it_is() -> None:
-    """A model whose passes run in another gear says the same hidden states afterwards. (It said each of them twice.)"""
+    """A model whose passes run in another backend says the same hidden states afterwards. (It said each of them
+    twice.)
+    """
     model, ids = tiny("llama"), torch.tensor(IDS[:1])
     drafter = Listener()
-    generator = SpecGenerator(LanguageModel(model, gear="packed"), drafter)
+    generator = SpecGenerator(LanguageModel(model, backend="packed"), drafter)
     plain = SpecGenerator(model).generate(IDS, **RUN)
     assert generator.generate(IDS, **RUN).sequences.tolist() == plain.sequences.tolist()
     with torch.no_grad():

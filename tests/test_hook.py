@@ -236,7 +236,7 @@ def test_weights_that_change(wrong: PreTrainedModel) -> None:
 
 def test_copied_weights_that_change(wrong: PreTrainedModel, built: None) -> None:
     """Weights are packed anew after a step of training."""
-    model, hook = tiny("llama"), custom_generate(wrong, gear="packed")
+    model, hook = tiny("llama"), custom_generate(wrong, backend="packed")
     model.generate(IDS[:1], max_new_tokens=8, custom_generate=hook)
     model.load_state_dict(tiny("llama", seed=7).state_dict())
     after = model.generate(IDS[:1], max_new_tokens=8, custom_generate=hook)

@@ -74,10 +74,10 @@ def guesses(monkeypatch: pytest.MonkeyPatch) -> Guesses:
 
 
 @pytest.mark.usefixtures("built")
-@pytest.mark.parametrize("gear", ["eager", "packed"])
+@pytest.mark.parametrize("backend", ["eager", "packed"])
 @pytest.mark.parametrize(("name", "count"), KINDS)
 def test_guesses_are_those_of_transformers(
-    name: str, count: int, gear: str, monkeypatch: pytest.MonkeyPatch, guesses: Guesses
+    name: str, count: int, backend: str, monkeypatch: pytest.MonkeyPatch, guesses: Guesses
 ) -> None:
     """Text by text, after rejections too; where transformers stops, the last layer goes on.
 
@@ -97,12 +97,12 @@ def test_guesses_are_those_of_transformers(
     expected = GenerationMixin.generate(
         model, torch.tensor(IDS[:1]), use_mtp=True, max_new_tokens=12, do_sample=False, pad_token_id=0
     )
-    generator = SpecGenerator(model, gear=gear)
+    generator = SpecGenerator(model, backend=backend)
     padded, run = [], KvSession._pass
     monkeypatch.setattr(KvSession, "_pass", lambda self, *given: padded.append(self) or run(self, *given))
     out = generator.generate(IDS[:1], **RUN, use_mtp=True, schedule="constant", num_assistant_tokens=4)
     assert out.sequences.tolist() == expected.tolist()
-    assert bool(padded) == (gear == "eager")
+    assert bool(padded) == (backend == "eager")
     common = [text for text in guesses if text in theirs and guesses[text]]
     assert len(common) >= 4
     for text in common:
@@ -127,19 +127,19 @@ def test_compiled_layers_make_all_guesses_in_one_call(
 
     monkeypatch.setattr(KvSession, "chain", spied)
     drafting: dict[str, Any] = {**RUN, "schedule": "constant", "num_assistant_tokens": 4}
-    language, seen = LanguageModel(model, gear="packed"), []
-    for gear in ("packed", "compiled"):
-        language.gear = gear  # that of the layers, which take a minute alone
+    language, seen = LanguageModel(model, backend="packed"), []
+    for backend in ("packed", "compiled"):
+        language.backend = backend  # that of the layers, which take a minute alone
         generator = SpecGenerator(language, "mtp")
         assert generator.drafter is not None
         [stage] = generator.drafter.models
-        assert stage.wait_until_compiled(280) == (gear == "compiled")
+        assert stage.wait_until_compiled(280) == (backend == "compiled")
         rows.clear()
         guesses.clear()
         for ids in (IDS, IDS[:1]):
             out = generator.generate(ids, **drafting)
             assert out.sequences.tolist() == SpecGenerator(model).generate(ids, **RUN).sequences.tolist()
-        assert ({1, 3} <= {*rows}) == (gear == "compiled")
+        assert ({1, 3} <= {*rows}) == (backend == "compiled")
         seen.append(dict(guesses))
     assert seen[0] == seen[1]
 
@@ -223,10 +223,10 @@ def test_layers_come_from_the_checkpoint(tmp_path: Path) -> None:
 def test_a_packed_target_shares_its_head(tmp_path: Path) -> None:
     """Embeddings and head lie in memory once. (They were missing in the checkpoint: nothing was loaded.)"""
     folder, _ = checkpoint(tmp_path / "target")
-    generator = SpecGenerator.from_pretrained(str(folder), "mtp", gear="packed")
+    generator = SpecGenerator.from_pretrained(str(folder), "mtp", backend="packed")
     assert generator.drafter is not None
     [stage] = generator.drafter.models
-    assert stage.gear == "packed"
+    assert stage.backend == "packed"
     assert stage.flat is not None
     assert stage.model.shared_head is generator.target.output_embeddings
     assert isinstance(stage.model.shared_head, PackedLinear)

@@ -178,7 +178,12 @@ def test_statistics_add_up() -> None:
     assert stats.mean_acceptance_length == 1 + stats.num_accepted_draft_tokens / stats.num_spec_steps
     assert stats.target_passes_per_token == stats.num_target_passes / 24
     assert 0 < stats.draft_seconds + stats.verify_seconds + stats.select_seconds < stats.seconds
-    assert stats.settings == {"strategy": "greedy", "schedule": "heuristic", "gear": "eager", "draft_gear": "eager"}
+    assert stats.settings == {
+        "strategy": "greedy",
+        "schedule": "heuristic",
+        "backend": "eager",
+        "draft_backend": "eager",
+    }
 
 
 class Words:

@@ -195,9 +195,9 @@ def test_heads(kind: str, tmp_path: Path) -> None:
 def test_compiled_passes_of_target_and_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One function of each makes all passes, those whose hidden states a head reads and those that nobody asks."""
     monkeypatch.setenv("SPECDEC_COMPILED", str(tmp_path / "compiled"))
-    target = LanguageModel(quantized("llama", "int8"), gear="compiled", exactness="strict")
+    target = LanguageModel(quantized("llama", "int8"), backend="compiled", exactness="strict")
     folder = eagle_folder(tmp_path / "head", eagle_aux_hidden_state_layer_ids=[0, 1], draft_vocab_size=30)
-    generator = SpecGenerator(target, folder, gear="compiled")
+    generator = SpecGenerator(target, folder, backend="compiled")
     [stage] = generator.drafter.models  # type: ignore[union-attr]
     assert stage.wait_until_compiled(280)
     for model in (target, stage):
@@ -262,8 +262,8 @@ def test_models_without_attention_of_ours(name: str) -> None:
 
 def test_contradictions() -> None:
     """Its layers as they are promise nothing; embeddings and attentions have no passes of this kind."""
-    with pytest.raises(OptionError, match="leave out `gear`='eager'"):
-        LanguageModel(tiny("llama"), gear="eager", exactness="strict")
+    with pytest.raises(OptionError, match="leave out `backend`='eager'"):
+        LanguageModel(tiny("llama"), backend="eager", exactness="strict")
     language = LanguageModel(tiny("llama", attn_implementation="eager"), exactness="strict")
     session = language.session()
     rows = session.add(1)

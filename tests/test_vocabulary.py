@@ -66,7 +66,7 @@ def test_the_first_tokens(given: dict[str, Any], tmp_path: Path, guessed: set[in
 def test_packed_layers(tmp_path: Path, guessed: set[int]) -> None:
     """Passes in a line have the smaller head too. (They ran over the whole one.)"""
     folder = saved("llama", tmp_path / "m")
-    generator = SpecGenerator.from_pretrained(folder, folder, draft_options={"vocabulary": 12, "gear": "packed"})
+    generator = SpecGenerator.from_pretrained(folder, folder, draft_options={"vocabulary": 12, "backend": "packed"})
     generator.generate(IDS, **RUN)
     assert guessed
     assert max(guessed) < 12

@@ -49,7 +49,7 @@ class Task:
         return found
 
 
-def specdec(task: Task, gear: str) -> Generate:
+def specdec(task: Task, backend: str) -> Generate:
     """This package; "lookup" is the suffix automaton, "both" that and the draft model, all with the `cost` schedule."""
     from specdec import SpecGenerator
 
@@ -70,7 +70,7 @@ def specdec(task: Task, gear: str) -> Generate:
         how["draft_options"] = {"dtype": how["dtype"]}
     if task.draft in ("lookup", "both"):
         draft = "suffix" if draft is None else ("suffix", draft)
-    generator = SpecGenerator.from_pretrained(target, draft, gear=gear, prefix_cache=False, **how)
+    generator = SpecGenerator.from_pretrained(target, draft, backend=backend, prefix_cache=False, **how)
     generator.wait_until_compiled()
     common = {"do_sample": False, "eos_token_id": [], "pad_token_id": 0, "repetition_penalty": None}
     return lambda ids, tokens: generator.generate([ids], max_new_tokens=tokens, **common).new_tokens()[0]
@@ -184,10 +184,10 @@ class Engine:
     drafts: tuple[str, ...]
 
 
-def _ours(gear: str) -> Engine:
+def _ours(backend: str) -> Engine:
     weights = ("float32", "bfloat16", "int8", "int4", "gguf", "gguf float32")
     drafts = ("plain", "lookup", "model", "both")
-    return Engine("specdec-runtime", lambda task: specdec(task, gear), weights, drafts)
+    return Engine("specdec-runtime", lambda task: specdec(task, backend), weights, drafts)
 
 
 ENGINES: dict[str, Engine] = {

@@ -58,24 +58,24 @@ THEMES = {
 # the plot
 
 
-def gears() -> list[str]:
-    """The gears that were measured, the fastest last."""
-    return [gear for gear in ("packed", "compiled") if _file(gear).is_file()]
+def backends() -> list[str]:
+    """The backends that were measured, the fastest last."""
+    return [backend for backend in ("packed", "compiled") if _file(backend).is_file()]
 
 
-def _file(gear: str) -> Path:
-    return RESULTS / f"pair-{gear}.json"
+def _file(backend: str) -> Path:
+    return RESULTS / f"pair-{backend}.json"
 
 
-def results(gear: str) -> dict[str, Any]:
-    """What `benchmarks/vs_transformers.py --json` wrote of the package's pair in this gear."""
-    found: dict[str, Any] = json.loads(_file(gear).read_text(encoding="utf-8"))
+def results(backend: str) -> dict[str, Any]:
+    """What `benchmarks/vs_transformers.py --json` wrote of the package's pair in this backend."""
+    found: dict[str, Any] = json.loads(_file(backend).read_text(encoding="utf-8"))
     return found
 
 
-def measured(gear: str) -> dict[str, dict[str, str]]:
+def measured(backend: str) -> dict[str, dict[str, str]]:
     """Its rows in float32 by system, those that the documents show."""
-    rows = {row["system"]: row for row in results(gear)["tables"]["float32"]}
+    rows = {row["system"]: row for row in results(backend)["tables"]["float32"]}
     return {name: rows[name] for name in SYSTEMS}
 
 
@@ -86,7 +86,7 @@ def speed(row: Mapping[str, str]) -> float:
 
 def plot(theme: Theme) -> str:
     """One bar per system: how many times as fast as transformers' greedy decoding."""
-    rows, step, left = measured(gears()[-1]), 34, 216
+    rows, step, left = measured(backends()[-1]), 34, 216
     scale = (WIDTH - left - 105) / max(map(speed, rows.values()))
     parts = [text(0, 18, "Times as fast as greedy decoding by transformers", theme.text, size=15, weight=600)]
     for n, (name, row) in enumerate(rows.items()):
@@ -106,8 +106,8 @@ def plot(theme: Theme) -> str:
 
 def machine() -> str:
     """What the figures were measured on, in a few words."""
-    found = results(gears()[-1])
-    return f"{found['processor'].strip()}, {found['threads']} threads, float32, {found['gear']}."
+    found = results(backends()[-1])
+    return f"{found['processor'].strip()}, {found['threads']} threads, float32, {found['backend']}."
 
 
 def scaling_plot(theme: Theme) -> str:
@@ -147,16 +147,16 @@ def scaling_plot(theme: Theme) -> str:
 
 
 def table() -> str:
-    """The figures of every gear beside transformers."""
-    by_gear = {gear: measured(gear) for gear in gears()}
-    head = " | ".join(f"{gear}: ms per token | times as fast" for gear in by_gear)
+    """The figures of every backend beside transformers."""
+    by_backend = {backend: measured(backend) for backend in backends()}
+    head = " | ".join(f"{backend}: ms per token | times as fast" for backend in by_backend)
     lines = [
         f"| | {head} | tokens per checked pass |",
-        f"| --- |{' ---: | ---: |' * len(by_gear)} ---: |",
+        f"| --- |{' ---: | ---: |' * len(by_backend)} ---: |",
     ]
     for name, shown in SYSTEMS.items():
         cells = [shown]
-        for rows in by_gear.values():
+        for rows in by_backend.values():
             cells += [rows[name]["ms per token"], f"{speed(rows[name]):.2f}×"]
         lines.append(f"| {' | '.join([*cells, rows[name]['mean acceptance length']])} |")
     return "\n".join(lines)

@@ -17,8 +17,8 @@
 """
 
 from specdec.bench.report import write_report
-from specdec.bench.results import exit_state, gears, results
+from specdec.bench.results import backends, exit_state, results
 from specdec.bench.runner import run
 from specdec.bench.suite import Suite, read_suite
 
-__all__ = ["Suite", "exit_state", "gears", "read_suite", "results", "run", "write_report"]
+__all__ = ["Suite", "backends", "exit_state", "read_suite", "results", "run", "write_report"]

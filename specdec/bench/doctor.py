@@ -133,12 +133,12 @@ def _lacks(needed: Requirement) -> bool:
 
 
 def models(generator: SpecGenerator) -> Iterator[Finding]:
-    """The target, its gear, and whether its draft fits it."""
+    """The target, its backend, and whether its draft fits it."""
     drafter = generator.drafter
     parts = [("target", generator.target), *(("draft", one) for one in (drafter.models if drafter else ()))]
     for role, model in parts:
         yield Finding("models", role, _described(model))
-        yield Finding("models", f"{role}'s gear", f"{model.gear}: {why(model)}", *_gear_state(model))
+        yield Finding("models", f"{role}'s backend", f"{model.backend}: {why(model)}", *_backend_state(model))
     if generator.target.capability.store != "kv":
         yield Finding("models", "cache", f"{generator.target.capability.reason}: guesses cost more here", "note")
     if drafter is None:
@@ -155,10 +155,10 @@ def _described(model: LanguageModel) -> str:
 
 
 def why(model: LanguageModel) -> str:
-    """Why passes of a model that was loaded here run in its gear."""
-    if model.gear == "compiled":
+    """Why passes of a model that was loaded here run in its backend."""
+    if model.backend == "compiled":
         return "compiled code for it was kept here"
-    if model.gear == "packed":
+    if model.backend == "packed":
         return "short passes over packed weights are faster on this processor, which was measured"
     reason = why_not_packed(model.model)
     if reason is not None:
@@ -166,10 +166,10 @@ def why(model: LanguageModel) -> str:
     return kernels.why_not() or "packed weights were not faster on this processor, or there are few of them"
 
 
-def _gear_state(model: LanguageModel) -> tuple[State, str | None]:
-    if model.gear == "packed":
+def _backend_state(model: LanguageModel) -> tuple[State, str | None]:
+    if model.backend == "packed":
         return "good", "specdec compile may make it faster still"
-    return ("good" if model.gear == "compiled" else "note"), None
+    return ("good" if model.backend == "compiled" else "note"), None
 
 
 def _fit(generator: SpecGenerator) -> Finding:

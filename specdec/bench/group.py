@@ -181,6 +181,6 @@ def sample(key: Key, category: str, done: Measured, spin: float) -> Sample:
         memory=done.memory,
         spin=spin,
         exactness=stats.exactness,
-        gear=stats.settings["gear"],
-        draft_gear=stats.settings.get("draft_gear"),
+        backend=stats.settings["backend"],
+        draft_backend=stats.settings.get("draft_backend"),
     )

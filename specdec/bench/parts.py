@@ -25,7 +25,7 @@ class Part(BaseModel):
 class Mode(Part):
     """How models are loaded: arguments of `SpecGenerator.from_pretrained` for the target, and a name.
 
-    A draft model shares `dtype`, `device_map`, `gear` and `trust_remote_code`; `draft_options` are its own. `dtype`
+    A draft model shares `dtype`, `device_map`, `backend` and `trust_remote_code`; `draft_options` are its own. `dtype`
     is the checkpoint's by default, float32 for the package's own pair.
     """
 
@@ -38,7 +38,7 @@ class Mode(Part):
     max_memory: dict[str | int, str | int] | None = None
     device_map: str | dict[str, str | int] | None = None
     revision: str | None = None
-    gear: str | None = None
+    backend: str | None = None
     exactness: str | None = None
     trust_remote_code: bool | None = None
     draft_options: dict[str, Any] = {}
@@ -47,7 +47,7 @@ class Mode(Part):
     def label(self) -> str:
         """Its name, or what it changes."""
         offload = self.offload and f"offload {self.offload}"
-        parts = [self.dtype, self.quantization or self.gguf_file, offload, self.gear, self.exactness]
+        parts = [self.dtype, self.quantization or self.gguf_file, offload, self.backend, self.exactness]
         return self.name or ", ".join(filter(None, parts)) or "as loaded"
 
     @property

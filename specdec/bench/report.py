@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.bench.plots import Plot, group_plots, temperature_plots
-from specdec.bench.results import Results, as_csv, gears
+from specdec.bench.results import Results, as_csv, backends
 
 _TEMPLATES = Path(__file__).parent
 _FEW = 6  # groups that are all shown unfolded
@@ -42,7 +42,7 @@ def render(name: str, **values: Any) -> str:
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["number"] = number
-    environment.filters["gears"] = gears
+    environment.filters["backends"] = backends
     return environment.get_template(name).render(**values)
 
 

@@ -111,16 +111,16 @@ def _system(outcome: Outcome, group: Group, cell: Cell | None, plain: list[Sampl
         "split_ms_per_token": _split(samples),
         "memory_mib": round(max(memory) / _MIB, 1) if memory else None,
         "exactness": samples[0].exactness,
-        "gear": samples[0].gear,
-        "draft_gear": samples[0].draft_gear,
+        "backend": samples[0].backend,
+        "draft_backend": samples[0].draft_backend,
         **_sameness(outcome, group, samples),
     }
 
 
-def gears(system: Results) -> str:
+def backends(system: Results) -> str:
     """What the passes of a system ran on, in words."""
-    gear, draft = system["gear"], system["draft_gear"]
-    return gear if draft is None else f"both {gear}" if draft == gear else f"{gear}, draft {draft}"
+    backend, draft = system["backend"], system["draft_backend"]
+    return backend if draft is None else f"both {backend}" if draft == backend else f"{backend}, draft {draft}"
 
 
 def _ms(seconds: Sequence[float]) -> dict[str, float] | None:
@@ -239,7 +239,7 @@ def _summary(found: Results) -> list[str]:
 
 _COLUMNS = (
     *("ms_per_token", "tokens_per_second", "mean_acceptance_length", "draft_acceptance_rate"),
-    *("target_passes_per_token", "weight_passes_per_token", "memory_mib", "exactness", "gear", "draft_gear"),
+    *("target_passes_per_token", "weight_passes_per_token", "memory_mib", "exactness", "backend", "draft_backend"),
     *("compared", "identical"),
 )
 

@@ -30,7 +30,7 @@ class Sample:
     `tokens` are the new ids of every row. `first_token` and `seconds` are seconds from the call on; `gaps` are those
     between tokens as they arrived, of all rows; the tokens of one round share its time. `memory` is the peak in bytes,
     `spin` the seconds of a fixed piece of work just before, `exactness` what a draft can change of the text (`Stats`),
-    `gear` what the target's passes ran on, and `draft_gear` those of the draft, None where it has no model.
+    `backend` what the target's passes ran on, and `draft_backend` those of the draft, None where it has no model.
     """
 
     group: str
@@ -52,8 +52,8 @@ class Sample:
     memory: int | None
     spin: float
     exactness: str
-    gear: str
-    draft_gear: str | None
+    backend: str
+    draft_backend: str | None
 
     @property
     def key(self) -> Key:

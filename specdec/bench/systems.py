@@ -21,7 +21,7 @@ from specdec.generator.output import Generation
 from specdec.options import bundled_models
 from specdec.proposers import COPYING, is_word
 
-_SHARED = ("dtype", "device_map", "gear", "trust_remote_code")  # what a draft is loaded with, as its target
+_SHARED = ("dtype", "device_map", "backend", "trust_remote_code")  # what a draft is loaded with, as its target
 _IN_VAIN = 24  # characters shown of what was drafted and not accepted
 
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from specdec.cli.flags import (
+    Backend,
     ConfigFile,
     DeviceMap,
     DraftTokens,
     Dtype,
     ExactnessName,
-    Gear,
     Method,
     Quantization,
     RemoteCode,
@@ -111,7 +111,7 @@ def batch(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Begin anew, whatever OUT holds.")] = False,
     dtype: Dtype = None,
     quantization: Quantization = None,
-    gear: Gear = None,
+    backend: Backend = None,
     exactness: ExactnessName = None,
     device_map: DeviceMap = None,
     config: ConfigFile = None,
@@ -175,7 +175,7 @@ def read_speech(params: Mapping[str, Any]) -> Request:
     zoo = model.startswith("zoo:")
     draft = model if draft is None and zoo else draft
     options = read_options({**params, **_AT_REST})
-    names = ("dtype", "quantization", "gear", "exactness", "device_map", "trust_remote_code")
+    names = ("dtype", "quantization", "backend", "exactness", "device_map", "trust_remote_code")
     how = {name: params[name] for name in names if params[name] not in (None, False)}
     target, draft = locate(model, "target", "--model"), draft and locate(draft, "draft", "--draft-model")
     return Request(target, draft, "auto", options, {**({"dtype": "float32"} if zoo else {}), **how})

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from specdec.cli.flags import Dtype, ExactnessName, Gear, GgufFile, Offload, OffloadFolder, Quantization
+from specdec.cli.flags import Backend, Dtype, ExactnessName, GgufFile, Offload, OffloadFolder, Quantization
 from specdec.cli.remote import KEY, check_flags, measure_server
 from specdec.cli.request import COPYING, WORDS
 from specdec.cli.show import write
@@ -34,7 +34,7 @@ FLAGS = {
     "near_tie": "near_tie",
 }
 DRAFTS = f"Hub id, folder, zoo:python-code, {', '.join(WORDS)} or {COPYING[0]}+MODEL"
-MODE_FLAGS = ("dtype", "quantization", "gguf_file", "offload", "offload_folder", "gear", "exactness")
+MODE_FLAGS = ("dtype", "quantization", "gguf_file", "offload", "offload_folder", "backend", "exactness")
 
 Out = Annotated[Path | None, typer.Option(help="Folder of samples and report; bench-NAME by default.")]
 Draft = Annotated[
@@ -74,7 +74,7 @@ def bench(
     gguf_file: GgufFile = None,
     offload: Offload = None,
     offload_folder: OffloadFolder = None,
-    gear: Gear = None,
+    backend: Backend = None,
     exactness: ExactnessName = None,
     max_new_tokens: Tokens = None,
     repeats: Repeats = None,
@@ -132,17 +132,17 @@ def bench(
 
 def lines(found: Mapping[str, Any]) -> Iterator[str]:
     """The outcome as text: every system of every group, then the summary."""
-    from specdec.bench import gears
+    from specdec.bench import backends
 
     for group in found["groups"]:
         yield group["label"]
         width = max((len(system["name"]) for system in group["systems"]), default=0)
-        wide = max((len(gears(system)) for system in group["systems"]), default=0)
+        wide = max((len(backends(system)) for system in group["systems"]), default=0)
         for system in group["systems"]:
             speed = system["speedup"]
             words = f"  {speed['words']}" if speed else ""
             measured = f"{system['name']:<{width}}  {system['ms_per_token']:8.2f} ms per token"
-            yield f"  {measured}  {gears(system):<{wide}}{words}".rstrip()
+            yield f"  {measured}  {backends(system):<{wide}}{words}".rstrip()
     yield from found["summary"]
     yield found["contention"]
 
@@ -218,7 +218,7 @@ def tune(
     gguf_file: GgufFile = None,
     offload: Offload = None,
     offload_folder: OffloadFolder = None,
-    gear: Gear = None,
+    backend: Backend = None,
     exactness: ExactnessName = None,
     max_new_tokens: Tokens = None,
     repeats: Repeats = None,

@@ -18,12 +18,12 @@ from specdec.cli.compile import compile_
 from specdec.cli.distill import distill
 from specdec.cli.doctor import doctor
 from specdec.cli.flags import (
+    Backend,
     ConfigFile,
     DeviceMap,
     DraftTokens,
     Dtype,
     ExactnessName,
-    Gear,
     GgufFile,
     Method,
     Offload,
@@ -201,7 +201,7 @@ def generate(
     dtype: Dtype = None,
     quantization: Quantization = None,
     gguf_file: GgufFile = None,
-    gear: Gear = None,
+    backend: Backend = None,
     exactness: ExactnessName = None,
     device_map: DeviceMap = None,
     max_memory: Annotated[

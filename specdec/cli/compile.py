@@ -40,7 +40,7 @@ def compile_(
     began = monotonic()
     with loading(f"loading {target}", quiet=quiet):
         generator = SpecGenerator.from_pretrained(
-            target, draft_model, gear="compiled", trust_remote_code=trust_remote_code, **how
+            target, draft_model, backend="compiled", trust_remote_code=trust_remote_code, **how
         )
     try:
         ready = _wait(generator, quiet=quiet)
@@ -50,7 +50,7 @@ def compile_(
     if not ready:
         return fail("error: not everything could be compiled", FAILED)
     if not quiet:
-        say(f"ready after {duration(monotonic() - began)}: --gear compiled, and auto, run on it with these options")
+        say(f"ready after {duration(monotonic() - began)}: --backend compiled, and auto, run on it with these options")
     return OK
 
 

@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.style import Style
 
 from specdec.cli.flags import (
+    Backend,
     DeviceMap,
     Dtype,
     ExactnessName,
-    Gear,
     GgufFile,
     Method,
     Quantization,
@@ -58,7 +58,7 @@ def doctor(
     dtype: Dtype = None,
     quantization: Quantization = None,
     gguf_file: GgufFile = None,
-    gear: Gear = None,
+    backend: Backend = None,
     exactness: ExactnessName = None,
     device_map: DeviceMap = None,
     json_: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,

@@ -10,7 +10,7 @@ import typer
 
 from specdec.cli.request import COPYING, METHODS, WORDS
 from specdec.core.draft_schedules import SCHEDULES
-from specdec.options.load import DTYPES, EXACTNESS, GEARS, OFFLOADS, QUANTIZATIONS
+from specdec.options.load import BACKENDS, DTYPES, EXACTNESS, OFFLOADS, QUANTIZATIONS
 
 
 def one_of(words: Iterable[str]) -> Callable[[str], list[str]]:
@@ -45,8 +45,8 @@ Dtype = Annotated[
         autocompletion=one_of(DTYPES),
     ),
 ]
-Gear = Annotated[
-    str | None, typer.Option(help=f"What passes run on: {', '.join(GEARS)}.", autocompletion=one_of(GEARS))
+Backend = Annotated[
+    str | None, typer.Option(help=f"What passes run on: {', '.join(BACKENDS)}.", autocompletion=one_of(BACKENDS))
 ]
 ExactnessName = Annotated[
     str | None,

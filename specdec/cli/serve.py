@@ -12,10 +12,10 @@ from typing import Annotated, Any
 import typer
 
 from specdec.cli.flags import (
+    Backend,
     DeviceMap,
     DraftTokens,
     Dtype,
-    Gear,
     GgufFile,
     Method,
     Offload,
@@ -119,7 +119,7 @@ def serve(
     dtype: Dtype = None,
     quantization: Quantization = None,
     gguf_file: GgufFile = None,
-    gear: Gear = None,
+    backend: Backend = None,
     device_map: DeviceMap = None,
     offload: Offload = None,
     offload_folder: OffloadFolder = None,

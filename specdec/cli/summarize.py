@@ -11,12 +11,12 @@ import typer
 from rich.console import Console
 
 from specdec.cli.flags import (
+    Backend,
     ConfigFile,
     DeviceMap,
     DraftTokens,
     Dtype,
     ExactnessName,
-    Gear,
     Method,
     Quantization,
     RemoteCode,
@@ -62,7 +62,7 @@ def summarize(
     format: Annotated[Literal["text", "json"], typer.Option(help="text, or one JSON object.")] = "text",
     dtype: Dtype = None,
     quantization: Quantization = None,
-    gear: Gear = None,
+    backend: Backend = None,
     exactness: ExactnessName = None,
     device_map: DeviceMap = None,
     config: ConfigFile = None,

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from specdec.cli.flags import DeviceMap, DraftTokens, Dtype, ExactnessName, Gear, ScheduleName, Stats
+from specdec.cli.flags import Backend, DeviceMap, DraftTokens, Dtype, ExactnessName, ScheduleName, Stats
 from specdec.cli.request import FLAGS, WORDS, locate, read_settings
 from specdec.cli.show import PROMPT, show_stats, write
 from specdec.cli.terminal import FAILED, OK, Debug, Heartbeat, Quiet, loading, say
@@ -63,7 +63,7 @@ def transcribe(
     max_new_tokens: Annotated[int | None, typer.Option(help="Most tokens of a window.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of what --fallback draws.")] = None,
     dtype: Dtype = None,
-    gear: Gear = None,
+    backend: Backend = None,
     exactness: ExactnessName = None,
     device_map: DeviceMap = None,
     set_: Annotated[
@@ -237,7 +237,7 @@ def load(params: Mapping[str, Any], *, quiet: bool) -> Transcriber:
         draft = params["model"]
     draft = draft if draft is None else locate(draft, "draft", "--draft-model")
     names = [target, *([draft] if draft is not None and draft.partition(":")[0] not in DRAFT_WORDS else [])]
-    how = {name: params[name] for name in ("dtype", "gear", "exactness", "device_map") if params[name] is not None}
+    how = {name: params[name] for name in ("dtype", "backend", "exactness", "device_map") if params[name] is not None}
     if params["model"].startswith("zoo:"):
         how.setdefault("dtype", "float32")
     with loading(f"loading {params['model']}", quiet=quiet, downloads=not all(Path(name).exists() for name in names)):

@@ -152,7 +152,7 @@ def distill(
     check_tokenizer("tokenizer", tokenizer)
     named = isinstance(target, str | PathLike)
     make = SpecGenerator.from_pretrained if named else SpecGenerator
-    generator = make(target, tokenizer=tokenizer, gear="eager", **loading)
+    generator = make(target, tokenizer=tokenizer, backend="eager", **loading)
     if generator.tokenizer is None:
         raise OptionError("`tokenizer` is needed to read texts: there is none beside the target")
     if generator.target.is_encoder_decoder and not audio:
@@ -174,7 +174,7 @@ def distill(
 def _swift(generator: SpecGenerator) -> SpecGenerator:
     """The same target over packed weights, where it can have them: writing takes a good part of the time."""
     try:
-        return SpecGenerator(generator.target.model, tokenizer=generator.tokenizer, gear="packed")
+        return SpecGenerator(generator.target.model, tokenizer=generator.tokenizer, backend="packed")
     except UnsupportedError:
         return generator
 

@@ -269,8 +269,8 @@ class Call:
             settings={
                 "strategy": self._strategies[0].name,
                 "schedule": type(schedule).__name__.lower() if self.drafter is not None else "none",
-                "gear": self.target.gear,
-                **self._draft_gear(),
+                "backend": self.target.backend,
+                **self._draft_backend(),
             },
             exactness=self.exactness,
         )
@@ -278,10 +278,10 @@ class Call:
             out.word(self.extras.tokenizer, self.stops)
         return out
 
-    def _draft_gear(self) -> dict[str, str]:
-        """The gear of the draft's models, where it has some."""
+    def _draft_backend(self) -> dict[str, str]:
+        """The backend of the draft's models, where it has some."""
         models = [] if self.drafter is None else self.drafter.models
-        return {"draft_gear": ", ".join(dict.fromkeys(model.gear for model in models))} if models else {}
+        return {"draft_backend": ", ".join(dict.fromkeys(model.backend for model in models))} if models else {}
 
     @property
     def _returned(self) -> int:

@@ -99,9 +99,9 @@ class HeadAt:
 class Drafts:
     """Makes drafts for one target, and keeps the last two that calls have named, with their models."""
 
-    def __init__(self, target: LanguageModel, *, gear: str = "auto") -> None:
+    def __init__(self, target: LanguageModel, *, backend: str = "auto") -> None:
         self._target = target
-        self._how = Loading(gear=gear)
+        self._how = Loading(backend=backend)
         self._recent = Recent(_KEPT)
 
     def make(
@@ -245,7 +245,7 @@ def is_name(draft: object) -> bool:
 def language_model(model: Any, name: str, how: Loading | None = None) -> LanguageModel:
     """The model that the caller's argument `name` is, or that it names by id or path, loaded as `how` says.
 
-    Raises OptionError for what is none, and for one that is wrapped already in another gear or exactness.
+    Raises OptionError for what is none, and for one that is wrapped already in another backend or exactness.
     """
     how, model = how or Loading(), unwrapped(model, name)
     if isinstance(model, LanguageModel) and not how.given.keys() - set(PASSES):

@@ -59,7 +59,7 @@ class SpecGenerator:
     `kv_budget` limits the keys and values of all calls under way, in bytes or as a share of the memory that is free
     (0.5: half); calls beyond it wait for their turn. `prefix_cache` keeps keys and values of texts (True, or as many
     bytes), so that a prompt which begins like one of them is not read again; None: in float32, where that changes no
-    text. `gear` is what passes run on (`Loading`): "packed" keeps a second copy of the weights of a model that was
+    text. `backend` is what passes run on (`Loading`): "packed" keeps a second copy of the weights of a model that was
     handed over, which is not changed, and "auto" leaves such a model as it is; `exactness`="strict" promises the text
     of plain decoding bit for bit (`Loading`).
 
@@ -73,7 +73,7 @@ class SpecGenerator:
         *,
         tokenizer: Any = None,
         assistant_tokenizer: Any = None,
-        gear: str = "auto",
+        backend: str = "auto",
         exactness: str = "auto",
         task: str | None = None,
         kv_budget: int | float | None = None,
@@ -85,8 +85,8 @@ class SpecGenerator:
         check_tokenizer("tokenizer", tokenizer)
         self._defaults, self._task = options, task
         self.tokenizer = tokenizer_beside(str(target)) if tokenizer is None and is_name(target) else tokenizer
-        self.target = language_model(target, "target", Loading(gear=gear, exactness=exactness))
-        self._drafts = Drafts(self.target, gear=gear)
+        self.target = language_model(target, "target", Loading(backend=backend, exactness=exactness))
+        self._drafts = Drafts(self.target, backend=backend)
         self._draft = Draft(self._drafts.make(draft, self.tokenizer, assistant_tokenizer))
         self._prefixes, self._wants_prefixes = _prefixes(prefix_cache), prefix_cache is not None
         self._dispatcher = Dispatcher(Engine(self.target, kv_budget=kv_budget, prefixes=self._prefixes))
@@ -132,7 +132,7 @@ class SpecGenerator:
             assistant_tokenizer = beside
         tokenizers = {"tokenizer": tokenizer, "assistant_tokenizer": assistant_tokenizer}
         shared: dict[str, Any] = {
-            "gear": how.gear,
+            "backend": how.backend,
             "exactness": how.exactness,
             "task": task,
             "kv_budget": kv_budget,
@@ -160,10 +160,10 @@ class SpecGenerator:
         return f"SpecGenerator({self.target!r}, draft={self.drafter!r})"
 
     def wait_until_compiled(self, timeout: float | None = None) -> bool:
-        """Waits until target and draft models run on compiled code, in `gear`="compiled"; whether all of them do.
+        """Waits until target and draft models run on compiled code, in `backend`="compiled"; whether all of them do.
 
-        They are compiled beside the work; until then passes run as in `gear`="packed". At the most so many seconds for
-        each model.
+        They are compiled beside the work; until then passes run as in `backend`="packed". At the most so many seconds
+        for each model.
         """
         drafts = () if self.drafter is None else self.drafter.models
         ready = [model.wait_until_compiled(timeout) for model in (self.target, *drafts)]

@@ -37,7 +37,7 @@ def custom_generate(
     *,
     tokenizer: Any = None,
     assistant_tokenizer: Any = None,
-    gear: str = "auto",
+    backend: str = "auto",
     exactness: str = "auto",
     **options: Any,
 ) -> CustomGenerate:
@@ -55,7 +55,7 @@ def custom_generate(
             way_out = "pass it to `model.generate`" if name in Options.model_fields else f"one of {sorted(OPTIONS)}"
             raise OptionError(f"`{name}` is not an option of custom_generate: {way_out}")
     tokenizers = {"tokenizer": tokenizer, "assistant_tokenizer": assistant_tokenizer}
-    return CustomGenerate(draft, {**tokenizers, "gear": gear, "exactness": exactness, **options})
+    return CustomGenerate(draft, {**tokenizers, "backend": backend, "exactness": exactness, **options})
 
 
 class CustomGenerate:

@@ -31,7 +31,7 @@ except ImportError as error:
     raise SpecdecError(reason) from error
 
 _log = logging.getLogger(__name__)
-_LOADING = ("gear", "exactness")
+_LOADING = ("backend", "exactness")
 
 
 @register_model("specdec")

@@ -1,4 +1,4 @@
-"""The second gear on a GPU: passes of a few sizes, each recorded once as a CUDA graph and then played back whole.
+"""The second backend on a GPU: passes of a few sizes, each recorded once as a CUDA graph and then played back whole.
 
 A short pass is hundreds of kernels that take less time than it takes to ask for them; a graph asks once. It works on
 the same memory every time: what a pass is given is copied there, and nodes are filled up to the next of a few sizes.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from specdec.errors import OptionError, UnsupportedError
 from specdec.kernels import AnyLinear, PackedLinear
 from specdec.models.backends.compiled import CompiledForward
-from specdec.models.backends.packed_layers import check_gear, in_gear, is_packed
+from specdec.models.backends.packed_layers import check_backend, in_backend, is_packed
 from specdec.models.backends.ragged import FlatForward
 from specdec.models.cache.session import Session
 from specdec.models.capability import Capability, cache_reset_length, rope_boundary
@@ -35,20 +35,19 @@ class LanguageModel:
     """A transformers model together with what it is able to do; its weights, config and caches are never changed.
 
     `config` is the text decoder's, `vocab_size` the width of the logits, `max_positions` None where there is no limit;
-    ids go to `device`, and `dtype` is that of activations and masks.
-    `gear` is what its passes run on. "eager": its layers as they are, in padded passes. "packed": copies of its weights
-    in the order in which short passes on a CPU read them, and attention of our own, which needs no padding; an `owned`
-    model keeps nothing else. "compiled": one compiled function for all of that, for models that transformers' attention
-    interface serves; it is compiled beside the work, once for all models of a structure, in about a minute, and passes
-    run as before until it is there (`wait_until_compiled`). "auto": compiled where that was done before, packed where
-    the model is owned and that is faster, otherwise eager. A C++ compiler is needed for all but "eager". In other gears
-    than "eager" weights, hooks and adapters must stay as they are, which `state` checks. Attentions never come from
-    compiled code.
+    ids go to `device`, and `dtype` is that of activations and masks. `backend` is what its passes run on. "eager": its
+    layers as they are, in padded passes. "packed": copies of its weights in the order in which short passes on a CPU
+    read them, and attention of our own, which needs no padding; an `owned` model keeps nothing else. "compiled": one
+    compiled function for all of that, for models that transformers' attention interface serves; it is compiled beside
+    the work, once for all models of a structure, in about a minute, and passes run as before until it is there
+    (`wait_until_compiled`). "auto": compiled where that was done before, packed where the model is owned and that is
+    faster, otherwise eager. A C++ compiler is needed for all but "eager". In other backends than "eager" weights, hooks
+    and adapters must stay as they are, which `state` checks. Attentions never come from compiled code.
     `exactness`="strict" promises that a token's logits depend on its text alone, bit for bit: not on the other tokens
-    of a pass, other rows, or branches. It is tried when the model is made.
-    `change` is done to the model after its layers are in their gear, and before its passes are made.
-    Raises OptionError for a model in training mode and unknown gears, UnsupportedError for one without a language-model
-    head, and for a gear or exactness that it cannot have. `is_sharded`: other processes have parts of its weights.
+    of a pass, other rows, or branches. It is tried when the model is made. `change` is done to the model after its
+    layers are in their backend, and before its passes are made. Raises OptionError for a model in training mode and
+    unknown backends, UnsupportedError for one without a language-model head, and for a backend or exactness that it
+    cannot have. `is_sharded`: other processes have parts of its weights.
     """
 
     is_sharded = False
@@ -58,18 +57,18 @@ class LanguageModel:
         self,
         model: Any,
         *,
-        gear: str = "auto",
+        backend: str = "auto",
         exactness: str = "auto",
         owned: bool = False,
         capability: Capability | None = None,
         change: Callable[[LanguageModel], None] | None = None,
     ) -> None:
-        check_gear(gear)
+        check_backend(backend)
         self.is_strict = exactness == "strict"
-        if self.is_strict and gear == "eager":
-            raise OptionError("`exactness`='strict' needs layers of our own: leave out `gear`='eager'")
-        if self.is_strict and gear == "auto":
-            gear = "packed"
+        if self.is_strict and backend == "eager":
+            raise OptionError("`exactness`='strict' needs layers of our own: leave out `backend`='eager'")
+        if self.is_strict and backend == "auto":
+            backend = "packed"
         if model.training:
             raise OptionError("`model` is in training mode, where dropout makes its output random: call `model.eval()`")
         self.model = model
@@ -84,12 +83,12 @@ class LanguageModel:
             cache_reset_length=cache_reset_length(self.config),
         )
         self.device, self.dtype = execution_device(model.get_input_embeddings()), model.dtype
-        self.model = in_gear(model, gear, owned=owned)
+        self.model = in_backend(model, backend, owned=owned)
         if change is not None:
             change(self)
-        self.gear = "compiled" if gear == "compiled" else "packed" if is_packed(self.model) else "eager"
+        self.backend = "compiled" if backend == "compiled" else "packed" if is_packed(self.model) else "eager"
         self._lookup, self._scaling = self._lookup_of_positions(), self._scaling_by_length()
-        self.flat = self._in_a_line(gear)
+        self.flat = self._in_a_line(backend)
         if self.is_strict:
             self._make_strict()
         self._attention = attention_of(self.config)
@@ -99,8 +98,8 @@ class LanguageModel:
 
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        gear = "" if self.gear == "eager" else f", {self.gear}"
-        return f"LanguageModel({type(self.model).__name__}, {self.num_layers} layers, {dtype}, {self.device}{gear})"
+        backend = "" if self.backend == "eager" else f", {self.backend}"
+        return f"LanguageModel({type(self.model).__name__}, {self.num_layers} layers, {dtype}, {self.device}{backend})"
 
     @property
     def is_offloaded(self) -> bool:
@@ -136,9 +135,9 @@ class LanguageModel:
         state, changed = self.look()
         if changed:
             way, was = "make another SpecGenerator", "it was handed over"
-            if self.gear != "eager":
-                way += ", or use `gear`='eager', which follows changes"
-                was = f"its weights were put into gear {self.gear!r}"
+            if self.backend != "eager":
+                way += ", or use `backend`='eager', which follows changes"
+                was = f"its weights were put into backend {self.backend!r}"
             raise OptionError(f"the {name} was changed after {was} ({', '.join(changed)}): {way}")
         return state
 
@@ -147,7 +146,7 @@ class LanguageModel:
         source, state = self._reader.model, self._reader.read()
         if source is None or state is None:  # a copy of it is what passes run on
             return self._made_of, []
-        if self.gear != "eager":
+        if self.backend != "eager":
             return state, state.changed(self._made_of)
         same = {
             "device": execution_device(source.get_input_embeddings()) == self.device,
@@ -199,7 +198,8 @@ class LanguageModel:
         if not 1 <= layers < self.num_layers:
             raise OptionError.of("layers", f"between 1 and {self.num_layers - 1}, fewer than the model has", layers)
         return type(self)(
-            shallow_exit(self.model, self.num_layers, layers), gear="compiled" if self.gear == "compiled" else "eager"
+            shallow_exit(self.model, self.num_layers, layers),
+            backend="compiled" if self.backend == "compiled" else "eager",
         )
 
     @torch.no_grad()
@@ -299,21 +299,23 @@ class LanguageModel:
 
         return find_capability(self)
 
-    def _in_a_line(self, gear: str) -> FlatForward | None:
-        """Passes without padding, which the gears above "eager" run where the model allows it; "compiled" needs it."""
-        if self.gear == "eager":
+    def _in_a_line(self, backend: str) -> FlatForward | None:
+        """Passes without padding, which the backends above "eager" run where the model allows it; "compiled"
+        needs it.
+        """
+        if self.backend == "eager":
             return None
         try:
             flat = FlatForward(self)
         except UnsupportedError as error:
-            if self.gear == "compiled":
-                raise UnsupportedError(f"{error}: leave out `gear`='compiled'") from error
+            if self.backend == "compiled":
+                raise UnsupportedError(f"{error}: leave out `backend`='compiled'") from error
             return None
         compiled = GraphedForward(flat) if self.device.type == "cuda" else CompiledForward(flat)
-        if self.gear == "compiled" or (gear == "auto" and compiled.is_kept):
+        if self.backend == "compiled" or (backend == "auto" and compiled.is_kept):
             flat.compiled = compiled.start()
             if compiled.ready:
-                self.gear = "compiled"
+                self.backend = "compiled"
         return flat
 
     def wait_until_compiled(self, timeout: float | None = None) -> bool:
@@ -331,7 +333,7 @@ class LanguageModel:
                 module.unpacks = ()
         self.wait_until_compiled()
         if reason := strict_obstacle(self):
-            other = "" if is_packed(self.model) else "`gear`='packed' packs them, or "
+            other = "" if is_packed(self.model) else "`backend`='packed' packs them, or "
             raise UnsupportedError(f"{name} cannot be strict here, {reason}: {other}leave out `exactness`='strict'")
 
     def _lookup_of_positions(self) -> Lookup | None:

@@ -12,9 +12,9 @@ from specdec.errors import OptionError, UnsupportedError
 
 OFFLOADS = ("cpu", "disk")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-GEARS = ("auto", "eager", "packed", "compiled")
+BACKENDS = ("auto", "eager", "packed", "compiled")
 """What passes run on: layers as they are, packed weights, compiled code; "auto" measures."""
-PASSES = ("gear", "exactness")
+PASSES = ("backend", "exactness")
 """Options of passes, which models that are loaded already take as well."""
 EXACTNESS = ("auto", "strict")
 """What is promised of texts: what the dtype allows, or equality bit for bit."""
@@ -98,7 +98,7 @@ class Loading:
     memory ("cpu") or on disk ("disk") and reads them in every pass: all layers, or with `max_memory` those that do not
     fit; `offload_folder` is for weights that must be written again, a temporary one by default. `tp_plan` shares the
     weights among the processes of a job (torchrun): "auto", by transformers' plan for the model, or a plan of your own
-    as transformers takes it; the first process goes on alone, the others work for it. `gear` is what passes
+    as transformers takes it; the first process goes on alone, the others work for it. `backend` is what passes
     run on: "eager", the layers as they are; "packed", weights in the order in which short passes on a CPU read them;
     "compiled", one compiled function for all passes (on a GPU CUDA graphs); "auto" packs where that is faster
     here, which is measured once, and takes compiled code that is there from an earlier time. `exactness`="strict"
@@ -116,13 +116,13 @@ class Loading:
     offload: str | None = None
     offload_folder: str | PathLike[str] | None = None
     tp_plan: str | Mapping[str, str] | None = None
-    gear: str = "auto"
+    backend: str = "auto"
     exactness: str = "auto"
     revision: str | None = None
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        words = {"quantization": QUANTIZATIONS, "offload": OFFLOADS, "gear": GEARS, "exactness": EXACTNESS}
+        words = {"quantization": QUANTIZATIONS, "offload": OFFLOADS, "backend": BACKENDS, "exactness": EXACTNESS}
         for name, known in words.items():
             if getattr(self, name) not in (None, *known):
                 raise OptionError.of(name, f"one of {', '.join(known)}", getattr(self, name))
@@ -158,8 +158,8 @@ class Loading:
                 f"`tp_plan` shares weights among processes as they are in the checkpoint, and `{idle[0]}` wants them "
                 "otherwise: leave out one of them"
             )
-        if self.gear not in ("auto", "eager") or self.exactness != "auto":
-            name = "gear" if self.gear not in ("auto", "eager") else "exactness"
+        if self.backend not in ("auto", "eager") or self.exactness != "auto":
+            name = "backend" if self.backend not in ("auto", "eager") else "exactness"
             raise UnsupportedError(
                 f"`{name}`={getattr(self, name)!r} needs whole layers, and `tp_plan` leaves each process a part of "
                 f"them: leave out `{name}`"
@@ -204,7 +204,7 @@ class Loading:
     def of_draft(self, options: Mapping[str, Any] | None) -> Loading:
         """How the draft of a target that is loaded like this comes in: all of it stays in memory.
 
-        It takes over the target's `dtype`, `gear` and `trust_remote_code` and, unless the target is offloaded,
+        It takes over the target's `dtype`, `backend` and `trust_remote_code` and, unless the target is offloaded,
         `device_map`; `options` are its own fields, and a `vocabulary` (`Vocabulary.of`), which is only checked here.
         Raises OptionError for unknown ones and for `offload`.
         """
@@ -221,7 +221,7 @@ class Loading:
         place = self.device_map if self.offload is None and whole else "auto"
         taken = {
             "dtype": self.dtype,
-            "gear": self.gear,
+            "backend": self.backend,
             "trust_remote_code": self.trust_remote_code,
             "device_map": place,
         }
@@ -233,7 +233,7 @@ NAMES = tuple(field.name for field in fields(Loading))
 
 def check_loaded(kind: str, options: Mapping[str, Any]) -> None:
     """Raises OptionError for options of loading that were given to the class `kind`, which takes a model as it is."""
-    of_loading = {*NAMES, "draft_options"} - {"gear", "exactness"}
+    of_loading = {*NAMES, "draft_options"} - {"backend", "exactness"}
     if early := [name for name in options if name in of_loading]:
         raise OptionError(f"`{early[0]}` says how to load a model: pass it to {kind}.from_pretrained")
 

@@ -36,7 +36,7 @@ def load(
     from specdec.parallel.sharded import ShardedModel
 
     def read(source: str, folder: str, how: Loading, name: str) -> LanguageModel:
-        how = replace(how, gear="eager")
+        how = replace(how, backend="eager")
         number, part = ranks.load(from_checkpoint, ShardedModel, source, folder, how, name)
         led: LanguageModel = part.lead(ranks, number)
         return led

@@ -29,7 +29,7 @@ _KEYS = ("k_proj", "qkv_proj", "query_key_value")  # what the modules are called
 class ShardedModel(Shared, LanguageModel):
     """A model of which every process has a part; on rank 0, which `leads`, whatever is done with it all do.
 
-    Its passes run on the layers as they are (`gear` "eager").
+    Its passes run on the layers as they are (`backend` "eager").
     """
 
     is_sharded = True

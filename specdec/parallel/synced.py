@@ -32,8 +32,8 @@ class InStep:
     """
 
     def __init__(self, language: LanguageModel, drafts: Sequence[LanguageModel] = (), *, reading: bool = False) -> None:
-        if language.is_encoder_decoder or language.gear != "eager":
-            kind = "an encoder" if language.is_encoder_decoder else f"`gear`={language.gear!r}"
+        if language.is_encoder_decoder or language.backend != "eager":
+            kind = "an encoder" if language.is_encoder_decoder else f"`backend`={language.backend!r}"
             raise UnsupportedError(f"`synced_gpus` keeps decoders in step, layer by layer, and this model has {kind}")
         own = {id(parameter) for parameter in language.model.parameters()}
         if reading or any(id(parameter) in own for draft in drafts for parameter in draft.model.parameters()):

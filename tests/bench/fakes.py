@@ -26,7 +26,7 @@ def sample(system: str = "plain", batch: int = 0, repeat: int = 0, **values: Any
         "memory": 2**20,
         "spin": 0.001,
         "exactness": "exact",
-        "gear": "packed",
-        "draft_gear": None,
+        "backend": "packed",
+        "draft_backend": None,
     }
     return Sample(system=system, batch=batch, repeat=repeat, **{**common, **values})

@@ -44,7 +44,7 @@ def params(**given: Any) -> dict[str, Any]:
         "gguf_file",
         "offload",
         "offload_folder",
-        "gear",
+        "backend",
         "exactness",
         "max_new_tokens",
         "repeats",

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from specdec.bench import gears, read_suite, results, run, write_report
+from specdec.bench import backends, read_suite, results, run, write_report
 from specdec.bench.figures import Speedup
 from specdec.bench.machine import verdict
 from specdec.bench.plots import leaders, short, themed
@@ -59,7 +59,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A run with a sweep, two categories, two temperatures, and a draft in a gear of its own.
+    """A run with a sweep, two categories, two temperatures, and a draft in a backend of its own.
 
     The last schedule says no length, beside some that do: a report could not put them in order.
     """
@@ -68,7 +68,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     (root / "p.jsonl").write_text("".join(f'{{"category": "{c}", "turns": ["{c}{c}xx"]}}\n' for c in ("aa", "bb")))
     schedules = [{"schedule": "constant", "num_assistant_tokens": [1, 3]}, "constant"]
     shared = {"temperatures": [0, 0.7], "prompts": str(root / "p.jsonl"), "max_new_tokens": 12, "repeats": 1}
-    mode = {"modes": [{"draft_options": {"gear": "packed"}}]}
+    mode = {"modes": [{"draft_options": {"backend": "packed"}}]}
     suite = read_suite({"name": "<tiny>", "targets": target, "drafts": draft, "schedules": schedules, **mode, **shared})
     return results(run(suite, root / "out"))
 
@@ -101,7 +101,7 @@ def test_the_page(found: dict[str, Any], folder: Path) -> None:
         for system in group["systems"]:
             assert f"{system['ms_per_token']:.2f}" in page.text
             assert number(system["token_ms"]["p99"]) in page.text
-        assert [gears(system) for system in group["systems"]] == ["eager", *["eager, draft packed"] * 3]
+        assert [backends(system) for system in group["systems"]] == ["eager", *["eager, draft packed"] * 3]
         assert [sweep["k"] for sweep in group["sweeps"]] == [[1, 3]]
         assert html.count('class="own"') >= sum(len(r["tokens"]) - r["accepted"] for r in group["strip"]["rounds"])
 
@@ -140,7 +140,7 @@ def test_the_table(found: dict[str, Any], folder: Path) -> None:
     for row, system in zip(rows, systems, strict=True):
         assert float(row["ms_per_token"]) == system["ms_per_token"]
         assert row["state"] == (system["speedup"]["state"] if system["speedup"] else "")
-        assert (row["gear"], row["draft_gear"]) == (system["gear"], system["draft_gear"] or "")
+        assert (row["backend"], row["draft_backend"]) == (system["backend"], system["draft_backend"] or "")
         assert float(row["request_ms_p90"]) == system["request_ms"]["p90"]
 
 

@@ -31,7 +31,7 @@ def test_pictures_and_tables_are_those_of_the_results() -> None:
 
 def test_the_plot_shows_the_results() -> None:
     """Each bar is as long as its figure says, and the figure stands beside it."""
-    rows = figures.measured(figures.gears()[-1])
+    rows = figures.measured(figures.backends()[-1])
     widths = [
         float(width) for width in re.findall(r'<rect [^>]*width="([\d.]+)"', figures.plot(figures.THEMES["dark"]))
     ]

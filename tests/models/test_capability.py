@@ -71,4 +71,4 @@ def test_load_explains_itself(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="hub name"):
         load(3)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match="compile"):
-        LanguageModel(tiny("bloom"), gear="compiled")
+        LanguageModel(tiny("bloom"), backend="compiled")

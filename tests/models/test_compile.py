@@ -1,4 +1,4 @@
-"""The second gear: one compiled function for all passes, made in a process of its own and kept on disk."""
+"""The second backend: one compiled function for all passes, made in a process of its own and kept on disk."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str],
 
 
 def compiled(model: nn.Module) -> CompiledForward:
-    made = LanguageModel(model, gear="compiled").flat.compiled
+    made = LanguageModel(model, backend="compiled").flat.compiled
     made.wait(600)
     return made
 
@@ -91,7 +91,7 @@ def test_a_compiler_that_fails(cache: Path, compiler: Callable[[str], None], cap
     """Passes stay as they were, a warning ends with the reason, and the next load tries again."""
     compiler("echo hello >&2; echo no such compiler >&2; exit 3")
     for _ in range(2):
-        language = LanguageModel(tiny("llama"), gear="compiled")
+        language = LanguageModel(tiny("llama"), backend="compiled")
         assert not language.flat.compiled.wait(60)
         assert caplog.messages[-1].endswith("they run as before: no such compiler")
     twin = Twin(language, 2)
@@ -228,7 +228,7 @@ def test_not_on_other_devices(cache: Path) -> None:
     """The code is made for the CPU, and somebody who asks for it elsewhere is told so."""
     own = flat()
     own.model.device = torch.device("cuda")
-    with pytest.raises(UnsupportedError, match=r"for the CPU alone, not on cuda.*leave out `gear`='compiled'"):
+    with pytest.raises(UnsupportedError, match=r"for the CPU alone, not on cuda.*leave out `backend`='compiled'"):
         CompiledForward(own).start()
     assert not cache.exists()
 
@@ -339,7 +339,7 @@ def test_exit_ends_the_compiler(tmp_path: Path) -> None:
         "import sys, time; from pathlib import Path\n"
         "from specdec import LanguageModel; from tests.tiny import tiny\n"
         f"sys.executable = {str(fake)!r}\n"
-        "language = LanguageModel(tiny('llama'), gear='compiled')\n"
+        "language = LanguageModel(tiny('llama'), backend='compiled')\n"
         f"while not Path({str(pid)!r}).exists(): time.sleep(0.01)\n"
     )
     began = time.perf_counter()
@@ -356,8 +356,8 @@ def test_exit_ends_the_compiler(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "reason"), [("mamba", "store"), ("bloom", "added to attention"), ("gptj", "attend")])
 def test_models_without_it(name: str, reason: str) -> None:
     """Others say why, and what to do."""
-    with pytest.raises(UnsupportedError, match=f"{reason}.*leave out `gear`='compiled'"):
-        LanguageModel(tiny(name), gear="compiled")
+    with pytest.raises(UnsupportedError, match=f"{reason}.*leave out `backend`='compiled'"):
+        LanguageModel(tiny(name), backend="compiled")
 
 
 # --- the code itself
@@ -369,7 +369,7 @@ def language(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     place = tmp_path_factory.mktemp("compiled")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPECDEC_COMPILED", str(place))
-        language = LanguageModel(tiny(request.param), gear="compiled")
+        language = LanguageModel(tiny(request.param), backend="compiled")
         assert language.flat.compiled.wait(280)
         yield language
 
@@ -384,7 +384,7 @@ def _twin(language: LanguageModel, rows: int, seed: int = 0) -> Twin:
 @pytest.mark.timeout(400)
 class TestCode:
     def test_passes(self, language: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Chains, trees and rows of any number, past the first capacity, and none of it in the gear below."""
+        """Chains, trees and rows of any number, past the first capacity, and none of it in the backend below."""
         twin = _twin(language, 3)
         with monkeypatch.context() as patch:
             patch.setattr(language.flat.model, "output", None)
@@ -396,7 +396,7 @@ class TestCode:
 
     def test_hidden_states(self, language: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
         """They come from the same code: of all layers or some, those of the model's own, beside the same logits."""
-        twin, below = _twin(language, 2), _twin(LanguageModel(language.model, gear="eager"), 2)
+        twin, below = _twin(language, 2), _twin(LanguageModel(language.model, backend="eager"), 2)
         for one in (twin, below):
             one.prefill(20, 4)
         trees, keep = [twin.chain(3), twin.tree()], [2, 7]
@@ -551,7 +551,7 @@ class TestCode:
     def test_kept(self, language: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
         """The next model of this structure finds the code and compiles nothing; its weights are its own."""
         monkeypatch.setattr(CompiledForward, "_compile", None)
-        again = LanguageModel(tiny(language.config.model_type, seed=1), gear="compiled")
+        again = LanguageModel(tiny(language.config.model_type, seed=1), backend="compiled")
         assert again.flat.compiled.ready
         for one in (again, language):
             _twin(one, 2).prefill(9, 4)
@@ -577,14 +577,14 @@ class TestCode:
         assert all(torch.equal(logits, found[0]) for logits in found)
 
     def test_generation_is_the_same(self, language: LanguageModel) -> None:
-        """Assisted greedy text does not depend on the gear."""
+        """Assisted greedy text does not depend on the backend."""
         name = language.config.model_type
-        eager = SpecGenerator(tiny(name), tiny(name, seed=1), gear="eager")
+        eager = SpecGenerator(tiny(name), tiny(name, seed=1), backend="eager")
         given = tiny_inputs(name, 2) if name in ENCODER_DECODERS else {"input_ids": torch.tensor([[5, 9, 33, 7, 12]])}
         given |= {"max_new_tokens": 60, "do_sample": False}
         expected = eager.generate(**given)
-        for gear in ("eager", "compiled"):
-            draft = LanguageModel(tiny(name, seed=1), gear=gear)
+        for backend in ("eager", "compiled"):
+            draft = LanguageModel(tiny(name, seed=1), backend=backend)
             fast = SpecGenerator(language, draft).generate(**given)
             assert torch.equal(fast.sequences, expected.sequences)
             assert fast.stats.num_accepted_draft_tokens == expected.stats.num_accepted_draft_tokens

@@ -48,7 +48,7 @@ CASES = [pytest.param(name, marks=() if name in COMMON else pytest.mark.slow) fo
 def _language(name: str) -> LanguageModel:
     # transformers 5.17 lets sdpa leave the bound on scores out.
     options = {"attn_implementation": "eager"} if name == "gemma2" else {}
-    return LanguageModel(tiny(name, **options), gear="packed")
+    return LanguageModel(tiny(name, **options), backend="packed")
 
 
 def _encoding(name: str, rows: int) -> Encoding | None:
@@ -93,14 +93,14 @@ def test_rows_of_all_kinds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_families() -> None:
     """Which run in a line; those that stop doing so are missed here."""
-    models = {name: LanguageModel(tiny(name), gear="packed") for name in (*FLAT, *PADDED)}
+    models = {name: LanguageModel(tiny(name), backend="packed") for name in (*FLAT, *PADDED)}
     assert {name for name, language in models.items() if language.flat is not None} == set(FLAT)
     assert set(FLAT) | set(PADDED) <= set(NAMES)
 
 
 def test_without_it() -> None:
     """A model whose attention is its own runs padded passes over its packed layers."""
-    language = LanguageModel(tiny("gptj"), gear="packed")
+    language = LanguageModel(tiny("gptj"), backend="packed")
     assert language.flat is None
     twin = Twin(language, 2)
     twin.prefill(9, 4)
@@ -167,12 +167,12 @@ def test_encoders_outlive_others() -> None:
 
 def test_a_small_vocabulary() -> None:
     """Tokens that a model is tried with are its own. (Those of a tiny vocabulary were not, and it ran padded.)"""
-    assert LanguageModel(tiny("llama", vocab=10), gear="packed").flat is not None
+    assert LanguageModel(tiny("llama", vocab=10), backend="packed").flat is not None
 
 
 def test_a_twin_of_a_running_model() -> None:
     """A twin that is made while passes run looks its own positions up. (It kept what stood in for those passes.)"""
-    language = LanguageModel(tiny("bart"), gear="eager")
+    language = LanguageModel(tiny("bart"), backend="eager")
     embed = language.decoder.embed_positions
     with language.looked_up(torch.tensor([[3]]), torch.tensor([[3]])):
         other = twin_of(language.model).get_decoder().embed_positions
@@ -184,7 +184,7 @@ def test_a_twin_of_a_running_model() -> None:
 def test_hooks_are_not_shared() -> None:
     """What hooks into a twin does not hook into the model. (The library's put every hidden state in twice.)"""
     model, ids = tiny("llama"), torch.tensor([[5, 6, 7]])
-    session = LanguageModel(model, gear="packed").session()
+    session = LanguageModel(model, backend="packed").session()
     session.forward(session.add(1), [Tree.chain([5, 6, 7])], [1], output_hidden_states=True)
     assert len(model(ids, output_hidden_states=True).hidden_states) == 3
     assert len(model(ids, output_hidden_states=True).hidden_states) == 3

@@ -56,12 +56,12 @@ def kinds(model: Any) -> dict[str, str]:
 @needs_kernels
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("types", TYPES)
-@pytest.mark.parametrize("gear", ["auto", "packed"])
-def test_what_transformers_reads_is_what_is_computed(types: str, tied: bool, gear: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["auto", "packed"])
+def test_what_transformers_reads_is_what_is_computed(types: str, tied: bool, backend: str, tmp_path: Path) -> None:
     """Every block that the kernels know is packed as it lies in the file, rows of queries and keys in their order."""
     path = saved_gguf(tmp_path / "model.gguf", types=TYPES[types], tie_word_embeddings=tied)
-    plain, language = as_transformers_reads(path), load(path, Loading(gear=gear))
-    assert language.gear == "packed"
+    plain, language = as_transformers_reads(path), load(path, Loading(backend=backend))
+    assert language.backend == "packed"
     assert language.dtype == torch.float32
     torch.testing.assert_close(logits(language.model), logits(plain), rtol=1e-4, atol=1e-4)
     found = kinds(language.model)
@@ -93,14 +93,14 @@ def test_drafts_leave_the_text_alone(types: str, tmp_path: Path) -> None:
     other = saved_gguf(tmp_path / "draft.gguf", types=["Q4_1"])
     with_draft = SpecGenerator.from_pretrained(path, other)
     assert with_draft.generate(PROMPT, **COMMON).sequences.tolist() == plain.sequences.tolist()
-    assert with_draft.drafter.models[0].gear == "packed"
+    assert with_draft.drafter.models[0].backend == "packed"
 
 
 def test_eager_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
     """To the last bit, and so is a model where there are no kernels."""
     path = saved_gguf(tmp_path / "model.gguf")
-    language = load(path, Loading(gear="eager"))
-    assert language.gear == "eager"
+    language = load(path, Loading(backend="eager"))
+    assert language.backend == "eager"
     assert torch.equal(logits(language.model), logits(as_transformers_reads(path)))
 
 
@@ -128,7 +128,7 @@ def test_other_dtypes(dtype: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("types", "dtype"), [("BF16", torch.bfloat16), ("F16", torch.float32), ("F32", torch.float32)])
 def test_files_that_are_not_quantized(types: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Their dtype is taken over as that of any checkpoint: float16 is widened on a CPU."""
-    assert load(saved_gguf(tmp_path / "model.gguf", types=[types]), Loading(gear="eager")).dtype == dtype
+    assert load(saved_gguf(tmp_path / "model.gguf", types=[types]), Loading(backend="eager")).dtype == dtype
 
 
 @needs_kernels
@@ -156,7 +156,7 @@ def test_models_that_read_their_weights_by_themselves(tmp_path: Path) -> None:
     """They get their floats back."""
     path = saved_gguf(tmp_path / "model.gguf", "mamba", ["Q8_0"])
     language, plain = load(path), as_transformers_reads(path)
-    assert language.gear == "eager"
+    assert language.backend == "eager"
     assert language.model.lm_head.weight is language.model.get_input_embeddings().weight
     assert torch.equal(logits(language.model), logits(plain))
 

@@ -46,7 +46,7 @@ class Recorder:
 
 def recorded(name: str = "llama", **options: object) -> tuple[LanguageModel, Recorder]:
     """A model whose passes are recorded."""
-    language, recorder = LanguageModel(tiny(name, **options), gear="packed"), Recorder()
+    language, recorder = LanguageModel(tiny(name, **options), backend="packed"), Recorder()
     language.flat.compiled = GraphedForward(language.flat, recorder)
     return language, recorder
 
@@ -109,7 +109,7 @@ def test_buffers_that_grow() -> None:
 
 def test_buffers_that_go() -> None:
     """A recording holds nothing of a session: its keys and values go with it."""
-    language = LanguageModel(tiny("llama"), gear="packed")
+    language = LanguageModel(tiny("llama"), backend="packed")
 
     def record(run: Callable[[], Sequence[Tensor]]) -> tuple[Callable[[], None], Sequence[Tensor]]:
         return (lambda: None), [tensor.clone() for tensor in run()]
@@ -160,7 +160,7 @@ def test_several_threads() -> None:
 def test_hidden_states() -> None:
     """Of the layers that are asked for, and of the pass's own nodes alone."""
     language, _ = recorded()
-    twin, below = Twin(language, 2), Twin(LanguageModel(language.model, gear="eager"), 2)
+    twin, below = Twin(language, 2), Twin(LanguageModel(language.model, backend="eager"), 2)
     for one in (twin, below):
         one.prefill(20, 4)
     trees, keep = [twin.chain(3), twin.tree()], [2, 7]
@@ -179,7 +179,7 @@ def test_texts(more: dict[str, object]) -> None:
     given = {"input_ids": PROMPT, "max_new_tokens": 40, **more}
     target, recorder = recorded()
     draft, _ = recorded(seed=1)
-    expected = SpecGenerator(tiny("llama"), gear="packed").generate(**given)
+    expected = SpecGenerator(tiny("llama"), backend="packed").generate(**given)
     assert torch.equal(SpecGenerator(target, draft).generate(**given).sequences, expected.sequences)
     assert recorder.played > recorder.recorded > 0
 
@@ -190,7 +190,7 @@ def test_what_cannot_be_recorded(caplog: pytest.LogCaptureFixture) -> None:
     def record(run: object) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    language = LanguageModel(tiny("llama"), gear="packed")
+    language = LanguageModel(tiny("llama"), backend="packed")
     language.flat.compiled = GraphedForward(language.flat, record)
     twin = Twin(language, 1)
     twin.prefill(9)
@@ -243,7 +243,7 @@ def test_how_graphs_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_on_a_gpu() -> None:
     """Graphs themselves."""
     given = {"input_ids": PROMPT.cuda(), "max_new_tokens": 40, "do_sample": False}
-    eager = SpecGenerator(tiny("llama").cuda(), gear="eager").generate(**given)
-    target, draft = (LanguageModel(tiny("llama", seed=seed).cuda(), gear="compiled") for seed in (0, 1))
+    eager = SpecGenerator(tiny("llama").cuda(), backend="eager").generate(**given)
+    target, draft = (LanguageModel(tiny("llama", seed=seed).cuda(), backend="compiled") for seed in (0, 1))
     assert torch.equal(SpecGenerator(target, draft).generate(**given).sequences, eager.sequences)
     assert target.flat.compiled._recordings

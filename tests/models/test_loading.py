@@ -115,7 +115,7 @@ def test_int8_rows_are_bit_identical_in_half_precision() -> None:
 def test_what_int8_weight_leaves(tmp_path: Path) -> None:
     """Head and tied embeddings stay, a channel of zeros divides by nothing, and eight bits are what remains."""
     for tied in (True, False):
-        how = Loading(quantization="int8-weight", gear="eager")
+        how = Loading(quantization="int8-weight", backend="eager")
         target = load(saved("llama", tmp_path / str(tied), tie_word_embeddings=tied), how)
         kinds = {name for name, m in target.model.named_modules() if isinstance(m, Int8Linear)}
         assert len(kinds) == 14

@@ -56,7 +56,7 @@ def made(seed: int, fails: str = "") -> ShardedModel:
     made.count += 1  # type: ignore[attr-defined]
     if fails and made.count % 2:  # type: ignore[attr-defined]
         raise LoadError(fails)
-    return ShardedModel(tiny("llama", seed=seed, num_hidden_layers=3), gear="eager")
+    return ShardedModel(tiny("llama", seed=seed, num_hidden_layers=3), backend="eager")
 
 
 made.count = 0  # type: ignore[attr-defined]
@@ -210,8 +210,8 @@ def test_the_end_is_told_once(line: Beside, shared: ShardedModel) -> None:
         ({"quantization": "int8"}, "`quantization`"),
         ({"offload": "disk"}, "`offload`"),
         ({"gguf_file": "a.gguf"}, "`gguf_file`"),
-        ({"gear": "packed"}, "`gear`='packed'"),
-        ({"gear": "compiled"}, "`gear`='compiled'"),
+        ({"backend": "packed"}, "`backend`='packed'"),
+        ({"backend": "compiled"}, "`backend`='compiled'"),
         ({"exactness": "strict"}, "`exactness`='strict'"),
         ({}, "torchrun --nproc-per-node"),
     ],

@@ -213,12 +213,12 @@ def test_eager_passes_follow_a_change(change: Change) -> None:
 def test_copied_weights_refuse_a_change(change: Change, built: None) -> None:
     """Passes over packed weights would not follow. (They went on with the old ones.)"""
     model = tiny("llama")
-    generator = SpecGenerator(model, gear="packed")
+    generator = SpecGenerator(model, backend="packed")
     before = generator.generate(PROMPT, **COMMON).sequences.tolist()
     with change(model):
         with pytest.raises(OptionError, match=r"the target was changed .* make another SpecGenerator"):
             generator.generate(PROMPT, **COMMON)
-        fresh = SpecGenerator(model, gear="packed").generate(PROMPT, **COMMON)
+        fresh = SpecGenerator(model, backend="packed").generate(PROMPT, **COMMON)
         assert fresh.sequences.tolist() == own_text(model) != before
 
 
@@ -306,7 +306,7 @@ def test_settings_of_every_kind_are_read() -> None:
 def test_copied_weights_take_what_changes_nothing(tmp_path: Any, built: None) -> None:
     """What a forward does not read, and weights that are written anew as they were."""
     model = tiny("llama")
-    generator = SpecGenerator(model, gear="packed")
+    generator = SpecGenerator(model, backend="packed")
     before = generator.generate(PROMPT, **COMMON).sequences.tolist()
     model.config.pad_token_id, model.note = 3, "mine"
     model.save_pretrained(tmp_path)
@@ -343,7 +343,7 @@ def test_a_change_between_two_pieces_of_a_stream() -> None:
 def test_a_draft_over_copied_weights_refuses_changes() -> None:
     """Its guesses would be those of the model that it was."""
     draft = tiny("llama", seed=1)
-    generator = SpecGenerator(tiny("llama"), draft, gear="packed")
+    generator = SpecGenerator(tiny("llama"), draft, backend="packed")
     generator.generate(PROMPT, **COMMON)
     with steering(draft), pytest.raises(OptionError, match="the draft was changed"):
         generator.generate(PROMPT, **COMMON)

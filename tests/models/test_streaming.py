@@ -281,7 +281,7 @@ def test_a_streamed_model_is_not_compiled(tmp_path: Path) -> None:
     model = pair("llama", tmp_path)[1]
     stream(model)
     with pytest.raises(UnsupportedError, match="compiled"):
-        LanguageModel(model, gear="compiled")
+        LanguageModel(model, backend="compiled")
 
 
 def test_what_cannot_be_streamed() -> None:

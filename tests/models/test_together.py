@@ -91,7 +91,7 @@ def test_who_asks_first() -> None:
 )
 def test_models(name: str, options: dict[str, int], joined: set[str]) -> None:
     """Passes are the same, bit for bit, and the model's own layers hold no second copy."""
-    language = LanguageModel(tiny(name, **options), gear="packed")
+    language = LanguageModel(tiny(name, **options), backend="packed")
     encoding = language.encode(tiny_inputs(name, 2)) if name in ENCODER_DECODERS else None
     before = Twin(language, 2, encoding)
     before.prefill(9, 4)
@@ -113,7 +113,7 @@ def test_models(name: str, options: dict[str, int], joined: set[str]) -> None:
 
 def test_a_second_model_over_the_same_layers() -> None:
     """It shares what was joined."""
-    first = LanguageModel(tiny("llama", **WIDE), gear="packed")
+    first = LanguageModel(tiny("llama", **WIDE), backend="packed")
     first.flat.join()
     held = [m.layer for m in first.flat.model.modules() if isinstance(m, Joint)]
     for other in (LanguageModel(first.model), first.early_exit(1)):
@@ -125,7 +125,7 @@ def test_a_second_model_over_the_same_layers() -> None:
 
 def test_a_second_model_with_a_layer_of_its_own() -> None:
     """What was joined is taken for the very layers that it was made of. (A replaced one was ignored.)"""
-    first = LanguageModel(tiny("llama", **WIDE), gear="packed")
+    first = LanguageModel(tiny("llama", **WIDE), backend="packed")
     first.flat.join()
     first.model.model.layers[0].self_attn.k_proj = pack(torch.ones(32, 64))
     second = LanguageModel(first.model)
@@ -137,7 +137,7 @@ def test_a_second_model_with_a_layer_of_its_own() -> None:
 
 def test_a_strict_model_over_the_same_layers() -> None:
     """It computes passes of all widths alike, over the same memory."""
-    first = LanguageModel(tiny("llama", **WIDE), gear="packed")
+    first = LanguageModel(tiny("llama", **WIDE), backend="packed")
     for layer in (m for model in (first.model, first.flat.model) for m in model.modules()):
         if isinstance(layer, PackedLinear):
             layer.unpacks = (torch.float32,)

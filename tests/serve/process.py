@@ -64,15 +64,15 @@ def serving(folder: Path, **more: Any) -> Iterator[Process]:
     (folder / "keys").write_text(f"tests: {KEY}\n")
     small = {"prefix_cache": 2**24}  # full soon, so that memory can be watched
     models = [
-        {"name": "tiny", "target": str(model), "draft": "suffix", "loading": {"gear": "eager"}},
+        {"name": "tiny", "target": str(model), "draft": "suffix", "loading": {"backend": "eager"}},
         {
             "name": "code",
             "target": "zoo:python-code",
             "draft": "zoo:python-code",
-            "loading": {"gear": "eager"},
+            "loading": {"backend": "eager"},
             **small,
         },
-        {"name": "speech", "target": "zoo:speech", "draft": "zoo:speech", "loading": {"gear": "eager"}},
+        {"name": "speech", "target": "zoo:speech", "draft": "zoo:speech", "loading": {"backend": "eager"}},
     ]
     given = {"models": models, "port": 0, "api_key_file": str(folder / "keys"), "log": "json", **more}
     (folder / "serve.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(given))))

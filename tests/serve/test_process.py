@@ -41,7 +41,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
 def offline() -> SpecGenerator:
     """The same model without a server."""
     pair = bundled_models.pair("python-code")
-    return SpecGenerator.from_pretrained(str(pair.target), dtype="float32", gear="eager")
+    return SpecGenerator.from_pretrained(str(pair.target), dtype="float32", backend="eager")
 
 
 def test_the_openai_package(server: Process, offline: SpecGenerator) -> None:

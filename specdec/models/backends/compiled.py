@@ -1,8 +1,8 @@
-"""The second gear: one compiled function for all of a model's passes, whatever their size.
+"""The second backend: one compiled function for all of a model's passes, whatever their size.
 
 Passes over nodes in a line have one size that changes, their number; rows and columns of the buffers concern only our
 attention. So one graph serves one node and a prompt, chains, trees and batches. It is exported and compiled ahead of
-time (AOTInductor), in a process of its own: passes run in the gear below until it is there. What comes of it is kept
+time (AOTInductor), in a process of its own: passes run in the backend below until it is there. What comes of it is kept
 in `specdec/compiled` in `$XDG_CACHE_HOME` for models of the same structure, whatever their weights.
 """
 
@@ -81,7 +81,9 @@ class CompiledForward:
         device = self._model.device.type
         if device != "cpu" or os.name != "posix":
             where = f"on {device}, with {os.name}"
-            raise UnsupportedError(f"passes are compiled for the CPU alone, not {where}: leave out `gear`='compiled'")
+            raise UnsupportedError(
+                f"passes are compiled for the CPU alone, not {where}: leave out `backend`='compiled'"
+            )
         if self._key and self._flat is not None:  # named by the structure of the model as it was loaded
             self._flat.join()
             self._flat = None

@@ -1,9 +1,9 @@
 """Packed layers that read the same input share one call: query, key and value, or gate and up.
 
-A call costs some microseconds before any weight is read, which adds up in a compiled pass over one token. (In the gears
-below Python takes as long for the parts.) Which layers belong together shows in a pass: they are handed the same
-tensor. The weight of all of them lies in one piece afterwards, of which the model's own layers hold their parts, so
-nothing is there twice.
+A call costs some microseconds before any weight is read, which adds up in a compiled pass over one token. (In the
+backends below Python takes as long for the parts.) Which layers belong together shows in a pass: they are handed the
+same tensor. The weight of all of them lies in one piece afterwards, of which the model's own layers hold their parts,
+so nothing is there twice.
 """
 
 from __future__ import annotations

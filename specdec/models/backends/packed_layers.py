@@ -25,7 +25,7 @@ from specdec.errors import OptionError, UnsupportedError
 from specdec.models.hf.device_hooks import execution_device, is_offloaded
 from specdec.models.hf.probe_cache import holds
 from specdec.models.hf.shallow_copy import twin
-from specdec.options.load import GEARS
+from specdec.options.load import BACKENDS
 
 _log = logging.getLogger(__name__)
 _LEAST = 2**21  # bytes of weights: smaller models spend their time elsewhere
@@ -52,10 +52,10 @@ class PackedEmbedding(nn.Module):
         return rows * (self.scale.to(rows.dtype) if isinstance(self.scale, Tensor) else self.scale)
 
 
-def check_gear(gear: str) -> None:
-    """Raises OptionError for a gear that there is not."""
-    if gear not in GEARS:
-        raise OptionError.of("gear", f"one of {', '.join(GEARS)}", gear)
+def check_backend(backend: str) -> None:
+    """Raises OptionError for a backend that there is not."""
+    if backend not in BACKENDS:
+        raise OptionError.of("backend", f"one of {', '.join(BACKENDS)}", backend)
 
 
 def is_packed(model: nn.Module) -> bool:
@@ -63,27 +63,28 @@ def is_packed(model: nn.Module) -> bool:
     return any(isinstance(module, kernels.AnyLinear) for module in model.modules())
 
 
-def in_gear(model: Any, gear: str, *, owned: bool) -> Any:
-    """The model whose passes run in this gear: itself, changed only where it is `owned`, or a copy that shares with it.
+def in_backend(model: Any, backend: str, *, owned: bool) -> Any:
+    """The model whose passes run in this backend: itself, changed only where it is `owned`, or a copy that shares with
+    it.
 
     "auto" packs an owned model, and "compiled" any, where that makes its passes faster here, which is measured once per
     machine and kind of model. Raises UnsupportedError where "packed" was asked for and cannot be.
     """
-    if gear == "eager" or (gear == "auto" and not owned):
-        if gear == "auto" and why_not_packed(model) is None and _bytes(model) >= _LEAST:
+    if backend == "eager" or (backend == "auto" and not owned):
+        if backend == "auto" and why_not_packed(model) is None and _bytes(model) >= _LEAST:
             _log.info(
                 "%s was handed over and stays as it is: short passes on this CPU may be faster over a second copy of "
-                "its weights, gear='packed'",
+                "its weights, backend='packed'",
                 type(model).__name__,
             )
         return model
     reason = why_not_packed(model)
-    if gear == "packed":
+    if backend == "packed":
         model = model if owned or reason else twin(model)
         if reason is None and changed(model, partial(_pack, model)) is None:
             reason = "reads weights of its layers by itself"
         if reason is not None:
-            raise UnsupportedError(f"{type(model).__name__} {reason}: leave out `gear`='packed'")
+            raise UnsupportedError(f"{type(model).__name__} {reason}: leave out `backend`='packed'")
     elif reason is None and _bytes(model) >= _LEAST and kernels.available():
         model = model if owned else twin(model)
         _pack_if_faster(model)

@@ -52,7 +52,7 @@ def load(
     name)` takes the place of `from_checkpoint`.
 
     Raises OptionError when loading options other than `PASSES` are given with a model, when `dtype` or a device is
-    unknown, or nothing is found; UnsupportedError where a quantization, gear or exactness cannot be had here;
+    unknown, or nothing is found; UnsupportedError where a quantization, backend or exactness cannot be had here;
     LoadError for a broken checkpoint, and where memory or disk run out.
     """
     how, source = how or Loading(), unwrapped(source, name)
@@ -66,7 +66,7 @@ def load(
                 f"the {name} is shared by several processes already, which would not follow one another: pass its name "
                 "or folder to SpecGenerator.from_pretrained with tp_plan='auto'"
             )
-        return LanguageModel(source, gear=how.gear, exactness=how.exactness)
+        return LanguageModel(source, backend=how.backend, exactness=how.exactness)
     if not isinstance(source, (str, PathLike)):
         raise OptionError.of(name, "a hub name, a path or a transformers model", type(source).__name__)
     if not isinstance(how.dtype, str | torch.dtype):
@@ -120,7 +120,7 @@ def from_checkpoint(
     """The model in a folder or at a hub name, wrapped; `source` is what the caller called that."""
     with explained(source, name):
         model = _read(folder, how, name)
-    return kind(model, gear=how.gear, exactness=how.exactness, owned=True, change=change)
+    return kind(model, backend=how.backend, exactness=how.exactness, owned=True, change=change)
 
 
 def _check_unused(how: Loading) -> None:
@@ -185,7 +185,7 @@ def _read(name: str, how: Loading, argument: str) -> Any:
         check(model)
         settle_four_bits(model)
         if quantizer.converts:
-            quantizer.packs = places is None and how.gear != "eager"
+            quantizer.packs = places is None and how.backend != "eager"
             quantizer.convert(model)
             if places is not None:
                 dispatch(model, places, folder)
@@ -225,7 +225,7 @@ def _tell_slow_type(name: str, language: LanguageModel, how: Loading) -> None:
     if plain and language.dtype == torch.bfloat16 and slower_than_floats(language.dtype):
         _log.info(
             "%s is stored in bfloat16 and computes in it, which is slower than float32 on this CPU "
-            "(dtype float32 takes twice the memory, gear packed needs a C++ compiler)",
+            "(dtype float32 takes twice the memory, backend packed needs a C++ compiler)",
             name,
         )
 

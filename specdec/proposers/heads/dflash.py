@@ -198,7 +198,7 @@ def _filled(
     checkpoint.check_used({*stage.state_dict(), "embed_tokens.weight"})
     checkpoint.fill(stage, checkpoint.dtype(how, target), target.device)
     block = Block(masks + anchor, token, masks, stage.masked(), reads_itself=True)
-    return Head([stage], layers, gear=how.gear, block=block)
+    return Head([stage], layers, backend=how.backend, block=block)
 
 
 def _layers_of(given: Any, checkpoint: Checkpoint) -> Qwen3Config:

@@ -190,7 +190,7 @@ def load_eagle(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> H
         )
     checkpoint.check_used({*stage.state_dict(), "embed_tokens.weight", "mask_hidden"})
     checkpoint.fill(stage, dtype, target.device)
-    return Head([stage], layers, gear=how.gear, block=_block(checkpoint, stage, len(layers)))
+    return Head([stage], layers, backend=how.backend, block=_block(checkpoint, stage, len(layers)))
 
 
 @torch.no_grad()

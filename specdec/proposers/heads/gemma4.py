@@ -188,7 +188,7 @@ def load_gemma4(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> 
     renamed = checkpoint.with_weights(weights)
     renamed.check_used({*stage.state_dict(), "embed_tokens.weight"})
     renamed.fill(stage, checkpoint.dtype(how, target), target.device)
-    return Head([stage], [target.num_layers, *numbers.values()], gear=how.gear)
+    return Head([stage], [target.num_layers, *numbers.values()], backend=how.backend)
 
 
 def _text_config(checkpoint: Checkpoint) -> Any:

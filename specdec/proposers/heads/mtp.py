@@ -77,7 +77,7 @@ class MtpStage(Stage):
 
 
 def load_mtp(target: LanguageModel, *, argument: str = "draft", choose: Choose | None = None) -> Head:
-    """The multi-token prediction of this target, from its checkpoint, in its gear; `choose` says what it may guess.
+    """The multi-token prediction of this target, from its checkpoint, in its backend; `choose` says what it may guess.
 
     Raises UnsupportedError for a target that has none, or whose head cannot be cut, LoadError where its weights are
     missing.
@@ -98,7 +98,7 @@ def load_mtp(target: LanguageModel, *, argument: str = "draft", choose: Choose |
         vocabulary = torch.tensor(choose(range(target.vocab_size)), device=target.device)
         model.shared_head = cut(model.shared_head, vocabulary)
     stages = [MtpStage(model.eval(), depth, target.vocab_size, vocabulary) for depth in range(count)]
-    return Head(stages, [target.num_layers], gear="auto" if target.gear == "eager" else target.gear)
+    return Head(stages, [target.num_layers], backend="auto" if target.backend == "eager" else target.backend)
 
 
 def _without_ends(model: Any) -> Any:

@@ -230,11 +230,11 @@ class Head:
         stages: Sequence[Stage],
         hidden_layers: Sequence[int],
         *,
-        gear: str = "auto",
+        backend: str = "auto",
         block: Block | None = None,
     ) -> None:
         self.hidden_layers, self.block = tuple(hidden_layers), block
-        self.stages = [_language_model(stage, gear) for stage in stages]
+        self.stages = [_language_model(stage, backend) for stage in stages]
         self.vocab_size, self.device = self.stages[0].vocab_size, self.stages[0].device
         self.embedding, self.dtype = stages[0].embedding, stages[0].dtype
 
@@ -350,8 +350,8 @@ class Stages(Session):
             stage.truncate(rows, lengths)
 
 
-def _language_model(stage: Stage, gear: str) -> LanguageModel:
+def _language_model(stage: Stage, backend: str) -> LanguageModel:
     """A stage as sessions run it; its weights are its own, so that they may be packed."""
     capability = Capability("kv", "ids", "dict", "mask", stage.kinds, inputs="embeds")
-    gear = "packed" if gear == "compiled" and not stage.compiles else gear
-    return LanguageModel(stage.eval(), gear=gear, owned=True, capability=capability)
+    backend = "packed" if backend == "compiled" and not stage.compiles else backend
+    return LanguageModel(stage.eval(), backend=backend, owned=True, capability=capability)

@@ -424,7 +424,7 @@ async function loadModels() {
 
 function chosen() {
   const own = card();
-  $("card").textContent = own.draft ? `draft: ${own.draft}, ${own.gear}` : "no draft";
+  $("card").textContent = own.draft ? `draft: ${own.draft}, ${own.backend}` : "no draft";
   const modes = own.task === "speech" ? ["listen"] : own.chat ? ["complete", "chat"] : ["complete"];
   for (const name of ["complete", "chat", "listen"]) $(`tab-${name}`).hidden = !modes.includes(name);
   choose(modes.includes(mode) ? mode : modes[modes.length - 1]);

@@ -143,6 +143,6 @@ def _card(host: Host) -> dict[str, Any]:
             "predicts": model.predicts,
             "draft": None if generator.drafter is None else type(generator.drafter).__name__,
             "exactness": generator.target.exactness,
-            "gear": generator.target.gear,
+            "backend": generator.target.backend,
         },
     }

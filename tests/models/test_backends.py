@@ -1,4 +1,4 @@
-"""Gears: packed layers say what the model says, models that were handed over stay as they are, "auto" measures."""
+"""Backends: packed layers say what the model says, models that were handed over stay as they are, "auto" measures."""
 
 from __future__ import annotations
 
@@ -39,11 +39,13 @@ def test_packed_layers_say_the_same(name: str) -> None:
     model = tiny(name)
     before = {key: (type(module), *map(id, module.parameters(recurse=False))) for key, module in model.named_modules()}
     if name in READERS:
-        with pytest.raises(UnsupportedError, match=r"reads weights of its layers by itself: leave out `gear`='packed'"):
-            LanguageModel(model, gear="packed")
+        with pytest.raises(
+            UnsupportedError, match=r"reads weights of its layers by itself: leave out `backend`='packed'"
+        ):
+            LanguageModel(model, backend="packed")
         return
-    language = LanguageModel(model, gear="packed")
-    assert language.gear == "packed"
+    language = LanguageModel(model, backend="packed")
+    assert language.backend == "packed"
     assert "packed" in repr(language)
     assert language.model is not model
     assert not is_packed(model)
@@ -59,8 +61,8 @@ def test_packed_layers_say_the_same(name: str) -> None:
 def test_loaded_models_hold_their_weights_once(name: str, tied: bool, dtype: torch.dtype, tmp_path: Path) -> None:
     """In place of the layers, and an embedding reads the head's copy; the encoder keeps its own layers."""
     folder = saved(name, tmp_path, tie_word_embeddings=tied)
-    plain, packed = (load(folder, Loading(dtype=dtype, gear=gear)) for gear in ("eager", "packed"))
-    assert (plain.gear, packed.gear) == ("eager", "packed")
+    plain, packed = (load(folder, Loading(dtype=dtype, backend=backend)) for backend in ("eager", "packed"))
+    assert (plain.backend, packed.backend) == ("eager", "packed")
     left = [n for n, m in packed.model.named_modules() if type(m) is nn.Linear]
     assert all("encoder" in name for name in left)
     shares = any(isinstance(module, PackedEmbedding) for module in packed.model.modules())
@@ -74,7 +76,7 @@ def test_loaded_models_hold_their_weights_once(name: str, tied: bool, dtype: tor
 def test_memory_of_a_packed_model(tmp_path: Path) -> None:
     """A model of ordinary widths takes at most a tenth more, tied head included."""
     folder = saved("llama", tmp_path, vocab=1000, hidden_size=256, intermediate_size=688, tie_word_embeddings=True)
-    plain, packed = (load(folder, Loading(gear=gear)) for gear in ("eager", "packed"))
+    plain, packed = (load(folder, Loading(backend=backend)) for backend in ("eager", "packed"))
     assert packed.weight_bytes <= 1.1 * plain.weight_bytes
 
 
@@ -87,27 +89,27 @@ def test_texts_do_not_depend_on_the_draft(name: str, how: dict[str, Any]) -> Non
     if model.config.is_encoder_decoder:
         given = dict(tiny_inputs(name))
     expected = SpecGenerator(model).generate(**given, **COMMON, **how).sequences
-    plain = SpecGenerator(model, gear="packed").generate(**given, **COMMON, **how)
-    assisted = SpecGenerator(model, draft, gear="packed").generate(**given, **COMMON, **how)
+    plain = SpecGenerator(model, backend="packed").generate(**given, **COMMON, **how)
+    assisted = SpecGenerator(model, draft, backend="packed").generate(**given, **COMMON, **how)
     assert plain.stats is not None
-    assert plain.stats.settings["gear"] == "packed"
-    assert "draft_gear" not in plain.stats.settings
-    assert assisted.stats.settings["draft_gear"] == "packed"
+    assert plain.stats.settings["backend"] == "packed"
+    assert "draft_backend" not in plain.stats.settings
+    assert assisted.stats.settings["draft_backend"] == "packed"
     assert torch.equal(plain.sequences, expected)
     assert torch.equal(assisted.sequences, expected)
 
 
-def test_the_gear_reaches_drafts(tmp_path: Path) -> None:
+def test_the_backend_reaches_drafts(tmp_path: Path) -> None:
     """Named by id, as an object, in a pair, or made of the target's own layers."""
     folder = saved("llama", tmp_path, tie_word_embeddings=True)
     for draft in (folder, tiny("llama", seed=1), ("suffix", folder), "early_exit:1"):
-        generator = SpecGenerator(tiny("llama"), draft, gear="packed")
-        assert [model.gear for model in generator.drafter.models if model is not generator.target] == ["packed"]
-    shallow = SpecGenerator.from_pretrained(folder, "early_exit:1", gear="packed")
-    assert [model.gear for model in shallow.drafter.models] == ["packed"]
+        generator = SpecGenerator(tiny("llama"), draft, backend="packed")
+        assert [model.backend for model in generator.drafter.models if model is not generator.target] == ["packed"]
+    shallow = SpecGenerator.from_pretrained(folder, "early_exit:1", backend="packed")
+    assert [model.backend for model in shallow.drafter.models] == ["packed"]
     assert shallow.generate(torch.tensor(PROMPT), **COMMON).stats.num_draft_tokens
-    generator = SpecGenerator.from_pretrained(folder, folder, gear="packed")
-    assert [generator.target.gear, *(model.gear for model in generator.drafter.models)] == ["packed", "packed"]
+    generator = SpecGenerator.from_pretrained(folder, folder, backend="packed")
+    assert [generator.target.backend, *(model.backend for model in generator.drafter.models)] == ["packed", "packed"]
 
 
 @pytest.mark.usefixtures("built")
@@ -127,10 +129,10 @@ def test_auto_measures_once(
     for name, tied in (("llama", True), ("gpt2", True), ("bart", False)):
         timed.clear()
         folder = saved(name, tmp_path / name, tie_word_embeddings=tied)
-        plain = load(folder, Loading(gear="eager"))
+        plain = load(folder, Loading(backend="eager"))
         first, second = load(folder), load(folder)
         assert timed == [False, True], name
-        assert (first.gear, second.gear) == (("packed",) * 2 if faster else ("eager",) * 2)
+        assert (first.backend, second.backend) == (("packed",) * 2 if faster else ("eager",) * 2)
         if not faster:
             expected = {key: type(module) for key, module in plain.model.named_modules()}
             assert {key: type(module) for key, module in first.model.named_modules()} == expected
@@ -149,7 +151,7 @@ def test_auto_measures_once(
 def test_heads_of_quantized_models(name: str, tied: bool, quantization: str, tmp_path: Path) -> None:
     """They are held in eight bits, and tied embeddings are rows of the very same numbers, in the model's dtype."""
     folder = saved(name, tmp_path, tie_word_embeddings=tied)
-    plain = load(folder, Loading(dtype="bfloat16", gear="eager")).model
+    plain = load(folder, Loading(dtype="bfloat16", backend="eager")).model
     language = load(folder, Loading(dtype="bfloat16", quantization=quantization))
     head, embedding = language.model.get_output_embeddings(), language.model.get_input_embeddings()
     assert head.kind == "int8"
@@ -178,12 +180,12 @@ def test_heads_that_are_no_layers_stay(tmp_path: Path, monkeypatch: pytest.Monke
 def test_auto_leaves_others_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small models, those that were handed over, and all where there are no kernels."""
     folder = saved("llama", tmp_path)
-    assert load(folder).gear == "eager"
+    assert load(folder).backend == "eager"
     monkeypatch.setattr(packed_layers, "_LEAST", 1)
-    assert LanguageModel(tiny("llama")).gear == "eager"
+    assert LanguageModel(tiny("llama")).backend == "eager"
     monkeypatch.setattr(kernels, "available", lambda: False)
-    assert load(folder).gear == "eager"
-    assert load(folder, Loading(dtype="float16")).gear == "eager"
+    assert load(folder).backend == "eager"
+    assert load(folder, Loading(dtype="float16")).backend == "eager"
 
 
 def test_models_that_were_handed_over_are_told_what_they_lack(
@@ -193,42 +195,44 @@ def test_models_that_were_handed_over_are_told_what_they_lack(
     with caplog.at_level("INFO", logger="specdec"):
         LanguageModel(tiny("llama"))
         monkeypatch.setattr(packed_layers, "_LEAST", 1)
-        LanguageModel(tiny("llama"), gear="eager")
+        LanguageModel(tiny("llama"), backend="eager")
         assert not caplog.records
         LanguageModel(tiny("llama"))
-    assert "gear='packed'" in caplog.text
+    assert "backend='packed'" in caplog.text
 
 
-def test_gears_that_cannot_be(tmp_path: Path) -> None:
+def test_backends_that_cannot_be(tmp_path: Path) -> None:
     """Each says why, and what to do, before any pass."""
     folder = saved("llama", tmp_path)
-    with pytest.raises(OptionError, match=r"`gear` must be one of auto, eager, packed, compiled, got 'third'"):
-        SpecGenerator(tiny("llama"), gear="third")
-    with pytest.raises(OptionError, match="`gear` must be one of"):
-        SpecGenerator.from_pretrained(folder, gear="third")
-    with pytest.raises(UnsupportedError, match=r"read for each pass: leave out `gear`='packed'"):
-        load(folder, Loading(offload="disk", gear="packed"))
+    with pytest.raises(OptionError, match=r"`backend` must be one of auto, eager, packed, compiled, got 'third'"):
+        SpecGenerator(tiny("llama"), backend="third")
+    with pytest.raises(OptionError, match="`backend` must be one of"):
+        SpecGenerator.from_pretrained(folder, backend="third")
+    with pytest.raises(UnsupportedError, match=r"read for each pass: leave out `backend`='packed'"):
+        load(folder, Loading(offload="disk", backend="packed"))
     with pytest.raises(UnsupportedError, match=r"no linear layers in bfloat16 or float32"):
-        load(folder, Loading(dtype="float16", gear="packed"))
+        load(folder, Loading(dtype="float16", backend="packed"))
     wrapped = LanguageModel(tiny("llama"))
-    with pytest.raises(OptionError, match=r"in gear 'eager' already: make it with LanguageModel\(model, gear='packed'"):
-        SpecGenerator(wrapped, gear="packed")
-    packed = LanguageModel(tiny("llama"), gear="packed")
-    assert SpecGenerator(packed, gear="packed").target is packed
+    with pytest.raises(
+        OptionError, match=r"in backend 'eager' already: make it with LanguageModel\(model, backend='packed'"
+    ):
+        SpecGenerator(wrapped, backend="packed")
+    packed = LanguageModel(tiny("llama"), backend="packed")
+    assert SpecGenerator(packed, backend="packed").target is packed
 
 
 @torch.no_grad()
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize(("quantization", "off"), [("int8-weight", 0.05), ("int4-weight", 0.6)])
-@pytest.mark.parametrize("gear", ["auto", "eager"])
+@pytest.mark.parametrize("backend", ["auto", "eager"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_quantized_layers(quantization: str, off: float, gear: str, dtype: str, tmp_path: Path) -> None:
-    """In few bits the model says nearly the same, in both gears; heads that are not packed stay as they are."""
+def test_quantized_layers(quantization: str, off: float, backend: str, dtype: str, tmp_path: Path) -> None:
+    """In few bits the model says nearly the same, in both backends; heads that are not packed stay as they are."""
     folder = saved("llama", tmp_path)
-    plain = load(folder, Loading(dtype=dtype, gear="eager"))
-    small = load(folder, Loading(dtype=dtype, gear=gear, quantization=quantization))
-    assert small.gear == ("packed" if gear == "auto" or quantization == "int4-weight" else "eager")
-    assert (type(small.model.get_output_embeddings()) is nn.Linear) == (gear == "eager")
+    plain = load(folder, Loading(dtype=dtype, backend="eager"))
+    small = load(folder, Loading(dtype=dtype, backend=backend, quantization=quantization))
+    assert small.backend == ("packed" if backend == "auto" or quantization == "int4-weight" else "eager")
+    assert (type(small.model.get_output_embeddings()) is nn.Linear) == (backend == "eager")
     found, expected = logits(small.model, "llama").float(), logits(plain.model, "llama").float()
     assert 0 < float((found - expected).std() / expected.std()) < off
     draft = tiny("llama", seed=1).to(getattr(torch, dtype))
@@ -240,8 +244,8 @@ def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """Packed layers that were asked for run on what torch has."""
     monkeypatch.setattr("specdec.kernels.build.available", lambda: False)
     folder = saved("llama", tmp_path)
-    packed = load(folder, Loading(gear="packed"))
-    assert packed.gear == "packed"
+    packed = load(folder, Loading(backend="packed"))
+    assert packed.backend == "packed"
     with torch.no_grad():
-        expected = logits(load(folder, Loading(gear="eager")).model, "llama")
+        expected = logits(load(folder, Loading(backend="eager")).model, "llama")
         torch.testing.assert_close(logits(packed.model, "llama"), expected, rtol=1e-4, atol=1e-4)
