@@ -13,7 +13,7 @@ import torch
 
 import specdec.generator.drafts_by_name
 from specdec import LanguageModel, OptionError, SpecGenerator
-from specdec.models.backends.ragged import FlatForward
+from specdec.models.backends.ragged import RaggedForward
 from specdec.proposers import HybridDrafter, NgramDrafter, SuffixDrafter, TextBridge, VocabularyIntersection
 from tests.folders import WIDTH, byte_tokenizer, saved_model
 from tests.tiny import tiny
@@ -294,8 +294,8 @@ class Compiled:
 
     ready = False
 
-    def __init__(self, flat: FlatForward) -> None:
-        self.flat = flat
+    def __init__(self, ragged: RaggedForward) -> None:
+        self.ragged = ragged
 
 
 @pytest.fixture
@@ -304,7 +304,7 @@ def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def is_compiled(*models: LanguageModel) -> bool:
-    return all(model.flat is not None and model.flat.compiled is not None for model in models)
+    return all(model.ragged is not None and model.ragged.compiled is not None for model in models)
 
 
 @pytest.mark.usefixtures("_no_compiler")

@@ -227,7 +227,7 @@ def test_a_packed_target_shares_its_head(tmp_path: Path) -> None:
     assert generator.drafter is not None
     [stage] = generator.drafter.models
     assert stage.backend == "packed"
-    assert stage.flat is not None
+    assert stage.ragged is not None
     assert stage.model.shared_head is generator.target.output_embeddings
     assert isinstance(stage.model.shared_head, PackedLinear)
     handed = AutoModelForCausalLM.from_pretrained(folder).eval()

@@ -201,8 +201,8 @@ def test_compiled_passes_of_target_and_head(tmp_path: Path, monkeypatch: pytest.
     [stage] = generator.drafter.models  # type: ignore[union-attr]
     assert stage.wait_until_compiled(280)
     for model in (target, stage):
-        assert model.flat.compiled.ready
-        monkeypatch.setattr(model.flat.model, "output", None)
+        assert model.ragged.compiled.ready
+        monkeypatch.setattr(model.ragged.model, "output", None)
     given: dict[str, Any] = {"input_ids": prompts(3), **COMMON}
     for how in HOWS:
         plain = texts(SpecGenerator(target).generate(**given, **how))

@@ -71,7 +71,7 @@ def test_packed_layers(tmp_path: Path, guessed: set[int]) -> None:
     assert guessed
     assert max(guessed) < 12
     [draft] = generator.drafter.models  # type: ignore[union-attr]
-    assert any(isinstance(module, CutHead) for module in draft.flat.model.modules())
+    assert any(isinstance(module, CutHead) for module in draft.ragged.model.modules())
 
 
 def test_tokens_of_a_text(tmp_path: Path, guessed: set[int]) -> None:

@@ -218,7 +218,7 @@ def _sweep(axes: Axes, sweeps: list[Results]) -> None:
             theory, lengths = Prediction(**sweep["theory"]), range(1, max(sweep["k"]) + 1)
             label = f"{short(sweep['draft'])}, predicted"
             axes.plot(lengths, list(map(theory.speedup, lengths)), "--", color=_colour(n), label=label)
-    _flat(axes, "drafted tokens per round", 2)
+    _ragged(axes, "drafted tokens per round", 2)
 
 
 def _temperatures(axes: Axes, groups: list[Results]) -> None:
@@ -229,7 +229,7 @@ def _temperatures(axes: Axes, groups: list[Results]) -> None:
     for n, (draft, points) in enumerate(lines.items()):
         at, found = [t for t, _ in points], [s for _, s in points]
         _line(axes, at, found, f"{short(draft)}, fastest schedule", n)
-    _flat(axes, "temperature", len(lines))
+    _ragged(axes, "temperature", len(lines))
 
 
 def _line(axes: Axes, at: Sequence[float], found: Sequence[Results], label: str, n: int) -> None:
@@ -247,7 +247,7 @@ def _spread(found: Sequence[Results]) -> list[list[float]]:
     ]
 
 
-def _flat(axes: Axes, label: str, count: int) -> None:
+def _ragged(axes: Axes, label: str, count: int) -> None:
     """The rest of a picture with the speedup upwards."""
     axes.axhline(1, color=INK, linewidth=1, linestyle=(0, (4, 2)))
     axes.set(xlabel=label, ylabel="times plain decoding's speed", ylim=(0, None))

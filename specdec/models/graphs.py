@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from specdec.models.backends.ragged import Given
 
 if TYPE_CHECKING:
-    from specdec.models.backends.ragged import FlatForward
+    from specdec.models.backends.ragged import RaggedForward
 
 _log = logging.getLogger(__name__)
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
@@ -49,8 +49,8 @@ class GraphedForward:
     is_kept = False  # nothing of it outlives a process
     chains = False  # guesses are chosen on the host
 
-    def __init__(self, flat: FlatForward, record: Recorder | None = None) -> None:
-        self._model, self._record = flat.model, record or cuda_graphs(flat.model.device)
+    def __init__(self, ragged: RaggedForward, record: Recorder | None = None) -> None:
+        self._model, self._record = ragged.model, record or cuda_graphs(ragged.model.device)
         self._recordings: OrderedDict[object, _Recording] = OrderedDict()
         self._playing = threading.Lock()  # threads that share the model share the memory that passes work on
         self.ready = True
@@ -64,7 +64,7 @@ class GraphedForward:
         return self.ready
 
     def __call__(self, *args: Any) -> list[Tensor]:
-        """Logits `[1, kept, vocab]` and hidden states; arguments as of `FlatModel`."""
+        """Logits `[1, kept, vocab]` and hidden states; arguments as of `RaggedModel`."""
         given = Given(*args)
         nodes, kept = given.ids.shape[1], len(given.kept)
         width = next((width for width in WIDTHS if width >= nodes), None)

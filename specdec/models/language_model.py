@@ -16,7 +16,7 @@ from specdec.errors import OptionError, UnsupportedError
 from specdec.kernels import AnyLinear, PackedLinear
 from specdec.models.backends.compiled import CompiledForward
 from specdec.models.backends.packed_layers import check_backend, in_backend, is_packed
-from specdec.models.backends.ragged import FlatForward
+from specdec.models.backends.ragged import RaggedForward
 from specdec.models.cache.session import Session
 from specdec.models.capability import Capability, cache_reset_length, rope_boundary
 from specdec.models.encoding import Encoding
@@ -88,7 +88,7 @@ class LanguageModel:
             change(self)
         self.backend = "compiled" if backend == "compiled" else "packed" if is_packed(self.model) else "eager"
         self._lookup, self._scaling = self._lookup_of_positions(), self._scaling_by_length()
-        self.flat = self._in_a_line(backend)
+        self.ragged = self._in_a_line(backend)
         if self.is_strict:
             self._make_strict()
         self._attention = attention_of(self.config)
@@ -299,34 +299,34 @@ class LanguageModel:
 
         return find_capability(self)
 
-    def _in_a_line(self, backend: str) -> FlatForward | None:
+    def _in_a_line(self, backend: str) -> RaggedForward | None:
         """Passes without padding, which the backends above "eager" run where the model allows it; "compiled"
         needs it.
         """
         if self.backend == "eager":
             return None
         try:
-            flat = FlatForward(self)
+            ragged = RaggedForward(self)
         except UnsupportedError as error:
             if self.backend == "compiled":
                 raise UnsupportedError(f"{error}: leave out `backend`='compiled'") from error
             return None
-        compiled = GraphedForward(flat) if self.device.type == "cuda" else CompiledForward(flat)
+        compiled = GraphedForward(ragged) if self.device.type == "cuda" else CompiledForward(ragged)
         if self.backend == "compiled" or (backend == "auto" and compiled.is_kept):
-            flat.compiled = compiled.start()
+            ragged.compiled = compiled.start()
             if compiled.ready:
                 self.backend = "compiled"
-        return flat
+        return ragged
 
     def wait_until_compiled(self, timeout: float | None = None) -> bool:
         """Waits, for so many seconds at the most, until it is known whether passes run compiled; whether they do."""
-        compiled = None if self.flat is None else self.flat.compiled
+        compiled = None if self.ragged is None else self.ragged.compiled
         return compiled is not None and compiled.wait(timeout)
 
     def _make_strict(self) -> None:
         """Raises UnsupportedError where a token's logits depend on anything but its text."""
         name = type(self.model).__name__
-        if self.flat is None:
+        if self.ragged is None:
             raise UnsupportedError(f"{name} does not run on attention of our own: leave out `exactness`='strict'")
         for module in self.model.modules():  # which project encodings
             if isinstance(module, PackedLinear):

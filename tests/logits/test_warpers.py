@@ -71,9 +71,9 @@ def test_fused_is_one_after_the_other(vocab, k) -> None:
 @pytest.mark.parametrize("warper", [TopP(0.9), TopKTopP(20, 0.9)])
 def test_rows_without_a_largest_logit_do_not_disturb_others(warper) -> None:
     """Nothing can be cut off where all is forbidden: the draw says so."""
-    flat, never = torch.zeros(300), torch.full((300,), float("-inf"))
-    got = warper(None, torch.stack([flat, never]))
-    assert torch.equal(got[:1], warper(None, flat[None]))
+    ragged, never = torch.zeros(300), torch.full((300,), float("-inf"))
+    got = warper(None, torch.stack([ragged, never]))
+    assert torch.equal(got[:1], warper(None, ragged[None]))
     assert torch.equal(got[1], never)
 
 
@@ -114,8 +114,8 @@ def test_min_tokens_to_keep_is_honoured() -> None:
 
 def test_flat_row_beside_a_peaked_one() -> None:
     """Rows of one batch may need different ways to the cut."""
-    flat, peaked = torch.zeros(5000), torch.zeros(5000)
-    flat += torch.linspace(0, 1, 5000)
+    ragged, peaked = torch.zeros(5000), torch.zeros(5000)
+    ragged += torch.linspace(0, 1, 5000)
     peaked[17] = 50.0
-    logits = torch.stack([flat, peaked])
+    logits = torch.stack([ragged, peaked])
     assert torch.equal(TopP(0.5)(None, logits), TopPLogitsWarper(0.5)(None, logits))

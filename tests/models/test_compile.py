@@ -32,7 +32,7 @@ from specdec.errors import UnsupportedError
 from specdec.models import LanguageModel, Session
 from specdec.models.backends import compiled as compiled_module
 from specdec.models.backends.compiled import CompiledForward, _key, _without_weights
-from specdec.models.backends.ragged import FlatForward
+from specdec.models.backends.ragged import RaggedForward
 from tests.draft.fakes import FakeRow, choosing
 from tests.models.exact import Twin
 from tests.tiny import ENCODER_DECODERS, tiny, tiny_inputs
@@ -64,7 +64,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str],
 
 
 def compiled(model: nn.Module) -> CompiledForward:
-    made = LanguageModel(model, backend="compiled").flat.compiled
+    made = LanguageModel(model, backend="compiled").ragged.compiled
     made.wait(600)
     return made
 
@@ -76,11 +76,11 @@ def chained(session: Session, row: int, text: list[int], rule: ChainRule) -> lis
     return made.guesses[0]
 
 
-def flat(name: str = "llama", **options: object) -> FlatForward:
-    return FlatForward(LanguageModel(tiny(name, **options)))
+def ragged(name: str = "llama", **options: object) -> RaggedForward:
+    return RaggedForward(LanguageModel(tiny(name, **options)))
 
 
-def key(own: FlatForward) -> str:
+def key(own: RaggedForward) -> str:
     return _key(own.model, own.widths, own.states)
 
 
@@ -92,7 +92,7 @@ def test_a_compiler_that_fails(cache: Path, compiler: Callable[[str], None], cap
     compiler("echo hello >&2; echo no such compiler >&2; exit 3")
     for _ in range(2):
         language = LanguageModel(tiny("llama"), backend="compiled")
-        assert not language.flat.compiled.wait(60)
+        assert not language.ragged.compiled.wait(60)
         assert caplog.messages[-1].endswith("they run as before: no such compiler")
     twin = Twin(language, 2)
     twin.prefill(9, 4)
@@ -123,7 +123,7 @@ def test_the_compiler_reads_no_files_of_others(
     """One that another process left half-written would break every attempt."""
     compiler("echo $TORCHINDUCTOR_CACHE_DIR >&2; exit 1")
     assert not compiled(tiny("llama")).ready
-    assert f"as before: {cache / key(flat())}/tmp" in caplog.messages[-1]
+    assert f"as before: {cache / key(ragged())}/tmp" in caplog.messages[-1]
 
 
 def test_a_compiler_with_arguments(
@@ -189,7 +189,7 @@ def test_code_of_no_use(
 ) -> None:
     """What is not as it was put there goes, and is made anew. (Code that was cut short could kill the process.)"""
     compiler("exit 1")
-    place = cache / key(flat())
+    place = cache / key(ragged())
     place.mkdir(parents=True)
     for name in ("constants.pt", "passes.pt2"):
         (tmp_path / name).write_bytes(b"a whole file")
@@ -226,7 +226,7 @@ def test_code_that_says_something_else(
 
 def test_not_on_other_devices(cache: Path) -> None:
     """The code is made for the CPU, and somebody who asks for it elsewhere is told so."""
-    own = flat()
+    own = ragged()
     own.model.device = torch.device("cuda")
     with pytest.raises(UnsupportedError, match=r"for the CPU alone, not on cuda.*leave out `backend`='compiled'"):
         CompiledForward(own).start()
@@ -235,15 +235,15 @@ def test_not_on_other_devices(cache: Path) -> None:
 
 def test_what_code_depends_on() -> None:
     """Not on weights, but on sizes, dtype, options, and numbers that the compiler writes into the code."""
-    keys = [key(own) for own in (flat(), flat(seed=1), flat(name_or_path="moved"))]
+    keys = [key(own) for own in (ragged(), ragged(seed=1), ragged(name_or_path="moved"))]
     assert len(set(keys)) == 1
-    half = FlatForward(LanguageModel(tiny("llama").bfloat16()))
+    half = RaggedForward(LanguageModel(tiny("llama").bfloat16()))
     others = [
         half,
-        flat(vocab=70),
-        flat(rms_norm_eps=1e-3),
-        flat("gpt2"),
-        flat(rope_parameters={"rope_theta": 50.0, "rope_type": "default"}),
+        ragged(vocab=70),
+        ragged(rms_norm_eps=1e-3),
+        ragged("gpt2"),
+        ragged(rope_parameters={"rope_theta": 50.0, "rope_type": "default"}),
     ]
     assert len({keys[0], *map(key, others)}) == 6
 
@@ -276,7 +276,7 @@ def test_what_code_depends_on_besides(monkeypatch: pytest.MonkeyPatch, tmp_path:
     def keyed(change: Callable[[Any], object]) -> str:
         model = tiny("llama")
         change(model.model.layers[0].mlp)
-        return key(FlatForward(LanguageModel(model)))
+        return key(RaggedForward(LanguageModel(model)))
 
     def put(name: str, activation: str) -> Callable[[Any], object]:
         return lambda mlp: setattr(mlp, "act_fn", module(tmp_path, name, activation)())
@@ -285,16 +285,16 @@ def test_what_code_depends_on_besides(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert remote[0] == remote[2] != remote[1]
     hooked = [keyed(lambda mlp, hook=hook: mlp.register_forward_hook(hook)) for hook in (first_hook, second_hook)]
     functions = [keyed(lambda mlp, own=own: setattr(mlp, "act", own)) for own in (F.silu, F.relu)]
-    assert len({key(flat()), *remote, *hooked, *functions}) == 7
-    before, read = key(flat()), Path.read_bytes
+    assert len({key(ragged()), *remote, *hooked, *functions}) == 7
+    before, read = key(ragged()), Path.read_bytes
     for name in ("kernels/ops.py", "kernels/packed_layout.py", "models/hf/private_api.py", "models/hf/shallow_copy.py"):
         files = Path(kernels.__file__).parents[1]
         with monkeypatch.context() as patch:
             patch.setattr(Path, "read_bytes", lambda path, own=files / name: read(path) + b"#" * (path == own))
             compiled_module._own_code.cache_clear()
-            assert key(flat()) != before, name
+            assert key(ragged()) != before, name
         compiled_module._own_code.cache_clear()
-    assert key(flat()) == before
+    assert key(ragged()) == before
 
 
 def first_hook(*_: object) -> None:
@@ -307,7 +307,7 @@ def second_hook(*_: object) -> None:
 
 def test_weights_are_not_sent() -> None:
     """The process that compiles gets shapes, and the numbers of the smallest tensors; the model keeps its own."""
-    own, file = flat(vocab=5000), io.BytesIO()
+    own, file = ragged(vocab=5000), io.BytesIO()
     weights = sum(p.numel() * p.element_size() for p in own.model.parameters())
     torch.save(_without_weights(own.model), file)
     assert file.tell() < weights / 4
@@ -321,7 +321,7 @@ def test_models_that_have_given_hidden_states() -> None:
     """They can be sent as well, as those are that stop early. (Their hooks could not be pickled.)"""
     language = LanguageModel(tiny("llama"))
     language.model(torch.tensor([[5, 6]]), output_hidden_states=True)
-    for own in (flat(), FlatForward(language), FlatForward(language.early_exit(1))):
+    for own in (ragged(), RaggedForward(language), RaggedForward(language.early_exit(1))):
         torch.save(_without_weights(own.model), file := io.BytesIO())
         file.seek(0)
         sent = torch.load(file, weights_only=False)
@@ -370,7 +370,7 @@ def language(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPECDEC_COMPILED", str(place))
         language = LanguageModel(tiny(request.param), backend="compiled")
-        assert language.flat.compiled.wait(280)
+        assert language.ragged.compiled.wait(280)
         yield language
 
 
@@ -387,7 +387,7 @@ class TestCode:
         """Chains, trees and rows of any number, past the first capacity, and none of it in the backend below."""
         twin = _twin(language, 3)
         with monkeypatch.context() as patch:
-            patch.setattr(language.flat.model, "output", None)
+            patch.setattr(language.ragged.model, "output", None)
             twin.wander()
             twin.step([twin.chain(150), twin.chain(1), twin.tree()], [2, 1, 1], [list(range(150)), [0], [5, 6]])
             twin.leave(0, 2)
@@ -401,7 +401,7 @@ class TestCode:
             one.prefill(20, 4)
         trees, keep = [twin.chain(3), twin.tree()], [2, 7]
         with monkeypatch.context() as patch:
-            patch.setattr(language.flat.model, "output", None)
+            patch.setattr(language.ragged.model, "output", None)
             plain, some, whole = (
                 twin.forward(trees, keep, output_hidden_states=layers) for layers in (False, [0, 2], True)
             )
@@ -552,7 +552,7 @@ class TestCode:
         """The next model of this structure finds the code and compiles nothing; its weights are its own."""
         monkeypatch.setattr(CompiledForward, "_compile", None)
         again = LanguageModel(tiny(language.config.model_type, seed=1), backend="compiled")
-        assert again.flat.compiled.ready
+        assert again.ragged.compiled.ready
         for one in (again, language):
             _twin(one, 2).prefill(9, 4)
 

@@ -47,7 +47,7 @@ class Recorder:
 def recorded(name: str = "llama", **options: object) -> tuple[LanguageModel, Recorder]:
     """A model whose passes are recorded."""
     language, recorder = LanguageModel(tiny(name, **options), backend="packed"), Recorder()
-    language.flat.compiled = GraphedForward(language.flat, recorder)
+    language.ragged.compiled = GraphedForward(language.ragged, recorder)
     return language, recorder
 
 
@@ -102,7 +102,7 @@ def test_buffers_that_grow() -> None:
         twin = Twin(language, 1, seed=seed)
         twin.prefill(9)
         twin.step([twin.chain(1)], [1], [[0]])
-    held = language.flat.compiled._recordings
+    held = language.ragged.compiled._recordings
     assert len(held) <= 32
     assert recorder.recorded >= len(held)
 
@@ -114,11 +114,11 @@ def test_buffers_that_go() -> None:
     def record(run: Callable[[], Sequence[Tensor]]) -> tuple[Callable[[], None], Sequence[Tensor]]:
         return (lambda: None), [tensor.clone() for tensor in run()]
 
-    language.flat.compiled = GraphedForward(language.flat, record)
+    language.ragged.compiled = GraphedForward(language.ragged, record)
     session = language.session()
     session.forward(session.add(1), [Tree.chain([5, 6, 7])], [1])
     keys = weakref.ref(session.store.pairs()[0][0])
-    assert len(language.flat.compiled._recordings) == 1
+    assert len(language.ragged.compiled._recordings) == 1
     del session
     gc.collect()
     assert keys() is None
@@ -138,7 +138,7 @@ def test_several_threads() -> None:
 
         return play_slowly, said
 
-    language.flat.compiled = GraphedForward(language.flat, slowly)
+    language.ragged.compiled = GraphedForward(language.ragged, slowly)
     session = language.session()
     rows = session.add(3)
     texts = [Tree.chain([5 + row, 9, 33]) for row in rows]
@@ -191,7 +191,7 @@ def test_what_cannot_be_recorded(caplog: pytest.LogCaptureFixture) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     language = LanguageModel(tiny("llama"), backend="packed")
-    language.flat.compiled = GraphedForward(language.flat, record)
+    language.ragged.compiled = GraphedForward(language.ragged, record)
     twin = Twin(language, 1)
     twin.prefill(9)
     twin.step([twin.chain(2)], [2], [[0, 1]])
@@ -246,4 +246,4 @@ def test_on_a_gpu() -> None:
     eager = SpecGenerator(tiny("llama").cuda(), backend="eager").generate(**given)
     target, draft = (LanguageModel(tiny("llama", seed=seed).cuda(), backend="compiled") for seed in (0, 1))
     assert torch.equal(SpecGenerator(target, draft).generate(**given).sequences, eager.sequences)
-    assert target.flat.compiled._recordings
+    assert target.ragged.compiled._recordings

@@ -97,8 +97,8 @@ def test_models(name: str, options: dict[str, int], joined: set[str]) -> None:
     before.prefill(9, 4)
     trees, keep = [before.tree(), before.chain(3)], [7, 2]
     expected = before.forward(trees, keep)
-    language.flat.join()
-    assert parts(language.flat.model) == joined
+    language.ragged.join()
+    assert parts(language.ragged.model) == joined
     assert not parts(language.model)
     after = Twin(language, 2, encoding)
     after.prefill(9, 4)
@@ -106,7 +106,7 @@ def test_models(name: str, options: dict[str, int], joined: set[str]) -> None:
     for one, other in zip(after.forward(trees, keep), expected, strict=True):
         assert torch.equal(one.logits, other.logits)
     own = {m.packed.untyped_storage().data_ptr() for m in language.model.modules() if isinstance(m, PackedLinear)}
-    shared = {m.layer.packed.data_ptr() for m in language.flat.model.modules() if isinstance(m, Joint)}
+    shared = {m.layer.packed.data_ptr() for m in language.ragged.model.modules() if isinstance(m, Joint)}
     assert shared <= own
     assert bool(shared) == bool(joined)
 
@@ -114,11 +114,11 @@ def test_models(name: str, options: dict[str, int], joined: set[str]) -> None:
 def test_a_second_model_over_the_same_layers() -> None:
     """It shares what was joined."""
     first = LanguageModel(tiny("llama", **WIDE), backend="packed")
-    first.flat.join()
-    held = [m.layer for m in first.flat.model.modules() if isinstance(m, Joint)]
+    first.ragged.join()
+    held = [m.layer for m in first.ragged.model.modules() if isinstance(m, Joint)]
     for other in (LanguageModel(first.model), first.early_exit(1)):
-        other.flat.join()
-        theirs = [m.layer for m in other.flat.model.modules() if isinstance(m, Joint)]
+        other.ragged.join()
+        theirs = [m.layer for m in other.ragged.model.modules() if isinstance(m, Joint)]
         assert theirs
         assert all(any(one is layer for layer in held) for one in theirs)
 
@@ -126,11 +126,11 @@ def test_a_second_model_over_the_same_layers() -> None:
 def test_a_second_model_with_a_layer_of_its_own() -> None:
     """What was joined is taken for the very layers that it was made of. (A replaced one was ignored.)"""
     first = LanguageModel(tiny("llama", **WIDE), backend="packed")
-    first.flat.join()
+    first.ragged.join()
     first.model.model.layers[0].self_attn.k_proj = pack(torch.ones(32, 64))
     second = LanguageModel(first.model)
-    second.flat.join()
-    attention = second.flat.model.model.model.layers[0].self_attn
+    second.ragged.join()
+    attention = second.ragged.model.model.model.layers[0].self_attn
     torch.testing.assert_close(attention.k_proj(torch.ones(1, 64)), torch.full((1, 32), 64.0))
     assert attention.q_proj.joint is attention.k_proj.joint
 
@@ -138,13 +138,13 @@ def test_a_second_model_with_a_layer_of_its_own() -> None:
 def test_a_strict_model_over_the_same_layers() -> None:
     """It computes passes of all widths alike, over the same memory."""
     first = LanguageModel(tiny("llama", **WIDE), backend="packed")
-    for layer in (m for model in (first.model, first.flat.model) for m in model.modules()):
+    for layer in (m for model in (first.model, first.ragged.model) for m in model.modules()):
         if isinstance(layer, PackedLinear):
             layer.unpacks = (torch.float32,)
-    first.flat.join()
+    first.ragged.join()
     second = LanguageModel(first.model, exactness="strict")
-    second.flat.join()
-    one, other = ([m.layer for m in model.flat.model.modules() if isinstance(m, Joint)] for model in (first, second))
+    second.ragged.join()
+    one, other = ([m.layer for m in model.ragged.model.modules() if isinstance(m, Joint)] for model in (first, second))
     assert {layer.unpacks for layer in one} == {(torch.float32,)}
     assert {layer.unpacks for layer in other} == {()}
     assert [layer.packed.data_ptr() for layer in one] == [layer.packed.data_ptr() for layer in other]

@@ -299,8 +299,8 @@ def test_block_goes_on_when_its_last_token_is_the_drafts(monkeypatch) -> None:
 def test_long_chains_are_accepted_whole(kind) -> None:
     """1,200 tokens of a perfect draft. (Block verification went down one call per token: RecursionError.)"""
     selector, row = kind(NOTHING, 0, width=V), ToyRow()
-    flat = lambda prefix: torch.zeros(V)  # noqa: E731
-    scores = verify(row, propose(selector.rule, row, flat, 1200), flat)
+    ragged = lambda prefix: torch.zeros(V)  # noqa: E731
+    scores = verify(row, propose(selector.rule, row, ragged, 1200), ragged)
     assert walk(selector, row, scores)[1] == 1200
 
 

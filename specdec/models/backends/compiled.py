@@ -33,13 +33,13 @@ from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 from specdec import kernels
 from specdec.core.drafts import Chained
 from specdec.errors import UnsupportedError
-from specdec.models.backends.ragged import FlatModel, Given, alike
+from specdec.models.backends.ragged import Given, RaggedModel, alike
 from specdec.models.hf.private_api import forget_outputs, note_outputs
 from specdec.models.hf.shallow_copy import twin
 
 if TYPE_CHECKING:
     from specdec.core.drafts import ChainRule
-    from specdec.models.backends.ragged import FlatForward
+    from specdec.models.backends.ragged import RaggedForward
     from specdec.models.backends.ragged_inputs import Steps
 
 _log = logging.getLogger(__name__)
@@ -62,9 +62,9 @@ class CompiledForward:
 
     chains = True
 
-    def __init__(self, flat: FlatForward) -> None:
-        self._model, self._widths, self._states = flat.model, flat.widths, flat.states
-        self._flat: FlatForward | None = flat  # until `start`
+    def __init__(self, ragged: RaggedForward) -> None:
+        self._model, self._widths, self._states = ragged.model, ragged.widths, ragged.states
+        self._ragged: RaggedForward | None = ragged  # until `start`
         self._passes: Any = None
         self._done = threading.Event()
 
@@ -84,9 +84,9 @@ class CompiledForward:
             raise UnsupportedError(
                 f"passes are compiled for the CPU alone, not {where}: leave out `backend`='compiled'"
             )
-        if self._key and self._flat is not None:  # named by the structure of the model as it was loaded
-            self._flat.join()
-            self._flat = None
+        if self._key and self._ragged is not None:  # named by the structure of the model as it was loaded
+            self._ragged.join()
+            self._ragged = None
         if self._taken():
             self._done.set()
         else:
@@ -112,7 +112,7 @@ class CompiledForward:
         return self.ready
 
     def __call__(self, *given: Any) -> list[Tensor]:
-        """Logits `[1, kept, vocab]` and hidden states; arguments as of `FlatModel`."""
+        """Logits `[1, kept, vocab]` and hidden states; arguments as of `RaggedModel`."""
         return self._passes.run(Given(*given).tensors)  # type: ignore[no-any-return]
 
     def chain(self, first: Given, steps: Steps, rules: Sequence[ChainRule], embeddings: Tensor | None) -> Chained:
@@ -245,7 +245,7 @@ def _reason(said: str, compiler: str) -> str:
     return said.strip().splitlines()[-1] if said.strip() else ""
 
 
-def _key(model: FlatModel, widths: Sequence[tuple[int, ...]], states: int) -> str:
+def _key(model: RaggedModel, widths: Sequence[tuple[int, ...]], states: int) -> str:
     """What compiled code depends on, as a short name."""
     config = model.model.config.to_json_string(use_diff=False)
     parts = [
@@ -275,7 +275,7 @@ def _own_code() -> str:
     return _digest(sorted(file for room in ("kernels", "models") for file in (root / room).rglob("*.py")))
 
 
-def _files(model: FlatModel) -> set[Path]:
+def _files(model: RaggedModel) -> set[Path]:
     """The files from which modules of a model, and functions put into these, are; of remote code the folder's too."""
     classes = {kind.__module__ for module in model.modules() for kind in type(module).__mro__}
     functions = {function.__module__ for module in model.modules() for function in _callables(module)}
@@ -307,9 +307,9 @@ def _functions(module: nn.Module) -> list[str]:
     return [f"{one.__module__}.{getattr(one, '__qualname__', type(one).__qualname__)}" for one in _callables(module)]
 
 
-def _without_weights(model: FlatModel) -> FlatModel:
+def _without_weights(model: RaggedModel) -> RaggedModel:
     """A twin whose tensors have shapes and nothing else, but for the smallest."""
-    other: FlatModel = twin(model)
+    other: RaggedModel = twin(model)
     forget_outputs(other)
     _move(other, "meta")
     return other
@@ -332,7 +332,7 @@ def _move(model: nn.Module, device: str) -> None:
             held.update({name: moved(tensor) for name, tensor in held.items()})
 
 
-def _example(model: FlatModel, widths: Sequence[tuple[int, ...]], states: int) -> tuple[Given, Given]:
+def _example(model: RaggedModel, widths: Sequence[tuple[int, ...]], states: int) -> tuple[Given, Given]:
     """What a pass is given, and in its place which sizes of it change."""
     from torch.export import Dim  # loads the compiler
 

@@ -24,7 +24,7 @@ from specdec.models.encoding import Encoding
 from specdec.models.hf.private_api import TAKES_MASKS, attention_of, hidden_states_of
 
 if TYPE_CHECKING:
-    from specdec.models.backends.ragged import Buffers, FlatForward
+    from specdec.models.backends.ragged import Buffers, RaggedForward
     from specdec.models.language_model import LanguageModel
 
 _SLACK = 64  # slots that branches may leave void before what is left of them is moved together
@@ -44,7 +44,7 @@ class KvSession(Session):
     """Rows of one model over one `KvStore`: a row's text and branches are slots, beams share what they have in common.
 
     Branches that die leave void slots behind, which nobody looks at; they are closed up now and then. Where the model
-    allows it, the new nodes of all rows stand in a line (`FlatForward`). A padded pass covers the rows of the store
+    allows it, the new nodes of all rows stand in a line (`RaggedForward`). A padded pass covers the rows of the store
     from the first to the last that take part: the narrow view of a buffer costs nothing.
     """
 
@@ -70,7 +70,7 @@ class KvSession(Session):
         # Where the library's own positions and mask are right for a row whose nodes follow one by one.
         self._is_simple = (
             self._cross is None
-            and language.flat is None
+            and language.ragged is None
             and language.capability.boundary is None
             and not language.forgets_order
         )
@@ -219,10 +219,10 @@ class KvSession(Session):
             parts[place] = _Part.of(place, row, keep[i], None if embeds is None else embeds[i])
         if self._cross is not None and parts:
             self._cross.project()
-        flat = self._language.flat
-        fits = flat is not None and all((part.embeds is None) != flat.model.reads_embeds for part in parts.values())
-        if flat is not None and fits and parts and not output_attentions:
-            scores.update(self._flat(flat, parts, hidden))
+        ragged = self._language.ragged
+        fits = ragged is not None and all((part.embeds is None) != ragged.model.reads_embeds for part in parts.values())
+        if ragged is not None and fits and parts and not output_attentions:
+            scores.update(self._ragged(ragged, parts, hidden))
         else:
             if self._language.is_strict and parts:
                 raise UnsupportedError("`exactness`='strict' has no embeddings and no attentions: leave them out")
@@ -255,8 +255,8 @@ class KvSession(Session):
         self, rows: Sequence[int], tokens: Sequence[int], embeds: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """One pass in a line, with nothing to lay out, where rows hold text alone."""
-        flat, named = self._language.flat, [self._row(row) for row in rows]
-        if flat is None or not all(row.slots.top and not row.slots.slots for row in named):
+        ragged, named = self._language.ragged, [self._row(row) for row in rows]
+        if ragged is None or not all(row.slots.top and not row.slots.slots for row in named):
             return super().advance(rows, tokens, embeds)
         places, columns = [self._index[row] for row in rows], [row.slots.top for row in named]
         for place, column in zip(places, columns, strict=True):
@@ -264,7 +264,7 @@ class KvSession(Session):
         line = Line.next(places, columns, tokens, self._language.capability.kinds, self._device, self._encoders(places))
         if embeds is not None:
             line = replace(line, ids=embeds[None])
-        logits, states = flat(line, *self._buffers(flat), embeds is not None)
+        logits, states = ragged(line, *self._buffers(ragged), embeds is not None)
         self.passes += 1
         for row in named:
             row.slots.base = row.slots.top = row.slots.top + 1
@@ -273,7 +273,7 @@ class KvSession(Session):
 
     @property
     def chains(self) -> bool:  # type: ignore[override]
-        return self._language.flat is not None and self._language.flat.chains
+        return self._language.ragged is not None and self._language.ragged.chains
 
     @torch.no_grad()
     def chain(
@@ -284,8 +284,8 @@ class KvSession(Session):
         embeds: Sequence[Tensor] | None = None,
     ) -> Chained | None:
         """Where passes are compiled, and rows hold text alone."""
-        flat, named, trees = self._language.flat, [self._row(row) for row in rows], [*map(Tree.chain, texts)]
-        if flat is None or not self.chains or any(row.slots.slots for row in named):
+        ragged, named, trees = self._language.ragged, [self._row(row) for row in rows], [*map(Tree.chain, texts)]
+        if ragged is None or not self.chains or any(row.slots.slots for row in named):
             return None
         for row, tree in zip(named, trees, strict=True):
             row.slots.begin(tree, len(tree) - 1, 0)
@@ -300,7 +300,7 @@ class KvSession(Session):
         if embeds is not None:
             line = replace(line, ids=torch.cat(list(embeds))[None])
         steps = Steps.of(places, begins, max(rule.most for rule in rules) - 1, kinds)
-        chained = flat.chain(line, steps, rules, *self._buffers(flat))
+        chained = ragged.chain(line, steps, rules, *self._buffers(ragged))
         self.passes += max(map(len, chained.guesses))
         for row, begin, guesses in zip(named, begins, chained.guesses, strict=True):
             row.slots.base = row.slots.top = begin + len(guesses) - 1
@@ -398,15 +398,17 @@ class KvSession(Session):
             end = begin
         return spans[::-1]
 
-    def _flat(self, flat: FlatForward, parts: dict[int, _Part], hidden: bool | Sequence[int]) -> dict[int, Scores]:
+    def _ragged(
+        self, ragged: RaggedForward, parts: dict[int, _Part], hidden: bool | Sequence[int]
+    ) -> dict[int, Scores]:
         """One forward over the new nodes of all rows, in a line."""
         rows = list(parts.values())
         for row in rows:
             self.store.extend(row.place, row.slots.top + row.size)
         line = Line.of(rows, self._language.capability.kinds, self._device, self._encoders(row.place for row in rows))
-        if flat.model.reads_embeds:
+        if ragged.model.reads_embeds:
             line = replace(line, ids=torch.cat([row.embeds for row in rows if row.embeds is not None])[None])
-        logits, states = flat(line, *self._buffers(flat), hidden)
+        logits, states = ragged(line, *self._buffers(ragged), hidden)
         self.passes += 1
         scores = line_scores(logits, states or None, rows, self.passes)
         return {row.number: own for row, own in zip(rows, scores, strict=True)}
@@ -415,9 +417,9 @@ class KvSession(Session):
         """What the rows at these places see of encoders."""
         return None if self._cross is None else [self._cross.seen(place) for place in places]
 
-    def _buffers(self, flat: FlatForward) -> tuple[Buffers, Buffers]:
+    def _buffers(self, ragged: RaggedForward) -> tuple[Buffers, Buffers]:
         """Those of the text, and of encoders."""
-        return self.store.pairs(flat.widths, self._like), () if self._cross is None else self._cross.store.pairs()
+        return self.store.pairs(ragged.widths, self._like), () if self._cross is None else self._cross.store.pairs()
 
     def _pass(self, parts: dict[int, _Part], first: int, last: int, extras: dict[str, Any]) -> dict[int, Scores]:
         """One forward over the rows of the store from `first` to `last`; those without a part are padding."""

@@ -103,7 +103,7 @@ def _attention(
     if table is None:
         table = _running.cross
     elif position_bias is not None:
-        biases = position_bias[0, :, 0]  # by distance: see `FlatModel`
+        biases = position_bias[0, :, 0]  # by distance: see `RaggedModel`
     assert table is not None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return kernels.attend(query, key, value, table, scale, softcap or 0.0, s_aux, biases), None
@@ -137,7 +137,7 @@ class _Text(Cache):  # type: ignore[misc]
         return 0
 
 
-class FlatModel(nn.Module):
+class RaggedModel(nn.Module):
     """A model that takes the nodes of a line, and writes to the buffers that it is given.
 
     Of `language`'s model nothing is changed: a twin computes with our attention, and of strict ones with activations
@@ -218,7 +218,7 @@ class FlatModel(nn.Module):
         return max(getattr(layer, "relative_attention_max_distance", 0) for layer in layers)
 
 
-class FlatForward:
+class RaggedForward:
     """A model's passes over nodes in a line; `widths` are heads, and head widths of keys and values, of each layer.
 
     `states` is how many hidden states it gives. Passes run on compiled code as soon as that is there. Raises
@@ -230,7 +230,7 @@ class FlatForward:
             raise UnsupportedError(f"{type(language.model).__name__} {reason}")
         self._language = language
         self._none = torch.empty(0, dtype=torch.long, device=language.device)
-        self.model = FlatModel(language)
+        self.model = RaggedModel(language)
         self.widths: list[tuple[int, int, int]] = []
         self.states = 0
         self._together: list[list[str]] = []

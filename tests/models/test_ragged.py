@@ -29,7 +29,7 @@ from tests.tiny import ENCODER_DECODERS, NAMES, tiny, tiny_inputs
 pytestmark = [pytest.mark.usefixtures("built"), pytest.mark.filterwarnings("ignore:.*generation flags")]
 
 COMMON = ("llama", "gpt2", "gemma2", "mistral", "llama4_text", "whisper", "m2m_100")
-FLAT = (
+RAGGED = (
     "llama", "qwen2", "stablelm", "cohere", "olmo", "olmo2", "granite", "smollm3", "mistral", "phi3", "starcoder2",
     "qwen3", "gemma", "glm4", "gpt_neox", "phi", "gpt2", "gpt_bigcode", "gemma2", "gemma3_text", "opt", "mixtral",
     "gpt_oss", "qwen2_moe", "qwen3_moe", "olmoe", "cohere2", "llama4_text", "deepseek_v3", "biogpt",
@@ -38,10 +38,10 @@ FLAT = (
 # Attention that is not looked up by name, or that adds biases to scores.
 PADDED = ("gptj", "codegen", "falcon", "bloom", "mpt", "xglm")
 if version.parse(transformers.__version__) >= version.parse("5.23"):  # in 5.17 its attention is its own
-    FLAT += ("umt5",)
+    RAGGED += ("umt5",)
 else:
     PADDED += ("umt5",)
-CASES = [pytest.param(name, marks=() if name in COMMON else pytest.mark.slow) for name in FLAT]
+CASES = [pytest.param(name, marks=() if name in COMMON else pytest.mark.slow) for name in RAGGED]
 
 
 @functools.lru_cache(maxsize=2)
@@ -65,7 +65,7 @@ def _refuse_padding(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_rows_of_all_kinds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chains, trees, held branches, rows that join, leave and are forked, and a text far beyond windows and buffers."""
-    assert _language(name).flat is not None
+    assert _language(name).ragged is not None
     _refuse_padding(monkeypatch)
     twin = Twin(_language(name), 3, _encoding(name, 3))
     twin.prefill(20, 4, 13)
@@ -93,15 +93,15 @@ def test_rows_of_all_kinds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_families() -> None:
     """Which run in a line; those that stop doing so are missed here."""
-    models = {name: LanguageModel(tiny(name), backend="packed") for name in (*FLAT, *PADDED)}
-    assert {name for name, language in models.items() if language.flat is not None} == set(FLAT)
-    assert set(FLAT) | set(PADDED) <= set(NAMES)
+    models = {name: LanguageModel(tiny(name), backend="packed") for name in (*RAGGED, *PADDED)}
+    assert {name for name, language in models.items() if language.ragged is not None} == set(RAGGED)
+    assert set(RAGGED) | set(PADDED) <= set(NAMES)
 
 
 def test_without_it() -> None:
     """A model whose attention is its own runs padded passes over its packed layers."""
     language = LanguageModel(tiny("gptj"), backend="packed")
-    assert language.flat is None
+    assert language.ragged is None
     twin = Twin(language, 2)
     twin.prefill(9, 4)
     twin.step([twin.tree(), twin.chain(2)], [7, 2], [[0, 1], [0]])
@@ -167,7 +167,7 @@ def test_encoders_outlive_others() -> None:
 
 def test_a_small_vocabulary() -> None:
     """Tokens that a model is tried with are its own. (Those of a tiny vocabulary were not, and it ran padded.)"""
-    assert LanguageModel(tiny("llama", vocab=10), backend="packed").flat is not None
+    assert LanguageModel(tiny("llama", vocab=10), backend="packed").ragged is not None
 
 
 def test_a_twin_of_a_running_model() -> None:
