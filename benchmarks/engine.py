@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from specdec import LanguageModel, SpecGenerator
 from specdec.core.drafts import BatchDrafter, Commit, DraftSession, Plan
-from specdec.core.rounds import Row
+from specdec.core.rounds import SequenceView
 from specdec.core.tree import Tree
 from specdec.options.bundled_models import pair
 from specdec.options.load import BACKENDS
@@ -66,7 +66,7 @@ class AlwaysWrong(BatchDrafter, DraftSession):
         self._session, self._vocab = self._drafter.start(vocab_size), vocab_size
         return self
 
-    def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
+    def propose(self, rows: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
         """The model's guesses, each replaced by its neighbour."""
         trees = self._session.propose(rows, plans)
         return [Tree.chain([(t + 1) % self._vocab for t in tree.tokens], tree.confidence) for tree in trees]

@@ -13,19 +13,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specdec.core.drafts import Plan
-from specdec.core.rounds import Row
+from specdec.core.rounds import SequenceView
 from specdec.core.tree import Tree
 from specdec.proposers.heads.proposer import HeadSession
 
 Proposals = list[tuple[list[int], Tree]]
 
 
-def spy_on_proposals(monkeypatch: pytest.MonkeyPatch, wanted: Callable[[Row, Tree], bool]) -> Proposals:
+def spy_on_proposals(monkeypatch: pytest.MonkeyPatch, wanted: Callable[[SequenceView, Tree], bool]) -> Proposals:
     """The text before every proposal of a head that is wanted, and the proposal."""
     seen: Proposals = []
     propose = HeadSession.propose
 
-    def spied(self: HeadSession, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
+    def spied(self: HeadSession, rows: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
         trees = propose(self, rows, plans)
         seen.extend((list(row.tokens), tree) for row, tree in zip(rows, trees, strict=True) if wanted(row, tree))
         return trees

@@ -13,7 +13,7 @@ from transformers import LogitsProcessor
 from specdec import DraftError, EngineError, LanguageModel, SpecGenerator
 from specdec.core.draft_schedules import Constant, Heuristic
 from specdec.core.drafts import BatchDrafter, DraftSession, DraftTask
-from specdec.core.sequence import RunningRow, TextRow
+from specdec.core.sequence import RunningSequence, TextSequence
 from specdec.core.tree import Tree
 from specdec.decoding.processors import Processors
 from specdec.decoding.stopping import Stopping
@@ -33,11 +33,11 @@ PROMPTS = [[5, 9, 12], [6, 6, 9], [5, 17]]
 
 def request(model: LanguageModel, prompts: list[list[int]], drafter: Any = None, limit: int = 40) -> Request:
     """Greedy rows that end at `limit` tokens, and each further one five sooner."""
-    rows: list[RunningRow] = []
+    rows: list[RunningSequence] = []
     for place, prompt in enumerate(prompts):
         selector, most = Greedy(Processors()), limit - 5 * place
         rows.append(
-            TextRow(
+            TextSequence(
                 tokens=list(prompt),
                 selector=selector,
                 stop=Stopping(max_length=most),

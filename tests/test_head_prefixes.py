@@ -12,7 +12,7 @@ import torch
 
 from specdec import LanguageModel, SpecGenerator
 from specdec.core.drafts import Plan
-from specdec.core.rounds import Row
+from specdec.core.rounds import SequenceView
 from specdec.core.tree import Tree
 from specdec.models import prefix_bytes
 from specdec.proposers.heads.proposer import HeadSession
@@ -38,7 +38,7 @@ def proposals(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[int
     seen: dict[tuple[int, ...], list[int]] = {}
     propose = HeadSession.propose
 
-    def spied(self: HeadSession, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
+    def spied(self: HeadSession, rows: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
         trees = propose(self, rows, plans)
         seen.update((tuple(row.tokens), tree.tokens) for row, tree in zip(rows, trees, strict=True) if tree.tokens)
         return trees

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specdec import SpecGenerator
 from specdec.core.draft_schedules import Limit
-from specdec.core.rounds import Round, Row
+from specdec.core.rounds import Round, SequenceView
 from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.models import LanguageModel
 from specdec.models.backends.kv_session import KvSession
@@ -123,7 +123,7 @@ def test_compiled_heads_make_all_guesses_in_one_call(
     monkeypatch.setattr(KvSession, "chain", spied)
     run, at_once, ends = HeadSession._run, HeadSession._chain, list[Tensor]()
 
-    def told(self: HeadSession, asked: Sequence[Row], *given: Any, level: int = 0, **more: Any) -> Any:
+    def told(self: HeadSession, asked: Sequence[SequenceView], *given: Any, level: int = 0, **more: Any) -> Any:
         scores = run(self, asked, *given, level=level, **more)
         ends.extend(self._known[row.key].written[0][-1] for row in asked if not level)
         return scores
@@ -297,7 +297,7 @@ class Late:
     length: int
     max_branches: ClassVar[int] = 1
 
-    def plan(self, rows: Sequence[Row]) -> list[Limit]:
+    def plan(self, rows: Sequence[SequenceView]) -> list[Limit]:
         return [Limit(3 if len(row.tokens) >= self.length else 0) for row in rows]
 
     def after(self, round: Round) -> Late:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specdec import LanguageModel, SpecGenerator, UnsupportedError
 from specdec.core.drafts import BatchDrafter, Commit, DraftSession, Kept, Plan
-from specdec.core.rounds import Row
+from specdec.core.rounds import SequenceView
 from specdec.core.tree import Tree
 from specdec.errors import OptionError
 from specdec.options.checks import common_length
@@ -41,14 +41,14 @@ class Listening(DraftSession):
 
     def __init__(self, drafter: Listener) -> None:
         self.drafter = drafter
-        self.rows: dict[int, Row] = {}
+        self.rows: dict[int, SequenceView] = {}
         self.text: dict[int, Tensor] = {}
         self.branches: dict[int, list[Tensor]] = {}
 
-    def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
+    def propose(self, rows: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
         return [self._guess(row, min(plan.limit, row.remaining - 1)) for row, plan in zip(rows, plans, strict=True)]
 
-    def _guess(self, row: Row, limit: int) -> Tree:
+    def _guess(self, row: SequenceView, limit: int) -> Tree:
         """After every leaf a right chain, and a wrong token beside its first one."""
         tokens: list[int] = []
         parents: list[int] = []
@@ -63,7 +63,7 @@ class Listening(DraftSession):
                 parents.append(-1 - i)
         return Tree(tokens, parents, [0.5] * len(tokens), source="listener")
 
-    def join(self, row: Row, source: int | Kept, length: int) -> int:
+    def join(self, row: SequenceView, source: int | Kept, length: int) -> int:
         if isinstance(source, Kept):
             tokens, states = source.state
         else:
@@ -74,7 +74,7 @@ class Listening(DraftSession):
         self.drafter.joined.append(len(self.text[row.key]))
         return len(self.text[row.key])
 
-    def keep(self, row: Row, length: int) -> Kept | None:
+    def keep(self, row: SequenceView, length: int) -> Kept | None:
         states = self.text[row.key][:length].clone()
         return Kept(len(states), (row.tokens[: len(states)], states), states.nbytes)
 
@@ -95,7 +95,7 @@ class Listening(DraftSession):
             self.branches[row.key] = kept[text:]
             self._check(row)
 
-    def _check(self, row: Row) -> None:
+    def _check(self, row: SequenceView) -> None:
         """The text is read as far as it goes without its leaves, and all branches that are no leaves are."""
         known, branches = self.text[row.key], self.branches[row.key]
         assert len(known) <= len(row.tokens)

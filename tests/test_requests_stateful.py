@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from specdec import LanguageModel, SpecGenerator
 from specdec.core.drafts import BatchDrafter
 from specdec.core.rounds import Round, RowPass
-from specdec.core.sequence import RunningRow
+from specdec.core.sequence import RunningSequence
 from specdec.engine.engine import Engine
 from specdec.engine.request import Request
 from specdec.generator.call import Call
@@ -249,7 +249,7 @@ def check_keys_and_values(engine: Engine) -> None:
         assert torch.allclose(one[-1], two[-1], atol=1e-3), (row.tokens, count)
 
 
-def logits(session: Any, slots: list[Any], rows: list[RunningRow], held: list[int]) -> list[torch.Tensor]:
+def logits(session: Any, slots: list[Any], rows: list[RunningSequence], held: list[int]) -> list[torch.Tensor]:
     """Of every row, `[nodes, vocab]` at the nodes that the session does not hold."""
     parts = [
         RowPass(row.tokens[length:], row.tree, session.pending(slot), row.leaves)

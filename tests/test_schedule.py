@@ -12,7 +12,7 @@ import pytest
 
 from specdec.core.draft_schedules import WIDEST, Confidence, Constant, Cost, Heuristic
 from specdec.core.draft_schedules.estimates import Acceptance, Line
-from specdec.core.rounds import Round, RowRound
+from specdec.core.rounds import Round, SequenceRound
 from specdec.core.tree import Step
 from specdec.errors import OptionError
 
@@ -29,7 +29,7 @@ def outcomes(confidence: list[float], accepted: int) -> list[tuple[float, bool]]
 def outcome(drafted: int, accepted: int, key: int = 0, seconds: tuple[float, float] = (0.1, 1.0), **more: Any) -> Round:
     steps = [Step(0, 0)] * (accepted + 1)
     tested = outcomes(more.get("confidence", [1.0] * drafted), accepted)
-    row = RowRound(key, drafted, drafted, accepted, False, "model", tested, len(tested), steps)
+    row = SequenceRound(key, drafted, drafted, accepted, False, "model", tested, len(tested), steps)
     return Round([row], 1 + drafted, seconds[0], seconds[1], 0.0, sum(seconds) + more.get("more", 0.0))
 
 
@@ -312,7 +312,7 @@ def test_trees_are_as_wide_as_passes_are_dear(fixed: float, node: float, least: 
             nodes, depth = nodes + len(children), depth + bool(children)
             ends = sorted(children, key=lambda path: -math.prod(path))[:WIDEST]
         levels = accepted + (depth > accepted)
-        row = RowRound(0, nodes, depth, accepted, False, "model", tested, levels, [Step(0, 0)] * (accepted + 1))
+        row = SequenceRound(0, nodes, depth, accepted, False, "model", tested, levels, [Step(0, 0)] * (accepted + 1))
         seconds = fixed + node * (1 + nodes)
         schedule = schedule.after(Round([row], 1 + nodes, 0.003 * depth, seconds, 0.0, 0.003 * depth + seconds))
         widths.append(nodes)
@@ -333,7 +333,7 @@ def test_wide_drafts_pay_for_all_their_nodes() -> None:
             accepted = min(depth, 1)
             steps = [Step(0, 0)] * (accepted + 1)
             tested = outcomes([0.7] * depth, accepted)
-            row = RowRound(0, width * depth, depth, accepted, False, "model", tested, len(tested), steps)
+            row = SequenceRound(0, width * depth, depth, accepted, False, "model", tested, len(tested), steps)
             nodes = 4 + width * depth
             schedule = schedule.after(
                 Round([row], nodes, 0.1 * depth, 0.6 + 0.1 * nodes, 0.0, 0.6 + 0.1 * (nodes + depth))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from specdec.core.drafts import BatchDrafter, DraftSession, Plan
-from specdec.core.rounds import Row
+from specdec.core.rounds import SequenceView
 from specdec.core.tree import Tree
 from specdec.decoding.tree_samplers import WIDER
 from specdec.models import LanguageModel
@@ -82,11 +82,11 @@ class SyntheticDrafter(BatchDrafter, DraftSession):
         """Nothing is kept about rows."""
         return self
 
-    def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
+    def propose(self, rows: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
         """One tree per row."""
         return [self._tree(row, plan) for row, plan in zip(rows, plans, strict=True)]
 
-    def _tree(self, row: Row, plan: Plan) -> Tree:
+    def _tree(self, row: SequenceView, plan: Plan) -> Tree:
         limit, branches = min(plan.limit, row.remaining - 1), plan.branches or 1
         tokens: list[int] = []
         parents: list[int] = []
@@ -117,12 +117,12 @@ class SyntheticDrafter(BatchDrafter, DraftSession):
             source="synthetic",
         )
 
-    def _knows(self, row: Row) -> bool:
+    def _knows(self, row: SequenceView) -> bool:
         """Whether the row's text is what was foretold."""
         new = row.tokens[row.prompt_length :]
         return self.oracle is not None and self.oracle.texts[row.task.place][: len(new)] == new
 
-    def _guess(self, row: Row, depth: int, rank: int) -> tuple[int, bool]:
+    def _guess(self, row: SequenceView, depth: int, rank: int) -> tuple[int, bool]:
         if self.oracle is None:
             return rank, False
         return self.oracle.guess(row.task.place, len(row.tokens) - row.prompt_length + depth, rank)

@@ -13,7 +13,7 @@ from specdec.bench.prompts import PromptText
 from specdec.bench.suite import Cell
 from specdec.bench.synthetic import SyntheticDrafter, passes_of
 from specdec.core.drafts import BatchDrafter, Commit, DraftSession, Plan
-from specdec.core.rounds import Row
+from specdec.core.rounds import SequenceView
 from specdec.core.tree import EMPTY, Tree
 from specdec.errors import OptionError
 from specdec.generator.generator import SpecGenerator
@@ -138,11 +138,11 @@ class _Recording(BatchDrafter, DraftSession):
         self._session = self._drafter.start(vocab_size)
         return self
 
-    def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
+    def propose(self, rows: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
         [self._last] = trees = self._session.propose(rows, plans)
         return trees
 
-    def rewind(self, row: Row, length: int) -> None:
+    def rewind(self, row: SequenceView, length: int) -> None:
         self._session.rewind(row, length)
 
     def commit(self, commits: Sequence[Commit]) -> None:

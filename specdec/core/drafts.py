@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from specdec.core.rounds import Row
+    from specdec.core.rounds import SequenceView
     from specdec.core.tree import Tree
 
 
@@ -104,7 +104,7 @@ class DraftRule(Protocol):
         """
 
     def pick(
-        self, row: Row, guesses: list[int], logits: Tensor, *, confident: bool = True
+        self, row: SequenceView, guesses: list[int], logits: Tensor, *, confident: bool = True
     ) -> tuple[int, float, Tensor | None]:
         """From draft `logits` `[vocab]` after `guesses`: a token, its probability, and q `[vocab]` if `needs_q`.
 
@@ -116,7 +116,7 @@ class DraftRule(Protocol):
 class BranchRule(Protocol):
     """How a draft turns its own logits into several guesses; for a search it runs the search's own steps on them."""
 
-    def expand(self, row: Row, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
+    def expand(self, row: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
         """From draft `logits` `[ends, vocab]`: nodes worth a look next, best first, each with the end it continues.
 
         `ends` are equally long. Only the first `plan.branches` will be continued, all of them where that is None.
@@ -191,7 +191,7 @@ class Commit(NamedTuple):
     has computed nothing for the row, and of a row that has ended.
     """
 
-    row: Row
+    row: SequenceView
     path: list[int]
     text: int
     hidden: Hidden | None = None
@@ -220,13 +220,13 @@ class DraftSession(ABC):
         return None
 
     @abstractmethod
-    def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
+    def propose(self, rows: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
         """One tree per row, possibly empty, growing from the row's leaves; no path is longer than `plan.limit`.
 
         A row that was never seen before joins; `row.key` says which row it is.
         """
 
-    def join(self, row: Row, source: int | Kept, length: int) -> int:
+    def join(self, row: SequenceView, source: int | Kept, length: int) -> int:
         """Learns that a new row could begin with the first `length` tokens of row `source`, which is not told of them.
 
         Where that row has left, `source` is what a session of the same draft kept of it. Returns how many tokens the
@@ -235,7 +235,7 @@ class DraftSession(ABC):
         """
         return 0
 
-    def keep(self, row: Row, length: int) -> Kept | None:
+    def keep(self, row: SequenceView, length: int) -> Kept | None:
         """Copies what was read of a row that leaves, of its first `length` tokens at most; None where that is nothing.
 
         `join` may get it for later rows, also in other sessions. Only asked of drafts that want hidden states, before
@@ -246,7 +246,7 @@ class DraftSession(ABC):
     def commit(self, commits: Sequence[Commit]) -> None:
         """Learns what became of rows in the round, whoever made their proposals."""
 
-    def rewind(self, row: Row, length: int) -> None:
+    def rewind(self, row: SequenceView, length: int) -> None:
         """Learns that a row's text was written anew from its first `length` tokens on."""
 
     def release(self, keys: Sequence[int]) -> None:

@@ -73,7 +73,7 @@ class RowPass:
 
 
 @dataclass(frozen=True, slots=True)
-class RowRound:
+class SequenceRound:
     """What a round came to for one row.
 
     `drafted` counts proposed nodes and `depth` the longest path of them; the first `accepted` of `steps` were decided
@@ -101,16 +101,16 @@ class Round:
     A request's rounds have its own `rows`; `others` took part in the same passes, whose nodes and seconds are all told.
     """
 
-    rows: list[RowRound]
+    rows: list[SequenceRound]
     nodes: int
     draft_seconds: float
     verify_seconds: float
     select_seconds: float
     seconds: float
-    others: Sequence[RowRound] = ()
+    others: Sequence[SequenceRound] = ()
 
 
-class Row(Protocol):
+class SequenceView(Protocol):
     """One sequence or search as drafts and strategies may see it: its key, its text so far, where the prompt ends.
 
     A search has a text that all its branches share, and a tree of branches that grow from it; `leaves` are the nodes

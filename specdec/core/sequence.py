@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from specdec.core.drafts import DraftTask
-from specdec.core.rounds import Context, Row, RowPass
+from specdec.core.rounds import Context, RowPass, SequenceView
 from specdec.core.strategies import NodeOutput, Search, Selector, Trace
 from specdec.core.tree import EMPTY, Scores, Step, Tree
 
 Kept = tuple[Tensor, ...] | None
 _VOID = 64  # places in a cache that dead branches may leave empty
-Stop = Callable[[Row, list[int], Kept], str | None]
+Stop = Callable[[SequenceView, list[int], Kept], str | None]
 
 
 class Walk(NamedTuple):
@@ -39,7 +39,7 @@ class Walk(NamedTuple):
 
 
 @dataclass(eq=False, kw_only=True)
-class RunningRow:
+class RunningSequence:
     """What sequences and searches share: a text, and a tree of branches beyond it.
 
     `key` is the engine's number of the row, and `slot` its number in the target's session while it runs. `task` is what
@@ -55,7 +55,7 @@ class RunningRow:
     encoder_tokens: list[int] | None = None
     prediction: list[int] | None = None
     embeds: Tensor | None = None
-    unconditional: RunningRow | None = None
+    unconditional: RunningSequence | None = None
     key: int = -1
     slot: int | None = None
     context: Context | None = None  # what its keys and values depend on besides tokens; None: shared with nobody
@@ -92,7 +92,7 @@ class RunningRow:
         return self.unseen + self.max_length
 
     @property
-    def batch_rows(self) -> tuple[RunningRow, ...]:
+    def batch_rows(self) -> tuple[RunningSequence, ...]:
         """What the target must run for it: itself, and its unconditional row if it has one."""
         return (self,) if self.unconditional is None else (self, self.unconditional)
 
@@ -166,7 +166,7 @@ class RunningRow:
 
 
 @dataclass(eq=False, kw_only=True)
-class TextRow(RunningRow):
+class TextSequence(RunningSequence):
     """One sequence; `stop` ends it, `scores` are those kept of all steps."""
 
     selector: Selector
@@ -217,7 +217,7 @@ class TextRow(RunningRow):
 
 
 @dataclass(eq=False, kw_only=True)
-class SearchRow(RunningRow):
+class SearchSequence(RunningSequence):
     """A search over many branches of one prompt (beams, groups of beams, contrastive candidates).
 
     The text is what all branches share; `tree` holds the rest, the nodes that the target has seen first. `returned`

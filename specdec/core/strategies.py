@@ -9,7 +9,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from specdec.core.drafts import BranchRule, DraftRule
-    from specdec.core.rounds import Row
+    from specdec.core.rounds import SequenceView
     from specdec.core.tree import Scores, Step
 
 
@@ -38,7 +38,7 @@ class Selector(Strategy, Protocol):
 
     is_search: ClassVar[Literal[False]]
 
-    def advance(self, row: Row, new: list[int], scores: Scores, node: int) -> Step:
+    def advance(self, row: SequenceView, new: list[int], scores: Scores, node: int) -> Step:
         """The next token after `node`, where `new` are the tokens already emitted in this round."""
 
 
@@ -93,5 +93,5 @@ class Search(Strategy, Protocol):
     def begin(self) -> Any:
         """The state before the first token."""
 
-    def advance(self, row: Row, state: Any, outputs: Sequence[NodeOutput]) -> SearchStep:
+    def advance(self, row: SequenceView, state: Any, outputs: Sequence[NodeOutput]) -> SearchStep:
         """The next state, from what the target said at every leaf."""

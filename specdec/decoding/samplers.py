@@ -12,25 +12,25 @@ import torch
 from torch import Tensor
 
 from specdec.core.drafts import Branch, Choice, Plan
-from specdec.core.rounds import Row
+from specdec.core.rounds import SequenceView
 from specdec.decoding import device_reads, noise
 from specdec.decoding.processors import Processors
 from specdec.decoding.tree_samplers import drawn_children, likeliest_children, noisy
 
 
-def generated(row: Row) -> int:
+def generated(row: SequenceView) -> int:
     """How many tokens the row has generated so far."""
     return len(row.tokens) - row.prompt_length
 
 
-def process(processors: Processors, row: Row, extra: Sequence[int], logits: Tensor) -> Tensor:
+def process(processors: Processors, row: SequenceView, extra: Sequence[int], logits: Tensor) -> Tensor:
     """Processed `logits` `[vocab]` after the row's text and `extra`, float32; the input is not written to."""
     if not processors.reads_ids:
         return processors(None, logits[None])[0]
     return processors(row.prefix(extra), logits[None], texts=[[*row.tokens, *extra]])[0]
 
 
-def process_all(processors: Processors, row: Row, extras: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
+def process_all(processors: Processors, row: SequenceView, extras: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
     """The same of `logits` `[n, vocab]` after the row's text and each of `extras`, in one call where that will do."""
     if not processors.reads_ids:
         return processors(None, logits)
@@ -93,26 +93,26 @@ class GreedyRule:
     width: int | None = None
     needs_q: ClassVar[bool] = False
 
-    def choice(self, row: Row) -> Choice | None:
+    def choice(self, row: SequenceView) -> Choice | None:
         """How it chooses what comes after a row's text, in numbers, if these say it."""
         known = type(self) in (GreedyRule, CoupledRule, SampledRule)
         return self.processors.in_numbers(row.tokens) if known else None
 
     def pick(
-        self, row: Row, guesses: list[int], logits: Tensor, *, confident: bool = True
+        self, row: SequenceView, guesses: list[int], logits: Tensor, *, confident: bool = True
     ) -> tuple[int, float, Tensor | None]:
         """The argmax of draft `logits` `[vocab]` after `guesses`, its probability, and no q."""
         return *likeliest(self._after(row, guesses, logits), confident=confident), None
 
-    def expand(self, row: Row, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
+    def expand(self, row: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
         """The likeliest continuations of `ends`, from draft `logits` `[ends, vocab]`."""
         return likeliest_children(torch.log_softmax(self._after_all(row, ends, logits), dim=-1), ends, plan)
 
-    def _after(self, row: Row, guesses: list[int], logits: Tensor) -> Tensor:
+    def _after(self, row: SequenceView, guesses: list[int], logits: Tensor) -> Tensor:
         """Processed draft `logits` `[vocab]`, float32, as wide as the target's."""
         return process(self.processors, row, guesses, fit(logits, self.width))
 
-    def _after_all(self, row: Row, ends: Sequence[Branch], logits: Tensor) -> Tensor:
+    def _after_all(self, row: SequenceView, ends: Sequence[Branch], logits: Tensor) -> Tensor:
         """The same of `logits` `[ends, vocab]`."""
         return process_all(self.processors, row, [end.tokens for end in ends], fit(logits, self.width))
 
@@ -123,19 +123,19 @@ class CoupledRule(GreedyRule):
 
     seed: int = 0
 
-    def choice(self, row: Row) -> Choice | None:
+    def choice(self, row: SequenceView) -> Choice | None:
         """The same with the target's noise."""
         choice = super().choice(row)
         return choice and choice._replace(address=noise.key(self.seed, noise.COUPLED), first=generated(row))
 
     def pick(
-        self, row: Row, guesses: list[int], logits: Tensor, *, confident: bool = True
+        self, row: SequenceView, guesses: list[int], logits: Tensor, *, confident: bool = True
     ) -> tuple[int, float, Tensor | None]:
         """The coupled draw from draft `logits` `[vocab]` after `guesses`, its probability, and no q."""
         address = noise.key(self.seed, noise.COUPLED, generated(row) + len(guesses))
         return *drawn(self._after(row, guesses, logits), address, confident=confident), None
 
-    def expand(self, row: Row, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
+    def expand(self, row: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
         """The continuations of `ends` that the target's own noise favours, from draft `logits` `[ends, vocab]`."""
         address = noise.key(self.seed, noise.COUPLED, generated(row) + len(ends[0].tokens))
         return likeliest_children(noisy(self._after_all(row, ends, logits), address), ends, plan)
@@ -148,13 +148,13 @@ class SampledRule(GreedyRule):
     seed: int = 0
     needs_q: ClassVar[bool] = True
 
-    def choice(self, row: Row) -> Choice | None:
+    def choice(self, row: SequenceView) -> Choice | None:
         """The same with noise of its own."""
         choice = super().choice(row)
         return choice and choice._replace(address=noise.key(self.seed, noise.DRAFT, generated(row)))
 
     def pick(
-        self, row: Row, guesses: list[int], logits: Tensor, *, confident: bool = True
+        self, row: SequenceView, guesses: list[int], logits: Tensor, *, confident: bool = True
     ) -> tuple[int, float, Tensor | None]:
         """A draw from draft `logits` `[vocab]` after `guesses`, its probability, and q `[width]` float32."""
         scores = self._after(row, guesses, logits)
@@ -162,7 +162,7 @@ class SampledRule(GreedyRule):
         token, prob = drawn(scores, address, confident=confident)
         return token, prob, None if math.isnan(prob) else torch.softmax(scores, dim=-1)
 
-    def expand(self, row: Row, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
+    def expand(self, row: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
         """Draws from q after every one of `ends`, without replacement, from draft `logits` `[ends, vocab]`."""
         address = noise.key(self.seed, noise.DRAFT, generated(row))
         return drawn_children(self._after_all(row, ends, logits), ends, plan, address)

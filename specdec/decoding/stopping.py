@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria
 
-from specdec.core.rounds import Row
+from specdec.core.rounds import SequenceView
 
 _REASONS = (
     (EosTokenCriteria, "eos"),
@@ -38,7 +38,7 @@ class Stopping:
     max_length: int | None = None
     criteria: Sequence[Any] | None = None
 
-    def __call__(self, row: Row, new: list[int], scores: tuple[Tensor, ...] | None = None) -> str | None:
+    def __call__(self, row: SequenceView, new: list[int], scores: tuple[Tensor, ...] | None = None) -> str | None:
         """Why the row ends with the last token of `new`: "eos", "length", "stop", "time", "criteria", or None."""
         ids = row.prefix(new) if self.reads_ids else None
         [reason] = self.each(new[-1:], len(row.tokens) + len(new), ids, scores)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from specdec.core.drafts import BatchDrafter, DraftSession, Plan
-from specdec.core.rounds import Round, RowRound
-from specdec.core.sequence import RunningRow
+from specdec.core.rounds import Round, SequenceRound
+from specdec.core.sequence import RunningSequence
 from specdec.core.tree import EMPTY, Scores, Tree
 from specdec.engine.memory_budget import KvBudget
 from specdec.engine.prefix_cache import Prefixes
@@ -57,8 +57,8 @@ class Engine:
         self._drafts: dict[int, OpenDraft] = {}  # by the identity of the drafter
         self.places = Places(model, prefixes, self._drafts)
         self.waiting: deque[Request] = deque()
-        self.reading: list[RunningRow] = []
-        self.running: list[RunningRow] = []
+        self.reading: list[RunningSequence] = []
+        self.running: list[RunningSequence] = []
         self._requests: dict[int, Request] = {}  # by the keys of their rows
         self._keys = 0
         self._others_first = False
@@ -168,13 +168,13 @@ class Engine:
         self.running += [row for row in self.reading if row.begun]
         self.reading = [row for row in self.reading if not row.begun]
 
-    def _ready(self) -> list[RunningRow]:
+    def _ready(self) -> list[RunningSequence]:
         """The rows that may be read next: those of the first request, every other time the shortest of the others."""
         order, first = list(self.reading), self._requests[self.reading[0].key]
         if self._others_first:
             order.sort(key=lambda row: (0, row.length) if self._requests[row.key] is not first else (1, 0))
         self._others_first = not self._others_first
-        ready: list[RunningRow] = []
+        ready: list[RunningSequence] = []
         unread = 0
         for row in order:
             if unread >= CHUNK:
@@ -189,9 +189,9 @@ class Engine:
             unread += self.places.unread(row)
         return [row for row in ready if row.key in self._requests]
 
-    def _batch(self, rows: Sequence[RunningRow], request: Request, most: int) -> list[RunningRow]:
+    def _batch(self, rows: Sequence[RunningSequence], request: Request, most: int) -> list[RunningSequence]:
         """The first of these rows that read alike, as many as `most` tokens have room for; half may be padding."""
-        batch: list[RunningRow] = []
+        batch: list[RunningSequence] = []
         widest = tokens = 0
         for row in rows:
             own = self._requests[row.key]
@@ -204,7 +204,7 @@ class Engine:
             batch.append(row)
         return batch
 
-    def _round(self, rows: list[RunningRow], most: int | None = None) -> None:
+    def _round(self, rows: list[RunningSequence], most: int | None = None) -> None:
         """One round: draft, verify, select, commit; of prompts that are longer than `most` a chunk is read."""
         watch = Stopwatch(self._device)
         proposals = self._propose(rows, most)
@@ -222,7 +222,7 @@ class Engine:
         self._deliver(walked, watch.round(shares, sum(turn.nodes for turn in turns)))
         self._release([turn.row for turn in walked if turn.row.finish is not None])
 
-    def _propose(self, rows: Sequence[RunningRow], most: int | None) -> dict[int, Tree]:
+    def _propose(self, rows: Sequence[RunningSequence], most: int | None) -> dict[int, Tree]:
         """By key what the target may use, of rows that have a draft and a text to go by.
 
         Where prompts are read only drafts that guess at once are asked: no first token waits for a draft's reading,
@@ -241,7 +241,9 @@ class Engine:
                 proposals |= self._proposals(draft.session, rows_, [plans[row.key] for row in rows_])
         return proposals
 
-    def _proposals(self, session: DraftSession, rows: Sequence[RunningRow], plans: Sequence[Plan]) -> dict[int, Tree]:
+    def _proposals(
+        self, session: DraftSession, rows: Sequence[RunningSequence], plans: Sequence[Plan]
+    ) -> dict[int, Tree]:
         """What a draft proposes for these rows, of those whose plans let it; its failure ends their requests."""
         if not rows:
             return {}
@@ -257,7 +259,7 @@ class Engine:
             return {}
         return {row.key: tree for row, plan, tree in zip(rows, plans, trees, strict=True) if plan.limit > 0}
 
-    def _plans(self, rows: Sequence[RunningRow]) -> dict[int, Plan]:
+    def _plans(self, rows: Sequence[RunningSequence]) -> dict[int, Plan]:
         """Every row's plan by its key, by its request's pacing; a schedule that raises ends those that go by it."""
         plans: dict[int, Plan] = {}
         for pacing, group in _grouped(rows, lambda row: self._requests[row.key].pacing):
@@ -267,7 +269,7 @@ class Engine:
                 self._fail(group, error)
         return plans
 
-    def _by_draft(self, rows: Iterable[RunningRow]) -> list[tuple[OpenDraft, list[RunningRow]]]:
+    def _by_draft(self, rows: Iterable[RunningSequence]) -> list[tuple[OpenDraft, list[RunningSequence]]]:
         """The rows that have a draft, by its session."""
         drafts = _grouped(rows, lambda row: self._drafts.get(id(self._requests[row.key].drafter)))
         return [(draft, group) for draft, group in drafts if draft is not None]
@@ -282,7 +284,7 @@ class Engine:
             raise DraftError(f"{drafter!r} must start a `specdec.core.drafts.DraftSession`, got {kind}: subclass it")
         self._drafts[id(drafter)] = OpenDraft(drafter, session if session.guesses_branches else BestLeaf(session))
 
-    def _turn(self, row: RunningRow, proposal: Tree | None, most: int | None) -> Turn:
+    def _turn(self, row: RunningSequence, proposal: Tree | None, most: int | None) -> Turn:
         """A row's part of this round, and that of its unconditional row."""
         slots = [one.slot for one in row.batch_rows if one.slot is not None]
         self.target.refresh(slots)
@@ -296,7 +298,7 @@ class Engine:
             ]
         return Turn(row, slots, held, parts, asked=proposal is not None)
 
-    def _ends(self, row: RunningRow, most: int) -> bool:
+    def _ends(self, row: RunningSequence, most: int) -> bool:
         """Whether one pass over `most` tokens comes to the end of the row's prompt, which nobody waits to continue."""
         unread = max(map(self.places.unread, row.batch_rows))
         return unread <= most and (unread <= 1 or not self.places.leads(row))
@@ -335,7 +337,7 @@ class Engine:
                 turn.passes = [*turn.passes, *beside.passes]
         return True
 
-    def _wanted(self, row: RunningRow, scores: Scores) -> Scores:
+    def _wanted(self, row: RunningSequence, scores: Scores) -> Scores:
         """The scores with those hidden states and attentions that the row's request keeps."""
         request = self._requests[row.key]
         if scores.hidden_states is None and scores.attentions is None:
@@ -349,7 +351,7 @@ class Engine:
             cross_attentions=attentions[1],
         )
 
-    def _for_draft(self, row: RunningRow, scores: Scores) -> list[Tensor]:
+    def _for_draft(self, row: RunningSequence, scores: Scores) -> list[Tensor]:
         """The hidden states of the layers that the row's draft reads."""
         drafter, hidden = self._requests[row.key].drafter, scores.hidden_states
         return [] if drafter is None or hidden is None else [hidden[layer] for layer in drafter.hidden_layers]
@@ -367,7 +369,7 @@ class Engine:
                 turn.error = error
         return [turn for turn in turns if turn.error is None]
 
-    def _commit(self, turns: Sequence[Turn]) -> list[RowRound]:
+    def _commit(self, turns: Sequence[Turn]) -> list[SequenceRound]:
         """The one writer: keys and values, texts and outputs, and what drafts know of them."""
         held = [part for turn in turns for part in turn.committed]
         self.target.commit([s for s, _, _ in held], [path for _, path, _ in held], texts=[text for _, _, text in held])
@@ -404,7 +406,7 @@ class Engine:
             except Exception as error:
                 self._fail(rows, error)
 
-    def _release(self, rows: Iterable[RunningRow]) -> None:
+    def _release(self, rows: Iterable[RunningSequence]) -> None:
         """Rows leave, with their keys and values; a request whose rows are all gone is done."""
         gone = [row for row in rows if row.key in self._requests]
         if not gone:
@@ -427,7 +429,7 @@ class Engine:
         for key in idle if self.budget.limit is not None else idle[:-_IDLE_DRAFTS]:
             del self._drafts[key]
 
-    def _fail(self, rows: Sequence[RunningRow], error: Exception) -> None:
+    def _fail(self, rows: Sequence[RunningSequence], error: Exception) -> None:
         """Ends the requests of these rows."""
         for request in {self._requests[row.key] for row in rows if row.key in self._requests}:
             self._end(request, error)
@@ -444,15 +446,17 @@ class Engine:
             request.pacing.users -= request.counted
 
 
-def _grouped(rows: Iterable[RunningRow], of: Callable[[RunningRow], Any]) -> list[tuple[Any, list[RunningRow]]]:
+def _grouped(
+    rows: Iterable[RunningSequence], of: Callable[[RunningSequence], Any]
+) -> list[tuple[Any, list[RunningSequence]]]:
     """The rows by the identity of what they are `of`, in the order of their first."""
-    groups: dict[int, tuple[Any, list[RunningRow]]] = {}
+    groups: dict[int, tuple[Any, list[RunningSequence]]] = {}
     for row in rows:
         groups.setdefault(id(of(row)), (of(row), []))[1].append(row)
     return list(groups.values())
 
 
-def _allowed(row: RunningRow, tree: Tree) -> Tree:
+def _allowed(row: RunningSequence, tree: Tree) -> Tree:
     """What the row's processors would let through of a chain that nobody drew; other trees as they are."""
     allowed = row.task.allowed
     if allowed is None or not tree.tokens or not tree.is_chain or tree.q is not None or row.tree.tokens:
@@ -461,7 +465,7 @@ def _allowed(row: RunningRow, tree: Tree) -> Tree:
     return Tree.chain(tree.tokens[:kept], tree.confidence and tree.confidence[:kept], source=tree.source)
 
 
-def _of(whole: Round, rows: list[RowRound]) -> Round:
+def _of(whole: Round, rows: list[SequenceRound]) -> Round:
     """A round as it concerns these rows."""
     if len(rows) == len(whole.rows):
         return whole
@@ -469,7 +473,7 @@ def _of(whole: Round, rows: list[RowRound]) -> Round:
     return replace(whole, rows=rows, others=[row for row in whole.rows if row.key not in keys])
 
 
-def _too_much(row: RunningRow, tree: Tree) -> DraftError:
+def _too_much(row: RunningSequence, tree: Tree) -> DraftError:
     return DraftError(
         f"the draft {tree.source!r} proposed {tree.depth} tokens in a row, but the text may only grow by "
         f"{row.remaining}: propose at most `row.remaining - 1`"

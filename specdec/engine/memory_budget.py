@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from specdec.core.sequence import RunningRow
+from specdec.core.sequence import RunningSequence
 from specdec.engine.request import Request
 from specdec.errors import OptionError
 from specdec.models import LanguageModel, free_bytes
@@ -81,7 +81,7 @@ class KvBudget:
         return total
 
 
-def _nodes(request: Request, row: RunningRow) -> int:
+def _nodes(request: Request, row: RunningSequence) -> int:
     """The most nodes that a row brings to a pass, prompts left out."""
     if request.drafter is None:
         return row.width

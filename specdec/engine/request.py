@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from specdec.core.draft_schedules import Schedule
 from specdec.core.drafts import BatchDrafter
 from specdec.core.rounds import Round
-from specdec.core.sequence import RunningRow
+from specdec.core.sequence import RunningSequence
 from specdec.models import Encoding
 
 
@@ -35,7 +35,7 @@ class Request:
     more will come. `passes` counts target passes that any of its rows took part in.
     """
 
-    rows: list[RunningRow]
+    rows: list[RunningSequence]
     pacing: Pacing
     drafter: BatchDrafter | None = None
     encode: Callable[[], Encoding] | None = None

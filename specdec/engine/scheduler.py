@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from specdec.core.drafts import BatchDrafter, DraftSession, Kept
 from specdec.core.rounds import Context
-from specdec.core.sequence import RunningRow
+from specdec.core.sequence import RunningSequence
 from specdec.engine.prefix_cache import LEAST, Prefixes, Reader, Text
 from specdec.engine.request import Request
 from specdec.models import LanguageModel, prefix_bytes
@@ -45,14 +45,15 @@ class Places:
         self._keeps = self._shares and not model.is_encoder_decoder
         self.prefixes = prefixes if self._keeps else None
         self._model, self._drafts = model, drafts
-        self._leaders: dict[RunningRow, RunningRow] = {}  # whose reading of the same prompt a row waits for
-        self._arrived: dict[int, RunningRow] = {}  # by key: rows that have no place yet, and wait for nobody's prompt
-        self._open: dict[int, RunningRow] = {}  # by key: rows whose texts others may continue
+        self._leaders: dict[RunningSequence, RunningSequence] = {}  # whose reading of the same prompt a row waits for
+        # by key: rows that have no place yet, and wait for nobody's prompt
+        self._arrived: dict[int, RunningSequence] = {}
+        self._open: dict[int, RunningSequence] = {}  # by key: rows whose texts others may continue
 
     def add(self, request: Request) -> None:
         """Takes in the rows of a request, which get their places when they are read (`follow`)."""
         self._part(request)
-        first: dict[object, RunningRow] = {}
+        first: dict[object, RunningSequence] = {}
         for row in request.rows:
             alone = request.traced or row.embeds is not None or row.unconditional is not None or len(row.tokens) < 2
             leader = row if alone else first.setdefault((row.task.source, tuple(row.tokens)), row)
@@ -70,7 +71,7 @@ class Places:
                 for one in row.batch_rows:
                     one.context = None
 
-    def follow(self, row: RunningRow, request: Request) -> bool:
+    def follow(self, row: RunningSequence, request: Request) -> bool:
         """Whether a row has its place by now: it gets one once what it continues was read."""
         if row.key in self._arrived:
             if self._awaits(row):
@@ -92,16 +93,16 @@ class Places:
         del self._leaders[row]
         return True
 
-    def leads(self, row: RunningRow) -> bool:
+    def leads(self, row: RunningSequence) -> bool:
         """Whether others wait for this row."""
         return row in self._leaders.values()
 
-    def unread(self, row: RunningRow) -> int:
+    def unread(self, row: RunningSequence) -> int:
         """Positions of the row's text that are not in the cache."""
         assert row.slot is not None
         return row.length - self.target.length(row.slot)
 
-    def remove(self, rows: Sequence[RunningRow], request_of: dict[int, Request]) -> None:
+    def remove(self, rows: Sequence[RunningSequence], request_of: dict[int, Request]) -> None:
         """Takes the places of rows back; their texts may stay, and who waited for one of them reads for itself."""
         now = cache(lambda: self._model.look()[0].digest)  # of several rows it is read once
         for row in rows:
@@ -123,7 +124,7 @@ class Places:
 
     def _promote(self, gone: Collection[int]) -> None:
         """Of the rows that waited for one that has left, the first is read for the others."""
-        heirs: dict[int, RunningRow] = {}
+        heirs: dict[int, RunningSequence] = {}
         for row, leader in list(self._leaders.items()):
             if leader.key not in gone:
                 continue
@@ -139,12 +140,12 @@ class Places:
         draft = self._drafts.get(id(request.drafter))
         return draft if draft is not None and draft.drafter.hidden_layers else None
 
-    def _set(self, row: RunningRow, slot: int) -> None:
+    def _set(self, row: RunningSequence, slot: int) -> None:
         row.slot, row.cache_reset_length = slot, self.target.cache_reset_length
         if row.key >= 0:
             self._open[row.key] = row
 
-    def _awaits(self, row: RunningRow) -> bool:
+    def _awaits(self, row: RunningSequence) -> bool:
         """Whether a row that is being read will have more in common with this one than could be continued now."""
         now = self._nearest(row)[1]
         return any(
@@ -153,7 +154,7 @@ class Places:
             if not other.begun and other.max_length - len(other.tokens) > 1  # it stays for a round at least
         )
 
-    def _nearest(self, row: RunningRow) -> tuple[RunningRow | Kept | None, int]:
+    def _nearest(self, row: RunningSequence) -> tuple[RunningSequence | Kept | None, int]:
         """What the row's text has most in common with, another row or else a kept text, and how much that is."""
         if row.context is None or not self._shares:
             return None, 0
@@ -166,31 +167,33 @@ class Places:
             return self._open[key], lengths[key]
         return kept, length
 
-    def _continue(self, row: RunningRow, draft: OpenDraft | None = None) -> int:
+    def _continue(self, row: RunningSequence, draft: OpenDraft | None = None) -> int:
         """Gives a row a place, where it continues what was read for another one, if there is such; how much that is."""
         source, length = self._nearest(row)
         length = self._joined(row, source, length, draft)
         if not length:
             self._set(row, self.target.add(1, row.encoding)[0])
-        elif isinstance(source, RunningRow):
+        elif isinstance(source, RunningSequence):
             self._set(row, self.target.fork(_slot(source), length))
         elif source is not None:
             self._set(row, self.target.read_from(source.state, length))
         return length
 
-    def _joined(self, row: RunningRow, source: RunningRow | Kept | None, length: int, draft: OpenDraft | None) -> int:
+    def _joined(
+        self, row: RunningSequence, source: RunningSequence | Kept | None, length: int, draft: OpenDraft | None
+    ) -> int:
         """How many of the first `length` positions of `source` the row may continue, as far as its draft goes."""
         if draft is None or not length:
             return length
         if row.unseen:
             return 0
-        joined = draft.session.join(row, source.key, length) if isinstance(source, RunningRow) else 0
+        joined = draft.session.join(row, source.key, length) if isinstance(source, RunningSequence) else 0
         if joined or self.prefixes is None or row.context is None:
             return joined
         kept, length = self.prefixes.find(_text(row, row.context, length, Reader(draft.drafter)))
         return 0 if kept is None else draft.session.join(row, kept, length)
 
-    def _retain(self, row: RunningRow, context: Context, prefixes: Prefixes, draft: OpenDraft | None) -> None:
+    def _retain(self, row: RunningSequence, context: Context, prefixes: Prefixes, draft: OpenDraft | None) -> None:
         """Keeps the text of a row that leaves, where there is room for it, and what its draft has read of it."""
         length = self.target.length(_slot(row))
         if length * self._model.kv_bytes > min(prefixes.limit, prefixes.room):
@@ -205,19 +208,19 @@ class Places:
                 prefixes.keep(text, Kept(length, prefix, prefix_bytes(prefix)))
 
 
-def _retain_draft(row: RunningRow, context: Context, prefixes: Prefixes, draft: OpenDraft, length: int) -> None:
+def _retain_draft(row: RunningSequence, context: Context, prefixes: Prefixes, draft: OpenDraft, length: int) -> None:
     """Keeps what a row's draft has read; before the target's, so that where room is short it goes first."""
     kept = draft.session.keep(row, length)
     if kept is not None and prefixes.wants(text := _text(row, context, kept.length, Reader(draft.drafter))):
         prefixes.keep(text, kept)
 
 
-def _slot(row: RunningRow) -> int:
+def _slot(row: RunningSequence) -> int:
     assert row.slot is not None
     return row.slot
 
 
-def _shared(row: RunningRow, other: RunningRow, most: int) -> int:
+def _shared(row: RunningSequence, other: RunningSequence, most: int) -> int:
     """How many of the first `most` positions of another row this one begins with, its last position left out."""
     if row.context is None or row.context != other.context:
         return 0
@@ -227,7 +230,7 @@ def _shared(row: RunningRow, other: RunningRow, most: int) -> int:
     return min(same, most, row.length - 1)
 
 
-def _text(row: RunningRow, context: Context, length: int, reader: Reader | None = None) -> Text:
+def _text(row: RunningSequence, context: Context, length: int, reader: Reader | None = None) -> Text:
     """The first `length` positions of a row."""
     unseen = min(row.unseen, length)
     return Text(tuple(row.tokens[: length - unseen]), context, unseen, reader)

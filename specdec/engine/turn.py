@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from specdec.core.drafts import Commit, Hidden
-from specdec.core.rounds import Round, RowPass, RowRound
-from specdec.core.sequence import RunningRow, Walk
+from specdec.core.rounds import Round, RowPass, SequenceRound
+from specdec.core.sequence import RunningSequence, Walk
 from specdec.core.tree import Scores
 
 
@@ -31,7 +31,7 @@ class Stopwatch:
         self.spent[phase] += now - self._last
         self._last = now
 
-    def round(self, rows: list[RowRound], nodes: int) -> Round:
+    def round(self, rows: list[SequenceRound], nodes: int) -> Round:
         """What the round came to."""
         total = clock() - self._began
         return Round(rows, nodes, self.spent["draft"], self.spent["verify"], self.spent["select"], total)
@@ -44,7 +44,7 @@ class Turn:
     `passes` are the numbers of those that it took part in, `hidden` what they said of the layers that its draft reads.
     """
 
-    row: RunningRow
+    row: RunningSequence
     slots: list[int]
     held: list[int]
     parts: list[RowPass]
@@ -66,7 +66,7 @@ class Turn:
         return sum(part.cost for part in self.parts)
 
     @property
-    def batch_rows(self) -> list[tuple[RunningRow, RowPass, int]]:
+    def batch_rows(self) -> list[tuple[RunningSequence, RowPass, int]]:
         """The row and its unconditional row, with their parts and the text held of each."""
         return list(zip(self.row.batch_rows, self.parts, self.held, strict=True))
 
@@ -90,12 +90,12 @@ class Turn:
         states = torch.stack([layer[_run(own)] for layer in self.hidden], dim=1)
         return Hidden(max(first, 0), part.held, states)
 
-    def share(self, prefill: bool) -> RowRound:
+    def share(self, prefill: bool) -> SequenceRound:
         """What the round came to; before the row takes its walk."""
         assert self.walk is not None
         walk, proposal = self.walk, self.parts[0].proposal
         tested, levels = self.row.tested(proposal, walk)
-        return RowRound(
+        return SequenceRound(
             key=self.row.key,
             drafted=len(proposal),
             depth=proposal.depth,

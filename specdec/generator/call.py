@@ -17,7 +17,7 @@ from transformers import MaxTimeCriteria, StopStringCriteria
 from specdec.core.draft_schedules import Schedule
 from specdec.core.drafts import BatchDrafter, DraftTask
 from specdec.core.rounds import Context
-from specdec.core.sequence import RunningRow, SearchRow, TextRow
+from specdec.core.sequence import RunningSequence, SearchSequence, TextSequence
 from specdec.core.strategies import Search, Selector
 from specdec.core.tree import Step
 from specdec.decoding.noise import fold
@@ -165,7 +165,7 @@ class Call:
             self._share(row, prompt, r // o.copies)
 
     @property
-    def rows(self) -> list[RunningRow]:
+    def rows(self) -> list[RunningSequence]:
         """The rows of its request."""
         return self.request.rows
 
@@ -255,7 +255,7 @@ class Call:
             out.sequences_scores = torch.tensor([self._rank(row) for row in rows], device=rows[0].device)
         return self._told(out, rows, new)
 
-    def _told(self, out: Generation, rows: Sequence[RunningRow], new: Sequence[list[int]]) -> Generation:
+    def _told(self, out: Generation, rows: Sequence[RunningSequence], new: Sequence[list[int]]) -> Generation:
         """`out` with what is known of its `new` texts beside their tokens: origins, statistics, words."""
         if self.options.beams == 1:
             out.drafted = self._recorder.drafted([row.key for row in rows])
@@ -289,14 +289,14 @@ class Call:
         o = self.options
         return (o.num_return_sequences or 1) if o.at_the_end else o.copies
 
-    def _best_rows(self) -> list[RunningRow]:
+    def _best_rows(self) -> list[RunningSequence]:
         """All rows; of samples that are ranked, the best of every prompt, the earlier of equals first."""
         if self.options.num_samples is None:
             return self.rows
         groups = [self.rows[i : i + self.options.copies] for i in range(0, len(self.rows), self.options.copies)]
         return [row for group in groups for row in sorted(group, key=self._rank, reverse=True)[: self._returned]]
 
-    def _rank(self, row: RunningRow) -> float:
+    def _rank(self, row: RunningSequence) -> float:
         """The log-probability of a sample under the target, per token unless the ranking is "sum"."""
         total = sum(step.log_prob or 0.0 for step in row.steps)
         return total if self.options.ranking == "sum" else total / len(row.steps)
@@ -305,16 +305,16 @@ class Call:
         """Scores of hypotheses and the beams that they went through; as in transformers, where scores are asked for."""
         if self.options.beams == 1:
             return
-        found = [h for row in self.rows if isinstance(row, SearchRow) for h in row.state.finished[: row.returned]]
+        found = [h for row in self.rows if isinstance(row, SearchSequence) for h in row.state.finished[: row.returned]]
         device = self.rows[0].device
         beams, returned = self.options.beams, self._returned
         out.beam_indices = beam_indices([h.origins for h in found], beams, returned).to(device)
         if self.options.output_trace:
-            out.trace = [row.history for row in self.rows if isinstance(row, SearchRow)]
+            out.trace = [row.history for row in self.rows if isinstance(row, SearchSequence)]
         if self.options.output_scores:
             out.sequences_scores = torch.tensor([h.score for h in found], device=device)
 
-    def _add_traces(self, out: Generation, rows: list[RunningRow]) -> None:
+    def _add_traces(self, out: Generation, rows: list[RunningSequence]) -> None:
         prefix = "" if self.request.encoding is None else "decoder_"
         if self.options.output_hidden_states:
             out[f"{prefix}hidden_states"] = traces(rows, "hidden_states")
@@ -347,7 +347,7 @@ class Call:
         traced = {name: bool(getattr(o, name)) for name in ("output_hidden_states", "output_attentions")}
         return self.target.encode(inputs, **traced)
 
-    def _share(self, row: RunningRow, prompt: RowPrompt, place: int) -> None:
+    def _share(self, row: RunningSequence, prompt: RowPrompt, place: int) -> None:
         """Lets the row continue what was read before, and be continued, unless nobody knows what its encoder read."""
         if not self.reuses_prefixes or self.request.traced or self.prompts.encoding is not None:
             return
@@ -367,16 +367,16 @@ class Call:
         lengths = [tensor.shape[-1] for tensor in (self.prompts.encoder or {}).values()]
         return min(max(lengths, default=0), most)
 
-    def _row(self, prompt: RowPrompt, strategy: Selector | Search, stop: Stopping, task: DraftTask) -> RunningRow:
+    def _row(self, prompt: RowPrompt, strategy: Selector | Search, stop: Stopping, task: DraftTask) -> RunningSequence:
         common: dict[str, Any] = {"max_length": stop.max_length, "device": self.target.device, "task": task}
-        unconditional = None if prompt.negative is None else RunningRow(tokens=list(prompt.negative), **common)
+        unconditional = None if prompt.negative is None else RunningSequence(tokens=list(prompt.negative), **common)
         common |= {"encoder_tokens": prompt.encoder_ids, "prediction": prompt.prediction}
         common |= {"embeds": prompt.embeds, "unconditional": unconditional, "tokens": list(prompt.tokens)}
         if strategy.is_search:
             returned = self.options.num_return_sequences or 1
             common["history"] = [] if self.options.output_trace else None
-            return SearchRow(search=strategy, state=strategy.begin(), returned=returned, **common)
-        return TextRow(selector=strategy, stop=stop, **common)
+            return SearchSequence(search=strategy, state=strategy.begin(), returned=returned, **common)
+        return TextSequence(selector=strategy, stop=stop, **common)
 
     def _make_strategy(self, key: int, prompt: RowPrompt, seed: int, stop: Stopping) -> Selector | Search:
         o, device = self.options, self.target.device

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
-from specdec.core.rounds import Round, RowRound
-from specdec.core.sequence import RunningRow
+from specdec.core.rounds import Round, SequenceRound
+from specdec.core.sequence import RunningSequence
 from specdec.core.stats import Stats
 from specdec.generator.notebook import as_html
 
@@ -163,7 +163,7 @@ def beam_indices(origins: Sequence[Sequence[int]], beams: int, returned: int) ->
     return torch.tensor([own + [-1] * (longest - len(own)) for own in numbered], dtype=torch.int32)
 
 
-def per_token(rows: Sequence[RunningRow], name: str, pad: int) -> PerToken:
+def per_token(rows: Sequence[RunningSequence], name: str, pad: int) -> PerToken:
     """One `[rows, vocab]` per emitted token (a search has as many rows as beams).
 
     A finished row is certain of its padding: 0 there and -inf elsewhere.
@@ -182,7 +182,7 @@ def _rows_of(value: Tensor, dims: int, width: int) -> Tensor:
     return value if len(value) == width else value.expand(width, *value.shape[1:])
 
 
-def traces(rows: Sequence[RunningRow], name: str) -> PerTokenAndLayer | None:
+def traces(rows: Sequence[RunningSequence], name: str) -> PerTokenAndLayer | None:
     """Per emitted token and layer one tensor over all rows, aligned on the right and padded with zeros."""
     if getattr(rows[0].traces[0], name) is None:
         return None
@@ -217,7 +217,7 @@ class Recorder:
     """Counts of a request, collected round by round."""
 
     def __init__(self) -> None:
-        self._rows: dict[int, list[RowRound]] = {}
+        self._rows: dict[int, list[SequenceRound]] = {}
         self._seconds = [0.0, 0.0, 0.0]  # of drafting, verification, selection
 
     def add(self, round: Round) -> None:
@@ -250,7 +250,7 @@ class Recorder:
         return Stats(per_row=per_row, **counts, **known)
 
 
-def _stats(rounds: Sequence[RowRound]) -> Stats:
+def _stats(rounds: Sequence[SequenceRound]) -> Stats:
     """One row's part of the statistics."""
     drafted = [row.drafted for row in rounds if row.drafted]
     accepted = [row.accepted for row in rounds if row.drafted]

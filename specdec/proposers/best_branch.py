@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from specdec.core.drafts import Commit, DraftSession, DraftTask, Kept, Plan
-from specdec.core.rounds import Row
+from specdec.core.rounds import SequenceView
 from specdec.core.tree import EMPTY, Tree
 from specdec.options.checks import common_length
 
 
 @dataclass(slots=True)
-class ReadRow:
+class ReadSequence:
     """A row as a draft reads it that knows only sequences of its own tokens."""
 
     key: int
@@ -47,7 +47,7 @@ class BestLeaf(DraftSession):
         self._session = session
         self._texts: dict[int, list[int]] = {}
 
-    def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
+    def propose(self, rows: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
         """The inner session's chain after the best branch of each row."""
         return self._session.propose([self._leader(row) for row in rows], plans)
 
@@ -55,10 +55,10 @@ class BestLeaf(DraftSession):
     def cache(self) -> Any:
         return self._session.cache
 
-    def join(self, row: Row, source: int | Kept, length: int) -> int:
+    def join(self, row: SequenceView, source: int | Kept, length: int) -> int:
         return self._session.join(row, source, length)
 
-    def keep(self, row: Row, length: int) -> Kept | None:
+    def keep(self, row: SequenceView, length: int) -> Kept | None:
         """Passed on for rows that are no searches."""
         return None if row.key in self._texts else self._session.keep(row, length)
 
@@ -66,7 +66,7 @@ class BestLeaf(DraftSession):
         """Passed on for rows that are no searches."""
         self._session.commit([commit for commit in commits if commit.row.key not in self._texts])
 
-    def rewind(self, row: Row, length: int) -> None:
+    def rewind(self, row: SequenceView, length: int) -> None:
         self._session.rewind(row, length)
 
     def release(self, keys: Sequence[int]) -> None:
@@ -74,7 +74,7 @@ class BestLeaf(DraftSession):
             self._texts.pop(key, None)
         self._session.release(keys)
 
-    def _leader(self, row: Row) -> Row:
+    def _leader(self, row: SequenceView) -> SequenceView:
         """The best branch of a search as a sequence; a text is one already."""
         if not row.tree.tokens:
             return row
@@ -84,7 +84,7 @@ class BestLeaf(DraftSession):
             "encoding": row.encoding,
             "prediction": row.prediction,
         }
-        leader = ReadRow(row.key, tokens, row.prompt_length, row.task, row.remaining, **inputs)
+        leader = ReadSequence(row.key, tokens, row.prompt_length, row.task, row.remaining, **inputs)
         before = self._texts.get(row.key, [])
         if (same := common_length(before, tokens)) < len(before):
             self._session.rewind(leader, same)
@@ -92,6 +92,6 @@ class BestLeaf(DraftSession):
         return leader
 
 
-def branch_tokens(row: Row, leaf: int) -> list[int]:
+def branch_tokens(row: SequenceView, leaf: int) -> list[int]:
     """The tokens between the row's text and the end of branch `leaf`, its last included."""
     return [row.tree.tokens[node] for node in row.tree.path(leaf)]

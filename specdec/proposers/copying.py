@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 from specdec.core.drafts import BatchDrafter, DraftSession, Plan
-from specdec.core.rounds import Row
+from specdec.core.rounds import SequenceView
 from specdec.core.tree import Tree
 from specdec.errors import OptionError
 from specdec.proposers.best_branch import branch_tokens
@@ -66,7 +66,7 @@ def _bin(match: int) -> int:
     return min(match.bit_length(), _NUM_BINS - 1)
 
 
-def cut(tokens: list[int], confidence: list[float], row: Row, plan: Plan, source: str) -> Tree:
+def cut(tokens: list[int], confidence: list[float], row: SequenceView, plan: Plan, source: str) -> Tree:
     """The chain as far as the plan keeps it; the row's last token is left to the target."""
     limit = min(plan.limit, row.remaining - 1, len(tokens))
     kept: list[float] = []
@@ -137,11 +137,11 @@ class TextSession(DraftSession):
         self._drafter, self._vocab_size, self._calibration = drafter, vocab_size, drafter.calibration
         self._readings: dict[int, _Reading] = {}
 
-    def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
+    def propose(self, rows: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
         """One chain per leaf, copied from after an earlier occurrence of the text's end."""
         return [self._propose(row, plan) for row, plan in zip(rows, plans, strict=True)]
 
-    def guess(self, row: Row, limit: int) -> tuple[list[int], list[float]]:
+    def guess(self, row: SequenceView, limit: int) -> tuple[list[int], list[float]]:
         """At most `limit` (but one is always looked up, to keep learning) tokens for `row`, and their confidence."""
         reading = self._readings.pop(row.key, None) or self._open(row)
         self._read(reading, row.tokens)
@@ -151,7 +151,7 @@ class TextSession(DraftSession):
         self._readings[row.key] = reading
         return reading.guess, confidence
 
-    def _propose(self, row: Row, plan: Plan) -> Tree:
+    def _propose(self, row: SequenceView, plan: Plan) -> Tree:
         first = cut(*self.guess(row, plan.limit), row, plan, self._drafter.source)
         if not row.tree.tokens:
             return first
@@ -162,19 +162,19 @@ class TextSession(DraftSession):
             chains.append(cut(*self._believed(row, found, match), row, plan, self._drafter.source))
         return merge_chains(chains)
 
-    def _believed(self, row: Row, found: list[int], match: int) -> tuple[list[int], list[float]]:
+    def _believed(self, row: SequenceView, found: list[int], match: int) -> tuple[list[int], list[float]]:
         """What may be proposed of `found` after a match of so many tokens, and its confidence."""
         guess = known_tokens(found, self._vocab_size, row.task.ends)
         return guess, self._calibration.rates(match, len(guess))
 
-    def rewind(self, row: Row, length: int) -> None:
+    def rewind(self, row: SequenceView, length: int) -> None:
         self._readings.pop(row.key, None)
 
     def release(self, keys: Sequence[int]) -> None:
         for key in keys:
             self._readings.pop(key, None)
 
-    def _open(self, row: Row) -> _Reading:
+    def _open(self, row: SequenceView) -> _Reading:
         reading = _Reading(self._drafter.index())
         if self._drafter.encoder and row.encoder_tokens:
             reading.index.extend([*row.encoder_tokens, SEPARATOR])

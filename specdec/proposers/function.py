@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import index
 
 from specdec.core.drafts import BatchDrafter, Drafter, DraftSession, Plan
-from specdec.core.rounds import Row
+from specdec.core.rounds import SequenceView
 from specdec.core.tree import Tree
 from specdec.errors import DraftError, OptionError
 from specdec.proposers.best_branch import branch_tokens
@@ -47,14 +47,14 @@ class FunctionSession(DraftSession):
     def __init__(self, propose: Propose, name: str, vocab_size: int) -> None:
         self._propose, self._name, self._vocab_size = propose, name, vocab_size
 
-    def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
+    def propose(self, rows: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
         """One chain per leaf; raises DraftError if the function returns anything but tokens."""
         return [
             merge_chains([self._chain(row, plan, branch_tokens(row, leaf)) for leaf in row.leaves])
             for row, plan in zip(rows, plans, strict=True)
         ]
 
-    def _chain(self, row: Row, plan: Plan, beyond: list[int]) -> Tree:
+    def _chain(self, row: SequenceView, plan: Plan, beyond: list[int]) -> Tree:
         limit = min(plan.limit, row.remaining - 1)
         if limit <= 0:
             return Tree([], [], source=self._name)

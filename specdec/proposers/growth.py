@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from specdec.core.drafts import Branch, ChainRule, Plan
-from specdec.core.rounds import Row
+from specdec.core.rounds import SequenceView
 from specdec.core.tree import EMPTY, Tree
 from specdec.proposers.best_branch import branch_tokens
 
-GoesOn = Callable[[Row, int], bool]  # whether a guess may follow a token of a row
+GoesOn = Callable[[SequenceView, int], bool]  # whether a guess may follow a token of a row
 
 
 @dataclass(eq=False, slots=True)
@@ -38,7 +38,7 @@ class Held:
 class Chain:
     """The chain that grows for one row in this round; its guesses lie behind the row's text in the cache."""
 
-    def __init__(self, row: Row, plan: Plan, limit: int, held: Held, goes_on: GoesOn) -> None:
+    def __init__(self, row: SequenceView, plan: Plan, limit: int, held: Held, goes_on: GoesOn) -> None:
         self.row, self.plan, self.limit, self.held, self._goes_on = row, plan, limit, held, goes_on
         self.tokens: list[int] = []
         self.confidence: list[float] = []
@@ -116,7 +116,7 @@ class Branches:
     the levels (-1 - i: the row's leaf i).
     """
 
-    def __init__(self, row: Row, plan: Plan, limit: int, held: Held, goes_on: GoesOn) -> None:
+    def __init__(self, row: SequenceView, plan: Plan, limit: int, held: Held, goes_on: GoesOn) -> None:
         self.row, self.plan, self.held, self._limit, self._goes_on = row, plan, held, limit, goes_on
         leaves = zip(row.leaves, row.leaf_scores, strict=True)
         self.ends = [Branch(branch_tokens(row, leaf), score) for leaf, score in leaves]

@@ -9,7 +9,7 @@ from typing import Any
 
 from specdec.core.draft_schedules.estimates import Acceptance
 from specdec.core.drafts import BatchDrafter, Commit, DraftSession, Kept, Plan
-from specdec.core.rounds import Row
+from specdec.core.rounds import SequenceView
 from specdec.core.tree import EMPTY, Tree
 from specdec.errors import OptionError
 from specdec.proposers.copying import TextDrafter, TextSession, cut
@@ -100,7 +100,7 @@ class HybridSession(DraftSession):
     def guesses_branches(self) -> bool:  # type: ignore[override]
         return self._model.guesses_branches
 
-    def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
+    def propose(self, rows: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
         """One tree per row, from the draft that promises more; for the branches of a search, from the model."""
         if self._ended is not None:
             self._odds.gap = _fading(self._odds.gap, perf_counter() - self._ended)
@@ -123,17 +123,17 @@ class HybridSession(DraftSession):
     def cache(self) -> Any:
         return self._model.cache
 
-    def join(self, row: Row, source: int | Kept, length: int) -> int:
+    def join(self, row: SequenceView, source: int | Kept, length: int) -> int:
         return self._model.join(row, source, length)
 
-    def keep(self, row: Row, length: int) -> Kept | None:
+    def keep(self, row: SequenceView, length: int) -> Kept | None:
         return self._model.keep(row, length)
 
     def commit(self, commits: Sequence[Commit]) -> None:
         """Passed on: the model's cache holds the rows' branches whoever made the proposal."""
         self._model.commit(commits)
 
-    def rewind(self, row: Row, length: int) -> None:
+    def rewind(self, row: SequenceView, length: int) -> None:
         self._text.rewind(row, length)
         self._model.rewind(row, length)
 
@@ -144,7 +144,7 @@ class HybridSession(DraftSession):
         self._text.release(keys)
         self._model.release(keys)
 
-    def _prefers_model(self, row: Row, plan: Plan, tree: Tree) -> bool:
+    def _prefers_model(self, row: SequenceView, plan: Plan, tree: Tree) -> bool:
         limit = min(plan.limit, row.remaining - 1)
         if limit <= 0:
             return False
@@ -153,7 +153,7 @@ class HybridSession(DraftSession):
             return True
         return self._odds.model_rate(limit) > self._odds.text_rate(tree.confidence or [])
 
-    def _drafted(self, rows: list[Row], plans: list[Plan]) -> list[Tree]:
+    def _drafted(self, rows: list[SequenceView], plans: list[Plan]) -> list[Tree]:
         began = perf_counter()
         trees = self._model.propose(rows, plans)
         keys = {row.key for row in rows}
@@ -165,7 +165,7 @@ class HybridSession(DraftSession):
             self._pending[row.key] = (len(row.tokens), tree)
         return trees
 
-    def _learn(self, row: Row) -> None:
+    def _learn(self, row: SequenceView) -> None:
         """Compares the model's last draft for `row` with the text that came."""
         length, guess = self._pending.pop(row.key, (0, EMPTY))
         if guess.tokens:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch.nn.functional import pad
 
 from specdec.core.drafts import BatchDrafter, Chained, ChainRule, Commit, DraftSession, Plan
-from specdec.core.rounds import Row
+from specdec.core.rounds import SequenceView
 from specdec.core.tree import EMPTY, Scores, Tree
 from specdec.decoding.samplers import fit
 from specdec.errors import UnsupportedError
@@ -69,7 +69,7 @@ class ModelSession(DraftSession):
         self._shared_encoder = shared_encoder
         self._session: Session = model.session()
         self._held: dict[int, Held] = {}
-        self._rows: dict[int, Row] = {}
+        self._rows: dict[int, SequenceView] = {}
         self._encoded: dict[int, tuple[object, Encoding]] = {}  # by the identity of the inputs, which are kept alive
 
     @property
@@ -77,7 +77,7 @@ class ModelSession(DraftSession):
         """The draft's own keys and values."""
         return self._session
 
-    def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
+    def propose(self, rows: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
         """One proposal per row; none for a row whose prompt is still being read, a chunk per round."""
         limits = [self._limit(row, plan) for row, plan in zip(rows, plans, strict=True)]
         if not any(limits):
@@ -118,7 +118,7 @@ class ModelSession(DraftSession):
         if cut:
             self._session.truncate(cut, lengths)
 
-    def rewind(self, row: Row, length: int) -> None:
+    def rewind(self, row: SequenceView, length: int) -> None:
         """Takes the cache back."""
         held = self._held.get(row.key)
         if held is not None and length < held.text:
@@ -135,7 +135,7 @@ class ModelSession(DraftSession):
         used = {id(row.task.inputs) for row in self._rows.values()}
         self._encoded = {key: value for key, value in self._encoded.items() if key in used}
 
-    def _limit(self, row: Row, plan: Plan) -> int:
+    def _limit(self, row: SequenceView, plan: Plan) -> int:
         """The most nodes worth drafting: the target adds one token itself, and the draft has only so many positions."""
         limit = min(plan.limit, row.remaining - 1)
         if limit <= 0 or not row.tokens:
@@ -146,7 +146,7 @@ class ModelSession(DraftSession):
             limit = min(limit, most - len(row.tokens) - beyond + 1)
         return limit if limit > 0 and plan.go_on([[]]) else 0
 
-    def _caught_up(self, rows: Sequence[Row]) -> set[int]:
+    def _caught_up(self, rows: Sequence[SequenceView]) -> set[int]:
         """Reads at most a chunk of the texts of rows that are far behind; which rows can be drafted for."""
         followers = self._admit(rows)
         self._close([row for row in rows if row.key in self._held and self._held[row.key].open])
@@ -161,7 +161,7 @@ class ModelSession(DraftSession):
         few = min(_FEW, SHARED_CHUNK)
         most, chunk = (few, SHARED_CHUNK) if any(count <= few for count in missing) else (CHUNK, CHUNK)
         sizes = {row.key: self._behind(row, most, followers) for row in ready}
-        batch: list[Row] = []
+        batch: list[SequenceView] = []
         for row in ready:
             widest = max(min(sizes[one.key], chunk) for one in [*batch, row])
             if sizes[row.key] and (not batch or (len(batch) + 1) * widest <= chunk):
@@ -170,14 +170,14 @@ class ModelSession(DraftSession):
         joined = self._join_followers(followers)
         return {row.key for row in [*ready, *joined] if not self._behind(row, most, {})}
 
-    def _behind(self, row: Row, most: int, followers: dict[int, list[Row]]) -> int:
+    def _behind(self, row: SequenceView, most: int, followers: dict[int, list[SequenceView]]) -> int:
         """How many tokens must be read before the row can be drafted for; all but the last where others wait for it."""
         held = self._held[row.key].text
         missing = len(row.tokens) - held
         awaited = max((len(one.tokens) - 1 for one in followers.get(row.key, ())), default=0)
         return missing - 1 if missing > most or held < awaited else 0
 
-    def _read(self, rows: Sequence[Row], chunk: int) -> None:
+    def _read(self, rows: Sequence[SequenceView], chunk: int) -> None:
         """One pass over the next tokens of these rows' texts."""
         if not rows:
             return
@@ -189,13 +189,13 @@ class ModelSession(DraftSession):
         for one, piece in zip(held, pieces, strict=True):
             one.text += len(piece)
 
-    def _end(self, row: Row) -> int:
+    def _end(self, row: SequenceView) -> int:
         """How far the row's text may be read; its last token is fed when guesses are made."""
         return len(row.tokens) - 1
 
     def _run(
         self,
-        rows: Sequence[Row],
+        rows: Sequence[SequenceView],
         trees: Sequence[Tree],
         keep: Sequence[int],
         texts: Sequence[int],
@@ -215,12 +215,12 @@ class ModelSession(DraftSession):
         self._session.commit(slots, [list(range(len(tree))) for tree in trees], texts=texts, final=not level)
         return scores
 
-    def _admit(self, rows: Sequence[Row]) -> dict[int, list[Row]]:
+    def _admit(self, rows: Sequence[SequenceView]) -> dict[int, list[SequenceView]]:
         """Gives new rows a place in the cache, but for those that can continue what another row reads or has read.
 
         Returns these, by the other row's key.
         """
-        followers: dict[int, list[Row]] = {}
+        followers: dict[int, list[SequenceView]] = {}
         here = {row.key for row in rows}
         for row in rows:
             if row.key in self._held:
@@ -233,7 +233,7 @@ class ModelSession(DraftSession):
                 followers.setdefault(leader, []).append(row)
         return followers
 
-    def _leader(self, row: Row, here: set[int]) -> int | None:
+    def _leader(self, row: SequenceView, here: set[int]) -> int | None:
         """The key of a row of the same source that has read this one's text but for its last token, or does so now."""
         count = len(row.tokens) - 1
         if row.task.source is None or not count:
@@ -245,7 +245,7 @@ class ModelSession(DraftSession):
                 return key
         return None
 
-    def _join_followers(self, followers: dict[int, list[Row]]) -> list[Row]:
+    def _join_followers(self, followers: dict[int, list[SequenceView]]) -> list[SequenceView]:
         """Rows that continue what a leader has read by now, with a copy of it."""
         joined = []
         for key, rows in followers.items():
@@ -259,7 +259,7 @@ class ModelSession(DraftSession):
                     joined.append(row)
         return joined
 
-    def _encoding(self, row: Row) -> Encoding | None:
+    def _encoding(self, row: SequenceView) -> Encoding | None:
         """What the draft's encoder, or the target's, made of the row's input."""
         if not self._model.is_encoder_decoder:
             return None
@@ -272,11 +272,11 @@ class ModelSession(DraftSession):
             self._encoded[id(inputs)] = (inputs, self._model.encode(inputs))
         return self._encoded[id(inputs)][1].select([row.task.place])
 
-    def _is_readable(self, held: Held, row: Row) -> bool:
+    def _is_readable(self, held: Held, row: SequenceView) -> bool:
         """Whether the draft has embeddings for all that its cache lacks of the row's text."""
         return not held.unreadable and max(row.tokens[held.text :], default=0) < self._model.vocab_size
 
-    def _refresh(self, rows: Sequence[Row]) -> None:
+    def _refresh(self, rows: Sequence[SequenceView]) -> None:
         """Texts that must be read again from their beginning, since their scaling changes."""
         if self._session.cache_reset_length is None:
             return
@@ -286,7 +286,7 @@ class ModelSession(DraftSession):
             if (length := self._session.length(one.slot)) < one.text:
                 one.text, one.branches, one.where = length, EMPTY, {}
 
-    def _close(self, rows: Sequence[Row]) -> None:
+    def _close(self, rows: Sequence[SequenceView]) -> None:
         """Forgets proposals of which nothing was heard."""
         for row in rows:
             held = self._held[row.key]
@@ -302,7 +302,7 @@ class ModelSession(DraftSession):
             for one in held:
                 one.branches, one.where = EMPTY, {}
 
-    def _settle(self, held: Held, row: Row, path: list[int], text: int) -> None:
+    def _settle(self, held: Held, row: SequenceView, path: list[int], text: int) -> None:
         """Of a tree in the cache, keeps the part of `path` that it has, the first nodes as text."""
         leaves = {text + leaf for leaf in row.leaves if leaf >= 0}
         number = {node: i for i, node in enumerate(path)}
@@ -320,7 +320,7 @@ class ModelSession(DraftSession):
         held.branches = held.branches.part(nodes, settled)
         held.where = {number[node] - text: i for i, node in enumerate(kept[settled:])}
 
-    def _growth(self, row: Row, plan: Plan, limit: int) -> Chain | Branches:
+    def _growth(self, row: SequenceView, plan: Plan, limit: int) -> Chain | Branches:
         held = self._held[row.key]
         goes_on = self._goes_on
         if -1 in row.leaves and held.text >= len(row.tokens):  # its last token is fed again, for its logits
@@ -331,7 +331,7 @@ class ModelSession(DraftSession):
             return Branches(row, plan, 0, held, goes_on)
         return Branches(row, plan, limit, held, goes_on)
 
-    def _goes_on(self, row: Row, token: int) -> bool:
+    def _goes_on(self, row: SequenceView, token: int) -> bool:
         """Whether a guess may follow `token`: no text ends with it, and the draft can read what processors forced."""
         return token < self._model.vocab_size and token not in row.task.ends
 
@@ -350,7 +350,7 @@ class ModelSession(DraftSession):
             growth.take_all(text, guesses, None if q is None else pad(q, (0, self._vocab_size - q.shape[-1])))
         return True
 
-    def _chain(self, rows: Sequence[Row], texts: Sequence[Tree], rules: Sequence[ChainRule]) -> Chained | None:
+    def _chain(self, rows: Sequence[SequenceView], texts: Sequence[Tree], rules: Sequence[ChainRule]) -> Chained | None:
         """One call over known text, and the guesses after it; None where that cannot be."""
         slots = [self._held[row.key].slot for row in rows]
         return self._session.chain(slots, [text.tokens for text in texts], rules)

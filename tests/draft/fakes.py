@@ -11,7 +11,7 @@ from transformers import TemperatureLogitsWarper
 from transformers.generation import logits_process as stock
 
 from specdec.core.drafts import Commit, DraftSession, DraftTask
-from specdec.core.rounds import Row
+from specdec.core.rounds import SequenceView
 from specdec.core.tree import EMPTY, Scores, Tree
 from specdec.decoding.processors import Processors, Timestamps, TopK, TopKTopP, TopP
 from specdec.decoding.processors.penalties import OutputPenalty
@@ -48,7 +48,7 @@ class Greedy:
     widths: set[int] = field(default_factory=set)
 
     def pick(
-        self, row: Row, guesses: list[int], logits: Tensor, *, confident: bool = True
+        self, row: SequenceView, guesses: list[int], logits: Tensor, *, confident: bool = True
     ) -> tuple[int, float, Tensor | None]:
         self.widths.add(logits.shape[-1])
         q = logits.float().softmax(-1)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from specdec.core.drafts import Commit, DraftSession, Plan
-from specdec.core.rounds import Row
+from specdec.core.rounds import SequenceView
 from specdec.core.tree import Tree
 from specdec.proposers import BestLeaf, FunctionDrafter, NgramDrafter, TextBridge
 
@@ -24,7 +24,7 @@ class Told(DraftSession):
         self.commits: list[Commit] = []
         self.released: list[int] = []
 
-    def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
+    def propose(self, rows: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
         for row in rows:
             held = self.texts.setdefault(row.key, [])
             held += row.tokens[len(held) :]
@@ -36,7 +36,7 @@ class Told(DraftSession):
     def commit(self, commits: Sequence[Commit]) -> None:
         self.commits += commits
 
-    def rewind(self, row: Row, length: int) -> None:
+    def rewind(self, row: SequenceView, length: int) -> None:
         del self.texts[row.key][length:]
 
     def release(self, keys: Sequence[int]) -> None:

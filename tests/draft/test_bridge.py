@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from specdec.core.drafts import BatchDrafter, DraftSession, Plan
-from specdec.core.rounds import Row
+from specdec.core.rounds import SequenceView
 from specdec.core.tree import Tree
 from specdec.errors import VocabularyError
 from specdec.proposers import ModelDrafter, TextBridge, VocabularyIntersection
@@ -63,10 +63,10 @@ class Oracle(BatchDrafter, DraftSession):
     def start(self, vocab_size: int) -> Oracle:
         return self
 
-    def propose(self, rows: list[Row], plans: list[Plan]) -> list[Tree]:
+    def propose(self, rows: list[SequenceView], plans: list[Plan]) -> list[Tree]:
         return [self._chain(row, plan.limit) for row, plan in zip(rows, plans, strict=True)]
 
-    def _chain(self, row: Row, limit: int) -> Tree:
+    def _chain(self, row: SequenceView, limit: int) -> Tree:
         self.seen.append(list(row.tokens))
         known = self.tokenizer.decode(row.tokens).removeprefix("<s>")
         rest = self.text[len(known) :] if self.text.startswith(known) else "?!"
@@ -145,7 +145,7 @@ def test_begin_and_end_of_text_are_translated() -> None:
     ours, theirs = tokenizer("bytes-320"), tokenizer("bytes-420")
 
     class Ending(Oracle):
-        def _chain(self, row: Row, limit: int) -> Tree:
+        def _chain(self, row: SequenceView, limit: int) -> Tree:
             tree = super()._chain(row, limit)
             return Tree.chain([*tree.tokens, theirs.eos_token_id, 7])
 

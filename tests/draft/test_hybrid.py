@@ -7,7 +7,7 @@ import random
 import pytest
 
 from specdec.core.drafts import BatchDrafter, DraftSession
-from specdec.core.rounds import Row
+from specdec.core.rounds import SequenceView
 from specdec.core.tree import Tree
 from specdec.errors import OptionError
 from specdec.proposers import HybridDrafter, ModelDrafter, SuffixDrafter
@@ -127,7 +127,7 @@ def test_decides_before_the_model_draws(clock: Clock) -> None:
         def start(self, vocab_size: int) -> Watched:
             return self
 
-        def propose(self, rows: list[Row], plans: list[FakePlan]) -> list[Tree]:
+        def propose(self, rows: list[SequenceView], plans: list[FakePlan]) -> list[Tree]:
             drawn.extend(Tree.chain([9] * plan.limit) for plan in plans)
             return drawn[-len(rows) :]
 

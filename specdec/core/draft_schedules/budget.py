@@ -10,7 +10,7 @@ from specdec.errors import OptionError
 
 if TYPE_CHECKING:  # names of schedules are read where torch is not loaded
     from specdec.core.drafts import Plan, Until
-    from specdec.core.rounds import Round, Row
+    from specdec.core.rounds import Round, SequenceView
 
 MOST_NODES = 1024
 """Of one row's tree in one pass: beyond it the work around the nodes outweighs whatever a pass over weights costs."""
@@ -26,7 +26,7 @@ class Schedule(Protocol):
     @property
     def max_branches(self) -> int: ...
 
-    def plan(self, rows: Sequence[Row]) -> Sequence[Plan]:
+    def plan(self, rows: Sequence[SequenceView]) -> Sequence[Plan]:
         """One plan per row for the coming round."""
 
     def after(self, round: Round) -> Schedule:

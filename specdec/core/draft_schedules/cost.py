@@ -23,7 +23,7 @@ from specdec.core.draft_schedules.estimates import Acceptance, Line
 
 if TYPE_CHECKING:
     from specdec.core.drafts import Plan, Until
-    from specdec.core.rounds import Round, Row, RowRound
+    from specdec.core.rounds import Round, SequenceRound, SequenceView
 
 WIDEST = 32
 """Nodes that one draft pass continues at most, where nobody asked for a number."""
@@ -198,7 +198,7 @@ class Cost:
 
     # deciding
 
-    def plan(self, rows: Sequence[Row]) -> list[Plan]:
+    def plan(self, rows: Sequence[SequenceView]) -> list[Plan]:
         """One plan for each of the request's rows; all of limit 0 while plain decoding is predicted to be faster."""
         plan = self._plan_of(len(rows))
         return [plan] * len(rows)
@@ -308,7 +308,7 @@ class Cost:
         changed.__dict__.update(self.__dict__, **values)
         return changed
 
-    def _is_usual(self, round: Round, everyone: Sequence[RowRound]) -> bool:
+    def _is_usual(self, round: Round, everyone: Sequence[SequenceRound]) -> bool:
         """Whether the round shows nothing new: the same company, no draft, about the seconds of other rounds."""
         usual = self.plain.seconds / self.plain.weight
         return (
@@ -327,7 +327,7 @@ class Cost:
             left = 0 if self._pays(len(round.rows)) else self.patience - self.idle
         return max(min(_REST, left), 0)
 
-    def _costs(self, round: Round, everyone: Sequence[RowRound], tried: bool) -> dict[str, Any]:
+    def _costs(self, round: Round, everyone: Sequence[SequenceRound], tried: bool) -> dict[str, Any]:
         """What the seconds of the round change."""
         count, nodes = len(everyone), sum(row.drafted for row in everyone)
         # Where kernels run by themselves, the pass ends when its results are first looked at, which is in selection.
@@ -356,7 +356,7 @@ class Cost:
             found["level_nodes"] = _fading(self.level_nodes, own_nodes / own_levels)
         return found
 
-    def _judged(self, round: Round, everyone: Sequence[RowRound], tried: bool) -> Cost:
+    def _judged(self, round: Round, everyone: Sequence[SequenceRound], tried: bool) -> Cost:
         """With the verdict on drafting by what it was seen to bring, not by what was predicted (CUSUM, Page 1954)."""
         count = len(everyone)
         if self.suspended:
@@ -415,7 +415,7 @@ class Cost:
         return max(min(2 * self.patience, longest), min(int(rounds / _LOOK), _LONGEST))
 
 
-def _everyone(round: Round) -> list[RowRound]:
+def _everyone(round: Round) -> list[SequenceRound]:
     """All rows that shared the passes of a round."""
     return [*round.rows, *round.others]
 
@@ -435,7 +435,7 @@ def _was_tried(round: Round) -> bool:
     return any(row.depth for row in round.rows) or (_is_noticed(round) and any(row.source for row in round.rows))
 
 
-def _tokens(rows: Sequence[RowRound]) -> int:
+def _tokens(rows: Sequence[SequenceRound]) -> int:
     return sum(len(row.steps) for row in rows)
 
 

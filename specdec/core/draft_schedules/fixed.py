@@ -10,7 +10,7 @@ from specdec.core.draft_schedules.budget import MOST_NODES, Limit, ScheduleSetup
 
 if TYPE_CHECKING:
     from specdec.core.drafts import Plan
-    from specdec.core.rounds import Round, Row
+    from specdec.core.rounds import Round, SequenceView
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Constant:
     def max_branches(self) -> int:
         return self.branches or 1
 
-    def plan(self, rows: Sequence[Row]) -> list[Plan]:
+    def plan(self, rows: Sequence[SequenceView]) -> list[Plan]:
         return [Limit(self.k, self.threshold, self.branches)] * len(rows)
 
     def after(self, round: Round) -> Constant:
@@ -65,7 +65,7 @@ class Heuristic(Constant):
 
     lengths: Mapping[int, int] = field(default_factory=dict)
 
-    def plan(self, rows: Sequence[Row]) -> list[Plan]:
+    def plan(self, rows: Sequence[SequenceView]) -> list[Plan]:
         return [Limit(self.lengths.get(row.key, self.k), self.threshold, self.branches) for row in rows]
 
     def after(self, round: Round) -> Heuristic:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec.core.drafts import BranchRule, DraftRule
-from specdec.core.rounds import Row
+from specdec.core.rounds import SequenceView
 from specdec.core.tree import Scores, Step, TopTokens
 from specdec.decoding import device_reads, noise
 from specdec.decoding.processors import Processors
@@ -130,18 +130,18 @@ class TextStrategy(StrategyBase):
         rule: Any = self.rule
         return rule
 
-    def choose(self, row: Row, new: list[int], scores: Scores, node: int, processed: Tensor) -> int:
+    def choose(self, row: SequenceView, new: list[int], scores: Scores, node: int, processed: Tensor) -> int:
         """The token after `node`, from the processed logits `[vocab]` there; for logits that are local."""
         raise NotImplementedError
 
-    def choose_all(self, row: Row, scores: Scores, processed: Tensor) -> Tensor:
+    def choose_all(self, row: SequenceView, scores: Scores, processed: Tensor) -> Tensor:
         """The tokens `[nodes]` after all nodes that have `processed` logits `[nodes, vocab]`; nothing is read.
 
         A token below 0 stands for an error that is raised if the walk comes there (`noise.checked`).
         """
         raise NotImplementedError
 
-    def advance(self, row: Row, new: list[int], scores: Scores, node: int) -> Step:
+    def advance(self, row: SequenceView, new: list[int], scores: Scores, node: int) -> Step:
         """The next token after `node`, where `new` are the tokens already emitted in this round."""
         processed = self.processed(row, new, scores, node)
         if self.reads_once(scores):
@@ -157,7 +157,7 @@ class TextStrategy(StrategyBase):
         """
         return not device_reads.is_local(scores.logits) and self.processors.pure
 
-    def processed(self, row: Row, new: Sequence[int], scores: Scores, node: int) -> Tensor:
+    def processed(self, row: SequenceView, new: Sequence[int], scores: Scores, node: int) -> Tensor:
         """The target's logits `[vocab]` after `node`, guided and processed, float32; read only."""
         at = node - scores.first
         guides = scores.unconditional is not None and self.guidance_scale is not None
@@ -170,7 +170,7 @@ class TextStrategy(StrategyBase):
         unconditional = None if scores.unconditional is None else scores.unconditional[at]
         return process(self.processors, row, new, self.guided(scores.logits[at], unconditional))
 
-    def all_processed(self, row: Row, scores: Scores) -> Tensor:
+    def all_processed(self, row: SequenceView, scores: Scores) -> Tensor:
         """The same of all nodes that have logits, `[nodes, vocab]`, worked out once in a round."""
         if "processed" not in scores.cache:
             guided = self.guided(scores.logits, scores.unconditional)
@@ -178,7 +178,7 @@ class TextStrategy(StrategyBase):
         found: Tensor = scores.cache["processed"]
         return found
 
-    def _decided(self, row: Row, scores: Scores) -> tuple[list[int], list[float] | None]:
+    def _decided(self, row: SequenceView, scores: Scores) -> tuple[list[int], list[float] | None]:
         """The tokens after all nodes, and their log-probabilities if they are `ranked`, read once in a round."""
         if "decided" not in scores.cache:
             tokens = self.choose_all(row, scores, self.all_processed(row, scores))

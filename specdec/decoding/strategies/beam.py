@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specdec.core.drafts import Branch, Plan
-from specdec.core.rounds import Row
+from specdec.core.rounds import SequenceView
 from specdec.core.strategies import NodeOutput, SearchStep
 from specdec.core.tree import Step
 from specdec.decoding import device_reads, noise
@@ -58,7 +58,7 @@ class BeamSearch(Scoring):
     def of(cls, setup: RowSetup) -> BeamSearch:
         return cls(seed=setup.seed if setup.options.samples else None, **cls.parts(setup))
 
-    def advance(self, row: Row, state: Beams, outputs: Sequence[NodeOutput]) -> SearchStep:
+    def advance(self, row: SequenceView, state: Beams, outputs: Sequence[NodeOutput]) -> SearchStep:
         ids = self.texts(row, state.ids)
         scores = self._scores(ids, outputs)
         found = self._choose(state, scores, outputs)
@@ -74,7 +74,7 @@ class BeamSearch(Scoring):
         leaves = [found.parents[i] if state.length else 0 for i in chosen]
         return SearchStep(after, leaves, [found.tokens[i] for i in chosen], step)
 
-    def expand(self, row: Row, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
+    def expand(self, row: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
         """The draft's own beams: by default twice as many as the target's, of texts that go on."""
         ahead = self.ahead(plan)
         scores = self.draft_scores(row, ends, logits)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.core.drafts import Branch, BranchRule, Plan
-from specdec.core.rounds import Row
+from specdec.core.rounds import SequenceView
 from specdec.core.strategies import NodeOutput
 from specdec.decoding import device_reads
 from specdec.decoding.samplers import fit
@@ -192,7 +192,7 @@ class Scoring(StrategyBase):
         """The length at which a live beam of `length` tokens is judged."""
         return self.max_new_tokens if self.early_stopping == "never" and self.length_penalty > 0 else length
 
-    def texts(self, row: Row, ids: Tensor | None) -> Tensor | None:
+    def texts(self, row: SequenceView, ids: Tensor | None) -> Tensor | None:
         """The beams' ids `[beams, length]`, where anything reads them; before the first token they are the prompt."""
         if not (self.stop.reads_ids or self.processors.reads_ids):
             return None
@@ -242,7 +242,7 @@ class Scoring(StrategyBase):
             for i in range(0, len(flat), count)
         ]
 
-    def draft_scores(self, row: Row, ends: Sequence[Branch], logits: Tensor) -> Tensor:
+    def draft_scores(self, row: SequenceView, ends: Sequence[Branch], logits: Tensor) -> Tensor:
         """A draft's log-probabilities `[ends, vocab]` of texts that go on, after the processors that may see them."""
         drafting = self.processors.drafting
         scores = torch.log_softmax(fit(logits, self.width).float(), dim=-1)
@@ -294,7 +294,7 @@ def extended(ids: Tensor, parents: Sequence[int], tokens: Sequence[int]) -> Tens
     return torch.cat((ids[list(parents)], torch.tensor(tokens, device=ids.device)[:, None]), dim=1)
 
 
-def _texts(row: Row, ends: Sequence[Branch]) -> Tensor:
+def _texts(row: SequenceView, ends: Sequence[Branch]) -> Tensor:
     """The texts of all `ends` `[ends, length]`."""
     tails = torch.tensor([end.tokens for end in ends], dtype=torch.long)
     text = row.prefix().expand(len(ends), -1)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from specdec.core.rounds import Row
+from specdec.core.rounds import SequenceView
 from specdec.core.tree import Scores, Step, Tree
 from specdec.decoding import noise
 from specdec.decoding.samplers import generated
@@ -93,7 +93,7 @@ class Block(Rejection):
                 'not allow: use `sampling="rejection"`'
             )
 
-    def advance(self, row: Row, new: list[int], scores: Scores, node: int) -> Step:
+    def advance(self, row: SequenceView, new: list[int], scores: Scores, node: int) -> Step:
         verdict: _Verdict | None = scores.cache.get("verdict")
         if verdict is None:
             if not _is_drawn(scores.tree, node):
@@ -108,7 +108,7 @@ class Block(Rejection):
         key = noise.key(self.seed, noise.DRAW, generated(row), len(new))
         return self.step(noise.draw(verdict.near(node, processed), key), scores, node, processed)
 
-    def _judge(self, row: Row, new: list[int], scores: Scores, root: int) -> _Verdict:
+    def _judge(self, row: SequenceView, new: list[int], scores: Scores, root: int) -> _Verdict:
         """What is emitted after `root`, before which `new` are emitted already.
 
         The way leads down to the eldest children, and back up from where the path does not end. What it looks at next

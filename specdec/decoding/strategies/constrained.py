@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specdec.core.drafts import Branch, Plan
-from specdec.core.rounds import Row
+from specdec.core.rounds import SequenceView
 from specdec.decoding.strategies.base import RowSetup
 from specdec.decoding.strategies.beam_scoring import Beam, Beams, Candidates, Pool, best_totals, branches, totals
 from specdec.decoding.strategies.constraints import Progress, wanted
@@ -70,7 +70,7 @@ class ConstrainedSearch(PoolSearch):
             (fulfilled if progress.fulfilled else others).append(beam)
         return super().closed(pool, fulfilled + (others if len(fulfilled) < self.returned else []))
 
-    def expand(self, row: Row, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
+    def expand(self, row: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
         """The draft's own beams: by default twice as many as the target's, of texts that go on, forced ones too."""
         ahead = self.ahead(plan)
         total = totals(self.draft_scores(row, ends, logits), [end.score for end in ends])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from specdec.core.rounds import Row
+from specdec.core.rounds import SequenceView
 from specdec.core.strategies import NodeOutput, SearchStep
 from specdec.core.tree import Step
 from specdec.decoding.samplers import process
@@ -87,7 +87,7 @@ class Contrastive(StrategyBase):
     def begin(self) -> Contrast:
         return Contrast()
 
-    def advance(self, row: Row, state: Contrast, outputs: Sequence[NodeOutput]) -> SearchStep:
+    def advance(self, row: SequenceView, state: Contrast, outputs: Sequence[NodeOutput]) -> SearchStep:
         """Emits one of the candidates that were computed, and asks for those of the next token; at first only asks."""
         if state.context is None:
             after = self._ask(row, Contrast(context=_directions(outputs[0])), outputs[0])
@@ -108,7 +108,7 @@ class Contrastive(StrategyBase):
         after = self._ask(row, after, outputs[pick])
         return SearchStep(after, [pick] * len(after.candidates), list(after.candidates), step, self._shown(pick))
 
-    def _ask(self, row: Row, state: Contrast, output: NodeOutput) -> Contrast:
+    def _ask(self, row: SequenceView, state: Contrast, output: NodeOutput) -> Contrast:
         """The state with the candidates for its next token, by what the target said of its text."""
         logits = self.guided(output.logits, output.unconditional)
         processed = process(self.processors, row, _new(row, state.tokens), logits)
@@ -138,6 +138,6 @@ def _directions(output: NodeOutput) -> Tensor:
     return normalize(output.trace.hidden_states[-1].float(), dim=-1)
 
 
-def _new(row: Row, tokens: Sequence[int]) -> list[int]:
+def _new(row: SequenceView, tokens: Sequence[int]) -> list[int]:
     """Those of the generated `tokens` that are not yet the row's text."""
     return list(tokens[len(row.tokens) - row.prompt_length :])

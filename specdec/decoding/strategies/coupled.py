@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from specdec.core.drafts import DraftRule
-from specdec.core.rounds import Row
+from specdec.core.rounds import SequenceView
 from specdec.core.tree import Scores
 from specdec.decoding import noise
 from specdec.decoding.samplers import CoupledRule, generated
@@ -31,10 +31,10 @@ class Coupled(TextStrategy):
     def rule(self) -> DraftRule | None:
         return CoupledRule(self.processors.drafting, self.width, self.seed)
 
-    def choose(self, row: Row, new: list[int], scores: Scores, node: int, processed: Tensor) -> int:
+    def choose(self, row: SequenceView, new: list[int], scores: Scores, node: int, processed: Tensor) -> int:
         return noise.draw(processed, noise.key(self.seed, noise.COUPLED, generated(row) + len(new)))
 
-    def choose_all(self, row: Row, scores: Scores, processed: Tensor) -> Tensor:
+    def choose_all(self, row: SequenceView, scores: Scores, processed: Tensor) -> Tensor:
         start = generated(row)
         keys = [noise.key(self.seed, noise.COUPLED, start + len(path)) for path in paths(scores)]
         return noise.draws(processed, keys)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from specdec.core.rounds import Row
+from specdec.core.rounds import SequenceView
 from specdec.core.tree import Scores, Step
 from specdec.decoding import device_reads
 from specdec.decoding.strategies.base import SMALL, TextStrategy
@@ -20,7 +20,7 @@ class Greedy(TextStrategy):
     def serves(cls, options: Options) -> bool:
         return not options.samples
 
-    def advance(self, row: Row, new: list[int], scores: Scores, node: int) -> Step:
+    def advance(self, row: SequenceView, new: list[int], scores: Scores, node: int) -> Step:
         plain = not (self.keeps or len(self.processors) or scores.unconditional is not None)
         if plain and device_reads.is_local(scores.logits):
             return Step(self._best(scores, node - scores.first), node)
@@ -35,8 +35,8 @@ class Greedy(TextStrategy):
         best: list[int] = scores.cache["best"]
         return best[at]
 
-    def choose(self, row: Row, new: list[int], scores: Scores, node: int, processed: Tensor) -> int:
+    def choose(self, row: SequenceView, new: list[int], scores: Scores, node: int, processed: Tensor) -> int:
         return device_reads.first_best(processed)
 
-    def choose_all(self, row: Row, scores: Scores, processed: Tensor) -> Tensor:
+    def choose_all(self, row: SequenceView, scores: Scores, processed: Tensor) -> Tensor:
         return processed.argmax(dim=-1)

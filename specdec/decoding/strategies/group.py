@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specdec.core.drafts import Branch, Plan
-from specdec.core.rounds import Row
+from specdec.core.rounds import SequenceView
 from specdec.decoding.strategies.base import RowSetup
 from specdec.decoding.strategies.beam_scoring import Pool, best_of, branches
 from specdec.decoding.strategies.legacy_beams import PoolSearch, Turn
@@ -40,7 +40,7 @@ class GroupSearch(PoolSearch):
         penalty = setup.options.diversity_penalty or 0.0
         return cls(diversity_penalty=penalty, pad_id=setup.pad_id, end_id=setup.end_id, **cls.parts(setup))
 
-    def expand(self, row: Row, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
+    def expand(self, row: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
         """Every group's own beams by the draft's scores, by default twice the target's, of texts that go on.
 
         A branch's `groups` holds the groups that it serves.

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.core.rounds import Row
+from specdec.core.rounds import SequenceView
 from specdec.core.strategies import NodeOutput, SearchStep
 from specdec.core.tree import Step
 from specdec.decoding.strategies.beam_scoring import Beam, Beams, Candidates, Hypothesis, Pool, Scoring, extended
@@ -43,7 +43,7 @@ class PoolSearch(Scoring):
         """The open pools' steps in order; `ids` and `own` log-probabilities are those of all their beams."""
         raise NotImplementedError
 
-    def advance(self, row: Row, state: Beams, outputs: Sequence[NodeOutput]) -> SearchStep:
+    def advance(self, row: SequenceView, state: Beams, outputs: Sequence[NodeOutput]) -> SearchStep:
         open_ = [pool for pool in state.pools if not pool.done]
         ids, own = self.texts(row, state.ids), self.log_probs(outputs, len(open_) * self.size)
         turns = list(self.turns(state.pools, ids, own))

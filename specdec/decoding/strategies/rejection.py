@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from specdec.core.drafts import DraftRule
-from specdec.core.rounds import Row
+from specdec.core.rounds import SequenceView
 from specdec.core.tree import Scores, Tree
 from specdec.decoding import noise
 from specdec.decoding.samplers import SampledRule, generated
@@ -54,7 +54,7 @@ class Rejection(Coupled):
     def rule(self) -> DraftRule | None:
         return SampledRule(self.processors.drafting, self.width, self.seed)
 
-    def choose(self, row: Row, new: list[int], scores: Scores, node: int, processed: Tensor) -> int:
+    def choose(self, row: SequenceView, new: list[int], scores: Scores, node: int, processed: Tensor) -> int:
         """The first accepted child's token, or a draw from what p has beyond the children's distributions."""
         tree, place, left = scores.tree, (generated(row), len(new)), processed
         for order, (child, q) in enumerate(drawn_children(tree, node)):  # left: log-probabilities of what may come
@@ -66,7 +66,7 @@ class Rejection(Coupled):
             left = residual(p, q).log()
         return noise.draw(left, noise.key(self.seed, noise.DRAW, *place))
 
-    def choose_all(self, row: Row, scores: Scores, processed: Tensor) -> Tensor:
+    def choose_all(self, row: SequenceView, scores: Scores, processed: Tensor) -> Tensor:
         """The same after every node at once: the eldest children of all nodes, then the second ones, and so on."""
         tree, start, depths = scores.tree, generated(row), [len(path) for path in paths(scores)]
         children = [drawn_children(tree, scores.first + at) for at in range(len(processed))]

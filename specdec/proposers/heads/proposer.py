@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.core.drafts import BatchDrafter, Chained, ChainRule, Commit, Hidden, Kept, Plan
-from specdec.core.rounds import Row
+from specdec.core.rounds import SequenceView
 from specdec.core.tree import EMPTY, Scores, Tree
 from specdec.models import prefix_bytes
 from specdec.proposers.growth import Held
@@ -90,14 +90,14 @@ class HeadSession(ModelSession):
         self._shift = 1  # how far a token's feature lies before it
         self._known: dict[int, _Known] = {}
 
-    def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
+    def propose(self, rows: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
         """One proposal per row; none for a row of whose text the target has not told yet."""
         for row in rows:
             if (known := self._known.get(row.key)) is not None:
                 known.own = len(row.tree)
         return super().propose(rows, plans)
 
-    def join(self, row: Row, source: int | Kept, length: int) -> int:
+    def join(self, row: SequenceView, source: int | Kept, length: int) -> int:
         """A copy of what was read of the other text, all but the last token of it, whose feature is gone."""
         count = min(length, source.length if isinstance(source, Kept) else self._read_of(source))
         if count < 2:
@@ -111,7 +111,7 @@ class HeadSession(ModelSession):
         self._known[row.key] = known.beginning(count)
         return count - 1
 
-    def keep(self, row: Row, length: int) -> Kept | None:
+    def keep(self, row: SequenceView, length: int) -> Kept | None:
         """A copy of what is in the cache by now; nothing is read for that."""
         held, known = self._held.get(row.key), self._known.get(row.key)
         if held is None or known is None or held.open or (count := min(length, held.text)) < 2:
@@ -138,7 +138,7 @@ class HeadSession(ModelSession):
         super().commit(commits)
         self._absorb(read)
 
-    def rewind(self, row: Row, length: int) -> None:
+    def rewind(self, row: SequenceView, length: int) -> None:
         super().rewind(row, length)
         if (known := self._known.get(row.key)) is not None and length < known.end:
             known.states, known.branches = known.states[: max(length - known.first, 0)], []
@@ -148,7 +148,7 @@ class HeadSession(ModelSession):
         for key in keys:
             self._known.pop(key, None)
 
-    def _hear(self, row: Row, path: list[int], text: int, hidden: Hidden) -> _Known:
+    def _hear(self, row: SequenceView, path: list[int], text: int, hidden: Hidden) -> _Known:
         """Notes the features of the nodes on a path, as text or as branches, and of text that was read before them."""
         features = self._head.features(hidden.states)
         fresh = [node for node in path if node >= hidden.held]
@@ -174,27 +174,27 @@ class HeadSession(ModelSession):
             self._absorb([self._rows[key]])
         return held.text
 
-    def _absorb(self, rows: Sequence[Row]) -> None:
+    def _absorb(self, rows: Sequence[SequenceView]) -> None:
         """Reads what is known of these rows' texts."""
         rows = [row for row in rows if self._is_continuous(row)]
         while behind := [row for row in rows if self._end(row) > self._held[row.key].text]:
             self._read(behind, CHUNK)
 
-    def _leader(self, row: Row, here: set[int]) -> int | None:
+    def _leader(self, row: SequenceView, here: set[int]) -> int | None:
         """Nobody: a row joins another one when the target lets it."""
         return None
 
-    def _limit(self, row: Row, plan: Plan) -> int:
+    def _limit(self, row: SequenceView, plan: Plan) -> int:
         known = self._known.get(row.key)
         told = known is not None and row.key in self._held and known.end >= len(row.tokens) - 1
         return super()._limit(row, plan) if told and self._is_continuous(row) else 0
 
-    def _end(self, row: Row) -> int:
+    def _end(self, row: SequenceView) -> int:
         return min(super()._end(row), self._known[row.key].end + self._shift)
 
     def _run(
         self,
-        rows: Sequence[Row],
+        rows: Sequence[SequenceView],
         trees: Sequence[Tree],
         keep: Sequence[int],
         texts: Sequence[int],
@@ -244,7 +244,7 @@ class HeadSession(ModelSession):
             one.written = [{-1: state}]
         return [Scores(tree, 0, own) for tree, own in zip(trees, logits[:, None], strict=True)]
 
-    def _chain(self, rows: Sequence[Row], texts: Sequence[Tree], rules: Sequence[ChainRule]) -> Chained | None:
+    def _chain(self, rows: Sequence[SequenceView], texts: Sequence[Tree], rules: Sequence[ChainRule]) -> Chained | None:
         parts = [_Part(row, text, 0, len(text)) for row, text in zip(rows, texts, strict=True)]
         inputs = [self._head.inputs(part.tokens, self._features(part, -1)) for part in parts]
         slots = [self._held[row.key].slot for row in rows]
@@ -299,7 +299,7 @@ class HeadSession(ModelSession):
     def _stages(self) -> Stages:
         return self._session  # type: ignore[return-value]
 
-    def _is_continuous(self, row: Row) -> bool:
+    def _is_continuous(self, row: SequenceView) -> bool:
         """Whether nothing is missing between what was read of a text and what is known of it."""
         return self._known[row.key].first <= max(self._held[row.key].text - self._shift, 0)
 
@@ -308,7 +308,7 @@ class HeadSession(ModelSession):
 class _Part:
     """A row's part of a pass: a tree of which `held` nodes are in the cache, and the next `text` ones will be text."""
 
-    row: Row
+    row: SequenceView
     tree: Tree
     held: int
     text: int
@@ -339,26 +339,26 @@ class BlockSession(HeadSession):
         self._forget([commit.row for commit in commits])
         super().commit(commits)
 
-    def _chain(self, rows: Sequence[Row], texts: Sequence[Tree], rules: Sequence[ChainRule]) -> Chained | None:
+    def _chain(self, rows: Sequence[SequenceView], texts: Sequence[Tree], rules: Sequence[ChainRule]) -> Chained | None:
         """All guesses come of one pass."""
         return None
 
-    def _forget(self, rows: Sequence[Row]) -> None:
+    def _forget(self, rows: Sequence[SequenceView]) -> None:
         for row in rows:
             self._said.pop(row.key, None)
             if (held := self._held.get(row.key)) is not None:
                 held.text, held.guesses, held.branches = self._session.length(held.slot), 0, EMPTY
                 held.where, held.open = {}, False
 
-    def _close(self, rows: Sequence[Row]) -> None:
+    def _close(self, rows: Sequence[SequenceView]) -> None:
         self._forget(rows)
 
-    def _limit(self, row: Row, plan: Plan) -> int:
+    def _limit(self, row: SequenceView, plan: Plan) -> int:
         return 0 if row.tree.tokens else min(super()._limit(row, plan), self._block.guesses)
 
     def _run(
         self,
-        rows: Sequence[Row],
+        rows: Sequence[SequenceView],
         trees: Sequence[Tree],
         keep: Sequence[int],
         texts: Sequence[int],
@@ -379,7 +379,7 @@ class BlockSession(HeadSession):
         ]
 
     def _read_block(
-        self, rows: Sequence[Row], trees: Sequence[Tree], *, guesses: bool, wholes: Sequence[int] | None
+        self, rows: Sequence[SequenceView], trees: Sequence[Tree], *, guesses: bool, wholes: Sequence[int] | None
     ) -> None:
         block, slots = self._block, [self._held[row.key].slot for row in rows]
         masks = [block.token] * block.masks if guesses else []

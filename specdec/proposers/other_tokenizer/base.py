@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from specdec.core.drafts import BatchDrafter, Commit, DraftSession, DraftTask, Plan
-from specdec.core.rounds import Row
+from specdec.core.rounds import SequenceView
 from specdec.core.tree import EMPTY, Tree
 from specdec.options.checks import common_length
-from specdec.proposers.best_branch import ReadRow
+from specdec.proposers.best_branch import ReadSequence
 
 
 class Tokenizer(Protocol):
@@ -55,14 +55,14 @@ class ForeignDrafter(BatchDrafter):
 
 
 @dataclass(slots=True)
-class DraftRow(ReadRow):
+class DraftRow(ReadSequence):
     """A row as the draft reads it, in the draft's tokens; `seen` tokens of the target's row `outer` are in it.
 
     Its `prompt_length` covers the beginning of text alone: everything after that may be encoded anew. `guess` is what
     the draft said last.
     """
 
-    outer: Row | None = None
+    outer: SequenceView | None = None
     seen: int = 0
     guess: list[int] = field(default_factory=list)
 
@@ -85,18 +85,18 @@ class ForeignSession(DraftSession):
         self._rows: dict[int, DraftRow] = {}
 
     @abstractmethod
-    def task(self, row: Row) -> DraftTask:
+    def task(self, row: SequenceView) -> DraftTask:
         """What the draft is asked for in place of the row's own task."""
 
     @abstractmethod
-    def read(self, row: Row, draft: DraftRow) -> None:
+    def read(self, row: SequenceView, draft: DraftRow) -> None:
         """Adds what is new of the row's text to the draft's."""
 
     @abstractmethod
-    def translated(self, row: Row, draft: DraftRow, guess: Tree, plan: Plan) -> Tree:
+    def translated(self, row: SequenceView, draft: DraftRow, guess: Tree, plan: Plan) -> Tree:
         """The draft's guess in the target's tokens."""
 
-    def propose(self, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Tree]:
+    def propose(self, rows: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
         if not any(plan.limit > 0 for plan in plans):
             return [EMPTY] * len(rows)
         try:
@@ -113,7 +113,7 @@ class ForeignSession(DraftSession):
     def cache(self) -> Any:
         return self._draft.cache
 
-    def rewind(self, row: Row, length: int) -> None:
+    def rewind(self, row: SequenceView, length: int) -> None:
         """Reads the row's text anew."""
         self.release([row.key])
 
@@ -122,7 +122,7 @@ class ForeignSession(DraftSession):
             self._rows.pop(key, None)
         self._draft.release(keys)
 
-    def _read(self, row: Row) -> DraftRow:
+    def _read(self, row: SequenceView) -> DraftRow:
         """The row in the draft's tokens; with a beginning of text if the draft wants one, or the target has its own."""
         draft = self._rows.get(row.key)
         if draft is None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specdec.core.drafts import BatchDrafter, DraftSession, DraftTask, Plan
-from specdec.core.rounds import Row
+from specdec.core.rounds import SequenceView
 from specdec.core.tree import Tree
 from specdec.proposers.copying import cut, known_tokens
 from specdec.proposers.other_tokenizer.base import DraftRow, ForeignDrafter, ForeignSession, Tokenizer, decode, encode
@@ -47,7 +47,7 @@ class _Likeliest:
     needs_q = False
 
     def pick(
-        self, row: Row, guesses: list[int], logits: Tensor, *, confident: bool = True
+        self, row: SequenceView, guesses: list[int], logits: Tensor, *, confident: bool = True
     ) -> tuple[int, float, Tensor | None]:
         confidence, token = torch.softmax(logits.float(), -1).max(-1)
         return int(token), float(confidence), None
@@ -85,12 +85,12 @@ class BridgeSession(ForeignSession):
         super().__init__(draft, target, drafts)
         self._vocab_size = vocab_size
 
-    def task(self, row: Row) -> DraftTask:
+    def task(self, row: SequenceView) -> DraftTask:
         end = self._drafts.eos_token_id
         ends = frozenset[int]() if end is None else frozenset({end})
         return replace(row.task, rule=_Likeliest(), branching=None, ends=ends)
 
-    def read(self, row: Row, draft: DraftRow) -> None:
+    def read(self, row: SequenceView, draft: DraftRow) -> None:
         """Adds the text up to the last whole character."""
         new, draft.seen = self._new_text(row.tokens, draft.seen)
         if new:
@@ -107,7 +107,7 @@ class BridgeSession(ForeignSession):
                 return text[len(before) :], end
         return "", seen
 
-    def translated(self, row: Row, draft: DraftRow, guess: Tree, plan: Plan) -> Tree:
+    def translated(self, row: SequenceView, draft: DraftRow, guess: Tree, plan: Plan) -> Tree:
         """The guess as the target's tokenizer writes it after the row's text."""
         ids = guess.tokens
         ended = self._drafts.eos_token_id in ids

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specdec.core.drafts import BatchDrafter, DraftRule, DraftSession, DraftTask, Plan
-from specdec.core.rounds import Row
+from specdec.core.rounds import SequenceView
 from specdec.core.tree import Tree
 from specdec.errors import VocabularyError
 from specdec.proposers.other_tokenizer.base import DraftRow, ForeignDrafter, ForeignSession, Tokenizer, decode, encode
@@ -77,7 +77,7 @@ class _MappedRule:
         return self.rule.needs_q
 
     def pick(
-        self, row: Row, guesses: list[int], logits: Tensor, *, confident: bool = True
+        self, row: SequenceView, guesses: list[int], logits: Tensor, *, confident: bool = True
     ) -> tuple[int, float, Tensor | None]:
         """The rule's pick from the draft `logits` moved to the target's ids; everything else is impossible."""
         assert isinstance(row, DraftRow)
@@ -98,11 +98,11 @@ class IntersectionSession(ForeignSession):
         self._to_target = {d: t for t, d in to_draft.items()}
         self._shared = torch.tensor([list(to_draft), list(to_draft.values())])
 
-    def task(self, row: Row) -> DraftTask:
+    def task(self, row: SequenceView) -> DraftTask:
         ends = frozenset(self.to_draft[end] for end in row.task.ends if end in self.to_draft)
         return replace(row.task, rule=_MappedRule(row.task.rule, self), branching=None, ends=ends)
 
-    def read(self, row: Row, draft: DraftRow) -> None:
+    def read(self, row: SequenceView, draft: DraftRow) -> None:
         """Adds shared tokens one by one, and what lies between them through its text."""
         for shared, run in groupby(row.tokens[draft.seen :], key=self.to_draft.__contains__):
             if shared:
@@ -111,7 +111,7 @@ class IntersectionSession(ForeignSession):
                 draft.tokens += encode(self._drafts, decode(self._target, list(run)))
         draft.seen = len(row.tokens)
 
-    def translated(self, row: Row, draft: DraftRow, guess: Tree, plan: Plan) -> Tree:
+    def translated(self, row: SequenceView, draft: DraftRow, guess: Tree, plan: Plan) -> Tree:
         return replace(guess, tokens=self.in_target(guess.tokens))
 
     def widened(self, logits: Tensor) -> Tensor:
