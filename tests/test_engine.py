@@ -46,7 +46,7 @@ def request(model: LanguageModel, prompts: list[list[int]], drafter: Any = None,
                 task=DraftTask(selector.rule, place=place),
             )
         )
-    return Request(rows=rows, pacing=Pacing(Heuristic()), drafter=drafter)
+    return Request(seqs=rows, pacing=Pacing(Heuristic()), drafter=drafter)
 
 
 def finish(engine: Engine) -> None:
@@ -90,7 +90,7 @@ def test_store_equals_a_recomputed_one_after_every_step(
         step(self)
         inner = {key: held for d in self._drafts.values() for key, held in d.session._held.items()}  # type: ignore
         for row in [*self.reading, *self.running]:
-            for one in row.batch_rows:
+            for one in row.batch_seqs:
                 if one.slot is not None:
                     check_held(target, self.target, one.slot, one.tokens, one.encoding)
             if row.key in inner:
@@ -190,10 +190,10 @@ def test_requests_leave_the_others_alone(drafter: Any) -> None:
     assert [one.done for one in together] == [True] * 3
     assert all(one.error is None for one in together)
     for mine, theirs in ((together[0], alone[0]), (together[2], alone[2])):
-        assert mine.rows[0].tokens == theirs.rows[0].tokens
-    cut = together[1].rows[0].tokens
+        assert mine.seqs[0].tokens == theirs.seqs[0].tokens
+    cut = together[1].seqs[0].tokens
     assert 3 < len(cut) < 40
-    assert alone[1].rows[0].tokens[: len(cut)] == cut
+    assert alone[1].seqs[0].tokens[: len(cut)] == cut
 
 
 def test_rows_of_one_request_leave_one_by_one() -> None:
@@ -202,8 +202,8 @@ def test_rows_of_one_request_leave_one_by_one() -> None:
     engine, one = Engine(model), request(model, PROMPTS, limit=20)
     engine.submit(one)
     finish(engine)
-    assert [len(row.tokens) for row in one.rows] == [20, 15, 10]
-    assert [len(round_.rows) for round_ in one.rounds] == [3] * 8 + [2] * 4 + [1] * 5
+    assert [len(row.tokens) for row in one.seqs] == [20, 15, 10]
+    assert [len(round_.seqs) for round_ in one.rounds] == [3] * 8 + [2] * 4 + [1] * 5
     assert one.passes == 17
 
 
@@ -391,7 +391,7 @@ def test_a_draft_is_read_in_once_and_not_for_ever() -> None:
 
     class Listening(Constant):
         def after(self, round: Any) -> Listening:
-            heard.append(round.rows[0].prefill)
+            heard.append(round.seqs[0].prefill)
             return self
 
     SpecGenerator(tiny("llama"), Unsure(), schedule=Listening()).generate([[5, 9]], **COMMON)

@@ -92,7 +92,7 @@ def test_what_arrives_together_is_read_once(seeds: list[int]) -> None:
     assert cached[0] == cached[3] == cached[4] == 0
     assert min(cached[1:3]) >= 100
     for call, prompt in zip(calls, prompts, strict=True):
-        assert [row.texts[0] for row in call.request.rows] == [alone(model, prompt)[0][len(prompt[0]) :]]
+        assert [row.texts[0] for row in call.request.seqs] == [alone(model, prompt)[0][len(prompt[0]) :]]
 
 
 def test_copies_of_a_prompt_count_as_cached() -> None:

@@ -173,7 +173,7 @@ def test_finished_rows_leave_the_heuristic() -> None:
     assert schedule.lengths == {3: 7}
     from dataclasses import replace
 
-    ended = Round([replace(round_.rows[0], finish="eos")], 6, 0.1, 1.0, 0.0, 1.1)
+    ended = Round([replace(round_.seqs[0], finish="eos")], 6, 0.1, 1.0, 0.0, 1.1)
     assert schedule.after(ended).lengths == {}
 
 

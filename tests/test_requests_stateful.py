@@ -237,7 +237,7 @@ def failing(kind: str, error: Trouble, at: int) -> dict[str, Any]:
 
 def check_keys_and_values(engine: Engine) -> None:
     """What the target holds of the running rows gives the logits of a session that reads everything anew."""
-    rows = [row for running in engine.running for row in running.batch_rows if row.slot is not None]
+    rows = [row for running in engine.running for row in running.batch_seqs if row.slot is not None]
     if not rows:
         return
     found = logits(engine.target, [row.slot for row in rows], rows, [engine.target.length(row.slot) for row in rows])
@@ -314,7 +314,7 @@ class Requests(RuleBasedStateMachine):
         _, call, _ = self.live.pop(which % len(self.live))
         self.engine.cancel(call.request)
         assert call.request.done
-        assert all(one.slot is None for row in call.rows for one in row.batch_rows)
+        assert all(one.slot is None for row in call.seqs for one in row.batch_seqs)
 
     @precondition(lambda self: self.live)
     @rule(rounds=st.integers(1, 4))
@@ -332,12 +332,12 @@ class Requests(RuleBasedStateMachine):
     @invariant()
     def nothing_is_left_behind(self) -> None:
         """Only rows of live requests are anywhere."""
-        rows = [row for _, call, _ in self.live for row in call.rows]
+        rows = [row for _, call, _ in self.live for row in call.seqs]
         keys = {row.key for row in rows}
         engine = self.engine
         assert {*engine._requests} <= keys
         assert {row.key for row in [*engine.reading, *engine.running]} == {*engine._requests}
-        slots = [one.slot for row in rows for one in row.batch_rows if one.slot is not None]
+        slots = [one.slot for row in rows for one in row.batch_seqs if one.slot is not None]
         assert len(slots) == len({*slots}) == len(engine.target._rows)  # type: ignore[attr-defined]
         for draft in engine._drafts.values():
             for part in (draft.session, getattr(draft.session, "_model", None), getattr(draft.session, "_text", None)):
@@ -358,7 +358,7 @@ class Requests(RuleBasedStateMachine):
                 result(call)
         else:
             assert_same(result(call), alone(self.name, asked))
-        assert all(one.slot is None for row in call.rows for one in row.batch_rows)
+        assert all(one.slot is None for row in call.seqs for one in row.batch_seqs)
 
     def teardown(self) -> None:
         """All come to an end, and leave nothing."""

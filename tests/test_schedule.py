@@ -182,7 +182,7 @@ def test_a_dear_look_is_a_rare_one(reading: float, least: int, most: int) -> Non
         k = min(schedule.plan([Key(0)])[0].limit, 1)
         schedule = schedule.after(outcome(k, 0, seconds=(0.2 * k, 1.0), confidence=[0.5] * k))
     schedule = schedule.fresh(32)
-    row = replace(outcome(1, 0, confidence=[0.5]).rows[0], prefill=True)
+    row = replace(outcome(1, 0, confidence=[0.5]).seqs[0], prefill=True)
     schedule = schedule.after(Round([row], 2, 0.2 + reading, 1.0, 0.0, 1.2 + reading))
     idle = 0
     while schedule.plan([Key(0)])[0].limit == 0:
@@ -202,7 +202,7 @@ def test_rest_ends_with_what_is_new() -> None:
     usual = outcome(0, 0, seconds=(0.0, 1.0))
     assert schedule.after(usual).passes is schedule.passes
     assert schedule.after(usual).idle == schedule.idle + 1
-    for new in (outcome(0, 0, seconds=(0.0, 2.5)), replace(usual, others=outcome(0, 0, key=1).rows)):
+    for new in (outcome(0, 0, seconds=(0.0, 2.5)), replace(usual, others=outcome(0, 0, key=1).seqs)):
         assert schedule.after(new).passes is not schedule.passes
 
 
@@ -221,7 +221,7 @@ def test_cost_judges_a_batch_as_a_batch() -> None:
             k, shares = len(confidence), []
             for row in range(rows):
                 accepted = next((i for i in range(k) if rng.random() >= 0.8), k)
-                shares += outcome(k, accepted, row, confidence=confidence).rows
+                shares += outcome(k, accepted, row, confidence=confidence).seqs
             nodes, drafting = rows * (k + 1), 0.1 * k
             seconds = 1 + 0.05 * nodes
             schedule = schedule.after(Round(shares, nodes, drafting, seconds, 0.0, drafting + seconds))
@@ -256,7 +256,7 @@ def test_rows_that_leave_make_nothing_dearer() -> None:
         k, shares = len(confidence), []
         for row in range(rows):
             accepted = next((i for i in range(k) if rng.random() >= 0.3), k)
-            shares += outcome(k, accepted, row, confidence=confidence).rows
+            shares += outcome(k, accepted, row, confidence=confidence).seqs
         nodes, drafting, seconds = rows * (k + 1), 0.02 * k, 1 + 0.002 * rows * (k + 1)
         schedule = schedule.after(Round(shares, nodes, drafting, seconds, 0.0, drafting + seconds + bool(k)))
         drafted += k > 0
@@ -421,8 +421,8 @@ def test_a_hard_part_after_an_easy_one_is_no_verdict() -> None:
 
 def test_rows_of_other_requests_share_passes_and_nothing_else() -> None:
     """Seconds, nodes and tokens are everyone's; acceptance and draft passes are learned from own rows."""
-    (own,) = outcome(3, 3).rows
-    other = replace(outcome(9, 0, key=1).rows[0], source="other")
+    (own,) = outcome(3, 3).seqs
+    other = replace(outcome(9, 0, key=1).seqs[0], source="other")
     cost = Cost().after(Round([own], 14, 0.9, 1.0, 0.1, 2.0, others=[other]))
     assert cost.tokens == 5
     assert (cost.passes.nodes, cost.passes.seconds) == (14, 1.1)

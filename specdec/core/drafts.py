@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 class Branch(NamedTuple):
-    """A path that a draft considers: its tokens after the row's shared text, and the sum of their log-probabilities.
+    """A path that a draft considers: its tokens after the sequence's shared text, and the sum of their
+    log-probabilities.
 
     `confidence` is the draft's probability of the last token, `chances` those of all tokens, where the path is a guess
     for its own sake and not one of a search's branches. `q` `[vocab]` is what the last token was drawn from, if it was
@@ -78,10 +79,10 @@ class ChainRule(NamedTuple):
 
 
 class Chained(NamedTuple):
-    """What came of chains: each row's guesses and their probabilities, NaN where there is no guess.
+    """What came of chains: each sequence's guesses and their probabilities, NaN where there is no guess.
 
-    `q` are each row's distributions `[guesses, vocab]`, where its rule needs them. `states` `[rows, width]` are the
-    hidden states at the ends of the texts, of models that guess from them.
+    `q` are each sequence's distributions `[guesses, vocab]`, where its rule needs them. `states` `[rows, width]` are
+    the hidden states at the ends of the texts, of models that guess from them.
     """
 
     guesses: Sequence[Sequence[tuple[int, float]]]
@@ -92,7 +93,7 @@ class Chained(NamedTuple):
 class DraftRule(Protocol):
     """How a draft turns its own logits into a guess, so that it tends to agree with the strategy.
 
-    A rule may tell it in numbers, with a method `choice(row)`; one that answers None, or has none, is asked for every
+    A rule may tell it in numbers, with a method `choice(seq)`; one that answers None, or has none, is asked for every
     guess.
     """
 
@@ -104,7 +105,7 @@ class DraftRule(Protocol):
         """
 
     def pick(
-        self, row: SequenceView, guesses: list[int], logits: Tensor, *, confident: bool = True
+        self, seq: SequenceView, guesses: list[int], logits: Tensor, *, confident: bool = True
     ) -> tuple[int, float, Tensor | None]:
         """From draft `logits` `[vocab]` after `guesses`: a token, its probability, and q `[vocab]` if `needs_q`.
 
@@ -116,7 +117,7 @@ class DraftRule(Protocol):
 class BranchRule(Protocol):
     """How a draft turns its own logits into several guesses; for a search it runs the search's own steps on them."""
 
-    def expand(self, row: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
+    def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
         """From draft `logits` `[ends, vocab]`: nodes worth a look next, best first, each with the end it continues.
 
         `ends` are equally long. Only the first `plan.branches` will be continued, all of them where that is None.
@@ -124,7 +125,7 @@ class BranchRule(Protocol):
 
 
 class Plan(Protocol):
-    """How much one row may draft in this round, as its schedule decided.
+    """How much one sequence may draft in this round, as its schedule decided.
 
     A plan whose `go_on` says of a chain what an `Until` says may tell it, as its `until`; None says nothing.
     """
@@ -153,12 +154,13 @@ class Plan(Protocol):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class DraftTask:
-    """What a row's request wants of a draft.
+    """What a sequence's request wants of a draft.
 
     `allowed` tells how many of some tokens may follow a text, where processors know that without the target's logits.
     `rule` turns the draft's logits into a guess, `branching` into several (None: proposals are chains). What is guessed
-    after one of `ends`, the tokens that end a text, is lost. Rows of one `source` continue the same input; `inputs` are
-    those of its encoder, `[inputs, ...]`, of which it is number `place`, for a draft with an encoder of its own.
+    after one of `ends`, the tokens that end a text, is lost. Sequences of one `source` continue the same input;
+    `inputs` are those of its encoder, `[inputs, ...]`, of which it is number `place`, for a draft with an encoder of
+    its own.
     """
 
     rule: DraftRule
@@ -173,8 +175,8 @@ class DraftTask:
 class Hidden(NamedTuple):
     """The target's hidden states of what it has read, for a draft that asked for them (`BatchDrafter.hidden_layers`).
 
-    `states` `[tokens, layers, width]`, on the target's device: of the row's tokens from number `first` on that it had
-    not read, and of those nodes of the commit's path, from number `held` on, that are new to it.
+    `states` `[tokens, layers, width]`, on the target's device: of the sequence's tokens from number `first` on that it
+    had not read, and of those nodes of the commit's path, from number `held` on, that are new to it.
     """
 
     first: int
@@ -183,15 +185,16 @@ class Hidden(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """What became of a row's branches and proposal: nodes `path` are kept, the first `text` of them as the row's text.
+    """What became of a sequence's branches and proposal: nodes `path` are kept, the first `text` of them as the
+    sequence's text.
 
-    Nodes are numbered as in a `RowPass`; the others are forgotten. The row has taken all this in already: its own
+    Nodes are numbered as in a `RowPass`; the others are forgotten. The sequence has taken all this in already: its own
     branches are the rest of the path, in this order, and new leaves. A draft that asked for hidden states gets them
     with every commit, and a commit with an empty path for each chunk of a prompt that was read; None where the target
-    has computed nothing for the row, and of a row that has ended.
+    has computed nothing for the sequence, and of a sequence that has ended.
     """
 
-    row: SequenceView
+    seq: SequenceView
     path: list[int]
     text: int
     hidden: Hidden | None = None
@@ -199,7 +202,9 @@ class Commit(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Kept:
-    """What was read of the first `length` tokens of a text whose row has left: `state`, which takes so many `bytes`."""
+    """What was read of the first `length` tokens of a text whose sequence has left: `state`, which takes so
+    many `bytes`.
+    """
 
     length: int
     state: Any
@@ -207,7 +212,7 @@ class Kept:
 
 
 class DraftSession(ABC):
-    """A draft at work on rows of one target, which come and go; all its buffers are its own.
+    """A draft at work on sequences of one target, which come and go; all its buffers are its own.
 
     `guesses_branches`: proposals look after all branches of a search. (Others are asked to continue the best one.)
     """
@@ -220,37 +225,40 @@ class DraftSession(ABC):
         return None
 
     @abstractmethod
-    def propose(self, rows: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
-        """One tree per row, possibly empty, growing from the row's leaves; no path is longer than `plan.limit`.
+    def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
+        """One tree per sequence, possibly empty, growing from the sequence's leaves; no path is longer than
+        `plan.limit`.
 
-        A row that was never seen before joins; `row.key` says which row it is.
+        A sequence that was never seen before joins; `seq.key` says which sequence it is.
         """
 
-    def join(self, row: SequenceView, source: int | Kept, length: int) -> int:
-        """Learns that a new row could begin with the first `length` tokens of row `source`, which is not told of them.
+    def join(self, seq: SequenceView, source: int | Kept, length: int) -> int:
+        """Learns that a new sequence could begin with the first `length` tokens of sequence `source`, which is not told
+        of them.
 
-        Where that row has left, `source` is what a session of the same draft kept of it. Returns how many tokens the
-        draft can do without hearing of their hidden states; the target reads the others again. Only asked of drafts
+        Where that sequence has left, `source` is what a session of the same draft kept of it. Returns how many tokens
+        the draft can do without hearing of their hidden states; the target reads the others again. Only asked of drafts
         that want hidden states.
         """
         return 0
 
-    def keep(self, row: SequenceView, length: int) -> Kept | None:
-        """Copies what was read of a row that leaves, of its first `length` tokens at most; None where that is nothing.
+    def keep(self, seq: SequenceView, length: int) -> Kept | None:
+        """Copies what was read of a sequence that leaves, of its first `length` tokens at most; None where that is
+        nothing.
 
-        `join` may get it for later rows, also in other sessions. Only asked of drafts that want hidden states, before
-        `release`.
+        `join` may get it for later sequences, also in other sessions. Only asked of drafts that want hidden states,
+        before `release`.
         """
         return None
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        """Learns what became of rows in the round, whoever made their proposals."""
+        """Learns what became of sequences in the round, whoever made their proposals."""
 
-    def rewind(self, row: SequenceView, length: int) -> None:
-        """Learns that a row's text was written anew from its first `length` tokens on."""
+    def rewind(self, seq: SequenceView, length: int) -> None:
+        """Learns that a sequence's text was written anew from its first `length` tokens on."""
 
     def release(self, keys: Sequence[int]) -> None:
-        """Forgets rows, which may be unknown."""
+        """Forgets sequences, which may be unknown."""
 
 
 class BatchDrafter(ABC):
@@ -271,7 +279,7 @@ class BatchDrafter(ABC):
 
     @abstractmethod
     def start(self, vocab_size: int) -> DraftSession:
-        """A session without rows, for a target with logits of this width."""
+        """A session without sequences, for a target with logits of this width."""
 
     def for_sampling(self, sampling: str | None) -> BatchDrafter:
         """The draft for a call's kind of sampling ("rejection", "block", …), None where nothing is sampled."""

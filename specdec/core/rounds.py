@@ -1,4 +1,4 @@
-"""Rows, their part of a target pass, and what a round came to."""
+"""Sequences, their part of a target pass, and what a round came to."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class Context(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RowPass:
-    """One row's part of a target pass: text that it has not read, its branches, the draft's proposal, in this order.
+    """One sequence's part of a target pass: text that it has not read, its branches, the draft's proposal, in this
+    order.
 
     Branches and proposal are numbered together, from 0 on (-1 is the end of the text); a node's number in the `tree` of
     the pass is `node(number)`. The first `held` branches are in the cache. `leaves` are the branches that the proposal
@@ -74,12 +75,12 @@ class RowPass:
 
 @dataclass(frozen=True, slots=True)
 class SequenceRound:
-    """What a round came to for one row.
+    """What a round came to for one sequence.
 
     `drafted` counts proposed nodes and `depth` the longest path of them; the first `accepted` of `steps` were decided
-    by proposed nodes; `finish` says why the row ended, if it did. `tested` are the draft's beliefs in the nodes that
-    came into question, and whether they came true; they lay on `levels` levels of the proposal. `prefill` says that a
-    prompt was read in this round, by the target or the draft.
+    by proposed nodes; `finish` says why the sequence ended, if it did. `tested` are the draft's beliefs in the nodes
+    that came into question, and whether they came true; they lay on `levels` levels of the proposal. `prefill` says
+    that a prompt was read in this round, by the target or the draft.
     """
 
     key: int
@@ -96,12 +97,13 @@ class SequenceRound:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One turn of the loop: what it came to for every row, the nodes of its target passes, and where the seconds went.
+    """One turn of the loop: what it came to for every sequence, the nodes of its target passes, and where the seconds
+    went.
 
-    A request's rounds have its own `rows`; `others` took part in the same passes, whose nodes and seconds are all told.
+    A request's rounds have its own `seqs`; `others` took part in the same passes, whose nodes and seconds are all told.
     """
 
-    rows: list[SequenceRound]
+    seqs: list[SequenceRound]
     nodes: int
     draft_seconds: float
     verify_seconds: float
@@ -117,7 +119,7 @@ class SequenceView(Protocol):
     that will be continued, best first, with their `leaf_scores`. One sequence has the leaf -1, the end of its text.
     `remaining` is how many tokens may still follow a leaf. `encoder_tokens` are the ids an encoder-decoder target read,
     `encoding` is what its encoder made of its input, `prediction` are ids that the output may resemble. `task` is what
-    the row's request wants of a draft.
+    the sequence's request wants of a draft.
     """
 
     key: int

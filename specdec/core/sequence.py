@@ -24,10 +24,11 @@ Stop = Callable[[SequenceView, list[int], Kept], str | None]
 
 
 class Walk(NamedTuple):
-    """How far one row came in a round.
+    """How far one sequence came in a round.
 
-    `path` are the nodes to hold, of the row's branches followed by the proposal, and the first `text` of them have
-    become text; `accepted` steps were decided by the proposal's nodes; `after` is what the row itself remembers of it.
+    `path` are the nodes to hold, of the sequence's branches followed by the proposal, and the first `text` of them have
+    become text; `accepted` steps were decided by the proposal's nodes; `after` is what the sequence itself remembers of
+    it.
     """
 
     steps: list[Step]
@@ -42,10 +43,10 @@ class Walk(NamedTuple):
 class RunningSequence:
     """What sequences and searches share: a text, and a tree of branches beyond it.
 
-    `key` is the engine's number of the row, and `slot` its number in the target's session while it runs. `task` is what
-    its request wants of a draft. `unconditional` is the same row without its condition (guidance); it takes the same
-    tokens. `embeds` `[length, width]` are read in place of the prompt's tokens, which are as many, or none where nobody
-    knows them.
+    `key` is the engine's number of the sequence, and `slot` its number in the target's session while it runs. `task` is
+    what its request wants of a draft. `unconditional` is the same sequence without its condition (guidance); it takes
+    the same tokens. `embeds` `[length, width]` are read in place of the prompt's tokens, which are as many, or none
+    where nobody knows them.
     """
 
     tokens: list[int]
@@ -92,8 +93,8 @@ class RunningSequence:
         return self.unseen + self.max_length
 
     @property
-    def batch_rows(self) -> tuple[RunningSequence, ...]:
-        """What the target must run for it: itself, and its unconditional row if it has one."""
+    def batch_seqs(self) -> tuple[RunningSequence, ...]:
+        """What the target must run for it: itself, and its unconditional sequence if it has one."""
         return (self,) if self.unconditional is None else (self, self.unconditional)
 
     @property
@@ -136,9 +137,9 @@ class RunningSequence:
     def _room(self, length: int) -> int:
         """How many tokens may follow `length` of them, up to the first that makes the target read all of them again."""
         room = self.max_length - length
-        for row in self.batch_rows:
-            if row.cache_reset_length is not None:
-                left = row.cache_reset_length - (length + row.length - len(self.tokens))
+        for seq in self.batch_seqs:
+            if seq.cache_reset_length is not None:
+                left = seq.cache_reset_length - (length + seq.length - len(self.tokens))
                 room = min(room, left + 1) if left >= 0 else room
         return room
 
@@ -161,7 +162,7 @@ class RunningSequence:
         raise NotImplementedError
 
     def take(self, walk: Walk) -> None:
-        """Makes what a walk brought the row's own."""
+        """Makes what a walk brought the sequence's own."""
         raise NotImplementedError
 
 
@@ -206,10 +207,10 @@ class TextSequence(RunningSequence):
         return outcomes, sum(passed.values())
 
     def take(self, walk: Walk) -> None:
-        """New tokens, for the unconditional row too."""
+        """New tokens, for the unconditional sequence too."""
         new = [step.token for step in walk.steps]
-        for row in self.batch_rows:
-            row.tokens += new
+        for seq in self.batch_seqs:
+            seq.tokens += new
         self.steps += walk.steps
         self.scores, traces = walk.after
         self.traces += traces
@@ -291,9 +292,9 @@ class SearchSequence(RunningSequence):
         self.state = states[-1]
         if self.history is not None:
             self.history += states
-        for row in self.batch_rows:
-            row.tokens += shared
-            row.tree, row.held, row.leaves = self.tree, len(walk.path) - walk.text, self.leaves
+        for seq in self.batch_seqs:
+            seq.tokens += shared
+            seq.tree, seq.held, seq.leaves = self.tree, len(walk.path) - walk.text, self.leaves
         self.steps += walk.steps
         self.traces += [trace for trace in traces if trace != (None, None, None)]
         self.finish, self.begun = walk.finish, True
@@ -323,7 +324,7 @@ class SearchSequence(RunningSequence):
 
 
 class _View:
-    """What the target said about the nodes of a row's tree followed by a proposal, in this round or before."""
+    """What the target said about the nodes of a sequence's tree followed by a proposal, in this round or before."""
 
     def __init__(self, part: RowPass, scores: Scores, whole: Tree, known: dict[int, NodeOutput]) -> None:
         self._scores, self._known, self._whole = scores, known, whole

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Stats:
-    """How a call went; counts are sums over rounds and rows.
+    """How a call went; counts are sums over rounds and sequences.
 
-    *Mean acceptance length* is 1 + accepted / speculative steps (a row's share of a target pass that had something
+    *Mean acceptance length* is 1 + accepted / speculative steps (a sequence's share of a target pass that had something
     drafted; prefill passes without a draft do not count). *Target passes per token* counts every pass. A search's
     tokens are its steps; `lengths` are the new tokens of every text that was returned. `cached_prompt_tokens` were read
-    in an earlier call or for another row, and not again. Seconds are those of rounds, which rows of other calls may
-    have shared. `exactness` says what holds of the text beside that of the same call without a draft: "strict" and
-    "exact", it is the same; "rounding", the same but for near-ties in half precision; "row-dependent", it may differ,
-    as layers of the target look at all tokens of a pass.
+    in an earlier call or for another sequence, and not again. Seconds are those of rounds, which sequences of other
+    calls may have shared. `exactness` says what holds of the text beside that of the same call without a draft:
+    "strict" and "exact", it is the same; "rounding", the same but for near-ties in half precision;
+    "sequence-dependent", it may differ, as layers of the target look at all tokens of a pass.
     """
 
     num_new_tokens: int = 0
@@ -57,7 +57,7 @@ class Stats:
 
     @property
     def target_passes_per_token(self) -> float:
-        """Target forward passes, prefill included, per new token of all rows."""
+        """Target forward passes, prefill included, per new token of all sequences."""
         return self.num_target_passes / self.num_new_tokens if self.num_new_tokens else 0.0
 
     @property
@@ -72,5 +72,5 @@ class Stats:
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens of all rows per second of wall time."""
+        """New tokens of all sequences per second of wall time."""
         return self.num_new_tokens / self.seconds if self.seconds else 0.0

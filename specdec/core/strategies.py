@@ -38,7 +38,7 @@ class Selector(Strategy, Protocol):
 
     is_search: ClassVar[Literal[False]]
 
-    def advance(self, row: SequenceView, new: list[int], scores: Scores, node: int) -> Step:
+    def advance(self, seq: SequenceView, new: list[int], scores: Scores, node: int) -> Step:
         """The next token after `node`, where `new` are the tokens already emitted in this round."""
 
 
@@ -54,7 +54,7 @@ class Trace(NamedTuple):
 
 
 class NodeOutput(NamedTuple):
-    """What the target said at one node: logits `[vocab]`, those of the unconditional row, and what led to them.
+    """What the target said at one node: logits `[vocab]`, those of the unconditional sequence, and what led to them.
 
     They are number `at` of the logits of a `whole` pass, where that is told: a search may then look at all of them at
     once, and leave what it found in the cache there.
@@ -93,5 +93,5 @@ class Search(Strategy, Protocol):
     def begin(self) -> Any:
         """The state before the first token."""
 
-    def advance(self, row: SequenceView, state: Any, outputs: Sequence[NodeOutput]) -> SearchStep:
+    def advance(self, seq: SequenceView, state: Any, outputs: Sequence[NodeOutput]) -> SearchStep:
         """The next state, from what the target said at every leaf."""

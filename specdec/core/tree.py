@@ -14,9 +14,10 @@ _NO_Q = torch.empty(0)  # known text was not drawn
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Candidate tokens of one row, parents before children; `-1` is the parent of nodes that continue the known text.
+    """Candidate tokens of one sequence, parents before children; `-1` is the parent of nodes that continue the known
+    text.
 
-    In a draft's proposal for a row with several leaves, the parent `-1 - i` stands for leaf i.
+    In a draft's proposal for a sequence with several leaves, the parent `-1 - i` stands for leaf i.
 
     `confidence` is the draft's probability of each node; `q[node]` `[vocab]` its whole distribution (float32, after
     processors) where the node was drawn from one; `q=None` stands for a one-hot draft, which is certain of its guess.
@@ -122,14 +123,14 @@ EMPTY = Tree([], [])
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What one target pass said about one row's tree.
+    """What one target pass said about one sequence's tree.
 
     `logits` `[nodes - first, vocab]` are the target's own, for the nodes from `first` on (inner positions of a prompt
-    are not kept). `unconditional` has the same shape when guidance runs a paired row. `hidden_states` and `attentions`
-    hold, per layer, `[nodes, width]` and `[heads, nodes, known + nodes]` when they were asked for (None for layers that
-    were not); the first `held` nodes of the tree were computed in an earlier pass and have none. `passes` are the
-    numbers of the forwards that the row took part in. `cache` is where the row's strategy keeps what it worked out for
-    all nodes at once.
+    are not kept). `unconditional` has the same shape when guidance runs a paired sequence. `hidden_states` and
+    `attentions` hold, per layer, `[nodes, width]` and `[heads, nodes, known + nodes]` when they were asked for (None
+    for layers that were not); the first `held` nodes of the tree were computed in an earlier pass and have none.
+    `passes` are the numbers of the forwards that the sequence took part in. `cache` is where the sequence's strategy
+    keeps what it worked out for all nodes at once.
     """
 
     tree: Tree

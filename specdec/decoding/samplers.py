@@ -18,23 +18,25 @@ from specdec.decoding.processors import Processors
 from specdec.decoding.tree_samplers import drawn_children, likeliest_children, noisy
 
 
-def generated(row: SequenceView) -> int:
-    """How many tokens the row has generated so far."""
-    return len(row.tokens) - row.prompt_length
+def generated(seq: SequenceView) -> int:
+    """How many tokens the sequence has generated so far."""
+    return len(seq.tokens) - seq.prompt_length
 
 
-def process(processors: Processors, row: SequenceView, extra: Sequence[int], logits: Tensor) -> Tensor:
-    """Processed `logits` `[vocab]` after the row's text and `extra`, float32; the input is not written to."""
+def process(processors: Processors, seq: SequenceView, extra: Sequence[int], logits: Tensor) -> Tensor:
+    """Processed `logits` `[vocab]` after the sequence's text and `extra`, float32; the input is not written to."""
     if not processors.reads_ids:
         return processors(None, logits[None])[0]
-    return processors(row.prefix(extra), logits[None], texts=[[*row.tokens, *extra]])[0]
+    return processors(seq.prefix(extra), logits[None], texts=[[*seq.tokens, *extra]])[0]
 
 
-def process_all(processors: Processors, row: SequenceView, extras: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
-    """The same of `logits` `[n, vocab]` after the row's text and each of `extras`, in one call where that will do."""
+def process_all(processors: Processors, seq: SequenceView, extras: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
+    """The same of `logits` `[n, vocab]` after the sequence's text and each of `extras`, in one call where that
+    will do.
+    """
     if not processors.reads_ids:
         return processors(None, logits)
-    return torch.stack([process(processors, row, extra, one) for extra, one in zip(extras, logits, strict=True)])
+    return torch.stack([process(processors, seq, extra, one) for extra, one in zip(extras, logits, strict=True)])
 
 
 def fit(logits: Tensor, width: int | None) -> Tensor:
@@ -52,7 +54,7 @@ def likeliest(scores: Tensor, *, confident: bool = True) -> tuple[int, float]:
 
     A probability of NaN stands for scores that hold one, or that are infinite.
     """
-    if device_reads.is_local(scores):  # numpy's calls cost a tenth of torch's on one row
+    if device_reads.is_local(scores):  # numpy's calls cost a tenth of torch's on one sequence
         values = scores.detach().numpy()
         token = int(values.argmax())
         if not (confident and math.isfinite(values[token])):
@@ -93,28 +95,28 @@ class GreedyRule:
     width: int | None = None
     needs_q: ClassVar[bool] = False
 
-    def choice(self, row: SequenceView) -> Choice | None:
-        """How it chooses what comes after a row's text, in numbers, if these say it."""
+    def choice(self, seq: SequenceView) -> Choice | None:
+        """How it chooses what comes after a sequence's text, in numbers, if these say it."""
         known = type(self) in (GreedyRule, CoupledRule, SampledRule)
-        return self.processors.in_numbers(row.tokens) if known else None
+        return self.processors.in_numbers(seq.tokens) if known else None
 
     def pick(
-        self, row: SequenceView, guesses: list[int], logits: Tensor, *, confident: bool = True
+        self, seq: SequenceView, guesses: list[int], logits: Tensor, *, confident: bool = True
     ) -> tuple[int, float, Tensor | None]:
         """The argmax of draft `logits` `[vocab]` after `guesses`, its probability, and no q."""
-        return *likeliest(self._after(row, guesses, logits), confident=confident), None
+        return *likeliest(self._after(seq, guesses, logits), confident=confident), None
 
-    def expand(self, row: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
+    def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
         """The likeliest continuations of `ends`, from draft `logits` `[ends, vocab]`."""
-        return likeliest_children(torch.log_softmax(self._after_all(row, ends, logits), dim=-1), ends, plan)
+        return likeliest_children(torch.log_softmax(self._after_all(seq, ends, logits), dim=-1), ends, plan)
 
-    def _after(self, row: SequenceView, guesses: list[int], logits: Tensor) -> Tensor:
+    def _after(self, seq: SequenceView, guesses: list[int], logits: Tensor) -> Tensor:
         """Processed draft `logits` `[vocab]`, float32, as wide as the target's."""
-        return process(self.processors, row, guesses, fit(logits, self.width))
+        return process(self.processors, seq, guesses, fit(logits, self.width))
 
-    def _after_all(self, row: SequenceView, ends: Sequence[Branch], logits: Tensor) -> Tensor:
+    def _after_all(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor) -> Tensor:
         """The same of `logits` `[ends, vocab]`."""
-        return process_all(self.processors, row, [end.tokens for end in ends], fit(logits, self.width))
+        return process_all(self.processors, seq, [end.tokens for end in ends], fit(logits, self.width))
 
 
 @dataclass(frozen=True)
@@ -123,22 +125,22 @@ class CoupledRule(GreedyRule):
 
     seed: int = 0
 
-    def choice(self, row: SequenceView) -> Choice | None:
+    def choice(self, seq: SequenceView) -> Choice | None:
         """The same with the target's noise."""
-        choice = super().choice(row)
-        return choice and choice._replace(address=noise.key(self.seed, noise.COUPLED), first=generated(row))
+        choice = super().choice(seq)
+        return choice and choice._replace(address=noise.key(self.seed, noise.COUPLED), first=generated(seq))
 
     def pick(
-        self, row: SequenceView, guesses: list[int], logits: Tensor, *, confident: bool = True
+        self, seq: SequenceView, guesses: list[int], logits: Tensor, *, confident: bool = True
     ) -> tuple[int, float, Tensor | None]:
         """The coupled draw from draft `logits` `[vocab]` after `guesses`, its probability, and no q."""
-        address = noise.key(self.seed, noise.COUPLED, generated(row) + len(guesses))
-        return *drawn(self._after(row, guesses, logits), address, confident=confident), None
+        address = noise.key(self.seed, noise.COUPLED, generated(seq) + len(guesses))
+        return *drawn(self._after(seq, guesses, logits), address, confident=confident), None
 
-    def expand(self, row: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
+    def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
         """The continuations of `ends` that the target's own noise favours, from draft `logits` `[ends, vocab]`."""
-        address = noise.key(self.seed, noise.COUPLED, generated(row) + len(ends[0].tokens))
-        return likeliest_children(noisy(self._after_all(row, ends, logits), address), ends, plan)
+        address = noise.key(self.seed, noise.COUPLED, generated(seq) + len(ends[0].tokens))
+        return likeliest_children(noisy(self._after_all(seq, ends, logits), address), ends, plan)
 
 
 @dataclass(frozen=True)
@@ -148,21 +150,21 @@ class SampledRule(GreedyRule):
     seed: int = 0
     needs_q: ClassVar[bool] = True
 
-    def choice(self, row: SequenceView) -> Choice | None:
+    def choice(self, seq: SequenceView) -> Choice | None:
         """The same with noise of its own."""
-        choice = super().choice(row)
-        return choice and choice._replace(address=noise.key(self.seed, noise.DRAFT, generated(row)))
+        choice = super().choice(seq)
+        return choice and choice._replace(address=noise.key(self.seed, noise.DRAFT, generated(seq)))
 
     def pick(
-        self, row: SequenceView, guesses: list[int], logits: Tensor, *, confident: bool = True
+        self, seq: SequenceView, guesses: list[int], logits: Tensor, *, confident: bool = True
     ) -> tuple[int, float, Tensor | None]:
         """A draw from draft `logits` `[vocab]` after `guesses`, its probability, and q `[width]` float32."""
-        scores = self._after(row, guesses, logits)
-        address = noise.key(self.seed, noise.DRAFT, generated(row), len(guesses))
+        scores = self._after(seq, guesses, logits)
+        address = noise.key(self.seed, noise.DRAFT, generated(seq), len(guesses))
         token, prob = drawn(scores, address, confident=confident)
         return token, prob, None if math.isnan(prob) else torch.softmax(scores, dim=-1)
 
-    def expand(self, row: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
+    def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
         """Draws from q after every one of `ends`, without replacement, from draft `logits` `[ends, vocab]`."""
-        address = noise.key(self.seed, noise.DRAFT, generated(row))
-        return drawn_children(self._after_all(row, ends, logits), ends, plan, address)
+        address = noise.key(self.seed, noise.DRAFT, generated(seq))
+        return drawn_children(self._after_all(seq, ends, logits), ends, plan, address)

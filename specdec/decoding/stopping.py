@@ -1,4 +1,4 @@
-"""When a row ends: asked after every emitted token, also in the middle of an accepted block."""
+"""When a sequence ends: asked after every emitted token, also in the middle of an accepted block."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def _holds(answer: Any) -> bool:
 
 @dataclass(frozen=True)
 class Stopping:
-    """Ends a row at one of `eos_ids`, at `max_length` tokens (prompt included, padding not), or when a criterion holds.
+    """Ends a sequence at one of `eos_ids`, at `max_length` tokens (prompt included, padding not), or when a criterion
+    holds.
 
     `criteria` are transformers stopping criteria; each sees `ids` `[1, length]` once per emitted token, in order.
     """
@@ -38,10 +39,10 @@ class Stopping:
     max_length: int | None = None
     criteria: Sequence[Any] | None = None
 
-    def __call__(self, row: SequenceView, new: list[int], scores: tuple[Tensor, ...] | None = None) -> str | None:
-        """Why the row ends with the last token of `new`: "eos", "length", "stop", "time", "criteria", or None."""
-        ids = row.prefix(new) if self.reads_ids else None
-        [reason] = self.each(new[-1:], len(row.tokens) + len(new), ids, scores)
+    def __call__(self, seq: SequenceView, new: list[int], scores: tuple[Tensor, ...] | None = None) -> str | None:
+        """Why the sequence ends with the last token of `new`: "eos", "length", "stop", "time", "criteria", or None."""
+        ids = seq.prefix(new) if self.reads_ids else None
+        [reason] = self.each(new[-1:], len(seq.tokens) + len(new), ids, scores)
         return reason
 
     @property

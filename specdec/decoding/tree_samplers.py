@@ -37,7 +37,7 @@ def likeliest_children(scores: Tensor, ends: Sequence[Branch], plan: Plan) -> li
 def noisy(scores: Tensor, address: int) -> Tensor:
     """`scores` `[ends, vocab]` with the noise of the target's draw at `address`, as log-probabilities.
 
-    Only a row's likeliest tokens keep theirs; the draft may guess, the target may not.
+    Only a sequence's likeliest tokens keep theirs; the draft may guess, the target may not.
     """
     kept, ids = scores.topk(min(_CANDIDATES, scores.shape[1]))
     loud = kept + noise.gumbel(address, ids).to(kept.dtype)

@@ -16,7 +16,7 @@ class KvBudget:
     """A limit on the keys and values of a running set, target and drafts together.
 
     `limit`: bytes, or a share of the memory that is free when the first request comes; None: no limit. What a request
-    needs is counted as if every row grew to its greatest length.
+    needs is counted as if every sequence grew to its greatest length.
     """
 
     def __init__(self, limit: int | float | None, model: LanguageModel) -> None:
@@ -50,10 +50,10 @@ class KvBudget:
 
     def bounds(self, requests: Sequence[Request]) -> tuple[int, int]:
         """The most rows, and the most columns, that the store of these requests may need."""
-        rows = [row for request in requests for row in request.rows]
-        longest = max((one.most_positions for row in rows for one in row.batch_rows), default=0)
-        widest = max((_nodes(request, row) for request in requests for row in request.rows), default=1)
-        return sum(len(row.batch_rows) for row in rows), longest + widest + 2
+        seqs = [seq for request in requests for seq in request.seqs]
+        longest = max((one.most_positions for seq in seqs for one in seq.batch_seqs), default=0)
+        widest = max((_nodes(request, seq) for request in requests for seq in request.seqs), default=1)
+        return sum(len(seq.batch_seqs) for seq in seqs), longest + widest + 2
 
     def ample(self, requests: Sequence[Request]) -> tuple[int, int]:
         """The bounds, or those of earlier requests while they take no more than half of what is allowed.
@@ -73,17 +73,17 @@ class KvBudget:
         """What the target's and the drafts' keys and values of these requests may take."""
         rows, columns = self.bounds(requests)
         total = rows * columns * self._model.kv_bytes
-        total += sum(len(request.rows) * self._model.cross_bytes(request.frames) for request in requests)
+        total += sum(len(request.seqs) * self._model.cross_bytes(request.frames) for request in requests)
         drafters = {id(request.drafter): request.drafter for request in requests if request.drafter is not None}
         for drafter in drafters.values():
-            own = sum(len(request.rows) for request in requests if request.drafter is drafter)
+            own = sum(len(request.seqs) for request in requests if request.drafter is drafter)
             total += own * columns * sum(model.kv_bytes for model in drafter.models)
         return total
 
 
-def _nodes(request: Request, row: RunningSequence) -> int:
-    """The most nodes that a row brings to a pass, prompts left out."""
+def _nodes(request: Request, seq: RunningSequence) -> int:
+    """The most nodes that a sequence brings to a pass, prompts left out."""
     if request.drafter is None:
-        return row.width
-    level = 1 if row.task.branching is None else 2 * max(row.width, request.pacing.schedule.max_branches)
-    return row.width + min(level * (row.max_length - row.prompt_length), _MOST_NODES)
+        return seq.width
+    level = 1 if seq.task.branching is None else 2 * max(seq.width, request.pacing.schedule.max_branches)
+    return seq.width + min(level * (seq.max_length - seq.prompt_length), _MOST_NODES)

@@ -33,7 +33,7 @@ class Reader:
 
 
 class Text(NamedTuple):
-    """What a row has read, as far as it can be compared: tokens, and the `context` of their keys and values.
+    """What a sequence has read, as far as it can be compared: tokens, and the `context` of their keys and values.
 
     The first `unseen` positions have no ids and belong to the context. `reader` is the draft that has read it, None
     where that is the target.
@@ -64,9 +64,9 @@ class Text(NamedTuple):
 
 
 class Prefixes:
-    """What was read of texts whose rows have left, at most `limit` bytes of it; the least recently used go first.
+    """What was read of texts whose sequences have left, at most `limit` bytes of it; the least recently used go first.
 
-    A text that goes on takes the place of the one that it continues. `room` are the bytes that running rows leave.
+    A text that goes on takes the place of the one that it continues. `room` are the bytes that running sequences leave.
     """
 
     def __init__(self, limit: int) -> None:

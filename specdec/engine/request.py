@@ -15,7 +15,7 @@ from specdec.models import Encoding
 
 @dataclass(eq=False)
 class Pacing:
-    """How much to draft, as all rows that go by it have learned so far; `users` requests do at present."""
+    """How much to draft, as all sequences that go by it have learned so far; `users` requests do at present."""
 
     schedule: Schedule
     users: int = 0
@@ -23,19 +23,19 @@ class Pacing:
 
 @dataclass(eq=False, kw_only=True)
 class Request:
-    """Rows that were asked for together, and everything that belongs to them alone.
+    """Sequences that were asked for together, and everything that belongs to them alone.
 
-    `encode` runs the encoder, `[inputs, ...]`, of which row r reads number `row.task.place`. `prefill_chunk` bounds the
-    prompt tokens of one pass; None leaves that to the engine. `output_hidden_states` and `output_attentions` keep those
-    of all layers, and prompts are then read in one pass; `last_hidden` keeps hidden states of the last layer.
-    `frames` are the positions of its encoder's output. `model_state` is the target's when the call was made; its
+    `encode` runs the encoder, `[inputs, ...]`, of which sequence r reads number `seq.task.place`. `prefill_chunk`
+    bounds the prompt tokens of one pass; None leaves that to the engine. `output_hidden_states` and `output_attentions`
+    keep those of all layers, and prompts are then read in one pass; `last_hidden` keeps hidden states of the last
+    layer. `frames` are the positions of its encoder's output. `model_state` is the target's when the call was made; its
     caller has `waited` since then, and has not changed the model.
 
     `rounds` are those that nobody has looked at yet. `error` is what ended the request early; `done` says that nothing
-    more will come. `passes` counts target passes that any of its rows took part in.
+    more will come. `passes` counts target passes that any of its sequences took part in.
     """
 
-    rows: list[RunningSequence]
+    seqs: list[RunningSequence]
     pacing: Pacing
     drafter: BatchDrafter | None = None
     encode: Callable[[], Encoding] | None = None

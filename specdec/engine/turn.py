@@ -1,4 +1,4 @@
-"""One round as it is under way: a row's turn in it, and where its seconds go."""
+"""One round as it is under way: a sequence's turn in it, and where its seconds go."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ class Stopwatch:
         self.spent[phase] += now - self._last
         self._last = now
 
-    def round(self, rows: list[SequenceRound], nodes: int) -> Round:
+    def round(self, seqs: list[SequenceRound], nodes: int) -> Round:
         """What the round came to."""
         total = clock() - self._began
-        return Round(rows, nodes, self.spent["draft"], self.spent["verify"], self.spent["select"], total)
+        return Round(seqs, nodes, self.spent["draft"], self.spent["verify"], self.spent["select"], total)
 
 
 @dataclass(eq=False, slots=True)
 class Turn:
-    """One row's round, step by step: its slots in the target, the text held there, its parts of the pass.
+    """One sequence's round, step by step: its slots in the target, the text held there, its parts of the pass.
 
     `passes` are the numbers of those that it took part in, `hidden` what they said of the layers that its draft reads.
     """
 
-    row: RunningSequence
+    seq: RunningSequence
     slots: list[int]
     held: list[int]
     parts: list[RowPass]
@@ -66,9 +66,9 @@ class Turn:
         return sum(part.cost for part in self.parts)
 
     @property
-    def batch_rows(self) -> list[tuple[RunningSequence, RowPass, int]]:
-        """The row and its unconditional row, with their parts and the text held of each."""
-        return list(zip(self.row.batch_rows, self.parts, self.held, strict=True))
+    def batch_seqs(self) -> list[tuple[RunningSequence, RowPass, int]]:
+        """The sequence and its unconditional sequence, with their parts and the text held of each."""
+        return list(zip(self.seq.batch_seqs, self.parts, self.held, strict=True))
 
     @property
     def committed(self) -> list[tuple[int, list[int], int]]:
@@ -77,13 +77,13 @@ class Turn:
         return [(slot, p.path(path), len(p.text) + text) for slot, p in zip(self.slots, self.parts, strict=True)]
 
     def commit(self) -> Commit:
-        """What its draft is told, before or after the row takes its walk."""
+        """What its draft is told, before or after the sequence takes its walk."""
         path, text, ends = ([], 0, False) if self.walk is None else (*self.walk[1:3], self.walk.finish is not None)
-        return Commit(self.row, path, text, None if ends or not self.hidden else self._told(path))
+        return Commit(self.seq, path, text, None if ends or not self.hidden else self._told(path))
 
     def _told(self, path: list[int]) -> Hidden:
         """The hidden states of the text that was read and of new nodes on the path; of tokens that have ids."""
-        part, first = self.parts[0], self.held[0] - self.row.unseen
+        part, first = self.parts[0], self.held[0] - self.seq.unseen
         nodes = part.path([node for node in path if node >= part.held])[max(-first, 0) :]
         assert self.scores is not None
         own = [node - self.scores.held for node in nodes]
@@ -91,12 +91,12 @@ class Turn:
         return Hidden(max(first, 0), part.held, states)
 
     def share(self, prefill: bool) -> SequenceRound:
-        """What the round came to; before the row takes its walk."""
+        """What the round came to; before the sequence takes its walk."""
         assert self.walk is not None
         walk, proposal = self.walk, self.parts[0].proposal
-        tested, levels = self.row.tested(proposal, walk)
+        tested, levels = self.seq.tested(proposal, walk)
         return SequenceRound(
-            key=self.row.key,
+            key=self.seq.key,
             drafted=len(proposal),
             depth=proposal.depth,
             accepted=walk.accepted,

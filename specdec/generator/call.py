@@ -130,7 +130,7 @@ class Call:
         pacing = self.draft.pacing(o, self.make_schedule)
         seeds, serial = row_seeds(o, len(self.prompts.rows)), next(_SERIAL)
         self._strategies: list[Selector | Search] = []
-        rows = []
+        seqs: list[RunningSequence] = []
         for r, prompt in enumerate(self.prompts.rows):
             stop = Stopping(frozenset(o.eos_ids), limit - prompt.padding, self._criteria)
             strategy = self._make_strategy(r, prompt, seeds[r], stop)
@@ -146,11 +146,11 @@ class Call:
                 next((p.allowed for p in self.extras.logits_processor if hasattr(p, "allowed")), None),
             )
             self._strategies.append(strategy)
-            rows.append(self._row(prompt, strategy, stop, task))
+            seqs.append(self._sequence(prompt, strategy, stop, task))
         check_vocabulary(o, self.target)
         self._in_step = self._step()
         self.request = Request(
-            rows=rows,
+            seqs=seqs,
             pacing=pacing,
             drafter=self.drafter,
             encode=self._encode if self.target.is_encoder_decoder else None,
@@ -161,13 +161,13 @@ class Call:
             frames=self._frames(),
             model_state=self.state.digest,
         )
-        for r, (row, prompt) in enumerate(zip(rows, self.prompts.rows, strict=True)):
-            self._share(row, prompt, r // o.copies)
+        for r, (seq, prompt) in enumerate(zip(seqs, self.prompts.rows, strict=True)):
+            self._share(seq, prompt, r // o.copies)
 
     @property
-    def rows(self) -> list[RunningSequence]:
-        """The rows of its request."""
-        return self.request.rows
+    def seqs(self) -> list[RunningSequence]:
+        """The sequences of its request."""
+        return self.request.seqs
 
     @property
     def stops(self) -> Sequence[str]:
@@ -190,8 +190,8 @@ class Call:
             with self._in_step, closing(told) as rounds:
                 for round_ in rounds:
                     self._recorder.add(round_)
-                    index = index or {row.key: i for i, row in enumerate(self.rows)}
-                    news = [News(index[r.key], r.steps, r.accepted, r.finish) for r in round_.rows if r.steps]
+                    index = index or {seq.key: i for i, seq in enumerate(self.seqs)}
+                    news = [News(index[r.key], r.steps, r.accepted, r.finish) for r in round_.seqs if r.steps]
                     if streamer is not None and news:
                         streamer.put(torch.tensor(news[0].token_ids))
                     if stream:
@@ -229,39 +229,39 @@ class Call:
     def so_far(self) -> Generation | None:
         """The texts of a call that has ended, as far as they came; None of choices that only its end would have made.
 
-        A row that was cut off has the finish reason "cancelled".
+        A sequence that was cut off has the finish reason "cancelled".
         """
         if self.options.at_the_end:
             return None
-        keys = [row.key for row in self.rows]
+        keys = [seq.key for seq in self.seqs]
         new = self._recorder.tokens(keys)
-        out = Generation(sequences=sequences(self.prompts.padded, new, pad_id(self.options)).to(self.rows[0].device))
-        return self._told(out, self.rows, new)
+        out = Generation(sequences=sequences(self.prompts.padded, new, pad_id(self.options)).to(self.seqs[0].device))
+        return self._told(out, self.seqs, new)
 
     @plain_modes()
     def _result(self) -> Generation:
         """What came of the finished request."""
-        o, rows, pad = self.options, self._best_rows(), pad_id(self.options)
-        new = [text for row in rows for text in row.texts]
+        o, seqs, pad = self.options, self._best(), pad_id(self.options)
+        new = [text for seq in seqs for text in seq.texts]
         padded = self.prompts.padded[:: o.copies].repeat_interleave(self._returned, 0)
-        out = Generation(sequences=sequences(padded, new, pad).to(rows[0].device))
+        out = Generation(sequences=sequences(padded, new, pad).to(seqs[0].device))
         if o.output_scores:
-            out.scores = per_token(rows, "scores", pad)
+            out.scores = per_token(seqs, "scores", pad)
         if o.output_logits:
-            out.logits = per_token(rows, "logits", pad)
-        self._add_traces(out, rows)
+            out.logits = per_token(seqs, "logits", pad)
+        self._add_traces(out, seqs)
         self._add_beams(out)
         if o.num_samples is not None:
-            out.sequences_scores = torch.tensor([self._rank(row) for row in rows], device=rows[0].device)
-        return self._told(out, rows, new)
+            out.sequences_scores = torch.tensor([self._rank(seq) for seq in seqs], device=seqs[0].device)
+        return self._told(out, seqs, new)
 
-    def _told(self, out: Generation, rows: Sequence[RunningSequence], new: Sequence[list[int]]) -> Generation:
+    def _told(self, out: Generation, seqs: Sequence[RunningSequence], new: Sequence[list[int]]) -> Generation:
         """`out` with what is known of its `new` texts beside their tokens: origins, statistics, words."""
         if self.options.beams == 1:
-            out.drafted = self._recorder.drafted([row.key for row in rows])
+            out.drafted = self._recorder.drafted([seq.key for seq in seqs])
         schedule = self.request.pacing.schedule
         out.stats = self._recorder.stats(
-            [row.key for row in self.rows],
+            [seq.key for seq in self.seqs],
             cached_prompt_tokens=self.request.cached_prompt_tokens,
             num_target_passes=self.request.passes,
             seconds=self.seconds,
@@ -289,39 +289,39 @@ class Call:
         o = self.options
         return (o.num_return_sequences or 1) if o.at_the_end else o.copies
 
-    def _best_rows(self) -> list[RunningSequence]:
-        """All rows; of samples that are ranked, the best of every prompt, the earlier of equals first."""
+    def _best(self) -> list[RunningSequence]:
+        """All sequences; of samples that are ranked, the best of every prompt, the earlier of equals first."""
         if self.options.num_samples is None:
-            return self.rows
-        groups = [self.rows[i : i + self.options.copies] for i in range(0, len(self.rows), self.options.copies)]
-        return [row for group in groups for row in sorted(group, key=self._rank, reverse=True)[: self._returned]]
+            return self.seqs
+        groups = [self.seqs[i : i + self.options.copies] for i in range(0, len(self.seqs), self.options.copies)]
+        return [seq for group in groups for seq in sorted(group, key=self._rank, reverse=True)[: self._returned]]
 
-    def _rank(self, row: RunningSequence) -> float:
+    def _rank(self, seq: RunningSequence) -> float:
         """The log-probability of a sample under the target, per token unless the ranking is "sum"."""
-        total = sum(step.log_prob or 0.0 for step in row.steps)
-        return total if self.options.ranking == "sum" else total / len(row.steps)
+        total = sum(step.log_prob or 0.0 for step in seq.steps)
+        return total if self.options.ranking == "sum" else total / len(seq.steps)
 
     def _add_beams(self, out: Generation) -> None:
         """Scores of hypotheses and the beams that they went through; as in transformers, where scores are asked for."""
         if self.options.beams == 1:
             return
-        found = [h for row in self.rows if isinstance(row, SearchSequence) for h in row.state.finished[: row.returned]]
-        device = self.rows[0].device
+        found = [h for seq in self.seqs if isinstance(seq, SearchSequence) for h in seq.state.finished[: seq.returned]]
+        device = self.seqs[0].device
         beams, returned = self.options.beams, self._returned
         out.beam_indices = beam_indices([h.origins for h in found], beams, returned).to(device)
         if self.options.output_trace:
-            out.trace = [row.history for row in self.rows if isinstance(row, SearchSequence)]
+            out.trace = [seq.history for seq in self.seqs if isinstance(seq, SearchSequence)]
         if self.options.output_scores:
             out.sequences_scores = torch.tensor([h.score for h in found], device=device)
 
-    def _add_traces(self, out: Generation, rows: list[RunningSequence]) -> None:
+    def _add_traces(self, out: Generation, seqs: list[RunningSequence]) -> None:
         prefix = "" if self.request.encoding is None else "decoder_"
         if self.options.output_hidden_states:
-            out[f"{prefix}hidden_states"] = traces(rows, "hidden_states")
+            out[f"{prefix}hidden_states"] = traces(seqs, "hidden_states")
         if self.options.output_attentions:
-            out[f"{prefix}attentions"] = traces(rows, "attentions")
+            out[f"{prefix}attentions"] = traces(seqs, "attentions")
             if prefix:
-                out.cross_attentions = traces(rows, "cross_attentions")
+                out.cross_attentions = traces(seqs, "cross_attentions")
         if self.request.encoding is not None:
             for name in ("hidden_states", "attentions"):
                 if (layers := getattr(self.request.encoding, name)) is not None:
@@ -347,17 +347,19 @@ class Call:
         traced = {name: bool(getattr(o, name)) for name in ("output_hidden_states", "output_attentions")}
         return self.target.encode(inputs, **traced)
 
-    def _share(self, row: RunningSequence, prompt: RowPrompt, place: int) -> None:
-        """Lets the row continue what was read before, and be continued, unless nobody knows what its encoder read."""
+    def _share(self, seq: RunningSequence, prompt: RowPrompt, place: int) -> None:
+        """Lets the sequence continue what was read before, and be continued, unless nobody knows what its
+        encoder read.
+        """
         if not self.reuses_prefixes or self.request.traced or self.prompts.encoding is not None:
             return
         model, salt = self.state.digest, self.extras.cache_salt or ""
         inputs = [value[place] for _, value in sorted((self.prompts.encoder or {}).items())]
         if prompt.embeds is not None:
             inputs = [prompt.embeds]
-        row.context = Context(model, salt, b"".join(map(digest, inputs)))
-        if row.unconditional is not None:
-            row.unconditional.context = Context(model, salt)
+        seq.context = Context(model, salt, b"".join(map(digest, inputs)))
+        if seq.unconditional is not None:
+            seq.unconditional.context = Context(model, salt)
 
     def _frames(self) -> int:
         """The most positions that the encoder's output has."""
@@ -367,7 +369,9 @@ class Call:
         lengths = [tensor.shape[-1] for tensor in (self.prompts.encoder or {}).values()]
         return min(max(lengths, default=0), most)
 
-    def _row(self, prompt: RowPrompt, strategy: Selector | Search, stop: Stopping, task: DraftTask) -> RunningSequence:
+    def _sequence(
+        self, prompt: RowPrompt, strategy: Selector | Search, stop: Stopping, task: DraftTask
+    ) -> RunningSequence:
         common: dict[str, Any] = {"max_length": stop.max_length, "device": self.target.device, "task": task}
         unconditional = None if prompt.negative is None else RunningSequence(tokens=list(prompt.negative), **common)
         common |= {"encoder_tokens": prompt.encoder_ids, "prediction": prompt.prediction}

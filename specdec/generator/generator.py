@@ -208,7 +208,7 @@ class SpecGenerator:
 
     def _events(self, call: Call) -> Generator[Event, None, Generation]:
         tokenizer = call.extras.tokenizer
-        texts = [Detokenizer(tokenizer, call.stops) for _ in call.rows] if tokenizer is not None else None
+        texts = [Detokenizer(tokenizer, call.stops) for _ in call.seqs] if tokenizer is not None else None
         run = call.run(self._dispatcher, stream=not call.options.at_the_end)
         with closing(run):
             while True:

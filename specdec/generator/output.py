@@ -224,8 +224,8 @@ class Recorder:
         """Takes one round into account."""
         for phase, seconds in enumerate((round.draft_seconds, round.verify_seconds, round.select_seconds)):
             self._seconds[phase] += seconds
-        for row in round.rows:
-            self._rows.setdefault(row.key, []).append(row)
+        for seq in round.seqs:
+            self._rows.setdefault(seq.key, []).append(seq)
 
     def tokens(self, keys: Sequence[int]) -> list[list[int]]:
         """For every row, in the order of `keys`, the tokens that its rounds brought."""

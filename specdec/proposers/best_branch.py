@@ -17,7 +17,7 @@ from specdec.options.checks import common_length
 
 @dataclass(slots=True)
 class ReadSequence:
-    """A row as a draft reads it that knows only sequences of its own tokens."""
+    """A sequence as a draft reads it that knows only sequences of its own tokens."""
 
     key: int
     tokens: list[int]
@@ -47,51 +47,51 @@ class BestLeaf(DraftSession):
         self._session = session
         self._texts: dict[int, list[int]] = {}
 
-    def propose(self, rows: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
-        """The inner session's chain after the best branch of each row."""
-        return self._session.propose([self._leader(row) for row in rows], plans)
+    def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
+        """The inner session's chain after the best branch of each sequence."""
+        return self._session.propose([self._leader(seq) for seq in seqs], plans)
 
     @property
     def cache(self) -> Any:
         return self._session.cache
 
-    def join(self, row: SequenceView, source: int | Kept, length: int) -> int:
-        return self._session.join(row, source, length)
+    def join(self, seq: SequenceView, source: int | Kept, length: int) -> int:
+        return self._session.join(seq, source, length)
 
-    def keep(self, row: SequenceView, length: int) -> Kept | None:
-        """Passed on for rows that are no searches."""
-        return None if row.key in self._texts else self._session.keep(row, length)
+    def keep(self, seq: SequenceView, length: int) -> Kept | None:
+        """Passed on for sequences that are no searches."""
+        return None if seq.key in self._texts else self._session.keep(seq, length)
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        """Passed on for rows that are no searches."""
-        self._session.commit([commit for commit in commits if commit.row.key not in self._texts])
+        """Passed on for sequences that are no searches."""
+        self._session.commit([commit for commit in commits if commit.seq.key not in self._texts])
 
-    def rewind(self, row: SequenceView, length: int) -> None:
-        self._session.rewind(row, length)
+    def rewind(self, seq: SequenceView, length: int) -> None:
+        self._session.rewind(seq, length)
 
     def release(self, keys: Sequence[int]) -> None:
         for key in keys:
             self._texts.pop(key, None)
         self._session.release(keys)
 
-    def _leader(self, row: SequenceView) -> SequenceView:
+    def _leader(self, seq: SequenceView) -> SequenceView:
         """The best branch of a search as a sequence; a text is one already."""
-        if not row.tree.tokens:
-            return row
-        tokens = row.tokens + branch_tokens(row, row.leaves[0])
+        if not seq.tree.tokens:
+            return seq
+        tokens = seq.tokens + branch_tokens(seq, seq.leaves[0])
         inputs: dict[str, Any] = {
-            "encoder_tokens": row.encoder_tokens,
-            "encoding": row.encoding,
-            "prediction": row.prediction,
+            "encoder_tokens": seq.encoder_tokens,
+            "encoding": seq.encoding,
+            "prediction": seq.prediction,
         }
-        leader = ReadSequence(row.key, tokens, row.prompt_length, row.task, row.remaining, **inputs)
-        before = self._texts.get(row.key, [])
+        leader = ReadSequence(seq.key, tokens, seq.prompt_length, seq.task, seq.remaining, **inputs)
+        before = self._texts.get(seq.key, [])
         if (same := common_length(before, tokens)) < len(before):
             self._session.rewind(leader, same)
-        self._texts[row.key] = tokens
+        self._texts[seq.key] = tokens
         return leader
 
 
-def branch_tokens(row: SequenceView, leaf: int) -> list[int]:
-    """The tokens between the row's text and the end of branch `leaf`, its last included."""
-    return [row.tree.tokens[node] for node in row.tree.path(leaf)]
+def branch_tokens(seq: SequenceView, leaf: int) -> list[int]:
+    """The tokens between the sequence's text and the end of branch `leaf`, its last included."""
+    return [seq.tree.tokens[node] for node in seq.tree.path(leaf)]

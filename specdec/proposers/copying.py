@@ -1,4 +1,4 @@
-"""What drafts without a model share: an index of the text per row, learned confidence, and cutting to the plan."""
+"""What drafts without a model share: an index of the text per sequence, learned confidence, and cutting to the plan."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def _bin(match: int) -> int:
     return min(match.bit_length(), _NUM_BINS - 1)
 
 
-def cut(tokens: list[int], confidence: list[float], row: SequenceView, plan: Plan, source: str) -> Tree:
-    """The chain as far as the plan keeps it; the row's last token is left to the target."""
-    limit = min(plan.limit, row.remaining - 1, len(tokens))
+def cut(tokens: list[int], confidence: list[float], seq: SequenceView, plan: Plan, source: str) -> Tree:
+    """The chain as far as the plan keeps it; the sequence's last token is left to the target."""
+    limit = min(plan.limit, seq.remaining - 1, len(tokens))
     kept: list[float] = []
     while len(kept) < limit:
         kept.append(confidence[len(kept)])
@@ -91,7 +91,7 @@ def merge_chains(chains: Sequence[Tree]) -> Tree:
 
 @dataclass(slots=True)
 class _Reading:
-    """One row's index, how much of its text is in it, and the guess that the next tokens will judge."""
+    """One sequence's index, how much of its text is in it, and the guess that the next tokens will judge."""
 
     index: Index
     seen: int = 0
@@ -121,10 +121,10 @@ class TextDrafter(BatchDrafter):
 
     @abstractmethod
     def index(self) -> Index:
-        """The index of one row."""
+        """The index of one sequence."""
 
     def start(self, vocab_size: int) -> TextSession:
-        """A session without rows; what was learned about confidence is kept across sessions."""
+        """A session without sequences; what was learned about confidence is kept across sessions."""
         return TextSession(self, vocab_size)
 
 
@@ -137,51 +137,51 @@ class TextSession(DraftSession):
         self._drafter, self._vocab_size, self._calibration = drafter, vocab_size, drafter.calibration
         self._readings: dict[int, _Reading] = {}
 
-    def propose(self, rows: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
+    def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
         """One chain per leaf, copied from after an earlier occurrence of the text's end."""
-        return [self._propose(row, plan) for row, plan in zip(rows, plans, strict=True)]
+        return [self._propose(seq, plan) for seq, plan in zip(seqs, plans, strict=True)]
 
-    def guess(self, row: SequenceView, limit: int) -> tuple[list[int], list[float]]:
-        """At most `limit` (but one is always looked up, to keep learning) tokens for `row`, and their confidence."""
-        reading = self._readings.pop(row.key, None) or self._open(row)
-        self._read(reading, row.tokens)
+    def guess(self, seq: SequenceView, limit: int) -> tuple[list[int], list[float]]:
+        """At most `limit` (but one is always looked up, to keep learning) tokens for `seq`, and their confidence."""
+        reading = self._readings.pop(seq.key, None) or self._open(seq)
+        self._read(reading, seq.tokens)
         found, reading.match = reading.index.lookup(max(limit, 1))
-        reading.guess, confidence = self._believed(row, found, reading.match)
+        reading.guess, confidence = self._believed(seq, found, reading.match)
         # Put back only here: a reading that an exception left half way is read anew.
-        self._readings[row.key] = reading
+        self._readings[seq.key] = reading
         return reading.guess, confidence
 
-    def _propose(self, row: SequenceView, plan: Plan) -> Tree:
-        first = cut(*self.guess(row, plan.limit), row, plan, self._drafter.source)
-        if not row.tree.tokens:
+    def _propose(self, seq: SequenceView, plan: Plan) -> Tree:
+        first = cut(*self.guess(seq, plan.limit), seq, plan, self._drafter.source)
+        if not seq.tree.tokens:
             return first
         # After the branches of a search, whose shared text is read by now.
-        index, chains = self._readings[row.key].index, []
-        for leaf in row.leaves:
-            found, match = index.lookup(max(plan.limit, 1), branch_tokens(row, leaf))
-            chains.append(cut(*self._believed(row, found, match), row, plan, self._drafter.source))
+        index, chains = self._readings[seq.key].index, []
+        for leaf in seq.leaves:
+            found, match = index.lookup(max(plan.limit, 1), branch_tokens(seq, leaf))
+            chains.append(cut(*self._believed(seq, found, match), seq, plan, self._drafter.source))
         return merge_chains(chains)
 
-    def _believed(self, row: SequenceView, found: list[int], match: int) -> tuple[list[int], list[float]]:
+    def _believed(self, seq: SequenceView, found: list[int], match: int) -> tuple[list[int], list[float]]:
         """What may be proposed of `found` after a match of so many tokens, and its confidence."""
-        guess = known_tokens(found, self._vocab_size, row.task.ends)
+        guess = known_tokens(found, self._vocab_size, seq.task.ends)
         return guess, self._calibration.rates(match, len(guess))
 
-    def rewind(self, row: SequenceView, length: int) -> None:
-        self._readings.pop(row.key, None)
+    def rewind(self, seq: SequenceView, length: int) -> None:
+        self._readings.pop(seq.key, None)
 
     def release(self, keys: Sequence[int]) -> None:
         for key in keys:
             self._readings.pop(key, None)
 
-    def _open(self, row: SequenceView) -> _Reading:
+    def _open(self, seq: SequenceView) -> _Reading:
         reading = _Reading(self._drafter.index())
-        if self._drafter.encoder and row.encoder_tokens:
-            reading.index.extend([*row.encoder_tokens, SEPARATOR])
-        if row.prediction:
+        if self._drafter.encoder and seq.encoder_tokens:
+            reading.index.extend([*seq.encoder_tokens, SEPARATOR])
+        if seq.prediction:
             # After the end of the prompt, so that the prompt's own end is followed by its beginning.
-            prompt = row.tokens[: row.prompt_length]
-            reading.index.extend([*prompt[-_JOINT:], *row.prediction, SEPARATOR])
+            prompt = seq.tokens[: seq.prompt_length]
+            reading.index.extend([*prompt[-_JOINT:], *seq.prediction, SEPARATOR])
         return reading
 
     def _read(self, reading: _Reading, text: list[int]) -> None:

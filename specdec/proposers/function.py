@@ -47,20 +47,20 @@ class FunctionSession(DraftSession):
     def __init__(self, propose: Propose, name: str, vocab_size: int) -> None:
         self._propose, self._name, self._vocab_size = propose, name, vocab_size
 
-    def propose(self, rows: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
+    def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
         """One chain per leaf; raises DraftError if the function returns anything but tokens."""
         return [
-            merge_chains([self._chain(row, plan, branch_tokens(row, leaf)) for leaf in row.leaves])
-            for row, plan in zip(rows, plans, strict=True)
+            merge_chains([self._chain(seq, plan, branch_tokens(seq, leaf)) for leaf in seq.leaves])
+            for seq, plan in zip(seqs, plans, strict=True)
         ]
 
-    def _chain(self, row: SequenceView, plan: Plan, beyond: list[int]) -> Tree:
-        limit = min(plan.limit, row.remaining - 1)
+    def _chain(self, seq: SequenceView, plan: Plan, beyond: list[int]) -> Tree:
+        limit = min(plan.limit, seq.remaining - 1)
         if limit <= 0:
             return Tree([], [], source=self._name)
-        # The function gets a list of its own: what it does to it must not reach the row.
-        tokens = self._checked(self._propose(row.tokens + beyond, limit))[:limit]
-        return cut(tokens, [1.0] * len(tokens), row, plan, self._name)
+        # The function gets a list of its own: what it does to it must not reach the sequence.
+        tokens = self._checked(self._propose(seq.tokens + beyond, limit))[:limit]
+        return cut(tokens, [1.0] * len(tokens), seq, plan, self._name)
 
     def _checked(self, proposal: object) -> list[int]:
         """The proposal as a list of ints below the vocabulary's size."""

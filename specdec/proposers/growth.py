@@ -1,4 +1,4 @@
-"""What a draft model's cache holds of a row, and the chain or branches that grow from it in one round."""
+"""What a draft model's cache holds of a sequence, and the chain or branches that grow from it in one round."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from specdec.core.rounds import SequenceView
 from specdec.core.tree import EMPTY, Tree
 from specdec.proposers.best_branch import branch_tokens
 
-GoesOn = Callable[[SequenceView, int], bool]  # whether a guess may follow a token of a row
+GoesOn = Callable[[SequenceView, int], bool]  # whether a guess may follow a token of a sequence
 
 
 @dataclass(eq=False, slots=True)
 class Held:
-    """What the draft's cache holds of one row, number `slot` of the model's session.
+    """What the draft's cache holds of one sequence, number `slot` of the model's session.
 
-    `text` tokens of the row's text, then `guesses` of a chain. In place of a chain there may be `branches`; `where`
-    says which of them a node is, of the row's branches followed by the proposal. A row is `unreadable` once its text
-    has a token that the draft has no embedding for. `open` rows wait to hear what became of their proposal.
+    `text` tokens of the sequence's text, then `guesses` of a chain. In place of a chain there may be `branches`;
+    `where` says which of them a node is, of the sequence's branches followed by the proposal. A sequence is
+    `unreadable` once its text has a token that the draft has no embedding for. `open` sequences wait to hear what
+    became of their proposal.
     """
 
     slot: int
@@ -36,10 +37,10 @@ class Held:
 
 
 class Chain:
-    """The chain that grows for one row in this round; its guesses lie behind the row's text in the cache."""
+    """The chain that grows for one sequence in this round; its guesses lie behind the sequence's text in the cache."""
 
-    def __init__(self, row: SequenceView, plan: Plan, limit: int, held: Held, goes_on: GoesOn) -> None:
-        self.row, self.plan, self.limit, self.held, self._goes_on = row, plan, limit, held, goes_on
+    def __init__(self, seq: SequenceView, plan: Plan, limit: int, held: Held, goes_on: GoesOn) -> None:
+        self.seq, self.plan, self.limit, self.held, self._goes_on = seq, plan, limit, held, goes_on
         self.tokens: list[int] = []
         self.confidence: list[float] = []
         self.q: list[Tensor] = []
@@ -47,7 +48,7 @@ class Chain:
 
     def first(self) -> Tree | None:
         """What the cache lacks of the text."""
-        missing = self.row.tokens[self.held.text :]
+        missing = self.seq.tokens[self.held.text :]
         self.text = len(missing)
         return Tree.chain(missing)
 
@@ -58,21 +59,21 @@ class Chain:
     def take(self, tree: Tree, logits: Tensor) -> Tree | None:
         """One guess from `logits` `[1, vocab]`; it is fed if the next draft pass pays."""
         self._fed(tree)
-        rule = self.row.task.rule
-        token, confidence, q = rule.pick(self.row, self.tokens, logits[-1], confident=self.plan.needs_confidence)
+        rule = self.seq.task.rule
+        token, confidence, q = rule.pick(self.seq, self.tokens, logits[-1], confident=self.plan.needs_confidence)
         if not self._guess(token, confidence):
             return None
         if q is not None:
             self.q.append(q)
         goes_on = len(self.tokens) < self.limit and self.plan.go_on([self.confidence])
         self.text = 1
-        return Tree.chain([token]) if goes_on and self._goes_on(self.row, token) else None
+        return Tree.chain([token]) if goes_on and self._goes_on(self.seq, token) else None
 
     def rule(self, width: int) -> ChainRule | None:
         """How it grows, guessing among `width` tokens, in numbers; None where the rule or the plan must be asked."""
-        task = self.row.task
+        task = self.seq.task
         until, choose = getattr(self.plan, "until", None), getattr(task.rule, "choice", None)
-        if until is None or choose is None or (choice := choose(self.row)) is None:
+        if until is None or choose is None or (choice := choose(self.seq)) is None:
             return None
         return ChainRule(self.limit, width, choice, until, task.ends, self.plan.needs_confidence, task.rule.needs_q)
 
@@ -95,7 +96,7 @@ class Chain:
             return False  # a draft that overflowed has nothing to say
         self.confidence.append(confidence)
         # A token drawn at random must not be dropped after it was seen: that would bend the output's distribution.
-        if not self.row.task.rule.needs_q and not self.plan.keep(self.confidence):
+        if not self.seq.task.rule.needs_q and not self.plan.keep(self.confidence):
             self.confidence.pop()
             return False
         self.tokens.append(token)
@@ -110,16 +111,16 @@ class Chain:
 
 
 class Branches:
-    """The levels that grow from one row's leaves in this round; the cache holds them as branches.
+    """The levels that grow from one sequence's leaves in this round; the cache holds them as branches.
 
     Of every end, `at` says which of the cache's branches it is (-1: the end of the text), and `_proposed` which node of
-    the levels (-1 - i: the row's leaf i).
+    the levels (-1 - i: the sequence's leaf i).
     """
 
-    def __init__(self, row: SequenceView, plan: Plan, limit: int, held: Held, goes_on: GoesOn) -> None:
-        self.row, self.plan, self.held, self._limit, self._goes_on = row, plan, held, limit, goes_on
-        leaves = zip(row.leaves, row.leaf_scores, strict=True)
-        self.ends = [Branch(branch_tokens(row, leaf), score) for leaf, score in leaves]
+    def __init__(self, seq: SequenceView, plan: Plan, limit: int, held: Held, goes_on: GoesOn) -> None:
+        self.seq, self.plan, self.held, self._limit, self._goes_on = seq, plan, held, limit, goes_on
+        leaves = zip(seq.leaves, seq.leaf_scores, strict=True)
+        self.ends = [Branch(branch_tokens(seq, leaf), score) for leaf, score in leaves]
         self.at: list[int] = []
         self.text = 0
         self._proposed = [-1 - i for i in range(len(self.ends))]
@@ -129,20 +130,20 @@ class Branches:
         self._levels: list[float] = []
 
     def first(self) -> Tree | None:
-        """The cache's branches, and what it lacks of the text and of the row's own branches."""
+        """The cache's branches, and what it lacks of the text and of the sequence's own branches."""
         if not self._limit:
             return None
-        row, held = self.row, self.held
-        missing = row.tokens[held.text :]
+        seq, held = self.seq, self.held
+        missing = seq.tokens[held.text :]
         known = len(held.branches) + len(missing)
-        fresh = [node for node in range(len(row.tree)) if node not in held.where]
+        fresh = [node for node in range(len(seq.tree)) if node not in held.where]
         number = {**held.where, **{node: known + i for i, node in enumerate(fresh)}, -1: known - 1 if missing else -1}
-        parents = [number[row.tree.parents[node]] for node in fresh]
+        parents = [number[seq.tree.parents[node]] for node in fresh]
         chain = Tree.chain(missing) if missing else held.branches  # text that is missing has no branches after it
-        self.at = [number[leaf] for leaf in row.leaves]
+        self.at = [number[leaf] for leaf in seq.leaves]
         self.text = len(missing)
         held.where = {node: i - len(missing) for node, i in number.items() if node >= 0}
-        return Tree(chain.tokens + [row.tree.tokens[node] for node in fresh], chain.parents + parents)
+        return Tree(chain.tokens + [seq.tree.tokens[node] for node in fresh], chain.parents + parents)
 
     def keep(self, tree: Tree) -> int:
         """From the first of the ends on."""
@@ -156,9 +157,9 @@ class Branches:
         self.held.text += text
         self.held.branches = tree.part(range(len(tree)), text)
         self.at = [max(end - text, -1) for end in self.at]
-        branching = self.row.task.branching
+        branching = self.seq.task.branching
         assert branching is not None
-        return self._level(branching.expand(self.row, self.ends, logits[at], self.plan))
+        return self._level(branching.expand(self.seq, self.ends, logits[at], self.plan))
 
     def _level(self, level: list[tuple[int, Branch]]) -> Tree | None:
         cached, first = self.held.branches, len(self._nodes)
@@ -167,7 +168,7 @@ class Branches:
         self._levels.append(max((branch.confidence for _, branch in level), default=0.0))
         best = set(self._best())
         open_ = [
-            i for i, (_, branch) in enumerate(level) if first + i in best and self._goes_on(self.row, branch.tokens[-1])
+            i for i, (_, branch) in enumerate(level) if first + i in best and self._goes_on(self.seq, branch.tokens[-1])
         ]
         chosen = [(first + i, *level[i]) for i in open_[: self.plan.branches]]
         parents = [self.at[end] for _, end, _ in chosen]
@@ -197,7 +198,7 @@ class Branches:
         place = {node: i for i, node in enumerate(nodes)}
         kept = [self._nodes[node] for node in nodes]
         drawn = [node.q for node in kept if node.q is not None]
-        own = len(self.row.tree)
+        own = len(self.seq.tree)
         self.held.where |= {own + place[node]: at for node, at in self._fed.items() if node in place}
         return Tree(
             [node.tokens[-1] for node in kept],

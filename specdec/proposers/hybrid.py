@@ -1,4 +1,6 @@
-"""A text draft and a model draft together: each round and row takes the one that promises more tokens per second."""
+"""A text draft and a model draft together: each round and sequence takes the one that promises more tokens per
+second.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,7 @@ class Odds:
 
 
 class HybridDrafter(BatchDrafter):
-    """Per row and round the text draft or the model draft, by expected accepted tokens per second.
+    """Per sequence and round the text draft or the model draft, by expected accepted tokens per second.
 
     The text draft guesses in every round, used or not, and is scored against what came; the model drafts only where it
     is chosen, and reads what it missed then. The choice is made before the model draws, so q stays the distribution of
@@ -83,7 +85,7 @@ class HybridDrafter(BatchDrafter):
         return self._other
 
     def start(self, vocab_size: int) -> HybridSession:
-        """A session without rows; what was learned about the model draft is kept across sessions."""
+        """A session without sequences; what was learned about the model draft is kept across sessions."""
         return HybridSession(self.text.start(vocab_size), self.model.start(vocab_size), self.text.source, self._odds)
 
 
@@ -100,20 +102,20 @@ class HybridSession(DraftSession):
     def guesses_branches(self) -> bool:  # type: ignore[override]
         return self._model.guesses_branches
 
-    def propose(self, rows: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
-        """One tree per row, from the draft that promises more; for the branches of a search, from the model."""
+    def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
+        """One tree per sequence, from the draft that promises more; for the branches of a search, from the model."""
         if self._ended is not None:
             self._odds.gap = _fading(self._odds.gap, perf_counter() - self._ended)
         self._ended = None
-        for row in rows:
-            self._learn(row)
+        for seq in seqs:
+            self._learn(seq)
         trees = [
-            cut(*self._text.guess(row, plan.limit), row, plan, self._source)
-            for row, plan in zip(rows, plans, strict=True)
+            cut(*self._text.guess(seq, plan.limit), seq, plan, self._source)
+            for seq, plan in zip(seqs, plans, strict=True)
         ]
-        chosen = [i for i, tree in enumerate(trees) if self._prefers_model(rows[i], plans[i], tree)]
+        chosen = [i for i, tree in enumerate(trees) if self._prefers_model(seqs[i], plans[i], tree)]
         if chosen:
-            drafted = self._drafted([rows[i] for i in chosen], [plans[i] for i in chosen])
+            drafted = self._drafted([seqs[i] for i in chosen], [plans[i] for i in chosen])
             for i, tree in zip(chosen, drafted, strict=True):
                 trees[i] = tree
         self._ended = perf_counter()
@@ -123,19 +125,19 @@ class HybridSession(DraftSession):
     def cache(self) -> Any:
         return self._model.cache
 
-    def join(self, row: SequenceView, source: int | Kept, length: int) -> int:
-        return self._model.join(row, source, length)
+    def join(self, seq: SequenceView, source: int | Kept, length: int) -> int:
+        return self._model.join(seq, source, length)
 
-    def keep(self, row: SequenceView, length: int) -> Kept | None:
-        return self._model.keep(row, length)
+    def keep(self, seq: SequenceView, length: int) -> Kept | None:
+        return self._model.keep(seq, length)
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        """Passed on: the model's cache holds the rows' branches whoever made the proposal."""
+        """Passed on: the model's cache holds the sequences' branches whoever made the proposal."""
         self._model.commit(commits)
 
-    def rewind(self, row: SequenceView, length: int) -> None:
-        self._text.rewind(row, length)
-        self._model.rewind(row, length)
+    def rewind(self, seq: SequenceView, length: int) -> None:
+        self._text.rewind(seq, length)
+        self._model.rewind(seq, length)
 
     def release(self, keys: Sequence[int]) -> None:
         for key in keys:
@@ -144,32 +146,32 @@ class HybridSession(DraftSession):
         self._text.release(keys)
         self._model.release(keys)
 
-    def _prefers_model(self, row: SequenceView, plan: Plan, tree: Tree) -> bool:
-        limit = min(plan.limit, row.remaining - 1)
+    def _prefers_model(self, seq: SequenceView, plan: Plan, tree: Tree) -> bool:
+        limit = min(plan.limit, seq.remaining - 1)
         if limit <= 0:
             return False
         # A search goes on only where all its branches were guessed, which copying hardly ever does.
-        if row.tree.tokens or not tree.tokens:
+        if seq.tree.tokens or not tree.tokens:
             return True
         return self._odds.model_rate(limit) > self._odds.text_rate(tree.confidence or [])
 
-    def _drafted(self, rows: list[SequenceView], plans: list[Plan]) -> list[Tree]:
+    def _drafted(self, seqs: list[SequenceView], plans: list[Plan]) -> list[Tree]:
         began = perf_counter()
-        trees = self._model.propose(rows, plans)
-        keys = {row.key for row in rows}
+        trees = self._model.propose(seqs, plans)
+        keys = {seq.key for seq in seqs}
         # A round in which the model reads a whole prompt says nothing about a pass.
         if keys <= self._read and any(trees):
             self._odds.drafted(perf_counter() - began, max(tree.depth for tree in trees))
         self._read |= keys
-        for row, tree in zip(rows, trees, strict=True):
-            self._pending[row.key] = (len(row.tokens), tree)
+        for seq, tree in zip(seqs, trees, strict=True):
+            self._pending[seq.key] = (len(seq.tokens), tree)
         return trees
 
-    def _learn(self, row: SequenceView) -> None:
-        """Compares the model's last draft for `row` with the text that came."""
-        length, guess = self._pending.pop(row.key, (0, EMPTY))
+    def _learn(self, seq: SequenceView) -> None:
+        """Compares the model's last draft for `seq` with the text that came."""
+        length, guess = self._pending.pop(seq.key, (0, EMPTY))
         if guess.tokens:
-            self._odds.outcome(guess, row.tokens[length:])
+            self._odds.outcome(guess, seq.tokens[length:])
 
 
 def _expected(confidence: Sequence[float]) -> float:

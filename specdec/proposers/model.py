@@ -1,4 +1,4 @@
-"""A draft that is a language model: chains for texts, trees for texts and searches, from one cache per row."""
+"""A draft that is a language model: chains for texts, trees for texts and searches, from one cache per sequence."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 CHUNK = 2048
 """Prompt tokens that a pass reads while nobody waits for it."""
 SHARED_CHUNK = 256
-"""The same while other rows are drafted for: they wait for no more than this."""
-_FEW = 16  # tokens that are fed together with the rows that go on
+"""The same while other sequences are drafted for: they wait for no more than this."""
+_FEW = 16  # tokens that are fed together with the sequences that go on
 
 
 def goes_on_by_one(trees: Sequence[Tree], texts: Sequence[int]) -> bool:
-    """Whether a pass reads one more guess of every row's chain."""
+    """Whether a pass reads one more guess of every sequence's chain."""
     return all(len(tree) == text == 1 for tree, text in zip(trees, texts, strict=True))
 
 
 class ModelDrafter(BatchDrafter):
     """Drafts with a smaller language model (Leviathan et al., arXiv 2211.17192, section 2.1).
 
-    An encoder-decoder draft with `shared_encoder` reads the target's encoding of a row, another one encodes the inputs
-    in the row's task. A decoder-only draft reads the decoder's tokens alone.
+    An encoder-decoder draft with `shared_encoder` reads the target's encoding of a sequence, another one encodes the
+    inputs in the sequence's task. A decoder-only draft reads the decoder's tokens alone.
     """
 
     reads_predictions = False
@@ -49,12 +49,12 @@ class ModelDrafter(BatchDrafter):
         return f"ModelDrafter({self.model!r})"
 
     def start(self, vocab_size: int) -> ModelSession:
-        """A session without rows."""
+        """A session without sequences."""
         return ModelSession(self.model, vocab_size, self.source, shared_encoder=self.shared_encoder)
 
 
 class ModelSession(DraftSession):
-    """A draft model at work: a round takes one pass per level over all rows that still go on.
+    """A draft model at work: a round takes one pass per level over all sequences that still go on.
 
     `keeps_guesses`: what it has fed of a guess is as good as text once the guess has become text.
     """
@@ -77,22 +77,22 @@ class ModelSession(DraftSession):
         """The draft's own keys and values."""
         return self._session
 
-    def propose(self, rows: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
-        """One proposal per row; none for a row whose prompt is still being read, a chunk per round."""
-        limits = [self._limit(row, plan) for row, plan in zip(rows, plans, strict=True)]
+    def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
+        """One proposal per sequence; none for a sequence whose prompt is still being read, a chunk per round."""
+        limits = [self._limit(seq, plan) for seq, plan in zip(seqs, plans, strict=True)]
         if not any(limits):
-            return [EMPTY] * len(rows)
+            return [EMPTY] * len(seqs)
         try:
-            ready = self._caught_up([row for row, limit in zip(rows, limits, strict=True) if limit])
+            ready = self._caught_up([seq for seq, limit in zip(seqs, limits, strict=True) if limit])
             growths: dict[int, Chain | Branches] = {
-                row.key: self._growth(row, plan, limit)
-                for row, plan, limit in zip(rows, plans, limits, strict=True)
-                if limit and row.key in ready
+                seq.key: self._growth(seq, plan, limit)
+                for seq, plan, limit in zip(seqs, plans, limits, strict=True)
+                if limit and seq.key in ready
             }
             self._grow(list(growths.values()))
             for key in growths:
                 self._held[key].open = True
-            return [growths[row.key].proposal(self._source) if row.key in growths else EMPTY for row in rows]
+            return [growths[seq.key].proposal(self._source) if seq.key in growths else EMPTY for seq in seqs]
         except BaseException:
             # The cache may hold half a round: forget it, the next round reads the texts again.
             self._session, self._held, self._rows = self._model.session(), {}, {}
@@ -101,8 +101,8 @@ class ModelSession(DraftSession):
     def commit(self, commits: Sequence[Commit]) -> None:
         """Keeps of the cache what became text or is still a branch; leaves are fed again, for their logits."""
         cut, lengths = [], []
-        for row, path, text, _ in commits:
-            held = self._held.get(row.key)
+        for seq, path, text, _ in commits:
+            held = self._held.get(seq.key)
             if held is None:
                 continue
             held.open = False
@@ -114,88 +114,90 @@ class ModelSession(DraftSession):
                     lengths.append(held.text)
                 held.guesses = 0
             elif held.branches.tokens:
-                self._settle(held, row, path, text)
+                self._settle(held, seq, path, text)
         if cut:
             self._session.truncate(cut, lengths)
 
-    def rewind(self, row: SequenceView, length: int) -> None:
+    def rewind(self, seq: SequenceView, length: int) -> None:
         """Takes the cache back."""
-        held = self._held.get(row.key)
+        held = self._held.get(seq.key)
         if held is not None and length < held.text:
             held.text, held.guesses, held.branches, held.where, held.unreadable = length, 0, EMPTY, {}, False
             self._session.truncate([held.slot], [length])
 
     def release(self, keys: Sequence[int]) -> None:
-        """Frees the cache of rows."""
+        """Frees the cache of sequences."""
         gone = [held.slot for key in keys if (held := self._held.pop(key, None)) is not None]
         for key in keys:
             self._rows.pop(key, None)
         if gone:
             self._session.remove(gone)
-        used = {id(row.task.inputs) for row in self._rows.values()}
+        used = {id(seq.task.inputs) for seq in self._rows.values()}
         self._encoded = {key: value for key, value in self._encoded.items() if key in used}
 
-    def _limit(self, row: SequenceView, plan: Plan) -> int:
+    def _limit(self, seq: SequenceView, plan: Plan) -> int:
         """The most nodes worth drafting: the target adds one token itself, and the draft has only so many positions."""
-        limit = min(plan.limit, row.remaining - 1)
-        if limit <= 0 or not row.tokens:
+        limit = min(plan.limit, seq.remaining - 1)
+        if limit <= 0 or not seq.tokens:
             return 0
         most: int | None = self._model.max_positions
         if most is not None:
-            beyond = row.tree.depth  # of a search, whose leaves are that far from its text
-            limit = min(limit, most - len(row.tokens) - beyond + 1)
+            beyond = seq.tree.depth  # of a search, whose leaves are that far from its text
+            limit = min(limit, most - len(seq.tokens) - beyond + 1)
         return limit if limit > 0 and plan.go_on([[]]) else 0
 
-    def _caught_up(self, rows: Sequence[SequenceView]) -> set[int]:
-        """Reads at most a chunk of the texts of rows that are far behind; which rows can be drafted for."""
-        followers = self._admit(rows)
-        self._close([row for row in rows if row.key in self._held and self._held[row.key].open])
-        for row in rows:
-            held = self._held.get(row.key)
-            if held is not None and not self._is_readable(held, row):
+    def _caught_up(self, seqs: Sequence[SequenceView]) -> set[int]:
+        """Reads at most a chunk of the texts of sequences that are far behind; which sequences can be drafted for."""
+        followers = self._admit(seqs)
+        self._close([seq for seq in seqs if seq.key in self._held and self._held[seq.key].open])
+        for seq in seqs:
+            held = self._held.get(seq.key)
+            if held is not None and not self._is_readable(held, seq):
                 held.unreadable = True
-        self._refresh(rows)
-        ready = [row for row in rows if row.key in self._held and not self._held[row.key].unreadable]
-        missing = [len(row.tokens) - self._held[row.key].text for row in ready]
-        # Where some rows only go on, the others' texts get a pass of their own, and no more than a chunk of it.
+        self._refresh(seqs)
+        ready = [seq for seq in seqs if seq.key in self._held and not self._held[seq.key].unreadable]
+        missing = [len(seq.tokens) - self._held[seq.key].text for seq in ready]
+        # Where some sequences only go on, the others' texts get a pass of their own, and no more than a chunk of it.
         few = min(_FEW, SHARED_CHUNK)
         most, chunk = (few, SHARED_CHUNK) if any(count <= few for count in missing) else (CHUNK, CHUNK)
-        sizes = {row.key: self._behind(row, most, followers) for row in ready}
+        sizes = {seq.key: self._behind(seq, most, followers) for seq in ready}
         batch: list[SequenceView] = []
-        for row in ready:
-            widest = max(min(sizes[one.key], chunk) for one in [*batch, row])
-            if sizes[row.key] and (not batch or (len(batch) + 1) * widest <= chunk):
-                batch.append(row)
+        for seq in ready:
+            widest = max(min(sizes[one.key], chunk) for one in [*batch, seq])
+            if sizes[seq.key] and (not batch or (len(batch) + 1) * widest <= chunk):
+                batch.append(seq)
         self._read(batch, chunk)
         joined = self._join_followers(followers)
-        return {row.key for row in [*ready, *joined] if not self._behind(row, most, {})}
+        return {seq.key for seq in [*ready, *joined] if not self._behind(seq, most, {})}
 
-    def _behind(self, row: SequenceView, most: int, followers: dict[int, list[SequenceView]]) -> int:
-        """How many tokens must be read before the row can be drafted for; all but the last where others wait for it."""
-        held = self._held[row.key].text
-        missing = len(row.tokens) - held
-        awaited = max((len(one.tokens) - 1 for one in followers.get(row.key, ())), default=0)
+    def _behind(self, seq: SequenceView, most: int, followers: dict[int, list[SequenceView]]) -> int:
+        """How many tokens must be read before the sequence can be drafted for; all but the last where others
+        wait for it.
+        """
+        held = self._held[seq.key].text
+        missing = len(seq.tokens) - held
+        awaited = max((len(one.tokens) - 1 for one in followers.get(seq.key, ())), default=0)
         return missing - 1 if missing > most or held < awaited else 0
 
-    def _read(self, rows: Sequence[SequenceView], chunk: int) -> None:
-        """One pass over the next tokens of these rows' texts."""
-        if not rows:
+    def _read(self, seqs: Sequence[SequenceView], chunk: int) -> None:
+        """One pass over the next tokens of these sequences' texts."""
+        if not seqs:
             return
-        held = [self._held[row.key] for row in rows]
+        held = [self._held[seq.key] for seq in seqs]
         self._drop_branches([one for one in held if one.branches.tokens])
-        pieces = [row.tokens[h.text : min(h.text + chunk, self._end(row))] for row, h in zip(rows, held, strict=True)]
-        texts, wholes = [len(piece) for piece in pieces], [len(row.tokens) for row in rows]
-        self._run(rows, [Tree.chain(piece) for piece in pieces], [0] * len(rows), texts, wholes=wholes)
+        pieces = [seq.tokens[h.text : min(h.text + chunk, self._end(seq))] for seq, h in zip(seqs, held, strict=True)]
+        texts, wholes = [len(piece) for piece in pieces], [len(seq.tokens) for seq in seqs]
+        self._run(seqs, [Tree.chain(piece) for piece in pieces], [0] * len(seqs), texts, wholes=wholes)
         for one, piece in zip(held, pieces, strict=True):
             one.text += len(piece)
 
-    def _end(self, row: SequenceView) -> int:
-        """How far the row's text may be read; its last token is fed when guesses are made."""
-        return len(row.tokens) - 1
+    def _end(self, seq: SequenceView) -> int:
+        """How far the sequence's text may be read; its last token is fed when guesses are made."""
+        return len(seq.tokens) - 1
 
     def _run(
         self,
-        rows: Sequence[SequenceView],
+        seqs: Sequence[SequenceView],
         trees: Sequence[Tree],
         keep: Sequence[int],
         texts: Sequence[int],
@@ -207,7 +209,7 @@ class ModelSession(DraftSession):
 
         The cache holds them all afterwards, the first `texts[i]` nodes of a tree as text.
         """
-        slots = [self._held[row.key].slot for row in rows]
+        slots = [self._held[seq.key].slot for seq in seqs]
         if level and goes_on_by_one(trees, texts):
             logits, _ = self._session.advance(slots, [tree.tokens[0] for tree in trees])
             return [Scores(tree, 0, own) for tree, own in zip(trees, logits[:, None], strict=True)]
@@ -215,96 +217,99 @@ class ModelSession(DraftSession):
         self._session.commit(slots, [list(range(len(tree))) for tree in trees], texts=texts, final=not level)
         return scores
 
-    def _admit(self, rows: Sequence[SequenceView]) -> dict[int, list[SequenceView]]:
-        """Gives new rows a place in the cache, but for those that can continue what another row reads or has read.
+    def _admit(self, seqs: Sequence[SequenceView]) -> dict[int, list[SequenceView]]:
+        """Gives new sequences a place in the cache, but for those that can continue what another sequence reads or has
+        read.
 
-        Returns these, by the other row's key.
+        Returns these, by the other sequence's key.
         """
         followers: dict[int, list[SequenceView]] = {}
-        here = {row.key for row in rows}
-        for row in rows:
-            if row.key in self._held:
+        here = {seq.key for seq in seqs}
+        for seq in seqs:
+            if seq.key in self._held:
                 continue
-            leader = self._leader(row, here)
+            leader = self._leader(seq, here)
             if leader is None:
-                self._held[row.key] = Held(self._session.add(1, self._encoding(row))[0])
-                self._rows[row.key] = row
+                self._held[seq.key] = Held(self._session.add(1, self._encoding(seq))[0])
+                self._rows[seq.key] = seq
             else:
-                followers.setdefault(leader, []).append(row)
+                followers.setdefault(leader, []).append(seq)
         return followers
 
-    def _leader(self, row: SequenceView, here: set[int]) -> int | None:
-        """The key of a row of the same source that has read this one's text but for its last token, or does so now."""
-        count = len(row.tokens) - 1
-        if row.task.source is None or not count:
+    def _leader(self, seq: SequenceView, here: set[int]) -> int | None:
+        """The key of a sequence of the same source that has read this one's text but for its last token, or
+        does so now.
+        """
+        count = len(seq.tokens) - 1
+        if seq.task.source is None or not count:
             return None
         for key, other in self._rows.items():
             held = self._held[key]
             comes = not held.unreadable and (held.text >= count or key in here)
-            if comes and other.task.source == row.task.source and other.tokens[:count] == row.tokens[:count]:
+            if comes and other.task.source == seq.task.source and other.tokens[:count] == seq.tokens[:count]:
                 return key
         return None
 
     def _join_followers(self, followers: dict[int, list[SequenceView]]) -> list[SequenceView]:
-        """Rows that continue what a leader has read by now, with a copy of it."""
+        """Sequences that continue what a leader has read by now, with a copy of it."""
         joined = []
-        for key, rows in followers.items():
+        for key, seqs in followers.items():
             leader = self._held[key]
-            for row in rows:
-                count = len(row.tokens) - 1
+            for seq in seqs:
+                count = len(seq.tokens) - 1
                 if leader.text >= count:
                     slot = self._session.fork(leader.slot, count)
-                    self._held[row.key] = Held(slot, count, unreadable=leader.unreadable)
-                    self._rows[row.key] = row
-                    joined.append(row)
+                    self._held[seq.key] = Held(slot, count, unreadable=leader.unreadable)
+                    self._rows[seq.key] = seq
+                    joined.append(seq)
         return joined
 
-    def _encoding(self, row: SequenceView) -> Encoding | None:
-        """What the draft's encoder, or the target's, made of the row's input."""
+    def _encoding(self, seq: SequenceView) -> Encoding | None:
+        """What the draft's encoder, or the target's, made of the sequence's input."""
         if not self._model.is_encoder_decoder:
             return None
         if self._shared_encoder:
-            return row.encoding  # type: ignore[return-value]
-        inputs = row.task.inputs
+            return seq.encoding  # type: ignore[return-value]
+        inputs = seq.task.inputs
         if inputs is None:
             raise UnsupportedError("the draft is an encoder-decoder model, but the call brings it no encoder inputs")
         if id(inputs) not in self._encoded:
             self._encoded[id(inputs)] = (inputs, self._model.encode(inputs))
-        return self._encoded[id(inputs)][1].select([row.task.place])
+        return self._encoded[id(inputs)][1].select([seq.task.place])
 
-    def _is_readable(self, held: Held, row: SequenceView) -> bool:
-        """Whether the draft has embeddings for all that its cache lacks of the row's text."""
-        return not held.unreadable and max(row.tokens[held.text :], default=0) < self._model.vocab_size
+    def _is_readable(self, held: Held, seq: SequenceView) -> bool:
+        """Whether the draft has embeddings for all that its cache lacks of the sequence's text."""
+        return not held.unreadable and max(seq.tokens[held.text :], default=0) < self._model.vocab_size
 
-    def _refresh(self, rows: Sequence[SequenceView]) -> None:
+    def _refresh(self, seqs: Sequence[SequenceView]) -> None:
         """Texts that must be read again from their beginning, since their scaling changes."""
         if self._session.cache_reset_length is None:
             return
-        held = [self._held[row.key] for row in rows if row.key in self._held]
+        held = [self._held[seq.key] for seq in seqs if seq.key in self._held]
         self._session.refresh([one.slot for one in held])
         for one in held:
             if (length := self._session.length(one.slot)) < one.text:
                 one.text, one.branches, one.where = length, EMPTY, {}
 
-    def _close(self, rows: Sequence[SequenceView]) -> None:
+    def _close(self, seqs: Sequence[SequenceView]) -> None:
         """Forgets proposals of which nothing was heard."""
-        for row in rows:
-            held = self._held[row.key]
+        for seq in seqs:
+            held = self._held[seq.key]
             self._session.truncate([held.slot], [held.text])
             if held.branches.tokens:
                 self._drop_branches([held])
             held.guesses, held.open = 0, False
 
     def _drop_branches(self, held: Sequence[Held]) -> None:
-        """Forgets branches of rows whose text went on without this draft."""
+        """Forgets branches of sequences whose text went on without this draft."""
         if held:
             self._session.commit([one.slot for one in held], [[] for _ in held])
             for one in held:
                 one.branches, one.where = EMPTY, {}
 
-    def _settle(self, held: Held, row: SequenceView, path: list[int], text: int) -> None:
+    def _settle(self, held: Held, seq: SequenceView, path: list[int], text: int) -> None:
         """Of a tree in the cache, keeps the part of `path` that it has, the first nodes as text."""
-        leaves = {text + leaf for leaf in row.leaves if leaf >= 0}
+        leaves = {text + leaf for leaf in seq.leaves if leaf >= 0}
         number = {node: i for i, node in enumerate(path)}
         kept: list[int] = []
         nodes: list[int] = []
@@ -320,20 +325,20 @@ class ModelSession(DraftSession):
         held.branches = held.branches.part(nodes, settled)
         held.where = {number[node] - text: i for i, node in enumerate(kept[settled:])}
 
-    def _growth(self, row: SequenceView, plan: Plan, limit: int) -> Chain | Branches:
-        held = self._held[row.key]
+    def _growth(self, seq: SequenceView, plan: Plan, limit: int) -> Chain | Branches:
+        held = self._held[seq.key]
         goes_on = self._goes_on
-        if -1 in row.leaves and held.text >= len(row.tokens):  # its last token is fed again, for its logits
-            self.rewind(row, len(row.tokens) - 1)
-        if row.task.branching is None or (plan.branches == 1 and not row.tree.tokens):
-            return Chain(row, plan, limit, held, goes_on)
-        if row.tree.tokens and max(row.tree.tokens) >= self._model.vocab_size:
-            return Branches(row, plan, 0, held, goes_on)
-        return Branches(row, plan, limit, held, goes_on)
+        if -1 in seq.leaves and held.text >= len(seq.tokens):  # its last token is fed again, for its logits
+            self.rewind(seq, len(seq.tokens) - 1)
+        if seq.task.branching is None or (plan.branches == 1 and not seq.tree.tokens):
+            return Chain(seq, plan, limit, held, goes_on)
+        if seq.tree.tokens and max(seq.tree.tokens) >= self._model.vocab_size:
+            return Branches(seq, plan, 0, held, goes_on)
+        return Branches(seq, plan, limit, held, goes_on)
 
-    def _goes_on(self, row: SequenceView, token: int) -> bool:
+    def _goes_on(self, seq: SequenceView, token: int) -> bool:
         """Whether a guess may follow `token`: no text ends with it, and the draft can read what processors forced."""
-        return token < self._model.vocab_size and token not in row.task.ends
+        return token < self._model.vocab_size and token not in seq.task.ends
 
     def _at_once(self, feeds: Sequence[tuple[Chain | Branches, Tree]]) -> bool:
         """Lets chains grow to their ends in one call of the model, where they all are such; whether they have."""
@@ -343,16 +348,16 @@ class ModelSession(DraftSession):
         rules = [rule for growth, _ in chains if (rule := growth.rule(self._vocab_size)) is not None]
         if len(rules) < len(chains):
             return False
-        chained = self._chain([growth.row for growth, _ in chains], [text for _, text in chains], rules)
+        chained = self._chain([growth.seq for growth, _ in chains], [text for _, text in chains], rules)
         if chained is None:
             return False
         for (growth, text), guesses, q in zip(chains, chained.guesses, chained.q, strict=True):
             growth.take_all(text, guesses, None if q is None else pad(q, (0, self._vocab_size - q.shape[-1])))
         return True
 
-    def _chain(self, rows: Sequence[SequenceView], texts: Sequence[Tree], rules: Sequence[ChainRule]) -> Chained | None:
+    def _chain(self, seqs: Sequence[SequenceView], texts: Sequence[Tree], rules: Sequence[ChainRule]) -> Chained | None:
         """One call over known text, and the guesses after it; None where that cannot be."""
-        slots = [self._held[row.key].slot for row in rows]
+        slots = [self._held[seq.key].slot for seq in seqs]
         return self._session.chain(slots, [text.tokens for text in texts], rules)
 
     def _grow(self, growths: list[Chain | Branches]) -> None:
@@ -365,7 +370,7 @@ class ModelSession(DraftSession):
             trees = [tree for _, tree in feeds]
             keep = [growth.keep(tree) for growth, tree in feeds]
             texts = [growth.text for growth, _ in feeds]
-            scores = self._run([growth.row for growth, _ in feeds], trees, keep, texts, level=level)
+            scores = self._run([growth.seq for growth, _ in feeds], trees, keep, texts, level=level)
             feeds = [
                 (growth, following)
                 for (growth, tree), found in zip(feeds, scores, strict=True)

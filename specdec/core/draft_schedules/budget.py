@@ -13,11 +13,13 @@ if TYPE_CHECKING:  # names of schedules are read where torch is not loaded
     from specdec.core.rounds import Round, SequenceView
 
 MOST_NODES = 1024
-"""Of one row's tree in one pass: beyond it the work around the nodes outweighs whatever a pass over weights costs."""
+"""Of one sequence's tree in one pass: beyond it the work around the nodes outweighs whatever a pass over
+weights costs.
+"""
 
 
 class Schedule(Protocol):
-    """Decides how much every row may draft; a value: `after` returns the next one and changes nothing.
+    """Decides how much every sequence may draft; a value: `after` returns the next one and changes nothing.
 
     `max_branches` is the most nodes that its plans let one draft pass continue: above 1 a text gets trees of guesses,
     with 1 it gets chains.
@@ -26,8 +28,8 @@ class Schedule(Protocol):
     @property
     def max_branches(self) -> int: ...
 
-    def plan(self, rows: Sequence[SequenceView]) -> Sequence[Plan]:
-        """One plan per row for the coming round."""
+    def plan(self, seqs: Sequence[SequenceView]) -> Sequence[Plan]:
+        """One plan per sequence for the coming round."""
 
     def after(self, round: Round) -> Schedule:
         """The schedule that has learned from this round."""

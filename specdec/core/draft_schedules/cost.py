@@ -63,7 +63,7 @@ _OFFLOADED = _Prior(0.05, 0.01, 0.003, 64.0, 30)
 
 @dataclass(frozen=True)
 class CostPlan:
-    """One row's part of the rule: `limit` tokens on a path, `branches` that one draft pass continues.
+    """One sequence's part of the rule: `limit` tokens on a path, `branches` that one draft pass continues.
 
     `draft_cost` of a draft pass and `verify_cost` of one more node are counted in the tokens that decoding makes in the
     same seconds.
@@ -116,7 +116,8 @@ class Cost:
     `offloaded` says beforehand that a target pass reads weights that are not in memory.
 
     The other fields are what was learned; `after` adds to it, and `fresh` takes it along to the next request. Several
-    requests may share passes: seconds and nodes are those of all their rows, acceptance is that of the own rows.
+    requests may share passes: seconds and nodes are those of all their sequences, acceptance is that of the own
+    sequences.
     """
 
     k: int = 32
@@ -126,16 +127,17 @@ class Cost:
     # Of the draft: how often it is right, and the seconds of its passes over the nodes of one level, by source.
     acceptance: Acceptance = field(default_factory=Acceptance)
     drafts: Mapping[str, Line] = field(default_factory=dict)
-    # Seconds of a target pass over its nodes, of a whole round without a draft over its rows, and those of a round that
-    # are neither the draft's nor the target's.
+    # Seconds of a target pass over its nodes, of a whole round without a draft over its sequences, and those of a round
+    # that are neither the draft's nor the target's.
     passes: Line = field(default_factory=Line)
     plain: Line = field(default_factory=Line)
     other_seconds: float = 0.0
-    # Nodes of one row: without a draft (its live branches), in the widest pass of late, and per level of its draft.
+    # Nodes of one sequence: without a draft (its live branches), in the widest pass of late, and per level of its
+    # draft.
     roots: float = 1.0
     recent_nodes: float = 1.0
     level_nodes: float = 1.0
-    # Rows of other requests in the last round, and how many of them shared the last draft passes.
+    # Sequences of other requests in the last round, and how many of them shared the last draft passes.
     other_rows: int = 0
     drafting_rows: int = 0
     # Fading sums over rounds, for the rate of tokens per second.
@@ -198,22 +200,24 @@ class Cost:
 
     # deciding
 
-    def plan(self, rows: Sequence[SequenceView]) -> list[Plan]:
-        """One plan for each of the request's rows; all of limit 0 while plain decoding is predicted to be faster."""
-        plan = self._plan_of(len(rows))
-        return [plan] * len(rows)
+    def plan(self, seqs: Sequence[SequenceView]) -> list[Plan]:
+        """One plan for each of the request's sequences; all of limit 0 while plain decoding is predicted to be
+        faster.
+        """
+        plan = self._plan_of(len(seqs))
+        return [plan] * len(seqs)
 
-    def _plan_of(self, rows: int) -> CostPlan:
+    def _plan_of(self, seqs: int) -> CostPlan:
         if not self._measured:
             return self._plan(self.k, self._prior.draft_cost, self._prior.verify_cost)
         if self.rest or self._wants_plain_rounds or self.suspended:
             return self._plan(0, 0.0, 0.0)
-        if not self._pays(rows):
+        if not self._pays(seqs):
             return self._plan(int(self.idle >= self.patience), 0.0, 0.0)
-        rate = max(self.tokens / self.seconds if self.seconds else 0.0, self._plain_rate(rows + self.other_rows))
+        rate = max(self.tokens / self.seconds if self.seconds else 0.0, self._plain_rate(seqs + self.other_rows))
         # A draft that asks before each pass is the dearest; one that copies has nothing to ask.
         dearest = max(self.drafts.values(), key=lambda line: line.at(1))
-        draft_pass, node = dearest.at(0) / (rows + self._drafting_rows), self.passes.slope + dearest.slope
+        draft_pass, node = dearest.at(0) / (seqs + self._drafting_rows), self.passes.slope + dearest.slope
         return self._plan(self.k, rate * draft_pass, rate * node)
 
     def _plan(self, limit: int, draft_cost: float, verify_cost: float) -> CostPlan:
@@ -245,7 +249,7 @@ class Cost:
 
     @property
     def _drafting_rows(self) -> int:
-        """Other requests' rows that may be expected to share the next draft passes."""
+        """Other requests' sequences that may be expected to share the next draft passes."""
         return min(self.drafting_rows, self.other_rows)
 
     @property
@@ -255,12 +259,12 @@ class Cost:
         due = self.probe_rounds >= 8 * (looks + 1) or (self.acceptance.mean < 0.6 and not looks)
         return looks < 2.5 and due and self.passes.weight > 1.5
 
-    def _pays(self, rows: int) -> bool:
-        """Whether some number of tokens per row is predicted to beat plain decoding."""
-        everyone, drafting = rows + self.other_rows, rows + self._drafting_rows
+    def _pays(self, seqs: int) -> bool:
+        """Whether some number of tokens per sequence is predicted to beat plain decoding."""
+        everyone, drafting = seqs + self.other_rows, seqs + self._drafting_rows
         plain, mean = self._plain_rate(everyone), self.acceptance.mean
         seconds = self.passes.at(everyone * self.roots) + self.other_seconds
-        # One more token for every row that drafts, from the cheapest source.
+        # One more token for every sequence that drafts, from the cheapest source.
         draft_pass = min(line.at(self.level_nodes) for line in self.drafts.values())
         more = drafting * self.level_nodes * self.passes.slope + draft_pass
         expected, chance = float(everyone), 1.0
@@ -273,10 +277,10 @@ class Cost:
                 return False  # later tokens bring even less
         return False
 
-    def _plain_rate(self, rows: int) -> float:
+    def _plain_rate(self, seqs: int) -> float:
         """Tokens per second without a draft: as measured, or where there was no such round yet, as predicted."""
-        predicted = self.passes.at(rows * self.roots) + self.other_seconds
-        return rows / (self.plain.at(rows) if self.plain.weight else predicted)
+        predicted = self.passes.at(seqs * self.roots) + self.other_seconds
+        return seqs / (self.plain.at(seqs) if self.plain.weight else predicted)
 
     # learning
 
@@ -286,10 +290,10 @@ class Cost:
         if self.rest and self._is_usual(round, everyone):
             return self._changed(idle=self.idle + 1, rest=self.rest - 1)
         tried, acceptance = _was_tried(round), self.acceptance
-        for row in round.rows:
+        for seq in round.seqs:
             # A dear draft with nothing to propose brought as little as one that was wrong.
-            acceptance = acceptance.after(row.tested, row.levels or float(tried and not row.depth))
-        reads = any(row.prefill for row in everyone)
+            acceptance = acceptance.after(seq.tested, seq.levels or float(tried and not seq.depth))
+        reads = any(seq.prefill for seq in everyone)
         learned = self._changed(
             acceptance=acceptance,
             reading_seconds=self.reading_seconds + round.draft_seconds * _is_noticed(round),
@@ -314,7 +318,7 @@ class Cost:
         return (
             usual / 2 < round.seconds < 2 * usual
             and len(round.others) == self.other_rows
-            and not any(row.prefill or row.depth for row in everyone)
+            and not any(seq.prefill or seq.depth for seq in everyone)
         )
 
     def _rest_after(self, round: Round) -> int:
@@ -324,12 +328,12 @@ class Cost:
         if self.suspended:
             left = self.suspension - 1 - self.idle
         else:
-            left = 0 if self._pays(len(round.rows)) else self.patience - self.idle
+            left = 0 if self._pays(len(round.seqs)) else self.patience - self.idle
         return max(min(_REST, left), 0)
 
     def _costs(self, round: Round, everyone: Sequence[SequenceRound], tried: bool) -> dict[str, Any]:
         """What the seconds of the round change."""
-        count, nodes = len(everyone), sum(row.drafted for row in everyone)
+        count, nodes = len(everyone), sum(seq.drafted for seq in everyone)
         # Where kernels run by themselves, the pass ends when its results are first looked at, which is in selection.
         pass_seconds = round.verify_seconds + round.select_seconds
         other_seconds = round.seconds - round.draft_seconds - pass_seconds
@@ -343,7 +347,7 @@ class Cost:
             "seconds": 0.9 * self.seconds + round.seconds,
             "idle": self.idle + 1,
         }
-        if not any(row.depth for row in everyone):
+        if not any(seq.depth for seq in everyone):
             found["plain"] = self.plain.add(count, round.seconds - round.draft_seconds)
         if tried:
             found |= {
@@ -351,8 +355,8 @@ class Cost:
                 "drafting_rows": self._sharing(round),
                 "probe_rounds": self.probe_rounds + 1,
             }
-        if own_levels := sum(row.depth for row in round.rows):
-            own_nodes = sum(row.drafted for row in round.rows)
+        if own_levels := sum(seq.depth for seq in round.seqs):
+            own_nodes = sum(seq.drafted for seq in round.seqs)
             found["level_nodes"] = _fading(self.level_nodes, own_nodes / own_levels)
         return found
 
@@ -367,7 +371,7 @@ class Cost:
             return self
         plain_round = self.plain.at(count)
         brought = plain_round * _tokens(everyone) / count
-        waste = round.seconds - brought if any(row.depth for row in everyone) else round.draft_seconds
+        waste = round.seconds - brought if any(seq.depth for seq in everyone) else round.draft_seconds
         # A stall counts as one round at most.
         wasted = max(self.wasted_seconds + min(waste, plain_round), -_MOST_CREDIT * plain_round)
         first, longest = _SUSPENSION
@@ -387,7 +391,7 @@ class Cost:
 
         Of a draft that proposed nothing one pass is known.
         """
-        longest = max(_everyone(round), key=lambda row: (row.depth, row.source in _sources(round)))
+        longest = max(_everyone(round), key=lambda seq: (seq.depth, seq.source in _sources(round)))
         if longest.source not in _sources(round):
             return self.drafts
         line, levels = self.drafts.get(longest.source, Line()), max(longest.depth, 1)
@@ -395,9 +399,9 @@ class Cost:
         return {**self.drafts, longest.source: line.add(nodes, seconds)}
 
     def _sharing(self, round: Round) -> int:
-        """How many rows of other requests had something drafted by the same sources."""
+        """How many sequences of other requests had something drafted by the same sources."""
         sources = _sources(round)
-        return sum(row.depth > 0 and row.source in sources for row in round.others)
+        return sum(seq.depth > 0 and seq.source in sources for seq in round.others)
 
     def _patience_after(self, round: Round) -> int:
         """A try that brought nothing doubles the wait for the next one; anything accepted makes it short again.
@@ -405,24 +409,24 @@ class Cost:
         A dear try waits longer: it may take so much of the time without a draft, all reading before it included.
         """
         shortest, longest = _PATIENCE
-        if any(row.accepted for row in round.rows):
+        if any(seq.accepted for seq in round.seqs):
             return shortest
-        if not self._measured or self._pays(len(round.rows)):
+        if not self._measured or self._pays(len(round.seqs)):
             return self.patience
         count = len(_everyone(round))
-        nodes = sum(row.drafted for row in round.rows)
+        nodes = sum(seq.drafted for seq in round.seqs)
         rounds = (self.reading_seconds + nodes * self.passes.slope) * self._plain_rate(count) / count
         return max(min(2 * self.patience, longest), min(int(rounds / _LOOK), _LONGEST))
 
 
 def _everyone(round: Round) -> list[SequenceRound]:
-    """All rows that shared the passes of a round."""
-    return [*round.rows, *round.others]
+    """All sequences that shared the passes of a round."""
+    return [*round.seqs, *round.others]
 
 
 def _sources(round: Round) -> set[str]:
-    """What drafted for the schedule's own rows, where anything was proposed by what proposed it."""
-    return {row.source for row in round.rows if row.depth} or {row.source for row in round.rows if row.source}
+    """What drafted for the schedule's own sequences, where anything was proposed by what proposed it."""
+    return {seq.source for seq in round.seqs if seq.depth} or {seq.source for seq in round.seqs if seq.source}
 
 
 def _is_noticed(round: Round) -> bool:
@@ -431,12 +435,12 @@ def _is_noticed(round: Round) -> bool:
 
 
 def _was_tried(round: Round) -> bool:
-    """Whether own rows had something drafted, or a draft took its time and had nothing to propose."""
-    return any(row.depth for row in round.rows) or (_is_noticed(round) and any(row.source for row in round.rows))
+    """Whether own sequences had something drafted, or a draft took its time and had nothing to propose."""
+    return any(seq.depth for seq in round.seqs) or (_is_noticed(round) and any(seq.source for seq in round.seqs))
 
 
-def _tokens(rows: Sequence[SequenceRound]) -> int:
-    return sum(len(row.steps) for row in rows)
+def _tokens(seqs: Sequence[SequenceRound]) -> int:
+    return sum(len(seq.steps) for seq in seqs)
 
 
 def _fading(old: float, new: float) -> float:

@@ -40,8 +40,8 @@ class Constant:
     def max_branches(self) -> int:
         return self.branches or 1
 
-    def plan(self, rows: Sequence[SequenceView]) -> list[Plan]:
-        return [Limit(self.k, self.threshold, self.branches)] * len(rows)
+    def plan(self, seqs: Sequence[SequenceView]) -> list[Plan]:
+        return [Limit(self.k, self.threshold, self.branches)] * len(seqs)
 
     def after(self, round: Round) -> Constant:
         return self
@@ -57,24 +57,24 @@ class Confidence(Constant):
 
 @dataclass(frozen=True)
 class Heuristic(Constant):
-    """The dynamic rule of the original report, per row: all drafted tokens accepted, +2; otherwise −1, at least 1.
+    """The dynamic rule of the original report, per sequence: all drafted tokens accepted, +2; otherwise −1, at least 1.
 
-    A row begins with `k` tokens; `lengths` are what it may draft next, by its key. A tree never grows beyond
+    A sequence begins with `k` tokens; `lengths` are what it may draft next, by its key. A tree never grows beyond
     `MOST_NODES`.
     """
 
     lengths: Mapping[int, int] = field(default_factory=dict)
 
-    def plan(self, rows: Sequence[SequenceView]) -> list[Plan]:
-        return [Limit(self.lengths.get(row.key, self.k), self.threshold, self.branches) for row in rows]
+    def plan(self, seqs: Sequence[SequenceView]) -> list[Plan]:
+        return [Limit(self.lengths.get(seq.key, self.k), self.threshold, self.branches) for seq in seqs]
 
     def after(self, round: Round) -> Heuristic:
-        """Lengths after this round; rows that had nothing drafted keep theirs, and those that ended leave."""
+        """Lengths after this round; sequences that had nothing drafted keep theirs, and those that ended leave."""
         lengths, most = dict(self.lengths), MOST_NODES // (self.branches or 1)
-        for row in round.rows:
-            if row.finish is not None:
-                lengths.pop(row.key, None)
-            elif row.drafted:
-                k = lengths.get(row.key, self.k)
-                lengths[row.key] = min(k + 2, most) if row.accepted >= row.depth else max(1, k - 1)
+        for seq in round.seqs:
+            if seq.finish is not None:
+                lengths.pop(seq.key, None)
+            elif seq.drafted:
+                k = lengths.get(seq.key, self.k)
+                lengths[seq.key] = min(k + 2, most) if seq.accepted >= seq.depth else max(1, k - 1)
         return replace(self, lengths=lengths)

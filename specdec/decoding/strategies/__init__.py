@@ -1,4 +1,4 @@
-"""Decoding strategies, the draft rules that agree with them, and when a row ends.
+"""Decoding strategies, the draft rules that agree with them, and when a sequence ends.
 
 A new strategy is a class that says which options it serves and how it is made of a `RowSetup`, and a line in
 `STRATEGIES`; a way of sampling has its name in `specdec.options.fields.SAMPLING` besides.
@@ -36,11 +36,13 @@ STRATEGIES: tuple[type[Selector | Search], ...] = (
     Block,
     Greedy,
 )
-"""Every strategy; the first that serves the options of a row decodes it."""
+"""Every strategy; the first that serves the options of a sequence decodes it."""
 
 
 def make_strategy(setup: RowSetup) -> Selector | Search:
-    """The strategy of one row; raises OptionError where its parts do not go together, or nothing serves its options."""
+    """The strategy of one sequence; raises OptionError where its parts do not go together, or nothing serves
+    its options.
+    """
     kind: Any
     for kind in STRATEGIES:
         if kind.serves(setup.options):

@@ -1,4 +1,6 @@
-"""What the one-row strategies share: from genuine target logits to processed scores, and the step that keeps them."""
+"""What the one-sequence strategies share: from genuine target logits to processed scores, and the step that
+keeps them.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,11 @@ SMALL = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class RowSetup:
-    """What the strategy of one row is made from.
+    """What the strategy of one sequence is made from.
 
-    `options` are settled: lengths and ids are known. `prompt` are the row's ids, the first `padding` of them padding
-    that is not in the row's text. `width` is the target's vocabulary, `seed` the row's own. `guidance_scale` is None
-    where no unconditional row runs beside this one.
+    `options` are settled: lengths and ids are known. `prompt` are the sequence's ids, the first `padding` of them
+    padding that is not in the sequence's text. `width` is the target's vocabulary, `seed` the sequence's own.
+    `guidance_scale` is None where no unconditional sequence runs beside this one.
     """
 
     options: Options
@@ -67,7 +69,7 @@ class StrategyBase:
     """What all strategies are made of.
 
     `width` is the target's vocabulary, to which draft logits are cropped or padded. `guidance_scale` combines the
-    target's logits with those of the unconditional row before all processors; `keep_scores` and `keep_logits` put
+    target's logits with those of the unconditional sequence before all processors; `keep_scores` and `keep_logits` put
     copies of the processed and of the target's own logits into every step.
     """
 
@@ -101,9 +103,9 @@ class StrategyBase:
 class TextStrategy(StrategyBase):
     """Base of the strategies that follow one text.
 
-    `seed` is the row's own. `ranked` puts the log-probability of its token under the target, before all processors,
-    into every step, and `top` those of so many likeliest tokens too. A subclass says its `name` and which options it
-    serves.
+    `seed` is the sequence's own. `ranked` puts the log-probability of its token under the target, before all
+    processors, into every step, and `top` those of so many likeliest tokens too. A subclass says its `name` and which
+    options it serves.
     """
 
     seed: int = 0
@@ -114,7 +116,7 @@ class TextStrategy(StrategyBase):
 
     @classmethod
     def of(cls, setup: RowSetup) -> TextStrategy:
-        """The strategy of one row."""
+        """The strategy of one sequence."""
         top = setup.options.top_logprobs
         ranked = setup.options.num_samples is not None or top is not None
         return cls(setup.processors, setup.seed, ranked=ranked, top=top, **setup.common)
@@ -130,24 +132,24 @@ class TextStrategy(StrategyBase):
         rule: Any = self.rule
         return rule
 
-    def choose(self, row: SequenceView, new: list[int], scores: Scores, node: int, processed: Tensor) -> int:
+    def choose(self, seq: SequenceView, new: list[int], scores: Scores, node: int, processed: Tensor) -> int:
         """The token after `node`, from the processed logits `[vocab]` there; for logits that are local."""
         raise NotImplementedError
 
-    def choose_all(self, row: SequenceView, scores: Scores, processed: Tensor) -> Tensor:
+    def choose_all(self, seq: SequenceView, scores: Scores, processed: Tensor) -> Tensor:
         """The tokens `[nodes]` after all nodes that have `processed` logits `[nodes, vocab]`; nothing is read.
 
         A token below 0 stands for an error that is raised if the walk comes there (`noise.checked`).
         """
         raise NotImplementedError
 
-    def advance(self, row: SequenceView, new: list[int], scores: Scores, node: int) -> Step:
+    def advance(self, seq: SequenceView, new: list[int], scores: Scores, node: int) -> Step:
         """The next token after `node`, where `new` are the tokens already emitted in this round."""
-        processed = self.processed(row, new, scores, node)
+        processed = self.processed(seq, new, scores, node)
         if self.reads_once(scores):
-            token = noise.checked(self._decided(row, scores)[0][node - scores.first])
+            token = noise.checked(self._decided(seq, scores)[0][node - scores.first])
         else:
-            token = self.choose(row, new, scores, node, processed)
+            token = self.choose(seq, new, scores, node, processed)
         return self.step(token, scores, node, processed)
 
     def reads_once(self, scores: Scores) -> bool:
@@ -157,7 +159,7 @@ class TextStrategy(StrategyBase):
         """
         return not device_reads.is_local(scores.logits) and self.processors.pure
 
-    def processed(self, row: SequenceView, new: Sequence[int], scores: Scores, node: int) -> Tensor:
+    def processed(self, seq: SequenceView, new: Sequence[int], scores: Scores, node: int) -> Tensor:
         """The target's logits `[vocab]` after `node`, guided and processed, float32; read only."""
         at = node - scores.first
         guides = scores.unconditional is not None and self.guidance_scale is not None
@@ -166,22 +168,22 @@ class TextStrategy(StrategyBase):
         # One call for all nodes may cost less than one for each that the walk comes to.
         is_small = not self.processors.reads_ids and scores.logits.numel() <= SMALL
         if is_small or self.reads_once(scores):
-            return self.all_processed(row, scores)[at]
+            return self.all_processed(seq, scores)[at]
         unconditional = None if scores.unconditional is None else scores.unconditional[at]
-        return process(self.processors, row, new, self.guided(scores.logits[at], unconditional))
+        return process(self.processors, seq, new, self.guided(scores.logits[at], unconditional))
 
-    def all_processed(self, row: SequenceView, scores: Scores) -> Tensor:
+    def all_processed(self, seq: SequenceView, scores: Scores) -> Tensor:
         """The same of all nodes that have logits, `[nodes, vocab]`, worked out once in a round."""
         if "processed" not in scores.cache:
             guided = self.guided(scores.logits, scores.unconditional)
-            scores.cache["processed"] = process_all(self.processors, row, paths(scores), guided)
+            scores.cache["processed"] = process_all(self.processors, seq, paths(scores), guided)
         found: Tensor = scores.cache["processed"]
         return found
 
-    def _decided(self, row: SequenceView, scores: Scores) -> tuple[list[int], list[float] | None]:
+    def _decided(self, seq: SequenceView, scores: Scores) -> tuple[list[int], list[float] | None]:
         """The tokens after all nodes, and their log-probabilities if they are `ranked`, read once in a round."""
         if "decided" not in scores.cache:
-            tokens = self.choose_all(row, scores, self.all_processed(row, scores))
+            tokens = self.choose_all(seq, scores, self.all_processed(seq, scores))
             if not self.ranked:
                 scores.cache["decided"] = tokens.tolist(), None
             else:
@@ -218,7 +220,7 @@ def top_tokens(logits: Tensor, count: int) -> TopTokens:
 
 
 def paths(scores: Scores) -> list[list[int]]:
-    """For every node that has logits, the tokens after the row's text that lead to it, its own included."""
+    """For every node that has logits, the tokens after the sequence's text that lead to it, its own included."""
     tree, found = scores.tree, {scores.first: list[int]()}
     for node in range(scores.first + 1, len(tree)):
         found[node] = [*found[tree.parents[node]], tree.tokens[node]]

@@ -58,12 +58,12 @@ class BeamSearch(Scoring):
     def of(cls, setup: RowSetup) -> BeamSearch:
         return cls(seed=setup.seed if setup.options.samples else None, **cls.parts(setup))
 
-    def advance(self, row: SequenceView, state: Beams, outputs: Sequence[NodeOutput]) -> SearchStep:
-        ids = self.texts(row, state.ids)
+    def advance(self, seq: SequenceView, state: Beams, outputs: Sequence[NodeOutput]) -> SearchStep:
+        ids = self.texts(seq, state.ids)
         scores = self._scores(ids, outputs)
         found = self._choose(state, scores, outputs)
         texts = None if ids is None else extended(ids, found.parents, found.tokens)
-        ends = self.stop.each(found.tokens, row.prompt_length + state.length + 1, texts, None)
+        ends = self.stop.each(found.tokens, seq.prompt_length + state.length + 1, texts, None)
         after, chosen = self._after(state, found, ends)
         if texts is not None:
             after = replace(after, ids=texts[chosen])
@@ -74,15 +74,15 @@ class BeamSearch(Scoring):
         leaves = [found.parents[i] if state.length else 0 for i in chosen]
         return SearchStep(after, leaves, [found.tokens[i] for i in chosen], step)
 
-    def expand(self, row: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
+    def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
         """The draft's own beams: by default twice as many as the target's, of texts that go on."""
         ahead = self.ahead(plan)
-        scores = self.draft_scores(row, ends, logits)
+        scores = self.draft_scores(seq, ends, logits)
         running = [end.score for end in ends]
         if self.seed is None:
             found = best_of(scores, running, ahead)
         else:
-            length = len(row.tokens) + len(ends[0].tokens) - row.prompt_length
+            length = len(seq.tokens) + len(ends[0].tokens) - seq.prompt_length
             count = self.candidates(self.num_beams)
             found = drawn(scores, running, count, noise.key(self.seed, noise.BEAMS, length))
         return branches(found, ends)[:ahead]

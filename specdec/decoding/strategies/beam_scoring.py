@@ -192,11 +192,11 @@ class Scoring(StrategyBase):
         """The length at which a live beam of `length` tokens is judged."""
         return self.max_new_tokens if self.early_stopping == "never" and self.length_penalty > 0 else length
 
-    def texts(self, row: SequenceView, ids: Tensor | None) -> Tensor | None:
+    def texts(self, seq: SequenceView, ids: Tensor | None) -> Tensor | None:
         """The beams' ids `[beams, length]`, where anything reads them; before the first token they are the prompt."""
         if not (self.stop.reads_ids or self.processors.reads_ids):
             return None
-        return ids if ids is not None else row.prefix()[:, : row.prompt_length].expand(self.num_beams, -1).clone()
+        return ids if ids is not None else seq.prefix()[:, : seq.prompt_length].expand(self.num_beams, -1).clone()
 
     def logits(self, outputs: Sequence[NodeOutput], beams: int) -> Tensor:
         """The target's own `[beams, vocab]` float32; before the first token all beams have the prompt's."""
@@ -242,12 +242,12 @@ class Scoring(StrategyBase):
             for i in range(0, len(flat), count)
         ]
 
-    def draft_scores(self, row: SequenceView, ends: Sequence[Branch], logits: Tensor) -> Tensor:
+    def draft_scores(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor) -> Tensor:
         """A draft's log-probabilities `[ends, vocab]` of texts that go on, after the processors that may see them."""
         drafting = self.processors.drafting
         scores = torch.log_softmax(fit(logits, self.width).float(), dim=-1)
         if len(drafting):
-            scores = drafting(_texts(row, ends) if drafting.reads_ids else None, scores)
+            scores = drafting(_texts(seq, ends) if drafting.reads_ids else None, scores)
         scores[:, list(self.stop.eos_ids)] = -torch.inf
         return scores
 
@@ -294,8 +294,8 @@ def extended(ids: Tensor, parents: Sequence[int], tokens: Sequence[int]) -> Tens
     return torch.cat((ids[list(parents)], torch.tensor(tokens, device=ids.device)[:, None]), dim=1)
 
 
-def _texts(row: SequenceView, ends: Sequence[Branch]) -> Tensor:
+def _texts(seq: SequenceView, ends: Sequence[Branch]) -> Tensor:
     """The texts of all `ends` `[ends, length]`."""
     tails = torch.tensor([end.tokens for end in ends], dtype=torch.long)
-    text = row.prefix().expand(len(ends), -1)
+    text = seq.prefix().expand(len(ends), -1)
     return torch.cat((text, tails.to(text.device)), dim=1)

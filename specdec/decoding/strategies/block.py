@@ -93,35 +93,35 @@ class Block(Rejection):
                 'not allow: use `sampling="rejection"`'
             )
 
-    def advance(self, row: SequenceView, new: list[int], scores: Scores, node: int) -> Step:
+    def advance(self, seq: SequenceView, new: list[int], scores: Scores, node: int) -> Step:
         verdict: _Verdict | None = scores.cache.get("verdict")
         if verdict is None:
             if not _is_drawn(scores.tree, node):
-                return super().advance(row, new, scores, node)
-            scores.cache["verdict"] = verdict = self._judge(row, new, scores, node)
+                return super().advance(seq, new, scores, node)
+            scores.cache["verdict"] = verdict = self._judge(seq, new, scores, node)
         at = len(new) - verdict.base
-        processed = self.processed(row, new, scores, node)
+        processed = self.processed(seq, new, scores, node)
         if at < len(verdict.tokens):
             return self.step(verdict.tokens[at], scores, node, processed)
         # The last token came from the residual and happened to be the draft's: its target scores are there, but
         # the rest of the tree has been judged already and may not be looked at again.
-        key = noise.key(self.seed, noise.DRAW, generated(row), len(new))
+        key = noise.key(self.seed, noise.DRAW, generated(seq), len(new))
         return self.step(noise.draw(verdict.near(node, processed), key), scores, node, processed)
 
-    def _judge(self, row: SequenceView, new: list[int], scores: Scores, root: int) -> _Verdict:
+    def _judge(self, seq: SequenceView, new: list[int], scores: Scores, root: int) -> _Verdict:
         """What is emitted after `root`, before which `new` are emitted already.
 
         The way leads down to the eldest children, and back up from where the path does not end. What it looks at next
         depends on every look before, so it goes over copies where each look would wait for the device.
         """
-        tree, start, verdict = scores.tree, generated(row), _Verdict(scores, len(new))
+        tree, start, verdict = scores.tree, generated(seq), _Verdict(scores, len(new))
         if self.reads_once(scores):
-            kinds = [self.all_processed(row, scores), *([scores.logits.float()] if self.ranked else [])]
+            kinds = [self.all_processed(seq, scores), *([scores.logits.float()] if self.ranked else [])]
             tree, verdict.copies, *own = _copied(tree, scores.first, kinds)
             scores.cache.update(zip(["own"], own, strict=False))
 
         def stop(node: int, weight: float, path: list[int]) -> _Stop:
-            processed = self.processed(row, new + path, scores, node) if verdict.copies is None else None
+            processed = self.processed(seq, new + path, scores, node) if verdict.copies is None else None
             return _Stop.at(tree, node, weight, verdict.near(node, processed))
 
         way, path = [stop(root, 1.0, [])], list[int]()

@@ -42,7 +42,7 @@ class ConstrainedSearch(PoolSearch):
 
     @classmethod
     def of(cls, setup: RowSetup) -> ConstrainedSearch:
-        """The search of one row; as in transformers, padding counts towards the constraints."""
+        """The search of one sequence; as in transformers, padding counts towards the constraints."""
         o = setup.options
         progress = Progress.of(wanted(o.constraints, o.force_words_ids)).after(list(setup.prompt))
         returned = o.num_return_sequences or 1
@@ -70,11 +70,11 @@ class ConstrainedSearch(PoolSearch):
             (fulfilled if progress.fulfilled else others).append(beam)
         return super().closed(pool, fulfilled + (others if len(fulfilled) < self.returned else []))
 
-    def expand(self, row: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
+    def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
         """The draft's own beams: by default twice as many as the target's, of texts that go on, forced ones too."""
         ahead = self.ahead(plan)
-        total = totals(self.draft_scores(row, ends, logits), [end.score for end in ends])
-        generated = row.tokens[row.prompt_length :]
+        total = totals(self.draft_scores(seq, ends, logits), [end.score for end in ends])
+        generated = seq.tokens[seq.prompt_length :]
         progress = [self.progress.after([*generated, *end.tokens]) for end in ends]
         found = best_totals(total, ahead)
         beams = [tuple(end.tokens) for end in ends]

@@ -87,10 +87,10 @@ class Contrastive(StrategyBase):
     def begin(self) -> Contrast:
         return Contrast()
 
-    def advance(self, row: SequenceView, state: Contrast, outputs: Sequence[NodeOutput]) -> SearchStep:
+    def advance(self, seq: SequenceView, state: Contrast, outputs: Sequence[NodeOutput]) -> SearchStep:
         """Emits one of the candidates that were computed, and asks for those of the next token; at first only asks."""
         if state.context is None:
-            after = self._ask(row, Contrast(context=_directions(outputs[0])), outputs[0])
+            after = self._ask(seq, Contrast(context=_directions(outputs[0])), outputs[0])
             return SearchStep(after, [0] * len(after.candidates), list(after.candidates), None, self._shown(0))
         ahead = torch.cat([_directions(output) for output in outputs])
         pick = self._pick(state, ahead)
@@ -100,18 +100,18 @@ class Contrastive(StrategyBase):
         step = Step(tokens[-1], -1, step.logits, step.scores)
         if step.scores is not None:
             scores = (*scores, step.scores[None])
-        finish = self.stop(row, _new(row, tokens), scores or None)
+        finish = self.stop(seq, _new(seq, tokens), scores or None)
         context = torch.cat([state.context, ahead[pick : pick + 1]])
         after = Contrast(tokens, context=context, scores=scores, finish=finish)
         if finish is not None:
             return SearchStep(after, [], [], step, ())
-        after = self._ask(row, after, outputs[pick])
+        after = self._ask(seq, after, outputs[pick])
         return SearchStep(after, [pick] * len(after.candidates), list(after.candidates), step, self._shown(pick))
 
-    def _ask(self, row: SequenceView, state: Contrast, output: NodeOutput) -> Contrast:
+    def _ask(self, seq: SequenceView, state: Contrast, output: NodeOutput) -> Contrast:
         """The state with the candidates for its next token, by what the target said of its text."""
         logits = self.guided(output.logits, output.unconditional)
-        processed = process(self.processors, row, _new(row, state.tokens), logits)
+        processed = process(self.processors, seq, _new(seq, state.tokens), logits)
         probs, ids = torch.softmax(processed, dim=-1).topk(min(self.top_k, processed.shape[-1]))
         step = Step(
             -1,
@@ -138,6 +138,6 @@ def _directions(output: NodeOutput) -> Tensor:
     return normalize(output.trace.hidden_states[-1].float(), dim=-1)
 
 
-def _new(row: SequenceView, tokens: Sequence[int]) -> list[int]:
-    """Those of the generated `tokens` that are not yet the row's text."""
-    return list(tokens[len(row.tokens) - row.prompt_length :])
+def _new(seq: SequenceView, tokens: Sequence[int]) -> list[int]:
+    """Those of the generated `tokens` that are not yet the sequence's text."""
+    return list(tokens[len(seq.tokens) - seq.prompt_length :])

@@ -31,11 +31,11 @@ class Coupled(TextStrategy):
     def rule(self) -> DraftRule | None:
         return CoupledRule(self.processors.drafting, self.width, self.seed)
 
-    def choose(self, row: SequenceView, new: list[int], scores: Scores, node: int, processed: Tensor) -> int:
-        return noise.draw(processed, noise.key(self.seed, noise.COUPLED, generated(row) + len(new)))
+    def choose(self, seq: SequenceView, new: list[int], scores: Scores, node: int, processed: Tensor) -> int:
+        return noise.draw(processed, noise.key(self.seed, noise.COUPLED, generated(seq) + len(new)))
 
-    def choose_all(self, row: SequenceView, scores: Scores, processed: Tensor) -> Tensor:
-        start = generated(row)
+    def choose_all(self, seq: SequenceView, scores: Scores, processed: Tensor) -> Tensor:
+        start = generated(seq)
         keys = [noise.key(self.seed, noise.COUPLED, start + len(path)) for path in paths(scores)]
         return noise.draws(processed, keys)
 

@@ -20,11 +20,11 @@ class Greedy(TextStrategy):
     def serves(cls, options: Options) -> bool:
         return not options.samples
 
-    def advance(self, row: SequenceView, new: list[int], scores: Scores, node: int) -> Step:
+    def advance(self, seq: SequenceView, new: list[int], scores: Scores, node: int) -> Step:
         plain = not (self.keeps or len(self.processors) or scores.unconditional is not None)
         if plain and device_reads.is_local(scores.logits):
             return Step(self._best(scores, node - scores.first), node)
-        return super().advance(row, new, scores, node)
+        return super().advance(seq, new, scores, node)
 
     def _best(self, scores: Scores, at: int) -> int:
         """The first of the likeliest tokens of logits number `at`; of a small pass all are looked for at once."""
@@ -35,8 +35,8 @@ class Greedy(TextStrategy):
         best: list[int] = scores.cache["best"]
         return best[at]
 
-    def choose(self, row: SequenceView, new: list[int], scores: Scores, node: int, processed: Tensor) -> int:
+    def choose(self, seq: SequenceView, new: list[int], scores: Scores, node: int, processed: Tensor) -> int:
         return device_reads.first_best(processed)
 
-    def choose_all(self, row: SequenceView, scores: Scores, processed: Tensor) -> Tensor:
+    def choose_all(self, seq: SequenceView, scores: Scores, processed: Tensor) -> Tensor:
         return processed.argmax(dim=-1)

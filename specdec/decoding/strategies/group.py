@@ -40,12 +40,12 @@ class GroupSearch(PoolSearch):
         penalty = setup.options.diversity_penalty or 0.0
         return cls(diversity_penalty=penalty, pad_id=setup.pad_id, end_id=setup.end_id, **cls.parts(setup))
 
-    def expand(self, row: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
+    def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
         """Every group's own beams by the draft's scores, by default twice the target's, of texts that go on.
 
         A branch's `groups` holds the groups that it serves.
         """
-        own = self.draft_scores(row, ends, logits)
+        own = self.draft_scores(seq, ends, logits)
         found: dict[tuple[int, int], tuple[int, Branch]] = {}
         chosen: list[int] = []
         for group in range(self.groups):

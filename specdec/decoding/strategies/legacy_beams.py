@@ -43,14 +43,14 @@ class PoolSearch(Scoring):
         """The open pools' steps in order; `ids` and `own` log-probabilities are those of all their beams."""
         raise NotImplementedError
 
-    def advance(self, row: SequenceView, state: Beams, outputs: Sequence[NodeOutput]) -> SearchStep:
+    def advance(self, seq: SequenceView, state: Beams, outputs: Sequence[NodeOutput]) -> SearchStep:
         open_ = [pool for pool in state.pools if not pool.done]
-        ids, own = self.texts(row, state.ids), self.log_probs(outputs, len(open_) * self.size)
+        ids, own = self.texts(seq, state.ids), self.log_probs(outputs, len(open_) * self.size)
         turns = list(self.turns(state.pools, ids, own))
         parents = [i * self.size + parent for i, turn in enumerate(turns) for parent in turn.found.parents]
         tokens = [token for turn in turns for token in turn.found.tokens]
         texts = None if ids is None else extended(ids, parents, tokens)
-        ends = self.stop.each(tokens, row.prompt_length + state.length + 1, texts, None)
+        ends = self.stop.each(tokens, seq.prompt_length + state.length + 1, texts, None)
         kept = [i for i in range(len(tokens)) if not turns[i // self.size].pool.done]
         after = self._after(state, [turn.pool for turn in turns], ends, None if texts is None else texts[kept])
         step = Step(

@@ -54,9 +54,9 @@ class Rejection(Coupled):
     def rule(self) -> DraftRule | None:
         return SampledRule(self.processors.drafting, self.width, self.seed)
 
-    def choose(self, row: SequenceView, new: list[int], scores: Scores, node: int, processed: Tensor) -> int:
+    def choose(self, seq: SequenceView, new: list[int], scores: Scores, node: int, processed: Tensor) -> int:
         """The first accepted child's token, or a draw from what p has beyond the children's distributions."""
-        tree, place, left = scores.tree, (generated(row), len(new)), processed
+        tree, place, left = scores.tree, (generated(seq), len(new)), processed
         for order, (child, q) in enumerate(drawn_children(tree, node)):  # left: log-probabilities of what may come
             token = tree.tokens[child]
             p, q = torch.softmax(left, dim=-1), q.to(left.device)
@@ -66,9 +66,9 @@ class Rejection(Coupled):
             left = residual(p, q).log()
         return noise.draw(left, noise.key(self.seed, noise.DRAW, *place))
 
-    def choose_all(self, row: SequenceView, scores: Scores, processed: Tensor) -> Tensor:
+    def choose_all(self, seq: SequenceView, scores: Scores, processed: Tensor) -> Tensor:
         """The same after every node at once: the eldest children of all nodes, then the second ones, and so on."""
-        tree, start, depths = scores.tree, generated(row), [len(path) for path in paths(scores)]
+        tree, start, depths = scores.tree, generated(seq), [len(path) for path in paths(scores)]
         children = [drawn_children(tree, scores.first + at) for at in range(len(processed))]
         left, chosen = processed.clone(), torch.full((len(processed),), -1, device=processed.device)
         for order in range(max(map(len, children))):

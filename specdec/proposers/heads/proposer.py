@@ -37,18 +37,19 @@ class HeadDrafter(BatchDrafter):
         return f"HeadDrafter({self.head!r})"
 
     def start(self, vocab_size: int) -> HeadSession:
-        """A session without rows."""
+        """A session without sequences."""
         kind = HeadSession if self.head.block is None else BlockSession
         return kind(self.head, vocab_size, self.source)
 
 
 @dataclass(eq=False, slots=True)
 class _Known:
-    """What the head may read of a row: features `states` `[tokens, width]` of its tokens from number `first` on.
+    """What the head may read of a sequence: features `states` `[tokens, width]` of its tokens from number `first` on.
 
-    `branches` are those of the row's own branches that the target has seen. `own` branches had the row when it was
-    drafted for. `written` is what the stages wrote in this round, by stage and node: -1 is the end of the text. `texts`
-    is what all stages but the last wrote at the tokens of the text, which the next ones read wherever it goes on.
+    `branches` are those of the sequence's own branches that the target has seen. `own` branches had the sequence when
+    it was drafted for. `written` is what the stages wrote in this round, by stage and node: -1 is the end of the text.
+    `texts` is what all stages but the last wrote at the tokens of the text, which the next ones read wherever it goes
+    on.
     """
 
     first: int
@@ -90,14 +91,14 @@ class HeadSession(ModelSession):
         self._shift = 1  # how far a token's feature lies before it
         self._known: dict[int, _Known] = {}
 
-    def propose(self, rows: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
-        """One proposal per row; none for a row of whose text the target has not told yet."""
-        for row in rows:
-            if (known := self._known.get(row.key)) is not None:
-                known.own = len(row.tree)
-        return super().propose(rows, plans)
+    def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
+        """One proposal per sequence; none for a sequence of whose text the target has not told yet."""
+        for seq in seqs:
+            if (known := self._known.get(seq.key)) is not None:
+                known.own = len(seq.tree)
+        return super().propose(seqs, plans)
 
-    def join(self, row: SequenceView, source: int | Kept, length: int) -> int:
+    def join(self, seq: SequenceView, source: int | Kept, length: int) -> int:
         """A copy of what was read of the other text, all but the last token of it, whose feature is gone."""
         count = min(length, source.length if isinstance(source, Kept) else self._read_of(source))
         if count < 2:
@@ -107,13 +108,13 @@ class HeadSession(ModelSession):
             slot = self._session.read_from(prefix, count)
         else:
             known, slot = self._known[source], self._session.fork(self._held[source].slot, count)
-        self._held[row.key], self._rows[row.key] = Held(slot, count), row
-        self._known[row.key] = known.beginning(count)
+        self._held[seq.key], self._rows[seq.key] = Held(slot, count), seq
+        self._known[seq.key] = known.beginning(count)
         return count - 1
 
-    def keep(self, row: SequenceView, length: int) -> Kept | None:
+    def keep(self, seq: SequenceView, length: int) -> Kept | None:
         """A copy of what is in the cache by now; nothing is read for that."""
-        held, known = self._held.get(row.key), self._known.get(row.key)
+        held, known = self._held.get(seq.key), self._known.get(seq.key)
         if held is None or known is None or held.open or (count := min(length, held.text)) < 2:
             return None
         prefix, known = self._session.keep_prefix(held.slot, count), known.beginning(count)
@@ -122,25 +123,25 @@ class HeadSession(ModelSession):
     def commit(self, commits: Sequence[Commit]) -> None:
         """Takes in the features of new text; what was guessed goes. Prompts are read as they come, in chunks."""
         read = []
-        for row, path, text, hidden in commits:
-            if row.key not in self._held:
+        for seq, path, text, hidden in commits:
+            if seq.key not in self._held:
                 if hidden is None:
                     continue
-                self._admit([row])
-            held, known = self._held[row.key], self._known.get(row.key)
+                self._admit([seq])
+            held, known = self._held[seq.key], self._known.get(seq.key)
             kept = known.own if known is not None and len(self._stages.stages) == 1 else 0
             held.where = {node: at for node, at in held.where.items() if node < kept}
             if hidden is not None:
-                known = self._hear(row, path, text, hidden)
-                if known.end < len(row.tokens) - 1 or known.end - held.text > _PENDING:
-                    read.append(row)
+                known = self._hear(seq, path, text, hidden)
+                if known.end < len(seq.tokens) - 1 or known.end - held.text > _PENDING:
+                    read.append(seq)
         self._stages.first = 0
         super().commit(commits)
         self._absorb(read)
 
-    def rewind(self, row: SequenceView, length: int) -> None:
-        super().rewind(row, length)
-        if (known := self._known.get(row.key)) is not None and length < known.end:
+    def rewind(self, seq: SequenceView, length: int) -> None:
+        super().rewind(seq, length)
+        if (known := self._known.get(seq.key)) is not None and length < known.end:
             known.states, known.branches = known.states[: max(length - known.first, 0)], []
 
     def release(self, keys: Sequence[int]) -> None:
@@ -148,12 +149,12 @@ class HeadSession(ModelSession):
         for key in keys:
             self._known.pop(key, None)
 
-    def _hear(self, row: SequenceView, path: list[int], text: int, hidden: Hidden) -> _Known:
+    def _hear(self, seq: SequenceView, path: list[int], text: int, hidden: Hidden) -> _Known:
         """Notes the features of the nodes on a path, as text or as branches, and of text that was read before them."""
         features = self._head.features(hidden.states)
         fresh = [node for node in path if node >= hidden.held]
         unread = len(features) - len(fresh)
-        known = self._known.setdefault(row.key, _Known(hidden.first, features[:0]))
+        known = self._known.setdefault(seq.key, _Known(hidden.first, features[:0]))
         of = dict(zip(fresh, features[unread:], strict=True))
         kept = [of[node] if node in of else known.branches[node] for node in path]
         if not known.first <= hidden.first <= known.end:  # read again, or nobody told of what lies between
@@ -161,12 +162,12 @@ class HeadSession(ModelSession):
         before = known.states[: hidden.first - known.first] if unread else known.states
         known.states = torch.cat([before, features[:unread], *(one[None] for one in kept[:text])])
         known.branches = kept[text:]
-        if (gone := self._held[row.key].text - 2 - known.first) > 0:  # the last token may have to be fed again
+        if (gone := self._held[seq.key].text - 2 - known.first) > 0:  # the last token may have to be fed again
             known.first, known.states = known.first + gone, known.states[gone:]
         return known
 
     def _read_of(self, key: int) -> int:
-        """How many tokens of a row's text the head has read, after all that is known of it."""
+        """How many tokens of a sequence's text the head has read, after all that is known of it."""
         held = self._held.get(key)
         if held is None or held.unreadable:
             return 0
@@ -174,27 +175,27 @@ class HeadSession(ModelSession):
             self._absorb([self._rows[key]])
         return held.text
 
-    def _absorb(self, rows: Sequence[SequenceView]) -> None:
-        """Reads what is known of these rows' texts."""
-        rows = [row for row in rows if self._is_continuous(row)]
-        while behind := [row for row in rows if self._end(row) > self._held[row.key].text]:
+    def _absorb(self, seqs: Sequence[SequenceView]) -> None:
+        """Reads what is known of these sequences' texts."""
+        seqs = [seq for seq in seqs if self._is_continuous(seq)]
+        while behind := [seq for seq in seqs if self._end(seq) > self._held[seq.key].text]:
             self._read(behind, CHUNK)
 
-    def _leader(self, row: SequenceView, here: set[int]) -> int | None:
-        """Nobody: a row joins another one when the target lets it."""
+    def _leader(self, seq: SequenceView, here: set[int]) -> int | None:
+        """Nobody: a sequence joins another one when the target lets it."""
         return None
 
-    def _limit(self, row: SequenceView, plan: Plan) -> int:
-        known = self._known.get(row.key)
-        told = known is not None and row.key in self._held and known.end >= len(row.tokens) - 1
-        return super()._limit(row, plan) if told and self._is_continuous(row) else 0
+    def _limit(self, seq: SequenceView, plan: Plan) -> int:
+        known = self._known.get(seq.key)
+        told = known is not None and seq.key in self._held and known.end >= len(seq.tokens) - 1
+        return super()._limit(seq, plan) if told and self._is_continuous(seq) else 0
 
-    def _end(self, row: SequenceView) -> int:
-        return min(super()._end(row), self._known[row.key].end + self._shift)
+    def _end(self, seq: SequenceView) -> int:
+        return min(super()._end(seq), self._known[seq.key].end + self._shift)
 
     def _run(
         self,
-        rows: Sequence[SequenceView],
+        seqs: Sequence[SequenceView],
         trees: Sequence[Tree],
         keep: Sequence[int],
         texts: Sequence[int],
@@ -205,16 +206,16 @@ class HeadSession(ModelSession):
         """A pass of every stage that later guesses build on; scores are those of the first of them."""
         session = self._stages
         if level and len(session.stages) == 1 and goes_on_by_one(trees, texts):
-            return self._next([self._known[row.key] for row in rows], [self._held[row.key].slot for row in rows], trees)
+            return self._next([self._known[seq.key] for seq in seqs], [self._held[seq.key].slot for seq in seqs], trees)
         session.first = min(level, len(session.stages) - 1)
-        slots = [self._held[row.key].slot for row in rows]
+        slots = [self._held[seq.key].slot for seq in seqs]
         parts = [
-            _Part(row, tree, session.pending(slot), text)
-            for row, tree, slot, text in zip(rows, trees, slots, texts, strict=True)
+            _Part(seq, tree, session.pending(slot), text)
+            for seq, tree, slot, text in zip(seqs, trees, slots, texts, strict=True)
         ]
         if not level:
-            for row in rows:
-                self._known[row.key].written = [{} for _ in session.stages]
+            for seq in seqs:
+                self._known[seq.key].written = [{} for _ in session.stages]
         scores: list[Scores] = []
         for stage in range(session.first, len(session.stages)):
             source = stage if level > stage else stage - 1  # the last stage goes on from itself
@@ -244,35 +245,35 @@ class HeadSession(ModelSession):
             one.written = [{-1: state}]
         return [Scores(tree, 0, own) for tree, own in zip(trees, logits[:, None], strict=True)]
 
-    def _chain(self, rows: Sequence[SequenceView], texts: Sequence[Tree], rules: Sequence[ChainRule]) -> Chained | None:
-        parts = [_Part(row, text, 0, len(text)) for row, text in zip(rows, texts, strict=True)]
+    def _chain(self, seqs: Sequence[SequenceView], texts: Sequence[Tree], rules: Sequence[ChainRule]) -> Chained | None:
+        parts = [_Part(seq, text, 0, len(text)) for seq, text in zip(seqs, texts, strict=True)]
         inputs = [self._head.inputs(part.tokens, self._features(part, -1)) for part in parts]
-        slots = [self._held[row.key].slot for row in rows]
+        slots = [self._held[seq.key].slot for seq in seqs]
         return self._stages.chain(slots, [text.tokens for text in texts], rules, inputs)
 
     def _features(self, part: _Part, source: int) -> Tensor:
         """What a stage reads of new nodes: what stage `source` wrote before them; -1 is the target."""
-        known = self._known[part.row.key]
+        known = self._known[part.seq.key]
         if source < 0:
             return torch.cat([self._of_text(part), *(one[None] for one in self._of_branches(part))])
         written, blank = known.written[source], known.states.new_zeros(known.states.shape[1])
         before = [part.tree.parents[node] for node in range(part.held, len(part.tree))]
-        said, length = known.texts[source], self._held[part.row.key].text
+        said, length = known.texts[source], self._held[part.seq.key].text
         end = said[length - 1] if 0 < length <= len(said) else blank
         return torch.stack([written.get(node, end if node < 0 else blank) for node in before])
 
     def _of_text(self, part: _Part) -> Tensor:
         """The target's features of text that is fed; the first token of all has none before it."""
-        known, begin = self._known[part.row.key], self._held[part.row.key].text
+        known, begin = self._known[part.seq.key], self._held[part.seq.key].text
         first = known.states.new_zeros(int(part.text > 0 and begin < self._shift), known.states.shape[1])
         at = begin - self._shift + len(first) - known.first
         return torch.cat([first, known.states[at : at + part.text - len(first)]])
 
     def _of_branches(self, part: _Part) -> list[Tensor]:
-        """Those of the row's own branches that are fed."""
-        row, known = part.row, self._known[part.row.key]
-        fresh = sorted(node for node, at in self._held[row.key].where.items() if at >= part.held)
-        parents = [row.tree.parents[node] for node in fresh]
+        """Those of the sequence's own branches that are fed."""
+        seq, known = part.seq, self._known[part.seq.key]
+        fresh = sorted(node for node, at in self._held[seq.key].where.items() if at >= part.held)
+        parents = [seq.tree.parents[node] for node in fresh]
         return [known.branches[node] if node >= 0 else known.states[-1] for node in parents]
 
     def _note(self, part: _Part, stage: int, scores: Scores) -> None:
@@ -281,11 +282,11 @@ class HeadSession(ModelSession):
         last = stage == len(self._stages.stages) - 1
         first = max(part.held, part.text - 1) if last else part.held
         states = scores.hidden_states[0][first - part.held :]
-        self._known[part.row.key].written[stage].update(zip(range(first, len(part.tree)), states, strict=True))
+        self._known[part.seq.key].written[stage].update(zip(range(first, len(part.tree)), states, strict=True))
 
     def _renumber(self, part: _Part, *, guessed: bool) -> None:
         """Numbers what was written as nodes are from now on, and keeps what is of text that is not `guessed`."""
-        known, begin = self._known[part.row.key], self._held[part.row.key].text
+        known, begin = self._known[part.seq.key], self._held[part.seq.key].text
         if part.text:
             if not guessed:
                 for stage, written in enumerate(known.written[:-1]):
@@ -299,16 +300,18 @@ class HeadSession(ModelSession):
     def _stages(self) -> Stages:
         return self._session  # type: ignore[return-value]
 
-    def _is_continuous(self, row: SequenceView) -> bool:
+    def _is_continuous(self, seq: SequenceView) -> bool:
         """Whether nothing is missing between what was read of a text and what is known of it."""
-        return self._known[row.key].first <= max(self._held[row.key].text - self._shift, 0)
+        return self._known[seq.key].first <= max(self._held[seq.key].text - self._shift, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A row's part of a pass: a tree of which `held` nodes are in the cache, and the next `text` ones will be text."""
+    """A sequence's part of a pass: a tree of which `held` nodes are in the cache, and the next `text` ones will
+    be text.
+    """
 
-    row: SequenceView
+    seq: SequenceView
     tree: Tree
     held: int
     text: int
@@ -332,33 +335,33 @@ class BlockSession(HeadSession):
         assert head.block is not None
         self._block = head.block
         self._shift = 0 if head.block.reads_itself else 1
-        self._said: dict[int, Tensor] = {}  # logits of a row's guesses in this round `[guesses, vocab]`
+        self._said: dict[int, Tensor] = {}  # logits of a sequence's guesses in this round `[guesses, vocab]`
 
     def commit(self, commits: Sequence[Commit]) -> None:
         """What was guessed is not in the cache."""
-        self._forget([commit.row for commit in commits])
+        self._forget([commit.seq for commit in commits])
         super().commit(commits)
 
-    def _chain(self, rows: Sequence[SequenceView], texts: Sequence[Tree], rules: Sequence[ChainRule]) -> Chained | None:
+    def _chain(self, seqs: Sequence[SequenceView], texts: Sequence[Tree], rules: Sequence[ChainRule]) -> Chained | None:
         """All guesses come of one pass."""
         return None
 
-    def _forget(self, rows: Sequence[SequenceView]) -> None:
-        for row in rows:
-            self._said.pop(row.key, None)
-            if (held := self._held.get(row.key)) is not None:
+    def _forget(self, seqs: Sequence[SequenceView]) -> None:
+        for seq in seqs:
+            self._said.pop(seq.key, None)
+            if (held := self._held.get(seq.key)) is not None:
                 held.text, held.guesses, held.branches = self._session.length(held.slot), 0, EMPTY
                 held.where, held.open = {}, False
 
-    def _close(self, rows: Sequence[SequenceView]) -> None:
-        self._forget(rows)
+    def _close(self, seqs: Sequence[SequenceView]) -> None:
+        self._forget(seqs)
 
-    def _limit(self, row: SequenceView, plan: Plan) -> int:
-        return 0 if row.tree.tokens else min(super()._limit(row, plan), self._block.guesses)
+    def _limit(self, seq: SequenceView, plan: Plan) -> int:
+        return 0 if seq.tree.tokens else min(super()._limit(seq, plan), self._block.guesses)
 
     def _run(
         self,
-        rows: Sequence[SequenceView],
+        seqs: Sequence[SequenceView],
         trees: Sequence[Tree],
         keep: Sequence[int],
         texts: Sequence[int],
@@ -368,9 +371,9 @@ class BlockSession(HeadSession):
     ) -> list[Scores]:
         """A pass over text, and where guesses are asked for, over the block after it; they are known afterwards."""
         if not level:
-            self._read_block(rows, trees, guesses=any(keep), wholes=wholes)
+            self._read_block(seqs, trees, guesses=any(keep), wholes=wholes)
         said = [
-            self._said[row.key][level].expand(kept, -1) if kept else None for row, kept in zip(rows, keep, strict=True)
+            self._said[seq.key][level].expand(kept, -1) if kept else None for seq, kept in zip(seqs, keep, strict=True)
         ]
         blank = torch.empty(0, 0)
         return [
@@ -379,15 +382,15 @@ class BlockSession(HeadSession):
         ]
 
     def _read_block(
-        self, rows: Sequence[SequenceView], trees: Sequence[Tree], *, guesses: bool, wholes: Sequence[int] | None
+        self, seqs: Sequence[SequenceView], trees: Sequence[Tree], *, guesses: bool, wholes: Sequence[int] | None
     ) -> None:
-        block, slots = self._block, [self._held[row.key].slot for row in rows]
+        block, slots = self._block, [self._held[seq.key].slot for seq in seqs]
         masks = [block.token] * block.masks if guesses else []
         blind = int(guesses and block.reads_itself)  # the last token is one of the block
         texts = [len(tree) - blind for tree in trees]
         inputs = []
-        for row, tree, text in zip(rows, trees, texts, strict=True):
-            known = self._of_text(_Part(row, tree, 0, text))
+        for seq, tree, text in zip(seqs, trees, texts, strict=True):
+            known = self._of_text(_Part(seq, tree, 0, text))
             masked = block.feature.expand(blind + len(masks), -1)
             inputs.append(self._head.inputs(tree.tokens + masks, torch.cat([known, masked.to(known)])))
         fed = [Tree.chain(tree.tokens + masks) for tree in trees]
@@ -395,4 +398,4 @@ class BlockSession(HeadSession):
         scores = self._session.forward(slots, fed, [kept] * len(fed), embeds=inputs, wholes=wholes)
         self._session.commit(slots, [list(range(text)) for text in texts])
         if guesses:
-            self._said |= {row.key: one.logits for row, one in zip(rows, scores, strict=True)}
+            self._said |= {seq.key: one.logits for seq, one in zip(seqs, scores, strict=True)}

@@ -1,4 +1,4 @@
-"""What drafts share that speak another tokenizer: rows in the draft's own tokens, read as the text goes on."""
+"""What drafts share that speak another tokenizer: sequences in the draft's own tokens, read as the text goes on."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ class ForeignDrafter(BatchDrafter):
 
 @dataclass(slots=True)
 class DraftRow(ReadSequence):
-    """A row as the draft reads it, in the draft's tokens; `seen` tokens of the target's row `outer` are in it.
+    """A sequence as the draft reads it, in the draft's tokens; `seen` tokens of the target's sequence `outer` are in
+    it.
 
     Its `prompt_length` covers the beginning of text alone: everything after that may be encoded anew. `guess` is what
     the draft said last.
@@ -67,7 +68,9 @@ class DraftRow(ReadSequence):
     guess: list[int] = field(default_factory=list)
 
     def tell(self, draft: DraftSession, before: list[int]) -> None:
-        """Tells the draft how its guess compares with the row's text, and what of the text was `before` another one."""
+        """Tells the draft how its guess compares with the sequence's text, and what of the text was `before`
+        another one.
+        """
         same = common_length(before, self.tokens)
         new = self.tokens[same:] if same == len(before) else []
         right = common_length(self.guess, new)
@@ -85,54 +88,56 @@ class ForeignSession(DraftSession):
         self._rows: dict[int, DraftRow] = {}
 
     @abstractmethod
-    def task(self, row: SequenceView) -> DraftTask:
-        """What the draft is asked for in place of the row's own task."""
+    def task(self, seq: SequenceView) -> DraftTask:
+        """What the draft is asked for in place of the sequence's own task."""
 
     @abstractmethod
-    def read(self, row: SequenceView, draft: DraftRow) -> None:
-        """Adds what is new of the row's text to the draft's."""
+    def read(self, seq: SequenceView, draft: DraftRow) -> None:
+        """Adds what is new of the sequence's text to the draft's."""
 
     @abstractmethod
-    def translated(self, row: SequenceView, draft: DraftRow, guess: Tree, plan: Plan) -> Tree:
+    def translated(self, seq: SequenceView, draft: DraftRow, guess: Tree, plan: Plan) -> Tree:
         """The draft's guess in the target's tokens."""
 
-    def propose(self, rows: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
+    def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
         if not any(plan.limit > 0 for plan in plans):
-            return [EMPTY] * len(rows)
+            return [EMPTY] * len(seqs)
         try:
-            read = [self._read(row) for row in rows]
+            read = [self._read(seq) for seq in seqs]
             guesses = self._draft.propose(read, plans)
             for draft, guess in zip(read, guesses, strict=True):
                 draft.guess = guess.tokens
-            return [self.translated(*parts) for parts in zip(rows, read, guesses, plans, strict=True)]
+            return [self.translated(*parts) for parts in zip(seqs, read, guesses, plans, strict=True)]
         except BaseException:
-            self.release([row.key for row in rows])
+            self.release([seq.key for seq in seqs])
             raise
 
     @property
     def cache(self) -> Any:
         return self._draft.cache
 
-    def rewind(self, row: SequenceView, length: int) -> None:
-        """Reads the row's text anew."""
-        self.release([row.key])
+    def rewind(self, seq: SequenceView, length: int) -> None:
+        """Reads the sequence's text anew."""
+        self.release([seq.key])
 
     def release(self, keys: Sequence[int]) -> None:
         for key in keys:
             self._rows.pop(key, None)
         self._draft.release(keys)
 
-    def _read(self, row: SequenceView) -> DraftRow:
-        """The row in the draft's tokens; with a beginning of text if the draft wants one, or the target has its own."""
-        draft = self._rows.get(row.key)
+    def _read(self, seq: SequenceView) -> DraftRow:
+        """The sequence in the draft's tokens; with a beginning of text if the draft wants one, or the target
+        has its own.
+        """
+        draft = self._rows.get(seq.key)
         if draft is None:
             bos = self._drafts.bos_token_id
-            begun = self._target.bos_token_id is not None and row.tokens[:1] == [self._target.bos_token_id]
+            begun = self._target.bos_token_id is not None and seq.tokens[:1] == [self._target.bos_token_id]
             opening = [bos] if bos is not None and (begun or self._drafts.encode("")[:1] == [bos]) else []
-            draft = DraftRow(row.key, opening, len(opening), self.task(row), seen=int(begun))
-            self._rows[row.key] = draft
-        draft.outer, draft.remaining = row, row.remaining
+            draft = DraftRow(seq.key, opening, len(opening), self.task(seq), seen=int(begun))
+            self._rows[seq.key] = draft
+        draft.outer, draft.remaining = seq, seq.remaining
         before = list(draft.tokens)
-        self.read(row, draft)
+        self.read(seq, draft)
         draft.tell(self._draft, before)
         return draft

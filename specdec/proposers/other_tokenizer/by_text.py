@@ -47,7 +47,7 @@ class _Likeliest:
     needs_q = False
 
     def pick(
-        self, row: SequenceView, guesses: list[int], logits: Tensor, *, confident: bool = True
+        self, seq: SequenceView, guesses: list[int], logits: Tensor, *, confident: bool = True
     ) -> tuple[int, float, Tensor | None]:
         confidence, token = torch.softmax(logits.float(), -1).max(-1)
         return int(token), float(confidence), None
@@ -79,20 +79,20 @@ class TextBridge(ForeignDrafter):
 
 
 class BridgeSession(ForeignSession):
-    """A bridge at work: rows in the draft's own tokens, which change at their end as the text goes on."""
+    """A bridge at work: sequences in the draft's own tokens, which change at their end as the text goes on."""
 
     def __init__(self, draft: DraftSession, target: Tokenizer, drafts: Tokenizer, vocab_size: int) -> None:
         super().__init__(draft, target, drafts)
         self._vocab_size = vocab_size
 
-    def task(self, row: SequenceView) -> DraftTask:
+    def task(self, seq: SequenceView) -> DraftTask:
         end = self._drafts.eos_token_id
         ends = frozenset[int]() if end is None else frozenset({end})
-        return replace(row.task, rule=_Likeliest(), branching=None, ends=ends)
+        return replace(seq.task, rule=_Likeliest(), branching=None, ends=ends)
 
-    def read(self, row: SequenceView, draft: DraftRow) -> None:
+    def read(self, seq: SequenceView, draft: DraftRow) -> None:
         """Adds the text up to the last whole character."""
-        new, draft.seen = self._new_text(row.tokens, draft.seen)
+        new, draft.seen = self._new_text(seq.tokens, draft.seen)
         if new:
             start, text = window(self._drafts, draft.tokens, draft.prompt_length)
             draft.tokens[start:] = encode(self._drafts, text + new)
@@ -107,21 +107,21 @@ class BridgeSession(ForeignSession):
                 return text[len(before) :], end
         return "", seen
 
-    def translated(self, row: SequenceView, draft: DraftRow, guess: Tree, plan: Plan) -> Tree:
-        """The guess as the target's tokenizer writes it after the row's text."""
+    def translated(self, seq: SequenceView, draft: DraftRow, guess: Tree, plan: Plan) -> Tree:
+        """The guess as the target's tokenizer writes it after the sequence's text."""
         ids = guess.tokens
         ended = self._drafts.eos_token_id in ids
         if ended:
             ids = ids[: ids.index(self._drafts.eos_token_id)]  # type: ignore[arg-type]
-        tokens = self._continuation(row.tokens, draft.seen, self._guessed_text(draft, ids))
+        tokens = self._continuation(seq.tokens, draft.seen, self._guessed_text(draft, ids))
         if ended and self._target.eos_token_id is not None and bool(tokens) == bool(ids):
             tokens = [*tokens, self._target.eos_token_id]
-        tokens = known_tokens(tokens, self._vocab_size, row.task.ends)
+        tokens = known_tokens(tokens, self._vocab_size, seq.task.ends)
         chance = math.prod(guess.confidence or [1.0]) ** (1 / max(len(tokens), 1))
-        return cut(tokens, [chance] * len(tokens), row, plan, "bridge")
+        return cut(tokens, [chance] * len(tokens), seq, plan, "bridge")
 
     def _guessed_text(self, draft: DraftRow, guess: list[int]) -> str:
-        """The text of the draft's guess after its row, whole characters only."""
+        """The text of the draft's guess after its sequence, whole characters only."""
         start = max(draft.prompt_length, len(draft.tokens) - _WINDOW)
         before = decode(self._drafts, draft.tokens[start:])
         for end in range(len(guess), 0, -1):

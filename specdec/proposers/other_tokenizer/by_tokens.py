@@ -35,7 +35,7 @@ class VocabularyIntersection(ForeignDrafter):
         return f"VocabularyIntersection({self.drafter!r}, {len(self.to_draft)} tokens)"
 
     def start(self, vocab_size: int) -> IntersectionSession:
-        """A session without rows, whose rules see logits over the target's vocabulary."""
+        """A session without sequences, whose rules see logits over the target's vocabulary."""
         to_draft = {t: d for t, d in self.to_draft.items() if t < vocab_size}
         inner = self.drafter.start(max(to_draft.values(), default=0) + 1)
         return IntersectionSession(inner, to_draft, vocab_size, self.target_tokenizer, self.draft_tokenizer)
@@ -77,13 +77,13 @@ class _MappedRule:
         return self.rule.needs_q
 
     def pick(
-        self, row: SequenceView, guesses: list[int], logits: Tensor, *, confident: bool = True
+        self, seq: SequenceView, guesses: list[int], logits: Tensor, *, confident: bool = True
     ) -> tuple[int, float, Tensor | None]:
         """The rule's pick from the draft `logits` moved to the target's ids; everything else is impossible."""
-        assert isinstance(row, DraftRow)
-        assert row.outer is not None
+        assert isinstance(seq, DraftRow)
+        assert seq.outer is not None
         guessed, wide = self.session.in_target(guesses), self.session.widened(logits)
-        token, confidence, q = self.rule.pick(row.outer, guessed, wide, confident=confident)
+        token, confidence, q = self.rule.pick(seq.outer, guessed, wide, confident=confident)
         return self.session.to_draft.get(token, _FOREIGN + token), confidence, q
 
 
@@ -98,20 +98,20 @@ class IntersectionSession(ForeignSession):
         self._to_target = {d: t for t, d in to_draft.items()}
         self._shared = torch.tensor([list(to_draft), list(to_draft.values())])
 
-    def task(self, row: SequenceView) -> DraftTask:
-        ends = frozenset(self.to_draft[end] for end in row.task.ends if end in self.to_draft)
-        return replace(row.task, rule=_MappedRule(row.task.rule, self), branching=None, ends=ends)
+    def task(self, seq: SequenceView) -> DraftTask:
+        ends = frozenset(self.to_draft[end] for end in seq.task.ends if end in self.to_draft)
+        return replace(seq.task, rule=_MappedRule(seq.task.rule, self), branching=None, ends=ends)
 
-    def read(self, row: SequenceView, draft: DraftRow) -> None:
+    def read(self, seq: SequenceView, draft: DraftRow) -> None:
         """Adds shared tokens one by one, and what lies between them through its text."""
-        for shared, run in groupby(row.tokens[draft.seen :], key=self.to_draft.__contains__):
+        for shared, run in groupby(seq.tokens[draft.seen :], key=self.to_draft.__contains__):
             if shared:
                 draft.tokens += map(self.to_draft.__getitem__, run)
             else:
                 draft.tokens += encode(self._drafts, decode(self._target, list(run)))
-        draft.seen = len(row.tokens)
+        draft.seen = len(seq.tokens)
 
-    def translated(self, row: SequenceView, draft: DraftRow, guess: Tree, plan: Plan) -> Tree:
+    def translated(self, seq: SequenceView, draft: DraftRow, guess: Tree, plan: Plan) -> Tree:
         return replace(guess, tokens=self.in_target(guess.tokens))
 
     def widened(self, logits: Tensor) -> Tensor:
