@@ -91,14 +91,14 @@ def test_store_equals_a_recomputed_one_after_every_step(
         inner = {key: held for d in self._drafts.values() for key, held in d.session._held.items()}  # type: ignore
         for row in [*self.reading, *self.running]:
             for one in row.batch_seqs:
-                if one.slot is not None:
-                    check_held(target, self.target, one.slot, one.tokens, one.encoding)
+                if one.cache_row is not None:
+                    check_held(target, self.target, one.cache_row, one.tokens, one.encoding)
             if row.key in inner:
                 [session] = [d.session.cache for d in self._drafts.values()]
                 held, inputs = inner[row.key], row.task.inputs
-                assert session.length(held.slot) == held.text
+                assert session.length(held.cache_row) == held.text
                 read = None if inputs is None else draft.encode(inputs).select([row.task.place])
-                check_held(draft, session, held.slot, row.tokens, read)
+                check_held(draft, session, held.cache_row, row.tokens, read)
                 checked += 1
 
     monkeypatch.setattr(Engine, "step", stepping)

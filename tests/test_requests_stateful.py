@@ -237,10 +237,12 @@ def failing(kind: str, error: Trouble, at: int) -> dict[str, Any]:
 
 def check_keys_and_values(engine: Engine) -> None:
     """What the target holds of the running rows gives the logits of a session that reads everything anew."""
-    rows = [row for running in engine.running for row in running.batch_seqs if row.slot is not None]
+    rows = [row for running in engine.running for row in running.batch_seqs if row.cache_row is not None]
     if not rows:
         return
-    found = logits(engine.target, [row.slot for row in rows], rows, [engine.target.length(row.slot) for row in rows])
+    found = logits(
+        engine.target, [row.cache_row for row in rows], rows, [engine.target.length(row.cache_row) for row in rows]
+    )
     fresh = engine.model.session()
     slots = [fresh.add(1, row.encoding)[0] for row in rows]
     again = logits(fresh, slots, rows, [0] * len(rows))
@@ -314,7 +316,7 @@ class Requests(RuleBasedStateMachine):
         _, call, _ = self.live.pop(which % len(self.live))
         self.engine.cancel(call.request)
         assert call.request.done
-        assert all(one.slot is None for row in call.seqs for one in row.batch_seqs)
+        assert all(one.cache_row is None for row in call.seqs for one in row.batch_seqs)
 
     @precondition(lambda self: self.live)
     @rule(rounds=st.integers(1, 4))
@@ -337,7 +339,7 @@ class Requests(RuleBasedStateMachine):
         engine = self.engine
         assert {*engine._requests} <= keys
         assert {row.key for row in [*engine.reading, *engine.running]} == {*engine._requests}
-        slots = [one.slot for row in rows for one in row.batch_seqs if one.slot is not None]
+        slots = [one.cache_row for row in rows for one in row.batch_seqs if one.cache_row is not None]
         assert len(slots) == len({*slots}) == len(engine.target._rows)  # type: ignore[attr-defined]
         for draft in engine._drafts.values():
             for part in (draft.session, getattr(draft.session, "_model", None), getattr(draft.session, "_text", None)):
@@ -358,7 +360,7 @@ class Requests(RuleBasedStateMachine):
                 result(call)
         else:
             assert_same(result(call), alone(self.name, asked))
-        assert all(one.slot is None for row in call.seqs for one in row.batch_seqs)
+        assert all(one.cache_row is None for row in call.seqs for one in row.batch_seqs)
 
     def teardown(self) -> None:
         """All come to an end, and leave nothing."""

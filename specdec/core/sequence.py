@@ -43,10 +43,10 @@ class Walk(NamedTuple):
 class RunningSequence:
     """What sequences and searches share: a text, and a tree of branches beyond it.
 
-    `key` is the engine's number of the sequence, and `slot` its number in the target's session while it runs. `task` is
-    what its request wants of a draft. `unconditional` is the same sequence without its condition (guidance); it takes
-    the same tokens. `embeds` `[length, width]` are read in place of the prompt's tokens, which are as many, or none
-    where nobody knows them.
+    `key` is the engine's number of the sequence, and `cache_row` its number in the target's session while it runs.
+    `task` is what its request wants of a draft. `unconditional` is the same sequence without its condition (guidance);
+    it takes the same tokens. `embeds` `[length, width]` are read in place of the prompt's tokens, which are as many, or
+    none where nobody knows them.
     """
 
     tokens: list[int]
@@ -58,7 +58,7 @@ class RunningSequence:
     embeds: Tensor | None = None
     unconditional: RunningSequence | None = None
     key: int = -1
-    slot: int | None = None
+    cache_row: int | None = None
     context: Context | None = None  # what its keys and values depend on besides tokens; None: shared with nobody
     encoding: Any = None  # what the target's encoder made of its input
     prompt_length: int = field(init=False)

@@ -294,9 +294,9 @@ class Engine:
 
     def _turn(self, seq: RunningSequence, proposal: Tree | None, most: int | None) -> Turn:
         """A sequence's part of this round, and that of its unconditional sequence."""
-        slots = [one.slot for one in seq.batch_seqs if one.slot is not None]
-        self.target.refresh(slots)
-        held = [self.target.length(slot) for slot in slots]
+        cache_rows = [one.cache_row for one in seq.batch_seqs if one.cache_row is not None]
+        self.target.refresh(cache_rows)
+        held = [self.target.length(cache_row) for cache_row in cache_rows]
         if most is not None and not self._ends(seq, most):
             parts = [one.chunk(h, most) for one, h in zip(seq.batch_seqs, held, strict=True)]
         else:
@@ -304,7 +304,7 @@ class Engine:
                 one.part(h, EMPTY if proposal is None else proposal)
                 for one, h in zip(seq.batch_seqs, held, strict=True)
             ]
-        return Turn(seq, slots, held, parts, asked=proposal is not None)
+        return Turn(seq, cache_rows, held, parts, asked=proposal is not None)
 
     def _ends(self, seq: RunningSequence, most: int) -> bool:
         """Whether one pass over `most` tokens comes to the end of the sequence's prompt, which nobody waits to
@@ -325,7 +325,7 @@ class Engine:
         traced = any(r.output_hidden_states or r.last_hidden for r in requests)
         try:
             found = self.target.forward(
-                [slot for turn in turns for slot in turn.slots],
+                [cache_row for turn in turns for cache_row in turn.cache_rows],
                 [part.tree for _, part, _ in parts],
                 [part.keep for _, part, _ in parts],
                 embeds=given if any(one is not None for one in given) else None,
@@ -487,5 +487,5 @@ def _of(whole: Round, seqs: list[SequenceRound]) -> Round:
 def _too_much(seq: RunningSequence, tree: Tree) -> DraftError:
     return DraftError(
         f"the draft {tree.source!r} proposed {tree.depth} tokens in a row, but the text may only grow by "
-        f"{seq.remaining}: propose at most `row.remaining - 1`"
+        f"{seq.remaining}: propose at most `seq.remaining - 1`"
     )

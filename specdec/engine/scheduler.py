@@ -86,11 +86,11 @@ class Places:
         leader = self._leaders.get(seq)
         if leader is None:
             return True
-        if leader.slot is None or self.target.length(leader.slot) < len(seq.tokens) - 1:
+        if leader.cache_row is None or self.target.length(leader.cache_row) < len(seq.tokens) - 1:
             return False
         seq.encoding = leader.encoding
         length = self._joined(seq, leader, len(seq.tokens) - 1, self._draft_of(request))
-        self._set(seq, self.target.fork(leader.slot, length))
+        self._set(seq, self.target.fork(leader.cache_row, length))
         request.cached_prompt_tokens += length
         del self._leaders[seq]
         return True
@@ -101,8 +101,8 @@ class Places:
 
     def unread(self, seq: RunningSequence) -> int:
         """Positions of the sequence's text that are not in the cache."""
-        assert seq.slot is not None
-        return seq.length - self.target.length(seq.slot)
+        assert seq.cache_row is not None
+        return seq.length - self.target.length(seq.cache_row)
 
     def remove(self, seqs: Sequence[RunningSequence], request_of: dict[int, Request]) -> None:
         """Takes the places of sequences back; their texts may stay, and who waited for one of them reads for itself."""
@@ -111,17 +111,17 @@ class Places:
             self._leaders.pop(seq, None)
             self._arrived.pop(seq.key, None)
             kept, request = seq.context, request_of[seq.key]
-            if self.prefixes is None or kept is None or seq.slot is None:
+            if self.prefixes is None or kept is None or seq.cache_row is None:
                 continue
             if request.waited or kept.model == now():  # not changed while the sequence ran
                 self._retain(seq, kept, self.prefixes, self._draft_of(request))
-        slots = [one.slot for seq in seqs for one in seq.batch_seqs if one.slot is not None]
-        if slots:
-            self.target.remove(slots)
+        cache_rows = [one.cache_row for seq in seqs for one in seq.batch_seqs if one.cache_row is not None]
+        if cache_rows:
+            self.target.remove(cache_rows)
         for seq in seqs:
             self._open.pop(seq.key, None)
             for one in seq.batch_seqs:
-                one.slot = None
+                one.cache_row = None
         self._promote({seq.key for seq in seqs})
 
     def _promote(self, gone: Collection[int]) -> None:
@@ -142,8 +142,8 @@ class Places:
         draft = self._drafts.get(id(request.drafter))
         return draft if draft is not None and draft.drafter.hidden_layers else None
 
-    def _set(self, seq: RunningSequence, slot: int) -> None:
-        seq.slot, seq.cache_reset_length = slot, self.target.cache_reset_length
+    def _set(self, seq: RunningSequence, cache_row: int) -> None:
+        seq.cache_row, seq.cache_reset_length = cache_row, self.target.cache_reset_length
         if seq.key >= 0:
             self._open[seq.key] = seq
 
@@ -222,8 +222,8 @@ def _retain_draft(seq: RunningSequence, context: Context, prefixes: Prefixes, dr
 
 
 def _slot(seq: RunningSequence) -> int:
-    assert seq.slot is not None
-    return seq.slot
+    assert seq.cache_row is not None
+    return seq.cache_row
 
 
 def _shared(seq: RunningSequence, other: RunningSequence, most: int) -> int:

@@ -39,13 +39,13 @@ class Stopwatch:
 
 @dataclass(eq=False, slots=True)
 class Turn:
-    """One sequence's round, step by step: its slots in the target, the text held there, its parts of the pass.
+    """One sequence's round, step by step: its cache rows in the target, the text held there, its parts of the pass.
 
     `passes` are the numbers of those that it took part in, `hidden` what they said of the layers that its draft reads.
     """
 
     seq: RunningSequence
-    slots: list[int]
+    cache_rows: list[int]
     held: list[int]
     parts: list[RowPass]
     scores: Scores | None = None
@@ -72,9 +72,12 @@ class Turn:
 
     @property
     def committed(self) -> list[tuple[int, list[int], int]]:
-        """What the target is to hold of the pass: slot, nodes, and how many of these are text."""
+        """What the target is to hold of the pass: cache row, nodes, and how many of these are text."""
         path, text = ((), 0) if self.walk is None else (self.walk.path, self.walk.text)
-        return [(slot, p.path(path), len(p.text) + text) for slot, p in zip(self.slots, self.parts, strict=True)]
+        return [
+            (cache_row, p.path(path), len(p.text) + text)
+            for cache_row, p in zip(self.cache_rows, self.parts, strict=True)
+        ]
 
     def commit(self) -> Commit:
         """What its draft is told, before or after the sequence takes its walk."""

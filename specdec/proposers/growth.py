@@ -19,7 +19,7 @@ GoesOn = Callable[[SequenceView, int], bool]  # whether a guess may follow a tok
 
 @dataclass(eq=False, slots=True)
 class Held:
-    """What the draft's cache holds of one sequence, number `slot` of the model's session.
+    """What the draft's cache holds of one sequence, number `cache_row` of the model's session.
 
     `text` tokens of the sequence's text, then `guesses` of a chain. In place of a chain there may be `branches`;
     `where` says which of them a node is, of the sequence's branches followed by the proposal. A sequence is
@@ -27,7 +27,7 @@ class Held:
     became of their proposal.
     """
 
-    slot: int
+    cache_row: int
     text: int = 0
     guesses: int = 0
     branches: Tree = EMPTY

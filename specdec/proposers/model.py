@@ -110,7 +110,7 @@ class ModelSession(DraftSession):
                 kept = min(text, held.guesses) if self.keeps_guesses else 0
                 held.text += kept
                 if kept < held.guesses:
-                    cut.append(held.slot)
+                    cut.append(held.cache_row)
                     lengths.append(held.text)
                 held.guesses = 0
             elif held.branches.tokens:
@@ -123,11 +123,11 @@ class ModelSession(DraftSession):
         held = self._held.get(seq.key)
         if held is not None and length < held.text:
             held.text, held.guesses, held.branches, held.where, held.unreadable = length, 0, EMPTY, {}, False
-            self._session.truncate([held.slot], [length])
+            self._session.truncate([held.cache_row], [length])
 
     def release(self, keys: Sequence[int]) -> None:
         """Frees the cache of sequences."""
-        gone = [held.slot for key in keys if (held := self._held.pop(key, None)) is not None]
+        gone = [held.cache_row for key in keys if (held := self._held.pop(key, None)) is not None]
         for key in keys:
             self._rows.pop(key, None)
         if gone:
@@ -209,12 +209,12 @@ class ModelSession(DraftSession):
 
         The cache holds them all afterwards, the first `texts[i]` nodes of a tree as text.
         """
-        slots = [self._held[seq.key].slot for seq in seqs]
+        cache_rows = [self._held[seq.key].cache_row for seq in seqs]
         if level and goes_on_by_one(trees, texts):
-            logits, _ = self._session.advance(slots, [tree.tokens[0] for tree in trees])
+            logits, _ = self._session.advance(cache_rows, [tree.tokens[0] for tree in trees])
             return [Scores(tree, 0, own) for tree, own in zip(trees, logits[:, None], strict=True)]
-        scores = self._session.forward(slots, trees, keep, wholes=wholes)
-        self._session.commit(slots, [list(range(len(tree))) for tree in trees], texts=texts, final=not level)
+        scores = self._session.forward(cache_rows, trees, keep, wholes=wholes)
+        self._session.commit(cache_rows, [list(range(len(tree))) for tree in trees], texts=texts, final=not level)
         return scores
 
     def _admit(self, seqs: Sequence[SequenceView]) -> dict[int, list[SequenceView]]:
@@ -258,8 +258,8 @@ class ModelSession(DraftSession):
             for seq in seqs:
                 count = len(seq.tokens) - 1
                 if leader.text >= count:
-                    slot = self._session.fork(leader.slot, count)
-                    self._held[seq.key] = Held(slot, count, unreadable=leader.unreadable)
+                    cache_row = self._session.fork(leader.cache_row, count)
+                    self._held[seq.key] = Held(cache_row, count, unreadable=leader.unreadable)
                     self._rows[seq.key] = seq
                     joined.append(seq)
         return joined
@@ -286,16 +286,16 @@ class ModelSession(DraftSession):
         if self._session.cache_reset_length is None:
             return
         held = [self._held[seq.key] for seq in seqs if seq.key in self._held]
-        self._session.refresh([one.slot for one in held])
+        self._session.refresh([one.cache_row for one in held])
         for one in held:
-            if (length := self._session.length(one.slot)) < one.text:
+            if (length := self._session.length(one.cache_row)) < one.text:
                 one.text, one.branches, one.where = length, EMPTY, {}
 
     def _close(self, seqs: Sequence[SequenceView]) -> None:
         """Forgets proposals of which nothing was heard."""
         for seq in seqs:
             held = self._held[seq.key]
-            self._session.truncate([held.slot], [held.text])
+            self._session.truncate([held.cache_row], [held.text])
             if held.branches.tokens:
                 self._drop_branches([held])
             held.guesses, held.open = 0, False
@@ -303,7 +303,7 @@ class ModelSession(DraftSession):
     def _drop_branches(self, held: Sequence[Held]) -> None:
         """Forgets branches of sequences whose text went on without this draft."""
         if held:
-            self._session.commit([one.slot for one in held], [[] for _ in held])
+            self._session.commit([one.cache_row for one in held], [[] for _ in held])
             for one in held:
                 one.branches, one.where = EMPTY, {}
 
@@ -320,7 +320,7 @@ class ModelSession(DraftSession):
             kept.append(node)
             nodes.append(at)
         settled = sum(number[node] < text for node in kept)
-        self._session.commit([held.slot], [nodes], texts=[settled])
+        self._session.commit([held.cache_row], [nodes], texts=[settled])
         held.text += settled
         held.branches = held.branches.part(nodes, settled)
         held.where = {number[node] - text: i for i, node in enumerate(kept[settled:])}
@@ -357,8 +357,8 @@ class ModelSession(DraftSession):
 
     def _chain(self, seqs: Sequence[SequenceView], texts: Sequence[Tree], rules: Sequence[ChainRule]) -> Chained | None:
         """One call over known text, and the guesses after it; None where that cannot be."""
-        slots = [self._held[seq.key].slot for seq in seqs]
-        return self._session.chain(slots, [text.tokens for text in texts], rules)
+        cache_rows = [self._held[seq.key].cache_row for seq in seqs]
+        return self._session.chain(cache_rows, [text.tokens for text in texts], rules)
 
     def _grow(self, growths: list[Chain | Branches]) -> None:
         """Feeds what texts and branches are ahead by, then one level after the other."""

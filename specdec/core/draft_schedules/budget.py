@@ -109,5 +109,5 @@ def check_nodes(tokens: int, branches: int | None) -> None:
     if branches is not None and branches > 1 and tokens * branches > MOST_NODES:
         raise OptionError(
             f"{branches} branches (`num_assistant_branches`) of {tokens} tokens (`num_assistant_tokens`) are "
-            f"{branches * tokens} nodes for every row, and a pass checks at most {MOST_NODES}: lower one of them"
+            f"{branches * tokens} nodes for every sequence, and a pass checks at most {MOST_NODES}: lower one of them"
         )

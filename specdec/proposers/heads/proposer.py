@@ -105,10 +105,10 @@ class HeadSession(ModelSession):
             return 0
         if isinstance(source, Kept):
             prefix, known = source.state
-            slot = self._session.read_from(prefix, count)
+            cache_row = self._session.read_from(prefix, count)
         else:
-            known, slot = self._known[source], self._session.fork(self._held[source].slot, count)
-        self._held[seq.key], self._rows[seq.key] = Held(slot, count), seq
+            known, cache_row = self._known[source], self._session.fork(self._held[source].cache_row, count)
+        self._held[seq.key], self._rows[seq.key] = Held(cache_row, count), seq
         self._known[seq.key] = known.beginning(count)
         return count - 1
 
@@ -117,7 +117,7 @@ class HeadSession(ModelSession):
         held, known = self._held.get(seq.key), self._known.get(seq.key)
         if held is None or known is None or held.open or (count := min(length, held.text)) < 2:
             return None
-        prefix, known = self._session.keep_prefix(held.slot, count), known.beginning(count)
+        prefix, known = self._session.keep_prefix(held.cache_row, count), known.beginning(count)
         return Kept(count, (prefix, known), prefix_bytes(prefix) + known.bytes)
 
     def commit(self, commits: Sequence[Commit]) -> None:
@@ -206,12 +206,14 @@ class HeadSession(ModelSession):
         """A pass of every stage that later guesses build on; scores are those of the first of them."""
         session = self._stages
         if level and len(session.stages) == 1 and goes_on_by_one(trees, texts):
-            return self._next([self._known[seq.key] for seq in seqs], [self._held[seq.key].slot for seq in seqs], trees)
+            return self._next(
+                [self._known[seq.key] for seq in seqs], [self._held[seq.key].cache_row for seq in seqs], trees
+            )
         session.first = min(level, len(session.stages) - 1)
-        slots = [self._held[seq.key].slot for seq in seqs]
+        cache_rows = [self._held[seq.key].cache_row for seq in seqs]
         parts = [
-            _Part(seq, tree, session.pending(slot), text)
-            for seq, tree, slot, text in zip(seqs, trees, slots, texts, strict=True)
+            _Part(seq, tree, session.pending(cache_row), text)
+            for seq, tree, cache_row, text in zip(seqs, trees, cache_rows, texts, strict=True)
         ]
         if not level:
             for seq in seqs:
@@ -221,7 +223,7 @@ class HeadSession(ModelSession):
             source = stage if level > stage else stage - 1  # the last stage goes on from itself
             inputs = [self._head.inputs(part.tokens, self._features(part, source)) for part in parts]
             said = session.stages[stage].forward(
-                slots,
+                cache_rows,
                 trees,
                 [0] * len(keep) if scores else keep,
                 embeds=inputs,
@@ -231,15 +233,15 @@ class HeadSession(ModelSession):
             scores = scores or said
             for part, one in zip(parts, said, strict=True):
                 self._note(part, stage, one)
-        session.commit(slots, [list(range(len(tree))) for tree in trees], texts=texts, final=not level)
+        session.commit(cache_rows, [list(range(len(tree))) for tree in trees], texts=texts, final=not level)
         for part in parts:
             self._renumber(part, guessed=level > 0)
         return scores
 
-    def _next(self, known: Sequence[_Known], slots: Sequence[int], trees: Sequence[Tree]) -> list[Scores]:
+    def _next(self, known: Sequence[_Known], cache_rows: Sequence[int], trees: Sequence[Tree]) -> list[Scores]:
         """A pass of the only stage over one more guess each, which go on from what was written before them."""
         tokens, before = [tree.tokens[0] for tree in trees], torch.stack([one.written[0][-1] for one in known])
-        logits, states = self._stages.advance(slots, tokens, self._head.inputs(tokens, before))
+        logits, states = self._stages.advance(cache_rows, tokens, self._head.inputs(tokens, before))
         assert states is not None
         for one, state in zip(known, states, strict=True):
             one.written = [{-1: state}]
@@ -248,8 +250,8 @@ class HeadSession(ModelSession):
     def _chain(self, seqs: Sequence[SequenceView], texts: Sequence[Tree], rules: Sequence[ChainRule]) -> Chained | None:
         parts = [_Part(seq, text, 0, len(text)) for seq, text in zip(seqs, texts, strict=True)]
         inputs = [self._head.inputs(part.tokens, self._features(part, -1)) for part in parts]
-        slots = [self._held[seq.key].slot for seq in seqs]
-        return self._stages.chain(slots, [text.tokens for text in texts], rules, inputs)
+        cache_rows = [self._held[seq.key].cache_row for seq in seqs]
+        return self._stages.chain(cache_rows, [text.tokens for text in texts], rules, inputs)
 
     def _features(self, part: _Part, source: int) -> Tensor:
         """What a stage reads of new nodes: what stage `source` wrote before them; -1 is the target."""
@@ -350,7 +352,7 @@ class BlockSession(HeadSession):
         for seq in seqs:
             self._said.pop(seq.key, None)
             if (held := self._held.get(seq.key)) is not None:
-                held.text, held.guesses, held.branches = self._session.length(held.slot), 0, EMPTY
+                held.text, held.guesses, held.branches = self._session.length(held.cache_row), 0, EMPTY
                 held.where, held.open = {}, False
 
     def _close(self, seqs: Sequence[SequenceView]) -> None:
@@ -384,7 +386,7 @@ class BlockSession(HeadSession):
     def _read_block(
         self, seqs: Sequence[SequenceView], trees: Sequence[Tree], *, guesses: bool, wholes: Sequence[int] | None
     ) -> None:
-        block, slots = self._block, [self._held[seq.key].slot for seq in seqs]
+        block, cache_rows = self._block, [self._held[seq.key].cache_row for seq in seqs]
         masks = [block.token] * block.masks if guesses else []
         blind = int(guesses and block.reads_itself)  # the last token is one of the block
         texts = [len(tree) - blind for tree in trees]
@@ -395,7 +397,7 @@ class BlockSession(HeadSession):
             inputs.append(self._head.inputs(tree.tokens + masks, torch.cat([known, masked.to(known)])))
         fed = [Tree.chain(tree.tokens + masks) for tree in trees]
         kept = block.guesses if guesses else 0
-        scores = self._session.forward(slots, fed, [kept] * len(fed), embeds=inputs, wholes=wholes)
-        self._session.commit(slots, [list(range(text)) for text in texts])
+        scores = self._session.forward(cache_rows, fed, [kept] * len(fed), embeds=inputs, wholes=wholes)
+        self._session.commit(cache_rows, [list(range(text)) for text in texts])
         if guesses:
             self._said |= {seq.key: one.logits for seq, one in zip(seqs, scores, strict=True)}
