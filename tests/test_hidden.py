@@ -84,12 +84,12 @@ class Listening(DraftSession):
             if hidden is None:
                 continue
             known = self.text.get(row.key, hidden.states[:0])
-            fresh = [node for node in path if node >= hidden.held]
+            fresh = [node for node in path if node >= hidden.num_cached]
             unread = len(hidden.states) - len(fresh)
             assert hidden.first <= len(known)
             known = torch.cat([known[: hidden.first], hidden.states[:unread]]) if unread else known
             of = dict(zip(fresh, hidden.states[unread:], strict=True))
-            of |= {node: self.branches[row.key][node] for node in path if node < hidden.held}
+            of |= {node: self.branches[row.key][node] for node in path if node < hidden.num_cached}
             kept = [of[node] for node in path]
             self.text[row.key] = torch.cat([known, *(one[None] for one in kept[:text])])
             self.branches[row.key] = kept[text:]

@@ -176,11 +176,11 @@ class Hidden(NamedTuple):
     """The target's hidden states of what it has read, for a draft that asked for them (`BatchDrafter.hidden_layers`).
 
     `states` `[tokens, layers, width]`, on the target's device: of the sequence's tokens from number `first` on that it
-    had not read, and of those nodes of the commit's path, from number `held` on, that are new to it.
+    had not read, and of those nodes of the commit's path, from number `num_cached` on, that are new to it.
     """
 
     first: int
-    held: int
+    num_cached: int
     states: Tensor
 
 

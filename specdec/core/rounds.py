@@ -32,13 +32,13 @@ class RowPass:
     order.
 
     Branches and proposal are numbered together, from 0 on (-1 is the end of the text); a node's number in the `tree` of
-    the pass is `node(number)`. The first `held` branches are in the cache. `leaves` are the branches that the proposal
-    grows from. A part that is not `complete` leaves text unread, and asks for no scores.
+    the pass is `node(number)`. The first `num_cached` branches are in the cache. `leaves` are the branches that the
+    proposal grows from. A part that is not `complete` leaves text unread, and asks for no scores.
     """
 
     text: list[int]
     branches: Tree
-    held: int
+    num_cached: int
     leaves: Sequence[int]
     proposal: Tree = EMPTY
     complete: bool = True
@@ -56,12 +56,12 @@ class RowPass:
     @property
     def keep(self) -> int:
         """How many nodes, at the end of the tree, need scores."""
-        return (len(self.branches) - self.held or 1) + len(self.proposal) if self.complete else 0
+        return (len(self.branches) - self.num_cached or 1) + len(self.proposal) if self.complete else 0
 
     @property
     def cost(self) -> int:
         """How many nodes the target computes."""
-        return len(self.text) + len(self.branches) - self.held + len(self.proposal)
+        return len(self.text) + len(self.branches) - self.num_cached + len(self.proposal)
 
     def node(self, number: int) -> int:
         """The number in the tree of the pass."""

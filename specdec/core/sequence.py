@@ -63,7 +63,7 @@ class RunningSequence:
     encoding: Any = None  # what the target's encoder made of its input
     prompt_length: int = field(init=False)
     tree: Tree = EMPTY
-    held: int = 0  # so many of the tree's nodes are in the target's cache
+    num_cached: int = 0  # so many of the tree's nodes are in the target's cache
     leaves: Sequence[int] = (-1,)
     steps: list[Step] = field(default_factory=list)
     traces: list[Trace] = field(default_factory=list)
@@ -115,18 +115,22 @@ class RunningSequence:
             self._written = known
         return self._ids[:total][None]
 
-    def part(self, held: int, proposal: Tree = EMPTY) -> RowPass:
-        """Its part of a pass after the first `held` positions."""
-        return RowPass(self._positions(held, self.length), self.tree, self.held, self.leaves, proposal)
+    def part(self, num_cached: int, proposal: Tree = EMPTY) -> RowPass:
+        """Its part of a pass after the first `num_cached` positions."""
+        return RowPass(self._positions(num_cached, self.length), self.tree, self.num_cached, self.leaves, proposal)
 
-    def chunk(self, held: int, most: int) -> RowPass:
+    def chunk(self, num_cached: int, most: int) -> RowPass:
         """The next `most` positions of its text at most, without the last."""
-        end = min(held + most, self.length - 1)
-        return RowPass(self._positions(held, end), EMPTY, 0, (), complete=False)
+        end = min(num_cached + most, self.length - 1)
+        return RowPass(self._positions(num_cached, end), EMPTY, 0, (), complete=False)
 
-    def given(self, held: int, count: int) -> Tensor | None:
-        """The embeddings of the first of `count` positions after `held`, where they were given."""
-        return None if self.embeds is None or held >= len(self.embeds) else self.embeds[held : held + count]
+    def given(self, num_cached: int, count: int) -> Tensor | None:
+        """The embeddings of the first of `count` positions after `num_cached`, where they were given."""
+        return (
+            None
+            if self.embeds is None or num_cached >= len(self.embeds)
+            else self.embeds[num_cached : num_cached + count]
+        )
 
     def _positions(self, begin: int, end: int) -> list[int]:
         """The text between two positions; embeddings without ids have placeholders."""
@@ -294,7 +298,7 @@ class SearchSequence(RunningSequence):
             self.history += states
         for seq in self.batch_seqs:
             seq.tokens += shared
-            seq.tree, seq.held, seq.leaves = self.tree, len(walk.path) - walk.text, self.leaves
+            seq.tree, seq.num_cached, seq.leaves = self.tree, len(walk.path) - walk.text, self.leaves
         self.steps += walk.steps
         self.traces += [trace for trace in traces if trace != (None, None, None)]
         self.finish, self.begun = walk.finish, True
@@ -312,12 +316,12 @@ class SearchSequence(RunningSequence):
         place = {node: max(i, -1) for node, i in number.items()} | {-1: -1}
         # Groups may say the same: one node serves them all.
         fresh = dict.fromkeys(end for end, node in zip(ends, nodes, strict=True) if node is None)
-        held = whole.part(path, len(shared))
+        stays = whole.part(path, len(shared))
         tree = Tree(
-            held.tokens + [token for _, token in fresh],
-            held.parents + [place[parent] for parent, _ in fresh],
+            stays.tokens + [token for _, token in fresh],
+            stays.parents + [place[parent] for parent, _ in fresh],
         )
-        made = dict(zip(fresh, range(len(held), len(tree)), strict=True))
+        made = dict(zip(fresh, range(len(stays), len(tree)), strict=True))
         leaves = [made[end] if node is None else place[node] for end, node in zip(ends, nodes, strict=True)]
         known = {place[node]: view.seen(node) for node in seen}
         return path, len(shared), ([whole.tokens[node] for node in shared], tree, leaves, known)
@@ -366,7 +370,7 @@ def _descendants(tree: Tree, nodes: set[int]) -> set[int]:
 def _trace(scores: Scores, nodes: list[int], columns: list[int]) -> Trace:
     """Of `nodes` of a pass, which look at the known text and at the tree's `columns`."""
     hidden, attentions, cross = scores.hidden_states, scores.attentions, scores.cross_attentions
-    own, size = [node - scores.held for node in nodes], len(scores.tree)
+    own, size = [node - scores.num_cached for node in nodes], len(scores.tree)
     return Trace(
         None if hidden is None else tuple(h[own] for h in hidden),
         None if attentions is None else tuple(_attended(a, own, columns, size) for a in attentions),

@@ -128,7 +128,7 @@ class Scores:
     `logits` `[nodes - first, vocab]` are the target's own, for the nodes from `first` on (inner positions of a prompt
     are not kept). `unconditional` has the same shape when guidance runs a paired sequence. `hidden_states` and
     `attentions` hold, per layer, `[nodes, width]` and `[heads, nodes, known + nodes]` when they were asked for (None
-    for layers that were not); the first `held` nodes of the tree were computed in an earlier pass and have none.
+    for layers that were not); the first `num_cached` nodes of the tree were computed in an earlier pass and have none.
     `passes` are the numbers of the forwards that the sequence took part in. `cache` is where the sequence's strategy
     keeps what it worked out for all nodes at once.
     """
@@ -140,7 +140,7 @@ class Scores:
     hidden_states: tuple[Any, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
     cross_attentions: tuple[Tensor, ...] | None = None
-    held: int = 0
+    num_cached: int = 0
     passes: Sequence[int] = ()
     cache: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 

@@ -296,15 +296,15 @@ class Engine:
         """A sequence's part of this round, and that of its unconditional sequence."""
         cache_rows = [one.cache_row for one in seq.batch_seqs if one.cache_row is not None]
         self.target.refresh(cache_rows)
-        held = [self.target.length(cache_row) for cache_row in cache_rows]
+        num_cached = [self.target.length(cache_row) for cache_row in cache_rows]
         if most is not None and not self._ends(seq, most):
-            parts = [one.chunk(h, most) for one, h in zip(seq.batch_seqs, held, strict=True)]
+            parts = [one.chunk(h, most) for one, h in zip(seq.batch_seqs, num_cached, strict=True)]
         else:
             parts = [
                 one.part(h, EMPTY if proposal is None else proposal)
-                for one, h in zip(seq.batch_seqs, held, strict=True)
+                for one, h in zip(seq.batch_seqs, num_cached, strict=True)
             ]
-        return Turn(seq, cache_rows, held, parts, asked=proposal is not None)
+        return Turn(seq, cache_rows, num_cached, parts, asked=proposal is not None)
 
     def _ends(self, seq: RunningSequence, most: int) -> bool:
         """Whether one pass over `most` tokens comes to the end of the sequence's prompt, which nobody waits to
@@ -315,11 +315,11 @@ class Engine:
 
     def _verify(self, turns: Sequence[Turn]) -> bool:
         """One target pass over every sequence; whether it came through."""
-        parts = [(seq, part, held) for turn in turns for seq, part, held in turn.batch_seqs]
+        parts = [(seq, part, num_cached) for turn in turns for seq, part, num_cached in turn.batch_seqs]
         if not parts:
             return False
         requests = {self._requests[turn.seq.key] for turn in turns}
-        given = [seq.given(held, len(part.text)) for seq, part, held in parts]
+        given = [seq.given(num_cached, len(part.text)) for seq, part, num_cached in parts]
         drafts = [request.drafter for request in requests if request.drafter is not None]
         layers = sorted({layer for drafter in drafts for layer in drafter.hidden_layers})
         traced = any(r.output_hidden_states or r.last_hidden for r in requests)
@@ -382,8 +382,10 @@ class Engine:
 
     def _commit(self, turns: Sequence[Turn]) -> list[SequenceRound]:
         """The one writer: keys and values, texts and outputs, and what drafts know of them."""
-        held = [part for turn in turns for part in turn.committed]
-        self.target.commit([s for s, _, _ in held], [path for _, path, _ in held], texts=[text for _, _, text in held])
+        committed = [part for turn in turns for part in turn.committed]
+        self.target.commit(
+            [s for s, _, _ in committed], [path for _, path, _ in committed], texts=[text for _, _, text in committed]
+        )
         shares = []
         commits = {turn.seq.key: turn.commit() for turn in turns if turn.walk is not None or turn.hidden}
         for turn in turns:

@@ -46,7 +46,7 @@ class Turn:
 
     seq: RunningSequence
     cache_rows: list[int]
-    held: list[int]
+    num_cached: list[int]
     parts: list[RowPass]
     scores: Scores | None = None
     walk: Walk | None = None
@@ -68,7 +68,7 @@ class Turn:
     @property
     def batch_seqs(self) -> list[tuple[RunningSequence, RowPass, int]]:
         """The sequence and its unconditional sequence, with their parts and the text held of each."""
-        return list(zip(self.seq.batch_seqs, self.parts, self.held, strict=True))
+        return list(zip(self.seq.batch_seqs, self.parts, self.num_cached, strict=True))
 
     @property
     def committed(self) -> list[tuple[int, list[int], int]]:
@@ -86,12 +86,12 @@ class Turn:
 
     def _told(self, path: list[int]) -> Hidden:
         """The hidden states of the text that was read and of new nodes on the path; of tokens that have ids."""
-        part, first = self.parts[0], self.held[0] - self.seq.unseen
-        nodes = part.path([node for node in path if node >= part.held])[max(-first, 0) :]
+        part, first = self.parts[0], self.num_cached[0] - self.seq.unseen
+        nodes = part.path([node for node in path if node >= part.num_cached])[max(-first, 0) :]
         assert self.scores is not None
-        own = [node - self.scores.held for node in nodes]
+        own = [node - self.scores.num_cached for node in nodes]
         states = torch.stack([layer[_run(own)] for layer in self.hidden], dim=1)
-        return Hidden(max(first, 0), part.held, states)
+        return Hidden(max(first, 0), part.num_cached, states)
 
     def share(self, prefill: bool) -> SequenceRound:
         """What the round came to; before the sequence takes its walk."""

@@ -18,7 +18,7 @@ GoesOn = Callable[[SequenceView, int], bool]  # whether a guess may follow a tok
 
 
 @dataclass(eq=False, slots=True)
-class Held:
+class CachedText:
     """What the draft's cache holds of one sequence, number `cache_row` of the model's session.
 
     `text` tokens of the sequence's text, then `guesses` of a chain. In place of a chain there may be `branches`;
@@ -39,8 +39,8 @@ class Held:
 class Chain:
     """The chain that grows for one sequence in this round; its guesses lie behind the sequence's text in the cache."""
 
-    def __init__(self, seq: SequenceView, plan: Plan, limit: int, held: Held, goes_on: GoesOn) -> None:
-        self.seq, self.plan, self.limit, self.held, self._goes_on = seq, plan, limit, held, goes_on
+    def __init__(self, seq: SequenceView, plan: Plan, limit: int, cached: CachedText, goes_on: GoesOn) -> None:
+        self.seq, self.plan, self.limit, self.cached, self._goes_on = seq, plan, limit, cached, goes_on
         self.tokens: list[int] = []
         self.confidence: list[float] = []
         self.q: list[Tensor] = []
@@ -48,7 +48,7 @@ class Chain:
 
     def first(self) -> Tree | None:
         """What the cache lacks of the text."""
-        missing = self.seq.tokens[self.held.text :]
+        missing = self.seq.tokens[self.cached.text :]
         self.text = len(missing)
         return Tree.chain(missing)
 
@@ -79,8 +79,8 @@ class Chain:
 
     def take_all(self, text: Tree, guesses: Sequence[tuple[int, float]], q: Tensor | None) -> None:
         """All guesses after a text with their probabilities, and `q` `[guesses, vocab]`; the cache lacks the last."""
-        self.held.text += len(text)
-        self.held.guesses = len(guesses) - 1
+        self.cached.text += len(text)
+        self.cached.guesses = len(guesses) - 1
         self.tokens, self.confidence = (list(some) for some in zip(*guesses, strict=True))
         self._guess(self.tokens.pop(), self.confidence.pop())
         if q is not None:
@@ -105,9 +105,9 @@ class Chain:
     def _fed(self, tree: Tree) -> None:
         """Notes what the cache holds now."""
         if self.tokens:
-            self.held.guesses += 1
+            self.cached.guesses += 1
         else:
-            self.held.text += len(tree)
+            self.cached.text += len(tree)
 
 
 class Branches:
@@ -117,8 +117,8 @@ class Branches:
     the levels (-1 - i: the sequence's leaf i).
     """
 
-    def __init__(self, seq: SequenceView, plan: Plan, limit: int, held: Held, goes_on: GoesOn) -> None:
-        self.seq, self.plan, self.held, self._limit, self._goes_on = seq, plan, held, limit, goes_on
+    def __init__(self, seq: SequenceView, plan: Plan, limit: int, cached: CachedText, goes_on: GoesOn) -> None:
+        self.seq, self.plan, self.cached, self._limit, self._goes_on = seq, plan, cached, limit, goes_on
         leaves = zip(seq.leaves, seq.leaf_scores, strict=True)
         self.ends = [Branch(branch_tokens(seq, leaf), score) for leaf, score in leaves]
         self.at: list[int] = []
@@ -133,16 +133,16 @@ class Branches:
         """The cache's branches, and what it lacks of the text and of the sequence's own branches."""
         if not self._limit:
             return None
-        seq, held = self.seq, self.held
-        missing = seq.tokens[held.text :]
-        known = len(held.branches) + len(missing)
-        fresh = [node for node in range(len(seq.tree)) if node not in held.where]
-        number = {**held.where, **{node: known + i for i, node in enumerate(fresh)}, -1: known - 1 if missing else -1}
+        seq, cached = self.seq, self.cached
+        missing = seq.tokens[cached.text :]
+        known = len(cached.branches) + len(missing)
+        fresh = [node for node in range(len(seq.tree)) if node not in cached.where]
+        number = {**cached.where, **{node: known + i for i, node in enumerate(fresh)}, -1: known - 1 if missing else -1}
         parents = [number[seq.tree.parents[node]] for node in fresh]
-        chain = Tree.chain(missing) if missing else held.branches  # text that is missing has no branches after it
+        chain = Tree.chain(missing) if missing else cached.branches  # text that is missing has no branches after it
         self.at = [number[leaf] for leaf in seq.leaves]
         self.text = len(missing)
-        held.where = {node: i - len(missing) for node, i in number.items() if node >= 0}
+        cached.where = {node: i - len(missing) for node, i in number.items() if node >= 0}
         return Tree(chain.tokens + [seq.tree.tokens[node] for node in fresh], chain.parents + parents)
 
     def keep(self, tree: Tree) -> int:
@@ -154,15 +154,15 @@ class Branches:
         first = len(tree) - len(logits)
         at = torch.tensor([end - first for end in self.at], device=logits.device)
         text, self.text = self.text, 0
-        self.held.text += text
-        self.held.branches = tree.part(range(len(tree)), text)
+        self.cached.text += text
+        self.cached.branches = tree.part(range(len(tree)), text)
         self.at = [max(end - text, -1) for end in self.at]
         branching = self.seq.task.branching
         assert branching is not None
         return self._level(branching.expand(self.seq, self.ends, logits[at], self.plan))
 
     def _level(self, level: list[tuple[int, Branch]]) -> Tree | None:
-        cached, first = self.held.branches, len(self._nodes)
+        branches, first = self.cached.branches, len(self._nodes)
         self._nodes += [branch for _, branch in level]
         self._parents += [self._proposed[end] for end, _ in level]
         self._levels.append(max((branch.confidence for _, branch in level), default=0.0))
@@ -173,12 +173,12 @@ class Branches:
         chosen = [(first + i, *level[i]) for i in open_[: self.plan.branches]]
         parents = [self.at[end] for _, end, _ in chosen]
         self.ends = [branch for _, _, branch in chosen]
-        self.at = list(range(len(cached), len(cached) + len(chosen)))
+        self.at = list(range(len(branches), len(branches) + len(chosen)))
         self._proposed = [node for node, _, _ in chosen]
         if not chosen or len(self._levels) >= self._limit or not self.plan.go_on(self._paths(), len(chosen)):
             return None
         self._fed |= dict(zip(self._proposed, self.at, strict=True))
-        return Tree(cached.tokens + [end.tokens[-1] for end in self.ends], cached.parents + parents)
+        return Tree(branches.tokens + [end.tokens[-1] for end in self.ends], branches.parents + parents)
 
     def _paths(self) -> list[Sequence[float]]:
         """The draft's belief in what it would continue; the branches of a search are one path."""
@@ -199,7 +199,7 @@ class Branches:
         kept = [self._nodes[node] for node in nodes]
         drawn = [node.q for node in kept if node.q is not None]
         own = len(self.seq.tree)
-        self.held.where |= {own + place[node]: at for node, at in self._fed.items() if node in place}
+        self.cached.where |= {own + place[node]: at for node, at in self._fed.items() if node in place}
         return Tree(
             [node.tokens[-1] for node in kept],
             [place.get(self._parents[node], self._parents[node]) for node in nodes],

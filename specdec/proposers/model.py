@@ -12,7 +12,7 @@ from specdec.core.rounds import SequenceView
 from specdec.core.tree import EMPTY, Scores, Tree
 from specdec.decoding.samplers import fit
 from specdec.errors import UnsupportedError
-from specdec.proposers.growth import Branches, Chain, Held
+from specdec.proposers.growth import Branches, CachedText, Chain
 
 if TYPE_CHECKING:
     from specdec.models import Encoding, LanguageModel, Session
@@ -68,7 +68,7 @@ class ModelSession(DraftSession):
         self._model, self._vocab_size, self._source = model, vocab_size, source
         self._shared_encoder = shared_encoder
         self._session: Session = model.session()
-        self._held: dict[int, Held] = {}
+        self._cached: dict[int, CachedText] = {}
         self._rows: dict[int, SequenceView] = {}
         self._encoded: dict[int, tuple[object, Encoding]] = {}  # by the identity of the inputs, which are kept alive
 
@@ -91,43 +91,43 @@ class ModelSession(DraftSession):
             }
             self._grow(list(growths.values()))
             for key in growths:
-                self._held[key].open = True
+                self._cached[key].open = True
             return [growths[seq.key].proposal(self._source) if seq.key in growths else EMPTY for seq in seqs]
         except BaseException:
             # The cache may hold half a round: forget it, the next round reads the texts again.
-            self._session, self._held, self._rows = self._model.session(), {}, {}
+            self._session, self._cached, self._rows = self._model.session(), {}, {}
             raise
 
     def commit(self, commits: Sequence[Commit]) -> None:
         """Keeps of the cache what became text or is still a branch; leaves are fed again, for their logits."""
         cut, lengths = [], []
         for seq, path, text, _ in commits:
-            held = self._held.get(seq.key)
-            if held is None:
+            cached = self._cached.get(seq.key)
+            if cached is None:
                 continue
-            held.open = False
-            if held.guesses:
-                kept = min(text, held.guesses) if self.keeps_guesses else 0
-                held.text += kept
-                if kept < held.guesses:
-                    cut.append(held.cache_row)
-                    lengths.append(held.text)
-                held.guesses = 0
-            elif held.branches.tokens:
-                self._settle(held, seq, path, text)
+            cached.open = False
+            if cached.guesses:
+                kept = min(text, cached.guesses) if self.keeps_guesses else 0
+                cached.text += kept
+                if kept < cached.guesses:
+                    cut.append(cached.cache_row)
+                    lengths.append(cached.text)
+                cached.guesses = 0
+            elif cached.branches.tokens:
+                self._settle(cached, seq, path, text)
         if cut:
             self._session.truncate(cut, lengths)
 
     def rewind(self, seq: SequenceView, length: int) -> None:
         """Takes the cache back."""
-        held = self._held.get(seq.key)
-        if held is not None and length < held.text:
-            held.text, held.guesses, held.branches, held.where, held.unreadable = length, 0, EMPTY, {}, False
-            self._session.truncate([held.cache_row], [length])
+        cached = self._cached.get(seq.key)
+        if cached is not None and length < cached.text:
+            cached.text, cached.guesses, cached.branches, cached.where, cached.unreadable = length, 0, EMPTY, {}, False
+            self._session.truncate([cached.cache_row], [length])
 
     def release(self, keys: Sequence[int]) -> None:
         """Frees the cache of sequences."""
-        gone = [held.cache_row for key in keys if (held := self._held.pop(key, None)) is not None]
+        gone = [cached.cache_row for key in keys if (cached := self._cached.pop(key, None)) is not None]
         for key in keys:
             self._rows.pop(key, None)
         if gone:
@@ -149,14 +149,14 @@ class ModelSession(DraftSession):
     def _caught_up(self, seqs: Sequence[SequenceView]) -> set[int]:
         """Reads at most a chunk of the texts of sequences that are far behind; which sequences can be drafted for."""
         followers = self._admit(seqs)
-        self._close([seq for seq in seqs if seq.key in self._held and self._held[seq.key].open])
+        self._close([seq for seq in seqs if seq.key in self._cached and self._cached[seq.key].open])
         for seq in seqs:
-            held = self._held.get(seq.key)
-            if held is not None and not self._is_readable(held, seq):
-                held.unreadable = True
+            cached = self._cached.get(seq.key)
+            if cached is not None and not self._is_readable(cached, seq):
+                cached.unreadable = True
         self._refresh(seqs)
-        ready = [seq for seq in seqs if seq.key in self._held and not self._held[seq.key].unreadable]
-        missing = [len(seq.tokens) - self._held[seq.key].text for seq in ready]
+        ready = [seq for seq in seqs if seq.key in self._cached and not self._cached[seq.key].unreadable]
+        missing = [len(seq.tokens) - self._cached[seq.key].text for seq in ready]
         # Where some sequences only go on, the others' texts get a pass of their own, and no more than a chunk of it.
         few = min(_FEW, SHARED_CHUNK)
         most, chunk = (few, SHARED_CHUNK) if any(count <= few for count in missing) else (CHUNK, CHUNK)
@@ -174,21 +174,21 @@ class ModelSession(DraftSession):
         """How many tokens must be read before the sequence can be drafted for; all but the last where others
         wait for it.
         """
-        held = self._held[seq.key].text
-        missing = len(seq.tokens) - held
+        cached = self._cached[seq.key].text
+        missing = len(seq.tokens) - cached
         awaited = max((len(one.tokens) - 1 for one in followers.get(seq.key, ())), default=0)
-        return missing - 1 if missing > most or held < awaited else 0
+        return missing - 1 if missing > most or cached < awaited else 0
 
     def _read(self, seqs: Sequence[SequenceView], chunk: int) -> None:
         """One pass over the next tokens of these sequences' texts."""
         if not seqs:
             return
-        held = [self._held[seq.key] for seq in seqs]
-        self._drop_branches([one for one in held if one.branches.tokens])
-        pieces = [seq.tokens[h.text : min(h.text + chunk, self._end(seq))] for seq, h in zip(seqs, held, strict=True)]
+        cached = [self._cached[seq.key] for seq in seqs]
+        self._drop_branches([one for one in cached if one.branches.tokens])
+        pieces = [seq.tokens[h.text : min(h.text + chunk, self._end(seq))] for seq, h in zip(seqs, cached, strict=True)]
         texts, wholes = [len(piece) for piece in pieces], [len(seq.tokens) for seq in seqs]
         self._run(seqs, [Tree.chain(piece) for piece in pieces], [0] * len(seqs), texts, wholes=wholes)
-        for one, piece in zip(held, pieces, strict=True):
+        for one, piece in zip(cached, pieces, strict=True):
             one.text += len(piece)
 
     def _end(self, seq: SequenceView) -> int:
@@ -209,7 +209,7 @@ class ModelSession(DraftSession):
 
         The cache holds them all afterwards, the first `texts[i]` nodes of a tree as text.
         """
-        cache_rows = [self._held[seq.key].cache_row for seq in seqs]
+        cache_rows = [self._cached[seq.key].cache_row for seq in seqs]
         if level and goes_on_by_one(trees, texts):
             logits, _ = self._session.advance(cache_rows, [tree.tokens[0] for tree in trees])
             return [Scores(tree, 0, own) for tree, own in zip(trees, logits[:, None], strict=True)]
@@ -226,11 +226,11 @@ class ModelSession(DraftSession):
         followers: dict[int, list[SequenceView]] = {}
         here = {seq.key for seq in seqs}
         for seq in seqs:
-            if seq.key in self._held:
+            if seq.key in self._cached:
                 continue
             leader = self._leader(seq, here)
             if leader is None:
-                self._held[seq.key] = Held(self._session.add(1, self._encoding(seq))[0])
+                self._cached[seq.key] = CachedText(self._session.add(1, self._encoding(seq))[0])
                 self._rows[seq.key] = seq
             else:
                 followers.setdefault(leader, []).append(seq)
@@ -244,8 +244,8 @@ class ModelSession(DraftSession):
         if seq.task.source is None or not count:
             return None
         for key, other in self._rows.items():
-            held = self._held[key]
-            comes = not held.unreadable and (held.text >= count or key in here)
+            cached = self._cached[key]
+            comes = not cached.unreadable and (cached.text >= count or key in here)
             if comes and other.task.source == seq.task.source and other.tokens[:count] == seq.tokens[:count]:
                 return key
         return None
@@ -254,12 +254,12 @@ class ModelSession(DraftSession):
         """Sequences that continue what a leader has read by now, with a copy of it."""
         joined = []
         for key, seqs in followers.items():
-            leader = self._held[key]
+            leader = self._cached[key]
             for seq in seqs:
                 count = len(seq.tokens) - 1
                 if leader.text >= count:
                     cache_row = self._session.fork(leader.cache_row, count)
-                    self._held[seq.key] = Held(cache_row, count, unreadable=leader.unreadable)
+                    self._cached[seq.key] = CachedText(cache_row, count, unreadable=leader.unreadable)
                     self._rows[seq.key] = seq
                     joined.append(seq)
         return joined
@@ -277,64 +277,64 @@ class ModelSession(DraftSession):
             self._encoded[id(inputs)] = (inputs, self._model.encode(inputs))
         return self._encoded[id(inputs)][1].select([seq.task.place])
 
-    def _is_readable(self, held: Held, seq: SequenceView) -> bool:
+    def _is_readable(self, cached: CachedText, seq: SequenceView) -> bool:
         """Whether the draft has embeddings for all that its cache lacks of the sequence's text."""
-        return not held.unreadable and max(seq.tokens[held.text :], default=0) < self._model.vocab_size
+        return not cached.unreadable and max(seq.tokens[cached.text :], default=0) < self._model.vocab_size
 
     def _refresh(self, seqs: Sequence[SequenceView]) -> None:
         """Texts that must be read again from their beginning, since their scaling changes."""
         if self._session.cache_reset_length is None:
             return
-        held = [self._held[seq.key] for seq in seqs if seq.key in self._held]
-        self._session.refresh([one.cache_row for one in held])
-        for one in held:
+        cached = [self._cached[seq.key] for seq in seqs if seq.key in self._cached]
+        self._session.refresh([one.cache_row for one in cached])
+        for one in cached:
             if (length := self._session.length(one.cache_row)) < one.text:
                 one.text, one.branches, one.where = length, EMPTY, {}
 
     def _close(self, seqs: Sequence[SequenceView]) -> None:
         """Forgets proposals of which nothing was heard."""
         for seq in seqs:
-            held = self._held[seq.key]
-            self._session.truncate([held.cache_row], [held.text])
-            if held.branches.tokens:
-                self._drop_branches([held])
-            held.guesses, held.open = 0, False
+            cached = self._cached[seq.key]
+            self._session.truncate([cached.cache_row], [cached.text])
+            if cached.branches.tokens:
+                self._drop_branches([cached])
+            cached.guesses, cached.open = 0, False
 
-    def _drop_branches(self, held: Sequence[Held]) -> None:
+    def _drop_branches(self, cached: Sequence[CachedText]) -> None:
         """Forgets branches of sequences whose text went on without this draft."""
-        if held:
-            self._session.commit([one.cache_row for one in held], [[] for _ in held])
-            for one in held:
+        if cached:
+            self._session.commit([one.cache_row for one in cached], [[] for _ in cached])
+            for one in cached:
                 one.branches, one.where = EMPTY, {}
 
-    def _settle(self, held: Held, seq: SequenceView, path: list[int], text: int) -> None:
+    def _settle(self, cached: CachedText, seq: SequenceView, path: list[int], text: int) -> None:
         """Of a tree in the cache, keeps the part of `path` that it has, the first nodes as text."""
         leaves = {text + leaf for leaf in seq.leaves if leaf >= 0}
         number = {node: i for i, node in enumerate(path)}
         kept: list[int] = []
         nodes: list[int] = []
         for node in path:
-            at = held.where.get(node)
-            if at is None or number[node] in leaves or held.branches.parents[at] not in {-1, *nodes}:
+            at = cached.where.get(node)
+            if at is None or number[node] in leaves or cached.branches.parents[at] not in {-1, *nodes}:
                 continue
             kept.append(node)
             nodes.append(at)
         settled = sum(number[node] < text for node in kept)
-        self._session.commit([held.cache_row], [nodes], texts=[settled])
-        held.text += settled
-        held.branches = held.branches.part(nodes, settled)
-        held.where = {number[node] - text: i for i, node in enumerate(kept[settled:])}
+        self._session.commit([cached.cache_row], [nodes], texts=[settled])
+        cached.text += settled
+        cached.branches = cached.branches.part(nodes, settled)
+        cached.where = {number[node] - text: i for i, node in enumerate(kept[settled:])}
 
     def _growth(self, seq: SequenceView, plan: Plan, limit: int) -> Chain | Branches:
-        held = self._held[seq.key]
+        cached = self._cached[seq.key]
         goes_on = self._goes_on
-        if -1 in seq.leaves and held.text >= len(seq.tokens):  # its last token is fed again, for its logits
+        if -1 in seq.leaves and cached.text >= len(seq.tokens):  # its last token is fed again, for its logits
             self.rewind(seq, len(seq.tokens) - 1)
         if seq.task.branching is None or (plan.branches == 1 and not seq.tree.tokens):
-            return Chain(seq, plan, limit, held, goes_on)
+            return Chain(seq, plan, limit, cached, goes_on)
         if seq.tree.tokens and max(seq.tree.tokens) >= self._model.vocab_size:
-            return Branches(seq, plan, 0, held, goes_on)
-        return Branches(seq, plan, limit, held, goes_on)
+            return Branches(seq, plan, 0, cached, goes_on)
+        return Branches(seq, plan, limit, cached, goes_on)
 
     def _goes_on(self, seq: SequenceView, token: int) -> bool:
         """Whether a guess may follow `token`: no text ends with it, and the draft can read what processors forced."""
@@ -357,7 +357,7 @@ class ModelSession(DraftSession):
 
     def _chain(self, seqs: Sequence[SequenceView], texts: Sequence[Tree], rules: Sequence[ChainRule]) -> Chained | None:
         """One call over known text, and the guesses after it; None where that cannot be."""
-        cache_rows = [self._held[seq.key].cache_row for seq in seqs]
+        cache_rows = [self._cached[seq.key].cache_row for seq in seqs]
         return self._session.chain(cache_rows, [text.tokens for text in texts], rules)
 
     def _grow(self, growths: list[Chain | Branches]) -> None:

@@ -119,7 +119,7 @@ def test_what_was_accepted_is_not_read_again(name: str) -> None:
     [tree] = session.propose([row], [plan])
     deepest = tree.path(max(range(len(tree)), key=tree.depths().__getitem__))
     take(session, row, tree, deepest, 11)
-    [slot] = [held.cache_row for held in session._held.values()]
+    [slot] = [cached.cache_row for cached in session._cached.values()]
     assert session.cache.length(slot) == 3 + 2
     [tree] = session.propose([row], [plan])
     assert paths(tree).keys() == best_tree(tiny(name), row.tokens, plan).keys()

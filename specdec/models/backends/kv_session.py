@@ -212,7 +212,7 @@ class KvSession(Session):
         for i, (row, tree) in enumerate(zip(named, trees, strict=True)):
             row.tree = tree
             if len(tree) == row.slots.pending:
-                scores[row.number] = Scores(tree, len(tree), self._no_logits(), held=len(tree))
+                scores[row.number] = Scores(tree, len(tree), self._no_logits(), num_cached=len(tree))
                 continue
             row.slots.begin(tree, len(tree) - keep[i], wholes[i] if wholes is not None else 0)
             place = self._index[row.number]

@@ -60,9 +60,11 @@ def row_scores(
         first, size = kept.first[row], layout.sizes[row]
         begin = first if place is None or first == size else place[first]
         more = _extras(output, layout, row) if extras else {}
-        held = len(tree) - size
+        num_cached = len(tree) - size
         own = logits[row, begin : begin + size - first]
-        found.append(Scores(tree, held + first, own, held=held, passes=(number,) if size else (), **more))
+        found.append(
+            Scores(tree, num_cached + first, own, num_cached=num_cached, passes=(number,) if size else (), **more)
+        )
     return found
 
 
@@ -76,7 +78,7 @@ def line_scores(
         own = logits[kept : kept + row.keep]
         states = hidden and tuple(None if layer is None else layer[begin:end] for layer in hidden)
         first = len(row.tree) - row.keep
-        found.append(Scores(row.tree, first, own, held=row.slots.pending, passes=(number,), hidden_states=states))
+        found.append(Scores(row.tree, first, own, num_cached=row.slots.pending, passes=(number,), hidden_states=states))
         begin, kept = end, kept + row.keep
     return found
 

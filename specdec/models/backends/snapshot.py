@@ -1,7 +1,7 @@
 """Sessions of models whose state cannot be cut back: each row has the library's own cache, restored and fed again.
 
-A row's text is what was committed; its cache has consumed the first `held` tokens of it. After a rollback the cache
-is behind, and the missing tokens go in front of the next pass. Exact for everything the model can do itself.
+A row's text is what was committed; its cache has consumed the first `num_cached` tokens of it. After a rollback the
+cache is behind, and the missing tokens go in front of the next pass. Exact for everything the model can do itself.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MODULE_LOCKS: WeakKeyDictionary[Any, threading.RLock] = WeakKeyDictionary()
 
 @dataclass(slots=True)
 class _Row:
-    """One row: its text, how much of it is final, and the cache that has consumed `held` tokens of it.
+    """One row: its text, how much of it is final, and the cache that has consumed `num_cached` tokens of it.
 
     `whole` is how long the text was that the row began with.
     """
@@ -43,7 +43,7 @@ class _Row:
     final: int = 0
     cache: Any = None
     modules: list[Any] | None = None
-    held: int = 0
+    num_cached: int = 0
     snapshot: tuple[int, Any, list[Any] | None] | None = None
     tree: Tree = EMPTY
     pending: int = 0
@@ -65,28 +65,28 @@ class _Row:
     def forget_cache(self) -> None:
         """Starts over: the whole text will be fed again."""
         self.cache = self.modules = self.snapshot = None
-        self.held = 0
+        self.num_cached = 0
 
     def rewind(self, length: int) -> None:
         """Brings the cache back to `length` tokens, or further back where it cannot stop there."""
         if self.snapshot is not None and self.snapshot[0] > length:
             self.snapshot = None
-        if self.held <= length:
+        if self.num_cached <= length:
             return
         if recurrent_state.is_plain(self.cache):
             recurrent_state.cut(self.cache, length)
-            self.held = length
+            self.num_cached = length
         elif self.snapshot is not None:
-            self.held, state, self.modules = self.snapshot
+            self.num_cached, state, self.modules = self.snapshot
             self.cache = recurrent_state.restore(self.cache, state)
         else:
             self.forget_cache()
 
     def remember(self) -> None:
         """Takes a snapshot here, unless there is nothing to copy or the last one is of this very point."""
-        taken = self.snapshot is not None and self.snapshot[0] == self.held
-        if self.held and not taken and not recurrent_state.is_plain(self.cache):
-            self.snapshot = (self.held, recurrent_state.snapshot(self.cache), self.modules)
+        taken = self.snapshot is not None and self.snapshot[0] == self.num_cached
+        if self.num_cached and not taken and not recurrent_state.is_plain(self.cache):
+            self.snapshot = (self.num_cached, recurrent_state.snapshot(self.cache), self.modules)
 
     def copy(self) -> _Row:
         """A row that can be continued independently."""
@@ -237,16 +237,16 @@ class ReplaySession(Session):
     def _run_tree(self, row: _Row, tree: Tree, kept: int, asked: dict[str, Any]) -> Scores:
         first = len(tree) - kept
         if len(tree) == row.pending:
-            return Scores(tree, len(tree), self._no_logits(), held=len(tree))
+            return Scores(tree, len(tree), self._no_logits(), num_cached=len(tree))
         if not tree.is_chain:
             return self._run_paths(row, tree, first, asked)
         self._get_ready(row, tentative=kept > 1)
         known = first if kept > 1 and not asked and first > _LONG_REPLAY and not self._is_plain(row) else 0
         length = len(row.tokens)
         if known:  # a prompt with a draft behind it: a snapshot between them saves reading the prompt twice
-            self._feed(row, row.tokens[row.held :] + tree.tokens[:known], 1, {})
+            self._feed(row, row.tokens[row.num_cached :] + tree.tokens[:known], 1, {})
             row.remember()
-        extra = tree.tokens[row.held - length :] if known else row.tokens[row.held :] + tree.tokens
+        extra = tree.tokens[row.num_cached - length :] if known else row.tokens[row.num_cached :] + tree.tokens
         output = self._feed(row, extra, len(tree) if asked else max(kept, 1), asked)
         row.ran = list(range(len(tree)))
         logits = output.pop("logits")
@@ -260,7 +260,7 @@ class ReplaySession(Session):
             path = tree.path(leaf)
             row.rewind(len(row.tokens))
             self._get_ready(row, tentative=True)
-            tokens = row.tokens[row.held :] + [tree.tokens[node] for node in path]
+            tokens = row.tokens[row.num_cached :] + [tree.tokens[node] for node in path]
             output = self._feed(row, tokens, len(path), asked)
             row.ran = path
             for depth, node in enumerate(path):
@@ -282,9 +282,9 @@ class ReplaySession(Session):
         """Takes a snapshot if this pass may be taken back, after feeding what is long overdue."""
         if not (tentative or self._cautious or not self._proven) or self._is_plain(row):
             return
-        if len(row.tokens) - row.held > _LONG_REPLAY:
-            self._feed(row, row.tokens[row.held :], 1, {})
-        if row.held <= row.final:
+        if len(row.tokens) - row.num_cached > _LONG_REPLAY:
+            self._feed(row, row.tokens[row.num_cached :], 1, {})
+        if row.num_cached <= row.final:
             row.remember()
 
     def _feed(self, row: _Row, tokens: list[int], kept: int, asked: dict[str, Any]) -> dict[str, Any]:
@@ -313,7 +313,7 @@ class ReplaySession(Session):
             raise
         self.passes += 1
         row.cache = output.get(self._cache_name) if self._language.capability.store == "replay" else None
-        row.held = row.held + len(tokens) if row.cache is not None else 0
+        row.num_cached = row.num_cached + len(tokens) if row.cache is not None else 0
         hidden = output.get("hidden_states") or output.get("decoder_hidden_states") or ()
         attentions = output.get("attentions") or output.get("decoder_attentions") or ()
         return {
@@ -327,7 +327,7 @@ class ReplaySession(Session):
         """How long the text was when plain decoding read it, for the next `count` tokens `[1, count]`."""
         if self._language.capability.boundary is None:
             return None
-        return torch.arange(row.held + 1, row.held + count + 1)[None].clamp(min=row.whole)
+        return torch.arange(row.num_cached + 1, row.num_cached + count + 1)[None].clamp(min=row.whole)
 
     def _call(self, row: _Row, inputs: dict[str, Any]) -> Any:
         if not self._state_names:
@@ -353,9 +353,9 @@ class ReplaySession(Session):
             inputs["encoder_outputs"] = BaseModelOutput(last_hidden_state=row.encoding.hidden)
             if row.encoding.mask is not None and "attention_mask" in language.input_names:
                 inputs["attention_mask"] = row.encoding.mask
-        if row.embeds is not None and row.held < len(row.embeds):
+        if row.embeds is not None and row.num_cached < len(row.embeds):
             hidden = language.model.get_input_embeddings()(ids).clone()
-            given = row.embeds[row.held : row.held + len(tokens)]
+            given = row.embeds[row.num_cached : row.num_cached + len(tokens)]
             hidden[0, : len(given)] = given.to(hidden)
             return inputs | {"inputs_embeds": hidden}
         return inputs | {"input_ids" if row.encoding is None else "decoder_input_ids": ids}

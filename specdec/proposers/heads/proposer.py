@@ -14,7 +14,7 @@ from specdec.core.drafts import BatchDrafter, Chained, ChainRule, Commit, Hidden
 from specdec.core.rounds import SequenceView
 from specdec.core.tree import EMPTY, Scores, Tree
 from specdec.models import prefix_bytes
-from specdec.proposers.growth import Held
+from specdec.proposers.growth import CachedText
 from specdec.proposers.model import CHUNK, ModelSession, goes_on_by_one
 
 if TYPE_CHECKING:
@@ -107,33 +107,33 @@ class HeadSession(ModelSession):
             prefix, known = source.state
             cache_row = self._session.read_from(prefix, count)
         else:
-            known, cache_row = self._known[source], self._session.fork(self._held[source].cache_row, count)
-        self._held[seq.key], self._rows[seq.key] = Held(cache_row, count), seq
+            known, cache_row = self._known[source], self._session.fork(self._cached[source].cache_row, count)
+        self._cached[seq.key], self._rows[seq.key] = CachedText(cache_row, count), seq
         self._known[seq.key] = known.beginning(count)
         return count - 1
 
     def keep(self, seq: SequenceView, length: int) -> Kept | None:
         """A copy of what is in the cache by now; nothing is read for that."""
-        held, known = self._held.get(seq.key), self._known.get(seq.key)
-        if held is None or known is None or held.open or (count := min(length, held.text)) < 2:
+        cached, known = self._cached.get(seq.key), self._known.get(seq.key)
+        if cached is None or known is None or cached.open or (count := min(length, cached.text)) < 2:
             return None
-        prefix, known = self._session.keep_prefix(held.cache_row, count), known.beginning(count)
+        prefix, known = self._session.keep_prefix(cached.cache_row, count), known.beginning(count)
         return Kept(count, (prefix, known), prefix_bytes(prefix) + known.bytes)
 
     def commit(self, commits: Sequence[Commit]) -> None:
         """Takes in the features of new text; what was guessed goes. Prompts are read as they come, in chunks."""
         read = []
         for seq, path, text, hidden in commits:
-            if seq.key not in self._held:
+            if seq.key not in self._cached:
                 if hidden is None:
                     continue
                 self._admit([seq])
-            held, known = self._held[seq.key], self._known.get(seq.key)
+            cached, known = self._cached[seq.key], self._known.get(seq.key)
             kept = known.own if known is not None and len(self._stages.stages) == 1 else 0
-            held.where = {node: at for node, at in held.where.items() if node < kept}
+            cached.where = {node: at for node, at in cached.where.items() if node < kept}
             if hidden is not None:
                 known = self._hear(seq, path, text, hidden)
-                if known.end < len(seq.tokens) - 1 or known.end - held.text > _PENDING:
+                if known.end < len(seq.tokens) - 1 or known.end - cached.text > _PENDING:
                     read.append(seq)
         self._stages.first = 0
         super().commit(commits)
@@ -152,7 +152,7 @@ class HeadSession(ModelSession):
     def _hear(self, seq: SequenceView, path: list[int], text: int, hidden: Hidden) -> _Known:
         """Notes the features of the nodes on a path, as text or as branches, and of text that was read before them."""
         features = self._head.features(hidden.states)
-        fresh = [node for node in path if node >= hidden.held]
+        fresh = [node for node in path if node >= hidden.num_cached]
         unread = len(features) - len(fresh)
         known = self._known.setdefault(seq.key, _Known(hidden.first, features[:0]))
         of = dict(zip(fresh, features[unread:], strict=True))
@@ -162,23 +162,23 @@ class HeadSession(ModelSession):
         before = known.states[: hidden.first - known.first] if unread else known.states
         known.states = torch.cat([before, features[:unread], *(one[None] for one in kept[:text])])
         known.branches = kept[text:]
-        if (gone := self._held[seq.key].text - 2 - known.first) > 0:  # the last token may have to be fed again
+        if (gone := self._cached[seq.key].text - 2 - known.first) > 0:  # the last token may have to be fed again
             known.first, known.states = known.first + gone, known.states[gone:]
         return known
 
     def _read_of(self, key: int) -> int:
         """How many tokens of a sequence's text the head has read, after all that is known of it."""
-        held = self._held.get(key)
-        if held is None or held.unreadable:
+        cached = self._cached.get(key)
+        if cached is None or cached.unreadable:
             return 0
         if key in self._known:
             self._absorb([self._rows[key]])
-        return held.text
+        return cached.text
 
     def _absorb(self, seqs: Sequence[SequenceView]) -> None:
         """Reads what is known of these sequences' texts."""
         seqs = [seq for seq in seqs if self._is_continuous(seq)]
-        while behind := [seq for seq in seqs if self._end(seq) > self._held[seq.key].text]:
+        while behind := [seq for seq in seqs if self._end(seq) > self._cached[seq.key].text]:
             self._read(behind, CHUNK)
 
     def _leader(self, seq: SequenceView, here: set[int]) -> int | None:
@@ -187,7 +187,7 @@ class HeadSession(ModelSession):
 
     def _limit(self, seq: SequenceView, plan: Plan) -> int:
         known = self._known.get(seq.key)
-        told = known is not None and seq.key in self._held and known.end >= len(seq.tokens) - 1
+        told = known is not None and seq.key in self._cached and known.end >= len(seq.tokens) - 1
         return super()._limit(seq, plan) if told and self._is_continuous(seq) else 0
 
     def _end(self, seq: SequenceView) -> int:
@@ -207,10 +207,10 @@ class HeadSession(ModelSession):
         session = self._stages
         if level and len(session.stages) == 1 and goes_on_by_one(trees, texts):
             return self._next(
-                [self._known[seq.key] for seq in seqs], [self._held[seq.key].cache_row for seq in seqs], trees
+                [self._known[seq.key] for seq in seqs], [self._cached[seq.key].cache_row for seq in seqs], trees
             )
         session.first = min(level, len(session.stages) - 1)
-        cache_rows = [self._held[seq.key].cache_row for seq in seqs]
+        cache_rows = [self._cached[seq.key].cache_row for seq in seqs]
         parts = [
             _Part(seq, tree, session.pending(cache_row), text)
             for seq, tree, cache_row, text in zip(seqs, trees, cache_rows, texts, strict=True)
@@ -250,7 +250,7 @@ class HeadSession(ModelSession):
     def _chain(self, seqs: Sequence[SequenceView], texts: Sequence[Tree], rules: Sequence[ChainRule]) -> Chained | None:
         parts = [_Part(seq, text, 0, len(text)) for seq, text in zip(seqs, texts, strict=True)]
         inputs = [self._head.inputs(part.tokens, self._features(part, -1)) for part in parts]
-        cache_rows = [self._held[seq.key].cache_row for seq in seqs]
+        cache_rows = [self._cached[seq.key].cache_row for seq in seqs]
         return self._stages.chain(cache_rows, [text.tokens for text in texts], rules, inputs)
 
     def _features(self, part: _Part, source: int) -> Tensor:
@@ -259,14 +259,14 @@ class HeadSession(ModelSession):
         if source < 0:
             return torch.cat([self._of_text(part), *(one[None] for one in self._of_branches(part))])
         written, blank = known.written[source], known.states.new_zeros(known.states.shape[1])
-        before = [part.tree.parents[node] for node in range(part.held, len(part.tree))]
-        said, length = known.texts[source], self._held[part.seq.key].text
+        before = [part.tree.parents[node] for node in range(part.num_cached, len(part.tree))]
+        said, length = known.texts[source], self._cached[part.seq.key].text
         end = said[length - 1] if 0 < length <= len(said) else blank
         return torch.stack([written.get(node, end if node < 0 else blank) for node in before])
 
     def _of_text(self, part: _Part) -> Tensor:
         """The target's features of text that is fed; the first token of all has none before it."""
-        known, begin = self._known[part.seq.key], self._held[part.seq.key].text
+        known, begin = self._known[part.seq.key], self._cached[part.seq.key].text
         first = known.states.new_zeros(int(part.text > 0 and begin < self._shift), known.states.shape[1])
         at = begin - self._shift + len(first) - known.first
         return torch.cat([first, known.states[at : at + part.text - len(first)]])
@@ -274,7 +274,7 @@ class HeadSession(ModelSession):
     def _of_branches(self, part: _Part) -> list[Tensor]:
         """Those of the sequence's own branches that are fed."""
         seq, known = part.seq, self._known[part.seq.key]
-        fresh = sorted(node for node, at in self._held[seq.key].where.items() if at >= part.held)
+        fresh = sorted(node for node, at in self._cached[seq.key].where.items() if at >= part.num_cached)
         parents = [seq.tree.parents[node] for node in fresh]
         return [known.branches[node] if node >= 0 else known.states[-1] for node in parents]
 
@@ -282,13 +282,13 @@ class HeadSession(ModelSession):
         """What a stage wrote at the new nodes; the last one, where something may follow."""
         assert scores.hidden_states is not None
         last = stage == len(self._stages.stages) - 1
-        first = max(part.held, part.text - 1) if last else part.held
-        states = scores.hidden_states[0][first - part.held :]
+        first = max(part.num_cached, part.text - 1) if last else part.num_cached
+        states = scores.hidden_states[0][first - part.num_cached :]
         self._known[part.seq.key].written[stage].update(zip(range(first, len(part.tree)), states, strict=True))
 
     def _renumber(self, part: _Part, *, guessed: bool) -> None:
         """Numbers what was written as nodes are from now on, and keeps what is of text that is not `guessed`."""
-        known, begin = self._known[part.seq.key], self._held[part.seq.key].text
+        known, begin = self._known[part.seq.key], self._cached[part.seq.key].text
         if part.text:
             if not guessed:
                 for stage, written in enumerate(known.written[:-1]):
@@ -304,24 +304,24 @@ class HeadSession(ModelSession):
 
     def _is_continuous(self, seq: SequenceView) -> bool:
         """Whether nothing is missing between what was read of a text and what is known of it."""
-        return self._known[seq.key].first <= max(self._held[seq.key].text - self._shift, 0)
+        return self._known[seq.key].first <= max(self._cached[seq.key].text - self._shift, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A sequence's part of a pass: a tree of which `held` nodes are in the cache, and the next `text` ones will
+    """A sequence's part of a pass: a tree of which `num_cached` nodes are in the cache, and the next `text` ones will
     be text.
     """
 
     seq: SequenceView
     tree: Tree
-    held: int
+    num_cached: int
     text: int
 
     @property
     def tokens(self) -> list[int]:
         """Those of the new nodes."""
-        return self.tree.tokens[self.held :]
+        return self.tree.tokens[self.num_cached :]
 
 
 class BlockSession(HeadSession):
@@ -351,9 +351,9 @@ class BlockSession(HeadSession):
     def _forget(self, seqs: Sequence[SequenceView]) -> None:
         for seq in seqs:
             self._said.pop(seq.key, None)
-            if (held := self._held.get(seq.key)) is not None:
-                held.text, held.guesses, held.branches = self._session.length(held.cache_row), 0, EMPTY
-                held.where, held.open = {}, False
+            if (cached := self._cached.get(seq.key)) is not None:
+                cached.text, cached.guesses, cached.branches = self._session.length(cached.cache_row), 0, EMPTY
+                cached.where, cached.open = {}, False
 
     def _close(self, seqs: Sequence[SequenceView]) -> None:
         self._forget(seqs)
@@ -386,7 +386,7 @@ class BlockSession(HeadSession):
     def _read_block(
         self, seqs: Sequence[SequenceView], trees: Sequence[Tree], *, guesses: bool, wholes: Sequence[int] | None
     ) -> None:
-        block, cache_rows = self._block, [self._held[seq.key].cache_row for seq in seqs]
+        block, cache_rows = self._block, [self._cached[seq.key].cache_row for seq in seqs]
         masks = [block.token] * block.masks if guesses else []
         blind = int(guesses and block.reads_itself)  # the last token is one of the block
         texts = [len(tree) - blind for tree in trees]
