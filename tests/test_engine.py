@@ -89,7 +89,7 @@ def test_store_equals_a_recomputed_one_after_every_step(
         nonlocal checked
         step(self)
         inner = {key: held for d in self._drafts.values() for key, held in d.session._cached.items()}  # type: ignore
-        for row in [*self.reading, *self.running]:
+        for row in [*self.prefilling, *self.running]:
             for one in row.batch_seqs:
                 if one.cache_row is not None:
                     check_held(target, self.target, one.cache_row, one.tokens, one.encoding)

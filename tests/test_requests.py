@@ -78,7 +78,7 @@ def test_a_prompt_is_read_between_the_rounds_of_running_rows(draft: Any) -> None
     engine.step()
     comes = submit(generator, LONG, prefill_chunk_size=16, max_new_tokens=2)
     chunks = 0
-    while not comes.seqs[0].begun:
+    while not comes.seqs[0].prefilled:
         before = [new_tokens(call) for call in runs]
         with shapes(model) as passes:
             engine.step()
@@ -87,7 +87,7 @@ def test_a_prompt_is_read_between_the_rounds_of_running_rows(draft: Any) -> None
         assert first[0] == 1
         assert first[1] <= 16 + 7  # at the end of the prompt a draft may add to it
         assert all(new_tokens(call) > count for call, count in zip(runs, before, strict=True))
-        if not comes.seqs[0].begun:
+        if not comes.seqs[0].prefilled:
             assert [rows for rows, _ in others] == [2]
             assert others[0][1] < 16
     assert chunks == 10
@@ -106,7 +106,7 @@ def test_rows_between_those_of_a_long_prompt_are_not_padded() -> None:
     gap = submit(generator, [[5, 9]], max_new_tokens=40)
     late.append(submit(generator, [LONG[0][20:]], prefill_chunk_size=160))
     with shapes(model) as passes:
-        while not all(call.seqs[0].begun for call in [gap, *late]):
+        while not all(call.seqs[0].prefilled for call in [gap, *late]):
             engine.step()
     nodes = sum(rows * width for rows, width in passes if width > 1)
     read = sum(len(call.seqs[0].tokens) for call in late)

@@ -338,7 +338,7 @@ class Requests(RuleBasedStateMachine):
         keys = {row.key for row in rows}
         engine = self.engine
         assert {*engine._requests} <= keys
-        assert {row.key for row in [*engine.reading, *engine.running]} == {*engine._requests}
+        assert {row.key for row in [*engine.prefilling, *engine.running]} == {*engine._requests}
         slots = [one.cache_row for row in rows for one in row.batch_seqs if one.cache_row is not None]
         assert len(slots) == len({*slots}) == len(engine.target._rows)  # type: ignore[attr-defined]
         for draft in engine._drafts.values():
@@ -369,7 +369,7 @@ class Requests(RuleBasedStateMachine):
                 break
             self.step()
         engine = self.engine
-        assert not any((self.live, engine.reading, engine.running, engine.waiting))
+        assert not any((self.live, engine.prefilling, engine.running, engine.waiting))
         assert not any((engine._requests, rows_in_drafts(engine)))
         assert not engine.target._rows  # type: ignore[attr-defined]
 

@@ -68,7 +68,7 @@ class RunningSequence:
     steps: list[Step] = field(default_factory=list)
     traces: list[Trace] = field(default_factory=list)
     finish: str | None = None
-    begun: bool = False  # its prompt is read
+    prefilled: bool = False  # its prompt is read
     drafted: bool = False  # a draft was asked to guess for it
     cache_reset_length: int | None = None  # how long the text may be until the target reads all of it again
 
@@ -218,7 +218,7 @@ class TextSequence(RunningSequence):
         self.steps += walk.steps
         self.scores, traces = walk.after
         self.traces += traces
-        self.finish, self.begun = walk.finish, True
+        self.finish, self.prefilled = walk.finish, True
 
 
 @dataclass(eq=False, kw_only=True)
@@ -301,7 +301,7 @@ class SearchSequence(RunningSequence):
             seq.tree, seq.num_cached, seq.leaves = self.tree, len(walk.path) - walk.text, self.leaves
         self.steps += walk.steps
         self.traces += [trace for trace in traces if trace != (None, None, None)]
-        self.finish, self.begun = walk.finish, True
+        self.finish, self.prefilled = walk.finish, True
 
     def _survivors(
         self, whole: Tree, view: _View, ends: list[tuple[int, int]], nodes: list[int | None]

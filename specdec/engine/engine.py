@@ -23,7 +23,7 @@ from specdec.core.tree import EMPTY, Scores, Tree
 from specdec.engine.memory_budget import KvBudget
 from specdec.engine.prefix_cache import Prefixes
 from specdec.engine.request import Request
-from specdec.engine.scheduler import OpenDraft, Places
+from specdec.engine.scheduler import OpenDraft, Scheduler
 from specdec.engine.turn import Stopwatch, Turn
 from specdec.errors import DraftError
 from specdec.models import LanguageModel, Session, plain_modes
@@ -55,9 +55,9 @@ class Engine:
         self._device, self._is_offloaded = model.device, model.is_offloaded  # both are searched for in the model
         self.budget = KvBudget(kv_budget, model)
         self._drafts: dict[int, OpenDraft] = {}  # by the identity of the drafter
-        self.places = Places(model, prefixes, self._drafts)
+        self.scheduler = Scheduler(model, prefixes, self._drafts)
         self.waiting: deque[Request] = deque()
-        self.reading: list[RunningSequence] = []
+        self.prefilling: list[RunningSequence] = []
         self.running: list[RunningSequence] = []
         self._requests: dict[int, Request] = {}  # by the keys of their sequences
         self._keys = 0
@@ -66,12 +66,12 @@ class Engine:
     @property
     def target(self) -> Session:
         """The target's keys and values."""
-        return self.places.target
+        return self.scheduler.target
 
     @property
     def idle(self) -> bool:
         """Whether there is nothing to do."""
-        return not (self.waiting or self.reading or self.running)
+        return not (self.waiting or self.prefilling or self.running)
 
     def submit(self, request: Request) -> None:
         """Lets a request wait for its turn."""
@@ -91,8 +91,8 @@ class Engine:
             request.error = error
             self._finish(request)
         self.waiting.clear()
-        self.reading, self.running, self._requests, self._drafts = [], [], {}, {}
-        self.places = Places(self.model, self.places.prefixes, self._drafts)
+        self.prefilling, self.running, self._requests, self._drafts = [], [], {}, {}
+        self.scheduler = Scheduler(self.model, self.scheduler.prefixes, self._drafts)
 
     def step(self) -> None:
         """Admits requests, reads at most a chunk of their prompts, and takes a round with all sequences that
@@ -113,7 +113,7 @@ class Engine:
             if request.encode is not None and self.running:
                 break  # running sequences wait for one encoder at a time
         running = list(self.running)
-        if self.reading:
+        if self.prefilling:
             self._read()  # of sequences that begin here the first token is told before anything else is done
         running = [seq for seq in running if seq.key in self._requests]
         if running:
@@ -136,10 +136,10 @@ class Engine:
                 seq.key = self._keys
                 self._requests[seq.key] = request
             self._make_room()
-            self.places.add(request)
+            self.scheduler.add(request)
         except Exception as error:
             return self._end(request, error)
-        self.reading += request.seqs
+        self.prefilling += request.seqs
 
     def _make_room(self) -> None:
         """Says how far the stores may grow, and lets texts of sequences that have left take no more than what
@@ -153,9 +153,9 @@ class Engine:
         for draft in self._drafts.values():
             if draft.session.cache is not None:
                 draft.session.cache.bound(*ample)
-        if self.places.prefixes is not None:
-            self.places.prefixes.room = limit - max(self.budget.bytes(admitted), self.budget.kept_bytes)
-            self.places.prefixes.shrink()
+        if self.scheduler.prefixes is not None:
+            self.scheduler.prefixes.room = limit - max(self.budget.bytes(admitted), self.budget.kept_bytes)
+            self.scheduler.prefixes.shrink()
 
     def _read(self) -> None:
         """One pass over prompts that are not read yet: the first ones, as many as a chunk has room for."""
@@ -169,14 +169,14 @@ class Engine:
         if request.traced:
             most = max(one.length for seq in request.seqs for one in seq.batch_seqs)
         self._round(self._batch(ready, request, most), most)
-        self.running += [seq for seq in self.reading if seq.begun]
-        self.reading = [seq for seq in self.reading if not seq.begun]
+        self.running += [seq for seq in self.prefilling if seq.prefilled]
+        self.prefilling = [seq for seq in self.prefilling if not seq.prefilled]
 
     def _ready(self) -> list[RunningSequence]:
         """The sequences that may be read next: those of the first request, every other time the shortest of the
         others.
         """
-        order, first = list(self.reading), self._requests[self.reading[0].key]
+        order, first = list(self.prefilling), self._requests[self.prefilling[0].key]
         if self._others_first:
             order.sort(key=lambda seq: (0, seq.length) if self._requests[seq.key] is not first else (1, 0))
         self._others_first = not self._others_first
@@ -186,13 +186,13 @@ class Engine:
             if unread >= CHUNK:
                 break  # a place now would keep the sequence from what is read before its turn
             try:
-                if seq.key not in self._requests or not self.places.follow(seq, self._requests[seq.key]):
+                if seq.key not in self._requests or not self.scheduler.follow(seq, self._requests[seq.key]):
                     continue
             except Exception as error:  # its place cannot be had
                 self._fail([seq], error)
                 continue
             ready.append(seq)
-            unread += self.places.unread(seq)
+            unread += self.scheduler.unread(seq)
         return [seq for seq in ready if seq.key in self._requests]
 
     def _batch(self, seqs: Sequence[RunningSequence], request: Request, most: int) -> list[RunningSequence]:
@@ -203,7 +203,7 @@ class Engine:
             own = self._requests[seq.key]
             if (own.traced, own.prefill_chunk) != (request.traced, request.prefill_chunk):
                 continue
-            size = min(max(map(self.places.unread, seq.batch_seqs)), most)
+            size = min(max(map(self.scheduler.unread, seq.batch_seqs)), most)
             widest, tokens = max(widest, size), tokens + size
             if batch and (len(batch) + 1) * widest > min(most, 2 * tokens):
                 break
@@ -310,8 +310,8 @@ class Engine:
         """Whether one pass over `most` tokens comes to the end of the sequence's prompt, which nobody waits to
         continue.
         """
-        unread = max(map(self.places.unread, seq.batch_seqs))
-        return unread <= most and (unread <= 1 or not self.places.leads(seq))
+        unread = max(map(self.scheduler.unread, seq.batch_seqs))
+        return unread <= most and (unread <= 1 or not self.scheduler.leads(seq))
 
     def _verify(self, turns: Sequence[Turn]) -> bool:
         """One target pass over every sequence; whether it came through."""
@@ -393,7 +393,7 @@ class Engine:
                 continue
             seq, proposal = turn.seq, turn.parts[0].proposal
             instant = (drafter := self._requests[seq.key].drafter) is None or drafter.instant
-            prefill = not seq.begun or (turn.asked and not seq.drafted and not instant)
+            prefill = not seq.prefilled or (turn.asked and not seq.drafted and not instant)
             shares.append(turn.share(prefill))
             seq.take(turn.walk)
             seq.drafted |= bool(proposal.tokens or proposal.source)
@@ -412,8 +412,8 @@ class Engine:
         for request, seqs in _grouped(here, lambda seq: self._requests[seq.key]):
             request.passes += len(set().union(*(passes[seq.key] for seq in seqs)))
             request.rounds.append(_of(whole, [shares[seq.key] for seq in seqs if seq.key in shares]))
-        begun = [seq for seq in here if seq.key in shares]
-        for pacing, seqs in _grouped(begun, lambda seq: self._requests[seq.key].pacing):
+        prefilled = [seq for seq in here if seq.key in shares]
+        for pacing, seqs in _grouped(prefilled, lambda seq: self._requests[seq.key].pacing):
             try:
                 pacing.schedule = pacing.schedule.after(_of(whole, [shares[seq.key] for seq in seqs]))
             except Exception as error:
@@ -424,7 +424,7 @@ class Engine:
         gone = [seq for seq in seqs if seq.key in self._requests]
         if not gone:
             return
-        self.places.remove(gone, self._requests)
+        self.scheduler.remove(gone, self._requests)
         for draft, group in self._by_draft(gone):
             try:
                 draft.session.release([seq.key for seq in group])
@@ -433,7 +433,7 @@ class Engine:
         keys = {seq.key for seq in gone}
         requests = {self._requests.pop(key) for key in keys}
         self.running = [seq for seq in self.running if seq.key not in keys]
-        self.reading = [seq for seq in self.reading if seq.key not in keys]
+        self.prefilling = [seq for seq in self.prefilling if seq.key not in keys]
         for request in requests:
             if all(seq.key not in self._requests for seq in request.seqs):
                 self._finish(request)

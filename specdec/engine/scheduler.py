@@ -31,7 +31,7 @@ class OpenDraft(NamedTuple):
     session: DraftSession
 
 
-class Places:
+class Scheduler:
     """Gives the sequences of a running set their places in the `target`'s session, and takes them back.
 
     `prefixes` keeps texts whose sequences have left; None where every prompt is read anew. Only models whose keys and
@@ -153,7 +153,7 @@ class Places:
         return any(
             _shared(seq, other, other.length - 1) >= now + _WORTH_WAITING
             for other in self._open.values()
-            if not other.begun and other.max_length - len(other.tokens) > 1  # it stays for a round at least
+            if not other.prefilled and other.max_length - len(other.tokens) > 1  # it stays for a round at least
         )
 
     def _nearest(self, seq: RunningSequence) -> tuple[RunningSequence | Kept | None, int]:

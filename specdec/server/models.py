@@ -55,7 +55,7 @@ class Host:
     def load(self) -> Load:
         """How full it is."""
         engine = self.model.generator.engine
-        rows = [*engine.running, *engine.reading]
+        rows = [*engine.running, *engine.prefilling]
         held = sum(row.length for row in rows)
         limit, each = engine.budget.limit, engine.model.kv_bytes
         free = max(limit // each - held, 0) if limit is not None and each else None
