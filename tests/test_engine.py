@@ -93,9 +93,9 @@ def test_store_equals_a_recomputed_one_after_every_step(
             for one in row.batch_seqs:
                 if one.cache_row is not None:
                     check_held(target, self.target, one.cache_row, one.tokens, one.encoding)
-            if row.key in inner:
+            if row.id in inner:
                 [session] = [d.session.cache for d in self._drafts.values()]
-                held, inputs = inner[row.key], row.task.inputs
+                held, inputs = inner[row.id], row.task.inputs
                 assert session.length(held.cache_row) == held.text
                 read = None if inputs is None else draft.encode(inputs).select([row.task.place])
                 check_held(draft, session, held.cache_row, row.tokens, read)

@@ -125,7 +125,7 @@ def test_compiled_heads_make_all_guesses_in_one_call(
 
     def told(self: HeadSession, asked: Sequence[SequenceView], *given: Any, level: int = 0, **more: Any) -> Any:
         scores = run(self, asked, *given, level=level, **more)
-        ends.extend(self._known[row.key].written[0][-1] for row in asked if not level)
+        ends.extend(self._known[row.id].written[0][-1] for row in asked if not level)
         return scores
 
     def told_at_once(self: HeadSession, *given: Any) -> Any:
@@ -180,7 +180,7 @@ def test_branches_are_read_with_the_target_s_states(kind: str, tmp_path: Path, m
             for leaf in row.leaves if row.tree.tokens and not more["level"] else ():
                 tokens = row.tokens + [row.tree.tokens[node] for node in row.tree.path(leaf)]
                 [expected] = reference.chain(tokens, states_of(model, tokens[:-1]), 1)[1]
-                node = self._held[row.key].where[leaf] + text
+                node = self._cached[row.id].where[leaf] + text
                 torch.testing.assert_close(said.logits[node - said.first], expected, rtol=1e-3, atol=1e-4)
                 compared += 1
         return scores
@@ -316,7 +316,7 @@ def test_text_that_grows_long_without_the_head(
 
     def noted(self: HeadSession, *given: Any) -> Any:
         kept.append(len(hear(self, *given).states))
-        return self._known[given[0].key]
+        return self._known[given[0].id]
 
     monkeypatch.setattr(HeadSession, "_hear", noted)
     monkeypatch.setattr("specdec.proposers.heads.proposer._PENDING", 8)

@@ -69,35 +69,35 @@ class Listening(DraftSession):
         else:
             tokens, states = self.rows[source].tokens, self.text[source]
         known = common_length(row.tokens[:length], tokens)
-        self.rows[row.key] = row
-        self.text[row.key] = states[:known].clone()
-        self.drafter.joined.append(len(self.text[row.key]))
-        return len(self.text[row.key])
+        self.rows[row.id] = row
+        self.text[row.id] = states[:known].clone()
+        self.drafter.joined.append(len(self.text[row.id]))
+        return len(self.text[row.id])
 
     def keep(self, row: SequenceView, length: int) -> Kept | None:
-        states = self.text[row.key][:length].clone()
+        states = self.text[row.id][:length].clone()
         return Kept(len(states), (row.tokens[: len(states)], states), states.nbytes)
 
     def commit(self, commits: Sequence[Commit]) -> None:
         for row, path, text, hidden in commits:
-            self.rows[row.key] = row
+            self.rows[row.id] = row
             if hidden is None:
                 continue
-            known = self.text.get(row.key, hidden.states[:0])
+            known = self.text.get(row.id, hidden.states[:0])
             fresh = [node for node in path if node >= hidden.num_cached]
             unread = len(hidden.states) - len(fresh)
             assert hidden.first <= len(known)
             known = torch.cat([known[: hidden.first], hidden.states[:unread]]) if unread else known
             of = dict(zip(fresh, hidden.states[unread:], strict=True))
-            of |= {node: self.branches[row.key][node] for node in path if node < hidden.num_cached}
+            of |= {node: self.branches[row.id][node] for node in path if node < hidden.num_cached}
             kept = [of[node] for node in path]
-            self.text[row.key] = torch.cat([known, *(one[None] for one in kept[:text])])
-            self.branches[row.key] = kept[text:]
+            self.text[row.id] = torch.cat([known, *(one[None] for one in kept[:text])])
+            self.branches[row.id] = kept[text:]
             self._check(row)
 
     def _check(self, row: SequenceView) -> None:
         """The text is read as far as it goes without its leaves, and all branches that are no leaves are."""
-        known, branches = self.text[row.key], self.branches[row.key]
+        known, branches = self.text[row.id], self.branches[row.id]
         assert len(known) <= len(row.tokens)
         assert all(node in row.leaves for node in range(len(branches), len(row.tree)))
         texts = [(row.tokens[: len(known)], known)]

@@ -188,7 +188,7 @@ def test_rows_leave_at_once(how: dict[str, Any]) -> None:
     assert result(stays).sequences.tolist() == alone.sequences.tolist()
 
 
-@pytest.mark.parametrize("stage", ["waiting", "reading", "running"])
+@pytest.mark.parametrize("stage", ["waiting", "prefilling", "running"])
 def test_a_cancelled_request_leaves_nothing(stage: str) -> None:
     """Wherever it was: its rows are gone, from the target and the draft, and the store is empty again."""
     draft = ModelDrafter(LanguageModel(tiny("llama", seed=1)))
@@ -196,7 +196,7 @@ def test_a_cancelled_request_leaves_nothing(stage: str) -> None:
     engine = engine_of(generator)
     how = {"do_sample": True, "num_return_sequences": 3, "seed": 1, "prefill_chunk_size": 16}
     call = submit(generator, LONG, **how)
-    for _ in range({"waiting": 0, "reading": 2, "running": 14}[stage]):
+    for _ in range({"waiting": 0, "prefilling": 2, "running": 14}[stage]):
         engine.step()
     assert len(getattr(engine, stage)) == (1 if stage == "waiting" else 3)
     engine.cancel(call.request)

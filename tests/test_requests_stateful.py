@@ -335,15 +335,15 @@ class Requests(RuleBasedStateMachine):
     def nothing_is_left_behind(self) -> None:
         """Only rows of live requests are anywhere."""
         rows = [row for _, call, _ in self.live for row in call.seqs]
-        keys = {row.key for row in rows}
+        keys = {row.id for row in rows}
         engine = self.engine
         assert {*engine._requests} <= keys
-        assert {row.key for row in [*engine.prefilling, *engine.running]} == {*engine._requests}
+        assert {row.id for row in [*engine.prefilling, *engine.running]} == {*engine._requests}
         slots = [one.cache_row for row in rows for one in row.batch_seqs if one.cache_row is not None]
         assert len(slots) == len({*slots}) == len(engine.target._rows)  # type: ignore[attr-defined]
         for draft in engine._drafts.values():
             for part in (draft.session, getattr(draft.session, "_model", None), getattr(draft.session, "_text", None)):
-                for held in ("_held", "_readings", "_rows"):
+                for held in ("_cached", "_readings", "_rows"):
                     assert {*getattr(part, held, ())} <= keys, (draft, held)
 
     def step(self) -> None:

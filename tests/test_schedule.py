@@ -19,7 +19,7 @@ from specdec.errors import OptionError
 
 @dataclass
 class Key:
-    key: int
+    id: int
 
 
 def outcomes(confidence: list[float], accepted: int) -> list[tuple[float, bool]]:
@@ -429,7 +429,7 @@ def test_rows_of_other_requests_share_passes_and_nothing_else() -> None:
     assert cost.acceptance == Cost().acceptance.after(own.tested, own.levels)
     assert (dict(cost.drafts), cost.plain.weight) == ({}, 0)
     assert (cost.other_rows, cost.drafting_rows) == (1, 0)
-    shared = Cost().after(Round([own], 8, 0.3, 1.0, 0.0, 1.3, others=[replace(own, key=1)]))
+    shared = Cost().after(Round([own], 8, 0.3, 1.0, 0.0, 1.3, others=[replace(own, id=1)]))
     assert shared.drafts["model"].at(1) == pytest.approx(0.1)
     assert (shared.other_rows, shared.drafting_rows) == (1, 1)
     alone = shared.after(outcome(3, 3))

@@ -229,7 +229,7 @@ class DraftSession(ABC):
         """One tree per sequence, possibly empty, growing from the sequence's leaves; no path is longer than
         `plan.limit`.
 
-        A sequence that was never seen before joins; `seq.key` says which sequence it is.
+        A sequence that was never seen before joins; `seq.id` says which sequence it is.
         """
 
     def join(self, seq: SequenceView, source: int | Kept, length: int) -> int:

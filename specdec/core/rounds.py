@@ -83,7 +83,7 @@ class SequenceRound:
     that a prompt was read in this round, by the target or the draft.
     """
 
-    key: int
+    id: int
     drafted: int
     depth: int
     accepted: int
@@ -113,7 +113,7 @@ class Round:
 
 
 class SequenceView(Protocol):
-    """One sequence or search as drafts and strategies may see it: its key, its text so far, where the prompt ends.
+    """One sequence or search as drafts and strategies may see it: its id, its text so far, where the prompt ends.
 
     A search has a text that all its branches share, and a tree of branches that grow from it; `leaves` are the nodes
     that will be continued, best first, with their `leaf_scores`. One sequence has the leaf -1, the end of its text.
@@ -122,7 +122,7 @@ class SequenceView(Protocol):
     the sequence's request wants of a draft.
     """
 
-    key: int
+    id: int
     tokens: list[int]
     tree: Tree
     leaves: Sequence[int]

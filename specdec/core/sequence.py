@@ -43,7 +43,7 @@ class Walk(NamedTuple):
 class RunningSequence:
     """What sequences and searches share: a text, and a tree of branches beyond it.
 
-    `key` is the engine's number of the sequence, and `cache_row` its number in the target's session while it runs.
+    `id` is the engine's number of the sequence, and `cache_row` its number in the target's session while it runs.
     `task` is what its request wants of a draft. `unconditional` is the same sequence without its condition (guidance);
     it takes the same tokens. `embeds` `[length, width]` are read in place of the prompt's tokens, which are as many, or
     none where nobody knows them.
@@ -57,7 +57,7 @@ class RunningSequence:
     prediction: list[int] | None = None
     embeds: Tensor | None = None
     unconditional: RunningSequence | None = None
-    key: int = -1
+    id: int = -1
     cache_row: int | None = None
     context: Context | None = None  # what its keys and values depend on besides tokens; None: shared with nobody
     encoding: Any = None  # what the target's encoder made of its input

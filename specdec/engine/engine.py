@@ -115,7 +115,7 @@ class Engine:
         running = list(self.running)
         if self.prefilling:
             self._read()  # of sequences that begin here the first token is told before anything else is done
-        running = [seq for seq in running if seq.key in self._requests]
+        running = [seq for seq in running if seq.id in self._requests]
         if running:
             self._round(running)
 
@@ -133,8 +133,8 @@ class Engine:
                 request.encoding = request.encode()
             for seq in request.seqs:
                 self._keys += 1
-                seq.key = self._keys
-                self._requests[seq.key] = request
+                seq.id = self._keys
+                self._requests[seq.id] = request
             self._make_room()
             self.scheduler.add(request)
         except Exception as error:
@@ -162,8 +162,8 @@ class Engine:
         ready = self._ready()
         if not ready:
             return
-        request = self._requests[ready[0].key]
-        waited_for = any(self._requests[seq.key] is not request for seq in self.running)
+        request = self._requests[ready[0].id]
+        waited_for = any(self._requests[seq.id] is not request for seq in self.running)
         usual = SHARED_CHUNK if waited_for else CHUNK
         most = min(request.prefill_chunk or usual, usual)
         if request.traced:
@@ -176,9 +176,9 @@ class Engine:
         """The sequences that may be read next: those of the first request, every other time the shortest of the
         others.
         """
-        order, first = list(self.prefilling), self._requests[self.prefilling[0].key]
+        order, first = list(self.prefilling), self._requests[self.prefilling[0].id]
         if self._others_first:
-            order.sort(key=lambda seq: (0, seq.length) if self._requests[seq.key] is not first else (1, 0))
+            order.sort(key=lambda seq: (0, seq.length) if self._requests[seq.id] is not first else (1, 0))
         self._others_first = not self._others_first
         ready: list[RunningSequence] = []
         unread = 0
@@ -186,21 +186,21 @@ class Engine:
             if unread >= CHUNK:
                 break  # a place now would keep the sequence from what is read before its turn
             try:
-                if seq.key not in self._requests or not self.scheduler.follow(seq, self._requests[seq.key]):
+                if seq.id not in self._requests or not self.scheduler.follow(seq, self._requests[seq.id]):
                     continue
             except Exception as error:  # its place cannot be had
                 self._fail([seq], error)
                 continue
             ready.append(seq)
             unread += self.scheduler.unread(seq)
-        return [seq for seq in ready if seq.key in self._requests]
+        return [seq for seq in ready if seq.id in self._requests]
 
     def _batch(self, seqs: Sequence[RunningSequence], request: Request, most: int) -> list[RunningSequence]:
         """The first of these sequences that read alike, as many as `most` tokens have room for; half may be padding."""
         batch: list[RunningSequence] = []
         widest = tokens = 0
         for seq in seqs:
-            own = self._requests[seq.key]
+            own = self._requests[seq.id]
             if (own.traced, own.prefill_chunk) != (request.traced, request.prefill_chunk):
                 continue
             size = min(max(map(self.scheduler.unread, seq.batch_seqs)), most)
@@ -215,7 +215,7 @@ class Engine:
         watch = Stopwatch(self._device)
         proposals = self._propose(seqs, most)
         watch.lap("draft")
-        turns = [self._turn(seq, proposals.get(seq.key), most) for seq in seqs if seq.key in self._requests]
+        turns = [self._turn(seq, proposals.get(seq.id), most) for seq in seqs if seq.id in self._requests]
         if not self._verify(turns):
             return
         watch.lap("verify")
@@ -240,11 +240,11 @@ class Engine:
                 continue
             named = [seq for seq in group if seq.tokens and (most is None or self._ends(seq, most))]
             plans = self._plans(named)
-            named = [seq for seq in named if seq.key in plans]
+            named = [seq for seq in named if seq.id in plans]
             # What needs no pass of a model is asked request by request: its failures are then one request's alone.
-            alone = _grouped(named, lambda seq: self._requests[seq.key]) if draft.drafter.instant else [(None, named)]
+            alone = _grouped(named, lambda seq: self._requests[seq.id]) if draft.drafter.instant else [(None, named)]
             for _, seqs_ in alone:
-                proposals |= self._proposals(draft.session, seqs_, [plans[seq.key] for seq in seqs_])
+                proposals |= self._proposals(draft.session, seqs_, [plans[seq.id] for seq in seqs_])
         return proposals
 
     def _proposals(
@@ -263,23 +263,23 @@ class Engine:
         except Exception as error:
             self._fail(seqs, error)
             return {}
-        return {seq.key: tree for seq, plan, tree in zip(seqs, plans, trees, strict=True) if plan.limit > 0}
+        return {seq.id: tree for seq, plan, tree in zip(seqs, plans, trees, strict=True) if plan.limit > 0}
 
     def _plans(self, seqs: Sequence[RunningSequence]) -> dict[int, Plan]:
         """Every sequence's plan by its key, by its request's pacing; a schedule that raises ends those that go
         by it.
         """
         plans: dict[int, Plan] = {}
-        for pacing, group in _grouped(seqs, lambda seq: self._requests[seq.key].pacing):
+        for pacing, group in _grouped(seqs, lambda seq: self._requests[seq.id].pacing):
             try:
-                plans |= {seq.key: plan for seq, plan in zip(group, pacing.schedule.plan(group), strict=True)}
+                plans |= {seq.id: plan for seq, plan in zip(group, pacing.schedule.plan(group), strict=True)}
             except Exception as error:
                 self._fail(group, error)
         return plans
 
     def _by_draft(self, seqs: Iterable[RunningSequence]) -> list[tuple[OpenDraft, list[RunningSequence]]]:
         """The sequences that have a draft, by its session."""
-        drafts = _grouped(seqs, lambda seq: self._drafts.get(id(self._requests[seq.key].drafter)))
+        drafts = _grouped(seqs, lambda seq: self._drafts.get(id(self._requests[seq.id].drafter)))
         return [(draft, group) for draft, group in drafts if draft is not None]
 
     def _start_draft(self, drafter: BatchDrafter) -> None:
@@ -318,7 +318,7 @@ class Engine:
         parts = [(seq, part, num_cached) for turn in turns for seq, part, num_cached in turn.batch_seqs]
         if not parts:
             return False
-        requests = {self._requests[turn.seq.key] for turn in turns}
+        requests = {self._requests[turn.seq.id] for turn in turns}
         given = [seq.given(num_cached, len(part.text)) for seq, part, num_cached in parts]
         drafts = [request.drafter for request in requests if request.drafter is not None]
         layers = sorted({layer for drafter in drafts for layer in drafter.hidden_layers})
@@ -349,7 +349,7 @@ class Engine:
 
     def _wanted(self, seq: RunningSequence, scores: Scores) -> Scores:
         """The scores with those hidden states and attentions that the sequence's request keeps."""
-        request = self._requests[seq.key]
+        request = self._requests[seq.id]
         if scores.hidden_states is None and scores.attentions is None:
             return scores
         hidden = scores.hidden_states if request.output_hidden_states or request.last_hidden else None
@@ -363,7 +363,7 @@ class Engine:
 
     def _for_draft(self, seq: RunningSequence, scores: Scores) -> list[Tensor]:
         """The hidden states of the layers that the sequence's draft reads."""
-        drafter, hidden = self._requests[seq.key].drafter, scores.hidden_states
+        drafter, hidden = self._requests[seq.id].drafter, scores.hidden_states
         return [] if drafter is None or hidden is None else [hidden[layer] for layer in drafter.hidden_layers]
 
     def _walk(self, turns: Sequence[Turn]) -> list[Turn]:
@@ -387,55 +387,55 @@ class Engine:
             [s for s, _, _ in committed], [path for _, path, _ in committed], texts=[text for _, _, text in committed]
         )
         shares = []
-        commits = {turn.seq.key: turn.commit() for turn in turns if turn.walk is not None or turn.hidden}
+        commits = {turn.seq.id: turn.commit() for turn in turns if turn.walk is not None or turn.hidden}
         for turn in turns:
             if turn.walk is None:
                 continue
             seq, proposal = turn.seq, turn.parts[0].proposal
-            instant = (drafter := self._requests[seq.key].drafter) is None or drafter.instant
+            instant = (drafter := self._requests[seq.id].drafter) is None or drafter.instant
             prefill = not seq.prefilled or (turn.asked and not seq.drafted and not instant)
             shares.append(turn.share(prefill))
             seq.take(turn.walk)
             seq.drafted |= bool(proposal.tokens or proposal.source)
-        for draft, group in self._by_draft([turn.seq for turn in turns if turn.seq.key in commits]):
+        for draft, group in self._by_draft([turn.seq for turn in turns if turn.seq.id in commits]):
             try:
-                draft.session.commit([commits[seq.key] for seq in group])
+                draft.session.commit([commits[seq.id] for seq in group])
             except Exception as error:
                 self._fail(group, error)
         return shares
 
     def _deliver(self, turns: Sequence[Turn], whole: Round) -> None:
         """Tells requests and schedules of the round: their own sequences, and the others that shared its passes."""
-        shares = {share.key: share for share in whole.seqs}
-        here = [turn.seq for turn in turns if turn.seq.key in self._requests]
-        passes = {turn.seq.key: turn.passes for turn in turns}
-        for request, seqs in _grouped(here, lambda seq: self._requests[seq.key]):
-            request.passes += len(set().union(*(passes[seq.key] for seq in seqs)))
-            request.rounds.append(_of(whole, [shares[seq.key] for seq in seqs if seq.key in shares]))
-        prefilled = [seq for seq in here if seq.key in shares]
-        for pacing, seqs in _grouped(prefilled, lambda seq: self._requests[seq.key].pacing):
+        shares = {share.id: share for share in whole.seqs}
+        here = [turn.seq for turn in turns if turn.seq.id in self._requests]
+        passes = {turn.seq.id: turn.passes for turn in turns}
+        for request, seqs in _grouped(here, lambda seq: self._requests[seq.id]):
+            request.passes += len(set().union(*(passes[seq.id] for seq in seqs)))
+            request.rounds.append(_of(whole, [shares[seq.id] for seq in seqs if seq.id in shares]))
+        prefilled = [seq for seq in here if seq.id in shares]
+        for pacing, seqs in _grouped(prefilled, lambda seq: self._requests[seq.id].pacing):
             try:
-                pacing.schedule = pacing.schedule.after(_of(whole, [shares[seq.key] for seq in seqs]))
+                pacing.schedule = pacing.schedule.after(_of(whole, [shares[seq.id] for seq in seqs]))
             except Exception as error:
                 self._fail(seqs, error)
 
     def _release(self, seqs: Iterable[RunningSequence]) -> None:
         """Sequences leave, with their keys and values; a request whose sequences are all gone is done."""
-        gone = [seq for seq in seqs if seq.key in self._requests]
+        gone = [seq for seq in seqs if seq.id in self._requests]
         if not gone:
             return
         self.scheduler.remove(gone, self._requests)
         for draft, group in self._by_draft(gone):
             try:
-                draft.session.release([seq.key for seq in group])
+                draft.session.release([seq.id for seq in group])
             except Exception:  # of a session that forgets nothing: it is given up
                 del self._drafts[id(draft.drafter)]
-        keys = {seq.key for seq in gone}
+        keys = {seq.id for seq in gone}
         requests = {self._requests.pop(key) for key in keys}
-        self.running = [seq for seq in self.running if seq.key not in keys]
-        self.prefilling = [seq for seq in self.prefilling if seq.key not in keys]
+        self.running = [seq for seq in self.running if seq.id not in keys]
+        self.prefilling = [seq for seq in self.prefilling if seq.id not in keys]
         for request in requests:
-            if all(seq.key not in self._requests for seq in request.seqs):
+            if all(seq.id not in self._requests for seq in request.seqs):
                 self._finish(request)
         used = {id(request.drafter) for request in self._requests.values()}
         idle = [key for key in self._drafts if key not in used]
@@ -444,7 +444,7 @@ class Engine:
 
     def _fail(self, seqs: Sequence[RunningSequence], error: Exception) -> None:
         """Ends the requests of these sequences."""
-        for request in {self._requests[seq.key] for seq in seqs if seq.key in self._requests}:
+        for request in {self._requests[seq.id] for seq in seqs if seq.id in self._requests}:
             self._end(request, error)
 
     def _end(self, request: Request, error: Exception | None = None) -> None:
@@ -482,8 +482,8 @@ def _of(whole: Round, seqs: list[SequenceRound]) -> Round:
     """A round as it concerns these sequences."""
     if len(seqs) == len(whole.seqs):
         return whole
-    keys = {seq.key for seq in seqs}
-    return replace(whole, seqs=seqs, others=[seq for seq in whole.seqs if seq.key not in keys])
+    keys = {seq.id for seq in seqs}
+    return replace(whole, seqs=seqs, others=[seq for seq in whole.seqs if seq.id not in keys])
 
 
 def _too_much(seq: RunningSequence, tree: Tree) -> DraftError:

@@ -64,7 +64,7 @@ class Scheduler:
                 continue
             if request.encoding is not None:
                 seq.encoding = request.encoding.select([seq.task.place])
-            self._arrived[seq.key] = seq
+            self._arrived[seq.id] = seq
 
     def _part(self, request: Request) -> None:
         """Sequences that read on under another state of the model than they began with share with nobody any more."""
@@ -75,11 +75,11 @@ class Scheduler:
 
     def follow(self, seq: RunningSequence, request: Request) -> bool:
         """Whether a sequence has its place by now: it gets one once what it continues was read."""
-        if seq.key in self._arrived:
+        if seq.id in self._arrived:
             if self._awaits(seq):
                 return False
             request.cached_prompt_tokens += self._continue(seq, self._draft_of(request))
-            del self._arrived[seq.key]
+            del self._arrived[seq.id]
             for beside in seq.batch_seqs[1:]:
                 self._continue(beside)
             return True
@@ -109,8 +109,8 @@ class Scheduler:
         now = cache(lambda: self._model.look()[0].digest)  # of several sequences it is read once
         for seq in seqs:
             self._leaders.pop(seq, None)
-            self._arrived.pop(seq.key, None)
-            kept, request = seq.context, request_of[seq.key]
+            self._arrived.pop(seq.id, None)
+            kept, request = seq.context, request_of[seq.id]
             if self.prefixes is None or kept is None or seq.cache_row is None:
                 continue
             if request.waited or kept.model == now():  # not changed while the sequence ran
@@ -119,23 +119,23 @@ class Scheduler:
         if cache_rows:
             self.target.remove(cache_rows)
         for seq in seqs:
-            self._open.pop(seq.key, None)
+            self._open.pop(seq.id, None)
             for one in seq.batch_seqs:
                 one.cache_row = None
-        self._promote({seq.key for seq in seqs})
+        self._promote({seq.id for seq in seqs})
 
     def _promote(self, gone: Collection[int]) -> None:
         """Of the sequences that waited for one that has left, the first is read for the others."""
         heirs: dict[int, RunningSequence] = {}
         for seq, leader in list(self._leaders.items()):
-            if leader.key not in gone:
+            if leader.id not in gone:
                 continue
-            if leader.key in heirs:
-                self._leaders[seq] = heirs[leader.key]
+            if leader.id in heirs:
+                self._leaders[seq] = heirs[leader.id]
             else:
-                heirs[leader.key], seq.encoding = seq, leader.encoding
+                heirs[leader.id], seq.encoding = seq, leader.encoding
                 del self._leaders[seq]
-                self._arrived[seq.key] = seq
+                self._arrived[seq.id] = seq
 
     def _draft_of(self, request: Request) -> OpenDraft | None:
         """The draft of a request, where it reads hidden states."""
@@ -144,8 +144,8 @@ class Scheduler:
 
     def _set(self, seq: RunningSequence, cache_row: int) -> None:
         seq.cache_row, seq.cache_reset_length = cache_row, self.target.cache_reset_length
-        if seq.key >= 0:
-            self._open[seq.key] = seq
+        if seq.id >= 0:
+            self._open[seq.id] = seq
 
     def _awaits(self, seq: RunningSequence) -> bool:
         """Whether a sequence that is being read will have more in common with this one than could be continued now."""
@@ -193,7 +193,7 @@ class Scheduler:
             return length
         if seq.unseen:
             return 0
-        joined = draft.session.join(seq, source.key, length) if isinstance(source, RunningSequence) else 0
+        joined = draft.session.join(seq, source.id, length) if isinstance(source, RunningSequence) else 0
         if joined or self.prefixes is None or seq.context is None:
             return joined
         kept, length = self.prefixes.find(_text(seq, seq.context, length, Reader(draft.drafter)))

@@ -99,7 +99,7 @@ class Turn:
         walk, proposal = self.walk, self.parts[0].proposal
         tested, levels = self.seq.tested(proposal, walk)
         return SequenceRound(
-            key=self.seq.key,
+            id=self.seq.id,
             drafted=len(proposal),
             depth=proposal.depth,
             accepted=walk.accepted,

@@ -190,8 +190,8 @@ class Call:
             with self._in_step, closing(told) as rounds:
                 for round_ in rounds:
                     self._recorder.add(round_)
-                    index = index or {seq.key: i for i, seq in enumerate(self.seqs)}
-                    news = [News(index[r.key], r.steps, r.accepted, r.finish) for r in round_.seqs if r.steps]
+                    index = index or {seq.id: i for i, seq in enumerate(self.seqs)}
+                    news = [News(index[r.id], r.steps, r.accepted, r.finish) for r in round_.seqs if r.steps]
                     if streamer is not None and news:
                         streamer.put(torch.tensor(news[0].token_ids))
                     if stream:
@@ -233,7 +233,7 @@ class Call:
         """
         if self.options.at_the_end:
             return None
-        keys = [seq.key for seq in self.seqs]
+        keys = [seq.id for seq in self.seqs]
         new = self._recorder.tokens(keys)
         out = Generation(sequences=sequences(self.prompts.padded, new, pad_id(self.options)).to(self.seqs[0].device))
         return self._told(out, self.seqs, new)
@@ -258,10 +258,10 @@ class Call:
     def _told(self, out: Generation, seqs: Sequence[RunningSequence], new: Sequence[list[int]]) -> Generation:
         """`out` with what is known of its `new` texts beside their tokens: origins, statistics, words."""
         if self.options.beams == 1:
-            out.drafted = self._recorder.drafted([seq.key for seq in seqs])
+            out.drafted = self._recorder.drafted([seq.id for seq in seqs])
         schedule = self.request.pacing.schedule
         out.stats = self._recorder.stats(
-            [seq.key for seq in self.seqs],
+            [seq.id for seq in self.seqs],
             cached_prompt_tokens=self.request.cached_prompt_tokens,
             num_target_passes=self.request.passes,
             seconds=self.seconds,

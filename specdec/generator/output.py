@@ -225,7 +225,7 @@ class Recorder:
         for phase, seconds in enumerate((round.draft_seconds, round.verify_seconds, round.select_seconds)):
             self._seconds[phase] += seconds
         for seq in round.seqs:
-            self._rows.setdefault(seq.key, []).append(seq)
+            self._rows.setdefault(seq.id, []).append(seq)
 
     def tokens(self, keys: Sequence[int]) -> list[list[int]]:
         """For every row, in the order of `keys`, the tokens that its rounds brought."""

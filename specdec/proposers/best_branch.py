@@ -19,7 +19,7 @@ from specdec.options.checks import common_length
 class ReadSequence:
     """A sequence as a draft reads it that knows only sequences of its own tokens."""
 
-    key: int
+    id: int
     tokens: list[int]
     prompt_length: int
     task: DraftTask
@@ -60,11 +60,11 @@ class BestLeaf(DraftSession):
 
     def keep(self, seq: SequenceView, length: int) -> Kept | None:
         """Passed on for sequences that are no searches."""
-        return None if seq.key in self._texts else self._session.keep(seq, length)
+        return None if seq.id in self._texts else self._session.keep(seq, length)
 
     def commit(self, commits: Sequence[Commit]) -> None:
         """Passed on for sequences that are no searches."""
-        self._session.commit([commit for commit in commits if commit.seq.key not in self._texts])
+        self._session.commit([commit for commit in commits if commit.seq.id not in self._texts])
 
     def rewind(self, seq: SequenceView, length: int) -> None:
         self._session.rewind(seq, length)
@@ -84,11 +84,11 @@ class BestLeaf(DraftSession):
             "encoding": seq.encoding,
             "prediction": seq.prediction,
         }
-        leader = ReadSequence(seq.key, tokens, seq.prompt_length, seq.task, seq.remaining, **inputs)
-        before = self._texts.get(seq.key, [])
+        leader = ReadSequence(seq.id, tokens, seq.prompt_length, seq.task, seq.remaining, **inputs)
+        before = self._texts.get(seq.id, [])
         if (same := common_length(before, tokens)) < len(before):
             self._session.rewind(leader, same)
-        self._texts[seq.key] = tokens
+        self._texts[seq.id] = tokens
         return leader
 
 

@@ -143,12 +143,12 @@ class TextSession(DraftSession):
 
     def guess(self, seq: SequenceView, limit: int) -> tuple[list[int], list[float]]:
         """At most `limit` (but one is always looked up, to keep learning) tokens for `seq`, and their confidence."""
-        reading = self._readings.pop(seq.key, None) or self._open(seq)
+        reading = self._readings.pop(seq.id, None) or self._open(seq)
         self._read(reading, seq.tokens)
         found, reading.match = reading.index.lookup(max(limit, 1))
         reading.guess, confidence = self._believed(seq, found, reading.match)
         # Put back only here: a reading that an exception left half way is read anew.
-        self._readings[seq.key] = reading
+        self._readings[seq.id] = reading
         return reading.guess, confidence
 
     def _propose(self, seq: SequenceView, plan: Plan) -> Tree:
@@ -156,7 +156,7 @@ class TextSession(DraftSession):
         if not seq.tree.tokens:
             return first
         # After the branches of a search, whose shared text is read by now.
-        index, chains = self._readings[seq.key].index, []
+        index, chains = self._readings[seq.id].index, []
         for leaf in seq.leaves:
             found, match = index.lookup(max(plan.limit, 1), branch_tokens(seq, leaf))
             chains.append(cut(*self._believed(seq, found, match), seq, plan, self._drafter.source))
@@ -168,7 +168,7 @@ class TextSession(DraftSession):
         return guess, self._calibration.rates(match, len(guess))
 
     def rewind(self, seq: SequenceView, length: int) -> None:
-        self._readings.pop(seq.key, None)
+        self._readings.pop(seq.id, None)
 
     def release(self, keys: Sequence[int]) -> None:
         for key in keys:

@@ -158,18 +158,18 @@ class HybridSession(DraftSession):
     def _drafted(self, seqs: list[SequenceView], plans: list[Plan]) -> list[Tree]:
         began = perf_counter()
         trees = self._model.propose(seqs, plans)
-        keys = {seq.key for seq in seqs}
+        keys = {seq.id for seq in seqs}
         # A round in which the model reads a whole prompt says nothing about a pass.
         if keys <= self._read and any(trees):
             self._odds.drafted(perf_counter() - began, max(tree.depth for tree in trees))
         self._read |= keys
         for seq, tree in zip(seqs, trees, strict=True):
-            self._pending[seq.key] = (len(seq.tokens), tree)
+            self._pending[seq.id] = (len(seq.tokens), tree)
         return trees
 
     def _learn(self, seq: SequenceView) -> None:
         """Compares the model's last draft for `seq` with the text that came."""
-        length, guess = self._pending.pop(seq.key, (0, EMPTY))
+        length, guess = self._pending.pop(seq.id, (0, EMPTY))
         if guess.tokens:
             self._odds.outcome(guess, seq.tokens[length:])
 

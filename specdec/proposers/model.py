@@ -85,14 +85,14 @@ class ModelSession(DraftSession):
         try:
             ready = self._caught_up([seq for seq, limit in zip(seqs, limits, strict=True) if limit])
             growths: dict[int, Chain | Branches] = {
-                seq.key: self._growth(seq, plan, limit)
+                seq.id: self._growth(seq, plan, limit)
                 for seq, plan, limit in zip(seqs, plans, limits, strict=True)
-                if limit and seq.key in ready
+                if limit and seq.id in ready
             }
             self._grow(list(growths.values()))
             for key in growths:
                 self._cached[key].open = True
-            return [growths[seq.key].proposal(self._source) if seq.key in growths else EMPTY for seq in seqs]
+            return [growths[seq.id].proposal(self._source) if seq.id in growths else EMPTY for seq in seqs]
         except BaseException:
             # The cache may hold half a round: forget it, the next round reads the texts again.
             self._session, self._cached, self._rows = self._model.session(), {}, {}
@@ -102,7 +102,7 @@ class ModelSession(DraftSession):
         """Keeps of the cache what became text or is still a branch; leaves are fed again, for their logits."""
         cut, lengths = [], []
         for seq, path, text, _ in commits:
-            cached = self._cached.get(seq.key)
+            cached = self._cached.get(seq.id)
             if cached is None:
                 continue
             cached.open = False
@@ -120,7 +120,7 @@ class ModelSession(DraftSession):
 
     def rewind(self, seq: SequenceView, length: int) -> None:
         """Takes the cache back."""
-        cached = self._cached.get(seq.key)
+        cached = self._cached.get(seq.id)
         if cached is not None and length < cached.text:
             cached.text, cached.guesses, cached.branches, cached.where, cached.unreadable = length, 0, EMPTY, {}, False
             self._session.truncate([cached.cache_row], [length])
@@ -149,41 +149,41 @@ class ModelSession(DraftSession):
     def _caught_up(self, seqs: Sequence[SequenceView]) -> set[int]:
         """Reads at most a chunk of the texts of sequences that are far behind; which sequences can be drafted for."""
         followers = self._admit(seqs)
-        self._close([seq for seq in seqs if seq.key in self._cached and self._cached[seq.key].open])
+        self._close([seq for seq in seqs if seq.id in self._cached and self._cached[seq.id].open])
         for seq in seqs:
-            cached = self._cached.get(seq.key)
+            cached = self._cached.get(seq.id)
             if cached is not None and not self._is_readable(cached, seq):
                 cached.unreadable = True
         self._refresh(seqs)
-        ready = [seq for seq in seqs if seq.key in self._cached and not self._cached[seq.key].unreadable]
-        missing = [len(seq.tokens) - self._cached[seq.key].text for seq in ready]
+        ready = [seq for seq in seqs if seq.id in self._cached and not self._cached[seq.id].unreadable]
+        missing = [len(seq.tokens) - self._cached[seq.id].text for seq in ready]
         # Where some sequences only go on, the others' texts get a pass of their own, and no more than a chunk of it.
         few = min(_FEW, SHARED_CHUNK)
         most, chunk = (few, SHARED_CHUNK) if any(count <= few for count in missing) else (CHUNK, CHUNK)
-        sizes = {seq.key: self._behind(seq, most, followers) for seq in ready}
+        sizes = {seq.id: self._behind(seq, most, followers) for seq in ready}
         batch: list[SequenceView] = []
         for seq in ready:
-            widest = max(min(sizes[one.key], chunk) for one in [*batch, seq])
-            if sizes[seq.key] and (not batch or (len(batch) + 1) * widest <= chunk):
+            widest = max(min(sizes[one.id], chunk) for one in [*batch, seq])
+            if sizes[seq.id] and (not batch or (len(batch) + 1) * widest <= chunk):
                 batch.append(seq)
         self._read(batch, chunk)
         joined = self._join_followers(followers)
-        return {seq.key for seq in [*ready, *joined] if not self._behind(seq, most, {})}
+        return {seq.id for seq in [*ready, *joined] if not self._behind(seq, most, {})}
 
     def _behind(self, seq: SequenceView, most: int, followers: dict[int, list[SequenceView]]) -> int:
         """How many tokens must be read before the sequence can be drafted for; all but the last where others
         wait for it.
         """
-        cached = self._cached[seq.key].text
+        cached = self._cached[seq.id].text
         missing = len(seq.tokens) - cached
-        awaited = max((len(one.tokens) - 1 for one in followers.get(seq.key, ())), default=0)
+        awaited = max((len(one.tokens) - 1 for one in followers.get(seq.id, ())), default=0)
         return missing - 1 if missing > most or cached < awaited else 0
 
     def _read(self, seqs: Sequence[SequenceView], chunk: int) -> None:
         """One pass over the next tokens of these sequences' texts."""
         if not seqs:
             return
-        cached = [self._cached[seq.key] for seq in seqs]
+        cached = [self._cached[seq.id] for seq in seqs]
         self._drop_branches([one for one in cached if one.branches.tokens])
         pieces = [seq.tokens[h.text : min(h.text + chunk, self._end(seq))] for seq, h in zip(seqs, cached, strict=True)]
         texts, wholes = [len(piece) for piece in pieces], [len(seq.tokens) for seq in seqs]
@@ -209,7 +209,7 @@ class ModelSession(DraftSession):
 
         The cache holds them all afterwards, the first `texts[i]` nodes of a tree as text.
         """
-        cache_rows = [self._cached[seq.key].cache_row for seq in seqs]
+        cache_rows = [self._cached[seq.id].cache_row for seq in seqs]
         if level and goes_on_by_one(trees, texts):
             logits, _ = self._session.advance(cache_rows, [tree.tokens[0] for tree in trees])
             return [Scores(tree, 0, own) for tree, own in zip(trees, logits[:, None], strict=True)]
@@ -224,14 +224,14 @@ class ModelSession(DraftSession):
         Returns these, by the other sequence's key.
         """
         followers: dict[int, list[SequenceView]] = {}
-        here = {seq.key for seq in seqs}
+        here = {seq.id for seq in seqs}
         for seq in seqs:
-            if seq.key in self._cached:
+            if seq.id in self._cached:
                 continue
             leader = self._leader(seq, here)
             if leader is None:
-                self._cached[seq.key] = CachedText(self._session.add(1, self._encoding(seq))[0])
-                self._rows[seq.key] = seq
+                self._cached[seq.id] = CachedText(self._session.add(1, self._encoding(seq))[0])
+                self._rows[seq.id] = seq
             else:
                 followers.setdefault(leader, []).append(seq)
         return followers
@@ -259,8 +259,8 @@ class ModelSession(DraftSession):
                 count = len(seq.tokens) - 1
                 if leader.text >= count:
                     cache_row = self._session.fork(leader.cache_row, count)
-                    self._cached[seq.key] = CachedText(cache_row, count, unreadable=leader.unreadable)
-                    self._rows[seq.key] = seq
+                    self._cached[seq.id] = CachedText(cache_row, count, unreadable=leader.unreadable)
+                    self._rows[seq.id] = seq
                     joined.append(seq)
         return joined
 
@@ -285,7 +285,7 @@ class ModelSession(DraftSession):
         """Texts that must be read again from their beginning, since their scaling changes."""
         if self._session.cache_reset_length is None:
             return
-        cached = [self._cached[seq.key] for seq in seqs if seq.key in self._cached]
+        cached = [self._cached[seq.id] for seq in seqs if seq.id in self._cached]
         self._session.refresh([one.cache_row for one in cached])
         for one in cached:
             if (length := self._session.length(one.cache_row)) < one.text:
@@ -294,7 +294,7 @@ class ModelSession(DraftSession):
     def _close(self, seqs: Sequence[SequenceView]) -> None:
         """Forgets proposals of which nothing was heard."""
         for seq in seqs:
-            cached = self._cached[seq.key]
+            cached = self._cached[seq.id]
             self._session.truncate([cached.cache_row], [cached.text])
             if cached.branches.tokens:
                 self._drop_branches([cached])
@@ -326,7 +326,7 @@ class ModelSession(DraftSession):
         cached.where = {number[node] - text: i for i, node in enumerate(kept[settled:])}
 
     def _growth(self, seq: SequenceView, plan: Plan, limit: int) -> Chain | Branches:
-        cached = self._cached[seq.key]
+        cached = self._cached[seq.id]
         goes_on = self._goes_on
         if -1 in seq.leaves and cached.text >= len(seq.tokens):  # its last token is fed again, for its logits
             self.rewind(seq, len(seq.tokens) - 1)
@@ -357,7 +357,7 @@ class ModelSession(DraftSession):
 
     def _chain(self, seqs: Sequence[SequenceView], texts: Sequence[Tree], rules: Sequence[ChainRule]) -> Chained | None:
         """One call over known text, and the guesses after it; None where that cannot be."""
-        cache_rows = [self._cached[seq.key].cache_row for seq in seqs]
+        cache_rows = [self._cached[seq.id].cache_row for seq in seqs]
         return self._session.chain(cache_rows, [text.tokens for text in texts], rules)
 
     def _grow(self, growths: list[Chain | Branches]) -> None:

@@ -88,9 +88,9 @@ def choosing(width: int) -> dict[str, GreedyRule]:
 
 
 @dataclass
-class FakeRow:
+class FakeSequence:
     tokens: list[int]
-    key: int = 0
+    id: int = 0
     remaining: int = 1000
     prompt_length: int = 1
     encoder_tokens: list[int] | None = None
@@ -243,17 +243,17 @@ class FakeSession:
         return Scores(tree, first, torch.stack(logits) if logits else torch.empty(0, self.model.vocab_size))
 
 
-def one(session: DraftSession, row: FakeRow, limit: int = 5) -> list[int]:
+def one(session: DraftSession, row: FakeSequence, limit: int = 5) -> list[int]:
     """The tokens proposed for a single row."""
     return session.propose([row], [FakePlan(limit)])[0].tokens
 
 
-def take(session: DraftSession, row: FakeRow, tree: Tree, path: Sequence[int], *new: int) -> None:
+def take(session: DraftSession, row: FakeSequence, tree: Tree, path: Sequence[int], *new: int) -> None:
     """Makes the nodes `path` of the proposal, and `new` after them, the row's text, and tells the session."""
     row.tokens += [*(tree.tokens[node] for node in path), *new]
     session.commit([Commit(row, list(path), len(path))])
 
 
-def follow(session: DraftSession, row: FakeRow, guess: Sequence[int], count: int, *new: int) -> None:
+def follow(session: DraftSession, row: FakeSequence, guess: Sequence[int], count: int, *new: int) -> None:
     """The same for the first `count` tokens of a chain."""
     take(session, row, Tree.chain(list(guess)), range(min(count, len(guess))), *new)

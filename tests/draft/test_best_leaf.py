@@ -12,7 +12,7 @@ from specdec.core.rounds import SequenceView
 from specdec.core.tree import Tree
 from specdec.proposers import BestLeaf, FunctionDrafter, NgramDrafter, TextBridge
 
-from .fakes import FakePlan, FakeRow, follow, one
+from .fakes import FakePlan, FakeSequence, follow, one
 from .test_bridge import Oracle, tokenizer
 
 
@@ -26,7 +26,7 @@ class Told(DraftSession):
 
     def propose(self, rows: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
         for row in rows:
-            held = self.texts.setdefault(row.key, [])
+            held = self.texts.setdefault(row.id, [])
             held += row.tokens[len(held) :]
             assert held == row.tokens
             assert not row.tree.tokens
@@ -37,7 +37,7 @@ class Told(DraftSession):
         self.commits += commits
 
     def rewind(self, row: SequenceView, length: int) -> None:
-        del self.texts[row.key][length:]
+        del self.texts[row.id][length:]
 
     def release(self, keys: Sequence[int]) -> None:
         self.released += keys
@@ -46,7 +46,7 @@ class Told(DraftSession):
 def test_texts_pass_through() -> None:
     """A row without branches is the inner session's own row, and it hears what became of its proposal."""
     inner = Told()
-    session, row = BestLeaf(inner), FakeRow([1, 2])
+    session, row = BestLeaf(inner), FakeSequence([1, 2])
     follow(session, row, one(session, row), 1, 5)
     assert inner.commits == [Commit(row, [0], 1)]
     assert inner.texts == {0: [1, 2]}
@@ -58,7 +58,7 @@ def test_texts_pass_through() -> None:
 def test_the_best_branch_is_the_text(seed: int) -> None:
     """Whichever branch is the best one, the inner session is told where its text is another one."""
     rng, inner = random.Random(seed), Told()
-    session, rows = BestLeaf(inner), [FakeRow([1, 2, 3], 0), FakeRow([4], 1)]
+    session, rows = BestLeaf(inner), [FakeSequence([1, 2, 3], 0), FakeSequence([4], 1)]
     for turn in range(12):
         for tree in session.propose(rows, [FakePlan(2)] * 2):
             assert tree.tokens == [7, 8]
@@ -72,8 +72,8 @@ def test_the_best_branch_is_the_text(seed: int) -> None:
 
 def test_copies_after_the_best_branch() -> None:
     """The proposal continues the first leaf."""
-    row = FakeRow([5, 6, 7, 8, 9], tree=Tree([5, 6], [-1, -1]), leaves=(1, 0))
-    assert one(BestLeaf(NgramDrafter().start(50)), FakeRow([5, 6, 7, 8, 5, 6]), 2) == [7, 8]
+    row = FakeSequence([5, 6, 7, 8, 9], tree=Tree([5, 6], [-1, -1]), leaves=(1, 0))
+    assert one(BestLeaf(NgramDrafter().start(50)), FakeSequence([5, 6, 7, 8, 5, 6]), 2) == [7, 8]
     session = BestLeaf(FunctionDrafter(lambda tokens, k: tokens[-1:]).start(50))
     assert one(session, row, 2) == [6]
     row.leaves = (0, 1)
@@ -87,7 +87,7 @@ def test_a_bridge_reads_the_new_best_branch() -> None:
     session = BestLeaf(TextBridge(oracle, ours, theirs).start(len(ours)))
     text, wrong, right = (ours.encode(part) for part in ("the", " quick", " lazy"))
     tree = Tree(wrong + right, [*range(-1, len(wrong) - 1), -1, *range(len(wrong), len(wrong) + len(right) - 1)])
-    row = FakeRow(list(text), tree=tree, leaves=(len(wrong) - 1, len(tree) - 1))
+    row = FakeSequence(list(text), tree=tree, leaves=(len(wrong) - 1, len(tree) - 1))
     one(session, row)
     row.leaves = row.leaves[::-1]
     assert ours.decode(one(session, row, 20)).startswith(" dog")

@@ -19,7 +19,7 @@ from specdec.proposers import ModelDrafter
 from specdec.proposers import model as module
 from tests.tiny import tiny
 
-from .fakes import FakeRow, take, task
+from .fakes import FakeSequence, take, task
 
 NOTHING = Processors()
 RULE = Greedy(NOTHING, width=64).rule
@@ -64,7 +64,7 @@ def nodes_of(tree: Tree, tokens: list[int]) -> list[int]:
     return found[1:]
 
 
-def search_on(session: DraftSession, row: FakeRow, proposal: Tree, rng: random.Random) -> None:
+def search_on(session: DraftSession, row: FakeSequence, proposal: Tree, rng: random.Random) -> None:
     """A round of a search with two beams of equal length somewhere in the branches; the session is told."""
     whole = row.tree.graft(proposal, row.leaves) if row.tree.tokens else proposal
     depths, children = whole.depths(), whole.children()
@@ -95,7 +95,7 @@ def test_trees_are_the_best_nodes(name: str) -> None:
     """Ragged rows, whatever was accepted before; on attention, windows, positions from slots, and recurrence."""
     rng = random.Random(name)
     model = tiny(name)
-    rows = [FakeRow([rng.randrange(3, 64) for _ in range(n)], n, task=TASK) for n in (1, 4, 9)]
+    rows = [FakeSequence([rng.randrange(3, 64) for _ in range(n)], n, task=TASK) for n in (1, 4, 9)]
     session = ModelDrafter(LanguageModel(model)).start(64)
     for turn in range(3):
         plans = [Limit(rng.choice([0, 1, 3]), branches=rng.choice([2, 3])) for _ in rows]
@@ -108,13 +108,13 @@ def test_trees_are_the_best_nodes(name: str) -> None:
             accepted = rng.choice([[], *map(list, found)])
             take(session, row, tree, nodes_of(tree, accepted), rng.randrange(3, 64))
         if turn == 1:
-            session.release([rows.pop(0).key])
+            session.release([rows.pop(0).id])
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next"])
 def test_what_was_accepted_is_not_read_again(name: str) -> None:
     """A path that the draft has fed becomes text; so much is fed as came after it."""
-    session, row = ModelDrafter(LanguageModel(tiny(name))).start(64), FakeRow([5, 6, 7], task=TASK)
+    session, row = ModelDrafter(LanguageModel(tiny(name))).start(64), FakeSequence([5, 6, 7], task=TASK)
     plan = Limit(3, branches=2)
     [tree] = session.propose([row], [plan])
     deepest = tree.path(max(range(len(tree)), key=tree.depths().__getitem__))
@@ -129,7 +129,7 @@ def test_what_was_accepted_is_not_read_again(name: str) -> None:
 def test_silence_and_rewinding(name: str) -> None:
     """A tree of which nothing was heard is forgotten, and so is text from where it was written anew."""
     model, plan = tiny(name), Limit(3, branches=2)
-    session, row = ModelDrafter(LanguageModel(model)).start(64), FakeRow([5, 6, 7, 8], task=TASK)
+    session, row = ModelDrafter(LanguageModel(model)).start(64), FakeSequence([5, 6, 7, 8], task=TASK)
     for turn in range(5):
         [tree] = session.propose([row], [plan])
         assert paths(tree).keys() == best_tree(model, row.tokens, plan).keys()
@@ -146,7 +146,7 @@ def test_branches_settle(name: str) -> None:
     """Whatever becomes of a search's branches, the proposal is that of a session which has heard of nothing."""
     rng, model = random.Random(name), LanguageModel(tiny(name))
     session = ModelDrafter(model).start(64)
-    rows = [FakeRow([rng.randrange(3, 64) for _ in range(n)], n, task=TASK) for n in (2, 7)]
+    rows = [FakeSequence([rng.randrange(3, 64) for _ in range(n)], n, task=TASK) for n in (2, 7)]
     for _ in range(8):
         plans = [Limit(rng.choice([0, 1, 2, 2]), branches=2) for _ in rows]
         trees = session.propose(rows, plans)
@@ -163,7 +163,7 @@ def test_text_that_grew_long_without_the_draft(name: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(module, "CHUNK", 4)
     monkeypatch.setattr(module, "SHARED_CHUNK", 3)
     model, plan = tiny(name), Limit(3, branches=2)
-    rows = [FakeRow([5, 6, 7], 0, task=TASK), FakeRow([8, 9], 1, task=TASK)]
+    rows = [FakeSequence([5, 6, 7], 0, task=TASK), FakeSequence([8, 9], 1, task=TASK)]
     session = ModelDrafter(LanguageModel(model)).start(64)
     silent = []
     for more in ([1], [9] * 6, [11, 12, 13], [4] * 9, [3], [3]):
@@ -179,7 +179,7 @@ def test_text_that_grew_long_without_the_draft(name: str, monkeypatch: pytest.Mo
 
 def test_branches_are_kept_while_a_search_settles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next leaf alone is fed. (The text's last token and all branches were, where the text had not grown.)"""
-    row = FakeRow([5, 6, 7], tree=Tree.chain([8, 9]), leaves=(1,), task=TASK)
+    row = FakeSequence([5, 6, 7], tree=Tree.chain([8, 9]), leaves=(1,), task=TASK)
     session = ModelDrafter(LanguageModel(tiny("llama"))).start(64)
     session.propose([row], [Limit(1, branches=2)])
     fed, inner = [], session.cache
@@ -201,7 +201,7 @@ def test_no_branch_goes_on_after_the_end_of_the_text() -> None:
     """The likeliest guess ends the text: it is proposed, its siblings are continued, and it is not."""
 
     def guess(**more: frozenset[int]) -> set[Path]:
-        row = FakeRow([5, 6, 7], task=task(RULE, branching=RULE, **more))
+        row = FakeSequence([5, 6, 7], task=task(RULE, branching=RULE, **more))
         session = ModelDrafter(LanguageModel(tiny("llama"))).start(64)
         return set(paths(session.propose([row], [Limit(4, branches=3)])[0]))
 
@@ -215,7 +215,7 @@ def test_no_branch_goes_on_after_the_end_of_the_text() -> None:
 def test_one_pass_per_level() -> None:
     """A tree costs as many draft passes as a chain of its depth, and the last one that finds no better nodes."""
     session = ModelDrafter(LanguageModel(tiny("llama"))).start(64)
-    [tree] = session.propose([FakeRow([5, 6, 7], task=TASK)], [Limit(4, branches=3)])
+    [tree] = session.propose([FakeSequence([5, 6, 7], task=TASK)], [Limit(4, branches=3)])
     assert len(tree) == 12
     assert tree.depth <= session.cache.passes <= tree.depth + 1
 
@@ -224,21 +224,21 @@ def test_one_pass_per_level() -> None:
 def test_chains_and_trees_in_turn(name: str) -> None:
     """Plans of one branch get the chain, in between others too; each kind reads the text that came without it."""
     model = tiny(name)
-    rows = [FakeRow([5, 6, 7], 0, task=TASK), FakeRow([8, 9], 1, task=TASK)]
+    rows = [FakeSequence([5, 6, 7], 0, task=TASK), FakeSequence([8, 9], 1, task=TASK)]
     session = ModelDrafter(LanguageModel(model)).start(64)
     for turn, branches in enumerate((1, 1, 3, 1, 2, 2, 1)):
         plan = Limit(3, branches=branches)
         for row, tree in zip(rows, session.propose(rows, [plan] * len(rows)), strict=True):
             if branches == 1:
                 assert tree.is_chain
-                alone = FakeRow(list(row.tokens), task=task(RULE))
+                alone = FakeSequence(list(row.tokens), task=task(RULE))
                 [chain] = ModelDrafter(LanguageModel(model)).start(64).propose([alone], [plan])
                 assert tree.tokens == chain.tokens
             else:
                 assert paths(tree).keys() == best_tree(model, row.tokens, plan).keys()
             take(session, row, tree, tree.path(min(turn, len(tree)) - 1), 11)
         if turn == 3:
-            session.release([rows.pop(0).key])
+            session.release([rows.pop(0).id])
 
 
 @pytest.mark.parametrize("kind", [Greedy, Coupled, Rejection])
@@ -247,8 +247,8 @@ def test_one_branch_begins_as_the_chain_does(kind: type) -> None:
     drafter = ModelDrafter(LanguageModel(tiny("llama")))
     rule = (kind(NOTHING, width=64) if kind is Greedy else kind(NOTHING, 3, width=64)).rule
     plan = Limit(3, branches=2) if kind is not Rejection else Limit(3, branches=1)
-    [ours] = drafter.start(64).propose([FakeRow([5, 6, 7], task=task(rule, branching=rule))], [plan])
-    [theirs] = drafter.start(64).propose([FakeRow([5, 6, 7], task=task(rule))], [Limit(3, branches=1)])
+    [ours] = drafter.start(64).propose([FakeSequence([5, 6, 7], task=task(rule, branching=rule))], [plan])
+    [theirs] = drafter.start(64).propose([FakeSequence([5, 6, 7], task=task(rule))], [Limit(3, branches=1)])
     if kind is Rejection:
         assert ours.is_chain
         assert ours.q is not None
@@ -259,7 +259,11 @@ def test_one_branch_begins_as_the_chain_does(kind: type) -> None:
 
 def test_a_token_the_draft_does_not_know_silences_that_row_only() -> None:
     """It may stand anywhere in the text or in a search's branches. (Only the last one was looked at: IndexError.)"""
-    rows = [FakeRow([1, 5], 0, task=TASK), FakeRow([3, 4], 1, task=TASK), FakeRow([3, 55, 4], 2, task=TASK)]
+    rows = [
+        FakeSequence([1, 5], 0, task=TASK),
+        FakeSequence([3, 4], 1, task=TASK),
+        FakeSequence([3, 55, 4], 2, task=TASK),
+    ]
     session = ModelDrafter(LanguageModel(tiny("llama", vocab=50))).start(64)
     plans = [Limit(2, branches=2)] * 3
     assert list(map(len, session.propose(rows, plans))) == [4, 4, 0]

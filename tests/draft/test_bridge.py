@@ -18,7 +18,7 @@ from specdec.errors import VocabularyError
 from specdec.proposers import ModelDrafter, TextBridge, VocabularyIntersection
 from specdec.proposers.other_tokenizer.by_tokens import shared_tokens
 
-from .fakes import FakeModel, FakePlan, FakeRow, Greedy, follow, one, task
+from .fakes import FakeModel, FakePlan, FakeSequence, Greedy, follow, one, task
 
 TEXT = (
     "The quick brown fox jumps over the lazy dog, and the dog sleeps on. Übergrößen kosten 12,50 € – naïve café.\n"
@@ -84,7 +84,7 @@ def emit(target: str, draft: str, text: str, junk: int = 0, limit: int = 6) -> t
     true = ours.encode(text, add_special_tokens=False)
     oracle = Oracle(theirs, ours.decode(true), junk)
     session = TextBridge(oracle, ours, theirs).start(len(ours))
-    row, passes = FakeRow(true[:1]), 0
+    row, passes = FakeSequence(true[:1]), 0
     while len(row.tokens) < len(true):
         [tree] = session.propose([row], [FakePlan(limit)])
         assert len(tree) <= limit
@@ -136,7 +136,7 @@ def test_half_a_character_waits() -> None:
     cut = next(i for i in range(1, len(true)) if ours.decode(true[:i]).endswith("\ufffd"))
     oracle = Oracle(theirs, text)
     session = TextBridge(oracle, ours, theirs).start(len(ours))
-    assert one(session, FakeRow(true[:cut]), 8)[:4] == true[cut:][:4]
+    assert one(session, FakeSequence(true[:cut]), 8)[:4] == true[cut:][:4]
     assert theirs.decode(oracle.seen[0], skip_special_tokens=True) == ours.decode(true[:cut]).rstrip("\ufffd")
 
 
@@ -151,7 +151,7 @@ def test_begin_and_end_of_text_are_translated() -> None:
 
     oracle = Ending(theirs, "the dog")
     session = TextBridge(oracle, ours, theirs).start(len(ours))
-    row = FakeRow([ours.bos_token_id, *ours.encode("the")])
+    row = FakeSequence([ours.bos_token_id, *ours.encode("the")])
     assert one(session, row, 9) == [*ours.encode(" dog"), ours.eos_token_id]
     assert oracle.seen[0] == [theirs.bos_token_id, *theirs.encode("the")]
 
@@ -161,7 +161,7 @@ def test_a_failing_draft_leaves_the_bridge_usable() -> None:
     ours, theirs = tokenizer("bytes-320"), tokenizer("bytes-420")
     model = FakeModel(len(theirs))
     session = TextBridge(ModelDrafter(model), ours, theirs).start(len(ours))
-    rows = [FakeRow(ours.encode("the quick"), 0), FakeRow(ours.encode("a lazy"), 1)]
+    rows = [FakeSequence(ours.encode("the quick"), 0), FakeSequence(ours.encode("a lazy"), 1)]
     plans = [FakePlan(3), FakePlan(5)]
     model.fail_in = 2
     with pytest.raises(ZeroDivisionError):
@@ -194,7 +194,7 @@ def test_intersection_draws_from_shared_tokens_with_q_in_the_targets_ids() -> No
     model, width = FakeModel(len(theirs)), len(ours) + 5
     drafter = VocabularyIntersection(ModelDrafter(model), ours, theirs)
     session = drafter.start(width)
-    row = FakeRow([ours.bos_token_id, *ours.encode("the dog")], task=task(Greedy(needs_q=True)))
+    row = FakeSequence([ours.bos_token_id, *ours.encode("the dog")], task=task(Greedy(needs_q=True)))
     for _ in range(3):
         [tree] = session.propose([row], [FakePlan(4)])
         assert tree.q is not None
@@ -213,7 +213,7 @@ def test_intersection_draws_from_shared_tokens_with_q_in_the_targets_ids() -> No
 def test_ends_are_translated() -> None:
     """Every draft behind a bridge learns which of its own tokens end a text, and guesses nothing after one."""
     ours, theirs = tokenizer("bytes-320"), tokenizer("bytes-420")
-    row = FakeRow([ours.bos_token_id, *ours.encode("the dog")])
+    row = FakeSequence([ours.bos_token_id, *ours.encode("the dog")])
     drafter = VocabularyIntersection(ModelDrafter(FakeModel(len(theirs))), ours, theirs)
     [free] = drafter.start(len(ours)).propose([row], [FakePlan(6)])
     end = free.tokens[2]
@@ -240,7 +240,7 @@ def test_intersection_reads_foreign_tokens_through_their_text() -> None:
             return super().logits(prefix, encoding)
 
     session = VocabularyIntersection(ModelDrafter(Watched(len(theirs))), ours, theirs).start(len(ours))
-    row = FakeRow([*ours.encode("a"), foreign], task=task(Forced()))
+    row = FakeSequence([*ours.encode("a"), foreign], task=task(Forced()))
     assert one(session, row) == [foreign]
     assert theirs.decode(seen[-1]) == ours.decode(row.tokens)
     session.release([0])

@@ -27,7 +27,7 @@ from specdec.decoding.processors.suppress import MinLength, Suppress, SuppressAt
 from specdec.decoding.samplers import CoupledRule, GreedyRule, SampledRule
 from specdec.proposers import ModelDrafter
 
-from .fakes import FakeModel, FakeRow, FakeSession, choosing, follow, task
+from .fakes import FakeModel, FakeSequence, FakeSession, choosing, follow, task
 
 TESTED = [(0.02, False), (0.05, False), (0.05, True), (0.3, True), (0.6, True), (0.9, True), (0.9, False)]
 PLANS = [
@@ -134,7 +134,7 @@ def test_as_pass_by_pass(plan: Plan, rule: GreedyRule) -> None:
     chance = random.Random(4)
     models = FakeModel(), ChainingModel()
     sessions = [ModelDrafter(model).start(50) for model in models]
-    rows = [FakeRow([7, 3, 9], task=replace(task(rule), ends=frozenset({11, 30}))) for _ in models]
+    rows = [FakeSequence([7, 3, 9], task=replace(task(rule), ends=frozenset({11, 30}))) for _ in models]
     lengths = set()
     for _ in range(60):
         trees = [session.propose([row], [plan])[0] for session, row in zip(sessions, rows, strict=True)]
@@ -163,7 +163,10 @@ def test_several_rows_at_once() -> None:
     sessions = [ModelDrafter(model).start(50) for model in models]
     texts = [7, 3, 9], [4, 8, 2, 2], [30, 31]
     rows = [
-        [FakeRow([*text], key=key, task=task(rule)) for key, (text, rule) in enumerate(zip(texts, rules, strict=True))]
+        [
+            FakeSequence([*text], id=key, task=task(rule))
+            for key, (text, rule) in enumerate(zip(texts, rules, strict=True))
+        ]
         for _ in models
     ]
     chance = random.Random(1)
@@ -196,7 +199,7 @@ def test_no_guess() -> None:
             return self.sessions[-1]
 
     session = ModelDrafter(Model()).start(50)
-    row = FakeRow([7, 3], task=task(GreedyRule(Processors(), 50)))
+    row = FakeSequence([7, 3], task=task(GreedyRule(Processors(), 50)))
     [tree] = session.propose([row], [Limit(5)])
     assert tree.tokens == [5]
     follow(session, row, tree.tokens, 1, 8)
@@ -214,7 +217,7 @@ def test_limits_of_another_kind() -> None:
     """Are asked after every guess."""
     model = ChainingModel()
     session = ModelDrafter(model).start(50)
-    row = FakeRow([7, 3], task=task(GreedyRule(Processors(), 50)))
+    row = FakeSequence([7, 3], task=task(GreedyRule(Processors(), 50)))
     assert len(session.propose([row], [Impatient(5)])[0]) == 2
     assert not model.sessions[-1].calls
 
@@ -241,14 +244,14 @@ def test_who_must_be_asked(rule: GreedyRule | None) -> None:
     """Rules that numbers do not say."""
     model = ChainingModel()
     session = ModelDrafter(model).start(50)
-    row = FakeRow([7, 3], task=task(rule)) if rule else FakeRow([7, 3])
+    row = FakeSequence([7, 3], task=task(rule)) if rule else FakeSequence([7, 3])
     assert session.propose([row], [Limit(5)])[0] is not EMPTY
     assert not model.sessions[-1].calls
 
 
 def test_what_numbers_say() -> None:
     """Of suppressed tokens those that are not over, of texts what is looked at, and the noise."""
-    row = FakeRow([7, 3, 9], prompt_length=1)
+    row = FakeSequence([7, 3, 9], prompt_length=1)
     over = Processors((SuppressAtBegin([3], 2), MinLength(3, [3]), Suppress([5, 4, -1]), TopP(0.5)))
     said = [Filter("suppress", (0, math.inf, 4, 5)), Filter("top", (0, 0.5, 1))]
     assert GreedyRule(over, 50).choice(row) == Choice(said)
@@ -258,7 +261,7 @@ def test_what_numbers_say() -> None:
     ignored = stock.RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=2)
     assert GreedyRule(Processors((ignored,)), 50).choice(row) == Choice([Filter("repetition_penalty", (1.5, 9))])
     for text, newest, last in (([7, 3], -1, ()), ([7, 3, 41, 5, 6], 41, (5, 6)), ([7, 3, 42], 42, (42,))):
-        stamps = GreedyRule(Processors((Timestamps(40, 2, 30),)), 50).choice(FakeRow(text))
+        stamps = GreedyRule(Processors((Timestamps(40, 2, 30),)), 50).choice(FakeSequence(text))
         assert stamps == Choice([Filter("timestamps", (40, 30, -1, True, newest, *last))])
     drawn = CoupledRule(Processors((TemperatureLogitsWarper(0.5), TopK(7))), 50, seed=2).choice(row)
     said = [Filter("temperature", (0.5,)), Filter("top", (7, 1.0, 1))]

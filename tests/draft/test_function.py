@@ -9,7 +9,7 @@ import torch
 from specdec.errors import DraftError, OptionError
 from specdec.proposers import FunctionDrafter
 
-from .fakes import FakePlan, FakeRow, one
+from .fakes import FakePlan, FakeSequence, one
 
 
 class Echo:
@@ -21,7 +21,7 @@ class Echo:
 def test_takes_objects_and_callables(drafter: object) -> None:
     """A Drafter, a bound method and a lambda that returns a tensor all draft."""
     session = FunctionDrafter(drafter).start(50)  # type: ignore[arg-type]
-    assert one(session, FakeRow([1, 2, 3, 4]), 3) == [1, 2, 3]
+    assert one(session, FakeSequence([1, 2, 3, 4]), 3) == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -29,22 +29,22 @@ def test_takes_objects_and_callables(drafter: object) -> None:
 )
 def test_kinds_of_token_lists(value: object) -> None:
     """Whatever is a sequence of integers is a proposal."""
-    assert one(FunctionDrafter(lambda tokens, k: value).start(50), FakeRow([1])) == [1, 2]  # type: ignore
+    assert one(FunctionDrafter(lambda tokens, k: value).start(50), FakeSequence([1])) == [1, 2]  # type: ignore
 
 
 def test_longer_proposals_are_cut() -> None:
     """Tokens beyond k, beyond the end of the text, and beyond what the plan keeps are left out."""
     session = FunctionDrafter(lambda tokens, k: range(20)).start(50)
-    assert one(session, FakeRow([1]), 3) == [0, 1, 2]
-    assert one(session, FakeRow([1], remaining=3), 9) == [0, 1]
-    assert not session.propose([FakeRow([1])], [FakePlan(5, drop=2.0)])[0].tokens
+    assert one(session, FakeSequence([1]), 3) == [0, 1, 2]
+    assert one(session, FakeSequence([1], remaining=3), 9) == [0, 1]
+    assert not session.propose([FakeSequence([1])], [FakePlan(5, drop=2.0)])[0].tokens
 
 
 def test_is_not_asked_for_nothing() -> None:
     """A limit of 0 and the last token to come do not call the function."""
     session = FunctionDrafter(lambda tokens, k: 1 / 0).start(50)  # type: ignore
-    assert one(session, FakeRow([1]), 0) == []
-    assert one(session, FakeRow([1], remaining=1)) == []
+    assert one(session, FakeSequence([1]), 0) == []
+    assert one(session, FakeSequence([1], remaining=1)) == []
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_is_not_asked_for_nothing() -> None:
 def test_says_what_came_instead_of_tokens(value: object) -> None:
     """Anything else raises DraftError that shows the value; nothing reaches the target."""
     with pytest.raises(DraftError, match="must return"):
-        one(FunctionDrafter(lambda tokens, k: value).start(50), FakeRow([1]))  # type: ignore
+        one(FunctionDrafter(lambda tokens, k: value).start(50), FakeSequence([1]))  # type: ignore
 
 
 def test_the_row_is_safe_from_the_function() -> None:
@@ -63,7 +63,7 @@ def test_the_row_is_safe_from_the_function() -> None:
         tokens.clear()
         return []
 
-    row = FakeRow([1, 2])
+    row = FakeSequence([1, 2])
     one(FunctionDrafter(greedy_eater).start(50), row)
     assert row.tokens == [1, 2]
 

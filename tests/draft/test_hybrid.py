@@ -13,7 +13,7 @@ from specdec.errors import OptionError
 from specdec.proposers import HybridDrafter, ModelDrafter, SuffixDrafter
 from specdec.proposers import hybrid as module
 
-from .fakes import FakeModel, FakePlan, FakeRow, follow, one
+from .fakes import FakeModel, FakePlan, FakeSequence, follow, one
 
 
 class Clock:
@@ -51,7 +51,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def run(clock: Clock, model: SlowModel, next_token, rounds: int) -> list[Tree]:  # type: ignore[no-untyped-def]
     """Rounds of one second each over a text in which `next_token(text)` follows; the proposals."""
     session = HybridDrafter(SuffixDrafter(), ModelDrafter(model)).start(50)
-    row, trees = FakeRow([1, 2, 3, 4, 5]), []
+    row, trees = FakeSequence([1, 2, 3, 4, 5]), []
     for _ in range(rounds):
         [tree] = session.propose([row], [FakePlan(5)])
         trees.append(tree)
@@ -103,7 +103,7 @@ def test_skipped_rounds_leave_the_model_exact(clock: Clock) -> None:
     model.clock = clock
     rng = random.Random(3)
     session = HybridDrafter(SuffixDrafter(), ModelDrafter(model)).start(50)
-    rows = [FakeRow([rng.randrange(4)], key) for key in range(3)]
+    rows = [FakeSequence([rng.randrange(4)], key) for key in range(3)]
     sources = set()
     for _ in range(40):
         plans = [FakePlan(rng.choice([0, 2, 5])) for _ in rows]
@@ -132,7 +132,7 @@ def test_decides_before_the_model_draws(clock: Clock) -> None:
             return drawn[-len(rows) :]
 
     session = HybridDrafter(SuffixDrafter(), Watched()).start(50)
-    row, used = FakeRow([1, 2, 1]), 0
+    row, used = FakeSequence([1, 2, 1]), 0
     for step in range(30):
         [tree] = session.propose([row], [FakePlan(2)])
         used += any(tree is other for other in drawn)
@@ -145,7 +145,7 @@ def test_what_was_written_anew_is_read_anew_by_both(clock: Clock) -> None:
     """Neither draft goes on from a text that is gone."""
     model = SlowModel()
     model.clock = clock
-    session, row = HybridDrafter(SuffixDrafter(), ModelDrafter(model)).start(50), FakeRow([1, 2, 3, 4])
+    session, row = HybridDrafter(SuffixDrafter(), ModelDrafter(model)).start(50), FakeSequence([1, 2, 3, 4])
     assert one(session, row) == model.greedy(row.tokens, 5)
     row.tokens[2:] = [7, 1, 2]
     session.rewind(row, 2)
@@ -161,7 +161,7 @@ def test_a_failing_model_leaves_the_hybrid_usable(clock: Clock) -> None:
     model = SlowModel()
     model.clock = clock
     session = HybridDrafter(SuffixDrafter(), ModelDrafter(model)).start(50)
-    row = FakeRow([1, 2, 3])
+    row = FakeSequence([1, 2, 3])
     model.fail_in = 1
     with pytest.raises(ZeroDivisionError):
         one(session, row)

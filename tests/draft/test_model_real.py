@@ -12,7 +12,7 @@ from specdec.models import LanguageModel
 from specdec.proposers import EarlyExitDrafter, ModelDrafter
 from tests.tiny import tiny, tiny_inputs
 
-from .fakes import FakePlan, FakeRow, Greedy, follow, task
+from .fakes import FakePlan, FakeSequence, Greedy, follow, task
 
 
 @torch.no_grad()
@@ -32,14 +32,14 @@ def test_catching_up_equals_recomputation(name: str) -> None:
     rng = random.Random(name)
     model = tiny(name)
     session = ModelDrafter(LanguageModel(model)).start(64)
-    rows = [FakeRow([rng.randrange(3, 64) for _ in range(n)], n) for n in (1, 4, 9)]
+    rows = [FakeSequence([rng.randrange(3, 64) for _ in range(n)], n) for n in (1, 4, 9)]
     for turn in range(3 if name == "qwen3_next" else 6):
         plans = [FakePlan(rng.choice([0, 1, 4])) for _ in rows]
         for row, plan, tree in zip(rows, plans, session.propose(rows, plans), strict=True):
             assert tree.tokens == likeliest(model, row.tokens, plan.limit)
             follow(session, row, tree.tokens, rng.randint(0, 4), rng.randrange(3, 64))
         if turn == 1:
-            session.release([rows.pop(0).key])
+            session.release([rows.pop(0).id])
 
 
 @pytest.mark.parametrize("name", ["t5", "whisper"])
@@ -51,15 +51,15 @@ def test_encoder_decoder(name: str) -> None:
     for is_shared in (False, True):
         session = ModelDrafter(language_model, shared_encoder=is_shared).start(64)
         rows = [
-            FakeRow(text, r, encoding=shared.select([r]), task=task(inputs=None if is_shared else inputs, place=r))
+            FakeSequence(text, r, encoding=shared.select([r]), task=task(inputs=None if is_shared else inputs, place=r))
             for r, text in enumerate([[1], [1, 5, 6]])
         ]
         for _ in range(3):
             trees = session.propose(rows, [FakePlan(3)] * 2)
             for row, tree in zip(rows, trees, strict=True):
-                own = {key: value[row.key : row.key + 1] for key, value in inputs.items()}
+                own = {key: value[row.id : row.id + 1] for key, value in inputs.items()}
                 assert tree.tokens == likeliest(model, row.tokens, 3, **own)
-                follow(session, row, tree.tokens, row.key + 2, 7)
+                follow(session, row, tree.tokens, row.id + 2, 7)
 
 
 def test_early_exit_is_the_truncated_model() -> None:
@@ -67,7 +67,7 @@ def test_early_exit_is_the_truncated_model() -> None:
     target = tiny("llama")
     before = likeliest(target, [5, 6], 3)
     session = EarlyExitDrafter(LanguageModel(target), 1).start(64)
-    [tree] = session.propose([FakeRow([5, 6], task=task(Greedy(needs_q=True)))], [FakePlan(3)])
+    [tree] = session.propose([FakeSequence([5, 6], task=task(Greedy(needs_q=True)))], [FakePlan(3)])
     short = tiny("llama", num_hidden_layers=1)
     short.load_state_dict(target.state_dict(), strict=False)
     assert tree.tokens == likeliest(short, [5, 6], 3)

@@ -14,7 +14,7 @@ from specdec.errors import OptionError
 from specdec.proposers import NgramDrafter, SuffixDrafter
 from specdec.proposers.copying import Calibration
 
-from .fakes import FakePlan, FakeRow, one, task
+from .fakes import FakePlan, FakeSequence, one, task
 
 DRAFTERS = [NgramDrafter, SuffixDrafter, lambda: SuffixDrafter(frequent=True)]
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
@@ -28,7 +28,7 @@ def test_prompt_lookup_is_the_references(text: list[int], max_ngram: int, num_to
     )
     expected = reference.get_candidates(torch.tensor([text]))[0][0, len(text) :].tolist()
     session = NgramDrafter(num_tokens, max_ngram).start(50)
-    assert one(session, FakeRow(text), 100) == expected
+    assert one(session, FakeSequence(text), 100) == expected
 
 
 @pytest.mark.parametrize("make", DRAFTERS)
@@ -36,7 +36,7 @@ def test_reading_in_pieces_equals_reading_at_once(make) -> None:  # type: ignore
     """Rows that grow by one to four tokens a round draft what a new session drafts, each for itself."""
     rng = random.Random(1)
     session = make().start(50)
-    rows = [FakeRow([rng.randrange(4)], key) for key in range(3)]
+    rows = [FakeSequence([rng.randrange(4)], key) for key in range(3)]
     for _ in range(40):
         for row in rows:
             row.tokens += [rng.randrange(4) for _ in range(rng.randint(1, 4))]
@@ -51,11 +51,11 @@ def test_reading_in_pieces_equals_reading_at_once(make) -> None:  # type: ignore
 def test_cuts_to_the_plan_and_to_the_end(make) -> None:  # type: ignore[no-untyped-def]
     """No more than the limit, than the tokens that may come but one, and than what the plan keeps."""
     text = list(range(9)) * 3
-    assert one(make().start(50), FakeRow(text), 4) == [0, 1, 2, 3]
-    assert one(make().start(50), FakeRow(text, remaining=3), 9) == [0, 1]
-    assert one(make().start(50), FakeRow(text, remaining=1), 9) == []
-    assert one(make().start(50), FakeRow(text), 0) == []
-    assert not make().start(50).propose([FakeRow(text)], [FakePlan(5, drop=2.0)])[0].tokens
+    assert one(make().start(50), FakeSequence(text), 4) == [0, 1, 2, 3]
+    assert one(make().start(50), FakeSequence(text, remaining=3), 9) == [0, 1]
+    assert one(make().start(50), FakeSequence(text, remaining=1), 9) == []
+    assert one(make().start(50), FakeSequence(text), 0) == []
+    assert not make().start(50).propose([FakeSequence(text)], [FakePlan(5, drop=2.0)])[0].tokens
 
 
 @pytest.mark.parametrize("make", DRAFTERS)
@@ -63,32 +63,32 @@ def test_a_prediction_begins_where_the_prompt_ends(make) -> None:  # type: ignor
     """Also for a draft that comes to the text late. (It was taken to begin where the draft did.)"""
     prediction = [11, 12, 13, 14]
     for known in range(3):
-        row = FakeRow([7, 8, 9, *prediction[:known]], prompt_length=3, prediction=prediction)
+        row = FakeSequence([7, 8, 9, *prediction[:known]], prompt_length=3, prediction=prediction)
         assert one(make().start(50), row) == prediction[known:]
 
 
 @pytest.mark.parametrize("make", DRAFTERS)
 def test_copies_nothing_after_the_end_of_a_text(make) -> None:  # type: ignore[no-untyped-def]
     """What followed it in another text does not follow it here."""
-    row = FakeRow([*range(9), *range(9), 0, 1], task=task(ends=frozenset({4, 6})))
+    row = FakeSequence([*range(9), *range(9), 0, 1], task=task(ends=frozenset({4, 6})))
     assert one(make().start(50), row, 5) == [2, 3, 4]
 
 
 @pytest.mark.parametrize("make", [lambda: NgramDrafter(encoder=True), *DRAFTERS[1:]])
 def test_searches_the_encoders_input(make) -> None:  # type: ignore[no-untyped-def]
     """Encoder tokens are copied from, but never across their end nor beyond the target's vocabulary."""
-    row = FakeRow([7, 1, 2], encoder_tokens=[1, 2, 3, 4])
+    row = FakeSequence([7, 1, 2], encoder_tokens=[1, 2, 3, 4])
     assert one(make().start(50), row) == [3, 4]
-    row = FakeRow([0, 3, 4], encoder_tokens=[1, 2, 3, 4])
+    row = FakeSequence([0, 3, 4], encoder_tokens=[1, 2, 3, 4])
     assert one(make().start(50), row) == []
-    row = FakeRow([0, 1, 2], encoder_tokens=[1, 2, 3, 60])
+    row = FakeSequence([0, 1, 2], encoder_tokens=[1, 2, 3, 60])
     assert one(make().start(50), row) == [3]
 
 
 @pytest.mark.parametrize("make", DRAFTERS)
 def test_a_failure_leaves_the_session_usable(make) -> None:  # type: ignore[no-untyped-def]
     """A row whose reading failed half way is read anew; the others keep theirs."""
-    session, row = make().start(50), FakeRow([1, 2, 3, 1, 2])
+    session, row = make().start(50), FakeSequence([1, 2, 3, 1, 2])
     assert one(session, row, 1) == [3]
     row.tokens += [3, [], 1]  # type: ignore[list-item]
     with pytest.raises(TypeError):
@@ -101,15 +101,15 @@ def test_a_failure_leaves_the_session_usable(make) -> None:  # type: ignore[no-u
 def test_release_forgets(make) -> None:  # type: ignore[no-untyped-def]
     """A key that comes back after release has a new text."""
     session = make().start(50)
-    one(session, FakeRow([1, 2, 1]))
+    one(session, FakeSequence([1, 2, 1]))
     session.release([0, 5])
-    assert one(session, FakeRow([2, 2])) == one(make().start(50), FakeRow([2, 2]))
+    assert one(session, FakeSequence([2, 2])) == one(make().start(50), FakeSequence([2, 2]))
 
 
 @pytest.mark.parametrize("make", DRAFTERS)
 def test_a_text_that_was_written_anew_is_read_anew(make) -> None:  # type: ignore[no-untyped-def]
     """Copies come from the text as it is now."""
-    session, row = make().start(50), FakeRow([1, 2, 3, 1, 2])
+    session, row = make().start(50), FakeSequence([1, 2, 3, 1, 2])
     one(session, row)
     row.tokens[2:] = [4, 1, 2]
     session.rewind(row, 2)
@@ -119,24 +119,24 @@ def test_a_text_that_was_written_anew_is_read_anew(make) -> None:  # type: ignor
 def test_suffix_prefers_the_longest_match_and_the_latest_occurrence() -> None:
     """Where prompt lookup takes the first place that two tokens match, the suffix draft takes the best one."""
     text = [1, 2, 3, 9, 8, 1, 2, 4, 5, 8, 1, 2]
-    assert one(NgramDrafter(2).start(50), FakeRow(text)) == [3, 9]
-    assert one(SuffixDrafter().start(50), FakeRow(text), 2) == [4, 5]
+    assert one(NgramDrafter(2).start(50), FakeSequence(text)) == [3, 9]
+    assert one(SuffixDrafter().start(50), FakeSequence(text), 2) == [4, 5]
     text = [1, 5, 0, 1, 5, 0, 2, 1, 6, 0, 3, 1]
-    assert one(SuffixDrafter().start(50), FakeRow(text), 1) == [6]
-    assert one(SuffixDrafter(frequent=True).start(50), FakeRow(text), 1) == [5]
+    assert one(SuffixDrafter().start(50), FakeSequence(text), 1) == [6]
+    assert one(SuffixDrafter(frequent=True).start(50), FakeSequence(text), 1) == [5]
 
 
 def test_suffix_draft_grows_with_the_match() -> None:
     """m matching tokens allow 1 + growth·m guesses, and short matches none where `min_match` says so."""
     text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]
-    assert len(one(SuffixDrafter(growth=2).start(50), FakeRow(text), 30)) == 3
-    assert len(one(SuffixDrafter(growth=0).start(50), FakeRow([*text, 2, 3]), 30)) == 1
-    assert one(SuffixDrafter(min_match=2).start(50), FakeRow(text), 30) == []
+    assert len(one(SuffixDrafter(growth=2).start(50), FakeSequence(text), 30)) == 3
+    assert len(one(SuffixDrafter(growth=0).start(50), FakeSequence([*text, 2, 3]), 30)) == 1
+    assert one(SuffixDrafter(min_match=2).start(50), FakeSequence(text), 30) == []
 
 
 def test_suffix_continues_a_period() -> None:
     """A copy that runs into the end of the text goes on with what repeats."""
-    assert one(SuffixDrafter().start(50), FakeRow([1, 2, 1, 2, 1, 2]), 7) == [1, 2, 1, 2, 1, 2, 1]
+    assert one(SuffixDrafter().start(50), FakeSequence([1, 2, 1, 2, 1, 2]), 7) == [1, 2, 1, 2, 1, 2, 1]
 
 
 def test_calibration_learns_from_what_came() -> None:
@@ -155,14 +155,14 @@ def test_calibration_learns_from_what_came() -> None:
 def test_confidence_rises_for_a_text_that_repeats() -> None:
     """A session scores its own guesses against the text that came."""
     drafter = SuffixDrafter()
-    session, row = drafter.start(50), FakeRow([1, 2, 3, 4, 5])
+    session, row = drafter.start(50), FakeSequence([1, 2, 3, 4, 5])
     for _ in range(30):
         row.tokens.append(row.tokens[-5])
         session.propose([row], [FakePlan(3)])
     confidence = session.propose([row], [FakePlan(3)])[0].confidence
     assert confidence is not None
     assert min(confidence) > 0.8
-    assert drafter.start(50).guess(FakeRow([1, 1]), 1)[1][0] > 0.5
+    assert drafter.start(50).guess(FakeSequence([1, 1]), 1)[1][0] > 0.5
 
 
 @pytest.mark.parametrize("bad", [{"num_tokens": 0}, {"max_ngram": 0}])

@@ -33,7 +33,7 @@ from specdec.models import LanguageModel, Session
 from specdec.models.backends import compiled as compiled_module
 from specdec.models.backends.compiled import CompiledForward, _key, _without_weights
 from specdec.models.backends.ragged import RaggedForward
-from tests.draft.fakes import FakeRow, choosing
+from tests.draft.fakes import FakeSequence, choosing
 from tests.models.exact import Twin
 from tests.tiny import ENCODER_DECODERS, tiny, tiny_inputs
 
@@ -481,7 +481,7 @@ class TestCode:
         twin = _twin(language, 1)
         twin.prefill(9)
         session, row, text = twin.session, twin.rows[0], [7, 12, 5]
-        fake = FakeRow([*range(9), *text], prompt_length=4)
+        fake = FakeSequence([*range(9), *text], prompt_length=4)
         for confident in (True, False):
             whole = self.picked(twin, row, text, 6, partial(rule.pick, fake, confident=confident))
             given = ChainRule(6, 64, rule.choice(fake), confident=confident, needs_q=rule.needs_q)
@@ -497,7 +497,9 @@ class TestCode:
     def one_by_one(self, twin: Twin, row: int, text: list[int], count: int) -> list[tuple[int, float]]:
         """The likeliest guesses and their probabilities, by passes over one token each."""
         pick = GreedyRule(Processors(), 64).pick
-        return [(token, sure) for token, sure, _ in self.picked(twin, row, text, count, partial(pick, FakeRow([0])))]
+        return [
+            (token, sure) for token, sure, _ in self.picked(twin, row, text, count, partial(pick, FakeSequence([0])))
+        ]
 
     def picked(
         self, twin: Twin, row: int, text: list[int], count: int, pick: Callable[..., Any]

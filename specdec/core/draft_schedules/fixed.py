@@ -66,15 +66,15 @@ class Heuristic(Constant):
     lengths: Mapping[int, int] = field(default_factory=dict)
 
     def plan(self, seqs: Sequence[SequenceView]) -> list[Plan]:
-        return [Limit(self.lengths.get(seq.key, self.k), self.threshold, self.branches) for seq in seqs]
+        return [Limit(self.lengths.get(seq.id, self.k), self.threshold, self.branches) for seq in seqs]
 
     def after(self, round: Round) -> Heuristic:
         """Lengths after this round; sequences that had nothing drafted keep theirs, and those that ended leave."""
         lengths, most = dict(self.lengths), MOST_NODES // (self.branches or 1)
         for seq in round.seqs:
             if seq.finish is not None:
-                lengths.pop(seq.key, None)
+                lengths.pop(seq.id, None)
             elif seq.drafted:
-                k = lengths.get(seq.key, self.k)
-                lengths[seq.key] = min(k + 2, most) if seq.accepted >= seq.depth else max(1, k - 1)
+                k = lengths.get(seq.id, self.k)
+                lengths[seq.id] = min(k + 2, most) if seq.accepted >= seq.depth else max(1, k - 1)
         return replace(self, lengths=lengths)

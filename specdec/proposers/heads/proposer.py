@@ -94,7 +94,7 @@ class HeadSession(ModelSession):
     def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
         """One proposal per sequence; none for a sequence of whose text the target has not told yet."""
         for seq in seqs:
-            if (known := self._known.get(seq.key)) is not None:
+            if (known := self._known.get(seq.id)) is not None:
                 known.own = len(seq.tree)
         return super().propose(seqs, plans)
 
@@ -108,13 +108,13 @@ class HeadSession(ModelSession):
             cache_row = self._session.read_from(prefix, count)
         else:
             known, cache_row = self._known[source], self._session.fork(self._cached[source].cache_row, count)
-        self._cached[seq.key], self._rows[seq.key] = CachedText(cache_row, count), seq
-        self._known[seq.key] = known.beginning(count)
+        self._cached[seq.id], self._rows[seq.id] = CachedText(cache_row, count), seq
+        self._known[seq.id] = known.beginning(count)
         return count - 1
 
     def keep(self, seq: SequenceView, length: int) -> Kept | None:
         """A copy of what is in the cache by now; nothing is read for that."""
-        cached, known = self._cached.get(seq.key), self._known.get(seq.key)
+        cached, known = self._cached.get(seq.id), self._known.get(seq.id)
         if cached is None or known is None or cached.open or (count := min(length, cached.text)) < 2:
             return None
         prefix, known = self._session.keep_prefix(cached.cache_row, count), known.beginning(count)
@@ -124,11 +124,11 @@ class HeadSession(ModelSession):
         """Takes in the features of new text; what was guessed goes. Prompts are read as they come, in chunks."""
         read = []
         for seq, path, text, hidden in commits:
-            if seq.key not in self._cached:
+            if seq.id not in self._cached:
                 if hidden is None:
                     continue
                 self._admit([seq])
-            cached, known = self._cached[seq.key], self._known.get(seq.key)
+            cached, known = self._cached[seq.id], self._known.get(seq.id)
             kept = known.own if known is not None and len(self._stages.stages) == 1 else 0
             cached.where = {node: at for node, at in cached.where.items() if node < kept}
             if hidden is not None:
@@ -141,7 +141,7 @@ class HeadSession(ModelSession):
 
     def rewind(self, seq: SequenceView, length: int) -> None:
         super().rewind(seq, length)
-        if (known := self._known.get(seq.key)) is not None and length < known.end:
+        if (known := self._known.get(seq.id)) is not None and length < known.end:
             known.states, known.branches = known.states[: max(length - known.first, 0)], []
 
     def release(self, keys: Sequence[int]) -> None:
@@ -154,7 +154,7 @@ class HeadSession(ModelSession):
         features = self._head.features(hidden.states)
         fresh = [node for node in path if node >= hidden.num_cached]
         unread = len(features) - len(fresh)
-        known = self._known.setdefault(seq.key, _Known(hidden.first, features[:0]))
+        known = self._known.setdefault(seq.id, _Known(hidden.first, features[:0]))
         of = dict(zip(fresh, features[unread:], strict=True))
         kept = [of[node] if node in of else known.branches[node] for node in path]
         if not known.first <= hidden.first <= known.end:  # read again, or nobody told of what lies between
@@ -162,7 +162,7 @@ class HeadSession(ModelSession):
         before = known.states[: hidden.first - known.first] if unread else known.states
         known.states = torch.cat([before, features[:unread], *(one[None] for one in kept[:text])])
         known.branches = kept[text:]
-        if (gone := self._cached[seq.key].text - 2 - known.first) > 0:  # the last token may have to be fed again
+        if (gone := self._cached[seq.id].text - 2 - known.first) > 0:  # the last token may have to be fed again
             known.first, known.states = known.first + gone, known.states[gone:]
         return known
 
@@ -178,7 +178,7 @@ class HeadSession(ModelSession):
     def _absorb(self, seqs: Sequence[SequenceView]) -> None:
         """Reads what is known of these sequences' texts."""
         seqs = [seq for seq in seqs if self._is_continuous(seq)]
-        while behind := [seq for seq in seqs if self._end(seq) > self._cached[seq.key].text]:
+        while behind := [seq for seq in seqs if self._end(seq) > self._cached[seq.id].text]:
             self._read(behind, CHUNK)
 
     def _leader(self, seq: SequenceView, here: set[int]) -> int | None:
@@ -186,12 +186,12 @@ class HeadSession(ModelSession):
         return None
 
     def _limit(self, seq: SequenceView, plan: Plan) -> int:
-        known = self._known.get(seq.key)
-        told = known is not None and seq.key in self._cached and known.end >= len(seq.tokens) - 1
+        known = self._known.get(seq.id)
+        told = known is not None and seq.id in self._cached and known.end >= len(seq.tokens) - 1
         return super()._limit(seq, plan) if told and self._is_continuous(seq) else 0
 
     def _end(self, seq: SequenceView) -> int:
-        return min(super()._end(seq), self._known[seq.key].end + self._shift)
+        return min(super()._end(seq), self._known[seq.id].end + self._shift)
 
     def _run(
         self,
@@ -207,17 +207,17 @@ class HeadSession(ModelSession):
         session = self._stages
         if level and len(session.stages) == 1 and goes_on_by_one(trees, texts):
             return self._next(
-                [self._known[seq.key] for seq in seqs], [self._cached[seq.key].cache_row for seq in seqs], trees
+                [self._known[seq.id] for seq in seqs], [self._cached[seq.id].cache_row for seq in seqs], trees
             )
         session.first = min(level, len(session.stages) - 1)
-        cache_rows = [self._cached[seq.key].cache_row for seq in seqs]
+        cache_rows = [self._cached[seq.id].cache_row for seq in seqs]
         parts = [
             _Part(seq, tree, session.pending(cache_row), text)
             for seq, tree, cache_row, text in zip(seqs, trees, cache_rows, texts, strict=True)
         ]
         if not level:
             for seq in seqs:
-                self._known[seq.key].written = [{} for _ in session.stages]
+                self._known[seq.id].written = [{} for _ in session.stages]
         scores: list[Scores] = []
         for stage in range(session.first, len(session.stages)):
             source = stage if level > stage else stage - 1  # the last stage goes on from itself
@@ -250,31 +250,31 @@ class HeadSession(ModelSession):
     def _chain(self, seqs: Sequence[SequenceView], texts: Sequence[Tree], rules: Sequence[ChainRule]) -> Chained | None:
         parts = [_Part(seq, text, 0, len(text)) for seq, text in zip(seqs, texts, strict=True)]
         inputs = [self._head.inputs(part.tokens, self._features(part, -1)) for part in parts]
-        cache_rows = [self._cached[seq.key].cache_row for seq in seqs]
+        cache_rows = [self._cached[seq.id].cache_row for seq in seqs]
         return self._stages.chain(cache_rows, [text.tokens for text in texts], rules, inputs)
 
     def _features(self, part: _Part, source: int) -> Tensor:
         """What a stage reads of new nodes: what stage `source` wrote before them; -1 is the target."""
-        known = self._known[part.seq.key]
+        known = self._known[part.seq.id]
         if source < 0:
             return torch.cat([self._of_text(part), *(one[None] for one in self._of_branches(part))])
         written, blank = known.written[source], known.states.new_zeros(known.states.shape[1])
         before = [part.tree.parents[node] for node in range(part.num_cached, len(part.tree))]
-        said, length = known.texts[source], self._cached[part.seq.key].text
+        said, length = known.texts[source], self._cached[part.seq.id].text
         end = said[length - 1] if 0 < length <= len(said) else blank
         return torch.stack([written.get(node, end if node < 0 else blank) for node in before])
 
     def _of_text(self, part: _Part) -> Tensor:
         """The target's features of text that is fed; the first token of all has none before it."""
-        known, begin = self._known[part.seq.key], self._cached[part.seq.key].text
+        known, begin = self._known[part.seq.id], self._cached[part.seq.id].text
         first = known.states.new_zeros(int(part.text > 0 and begin < self._shift), known.states.shape[1])
         at = begin - self._shift + len(first) - known.first
         return torch.cat([first, known.states[at : at + part.text - len(first)]])
 
     def _of_branches(self, part: _Part) -> list[Tensor]:
         """Those of the sequence's own branches that are fed."""
-        seq, known = part.seq, self._known[part.seq.key]
-        fresh = sorted(node for node, at in self._cached[seq.key].where.items() if at >= part.num_cached)
+        seq, known = part.seq, self._known[part.seq.id]
+        fresh = sorted(node for node, at in self._cached[seq.id].where.items() if at >= part.num_cached)
         parents = [seq.tree.parents[node] for node in fresh]
         return [known.branches[node] if node >= 0 else known.states[-1] for node in parents]
 
@@ -284,11 +284,11 @@ class HeadSession(ModelSession):
         last = stage == len(self._stages.stages) - 1
         first = max(part.num_cached, part.text - 1) if last else part.num_cached
         states = scores.hidden_states[0][first - part.num_cached :]
-        self._known[part.seq.key].written[stage].update(zip(range(first, len(part.tree)), states, strict=True))
+        self._known[part.seq.id].written[stage].update(zip(range(first, len(part.tree)), states, strict=True))
 
     def _renumber(self, part: _Part, *, guessed: bool) -> None:
         """Numbers what was written as nodes are from now on, and keeps what is of text that is not `guessed`."""
-        known, begin = self._known[part.seq.key], self._cached[part.seq.key].text
+        known, begin = self._known[part.seq.id], self._cached[part.seq.id].text
         if part.text:
             if not guessed:
                 for stage, written in enumerate(known.written[:-1]):
@@ -304,7 +304,7 @@ class HeadSession(ModelSession):
 
     def _is_continuous(self, seq: SequenceView) -> bool:
         """Whether nothing is missing between what was read of a text and what is known of it."""
-        return self._known[seq.key].first <= max(self._cached[seq.key].text - self._shift, 0)
+        return self._known[seq.id].first <= max(self._cached[seq.id].text - self._shift, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,8 +350,8 @@ class BlockSession(HeadSession):
 
     def _forget(self, seqs: Sequence[SequenceView]) -> None:
         for seq in seqs:
-            self._said.pop(seq.key, None)
-            if (cached := self._cached.get(seq.key)) is not None:
+            self._said.pop(seq.id, None)
+            if (cached := self._cached.get(seq.id)) is not None:
                 cached.text, cached.guesses, cached.branches = self._session.length(cached.cache_row), 0, EMPTY
                 cached.where, cached.open = {}, False
 
@@ -375,7 +375,7 @@ class BlockSession(HeadSession):
         if not level:
             self._read_block(seqs, trees, guesses=any(keep), wholes=wholes)
         said = [
-            self._said[seq.key][level].expand(kept, -1) if kept else None for seq, kept in zip(seqs, keep, strict=True)
+            self._said[seq.id][level].expand(kept, -1) if kept else None for seq, kept in zip(seqs, keep, strict=True)
         ]
         blank = torch.empty(0, 0)
         return [
@@ -386,7 +386,7 @@ class BlockSession(HeadSession):
     def _read_block(
         self, seqs: Sequence[SequenceView], trees: Sequence[Tree], *, guesses: bool, wholes: Sequence[int] | None
     ) -> None:
-        block, cache_rows = self._block, [self._cached[seq.key].cache_row for seq in seqs]
+        block, cache_rows = self._block, [self._cached[seq.id].cache_row for seq in seqs]
         masks = [block.token] * block.masks if guesses else []
         blind = int(guesses and block.reads_itself)  # the last token is one of the block
         texts = [len(tree) - blind for tree in trees]
@@ -400,4 +400,4 @@ class BlockSession(HeadSession):
         scores = self._session.forward(cache_rows, fed, [kept] * len(fed), embeds=inputs, wholes=wholes)
         self._session.commit(cache_rows, [list(range(text)) for text in texts])
         if guesses:
-            self._said |= {seq.key: one.logits for seq, one in zip(seqs, scores, strict=True)}
+            self._said |= {seq.id: one.logits for seq, one in zip(seqs, scores, strict=True)}

@@ -55,7 +55,7 @@ class ForeignDrafter(BatchDrafter):
 
 
 @dataclass(slots=True)
-class DraftRow(ReadSequence):
+class DraftSequence(ReadSequence):
     """A sequence as the draft reads it, in the draft's tokens; `seen` tokens of the target's sequence `outer` are in
     it.
 
@@ -85,18 +85,18 @@ class ForeignSession(DraftSession):
 
     def __init__(self, draft: DraftSession, target: Tokenizer, drafts: Tokenizer) -> None:
         self._draft, self._target, self._drafts = draft, target, drafts
-        self._rows: dict[int, DraftRow] = {}
+        self._rows: dict[int, DraftSequence] = {}
 
     @abstractmethod
     def task(self, seq: SequenceView) -> DraftTask:
         """What the draft is asked for in place of the sequence's own task."""
 
     @abstractmethod
-    def read(self, seq: SequenceView, draft: DraftRow) -> None:
+    def read(self, seq: SequenceView, draft: DraftSequence) -> None:
         """Adds what is new of the sequence's text to the draft's."""
 
     @abstractmethod
-    def translated(self, seq: SequenceView, draft: DraftRow, guess: Tree, plan: Plan) -> Tree:
+    def translated(self, seq: SequenceView, draft: DraftSequence, guess: Tree, plan: Plan) -> Tree:
         """The draft's guess in the target's tokens."""
 
     def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
@@ -109,7 +109,7 @@ class ForeignSession(DraftSession):
                 draft.guess = guess.tokens
             return [self.translated(*parts) for parts in zip(seqs, read, guesses, plans, strict=True)]
         except BaseException:
-            self.release([seq.key for seq in seqs])
+            self.release([seq.id for seq in seqs])
             raise
 
     @property
@@ -118,24 +118,24 @@ class ForeignSession(DraftSession):
 
     def rewind(self, seq: SequenceView, length: int) -> None:
         """Reads the sequence's text anew."""
-        self.release([seq.key])
+        self.release([seq.id])
 
     def release(self, keys: Sequence[int]) -> None:
         for key in keys:
             self._rows.pop(key, None)
         self._draft.release(keys)
 
-    def _read(self, seq: SequenceView) -> DraftRow:
+    def _read(self, seq: SequenceView) -> DraftSequence:
         """The sequence in the draft's tokens; with a beginning of text if the draft wants one, or the target
         has its own.
         """
-        draft = self._rows.get(seq.key)
+        draft = self._rows.get(seq.id)
         if draft is None:
             bos = self._drafts.bos_token_id
             begun = self._target.bos_token_id is not None and seq.tokens[:1] == [self._target.bos_token_id]
             opening = [bos] if bos is not None and (begun or self._drafts.encode("")[:1] == [bos]) else []
-            draft = DraftRow(seq.key, opening, len(opening), self.task(seq), seen=int(begun))
-            self._rows[seq.key] = draft
+            draft = DraftSequence(seq.id, opening, len(opening), self.task(seq), seen=int(begun))
+            self._rows[seq.id] = draft
         draft.outer, draft.remaining = seq, seq.remaining
         before = list(draft.tokens)
         self.read(seq, draft)

@@ -16,7 +16,14 @@ from specdec.core.drafts import BatchDrafter, DraftSession, DraftTask, Plan
 from specdec.core.rounds import SequenceView
 from specdec.core.tree import Tree
 from specdec.proposers.copying import cut, known_tokens
-from specdec.proposers.other_tokenizer.base import DraftRow, ForeignDrafter, ForeignSession, Tokenizer, decode, encode
+from specdec.proposers.other_tokenizer.base import (
+    DraftSequence,
+    ForeignDrafter,
+    ForeignSession,
+    Tokenizer,
+    decode,
+    encode,
+)
 from specdec.proposers.other_tokenizer.by_tokens import VocabularyIntersection
 
 _WINDOW = 12
@@ -90,7 +97,7 @@ class BridgeSession(ForeignSession):
         ends = frozenset[int]() if end is None else frozenset({end})
         return replace(seq.task, rule=_Likeliest(), branching=None, ends=ends)
 
-    def read(self, seq: SequenceView, draft: DraftRow) -> None:
+    def read(self, seq: SequenceView, draft: DraftSequence) -> None:
         """Adds the text up to the last whole character."""
         new, draft.seen = self._new_text(seq.tokens, draft.seen)
         if new:
@@ -107,7 +114,7 @@ class BridgeSession(ForeignSession):
                 return text[len(before) :], end
         return "", seen
 
-    def translated(self, seq: SequenceView, draft: DraftRow, guess: Tree, plan: Plan) -> Tree:
+    def translated(self, seq: SequenceView, draft: DraftSequence, guess: Tree, plan: Plan) -> Tree:
         """The guess as the target's tokenizer writes it after the sequence's text."""
         ids = guess.tokens
         ended = self._drafts.eos_token_id in ids
@@ -120,7 +127,7 @@ class BridgeSession(ForeignSession):
         chance = math.prod(guess.confidence or [1.0]) ** (1 / max(len(tokens), 1))
         return cut(tokens, [chance] * len(tokens), seq, plan, "bridge")
 
-    def _guessed_text(self, draft: DraftRow, guess: list[int]) -> str:
+    def _guessed_text(self, draft: DraftSequence, guess: list[int]) -> str:
         """The text of the draft's guess after its sequence, whole characters only."""
         start = max(draft.prompt_length, len(draft.tokens) - _WINDOW)
         before = decode(self._drafts, draft.tokens[start:])

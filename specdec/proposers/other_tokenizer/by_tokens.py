@@ -12,7 +12,14 @@ from specdec.core.drafts import BatchDrafter, DraftRule, DraftSession, DraftTask
 from specdec.core.rounds import SequenceView
 from specdec.core.tree import Tree
 from specdec.errors import VocabularyError
-from specdec.proposers.other_tokenizer.base import DraftRow, ForeignDrafter, ForeignSession, Tokenizer, decode, encode
+from specdec.proposers.other_tokenizer.base import (
+    DraftSequence,
+    ForeignDrafter,
+    ForeignSession,
+    Tokenizer,
+    decode,
+    encode,
+)
 
 _FOREIGN = 2**40
 """Added to a target token that the draft lacks: no draft can read such an id, and it can be taken off again."""
@@ -80,7 +87,7 @@ class _MappedRule:
         self, seq: SequenceView, guesses: list[int], logits: Tensor, *, confident: bool = True
     ) -> tuple[int, float, Tensor | None]:
         """The rule's pick from the draft `logits` moved to the target's ids; everything else is impossible."""
-        assert isinstance(seq, DraftRow)
+        assert isinstance(seq, DraftSequence)
         assert seq.outer is not None
         guessed, wide = self.session.in_target(guesses), self.session.widened(logits)
         token, confidence, q = self.rule.pick(seq.outer, guessed, wide, confident=confident)
@@ -102,7 +109,7 @@ class IntersectionSession(ForeignSession):
         ends = frozenset(self.to_draft[end] for end in seq.task.ends if end in self.to_draft)
         return replace(seq.task, rule=_MappedRule(seq.task.rule, self), branching=None, ends=ends)
 
-    def read(self, seq: SequenceView, draft: DraftRow) -> None:
+    def read(self, seq: SequenceView, draft: DraftSequence) -> None:
         """Adds shared tokens one by one, and what lies between them through its text."""
         for shared, run in groupby(seq.tokens[draft.seen :], key=self.to_draft.__contains__):
             if shared:
@@ -111,7 +118,7 @@ class IntersectionSession(ForeignSession):
                 draft.tokens += encode(self._drafts, decode(self._target, list(run)))
         draft.seen = len(seq.tokens)
 
-    def translated(self, seq: SequenceView, draft: DraftRow, guess: Tree, plan: Plan) -> Tree:
+    def translated(self, seq: SequenceView, draft: DraftSequence, guess: Tree, plan: Plan) -> Tree:
         return replace(guess, tokens=self.in_target(guess.tokens))
 
     def widened(self, logits: Tensor) -> Tensor:
