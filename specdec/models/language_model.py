@@ -22,7 +22,6 @@ from specdec.models.cache.session import Session
 from specdec.models.capability import Capability, cache_reset_length, rope_boundary
 from specdec.models.encoding import Encoding
 from specdec.models.exactness import Exactness, exactness, strict_obstacle
-from specdec.models.graphs import GraphedForward
 from specdec.models.hf.device_hooks import execution_device, is_offloaded
 from specdec.models.hf.layer_subset import shallow_exit
 from specdec.models.hf.memory import kv_width
@@ -301,7 +300,7 @@ class LanguageModel:
             if self.gear == "compiled":
                 raise UnsupportedError(f"{error}: leave out `gear`='compiled'") from error
             return None
-        compiled = GraphedForward(flat) if self.device.type == "cuda" else CompiledForward(flat)
+        compiled = CompiledForward(flat)
         if self.gear == "compiled" or (gear == "auto" and compiled.is_kept):
             flat.compiled = compiled.start()
             if compiled.ready:

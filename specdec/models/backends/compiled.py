@@ -59,8 +59,6 @@ class CompiledForward:
     devices than the CPU, and other systems than Linux and macOS.
     """
 
-    chains = True
-
     def __init__(self, flat: FlatForward) -> None:
         self._model, self._widths, self._states = flat.model, flat.widths, flat.states
         self._flat: FlatForward | None = flat  # until `start`
