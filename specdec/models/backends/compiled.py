@@ -116,11 +116,11 @@ class CompiledForward:
         others = [side for pair in (*first.buffers, *first.frames) for side in pair]
         numbers = [_numbers(rule) for rule in rules]
         given = first.tensors, steps.positions, steps.tables, encoders, others, numbers, embeddings
-        tokens, probabilities, scores, said = self._passes.chain(*given)
+        tokens, probabilities, scores = self._passes.chain(*given)
         guesses = [list(zip(*own, strict=True)) for own in zip(tokens, probabilities, strict=True)]
         told = iter(scores)
         q = [next(told).softmax(-1) if rule.needs_q else None for rule in rules]
-        return Chained(guesses, q, None if embeddings is None else said[-1][0])
+        return Chained(guesses, q)
 
     @property
     def _name(self) -> str:
