@@ -165,17 +165,13 @@ class Layout:
         scattered = any(own.slots for own in maps)
         if level and not scattered and min(sizes) == nodes and all(tree.is_chain for tree in trees):
             return cls(maps, sizes, nodes, start, None, None, device)
-        slots = None if level else _consecutive(tops, nodes, device)
+        slots = None if level else torch.tensor(tops, device=device)[:, None] + torch.arange(nodes, device=device)
         return cls(maps, sizes, nodes, start, slots, _view(trees, maps, nodes, start + nodes, device), device)
 
     @property
     def end(self) -> int:
         """One past the last slot that the pass may write."""
         return self.start + self.nodes
-
-    def all_slots(self) -> Tensor:
-        """`[rows, nodes]`, also where every row starts at the same slot."""
-        return _consecutive([own.top for own in self.maps], self.nodes, self.device)
 
     def causal(self) -> AttentionView:
         """What a layout without `view` means, for a forward that derives nothing itself."""
@@ -192,11 +188,6 @@ class Layout:
         """The slots of a row's whole text, its branches and its new nodes, in this order."""
         own = self.maps[row]
         return [*range(own.base), *own.slots, *range(own.top, own.top + self.sizes[row])]
-
-
-def _consecutive(starts: list[int], count: int, device: torch.device) -> Tensor:
-    """`[starts, count]`: so many numbers from each start on."""
-    return torch.tensor(starts, device=device)[:, None] + torch.arange(count, device=device)
 
 
 def _view(trees: Sequence[Tree], maps: list[SlotMap], nodes: int, end: int, device: torch.device) -> AttentionView:
