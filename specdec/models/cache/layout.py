@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.core.tree import Tree
+from specdec.core.tree import Tree, depths_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class SlotMap:
     @property
     def extent(self) -> int:
         """Tokens of the longest path, text included."""
-        return self.base + max(depths(self.parents), default=-1) + 1
+        return self.base + max(depths_of(self.parents), default=-1) + 1
 
     @property
     def pending(self) -> int:
@@ -200,7 +200,7 @@ def _view(trees: Sequence[Tree], maps: list[SlotMap], nodes: int, end: int, devi
     for row, (own, (used, parents)) in enumerate(zip(maps, placed, strict=True)):
         scattered, count = len(own.slots), len(used)
         size = count - scattered
-        slots[row, :count], deep[row, :count] = used, np.array(depths(parents), dtype=np.int64) + own.base
+        slots[row, :count], deep[row, :count] = used, np.array(depths_of(parents), dtype=np.int64) + own.base
         positions[row, :size] = deep[row, scattered:count]
         seen[row, :size, :count] = ancestry(parents)[scattered:]
         # Padding keeps position 0 and sees only itself: a softmax over nothing would be NaN.
@@ -214,14 +214,6 @@ def _view(trees: Sequence[Tree], maps: list[SlotMap], nodes: int, end: int, devi
     visible.scatter_(2, at[:, None].expand(-1, nodes, -1), kin)
     key_positions = columns.repeat(len(maps), 1).scatter_(1, at, depth)
     return AttentionView(torch.from_numpy(positions).to(device), key_positions[:, :end], visible[..., :end])
-
-
-def depths(parents: list[int]) -> list[int]:
-    """How many ancestors each node has."""
-    found: list[int] = []
-    for parent in parents:
-        found.append(0 if parent < 0 else found[parent] + 1)
-    return found
 
 
 def ancestry(parents: list[int]) -> np.ndarray:
