@@ -20,7 +20,6 @@ import argparse
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import cycle
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -32,7 +31,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdec.bench.machine import provenance
-from specdec.kernels import HeldLinear, Quantized, ReorderedLinear, attend, pack, passes, why_not
+from specdec.kernels import HeldLinear, Quantized, ReorderedLinear, attend, pack, passes, to_int4, to_int8, why_not
 
 BUFFER_BYTES = 512 << 20
 LEAST_BYTES = 256 << 20  # of all copies together: several times what caches hold
@@ -77,12 +76,12 @@ WAYS: dict[str, tuple[Make, str]] = {
     "float32, ours": (pack, "float32"),
     "bfloat16, F.linear": (lambda weight: HeldLinear(weight.bfloat16()), "bfloat16"),
     "bfloat16, oneDNN packed": (lambda weight: ReorderedLinear(weight.bfloat16()), "bfloat16"),
-    "bfloat16, ours": (partial(pack, kind="bfloat16"), "bfloat16"),
-    "int8, ours, float32 rows": (partial(pack, kind="int8"), "float32"),
-    "int8, ours, bfloat16 rows": (partial(pack, kind="int8"), "bfloat16"),
-    "int8 groups of 32, ours, bfloat16 rows": (partial(pack, kind="int8", group=32), "bfloat16"),
-    "int4, ours, float32 rows": (partial(pack, kind="int4"), "float32"),
-    "int4, ours, bfloat16 rows": (partial(pack, kind="int4"), "bfloat16"),
+    "bfloat16, ours": (lambda weight: pack(weight.bfloat16()), "bfloat16"),
+    "int8, ours, float32 rows": (lambda weight: pack(to_int8(weight)), "float32"),
+    "int8, ours, bfloat16 rows": (lambda weight: pack(to_int8(weight)), "bfloat16"),
+    "int8 groups of 32, ours, bfloat16 rows": (lambda weight: pack(to_int8(weight, 32)), "bfloat16"),
+    "int4, ours, float32 rows": (lambda weight: pack(to_int4(weight)), "float32"),
+    "int4, ours, bfloat16 rows": (lambda weight: pack(to_int4(weight)), "bfloat16"),
 }
 
 

@@ -33,9 +33,10 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutput
 
 from recipes import phrases, speech_scores, synthesis
+from recipes.course import Course, check_stage
 from recipes.synthesis import Clips
 from recipes.windows import IGNORED, LETTERS, Batch, Composer
-from specdec.distill.optimise import Course, check_stage, make_optimizers, save
+from specdec.distill.optimise import make_optimizers, save
 
 WINDOW = 10  # seconds
 SHORT = 3  # seconds, of the windows at the beginning

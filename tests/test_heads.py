@@ -121,20 +121,6 @@ def test_compiled_heads_make_all_guesses_in_one_call(
         return made
 
     monkeypatch.setattr(KvSession, "chain", spied)
-    run, at_once, ends = HeadSession._run, HeadSession._chain, list[Tensor]()
-
-    def told(self: HeadSession, asked: Sequence[SequenceView], *given: Any, level: int = 0, **more: Any) -> Any:
-        scores = run(self, asked, *given, level=level, **more)
-        ends.extend(self._known[row.id].written[0][-1] for row in asked if not level)
-        return scores
-
-    def told_at_once(self: HeadSession, *given: Any) -> Any:
-        made = at_once(self, *given)
-        ends.extend(made.states if made is not None else ())
-        return made
-
-    monkeypatch.setattr(HeadSession, "_run", told)
-    monkeypatch.setattr(HeadSession, "_chain", told_at_once)
     generator, plain = SpecGenerator(language, HeadDrafter(head)), SpecGenerator(language)
     sure = {"schedule": "confidence", "num_assistant_tokens": 4, "assistant_confidence_threshold": 1e-9}
     for ids in (IDS, IDS[:1]):
@@ -151,19 +137,16 @@ def test_compiled_heads_make_all_guesses_in_one_call(
     warped = {"do_sample": True, "seed": 3, "top_k": 20, "temperature": 1.5}
     for how in ({}, warped, {**warped, "num_return_sequences": 2}):
         for more in ({"schedule": "constant", "num_assistant_tokens": 3}, {"schedule": "confidence"}):
-            texts, guesses, written = [], [], []
+            texts, guesses = [], []
             for whole in (True, False):
                 monkeypatch.setattr(Stages, "chains", whole)
                 proposals.clear()
-                ends.clear()
                 rows.clear()
                 texts.append(generator.generate(IDS, **RUN, **how, **more).sequences.tolist())
                 assert bool(rows) == whole
                 guesses.append([(text, tree.tokens) for text, tree in proposals])
-                written.append(torch.stack(ends))
             assert texts[0] == texts[1] == plain.generate(IDS, **RUN, **how).sequences.tolist()
             assert guesses[0] == guesses[1]
-            torch.testing.assert_close(written[0], written[1], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["plain", "two"])

@@ -10,7 +10,8 @@ from torch import nn
 from transformers import AutoConfig
 
 from recipes import RECIPES, functions, main, phrases, python_code, python_summary, shapes, speech, synthesis, windows
-from specdec.distill.optimise import Course, make_optimizers
+from recipes.course import Course
+from specdec.distill.optimise import make_optimizers
 from specdec.errors import OptionError
 from specdec.options import bundled_models
 

@@ -58,9 +58,9 @@ def test_options_choose_a_strategy(name: str) -> None:
     strategy = make_strategy(setup(resolve(CASES[name]), prompt=[0, 0, 1, 2], padding=2))
     assert strategy.name == name
     assert strategy.is_search == ("search" in name or name == "contrastive")
-    assert strategy.takes_draft == (name != "contrastive")
-    assert (strategy.rule is not None, strategy.branching is not None) == (strategy.takes_draft,) * 2
-    if strategy.is_search and strategy.takes_draft:
+    takes_draft = name != "contrastive"
+    assert (strategy.rule is not None, strategy.branching is not None) == (takes_draft,) * 2
+    if strategy.is_search and takes_draft:
         assert strategy.max_new_tokens == 7
 
 

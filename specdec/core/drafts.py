@@ -81,13 +81,11 @@ class ChainRule(NamedTuple):
 class Chained(NamedTuple):
     """What came of chains: each sequence's guesses and their probabilities, NaN where there is no guess.
 
-    `q` are each sequence's distributions `[guesses, vocab]`, where its rule needs them. `states` `[rows, width]` are
-    the hidden states at the ends of the texts, of models that guess from them.
+    `q` are each sequence's distributions `[guesses, vocab]`, where its rule needs them.
     """
 
     guesses: Sequence[Sequence[tuple[int, float]]]
     q: Sequence[Tensor | None]
-    states: Tensor | None = None
 
 
 class DraftRule(Protocol):

@@ -17,12 +17,11 @@ class Strategy(Protocol):
     """What every way of decoding says about itself: its name, and what it needs of the engine and of a draft.
 
     `is_search`: it has several live branches and is a `Search`, otherwise a `Selector` of one text. `needs_hidden`: it
-    reads the target's last hidden states. `takes_draft`: proposals may help it; only then it has `rule`, `branching`.
+    reads the target's last hidden states. One that no proposals may help has no `rule` and no `branching`.
     """
 
     name: ClassVar[str]
     needs_hidden: ClassVar[bool]
-    takes_draft: ClassVar[bool]
 
     @property
     def rule(self) -> DraftRule | None:

@@ -90,10 +90,7 @@ class Tree:
 
     def depths(self) -> list[int]:
         """Distance of every node from the known text; its direct continuation has depth 0."""
-        depths: list[int] = []
-        for parent in self.parents:
-            depths.append(0 if parent < 0 else depths[parent] + 1)
-        return depths
+        return depths_of(self.parents)
 
     @property
     def depth(self) -> int:
@@ -116,6 +113,14 @@ class Tree:
             nodes.append(node)
             node = self.parents[node]
         return nodes[::-1]
+
+
+def depths_of(parents: Sequence[int]) -> list[int]:
+    """How many ancestors each node has."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+    return depths
 
 
 EMPTY = Tree([], [])

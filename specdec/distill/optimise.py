@@ -1,21 +1,16 @@
-"""What the recipes share: optimisers, the course of one stage of training, and how weights are written."""
+"""Optimisers, a step of them, and how weights are written."""
 
 from __future__ import annotations
 
 import json
 import re
-import time
-from argparse import ArgumentParser
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-CHECK_EVERY = 200  # steps
 _NO_LAYER = re.compile("embed|shared|bias|letters|lm_head|proj_out")  # names of matrices that are no layer's
 
 
@@ -44,41 +39,6 @@ def descend(loss: Tensor, optimizers: Sequence[torch.optim.Optimizer], factor: f
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-
-
-@dataclass(frozen=True)
-class Course:
-    """One stage of training; the learning rate decays after the share `decay_from` of its steps.
-
-    `check` is called every 200 steps and at the end: it saves, and tells how good the model is.
-    """
-
-    name: str
-    batches: Iterator[Any]
-    loss_of: Callable[[Any], Tensor]
-    steps: int
-    decay_from: float
-    check: Callable[[], str]
-    optimizers: Sequence[torch.optim.Optimizer]
-
-    def run(self) -> None:
-        """One optimiser step per batch, and progress now and then."""
-        start = time.perf_counter()
-        for step, batch in enumerate(self.batches):
-            loss = self.loss_of(batch)
-            descend(loss, self.optimizers, rate(step, step / self.steps, self.decay_from))
-            seconds = time.perf_counter() - start
-            if step % 20 == 0:
-                print(f"{self.name} step {step}/{self.steps} loss {loss.item():.3f} {seconds:.0f} s", flush=True)
-            if step % CHECK_EVERY == CHECK_EVERY - 1 or step == self.steps - 1:
-                print(f"{self.name} step {step}/{self.steps} held-out {self.check()} {seconds:.0f} s", flush=True)
-
-
-def check_stage(parser: ArgumentParser, stage: str | None, out: Path, needs: Mapping[str, tuple[str, ...]]) -> None:
-    """Ends as a wrong usage where a stage is run alone without the models in `out` that it needs."""
-    for role in needs.get(stage or "", ()):
-        if not (out / role / "config.json").exists():
-            parser.error(f"--stage {stage} needs a model in {out / role}, and there is none: run the stages before it")
 
 
 def save(model: PreTrainedModel, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:

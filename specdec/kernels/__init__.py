@@ -12,21 +12,19 @@ from specdec.kernels.build import (
 )
 from specdec.kernels.kept import Lack, alone, is_whole, put
 from specdec.kernels.ops import attend, draws, keep_top, passes, signed, store_nodes
-from specdec.kernels.pack import pack
 from specdec.kernels.packed_linear import (
     FLOATS,
-    KINDS,
     AnyLinear,
     HeldLinear,
     PackedLinear,
     ReorderedLinear,
     best_seconds,
+    pack,
 )
 from specdec.kernels.quantized import Quantized, to_int4, to_int8
 
 __all__ = [
     "FLOATS",
-    "KINDS",
     "AnyLinear",
     "HeldLinear",
     "Lack",

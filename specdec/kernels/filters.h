@@ -11,7 +11,6 @@
 #include <map>
 #include <memory>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 #include "choice.h"
@@ -77,66 +76,6 @@ struct Top : Filter {
   }
 };
 
-// The logarithm of the least share of the largest probability that stays.
-struct MinP : Filter {
-  float least;
-  explicit MinP(const Numbers& given) : least(static_cast<float>(given[0])) {}
-  void apply(float* scores, int64_t count, int64_t) const override {
-    auto most = largest(scores, count), bar = most + least;
-    if (!std::isfinite(most)) return;
-    for (int64_t i = 0; i < count; i++)
-      if (scores[i] < bar) scores[i] = NEVER;
-  }
-};
-
-// penalty, tokens of the text
-struct RepetitionPenalty : Filter {
-  float penalty;
-  Tokens seen;
-  explicit RepetitionPenalty(const Numbers& given)
-      : penalty(static_cast<float>(given[0])), seen(tokens_of(given, 1)) {
-    std::sort(seen.begin(), seen.end());
-    seen.erase(std::unique(seen.begin(), seen.end()), seen.end());
-  }
-  void apply(float* scores, int64_t count, int64_t) const override {
-    for (auto token : seen)
-      if (token < count) scores[token] = scores[token] < 0 ? scores[token] * penalty : scores[token] / penalty;
-  }
-  void follow(int64_t token) override {
-    auto place = std::lower_bound(seen.begin(), seen.end(), token);
-    if (place == seen.end() || *place != token) seen.insert(place, token);
-  }
-};
-
-// presence, frequency, tokens that were written
-struct OutputPenalty : Filter {
-  float presence, frequency;
-  std::unordered_map<int64_t, int64_t> counts;
-  explicit OutputPenalty(const Numbers& given)
-      : presence(static_cast<float>(given[0])), frequency(static_cast<float>(given[1])) {
-    for (auto token : tokens_of(given, 2)) counts[token]++;
-  }
-  void apply(float* scores, int64_t count, int64_t) const override {
-    for (auto [token, times] : counts)
-      if (token < count) scores[token] = scores[token] - frequency * static_cast<float>(times) - presence;
-  }
-  void follow(int64_t token) override { counts[token]++; }
-};
-
-// n, the text: no n tokens come twice in a row
-struct NoRepeat : Filter {
-  int64_t n;
-  Tokens text;
-  explicit NoRepeat(const Numbers& given) : n(whole(given[0], 1)), text(tokens_of(given, 1)) {}
-  void apply(float* scores, int64_t count, int64_t) const override {
-    auto length = static_cast<int64_t>(text.size());
-    for (int64_t i = 0; i + n <= length; i++)
-      if (text[i + n - 1] < count && std::equal(text.end() - (n - 1), text.end(), text.begin() + i))
-        scores[text[i + n - 1]] = NEVER;
-  }
-  void follow(int64_t token) override { text.push_back(token); }
-};
-
 // first, end, most_initial (-1: any), by_probability, the newest timestamp (-1: none), the last two tokens that were
 // said: Whisper's rules, as specdec/decoding/processors/whisper_timestamps.py has them.
 struct Timestamps : Filter {
@@ -190,10 +129,6 @@ inline std::unique_ptr<Filter> filter(const std::string& name, const Numbers& gi
       {"suppress", {made<Suppress>, 2}},
       {"temperature", {made<Temperature>, 1}},
       {"top", {made<Top>, 3}},
-      {"min_p", {made<MinP>, 1}},
-      {"repetition_penalty", {made<RepetitionPenalty>, 1}},
-      {"output_penalty", {made<OutputPenalty>, 2}},
-      {"no_repeat_ngram", {made<NoRepeat>, 1}},
       {"timestamps", {made<Timestamps>, 5}},
   };
   auto found = kinds.find(name);

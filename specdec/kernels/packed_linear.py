@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specdec.errors import OptionError
-from specdec.kernels import ops, packed_layout
+from specdec.kernels import build, ops, packed_layout
 from specdec.kernels.quantized import Quantized, to_int4, to_int8
 
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -217,6 +217,20 @@ class ReorderedLinear(AnyLinear):
 
     def cut(self, ids: Tensor) -> ReorderedLinear:
         return ReorderedLinear(self.rows(ids), self._bias_of(ids))
+
+
+@torch.no_grad()
+def pack(weight: Weight, bias: Tensor | None = None, *, lookup: bool = False) -> AnyLinear:
+    """A layer over a weight `[outputs, inputs]`: packed where kernels can be used (`why_not` says why not).
+
+    Without kernels it is one over oneDNN or `F.linear`. `lookup` says that `rows` will be asked for in every pass.
+    """
+    if build.available():
+        grouped = isinstance(weight, Quantized) and weight.groups > 0
+        return PackedLinear(weight, bias, unpacks(kind_of(weight), grouped))
+    if isinstance(weight, Tensor) and not lookup and reorders(weight.dtype):
+        return ReorderedLinear(weight, bias)
+    return HeldLinear(weight, bias)
 
 
 def kind_of(weight: Weight) -> str:

@@ -145,12 +145,12 @@ struct Passes : torch::CustomClassHolder {
 
   Tensors run(Tensors given) { return loader.boxed_run(std::move(given)); }
 
-  // Chains of several rows: guesses, their probabilities, their scores `[guesses, tokens]` where these are told, and
-  // what the first pass said. That one is given `first`, and its logits are those after the rows' texts. Each later one
-  // reads a guess of every row whose chain goes on, and is given what `positions` `[passes, 1, rows]`, `tables`
-  // `[passes, 1, 1, rows, …]` and `encoders` `[1, 1, rows, …]` have for these, and `others`. A model with `embeddings`
-  // is a head. A probability of NaN says that there is no guess.
-  std::tuple<std::vector<std::vector<int64_t>>, std::vector<std::vector<double>>, Tensors, Tensors> chain(
+  // Chains of several rows: guesses, their probabilities, and their scores `[guesses, tokens]` where these are told.
+  // The first pass is given `first`, and its logits are those after the rows' texts. Each later one reads a guess of
+  // every row whose chain goes on, and is given what `positions` `[passes, 1, rows]`, `tables` `[passes, 1, 1, rows, …]`
+  // and `encoders` `[1, 1, rows, …]` have for these, and `others`. A model with `embeddings` is a head. A probability of
+  // NaN says that there is no guess.
+  std::tuple<std::vector<std::vector<int64_t>>, std::vector<std::vector<double>>, Tensors> chain(
       Tensors first, at::Tensor positions, Tensors tables, Tensors encoders, Tensors others, std::vector<Rule> rules,
       std::optional<at::Tensor> embeddings) {
     std::vector<Chain> chains(std::make_move_iterator(rules.begin()), std::make_move_iterator(rules.end()));
@@ -158,7 +158,6 @@ struct Passes : torch::CustomClassHolder {
     std::iota(live.begin(), live.end(), 0);
     auto wide = first[0].size(-1);
     auto said = loader.boxed_run(std::move(first));
-    auto begun = said;
     TORCH_CHECK_VALUE(said[0].size(1) == static_cast<int64_t>(chains.size()), "`rules` must be one for each of ",
                       said[0].size(1), " rows, got ", chains.size());
     auto states = said.size() - 1;
@@ -189,7 +188,7 @@ struct Passes : torch::CustomClassHolder {
       probabilities.push_back(std::move(chain.probabilities));
       if (chain.told) scores.push_back(at::stack(chain.scores));
     }
-    return {tokens, probabilities, scores, begun};
+    return {tokens, probabilities, scores};
   }
 
   torch::inductor::AOTIModelPackageLoader loader;

@@ -91,12 +91,9 @@ def to_int8(weight: Tensor, group: int | None = None) -> Quantized:
     return _in_parts(weight, lambda part: _int8(part, group))
 
 
-def to_int4(weight: Tensor, group: int = 32, *, symmetric: bool = True) -> Quantized:
-    """Rounded to 4 bits in groups of `group` inputs, with the scales that leave the least squared error.
-
-    Symmetric ones are -8..7 times a scale; the others reach from each group's minimum on.
-    """
-    return _in_parts(weight, lambda part: _int4(part, group, symmetric))
+def to_int4(weight: Tensor, group: int = 32) -> Quantized:
+    """Rounded to 4 bits in groups of `group` inputs, with the scales and mins that leave the least squared error."""
+    return _in_parts(weight, lambda part: _int4(part, group))
 
 
 def _in_parts(weight: Tensor, rounded: Callable[[Tensor], Quantized]) -> Quantized:
@@ -129,28 +126,23 @@ def _int8(weight: Tensor, group: int | None) -> Quantized:
     return Quantized(_flat(values, weight), group=group, scales=scales, factors=factors)
 
 
-def _int4(weight: Tensor, group: int, symmetric: bool) -> Quantized:
+def _int4(weight: Tensor, group: int) -> Quantized:
     grouped = _grouped(weight, group)
-    scales, mins = _best_range(grouped, symmetric)
+    scales, mins = _best_range(grouped)
     factors = _powers(torch.maximum(scales.abs(), mins.abs()))
     scales, mins = (scales / factors[:, None]).half(), (mins / factors[:, None]).half()
-    begins = scales.float() * -8 if symmetric else mins.float()
-    scaled = grouped / factors[:, None, None] - begins[:, :, None]
+    scaled = grouped / factors[:, None, None] - mins.float()[:, :, None]
     values = _flat(_levels(scaled, scales.float()[:, :, None], 0, 15), weight)
-    return Quantized(values, 4, group, scales, None if symmetric else mins, factors)
+    return Quantized(values, 4, group, scales, mins, factors)
 
 
-def _best_range(grouped: Tensor, symmetric: bool) -> tuple[Tensor, Tensor]:
+def _best_range(grouped: Tensor) -> tuple[Tensor, Tensor]:
     """Scales and mins `[outputs, groups]`: of the whole range of each group and of smaller ones the best."""
-    if symmetric:  # the weight that is furthest from zero becomes -8
-        extreme = grouped.gather(2, grouped.abs().argmax(2, keepdim=True))[:, :, 0]
-        middle, reach = torch.zeros_like(extreme), -extreme
-    else:
-        middle, reach = (grouped.amax(2) + grouped.amin(2)) / 2, (grouped.amax(2) - grouped.amin(2)) / 2
+    middle, reach = (grouped.amax(2) + grouped.amin(2)) / 2, (grouped.amax(2) - grouped.amin(2)) / 2
     least = torch.full_like(middle, torch.inf)
     scales, mins = torch.zeros_like(middle), torch.zeros_like(middle)
     for shrink in _SHRINKS:
-        scale = reach * shrink / (8 if symmetric else 7.5)
+        scale = reach * shrink / 7.5
         begin = middle - reach * shrink
         values = _levels(grouped - begin[:, :, None], scale[:, :, None], 0, 15)
         error = (values * scale[:, :, None] + begin[:, :, None] - grouped).square().sum(2)

@@ -1,6 +1,6 @@
 """The only room that touches a transformers forward: sessions over keys and values, capabilities, loading."""
 
-from specdec.models.cache.buffers import Prefix, prefix_bytes
+from specdec.models.cache.buffers import prefix_bytes
 from specdec.models.cache.session import Session
 from specdec.models.capability import Capability
 from specdec.models.encoding import Encoding
@@ -14,7 +14,6 @@ __all__ = [
     "Encoding",
     "LanguageModel",
     "ModelState",
-    "Prefix",
     "Session",
     "digest",
     "free_bytes",

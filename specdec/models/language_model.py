@@ -21,7 +21,6 @@ from specdec.models.cache.session import Session
 from specdec.models.capability import Capability, cache_reset_length, rope_boundary
 from specdec.models.encoding import Encoding
 from specdec.models.exactness import Exactness, exactness, strict_obstacle
-from specdec.models.graphs import GraphedForward
 from specdec.models.hf.device_hooks import execution_device, is_offloaded
 from specdec.models.hf.layer_subset import shallow_exit
 from specdec.models.hf.memory import kv_width
@@ -311,7 +310,7 @@ class LanguageModel:
             if self.backend == "compiled":
                 raise UnsupportedError(f"{error}: leave out `backend`='compiled'") from error
             return None
-        compiled = GraphedForward(ragged) if self.device.type == "cuda" else CompiledForward(ragged)
+        compiled = CompiledForward(ragged)
         if self.backend == "compiled" or (backend == "auto" and compiled.is_kept):
             ragged.compiled = compiled.start()
             if compiled.ready:

@@ -100,10 +100,10 @@ class Loading:
     weights among the processes of a job (torchrun): "auto", by transformers' plan for the model, or a plan of your own
     as transformers takes it; the first process goes on alone, the others work for it. `backend` is what passes
     run on: "eager", the layers as they are; "packed", weights in the order in which short passes on a CPU read them;
-    "compiled", one compiled function for all passes (on a GPU CUDA graphs); "auto" packs where that is faster
-    here, which is measured once, and takes compiled code that is there from an earlier time. `exactness`="strict"
-    promises, whatever the dtype, the text of plain decoding bit for bit, with any draft and beside any other calls: it
-    is tried when the model is loaded.
+    "compiled", one compiled function for all passes on a CPU; "auto" packs where that is faster here, which is measured
+    once, and takes compiled code that is there from an earlier time. `exactness`="strict" promises, whatever the dtype,
+    the text of plain decoding bit for bit, with any draft and beside any other calls: it is tried when the model is
+    loaded.
 
     Raises OptionError for unknown values and for fields that contradict, or do nothing without, one another.
     """

@@ -168,36 +168,16 @@ class LedSession(Shared, Session):
     def pending(self, row: int) -> int:
         return self._own.pending(row)
 
-    def forward(
-        self,
-        rows: Sequence[int],
-        trees: Sequence[Tree],
-        keep: Sequence[int],
-        *,
-        embeds: Sequence[Tensor | None] | None = None,
-        wholes: Sequence[int] | None = None,
-        output_hidden_states: bool | Sequence[int] = False,
-        output_attentions: bool = False,
-    ) -> list[Scores]:
+    def forward(self, rows: Sequence[int], trees: Sequence[Tree], keep: Sequence[int], **how: Any) -> list[Scores]:
         bare = [Tree(tree.tokens, tree.parents) for tree in trees]  # what a draft thinks of them stays here
-        wanted = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
-        found: list[Scores] = self._at_once("forward", rows, bare, keep, embeds=embeds, wholes=wholes, **wanted)
+        found: list[Scores] = self._at_once("forward", rows, bare, keep, **how)
         return [replace(scores, tree=tree) for scores, tree in zip(found, trees, strict=True)]
 
-    def commit(
-        self,
-        rows: Sequence[int],
-        paths: Sequence[list[int]],
-        *,
-        texts: Sequence[int] | None = None,
-        final: bool = True,
-    ) -> None:
-        self._each("commit", rows, paths, texts=texts, final=final)
+    def commit(self, *given: Any, **how: Any) -> None:
+        self._each("commit", *given, **how)
 
-    def advance(
-        self, rows: Sequence[int], tokens: Sequence[int], embeds: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        found: tuple[Tensor, Tensor | None] = self._at_once("advance", rows, tokens, embeds)
+    def advance(self, *given: Any) -> tuple[Tensor, Tensor | None]:
+        found: tuple[Tensor, Tensor | None] = self._at_once("advance", *given)
         return found
 
     def refresh(self, rows: Sequence[int]) -> None:

@@ -102,15 +102,16 @@ class _Reading:
 class TextDrafter(BatchDrafter):
     """A draft that copies from the text: its guess is deterministic and costs next to nothing.
 
-    `encoder`: it searches an encoder-decoder target's input too. `source` names it in its proposals.
+    `reads_encoder`: it searches an encoder-decoder target's input too. `source` names it in its proposals.
     """
 
     guesses_trees = False
     instant = True
+    reads_encoder: ClassVar[bool] = False
     source: ClassVar[str]
 
-    def __init__(self, *, encoder: bool = False) -> None:
-        self.encoder, self.calibration = encoder, Calibration()
+    def __init__(self) -> None:
+        self.calibration = Calibration()
 
     @classmethod
     def of(cls, target: object, argument: str | None, name: str = "draft") -> TextDrafter:
@@ -176,7 +177,7 @@ class TextSession(DraftSession):
 
     def _open(self, seq: SequenceView) -> _Reading:
         reading = _Reading(self._drafter.index())
-        if self._drafter.encoder and seq.encoder_tokens:
+        if self._drafter.reads_encoder and seq.encoder_tokens:
             reading.index.extend([*seq.encoder_tokens, SEPARATOR])
         if seq.prediction:
             # After the end of the prompt, so that the prompt's own end is followed by its beginning.

@@ -40,21 +40,20 @@ class NgramIndex:
 class NgramDrafter(TextDrafter):
     """Copies what followed an earlier occurrence of the last n tokens (prompt lookup, as in transformers).
 
-    `num_tokens` bounds a proposal; n runs from `max_ngram` down to 1 and the first match counts. With `encoder=True`
-    an encoder-decoder target's input is searched before its output.
+    `num_tokens` bounds a proposal; n runs from `max_ngram` down to 1 and the first match counts.
     """
 
     source = "ngram"
 
-    def __init__(self, num_tokens: int = 10, max_ngram: int = 2, *, encoder: bool = False) -> None:
+    def __init__(self, num_tokens: int = 10, max_ngram: int = 2) -> None:
         for name, value in (("num_tokens", num_tokens), ("max_ngram", max_ngram)):
             if value < 1:
                 raise OptionError.of(name, "at least 1", value)
-        super().__init__(encoder=encoder)
+        super().__init__()
         self.num_tokens, self.max_ngram = num_tokens, max_ngram
 
     def __repr__(self) -> str:
-        return f"NgramDrafter({self.num_tokens}, {self.max_ngram}, encoder={self.encoder})"
+        return f"NgramDrafter({self.num_tokens}, {self.max_ngram})"
 
     def index(self) -> NgramIndex:
         return NgramIndex(self.num_tokens, self.max_ngram)

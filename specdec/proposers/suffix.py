@@ -4,27 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specdec.errors import OptionError
-from specdec.proposers.copying import SEPARATOR, TextDrafter, until_separator
+from specdec.proposers.copying import TextDrafter, until_separator
 
 _ROOT = 0
 _REACH = 64
+_GROWTH = 2  # guesses for each token of a match
 
 
 class SuffixAutomaton:
     """All substrings of a growing text, in amortised constant time per token (SAM-Decoding, arXiv 2411.10666).
 
     A state stands for the substrings that end at the same positions. Per state: `length` of its longest substring,
-    `link` to the state of its longest suffix with more ends, the `first` and `latest` end, the `count` of ends.
-    `latest` and `count` leave out the end of the whole text, which nothing follows yet. Each token updates them along
-    at most 64 links: exact but for short substrings of text that repeats one token at length.
+    `link` to the state of its longest suffix with more ends, and the `latest` end but for that of the whole text, which
+    nothing follows yet. Each token updates that along at most 64 links: exact but for short substrings of text that
+    repeats one token at length.
     """
 
     def __init__(self) -> None:
         self.text: list[int] = []
         self.next: list[dict[int, int]] = [{}]
-        self.length, self.link = [0], [-1]
-        self.first, self.latest, self.count = [-1], [-1], [0]
+        self.length, self.link, self.latest = [0], [-1], [-1]
         self.whole = _ROOT
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -46,20 +45,19 @@ class SuffixAutomaton:
         return state, length
 
     def _settle(self) -> None:
-        """Counts the end of the text so far, now that something follows it."""
+        """Notes the end of the text so far, now that something follows it."""
         end, state = len(self.text) - 1, self.whole
-        link, latest, count = self.link, self.latest, self.count
+        link, latest = self.link, self.latest
         for _ in range(_REACH):
             if state <= _ROOT:
                 return
             latest[state] = end
-            count[state] += 1
             state = link[state]
 
     def _append(self, token: int) -> None:
         following, link = self.next, self.link
         end, before = len(self.text), self.whole
-        state = self.whole = self._state(self.length[before] + 1, _ROOT, {}, end, end, 0)
+        state = self.whole = self._state(self.length[before] + 1, _ROOT, {}, end)
         while before >= 0 and token not in following[before]:
             following[before][token] = state
             before = link[before]
@@ -72,54 +70,43 @@ class SuffixAutomaton:
         found = following[before][token]
         if self.length[found] == self.length[before] + 1:
             return found
-        split = self._state(
-            self.length[before] + 1,
-            link[found],
-            following[found].copy(),
-            self.first[found],
-            self.latest[found],
-            self.count[found],
-        )
+        split = self._state(self.length[before] + 1, link[found], following[found].copy(), self.latest[found])
         while before >= 0 and following[before].get(token) == found:
             following[before][token] = split
             before = link[before]
         link[found] = split
         return split
 
-    def _state(self, length: int, link: int, following: dict[int, int], first: int, latest: int, count: int) -> int:
+    def _state(self, length: int, link: int, following: dict[int, int], latest: int) -> int:
         self.next.append(following)
         self.length.append(length)
         self.link.append(link)
-        self.first.append(first)
         self.latest.append(latest)
-        self.count.append(count)
         return len(self.length) - 1
 
 
 class SuffixIndex:
-    """Looks up continuations in a suffix automaton: the most recent ones, or the most frequent."""
+    """Looks up continuations in a suffix automaton."""
 
-    def __init__(self, growth: float, min_match: int, frequent: bool) -> None:
-        self._growth, self._min_match, self._frequent = growth, min_match, frequent
+    def __init__(self) -> None:
         self._automaton = SuffixAutomaton()
         self.extend = self._automaton.extend
 
     def lookup(self, limit: int, tail: Sequence[int] = ()) -> tuple[list[int], int]:
-        """At most `limit` tokens after an earlier occurrence of the longest suffix, and that suffix's length."""
-        follow = self._most_frequent if self._frequent else self._most_recent
+        """At most `limit` tokens after the latest occurrence of the longest suffix, and that suffix's length."""
         automaton = self._automaton
         state, match = automaton.after(tail)
         if state == automaton.whole:  # nothing follows it
             state = automaton.link[state]
             match = automaton.length[state]
-        while state > _ROOT and match >= self._min_match:
-            if tokens := follow(state, min(limit, 1 + int(self._growth * match))):
+        while state > _ROOT:
+            if tokens := self._continuation(state, min(limit, 1 + _GROWTH * match)):
                 return tokens, match
             state = automaton.link[state]
             match = automaton.length[state]
         return [], 0
 
-    def _most_recent(self, state: int, limit: int) -> list[int]:
+    def _continuation(self, state: int, limit: int) -> list[int]:
         text, start = self._automaton.text, self._automaton.latest[state] + 1
         tokens = until_separator(text[start : start + limit])
         if start + len(tokens) == len(text):
@@ -127,39 +114,18 @@ class SuffixIndex:
             tokens = (tokens * (limit // len(tokens) + 1))[:limit]
         return tokens
 
-    def _most_frequent(self, state: int, limit: int) -> list[int]:
-        following, count, latest = self._automaton.next, self._automaton.count, self._automaton.latest
-        tokens: list[int] = []
-        while len(tokens) < limit and following[state]:
-            token, state = max(following[state].items(), key=lambda item: (count[item[1]], latest[item[1]]))
-            if token == SEPARATOR:
-                break
-            tokens.append(token)
-        return tokens
-
 
 class SuffixDrafter(TextDrafter):
-    """Copies what followed the longest repeated suffix (SAM-Decoding, arXiv 2411.10666).
+    """Copies what followed the longest repeated suffix, at most two tokens for each of a match and one more.
 
-    A match of m tokens allows 1 + `growth`·m guesses; shorter matches than `min_match` allow none. `frequent` follows
-    the most frequent continuation (SuffixDecoding, arXiv 2411.04975) in place of the most recent. With `encoder` (the
-    default) an encoder-decoder target's input is searched too.
+    It searches the input of an encoder-decoder target too (SAM-Decoding, arXiv 2411.10666).
     """
 
     source = "suffix"
-
-    def __init__(
-        self, *, growth: float = 2.0, min_match: int = 1, frequent: bool = False, encoder: bool = True
-    ) -> None:
-        if growth < 0:
-            raise OptionError.of("growth", "at least 0", growth)
-        if min_match < 1:
-            raise OptionError.of("min_match", "at least 1", min_match)
-        super().__init__(encoder=encoder)
-        self.growth, self.min_match, self.frequent = growth, min_match, frequent
+    reads_encoder = True
 
     def __repr__(self) -> str:
-        return f"SuffixDrafter(growth={self.growth}, min_match={self.min_match}, frequent={self.frequent})"
+        return "SuffixDrafter()"
 
     def index(self) -> SuffixIndex:
-        return SuffixIndex(self.growth, self.min_match, self.frequent)
+        return SuffixIndex()

@@ -8,13 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 from transformers import TemperatureLogitsWarper
-from transformers.generation import logits_process as stock
 
 from specdec.core.drafts import Commit, DraftSession, DraftTask
 from specdec.core.rounds import SequenceView
 from specdec.core.tree import EMPTY, Scores, Tree
 from specdec.decoding.processors import Processors, Timestamps, TopK, TopKTopP, TopP
-from specdec.decoding.processors.penalties import OutputPenalty
 from specdec.decoding.processors.suppress import MinLength, Suppress, SuppressAtBegin
 from specdec.decoding.samplers import CoupledRule, GreedyRule, SampledRule
 from specdec.models.cache.session import Session
@@ -63,7 +61,6 @@ def task(rule: object | None = None, **more: object) -> DraftTask:
 def choosing(width: int) -> dict[str, GreedyRule]:
     """Rules for a vocabulary of at least 50 that say in numbers how they choose."""
     warpers = Suppress([4]), TemperatureLogitsWarper(1.5), TopKTopP(20, 0.9)
-    penalties = stock.RepetitionPenaltyLogitsProcessor(1.5), OutputPenalty(2, 0.3, 0.2)
     other_order = TopP(0.9), TopK(5), TemperatureLogitsWarper(2.0), TopP(0.5, min_tokens_to_keep=3)
     stamps = Suppress([3, 40]), SuppressAtBegin([20], 2), Timestamps(35, 2, 30, most_initial=9)
     return {
@@ -74,11 +71,6 @@ def choosing(width: int) -> dict[str, GreedyRule]:
         "top-p": CoupledRule(Processors((TopP(0.8),)), width, seed=6),
         "warped": CoupledRule(Processors(warpers), width, seed=4),
         "begin and length": GreedyRule(Processors((SuppressAtBegin([*range(20)], 14), MinLength(15, [30]))), width),
-        "min-p": CoupledRule(Processors((stock.MinPLogitsWarper(0.3),)), width, seed=7),
-        "penalties": GreedyRule(Processors(penalties), width),
-        "penalised draws": CoupledRule(Processors(penalties), width, seed=2),
-        "no repeats": GreedyRule(Processors((stock.NoRepeatNGramLogitsProcessor(2),)), width),
-        "nothing twice": GreedyRule(Processors((stock.NoRepeatNGramLogitsProcessor(1),)), width),
         "other order": CoupledRule(Processors(other_order), width, seed=8),
         "timestamps": GreedyRule(Processors(stamps), width),
         "timestamps drawn": CoupledRule(Processors(stamps), width, seed=1),

@@ -101,10 +101,6 @@ FILTERS: dict[str, tuple[int, Callable[..., Any]]] = {
     "suppress": (2, suppressed),
     "temperature": (1, lambda own, tokens, count: TemperatureLogitsWarper(float(*own))),
     "top": (3, topped),
-    "min_p": (1, lambda own, tokens, count: stock.MinPLogitsWarper(math.exp(*own))),
-    "repetition_penalty": (1, lambda own, tokens, count: stock.RepetitionPenaltyLogitsProcessor(*own)),
-    "output_penalty": (2, lambda own, tokens, count: OutputPenalty(0, *own)),
-    "no_repeat_ngram": (1, lambda own, tokens, count: stock.NoRepeatNGramLogitsProcessor(*own)),
     "timestamps": (5, stamped),
 }
 
@@ -230,10 +226,9 @@ ASKED = {
     "own code": GreedyRule(Processors((lambda ids, logits: logits,)), 50),
     "own rule": Contrary(Processors(), 50),
     "typical": GreedyRule(Processors((stock.TypicalLogitsWarper(0.9),)), 50),
-    "beams": GreedyRule(Processors((stock.MinPLogitsWarper(0.1, min_tokens_to_keep=2),)), 50),
-    "another value": GreedyRule(Processors((stock.MinPLogitsWarper(0.1, filter_value=-1e4),)), 50),
-    "the first ones": GreedyRule(Processors((stock.RepetitionPenaltyLogitsProcessor(1.5, 3),)), 50),
-    "after the prompt": GreedyRule(Processors((OutputPenalty(3, 0.5, 0.5),)), 50),
+    "least probability": GreedyRule(Processors((stock.MinPLogitsWarper(0.1),)), 50),
+    "repetitions": GreedyRule(Processors((stock.RepetitionPenaltyLogitsProcessor(1.5),)), 50),
+    "one of two": GreedyRule(Processors((Suppress([4]), OutputPenalty(1, 0.5, 0.5))), 50),
     "after the begin": GreedyRule(Processors((Timestamps(40, 3, 30),)), 50),
     "no say": None,
 }
@@ -258,8 +253,6 @@ def test_what_numbers_say() -> None:
     begin = Processors((SuppressAtBegin([3], 5), MinLength(4, [2])))
     said = [Filter("suppress", (2, 3, 3)), Filter("suppress", (0, 1, 2))]
     assert GreedyRule(begin, 50).choice(row) == Choice(said)
-    ignored = stock.RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=2)
-    assert GreedyRule(Processors((ignored,)), 50).choice(row) == Choice([Filter("repetition_penalty", (1.5, 9))])
     for text, newest, last in (([7, 3], -1, ()), ([7, 3, 41, 5, 6], 41, (5, 6)), ([7, 3, 42], 42, (42,))):
         stamps = GreedyRule(Processors((Timestamps(40, 2, 30),)), 50).choice(FakeSequence(text))
         assert stamps == Choice([Filter("timestamps", (40, 30, -1, True, newest, *last))])

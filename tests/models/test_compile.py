@@ -522,7 +522,7 @@ class TestCode:
             ("top", (), "filter top has at least 3 numbers, got 0"),
             ("timestamps", (50, 3, -1, 1), "filter timestamps has at least 5 numbers, got 4"),
             ("top", (-1, 0.5, 1), "must be at least 0, got -1"),
-            ("no_repeat_ngram", (0, 5), "must be at least 1, got 0"),
+            ("top", (0, 0.5, 0), "must be at least 1, got 0"),
             ("suppress", (0, math.inf, -3), "tokens must be at least 0, got -3"),
         ],
     )

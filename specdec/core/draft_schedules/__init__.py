@@ -1,6 +1,6 @@
 """How much to draft next: schedules are values, and `after(round)` gives the next one.
 
-A new schedule is a class like those in `rules.py`, and a line in `SCHEDULES`; options, the command line and the
+A new schedule is a class like those in `fixed.py`, and a line in `SCHEDULES`; options, the command line and the
 benchmark take its name from there. Nothing here loads torch.
 """
 

@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 from transformers.generation import logits_process as stock
 
 from specdec.core.drafts import Filter
-from specdec.decoding.processors.penalties import OutputPenalty
 from specdec.decoding.processors.suppress import MinLength, MinNewTokens, Suppress, SuppressAtBegin
 from specdec.decoding.processors.warpers import TopK, TopKTopP, TopP
 from specdec.decoding.processors.whisper_timestamps import Timestamps
@@ -33,25 +31,6 @@ def _suppressed(item: Suppress, text: Text) -> list[Filter]:
     return [Filter("suppress", (first, end, *(token for token in item.tokens if token >= 0)))] if end > 0 else []
 
 
-def _min_p(item: Any, text: Text) -> list[Filter] | None:
-    if item.min_tokens_to_keep > 1 or item.filter_value != -math.inf:
-        return None
-    return [Filter("min_p", (math.log(item.min_p) if item.min_p else -math.inf,))]
-
-
-def _repetition(item: Any, text: Text) -> list[Filter] | None:
-    ignored = item.prompt_ignore_length
-    if ignored is not None and not (isinstance(ignored, int) and ignored <= len(text)):
-        return None  # some of what follows the text would not count either
-    return [Filter("repetition_penalty", (item.penalty, *set(text[ignored:])))]
-
-
-def _output(item: OutputPenalty, text: Text) -> list[Filter] | None:
-    if item.length > len(text):
-        return None
-    return [Filter("output_penalty", (item.presence, item.frequency, *text[item.length :]))]
-
-
 def _timestamps(item: Timestamps, text: Text) -> list[Filter] | None:
     if item.begin > len(text):
         return None
@@ -70,9 +49,5 @@ _KINDS: dict[type, Callable[[Any, Text], list[Filter] | None]] = {
     TopK: lambda item, text: [Filter("top", (item.k, 1.0, 1))],
     TopP: lambda item, text: [Filter("top", (0, item.p, item.min_tokens_to_keep))],
     TopKTopP: lambda item, text: [Filter("top", (item.top_k.k, item.top_p.p, item.top_p.min_tokens_to_keep))],
-    stock.MinPLogitsWarper: _min_p,
-    stock.RepetitionPenaltyLogitsProcessor: _repetition,
-    OutputPenalty: _output,
-    stock.NoRepeatNGramLogitsProcessor: lambda item, text: [Filter("no_repeat_ngram", (item.ngram_size, *text))],
     Timestamps: _timestamps,
 }

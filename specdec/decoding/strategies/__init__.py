@@ -10,8 +10,6 @@ from typing import Any
 
 from specdec.core.strategies import Search, Selector
 from specdec.decoding.noise import fold
-from specdec.decoding.samplers import GreedyRule
-from specdec.decoding.stopping import Stopping
 from specdec.decoding.strategies.base import RowSetup
 from specdec.decoding.strategies.beam import BeamSearch
 from specdec.decoding.strategies.beam_scoring import Beams
@@ -60,11 +58,9 @@ __all__ = [
     "Coupled",
     "DisjunctiveConstraint",
     "Greedy",
-    "GreedyRule",
     "PhrasalConstraint",
     "Rejection",
     "RowSetup",
-    "Stopping",
     "fold",
     "make_strategy",
     "wanted",

@@ -81,7 +81,6 @@ class StrategyBase:
     keep_logits: bool = False
     name: ClassVar[str]
     needs_hidden: ClassVar[bool] = False
-    takes_draft: ClassVar[bool] = True
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.processors!r})"

@@ -69,7 +69,6 @@ class Contrastive(StrategyBase):
     name: ClassVar[str] = "contrastive"
     is_search: ClassVar[Literal[True]] = True
     needs_hidden: ClassVar[bool] = True
-    takes_draft: ClassVar[bool] = False
     rule: ClassVar[None] = None
     branching: ClassVar[None] = None
 

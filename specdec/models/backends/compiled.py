@@ -60,8 +60,6 @@ class CompiledForward:
     devices than the CPU, and other systems than Linux and macOS.
     """
 
-    chains = True
-
     def __init__(self, ragged: RaggedForward) -> None:
         self._model, self._widths, self._states = ragged.model, ragged.widths, ragged.states
         self._ragged: RaggedForward | None = ragged  # until `start`
@@ -121,11 +119,11 @@ class CompiledForward:
         others = [side for pair in (*first.buffers, *first.frames) for side in pair]
         numbers = [_numbers(rule) for rule in rules]
         given = first.tensors, steps.positions, steps.tables, encoders, others, numbers, embeddings
-        tokens, probabilities, scores, said = self._passes.chain(*given)
+        tokens, probabilities, scores = self._passes.chain(*given)
         guesses = [list(zip(*own, strict=True)) for own in zip(tokens, probabilities, strict=True)]
         told = iter(scores)
         q = [next(told).softmax(-1) if rule.needs_q else None for rule in rules]
-        return Chained(guesses, q, None if embeddings is None else said[-1][0])
+        return Chained(guesses, q)
 
     @property
     def _name(self) -> str:

@@ -430,22 +430,20 @@ class KvSession(Session):
             layout = replace(layout, view=layout.causal())
         kept = LogitNodes.of(layout, [part.keep for part in here])
         self.store.prepare(layout, first)
-        output, kept = self._forward(here, layout, kept, first, extras)
+        output = self._forward(here, layout, kept, first, extras)
         self.passes += 1
         found = row_scores(output, trees, layout, kept, self.passes, sliced=self._can_keep, extras=bool(extras))
         return {part.number: scores for part, scores in zip(here, found, strict=True)}
 
-    def _forward(
-        self, parts: list[_Part], layout: Layout, kept: LogitNodes, first: int, extras: dict[str, Any]
-    ) -> tuple[Any, LogitNodes]:
-        """The model's output for a padded pass, and which logits it holds."""
+    def _forward(self, parts: list[_Part], layout: Layout, kept: LogitNodes, first: int, extras: dict[str, Any]) -> Any:
+        """The model's output for a padded pass."""
         embedded = any(part.embeds is not None for part in parts)
         inputs = self._inputs(parts, layout, embedded) | extras
         if self._cross is not None:
             inputs |= self._cross.inputs(first, first + len(parts), self.store)
         if self._can_keep:
             inputs["logits_to_keep"] = kept.argument(self._device)
-        return self._run(inputs, layout), kept
+        return self._run(inputs, layout)
 
     def _move(self, moves: list[tuple[int, int, int]]) -> None:
         if moves:

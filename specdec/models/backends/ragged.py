@@ -38,7 +38,6 @@ from specdec.models.hf.shallow_copy import twin
 
 if TYPE_CHECKING:
     from specdec.models.backends.compiled import CompiledForward
-    from specdec.models.graphs import GraphedForward
     from specdec.models.language_model import LanguageModel
 
 ATTENTION = "specdec"
@@ -234,7 +233,7 @@ class RaggedForward:
         self.widths: list[tuple[int, int, int]] = []
         self.states = 0
         self._together: list[list[str]] = []
-        self.compiled: CompiledForward | GraphedForward | None = None
+        self.compiled: CompiledForward | None = None
         try:
             agrees = self._agrees()
         except Exception as error:  # whatever an architecture raises, it means that it does not run so
@@ -267,18 +266,17 @@ class RaggedForward:
     def chains(self) -> bool:
         """Whether `chain` can be called: on compiled code, of models that read tokens or whose embeddings lie open."""
         faster, known = self.compiled, not self.model.reads_embeds or self._embeddings is not None
-        return faster is not None and faster.ready and faster.chains and known
+        return faster is not None and faster.ready and known
 
     def chain(
         self, line: Line, steps: Steps, rules: Sequence[ChainRule], buffers: Buffers, frames: Buffers = ()
     ) -> Chained:
         """Guesses after the pass over a line, which keeps a node of every row, and after each of some `steps`."""
-        compiled: Any = self.compiled  # which has chains
+        assert self.compiled is not None
         embeddings = self._embeddings
         told = self._told(0, ()) if embeddings is None else [line.kept] * self.states
         rules = [rule._replace(width=min(rule.width, self._language.vocab_size)) for rule in rules]
-        chained: Chained = compiled.chain(Given.of(line, buffers, frames, told), steps, rules, embeddings)
-        return chained
+        return self.compiled.chain(Given.of(line, buffers, frames, told), steps, rules, embeddings)
 
     @property
     def _embeddings(self) -> Tensor | None:

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.core.tree import Tree
-from specdec.models.cache.layout import Kind, SlotMap, ancestry, depths
+from specdec.core.tree import Tree, depths_of
+from specdec.models.cache.layout import Kind, SlotMap, ancestry
 
 _WORD = 32  # columns
 
@@ -192,6 +192,6 @@ def _placed(row: RowNodes) -> _Placed:
     kin = np.zeros((size, few), dtype=bool)
     kin[:, at] = ancestry(parents)[count:]
     depth = np.zeros(few, dtype=np.int64)
-    depth[at] = np.array(depths(parents)) + own.base
+    depth[at] = np.array(depths_of(parents)) + own.base
     columns = np.array(slots[count:])
     return _Placed(row.place, columns, depth[at[count:]], np.full(size, own.base), kin, depth)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.core.tree import Tree
+from specdec.core.tree import Tree, depths_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class SlotMap:
     @property
     def extent(self) -> int:
         """Tokens of the longest path, text included."""
-        return self.base + max(depths(self.parents), default=-1) + 1
+        return self.base + max(depths_of(self.parents), default=-1) + 1
 
     @property
     def pending(self) -> int:
@@ -165,17 +165,13 @@ class Layout:
         scattered = any(own.slots for own in maps)
         if level and not scattered and min(sizes) == nodes and all(tree.is_chain for tree in trees):
             return cls(maps, sizes, nodes, start, None, None, device)
-        slots = None if level else _consecutive(tops, nodes, device)
+        slots = None if level else torch.tensor(tops, device=device)[:, None] + torch.arange(nodes, device=device)
         return cls(maps, sizes, nodes, start, slots, _view(trees, maps, nodes, start + nodes, device), device)
 
     @property
     def end(self) -> int:
         """One past the last slot that the pass may write."""
         return self.start + self.nodes
-
-    def all_slots(self) -> Tensor:
-        """`[rows, nodes]`, also where every row starts at the same slot."""
-        return _consecutive([own.top for own in self.maps], self.nodes, self.device)
 
     def causal(self) -> AttentionView:
         """What a layout without `view` means, for a forward that derives nothing itself."""
@@ -194,11 +190,6 @@ class Layout:
         return [*range(own.base), *own.slots, *range(own.top, own.top + self.sizes[row])]
 
 
-def _consecutive(starts: list[int], count: int, device: torch.device) -> Tensor:
-    """`[starts, count]`: so many numbers from each start on."""
-    return torch.tensor(starts, device=device)[:, None] + torch.arange(count, device=device)
-
-
 def _view(trees: Sequence[Tree], maps: list[SlotMap], nodes: int, end: int, device: torch.device) -> AttentionView:
     """Every node sees the settled text, which is all that is long, and of `slots` `[rows, few]` those it is told of."""
     placed = [own.with_new(tree) for tree, own in zip(trees, maps, strict=True)]
@@ -209,7 +200,7 @@ def _view(trees: Sequence[Tree], maps: list[SlotMap], nodes: int, end: int, devi
     for row, (own, (used, parents)) in enumerate(zip(maps, placed, strict=True)):
         scattered, count = len(own.slots), len(used)
         size = count - scattered
-        slots[row, :count], deep[row, :count] = used, np.array(depths(parents), dtype=np.int64) + own.base
+        slots[row, :count], deep[row, :count] = used, np.array(depths_of(parents), dtype=np.int64) + own.base
         positions[row, :size] = deep[row, scattered:count]
         seen[row, :size, :count] = ancestry(parents)[scattered:]
         # Padding keeps position 0 and sees only itself: a softmax over nothing would be NaN.
@@ -223,14 +214,6 @@ def _view(trees: Sequence[Tree], maps: list[SlotMap], nodes: int, end: int, devi
     visible.scatter_(2, at[:, None].expand(-1, nodes, -1), kin)
     key_positions = columns.repeat(len(maps), 1).scatter_(1, at, depth)
     return AttentionView(torch.from_numpy(positions).to(device), key_positions[:, :end], visible[..., :end])
-
-
-def depths(parents: list[int]) -> list[int]:
-    """How many ancestors each node has."""
-    found: list[int] = []
-    for parent in parents:
-        found.append(0 if parent < 0 else found[parent] + 1)
-    return found
 
 
 def ancestry(parents: list[int]) -> np.ndarray:

@@ -132,8 +132,8 @@ class Session(ABC):
     ) -> Chained | None:
         """Continues texts, and guesses tokens after them as the rules say, in one call; None where that cannot be.
 
-        Rows hold all their guesses but the last, as `advance` leaves them. With `embeds` `[tokens, width]` of the
-        texts, for models that read no tokens, also the last hidden states are told.
+        Rows hold all their guesses but the last, as `advance` leaves them. `embeds` `[tokens, width]` of the
+        texts are for models that read no tokens.
         """
         return None
 

@@ -32,7 +32,7 @@ def attention_of(config: Any) -> str:
     return kind
 
 
-def set_attention(config: Any, kind: str) -> None:
+def set_attention(config: Any, kind: str | None) -> None:
     """Says which attention modules compute with that are made of a config, without the model that would ask for it."""
     config._attn_implementation = kind
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from specdec.models.hf.patching import settled
+from specdec.models.hf.private_api import set_attention
 
 
 def twin(model: Any, *, attention: str | None = None) -> Any:
@@ -33,7 +34,7 @@ def twin(model: Any, *, attention: str | None = None) -> Any:
     def config(own: Any) -> Any:
         if id(own) not in configs:
             configs[id(own)] = copied = copy.deepcopy(own)
-            copied._attn_implementation = attention
+            set_attention(copied, attention)
         return configs[id(own)]
 
     return of(model)

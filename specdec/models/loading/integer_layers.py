@@ -91,7 +91,7 @@ class WeightOnly(Quantizer):
         head = model.get_output_embeddings()
         if head is not None and is_plain(head) and self._fits(head.weight) and kernels.available():
             name = next(name for name, module in model.named_modules() if module is head)
-            changed(model, lambda: replaced(model, name, kernels.pack(head.weight, "int8", bias=head.bias)))
+            changed(model, lambda: replaced(model, name, kernels.pack(kernels.to_int8(head.weight), head.bias)))
 
     def _fits(self, weight: Tensor) -> bool:
         """Whether a layer with this weight can be packed."""
@@ -100,7 +100,7 @@ class WeightOnly(Quantizer):
     def layer(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
         """What takes the place of a layer with this `weight` `[out, in]`."""
         if self._fits(weight) and kernels.available():
-            return kernels.pack(weight, "int8", bias=bias)
+            return kernels.pack(kernels.to_int8(weight), bias)
         return Int8Linear(weight, bias)
 
 
@@ -114,6 +114,5 @@ class FourBits(WeightOnly):
                 "`quantization`='int4-weight' is for float32 and bfloat16 on the CPU, got "
                 f"{str(weight.dtype).removeprefix('torch.')} on {weight.device}: use 'nf4' elsewhere"
             )
-        if self.packs:
-            return kernels.pack(weight, "int4", bias=bias, symmetric=False)
-        return kernels.HeldLinear(kernels.to_int4(weight, symmetric=False), bias)
+        rounded = kernels.to_int4(weight)
+        return kernels.pack(rounded, bias) if self.packs else kernels.HeldLinear(rounded, bias)

@@ -15,7 +15,7 @@ from specdec.proposers.heads.checkpoint import Checkpoint, kind_of, readable
 from specdec.proposers.heads.dflash import load_assistant, load_dflash
 from specdec.proposers.heads.eagle3 import load_eagle
 from specdec.proposers.heads.mtp import load_mtp
-from specdec.proposers.heads.stage import Head, Stage, Stages
+from specdec.proposers.heads.stage import Head, Stages
 
 
 def _load_gemma4(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> Head:
@@ -64,4 +64,4 @@ def load_head(
         return LOADERS[kind](replace(checkpoint, choose=choose), target, how)
 
 
-__all__ = ["LOADERS", "Head", "Stage", "Stages", "kind_of", "load_head", "load_mtp"]
+__all__ = ["LOADERS", "Head", "Stages", "kind_of", "load_head", "load_mtp"]

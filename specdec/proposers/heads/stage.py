@@ -321,26 +321,17 @@ class Stages(Session):
         """A pass of the first stage that still runs."""
         return self.stages[self.first].forward(rows, trees, keep, **more)
 
-    def advance(
-        self, rows: Sequence[int], tokens: Sequence[int], embeds: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    def advance(self, *given: Any) -> tuple[Tensor, Tensor | None]:
         """Of the last stage, where all others have run."""
-        return self.stages[-1].advance(rows, tokens, embeds)
+        return self.stages[-1].advance(*given)
 
     def chain(self, rows: Sequence[int], *given: Any) -> Chained | None:
         """Of the only stage."""
         return self.stages[0].chain(rows, *given)
 
-    def commit(
-        self,
-        rows: Sequence[int],
-        paths: Sequence[list[int]],
-        *,
-        texts: Sequence[int] | None = None,
-        final: bool = True,
-    ) -> None:
+    def commit(self, *given: Any, **how: Any) -> None:
         for stage in self.stages[self.first :]:
-            stage.commit(rows, paths, texts=texts, final=final)
+            stage.commit(*given, **how)
 
     def refresh(self, rows: Sequence[int]) -> None:
         """Nothing is read again."""
