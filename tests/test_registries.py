@@ -32,7 +32,7 @@ from specdec.pipelines.summaries import summarize
 from specdec.proposers import COPYING, DRAFTS
 from specdec.proposers.copying import TextDrafter
 from tests.folders import WIDTH, byte_tokenizer
-from tests.test_mtp import with_layers
+from tests.proposers.heads.test_mtp import with_layers
 from tests.tiny import tiny
 
 ROOT = Path(__file__).parent.parent
@@ -165,7 +165,7 @@ def test_the_cost_rule_goes_on_from_what_it_learned() -> None:
 
 def test_finished_rows_leave_the_heuristic() -> None:
     """A generator that runs for days keeps no lengths of texts that ended."""
-    from tests.test_schedule import outcome
+    from tests.core.test_schedule import outcome
 
     schedule = SCHEDULES["heuristic"]()
     round_ = outcome(5, 5, key=3)

@@ -15,7 +15,7 @@ from specdec.bench.remote import Load, Workload, measure, models_of
 from specdec.bench.remote_report import remote_lines, remote_results, write_remote_report
 from specdec.cli.commands import run as specdec
 from specdec.errors import SpecdecError
-from tests.serve.served import app, model_of
+from tests.server.served import app, model_of
 
 pytest.importorskip("matplotlib")
 

@@ -33,8 +33,8 @@ from specdec.models import LanguageModel, Session
 from specdec.models.backends import compiled as compiled_module
 from specdec.models.backends.compiled import CompiledForward, _key, _without_weights
 from specdec.models.backends.ragged import RaggedForward
-from tests.draft.fakes import FakeSequence, choosing
 from tests.models.exact import Twin
+from tests.proposers.fakes import FakeSequence, choosing
 from tests.tiny import ENCODER_DECODERS, tiny, tiny_inputs
 
 pytestmark = pytest.mark.usefixtures("built")

@@ -1,0 +1,296 @@
+"""Beam search is transformers', token by token and score by score, and no draft changes it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import TextIteratorStreamer
+
+from specdec import LanguageModel, OptionError, SpecGenerator
+from specdec.decoding.strategies import beam
+from specdec.errors import SpecdecError
+from tests.oracle import oracle
+from tests.test_exact import prompt_for
+from tests.tiny import tiny
+
+VOCAB = 64
+MODELS = ["llama", "gpt2", "gemma2", "bloom", "mistral", "opt", "t5", "bart", "whisper"]
+PROCESSORS: list[dict[str, Any]] = [
+    {},
+    {"no_repeat_ngram_size": 2},
+    {"repetition_penalty": 1.5},
+    {"min_new_tokens": 4},
+    {"bad_words_ids": [[8], [10, 12]]},
+]
+
+
+def cases(seed: int, count: int) -> list[dict[str, Any]]:
+    """Random settings of a search."""
+    source = random.Random(seed)
+    return [
+        {
+            "num_beams": (beams := source.choice([2, 3, 4, 6])),
+            "num_return_sequences": source.choice([1, beams]),
+            "max_new_tokens": source.choice([4, 12, 16]),
+            "eos_token_id": source.choice([None, 5, [7, 9, 11], [3, 40]]),
+            "length_penalty": source.choice([1.0, 0.0, 2.0, -1.0]),
+            "early_stopping": source.choice([True, False, "never"]),
+            **source.choice(PROCESSORS),
+        }
+        for _ in range(count)
+    ]
+
+
+def theirs(model: Any, inputs: dict[str, Tensor], case: dict[str, Any], **more: Any) -> Any:
+    """transformers' own beam search."""
+    from transformers import GenerationMixin
+
+    options = {**case, "pad_token_id": 0, "do_sample": False, "return_dict_in_generate": True, "output_scores": True}
+    with torch.no_grad():
+        return GenerationMixin.generate(model, **inputs, **options, **more)
+
+
+def ours(model: Any, draft: Any, inputs: dict[str, Tensor], case: dict[str, Any], **more: Any) -> Any:
+    """Our search with a draft, or without."""
+    options = {**case, "eos_token_id": [] if case["eos_token_id"] is None else case["eos_token_id"], "pad_token_id": 0}
+    return SpecGenerator(model, draft).generate(**inputs, **options, output_scores=True, **more)
+
+
+def texts(out: Any) -> list[list[int]]:
+    """Every text up to its own end: transformers pads with the first EOS where the padding id is 0."""
+    lengths = (out.beam_indices >= 0).sum(1).tolist()
+    start = out.sequences.shape[1] - max(lengths)
+    return [row[: start + n].tolist() for row, n in zip(out.sequences, lengths, strict=True)]
+
+
+def assert_same(mine: Any, other: Any, what: Any) -> None:
+    assert texts(mine) == texts(other), what
+    assert mine.beam_indices.tolist() == other.beam_indices.tolist(), what
+    assert torch.allclose(mine.sequences_scores, other.sequences_scores, atol=1e-4), what
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_transformers(name: str) -> None:
+    """Sequences, scores, beam indices, and the processed scores of every step."""
+    for seed, case in enumerate(cases(MODELS.index(name), 5)):
+        model = tiny(name, vocab=VOCAB, seed=seed % 3)
+        inputs = prompt_for(name, rows=1 + seed % 2)
+        expected, out = theirs(model, inputs, case), ours(model, None, inputs, case)
+        assert_same(out, expected, case)
+        if len(inputs[next(iter(inputs))]) == 1:
+            for step, (mine, other) in enumerate(zip(out.scores, expected.scores, strict=True)):
+                live = expected.beam_indices.shape[1] > step
+                assert not live or torch.allclose(mine[0], other[0], atol=1e-4), (case, step)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama", "gemma2", "bloom", "t5", "mamba"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "mistral", "opt", "bart", "qwen3_next")),
+        pytest.param("whisper", marks=pytest.mark.slow),
+    ],
+)
+def test_no_draft_changes_a_search(name: str) -> None:
+    """Drafts that agree, disagree, copy or guess at random: same texts, scores and beams, in fewer passes.
+
+    The draft that agrees takes part in every case, the others take turns.
+    """
+    for seed, case in enumerate(cases(7 + len(name), 3)):
+        case["do_sample"] = seed == 1
+        if name in ("mamba", "qwen3_next"):  # every branch is a row of its own there
+            case["max_new_tokens"] = min(case["max_new_tokens"], 6)
+        model = tiny(name, vocab=VOCAB, seed=seed)
+        inputs = prompt_for(name, rows=1 + seed % 2)
+        plain = ours(model, None, inputs, case, seed=3)
+        others = [tiny(name, vocab=VOCAB, seed=seed + 1), "suffix", "ngram", "early_exit:1"]
+        others += [oracle("random", [], VOCAB), tiny(name, vocab=VOCAB, seed=seed + 2)]
+        for draft in (model, *others[(seed + len(name)) % 3 :: 3]):
+            out = ours(model, draft, inputs, case, seed=3, schedule=("heuristic", "constant", "cost")[seed])
+            assert_same(out, plain, (draft, case))
+            if draft is model and case["max_new_tokens"] > 4 and LanguageModel(model).capability.store == "kv":
+                assert out.stats.num_target_passes < plain.stats.num_target_passes
+
+
+def test_a_pair_of_drafts_helps_a_search_as_its_model_does() -> None:
+    """The model of a hybrid guesses after every beam. (It guessed after the best one alone, and nearly in vain.)"""
+    model, prompts = tiny("llama", vocab=VOCAB), [[5, 6, 7], [9, 8, 7, 6, 9, 8]]
+    options = {"num_beams": 4, "max_new_tokens": 16, "eos_token_id": [], "pad_token_id": 0, "output_scores": True}
+    plain = SpecGenerator(model).generate(prompts, **options)
+    alone, paired = (SpecGenerator(model, draft).generate(prompts, **options) for draft in (model, ("suffix", model)))
+    assert_same(paired, plain, None)
+    assert alone.stats.num_target_passes < 0.6 * plain.stats.num_target_passes
+    assert paired.stats.num_target_passes <= alone.stats.num_target_passes + 1  # the first round may copy
+
+
+def test_batch_equals_each_row_alone() -> None:
+    """Ragged prompts in one batch, with a draft that runs all their branches in one tree each."""
+    model, draft = tiny("llama", vocab=VOCAB), tiny("llama", vocab=VOCAB, seed=1)
+    prompts = [[5, 9, 12], [6, 6, 9, 20, 21, 9, 30, 14, 6, 6], [17]]
+    options = {"num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 12, "eos_token_id": 7, "pad_token_id": 0}
+    together = SpecGenerator(model, draft).generate(prompts, **options, output_scores=True)
+    for row, prompt in enumerate(prompts):
+        alone = SpecGenerator(model).generate([prompt], **options, output_scores=True)
+        for i in range(2):
+            count = alone.stats.lengths[i]
+            start = together.sequences.shape[1] - max(together.stats.lengths)
+            mine = together.sequences[2 * row + i, start : start + count].tolist()
+            assert mine == alone.sequences[i, len(prompt) : len(prompt) + count].tolist()
+        assert torch.allclose(together.sequences_scores[2 * row : 2 * row + 2], alone.sequences_scores, atol=1e-4)
+
+
+def test_the_prompt_is_read_once() -> None:
+    """A prompt goes through the target as one row, however many beams there are."""
+    model = tiny("llama", vocab=VOCAB)
+    widths: list[tuple[int, ...]] = []
+    model.get_input_embeddings().register_forward_hook(lambda _, args, __: widths.append(tuple(args[0].shape)))
+    SpecGenerator(model).generate([list(range(5, 35))], num_beams=4, max_new_tokens=6, eos_token_id=[], pad_token_id=0)
+    assert widths == [(1, 30)] + [(1, 4)] * 5
+
+
+@pytest.mark.parametrize("name", ["llama", "bart"])
+def test_hidden_states_and_attentions(name: str) -> None:
+    """Per step and layer, the states of all beams, as transformers gives them."""
+    model = tiny(name, vocab=VOCAB, attn_implementation="eager")
+    inputs = prompt_for(name)
+    case = {"num_beams": 3, "max_new_tokens": 5, "eos_token_id": None}
+    more = {"output_hidden_states": True, "output_attentions": True}
+    expected = theirs(model, inputs, case, **more)
+    for draft in (None, tiny(name, vocab=VOCAB, seed=1)):
+        out = ours(model, draft, inputs, case, **more)
+        prefix = "" if name == "llama" else "decoder_"
+        kinds = ["hidden_states", "attentions"] + (["cross_attentions"] if prefix else [])
+        for kind in kinds:
+            field = kind if kind == "cross_attentions" else prefix + kind
+            for mine, other in zip(out[field], expected[field], strict=True):
+                for layer, theirs_ in zip(mine, other, strict=True):
+                    assert layer.shape == theirs_.shape, field
+                    assert torch.allclose(layer, theirs_, atol=1e-4), field
+
+
+def test_transition_scores() -> None:
+    """transformers' `compute_transition_scores` takes the result, and its sum is the hypothesis's score."""
+    model = tiny("llama", vocab=VOCAB)
+    inputs = prompt_for("llama")
+    case = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": 9, "eos_token_id": 5, "length_penalty": 1.0}
+    out = ours(model, "suffix", inputs, case)
+    scores = model.compute_transition_scores(out.sequences, out.scores, out.beam_indices)
+    lengths = torch.tensor(out.stats.lengths)
+    assert torch.allclose(scores.sum(1) / lengths, out.sequences_scores, atol=1e-4)
+
+
+def test_trace_tells_every_step() -> None:
+    """Live beams after each step, as the next step continues them, and the hypotheses so far."""
+    model = tiny("llama", vocab=VOCAB)
+    case = {"num_beams": 3, "max_new_tokens": 6, "eos_token_id": [5, 7], "num_return_sequences": 3}
+    out = ours(model, "suffix", prompt_for("llama"), case, output_trace=True)
+    (states,) = out.trace
+    assert [state.length for state in states] == list(range(1, len(states) + 1))
+    for before, after in itertools.pairwise(states):
+        for one in after.live:
+            assert one.tokens[:-1] == before.live[one.origins[-1]].tokens
+    assert [list(found.tokens) for found in states[-1].finished] == out.new_tokens()
+
+
+def test_padding_may_be_zero() -> None:
+    """A text that ends early is padded with the padding id, also where that is 0. (transformers pads with EOS.)"""
+    model = tiny("llama", vocab=VOCAB)
+    for seed in range(40):
+        prompt = [[5 + seed, 9, 12]]
+        out = SpecGenerator(model).generate(
+            prompt, num_beams=3, num_return_sequences=3, max_new_tokens=12, eos_token_id=7, pad_token_id=0
+        )
+        short = [(row, n) for row, n in zip(out.sequences, out.stats.lengths, strict=True) if n < 12]
+        if short and max(out.stats.lengths) > min(out.stats.lengths):
+            row, n = min(short, key=lambda pair: pair[1])
+            assert set(row[3 + n :].tolist()) == {0}
+            return
+    pytest.fail("no text ended early")
+
+
+def test_exhaustive_goes_on_to_the_end() -> None:
+    """`early_stopping="exhaustive"` keeps searching, and never ends with a worse best text than the others do."""
+    model = tiny("gpt2", vocab=VOCAB)
+    inputs = prompt_for("gpt2")
+    case = {"num_beams": 3, "max_new_tokens": 16, "eos_token_id": list(range(3, 20)), "length_penalty": 1.0}
+    usual = ours(model, None, inputs, case | {"early_stopping": True})
+    out = ours(model, None, inputs, case | {"early_stopping": "exhaustive"})
+    assert out.stats.num_new_tokens == 16 > usual.stats.num_new_tokens
+    assert out.sequences_scores[0] >= usual.sequences_scores[0]
+
+
+def test_beam_sample_draws_without_replacement() -> None:
+    """The first draw follows softmax, the second softmax without the first, and no candidate comes twice."""
+    scores = torch.tensor([[0.5, -1.0, 2.0], [0.0, 1.0, -0.5]]).log_softmax(-1)
+    law = scores.add(torch.tensor([0.3, -0.3])[:, None]).flatten().softmax(0)
+    first, second = torch.zeros(6), torch.zeros(6)
+    runs = 4000
+    for address in range(runs):
+        found = beam.drawn(scores, [0.3, -0.3], 4, address * 7919)
+        places = [3 * b + t for b, t in zip(found.parents, found.tokens, strict=True)]
+        assert len(set(places)) == 4
+        first[places[0]] += 1
+        second[places[1]] += 1
+    then = sum(law[i] * law / (1 - law[i]) * (torch.arange(6) != i) for i in range(6))
+    assert (first / runs - law).abs().max() < 0.03
+    assert (second / runs - then).abs().max() < 0.03
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"num_beams": 2, "num_return_sequences": 3}, "num_return_sequences"),
+        ({"num_beams": 0}, "num_beams"),
+        ({"num_beams": 2, "early_stopping": "soon"}, "early_stopping"),
+        ({"num_beams": 2, "do_sample": True, "sampling": "rejection"}, "sampling"),
+    ],
+)
+def test_bad_input(options: dict[str, Any], named: str) -> None:
+    """Each error names the argument."""
+    with pytest.raises(OptionError, match=named):
+        SpecGenerator(tiny("llama", vocab=VOCAB)).generate([[5, 6]], max_new_tokens=3, **options)
+
+
+def test_beams_stream_at_the_end() -> None:
+    """Text of a search is final only at the end: a stream brings it then; a transformers streamer is refused."""
+    generator = SpecGenerator(tiny("llama", vocab=VOCAB))
+    options = {"max_new_tokens": 5, "num_beams": 3, "num_return_sequences": 2, "eos_token_id": [], "pad_token_id": 0}
+    events = list(generator.stream([[5, 6]], **options))
+    out = generator.generate([[5, 6]], **options)
+    assert [event.token_ids for event in events] == out.new_tokens()
+    with pytest.raises(OptionError, match="streamer"):
+        generator.generate([[5, 6]], **{**options, "streamer": TextIteratorStreamer(None)})
+
+
+def test_the_documented_example() -> None:
+    """The worked example of docs/guides/beams.md gives what its tables say."""
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "beams.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {"SpecGenerator": SpecGenerator}
+    for block in re.findall(r"```python\n(.*?)```", page, re.S):
+        exec(block, names)
+    out, decode = names["out"], names["gen"].tokenizer.decode
+    told = re.findall(r'^\| (\d) \| (\d) \| `"(.*)"` \| (\d) \| (-[\d.]+) \|$', page, re.M)
+    assert len(told) == 6
+    for step, number, text, origin, score in told:
+        beam = out.trace[0][int(step) - 1].live[int(number)]
+        assert decode(list(beam.tokens)) == text.replace("\\n", "\n")
+        assert (beam.origins[-1], f"{beam.score:.3f}") == (int(origin), score)
+    for row, (text, indices) in enumerate(re.findall(r'^\| \d \| `"(.*)"` \|.*\| `(\[.*\])` \|$', page, re.M)):
+        assert out.texts[row] == text.replace("\\n", "\n")
+        assert str(out.beam_indices[row].tolist()) == indices
+
+
+def test_nothing_left_to_draw_is_an_error() -> None:
+    """Processors that forbid every token are found out."""
+    forbid = [lambda ids, scores: torch.full_like(scores, -torch.inf)]
+    with pytest.raises(SpecdecError, match="no token is left"):
+        SpecGenerator(tiny("llama", vocab=VOCAB)).generate(
+            [[5, 6]], num_beams=2, do_sample=True, max_new_tokens=3, logits_processor=forbid
+        )

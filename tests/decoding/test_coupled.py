@@ -1,0 +1,131 @@
+"""Greedy and coupled decoding: the same text with any draft; draft rules that agree with them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+import torch
+from scipy.stats import chi2
+from transformers import NoRepeatNGramLogitsProcessor, TemperatureLogitsWarper
+from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
+
+from specdec.core.tree import Scores, Tree
+from specdec.decoding.noise import fold
+from specdec.decoding.processors import Processors, TopK, TopP
+from specdec.decoding.strategies import Coupled, Greedy, Match
+from tests.decoding.toys import NOTHING, ToyRow, decode, table, target_law, wrong
+
+V, LENGTH = 12, 24
+TARGET = table(11, V)
+DRAFTS = {"perfect": TARGET, "other": table(12, V), "wrong": wrong(TARGET)}
+PROCESSORS = Processors((NoRepeatNGramLogitsProcessor(2), TemperatureLogitsWarper(0.8), TopK(5), TopP(0.9)))
+STRATEGIES = {
+    "greedy": lambda processors: Greedy(processors, width=V),
+    "coupled": lambda processors: Coupled(processors, 5, width=V),
+    "match": lambda processors: Match(processors, 5, width=V),
+}
+
+
+def own(ids, logits):
+    """A user's processor, which drafts must never see."""
+    assert ids.shape[0] == 1
+    return logits + (ids[:, -1:] % 3 == 0) * torch.arange(V) * 0.1
+
+
+@pytest.mark.parametrize("processors", [NOTHING, PROCESSORS, Processors((own, *PROCESSORS.items))])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_any_draft_leaves_the_text_alone(name, processors) -> None:
+    """Perfect, other and always wrong drafts, one-hot guesses, any k: what plain decoding says."""
+    make = STRATEGIES[name]
+    plain, _ = decode(make(processors), TARGET, None, length=LENGTH, k=0)
+    for k in (1, 4):
+        for draft in DRAFTS.values():
+            assert decode(make(processors), TARGET, draft, length=LENGTH, k=k)[0] == plain
+        guesses = lambda row, room, k=k: Tree.chain(([3] * k)[:room])  # noqa: E731
+        assert decode(make(processors), TARGET, None, length=LENGTH, k=k, guesses=guesses)[0] == plain
+
+
+@pytest.mark.parametrize("name", ["greedy", "coupled"])
+def test_perfect_draft_is_always_accepted(name) -> None:
+    """With the same processors and the same noise the draft says what the target will say."""
+    _, rounds = decode(STRATEGIES[name](PROCESSORS), TARGET, TARGET, length=24, k=3)
+    assert rounds == 24 // 4
+
+
+def test_match_and_coupled_say_the_same() -> None:
+    """They differ in the draft's guess only."""
+    texts = {
+        decode(STRATEGIES[name](PROCESSORS), TARGET, TARGET, length=LENGTH, k=3)[0] for name in ("match", "coupled")
+    }
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize("draft", [None, table(2, 3)])
+def test_coupled_law_is_the_targets(draft) -> None:
+    """4,000 neighbouring seeds, first two tokens; chi-square with a false alarm in a million runs."""
+    target, draws, counts = table(1, 3), 4000, defaultdict(int)
+    for seed in range(draws):
+        counts[decode(Coupled(NOTHING, seed), target, draft, length=2, k=1)[0]] += 1
+    law = target_law(target, 2)
+    statistic = sum((counts[text] - draws * p) ** 2 / (draws * p) for text, p in law.items())
+    assert statistic < chi2.ppf(1 - 1e-6, len(law) - 1)
+
+
+def test_coupling_agrees_at_least_as_often_as_its_bound() -> None:
+    """P(match) >= (1 - TV) / (1 + TV), less five standard errors over 2,000 seeds."""
+    p, q = torch.tensor([0.5, 0.3, 0.15, 0.05]), torch.tensor([0.4, 0.25, 0.15, 0.2])
+    distance = float((p - q).abs().sum()) / 2
+    scores = Scores(Tree.chain([0]), 0, p.log()[None])
+    row, agreed = ToyRow(), 0
+    for seed in range(2000):
+        selector = Coupled(NOTHING, fold(3, seed))
+        agreed += selector.advance(row, [], scores, 0).token == selector.rule.pick(row, [], q.log())[0]
+    bound = (1 - distance) / (1 + distance)
+    assert agreed / 2000 >= bound - 5 * (bound * (1 - bound) / 2000) ** 0.5
+
+
+def test_greedy_takes_the_first_of_equals_and_tells_confidence() -> None:
+    """Ties as torch.argmax breaks them; the draft's probability is its softmax."""
+    logits = torch.tensor([0.0, 2.0, 2.0, 1.0])
+    assert Greedy(NOTHING).advance(ToyRow(), [], Scores(Tree.chain([0]), 0, logits[None]), 0).token == 1
+    token, sure, q = Greedy(NOTHING).rule.pick(ToyRow(), [], logits.bfloat16())
+    assert (token, q) == (1, None)
+    assert sure == pytest.approx(float(logits.softmax(-1)[1]), rel=1e-6)
+
+
+def test_first_says_where_the_logits_begin() -> None:
+    """A prompt's inner positions are not kept: logits count from `first`."""
+    logits = torch.eye(4)[[2, 3]]
+    scores = Scores(Tree.chain([9, 9, 9, 2]), 2, logits)
+    assert [Greedy(NOTHING).advance(ToyRow(), [], scores, node).token for node in (2, 3)] == [2, 3]
+
+
+@pytest.mark.parametrize("width", [3, 6])
+def test_guesses_stay_within_the_targets_vocabulary(width) -> None:
+    """A wider draft's best token may not exist for the target."""
+    logits = torch.tensor([0.0, 1.0, 2.0, 9.0])
+    for rule in (Greedy(NOTHING, width=width).rule, Coupled(NOTHING, 1, width=width).rule):
+        assert rule.pick(ToyRow(), [], logits)[0] < min(width, 4)
+
+
+def test_guidance_equals_transformers() -> None:
+    """Both log-softmaxed, combined, and before all processors."""
+    logits, unconditional = torch.randn(2, V), torch.randn(2, V)
+    theirs = UnbatchedClassifierFreeGuidanceLogitsProcessor(1.7, model=None)
+    theirs.get_unconditional_logits = lambda ids: unconditional[:1, None]
+    expected = theirs(torch.tensor([[0]]), logits[:1])[0] / 0.5
+    selector = Greedy(Processors((TemperatureLogitsWarper(0.5),)), guidance_scale=1.7, keep_scores=True)
+    step = selector.advance(ToyRow(), [], Scores(Tree.chain([0, 1]), 0, logits, unconditional), 0)
+    torch.testing.assert_close(step.scores, expected)
+    assert step.token == int(expected.argmax())
+    assert step.logits is None
+
+
+def test_kept_scores_are_copies() -> None:
+    """The pass's buffers may be written to again."""
+    scores = Scores(Tree.chain([0]), 0, torch.randn(1, V))
+    step = Greedy(NOTHING, keep_scores=True, keep_logits=True).advance(ToyRow(), [], scores, 0)
+    for kept in (step.scores, step.logits):
+        assert torch.equal(kept, scores.logits[0])
+        assert kept.data_ptr() != scores.logits.data_ptr()

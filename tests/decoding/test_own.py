@@ -1,0 +1,115 @@
+"""Own processors in place of transformers' say the same, bit for bit, after every text."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers.generation import logits_process as stock
+
+from specdec.decoding.processors import Processors, Timestamps
+from specdec.decoding.processors.suppress import MinLength, MinNewTokens, Suppress, SuppressAtBegin
+from specdec.decoding.strategies import Greedy
+from tests.decoding.toys import ToyRow, propose, sprout, table, verify, walk
+
+VOCAB, FIRST, END = 26, 14, 10  # between the end and the timestamps: a few tokens of other use
+TEXTS = st.integers(1, 3).flatmap(
+    lambda rows: st.integers(1, 9).flatmap(
+        lambda length: st.lists(
+            # half of all tokens are timestamps
+            st.lists(
+                st.one_of(st.integers(0, FIRST - 1), st.integers(FIRST, VOCAB - 1)), min_size=length, max_size=length
+            ),
+            min_size=rows,
+            max_size=rows,
+        )
+    )
+)
+
+
+def settings(**more: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{"no_timestamps_token_id": FIRST - 1, "eos_token_id": END, "bos_token_id": 1, **more})
+
+
+def logits_of(rows: int, seed: int, dtype: torch.dtype, scale: float = 3.0) -> Tensor:
+    """Of bfloat16 there are many equal ones."""
+    return (torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+
+
+@given(
+    texts=TEXTS,
+    seed=st.integers(0, 999),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    begin=st.integers(0, 4),
+    most=st.sampled_from([None, 0, 3, 50]),
+    by_probability=st.booleans(),
+    scale=st.sampled_from([0.0, 0.3, 3.0]),
+)
+def test_timestamps(texts, seed, dtype, begin, most, by_probability, scale) -> None:
+    """Whatever the order of timestamps and their probability, ties among them included."""
+    ids, logits = torch.tensor(texts), logits_of(len(texts), seed, dtype, scale)
+    theirs = stock.WhisperTimeStampLogitsProcessor(
+        settings(max_initial_timestamp_index=most), begin, _detect_timestamp_from_logprob=by_probability
+    )
+    own = Timestamps(FIRST, begin, END, most_initial=most, by_probability=by_probability)
+    before = logits.clone()
+    for length in range(1, ids.shape[1] + 1):
+        found = theirs(ids[:, :length], logits)
+        assert torch.equal(own(ids[:, :length], logits), found)
+        assert torch.equal(own(None, logits, texts=ids[:, :length].tolist()), found)
+    assert torch.equal(logits, before)
+
+
+@given(
+    length=st.integers(1, 8),
+    tokens=st.lists(st.integers(-1, VOCAB + 2), max_size=30),
+    seed=st.integers(0, 99),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    least=st.integers(0, 6),
+)
+def test_suppressed_tokens(length, tokens, seed, dtype, least) -> None:
+    """Never, at the begin, or before a least length; ids that the vocabulary lacks do nothing."""
+    ids, logits = torch.ones(2, length, dtype=torch.long), logits_of(2, seed, dtype)
+    ends = torch.tensor(tokens, dtype=torch.long)
+    pairs = [
+        (Suppress(tokens), stock.SuppressTokensLogitsProcessor(tokens)),
+        (SuppressAtBegin(tokens, least), stock.SuppressTokensAtBeginLogitsProcessor(tokens, least)),
+        (MinLength(least, ends), stock.MinLengthLogitsProcessor(least, ends)),
+        (MinNewTokens(2, least, ends), stock.MinNewTokensLengthLogitsProcessor(2, least, ends)),
+    ]
+    before = logits.clone()
+    for own, theirs in pairs:
+        assert torch.equal(own(ids, logits), theirs(ids, logits))
+        assert type(own).stands_for is type(theirs)
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("branches", [1, 3])
+def test_a_draft_meets_the_rules_of_plain_decoding(branches: int) -> None:
+    """Chains and trees of guesses, half of which are timestamps: the text is that of transformers' processors."""
+    target, draft = table(3, VOCAB), table(4, VOCAB)
+    theirs = Processors(
+        (
+            stock.SuppressTokensLogitsProcessor([3, 5]),
+            stock.SuppressTokensAtBeginLogitsProcessor([END, 2], 2),
+            stock.WhisperTimeStampLogitsProcessor(settings(max_initial_timestamp_index=4), 2),
+        )
+    )
+    own = Processors((Suppress([3, 5]), SuppressAtBegin([END, 2], 2), Timestamps(FIRST, 2, END, most_initial=4)))
+    assert own.pure
+    for tokens in ([1, 2], [1, 2, FIRST], [1, 2, FIRST, 4, FIRST + 2], [1, 2, FIRST, 4, FIRST + 2, FIRST + 2]):
+        row = ToyRow(tokens, 2)
+        found = []
+        for processors in (theirs, own):
+            strategy = Greedy(processors, width=VOCAB)
+            if branches == 1:
+                proposal = propose(strategy.rule, row, draft, 5)
+            else:
+                proposal = sprout(strategy.rule, row, draft, 3, branches)
+            found.append((walk(strategy, row, verify(row, proposal, target)), proposal.tokens, proposal.parents))
+        assert found[0] == found[1]

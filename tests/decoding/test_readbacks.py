@@ -1,0 +1,218 @@
+"""On an accelerator: how often a strategy looks at a value and so waits for it, and that it says the same there."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from transformers import RepetitionPenaltyLogitsProcessor, SuppressTokensLogitsProcessor, TemperatureLogitsWarper
+
+from specdec.core.drafts import Branch
+from specdec.core.strategies import NodeOutput, Trace
+from specdec.core.tree import Scores, Tree
+from specdec.decoding import device_reads
+from specdec.decoding.processors import Processors, TopK, TopKTopP, TopP
+from specdec.decoding.stopping import Stopping
+from specdec.decoding.strategies import Beams, BeamSearch, Block, Coupled, Greedy, Match, Rejection
+from specdec.decoding.tree_samplers import likeliest_children
+from tests.decoding.toys import NOTHING, Table, ToyPlan, ToyRow, decode, propose, sprout, table, verify, walk
+
+V = 40
+TARGET, DRAFT = table(21, V), table(22, V)
+WARPED = Processors((SuppressTokensLogitsProcessor([3]), TemperatureLogitsWarper(0.8), TopK(9), TopP(0.9)))
+READING = Processors((RepetitionPenaltyLogitsProcessor(1.3), TopKTopP(9, 0.9)))
+LOOKS = {"item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__", "__contains__"}
+STRATEGIES: dict[str, Any] = {
+    "greedy": lambda processors, **more: Greedy(processors, width=V, **more),
+    "coupled": lambda processors, **more: Coupled(processors, 5, width=V, **more),
+    "match": lambda processors, **more: Match(processors, 5, width=V, **more),
+    "rejection": lambda processors, **more: Rejection(processors, 5, width=V, **more),
+    "block": lambda processors, **more: Block(processors, 5, width=V, **more),
+}
+
+
+class Far(torch.Tensor):
+    """Stands for a tensor of an accelerator: whatever is made of it is one too, unless it is copied from there."""
+
+    looks: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in LOOKS or (name == "where" and len(args) == 1):
+            cls.looks.append(name)
+        made = super().__torch_function__(func, types, args, kwargs or {})
+        return made.as_subclass(torch.Tensor) if name == "cpu" else made
+
+
+def far(table: Table) -> Table:
+    return lambda prefix: table(prefix).as_subclass(Far)
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every look at a value of a far tensor, by the name of what looked."""
+    monkeypatch.setattr(device_reads, "is_local", lambda values: not isinstance(values, Far))
+    Far.looks.clear()
+    return Far.looks
+
+
+@pytest.mark.parametrize("processors", [NOTHING, WARPED, READING], ids=["none", "warpers", "ids"])
+@pytest.mark.parametrize("branches", [1, 3])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_one_look_in_a_round(name: str, branches: int, processors: Any, looks: list[str]) -> None:
+    """Chains and trees, with processors that read ids or do not; log-probabilities come with it."""
+    row, strategy = ToyRow([0, 4, 7], 1), STRATEGIES[name](processors, ranked=True)
+    if branches == 1:
+        proposal = propose(strategy.rule, row, far(TARGET), 5)
+    else:
+        proposal = sprout(strategy.rule, row, far(TARGET), 3, branches)
+    scores = verify(row, proposal, far(TARGET))
+    looks.clear()
+    walk(strategy, row, scores)
+    assert len(looks) == 1
+
+
+@pytest.mark.parametrize("processors", [NOTHING, WARPED, READING], ids=["none", "warpers", "ids"])
+@pytest.mark.parametrize("branches", [1, 3])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_same_is_said_on_an_accelerator(
+    name: str, branches: int, processors: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens of every round, from chains and trees of a draft that is often wrong, drawn by the same rule."""
+    strategy = STRATEGIES[name]
+
+    def told() -> list[Any]:
+        rounds = []
+        for length in range(1, 12):
+            row = ToyRow([0, *range(length)], 1)
+            rule = strategy(processors).rule
+            tree = propose(rule, row, DRAFT, 4) if branches == 1 else sprout(rule, row, DRAFT, 3, branches)
+            rounds.append((tree.tokens, walk(strategy(processors), row, verify(row, tree, TARGET))))
+        return rounds
+
+    here = told()
+    monkeypatch.setattr(device_reads, "is_local", lambda values: False)
+    assert told() == here
+
+
+@pytest.mark.parametrize("confident", [True, False])
+@pytest.mark.parametrize("name", ["greedy", "coupled", "rejection"])
+def test_a_guess_takes_one_look(name: str, confident: bool, looks: list[str]) -> None:
+    """Token, confidence and whether there is a guess at all come together."""
+    rule = STRATEGIES[name](WARPED).rule
+    token, sure, _ = rule.pick(ToyRow(), [], far(DRAFT)([0]), confident=confident)
+    assert len(looks) == 1
+    assert (sure == 1.0) != confident
+    assert 0 <= token < V
+
+
+@pytest.mark.parametrize("confident", [True, False])
+@pytest.mark.parametrize("local", [True, False])
+@pytest.mark.parametrize("name", ["greedy", "coupled", "rejection"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_draft_that_overflowed_has_no_guess(
+    name: str, bad: float, local: bool, confident: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where nobody asks for its confidence."""
+    monkeypatch.setattr(device_reads, "is_local", lambda values: local)
+    logits = DRAFT([0]).clone()
+    logits[5] = bad
+    assert math.isnan(STRATEGIES[name](NOTHING).rule.pick(ToyRow(), [], logits, confident=confident)[1])
+
+
+@pytest.mark.parametrize("name", ["greedy", "coupled", "rejection"])
+def test_a_level_of_a_tree_takes_one_look_for_an_end(name: str, looks: list[str]) -> None:
+    """The likeliest children are found together; those of one end are drawn without looking."""
+    ends, logits = [Branch([], 0.0)], far(DRAFT)([0])[None]
+    found = STRATEGIES[name](WARPED).rule.expand(ToyRow(), ends, logits, ToyPlan(3, 3))
+    assert len(found) >= 3
+    assert len(looks) == 1
+
+
+@pytest.mark.parametrize("seed", [None, 4])
+def test_a_step_of_beams_takes_one_look(seed: int | None, looks: list[str]) -> None:
+    """And says the same as where looks cost nothing, with and without drawing."""
+
+    def steps(target: Table) -> Beams:
+        search = BeamSearch(
+            processors=WARPED, stop=Stopping(max_length=6), num_beams=3, max_new_tokens=5, width=V, seed=seed
+        )
+        state = search.begin()
+        for _ in range(3):
+            texts = [[0, *beam.tokens] for beam in state.live[: 1 if not state.length else 3]]
+            outputs = [NodeOutput(target(text), None, Trace(None, None, None)) for text in texts]
+            state = search.advance(ToyRow(), state, outputs).state
+        return state
+
+    here = steps(TARGET)
+    looks.clear()
+    assert steps(far(TARGET)) == here
+    assert len(looks) == 3
+
+
+@pytest.mark.parametrize("processors", [NOTHING, Processors((SuppressTokensLogitsProcessor([3]),))])
+def test_steps_of_beams_within_a_pass_take_one_look(processors: Any, looks: list[str]) -> None:
+    """All nodes of the pass are looked at together; the steps then only add."""
+    vocab, target = 6, table(5, 6)
+    texts = [[0, *tail] for length in range(3) for tail in product(range(vocab), repeat=length)]
+    tree = Tree.chain([0] * len(texts))
+
+    def steps(logits: torch.Tensor) -> Beams:
+        whole = Scores(tree, 0, logits)
+        search = BeamSearch(
+            processors=processors, stop=Stopping(frozenset([2]), 9), num_beams=3, max_new_tokens=8, width=vocab
+        )
+        state = search.begin()
+        for _ in range(3):
+            live = state.live if state.length else state.live[:1]
+            places = [texts.index([0, *beam.tokens]) for beam in live]
+            none = Trace(None, None, None)
+            outputs = [NodeOutput(logits[place], None, none, whole, place) for place in places]
+            state = search.advance(ToyRow(), state, outputs).state
+        return state
+
+    logits = torch.stack([target(text) for text in texts])
+    here = steps(logits)
+    looks.clear()
+    assert steps(logits.as_subclass(Far)) == here
+    assert len(looks) == 1
+
+
+def test_an_error_waits_until_the_walk_comes_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rejected node without any token left is nobody's trouble."""
+    from specdec.errors import SpecdecError
+
+    monkeypatch.setattr(device_reads, "is_local", lambda values: False)
+    nothing = torch.full((V,), -torch.inf)
+    logits = torch.stack([DRAFT([0]), nothing])
+    strategy = Coupled(NOTHING, 5)
+    token = strategy.advance(ToyRow(), [], Scores(Tree.chain([0, 1]), 0, logits), 0).token
+    scores = Scores(Tree.chain([0, token]), 0, logits)
+    assert strategy.advance(ToyRow(), [], scores, 0).token == token
+    with pytest.raises(SpecdecError, match="no token is left"):
+        strategy.advance(ToyRow(), [token], scores, 1)
+
+
+def test_decoding_is_the_same_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Round after round, with processors of a user's own, which are asked as the walk goes."""
+
+    def own(ids: Any, logits: Any) -> Any:
+        return logits + (ids[:, -1:] % 3 == 0) * torch.arange(V) * 0.1
+
+    for processors in (WARPED, Processors((own, *WARPED.items))):
+        for name in ("greedy", "coupled", "rejection"):
+            here = decode(STRATEGIES[name](processors), TARGET, TARGET, length=12, k=3)
+            with monkeypatch.context() as patched:
+                patched.setattr(device_reads, "is_local", lambda values: False)
+                assert decode(STRATEGIES[name](processors), TARGET, TARGET, length=12, k=3) == here
+
+
+def test_likeliest_children_are_few() -> None:
+    """As many as planned, best first."""
+    scores = torch.log_softmax(DRAFT([0])[None], -1)
+    found = likeliest_children(scores, [Branch([], 0.0)], ToyPlan(3, 2))
+    assert [branch.score for _, branch in found] == scores[0].topk(4).values.tolist()

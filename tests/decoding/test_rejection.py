@@ -1,0 +1,318 @@
+"""Rejection and block verification give the target's law, by enumerating every random decision of the real code."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+import torch
+from scipy.stats import chi2
+from transformers import NoRepeatNGramLogitsProcessor, TemperatureLogitsWarper
+
+from specdec.core.tree import Scores, Tree
+from specdec.decoding import noise
+from specdec.decoding.processors import Processors, TopK
+from specdec.decoding.strategies import Block, Match, Rejection
+from specdec.decoding.strategies.block import child_weight, without_child
+from specdec.decoding.strategies.rejection import drawn_children, residual
+from specdec.errors import OptionError
+from tests.decoding.toys import (
+    NOTHING,
+    Branching,
+    ToyRow,
+    decode,
+    propose,
+    sprout,
+    table,
+    target_law,
+    verify,
+    walk,
+    wrong,
+)
+
+V = 3
+TARGET = table(1, V)
+DRAFTS = {"other": table(2, V), "perfect": TARGET, "wrong": wrong(TARGET), "certain": table(3, V, 60.0)}
+
+
+def law_of(branching, play) -> dict[tuple[int, ...], float]:
+    law: dict[tuple[int, ...], float] = defaultdict(float)
+    for weight, text in branching.runs(play):
+        law[text] += weight
+    return law
+
+
+def assert_law(law, expected) -> None:
+    assert sum(law.values()) == pytest.approx(1, abs=1e-5)
+    for text in law.keys() | expected.keys():
+        assert law.get(text, 0) == pytest.approx(expected.get(text, 0), abs=2e-6), text
+
+
+@pytest.mark.parametrize("kind", [Rejection, Block])
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_law_is_the_targets(monkeypatch, kind, draft) -> None:
+    """The first three tokens over rounds of at most two drafted ones, every decision enumerated."""
+    branching = Branching(monkeypatch)
+    law = law_of(branching, lambda: decode(kind(NOTHING, 0, width=V), TARGET, DRAFTS[draft], length=3, k=2)[0])
+    assert_law(law, target_law(TARGET, 3))
+
+
+@pytest.mark.parametrize("kind", [Rejection, Block])
+def test_law_after_processors_that_read_the_prefix(monkeypatch, kind) -> None:
+    """p and q are what processors leave: no token twice in a row, at half temperature, two candidates."""
+    processors = Processors((NoRepeatNGramLogitsProcessor(1), TemperatureLogitsWarper(2.0), TopK(2)))
+    target, draft = table(4, 4), table(5, 4)
+
+    def processed(prefix, logits):
+        return processors(torch.tensor([prefix]), logits[None])[0]
+
+    branching = Branching(monkeypatch)
+    law = law_of(branching, lambda: decode(kind(processors, 0, width=4), target, draft, length=3, k=2)[0])
+    assert_law(law, target_law(target, 3, processed))
+
+
+@pytest.mark.parametrize("kind", [Rejection, Block, Match])
+def test_guesses_leave_the_law_alone(monkeypatch, kind) -> None:
+    """One-hot drafts (`q=None`), right or wrong: no law but the target's."""
+    branching = Branching(monkeypatch)
+    guesses = lambda row, k: Tree.chain([len(row.tokens) % V, 1][:k])  # noqa: E731
+    law = law_of(branching, lambda: decode(kind(NOTHING, 0), TARGET, None, length=3, k=2, guesses=guesses)[0])
+    assert_law(law, target_law(TARGET, 3))
+
+
+@pytest.mark.parametrize("replace", [True, False])
+@pytest.mark.parametrize("kind", [Rejection, Block])
+def test_law_with_several_drawn_children(monkeypatch, kind, replace) -> None:
+    """Two children drawn at the root, with and without replacement, the second told as what it was drawn from."""
+    branching = Branching(monkeypatch)
+    draft = DRAFTS["other"]
+
+    def guesses(row, k):
+        if not k:
+            return Tree([], [])
+        logits = draft(row.tokens)
+        first = noise.draw(logits, noise.key(0, 90, len(row.tokens), 0))
+        rest = logits.clone()
+        if not replace:
+            rest[first] = float("-inf")
+        second = noise.draw(rest, noise.key(0, 90, len(row.tokens), 1))
+        below = draft([*row.tokens, second])
+        third = noise.draw(below, noise.key(0, 90, len(row.tokens), 2))
+        return Tree([first, second, third], [-1, -1, 1], q=[x.softmax(-1) for x in (logits, rest, below)])
+
+    law = law_of(branching, lambda: decode(kind(NOTHING, 0), TARGET, None, length=2, k=1, guesses=guesses)[0])
+    assert_law(law, target_law(TARGET, 2))
+
+
+@pytest.mark.parametrize("kind", [Rejection, Block])
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("branches", [2, 3])
+def test_law_with_drawn_trees(monkeypatch, kind, draft, branches) -> None:
+    """Trees as a branching draft model draws them, without replacement, every decision enumerated over two rounds."""
+
+    def play():
+        selector = kind(NOTHING, 0, width=V)
+        guesses = lambda row, k: sprout(selector.rule, row, DRAFTS[draft], k, branches)  # noqa: E731
+        return decode(selector, TARGET, None, length=3 if branches == 2 else 2, k=2, guesses=guesses)[0]
+
+    assert_law(law_of(Branching(monkeypatch), play), target_law(TARGET, 3 if branches == 2 else 2))
+
+
+@pytest.mark.parametrize("kind", [Rejection, Block])
+@pytest.mark.parametrize(("vocab", "depth", "branches", "margin", "seed"), [(2, 5, 4, 1.5, 10), (3, 3, 6, 1.5, 14)])
+def test_law_where_branches_run_out_of_tokens(monkeypatch, kind, vocab, depth, branches, margin, seed) -> None:
+    """An end with fewer possible tokens than its share leaves the rest to others, below it and beside it.
+
+    So what was drawn in one subtree shapes its elder and younger siblings'. Every decision of a round is enumerated;
+    the target itself goes on from there.
+    """
+    target, full = table(seed, vocab), table(seed + 50, vocab)
+    trees = {}
+
+    def narrow(prefix):
+        logits = full(prefix)
+        return logits.masked_fill(logits < logits.max() - margin, -torch.inf)
+
+    def play():
+        selector, row = kind(NOTHING, 0, width=vocab), ToyRow()
+        tree = sprout(selector.rule, row, narrow, depth, branches)
+        trees[tuple(tree.tokens), tuple(tree.parents)] = tree
+        return tuple(walk(selector, row, verify(row, tree, target))[0])
+
+    law = law_of(Branching(monkeypatch), play)
+    assert any(len(counts) > 1 for counts in shares(trees.values()).values()), "no share depends on other branches"
+    assert_law(continued(law, target, depth + 1), target_law(target, depth + 1))
+
+
+def shares(trees) -> dict[tuple[tuple[int, int], ...], set[int]]:
+    """The numbers of children that a node has in all trees, by the tokens and places among siblings that lead to it."""
+    counts = defaultdict(set)
+    for tree in trees:
+        lineage, children = (
+            {-1: ()},
+            {node: [child for child, _ in drawn_children(tree, node)] for node in range(-1, len(tree))},
+        )
+        for node, below in children.items():
+            counts[lineage[node]].add(len(below))
+            lineage |= {child: (*lineage[node], (tree.tokens[child], i)) for i, child in enumerate(below)}
+    return counts
+
+
+def continued(law, target, length) -> dict[tuple[int, ...], float]:
+    """The law of texts of this length that begin as `law` says and go on as the target does."""
+    for done in range(1, length):
+        grown = defaultdict(float)
+        for text, weight in law.items():
+            after = target([0, *text]).double().softmax(-1).tolist() if len(text) == done else None
+            for token, p in enumerate(after or [1.0]):
+                grown[text if after is None else (*text, token)] += weight * p
+        law = grown
+    return law
+
+
+def test_draws_that_do_not_pay_are_not_made() -> None:
+    """A plan may forbid a draw by its odds alone; no drawn node is missing from the tree."""
+    rule, row = Rejection(NOTHING, 0, width=V).rule, ToyRow()
+    assert len(sprout(rule, row, TARGET, 1, 3, least=0.1)) == 2  # a third child is accepted in 6% of cases at best
+    assert len(sprout(rule, row, TARGET, 1, 3, least=0.0)) == 3
+    assert not sprout(rule, row, TARGET, 1, 3, least=0.9).tokens
+
+
+def accepted(monkeypatch, kind, draft, k: int = 3, branches: int = 1) -> float:
+    """Expected number of drafted tokens that one round accepts."""
+    branching = Branching(monkeypatch)
+
+    def play():
+        selector, row = kind(NOTHING, 0, width=V), ToyRow()
+        rule = selector.rule
+        tree = propose(rule, row, draft, k) if branches == 1 else sprout(rule, row, draft, k, branches)
+        return walk(selector, row, verify(row, tree, TARGET))[1]
+
+    return sum(weight * count for weight, count in branching.runs(play))
+
+
+def test_traversal_accepts_no_less_and_here_more(monkeypatch) -> None:
+    """Enumerated over one round of a tree of two levels with two branches; and more than a chain of two."""
+    for draft in DRAFTS.values():
+        ours, theirs = (accepted(monkeypatch, kind, draft, 2, 2) for kind in (Block, Rejection))
+        assert ours >= theirs - 1e-6
+        assert ours >= accepted(monkeypatch, Block, draft, 2) - 1e-6
+    other = DRAFTS["other"]
+    assert accepted(monkeypatch, Block, other, 2, 2) > 1.01 * accepted(monkeypatch, Rejection, other, 2, 2)
+
+
+def test_block_accepts_no_less_and_here_more(monkeypatch) -> None:
+    """Enumerated over one round of three: equal for a perfect draft, more for another."""
+    for draft in DRAFTS.values():
+        assert accepted(monkeypatch, Block, draft) >= accepted(monkeypatch, Rejection, draft) - 1e-6
+    other = DRAFTS["other"]
+    assert accepted(monkeypatch, Block, other) > 1.01 * accepted(monkeypatch, Rejection, other)
+    assert accepted(monkeypatch, Block, TARGET) == pytest.approx(3, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", [Rejection, Block])
+@pytest.mark.parametrize("k", [0, 1, 2])
+def test_law_with_the_real_hash(kind, k) -> None:
+    """3,000 neighbouring seeds, first two tokens; chi-square with a false alarm in a million runs."""
+    draws, counts = 3000, defaultdict(int)
+    for seed in range(draws):
+        counts[decode(kind(NOTHING, seed, width=V), TARGET, DRAFTS["other"], length=2, k=k)[0]] += 1
+    law = target_law(TARGET, 2)
+    statistic = sum((counts[text] - draws * p) ** 2 / (draws * p) for text, p in law.items())
+    assert statistic < chi2.ppf(1 - 1e-6, len(law) - 1)
+
+
+def scores_of(p: list[float], tokens: list[int], q: list[list[float]] | None) -> Scores:
+    tree = Tree.chain([0]).graft(Tree.chain(tokens, q=None if q is None else [torch.tensor(x) for x in q]))
+    return Scores(tree, 0, torch.tensor([p] * len(tree)).log())
+
+
+def test_r_of_zero_does_not_accept_the_impossible(monkeypatch) -> None:
+    """`r * q < p` is strict: with `<=`, r = 0 let a token of target probability 0 pass."""
+    monkeypatch.setattr(noise, "uniform", lambda address: 0.0)
+    step = Rejection(NOTHING, 0).advance(ToyRow(), [], scores_of([0.0, 1.0], [0], [[1.0, 0.0]]), 0)
+    assert step.token == 1
+
+
+@pytest.mark.parametrize("kind", [Rejection, Block])
+def test_q_of_zero_divides_nothing(kind) -> None:
+    """A draft token whose q is 0 raises nothing and yields no NaN."""
+    for p, expected in (([0.0, 1.0], 1), ([1.0, 0.0], 0)):
+        assert kind(NOTHING, 0).advance(ToyRow(), [], scores_of(p, [0], [[0.0, 1.0]]), 0).token == expected
+
+
+def test_empty_residual_falls_back_to_p() -> None:
+    """Rounding may leave nothing of p beyond q."""
+    p = torch.tensor([0.25, 0.75])
+    assert torch.equal(residual(p, p.clone()), p)
+
+
+def test_chances_of_a_perfect_path_are_one() -> None:
+    """0/0 in the block rule means acceptance."""
+    p = torch.tensor([0.5, 0.5])
+    assert child_weight(1.0, p, p, 0) == 1.0
+    weight, rest = without_child(1.0, p, p)
+    assert weight == 1.0
+    assert torch.equal(rest, p)
+
+
+def test_draft_is_warped_once() -> None:
+    """q is the draft's softmax after one pass of the processors, not two (T, not T squared)."""
+    rule = Rejection(Processors((TemperatureLogitsWarper(2.0),)), 0, width=4).rule
+    logits = torch.randn(4)
+    token, sure, q = rule.pick(ToyRow(), [], logits)
+    torch.testing.assert_close(q, (logits / 2).softmax(-1))
+    assert sure == pytest.approx(float(q[token]))
+
+
+@pytest.mark.parametrize("width", [3, 6])
+def test_draft_of_another_width_is_fitted(width) -> None:
+    """A padded vocabulary is cropped or filled with impossible tokens; q has the target's width."""
+    logits = torch.tensor([0.0, 1.0, 2.0, 9.0])
+    _, _, q = Rejection(NOTHING, 0, width=width).rule.pick(ToyRow(), [], logits)
+    assert q.shape == (width,)
+    assert float(q.sum()) == pytest.approx(1)
+    assert (q[4:] == 0).all()
+
+
+def test_block_refuses_processors_it_may_not_ask_ahead() -> None:
+    """A user's processor may keep state: the error names it and the way out."""
+
+    class Counting:
+        def __call__(self, ids, logits):
+            return logits
+
+    with pytest.raises(OptionError, match=r'Counting.*sampling="rejection"'):
+        Block(Processors((Counting(),)), 0)
+
+
+def test_block_goes_on_when_its_last_token_is_the_drafts(monkeypatch) -> None:
+    """The residual of a block may hold the very token that was drafted: the walk then goes on, past the verdict."""
+    monkeypatch.setattr(noise, "uniform", lambda address: 0.999999)
+    monkeypatch.setattr(noise, "draw", lambda logits, address: 1)
+    selector, row = Block(NOTHING, 0), ToyRow()
+    new, count = walk(selector, row, scores_of([0.4, 0.6], [1, 1], [[0.6, 0.4], [0.4, 0.6]]))
+    assert (new, count) == ([1, 1, 1], 2)
+
+
+@pytest.mark.parametrize("kind", [Rejection, Block])
+def test_long_chains_are_accepted_whole(kind) -> None:
+    """1,200 tokens of a perfect draft. (Block verification went down one call per token: RecursionError.)"""
+    selector, row = kind(NOTHING, 0, width=V), ToyRow()
+    ragged = lambda prefix: torch.zeros(V)  # noqa: E731
+    scores = verify(row, propose(selector.rule, row, ragged, 1200), ragged)
+    assert walk(selector, row, scores)[1] == 1200
+
+
+def test_same_seed_same_text_and_kept_scores() -> None:
+    """Randomness is a function of the seed; steps carry copies of what was asked for."""
+    for kind in (Rejection, Block):
+        texts = {decode(kind(NOTHING, 7, width=V), TARGET, DRAFTS["other"], length=6, k=2)[0] for _ in range(2)}
+        assert len(texts) == 1
+        selector = kind(Processors((TemperatureLogitsWarper(0.5),)), 7, width=V, keep_scores=True, keep_logits=True)
+        row = ToyRow()
+        scores = verify(row, propose(selector.rule, row, TARGET, 2), TARGET)
+        step = selector.advance(row, [], scores, 0)
+        torch.testing.assert_close(step.scores, scores.logits[0] / 0.5)
+        assert torch.equal(step.logits, scores.logits[0])
+        assert step.logits.data_ptr() != scores.logits.data_ptr()

@@ -1,0 +1,403 @@
+"""What requests that run together may expect: nobody waits for, computes, encodes or ends anything of another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from specdec import CancelledError, LanguageModel, SpecGenerator
+from specdec.engine.engine import Engine
+from specdec.generator.call import Call
+from specdec.models.backends.kv_session import KvSession
+from specdec.proposers import ModelDrafter
+from tests.engine.test_requests_stateful import Trouble, failing, result
+from tests.oracle import rows_in_drafts
+from tests.tiny import tiny
+
+COMMON: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": [], "pad_token_id": 0}
+LONG = [[5 + (7 * i) % 40 for i in range(150)]]
+Shape = tuple[int, int]
+
+
+@contextmanager
+def shapes(model: Any, name: str = "input_ids") -> Iterator[list[Shape]]:
+    """The shapes of the ids of all forwards of `model`."""
+    found: list[Shape] = []
+    hook = model.register_forward_pre_hook(
+        lambda _, args, given: found.append(tuple(given[name].shape)), with_kwargs=True
+    )
+    try:
+        yield found
+    finally:
+        hook.remove()
+
+
+def alone(model: Any, prompt: list[list[int]]) -> list[int]:
+    """The new tokens of a generator that keeps nothing."""
+    out = SpecGenerator(model, prefix_cache=False).generate(prompt, **COMMON)
+    return out.sequences[0, len(prompt[0]) :].tolist()
+
+
+def submit(generator: SpecGenerator, prompt: Any, **options: Any) -> Call:
+    """A request that waits in the generator's engine."""
+    call = generator._prepare(prompt, None, {**COMMON, **options})
+    engine_of(generator).submit(call.request)
+    return call
+
+
+def engine_of(generator: SpecGenerator) -> Engine:
+    """Its engine."""
+    return generator._dispatcher.engine
+
+
+def finish(engine: Engine) -> None:
+    """Steps until there is nothing to do."""
+    for _ in range(1000):
+        if engine.idle:
+            return
+        engine.step()
+    raise AssertionError("the engine does not come to an end")
+
+
+def new_tokens(call: Call) -> int:
+    """How many tokens the first row has so far."""
+    return len(call.seqs[0].texts[0])
+
+
+@pytest.mark.parametrize("draft", [None, "suffix"])
+def test_a_prompt_is_read_between_the_rounds_of_running_rows(draft: Any) -> None:
+    """Every step has one pass over a chunk, of the new row alone, and one of running rows, which bring tokens."""
+    model = tiny("llama")
+    generator = SpecGenerator(model, draft)
+    runs = [submit(generator, [[5, 9, 12]], max_new_tokens=60), submit(generator, [[6, 6, 9]], max_new_tokens=60)]
+    engine = engine_of(generator)
+    engine.step()
+    comes = submit(generator, LONG, prefill_chunk_size=16, max_new_tokens=2)
+    chunks = 0
+    while not comes.seqs[0].prefilled:
+        before = [new_tokens(call) for call in runs]
+        with shapes(model) as passes:
+            engine.step()
+        (first, *others) = passes
+        chunks += 1
+        assert first[0] == 1
+        assert first[1] <= 16 + 7  # at the end of the prompt a draft may add to it
+        assert all(new_tokens(call) > count for call, count in zip(runs, before, strict=True))
+        if not comes.seqs[0].prefilled:
+            assert [rows for rows, _ in others] == [2]
+            assert others[0][1] < 16
+    assert chunks == 10
+    finish(engine)
+
+
+def test_rows_between_those_of_a_long_prompt_are_not_padded() -> None:
+    """A running row that lies between two readers in memory is in none of their passes."""
+    model = tiny("llama")
+    generator = SpecGenerator(model)
+    engine = engine_of(generator)
+    calls = [submit(generator, [[5, 9]], max_new_tokens=new) for new in (2, 40, 40)]
+    while not calls[0].request.done:
+        engine.step()
+    late = [submit(generator, [LONG[0][i:]], prefill_chunk_size=160) for i in (0, 10)]
+    gap = submit(generator, [[5, 9]], max_new_tokens=40)
+    late.append(submit(generator, [LONG[0][20:]], prefill_chunk_size=160))
+    with shapes(model) as passes:
+        while not all(call.seqs[0].prefilled for call in [gap, *late]):
+            engine.step()
+    nodes = sum(rows * width for rows, width in passes if width > 1)
+    read = sum(len(call.seqs[0].tokens) for call in late)
+    assert nodes <= read + 3  # the short prompt beside them
+    finish(engine)
+
+
+def test_no_pass_is_wider_than_a_request_s_chunk() -> None:
+    """Whoever reads beside it: `prefill_chunk_size` bounds the passes that a request's prompt is read in."""
+    model = tiny("llama")
+    generator = SpecGenerator(model)
+    submit(generator, [[5, 9, 12]])
+    submit(generator, LONG, prefill_chunk_size=16)
+    with shapes(model) as passes:
+        finish(engine_of(generator))
+    assert max(rows * width for rows, width in passes) <= 16
+
+
+def test_running_rows_wait_for_no_more_than_a_chunk() -> None:
+    """Also where the reader beside a chunked prompt keeps hidden states, and so is read whole."""
+    model = tiny("llama")
+    generator = SpecGenerator(model)
+    submit(generator, [[5, 9, 12]])
+    engine_of(generator).step()
+    submit(generator, [[6, 6]], output_hidden_states=True)
+    submit(generator, [LONG[0][:60]], prefill_chunk_size=8)
+    submit(generator, LONG, prefill_chunk_size=8)
+    with shapes(model) as passes:
+        finish(engine_of(generator))
+    assert max(width for _, width in passes) <= 8
+
+
+def test_the_first_token_comes_before_the_draft_reads() -> None:
+    """The draft model's first pass is after the round that brought the first token, also for one that joins."""
+    target, draft = tiny("llama"), tiny("llama", seed=1)
+    generator = SpecGenerator(target, draft)
+    engine = engine_of(generator)
+    with shapes(draft) as passes:
+        first = submit(generator, [[5, 9, 12, 7]])
+        engine.step()
+        assert new_tokens(first) == 1
+        assert not passes
+        engine.step()
+        assert passes
+        passes.clear()
+        second = submit(generator, [[6, 7, 8, 9, 10, 11]])
+        engine.step()
+        assert new_tokens(second) == 1
+        assert {rows for rows, _ in passes} == {1}  # those of the first one
+    finish(engine)
+
+
+def test_a_stream_s_first_token_needs_no_draft() -> None:
+    """Nobody asks the draft model for one token."""
+    draft = tiny("llama", seed=1)
+    with shapes(draft) as passes:
+        SpecGenerator(tiny("llama"), draft).generate([[5, 9, 12]], **{**COMMON, "max_new_tokens": 1})
+    assert not passes
+
+
+@pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"do_sample": True, "seed": 1, "num_return_sequences": 2}])
+def test_rows_leave_at_once(how: dict[str, Any]) -> None:
+    """A request that is done or cancelled takes part in no further pass, and its result is there while others run."""
+    model = tiny("llama")
+    generator = SpecGenerator(model, "suffix")
+    engine = engine_of(generator)
+    short = submit(generator, [[5, 9]], max_new_tokens=3, **how)
+    gone = submit(generator, [[5, 9, 7]], **how)
+    stays = submit(generator, [[6, 6, 9]])
+    while not short.request.done:
+        engine.step()
+    assert result(short).sequences.shape[1] == 5
+    engine.cancel(gone.request)
+    assert len(engine.running) == 1
+    with shapes(model) as passes:
+        finish(engine)
+    assert {rows for rows, _ in passes} == {1}
+    alone = SpecGenerator(model).generate([[6, 6, 9]], **COMMON)
+    assert result(stays).sequences.tolist() == alone.sequences.tolist()
+
+
+@pytest.mark.parametrize("stage", ["waiting", "prefilling", "running"])
+def test_a_cancelled_request_leaves_nothing(stage: str) -> None:
+    """Wherever it was: its rows are gone, from the target and the draft, and the store is empty again."""
+    draft = ModelDrafter(LanguageModel(tiny("llama", seed=1)))
+    generator = SpecGenerator(tiny("llama"), draft)
+    engine = engine_of(generator)
+    how = {"do_sample": True, "num_return_sequences": 3, "seed": 1, "prefill_chunk_size": 16}
+    call = submit(generator, LONG, **how)
+    for _ in range({"waiting": 0, "prefilling": 2, "running": 14}[stage]):
+        engine.step()
+    assert len(getattr(engine, stage)) == (1 if stage == "waiting" else 3)
+    engine.cancel(call.request)
+    assert engine.idle
+    assert not any((engine._requests, rows_in_drafts(engine)))
+    assert not engine.target._rows  # type: ignore[attr-defined]
+    assert call.request.pacing.users == 0
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3])
+@pytest.mark.parametrize("new", [1, 3])
+def test_copies_of_a_prompt_that_end_early(chunk: int, new: int) -> None:
+    """Rows that continue one reading begin also after the first of them has ended."""
+    model = tiny("llama")
+    how = {**COMMON, "max_new_tokens": new, "do_sample": True, "num_return_sequences": 5, "seed": 1}
+    whole = SpecGenerator(model).generate([[5, 9, 12, 7]], **how)
+    chunked = SpecGenerator(model).generate([[5, 9, 12, 7]], **how, prefill_chunk_size=chunk)
+    assert chunked.sequences.tolist() == whole.sequences.tolist()
+
+
+@pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
+def test_a_joining_request_is_encoded_alone(name: str) -> None:
+    """The encoder runs, and cross-attention is projected, for the new rows alone, and once."""
+    model = tiny(name)
+    encoded: list[int] = []
+    projected: list[int] = []
+    keys = next(
+        module for path, module in model.named_modules() if path.endswith(("EncDecAttention.k", "encoder_attn.k_proj"))
+    )
+    hooks = [
+        model.get_encoder().register_forward_hook(lambda *args: encoded.append(len(args[2][0]))),
+        keys.register_forward_hook(lambda *args: projected.append(len(args[2]))),
+    ]
+    generator = SpecGenerator(model, "early_exit:1")
+    engine = engine_of(generator)
+
+    def inputs(rows: int, seed: int) -> dict[str, Any]:
+        numbers = torch.Generator().manual_seed(seed)
+        if name == "whisper":
+            return {"prompt": None, "input_features": torch.randn(rows, 8, 40, generator=numbers)}
+        return {"prompt": torch.randint(5, 60, (rows, 6 + seed), generator=numbers)}
+
+    calls = [submit(generator, **inputs(2, 0))]
+    for _ in range(3):
+        engine.step()
+    calls.append(submit(generator, **inputs(1, 1)))
+    engine.step()
+    calls.append(submit(generator, **inputs(3, 2)))
+    finish(engine)
+    for hook in hooks:
+        hook.remove()
+    assert encoded == [2, 1, 3]
+    assert sorted(projected) == sorted([1, 2, 3] * (len(projected) // 3))
+    assert len(projected) in (3, 6)  # an early exit that shares the layer has a session of its own
+    for i, call in enumerate(calls):
+        alone = SpecGenerator(model).generate(**inputs((2, 1, 3)[i], i), **COMMON)
+        assert result(call).sequences.tolist() == alone.sequences.tolist()
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "t5", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gemma2", "mamba"))]
+)
+@pytest.mark.parametrize("draft", [None, "model"])
+@pytest.mark.parametrize("kind", ["processor", "criterion", "prefix", "draft"])
+def test_what_fails_in_one_request_ends_it_alone(name: str, draft: Any, kind: str) -> None:
+    """Whatever raises, and in whichever place it stands: the others' texts are what they are alone."""
+    model = tiny(name)
+    generator = SpecGenerator(model, ModelDrafter(LanguageModel(tiny(name, seed=1))) if draft else None)
+    prompts = [[[5, 9, 12]], [[6, 7, 8, 21]], [[17, 3]]]
+    how = {**COMMON, "max_new_tokens": 6}
+    expected = [SpecGenerator(model).generate(prompt, **how).sequences.tolist() for prompt in prompts]
+    for place in range(3):
+        for at in (1, 4):
+            error = Trouble(f"{kind} {at}")
+            calls = [
+                submit(generator, prompt, **how, **(failing(kind, error, at) if i == place else {}))
+                for i, prompt in enumerate(prompts)
+            ]
+            finish(engine_of(generator))
+            for i, call in enumerate(calls):
+                if i == place:
+                    assert call.request.error is error
+                else:
+                    assert call.request.error is None, (place, at)
+                    assert result(call).sequences.tolist() == expected[i], (place, at)
+
+
+def test_what_fails_while_it_is_admitted_ends_alone() -> None:
+    """An encoder that raises, or a draft that cannot start."""
+    model = tiny("t5")
+    generator = SpecGenerator(model)
+    good = submit(generator, [[5, 9, 12]])
+    bad = submit(generator, [[6, 7]])
+    error = Trouble("encoder")
+
+    def encode() -> Any:
+        raise error
+
+    bad.request.encode = encode
+    late = submit(generator, [[6, 7]])
+    finish(engine_of(generator))
+    assert bad.request.error is error
+    for call, prompt in ((good, [[5, 9, 12]]), (late, [[6, 7]])):
+        alone = SpecGenerator(model).generate(prompt, **COMMON)
+        assert result(call).sequences.tolist() == alone.sequences.tolist()
+
+
+def test_a_request_cancelled_before_it_was_submitted_leaves_its_pacing_alone() -> None:
+    """What learns is counted as in use as often as it is."""
+    generator = SpecGenerator(tiny("llama"), "suffix", schedule="cost")
+    job = generator.submit([[5, 9]], **COMMON)
+    job.cancel()
+    with pytest.raises(CancelledError):
+        next(job.follow())
+    assert job.call.request.pacing.users == 0
+
+
+def test_a_place_that_cannot_be_had() -> None:
+    """Ends its own request, all rows of it, and nobody else's."""
+    model = tiny("llama")
+    generator = SpecGenerator(model)
+    engine = engine_of(generator)
+    stays = submit(generator, [[7, 8, 9]])
+    engine.step()
+    fails = submit(generator, [[5, 6, 7], [8, 9, 10]])
+    add, places = engine.target.add, []
+
+    def failing(rows: int, encoding: Any = None) -> list[int]:
+        places.append(rows)
+        if len(places) == 2:
+            raise MemoryError("no room")
+        return add(rows, encoding)
+
+    engine.target.add = failing  # type: ignore[method-assign]
+    finish(engine)
+    assert isinstance(fails.request.error, MemoryError)
+    assert stays.request.error is None
+    assert stays.request.seqs[0].texts == [alone(model, [[7, 8, 9]])]
+
+
+def test_a_text_that_cannot_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not, and its request and all others go on."""
+    model = tiny("llama")
+    generator = SpecGenerator(model, prefix_cache=True)
+    prompt = [[(3 * i) % 40 + 5 for i in range(30)]]
+
+    def full(*_: Any) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(KvSession, "keep_prefix", full)
+    for _ in range(2):
+        out = generator.generate(prompt, **COMMON)
+        assert out.sequences[0, 30:].tolist() == alone(model, prompt)
+        assert out.stats.cached_prompt_tokens == 0
+
+
+def test_a_request_counts_its_own_passes() -> None:
+    """Those of rows far longer than its own are others'."""
+    model = tiny("llama")
+    expected = SpecGenerator(model).generate([[5, 9, 7]], **COMMON).stats.num_target_passes
+    generator = SpecGenerator(model)
+    generator.target.weight_bytes = 1  # every row has passes of its own then
+    engine = engine_of(generator)
+    long = submit(generator, [[(3 * i) % 40 + 5 for i in range(60)]])
+    engine.step()
+    short = submit(generator, [[5, 9, 7]])
+    finish(engine)
+    assert (short.request.passes, long.request.passes) == (expected, expected)
+
+
+def test_equal_prompts_of_one_token_are_read_together() -> None:
+    """Nobody waits for a row that leaves with what it has read."""
+    generator = SpecGenerator(tiny("llama"), prefix_cache=1000)
+    generator.target.weight_bytes = 10**9  # one pass for all
+    engine = engine_of(generator)
+    prompt = [[(3 * i) % 40 + 5 for i in range(80)]]
+    for _ in range(5):
+        submit(generator, prompt, max_new_tokens=1)
+    finish(engine)
+    assert engine.target.passes == 1
+
+
+def test_short_prompts_do_not_wait_for_a_long_one() -> None:
+    """Every other chunk may be one of somebody else's."""
+    generator = SpecGenerator(tiny("llama"))
+    engine = engine_of(generator)
+    long = submit(generator, [[(3 * i) % 40 + 5 for i in range(200)]], prefill_chunk_size=10)
+    engine.step()
+    short = submit(generator, [[5, 9, 7]])
+    for _ in range(3):
+        engine.step()
+    assert new_tokens(short)
+    assert not new_tokens(long)
+    finish(engine)
+
+
+def test_hidden_states_beside_a_longer_negative_prompt() -> None:
+    """The prompt's are there, whatever else is read beside it."""
+    given = {"guidance_scale": 2.0, "negative_prompt_ids": torch.tensor([[5, 6, 7, 8, 9, 10]])}
+    generator = SpecGenerator(tiny("llama"))
+    out = generator.generate(
+        torch.tensor([[5, 9, 12, 7]]), **COMMON, **given, output_hidden_states=True, return_dict_in_generate=True
+    )
+    assert out.hidden_states[0][0].shape[1] == 4

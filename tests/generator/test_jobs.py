@@ -1,0 +1,302 @@
+"""What programs that serve others need of a generator: jobs that any thread may end, scores of tokens, penalties."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from specdec import CancelledError, OptionError, SpecGenerator
+from specdec.decoding.processors.penalties import OutputPenalty
+from specdec.models.backends.kv_session import KvSession
+from tests.engine.test_threads import PATIENCE, is_clean, together
+from tests.folders import WIDTH, byte_tokenizer
+from tests.tiny import tiny
+
+COMMON: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": [], "pad_token_id": 0}
+DRAFTS: dict[str, Any] = {"none": None, "suffix": "suffix", "early": "early_exit:1"}
+
+
+def followed(generator: SpecGenerator, prompt: Any, **options: Any) -> tuple[list[int], Any]:
+    """The tokens of a job's first row, and its result."""
+    follow, tokens = generator.submit(prompt, **{**COMMON, **options}).follow(), []
+    while True:
+        try:
+            news = next(follow)
+        except StopIteration as end:
+            return tokens, end.value
+        tokens += [token for one in news if one.row == 0 for token in one.token_ids]
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_a_job_is_the_call(draft: str) -> None:
+    """Its news spell the text of `generate`, and its result is the same."""
+    generator = SpecGenerator(tiny("llama"), DRAFTS[draft])
+    expected = generator.generate([[5, 9, 12]], **COMMON)
+    tokens, out = followed(generator, [[5, 9, 12]])
+    assert tokens == expected.new_tokens()[0] == out.new_tokens()[0]
+
+
+def test_cancelled_before_it_is_followed() -> None:
+    """Nothing of it reaches the engine, and the next call is not disturbed."""
+    generator = SpecGenerator(tiny("llama"))
+    job = generator.submit([[5, 9]], **COMMON)
+    job.cancel()
+    with pytest.raises(CancelledError):
+        next(job.follow())
+    assert len(followed(generator, [[5, 9]])[0]) == 24
+    assert is_clean(generator)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_cancelled_by_another_thread(stream: bool) -> None:
+    """It ends within two rounds, alone or among others, whose texts stay as they are."""
+    generator = SpecGenerator(tiny("llama"), "suffix")
+    alone = followed(generator, [[7, 8]])[0]
+    here = threading.Event()
+    seen: list[int] = []
+
+    def watch(ids: torch.Tensor, scores: Any) -> bool:
+        seen.append(ids.shape[1])
+        if len(seen) == 5:
+            job.cancel()
+            here.set()
+        return False
+
+    job = generator.submit([[5, 9]], **{**COMMON, "max_new_tokens": 400}, stopping_criteria=[watch])
+
+    def run() -> None:
+        with pytest.raises(CancelledError):
+            for _ in job.follow(stream=stream):
+                pass
+
+    found = together(run, lambda: (here.wait(PATIENCE), followed(generator, [[7, 8]])[0])[1])
+    assert found == [None, alone]
+    assert len(seen) <= 5 + 2 * 24  # what two rounds may bring
+    assert is_clean(generator)
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_cancelled_job_gives_back_what_it_had(draft: str, stream: bool) -> None:
+    """The beginnings of its texts, counted and told as cancelled. (They were lost with the error.)"""
+    generator = SpecGenerator(tiny("llama", vocab=WIDTH), DRAFTS[draft], tokenizer=byte_tokenizer())
+    prompts, common = [[5, 9], [7, 8, 6]], {**COMMON, "max_new_tokens": 40}
+    whole = generator.generate(prompts, **common).new_tokens()
+    calls: list[int] = []
+
+    def watch(ids: torch.Tensor, scores: Any) -> bool:
+        calls.append(1)
+        if len(calls) == 12:
+            job.cancel()
+        return False
+
+    job = generator.submit(prompts, **common, stopping_criteria=[watch])
+    assert job.result is None
+    with pytest.raises(CancelledError):
+        assert all(job.result is None for _ in job.follow(stream=stream))
+    out = job.result
+    new = out.new_tokens()
+    assert new == [row[: len(begun)] for row, begun in zip(whole, new, strict=True)]
+    assert 12 <= sum(map(len, new)) == out.stats.num_new_tokens < 80
+    assert out.stats.finish_reasons == ("cancelled", "cancelled")
+    assert [len(row) for row in out.drafted] == list(map(len, new))
+    assert out.texts == [byte_tokenizer().decode(row, skip_special_tokens=True) for row in new]
+    assert out._repr_html_()
+    assert is_clean(generator)
+
+
+def test_what_a_job_gives_back_otherwise() -> None:
+    """The result of one that ended; of a closed one the texts so far; nothing of a failed one, or of a search."""
+    generator = SpecGenerator(tiny("llama"))
+    job = generator.submit([[5, 9]], **COMMON, output_scores=True)
+    for _ in job.follow():
+        pass
+    assert len(job.result.scores) == 24
+    closed = generator.submit([[5, 9]], **COMMON)
+    follow = closed.follow()
+    begun = [*next(follow)[0].token_ids, *next(follow)[0].token_ids]
+    follow.close()
+    assert closed.result.new_tokens() == [begun]
+    assert closed.result.stats.finish_reasons == ("cancelled",)
+    early = generator.submit([[5, 9]], **COMMON)
+    early.cancel()
+    with pytest.raises(CancelledError):
+        next(early.follow())
+    assert early.result.new_tokens() == [[]]
+    search = generator.submit([[5, 9]], **COMMON, num_beams=2)
+    search.cancel()
+    with pytest.raises(CancelledError):
+        next(search.follow())
+    assert search.result is None
+    failed = generator.submit([[5, 9]], **COMMON, logits_processor=[lambda ids, scores: 1 / 0])
+    with pytest.raises(ZeroDivisionError):
+        next(failed.follow())
+    assert failed.result is None
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
+def test_whoever_cancels_copies_nothing(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two rounds the canceller's own thread, of a server its event loop, kept the text: up to 256 MiB of keys.
+
+    It does not wait for that of another request either, which the thread that drives copies meanwhile.
+    """
+    generator, keep = SpecGenerator(tiny("llama")), KvSession.keep_prefix
+    jobs = [generator.submit([list(range(5 + i, 30 + i))], **COMMON) for i in range(1 + shared)]
+    follows = [job.follow() for job in jobs]
+    for follow in follows:
+        next(follow)  # now nobody drives, or a thread of its own that rests
+    keepers: list[threading.Thread] = []
+    begun, cancelled = threading.Event(), threading.Event()
+
+    def kept(*args: Any) -> Any:
+        keepers.append(threading.current_thread())
+        begun.set()
+        assert cancelled.wait(PATIENCE), "the canceller waits"
+        return keep(*args)
+
+    def cancel() -> None:
+        jobs[0].cancel()
+        if shared:
+            assert begun.wait(PATIENCE)
+            jobs[1].cancel()
+        cancelled.set()
+
+    monkeypatch.setattr(KvSession, "keep_prefix", kept)
+    canceller = threading.Thread(target=cancel)
+    canceller.start()
+    assert cancelled.wait(PATIENCE)
+    for follow in follows:
+        with pytest.raises(CancelledError):
+            for _ in follow:
+                pass
+    canceller.join(PATIENCE)
+    assert keepers
+    assert canceller not in keepers
+    assert is_clean(generator)
+    assert len(followed(generator, [[5, 9]])[0]) == 24
+
+
+def test_cancelling_what_is_over_does_nothing() -> None:
+    """And may be done twice."""
+    generator = SpecGenerator(tiny("llama"))
+    job = generator.submit([[5, 9]], **COMMON)
+    follow = job.follow()
+    for _ in follow:
+        pass
+    job.cancel()
+    job.cancel()
+    assert job.call.request.error is None
+    assert is_clean(generator)
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("sampling", [{}, {"repetition_penalty": 1.3}, {"do_sample": True, "seed": 4}])
+def test_log_probabilities(draft: str, sampling: dict[str, Any]) -> None:
+    """The likeliest tokens and their log-probabilities are those of the target's own logits."""
+    generator = SpecGenerator(tiny("llama"), DRAFTS[draft])
+    call = {**COMMON, **sampling}
+    out = generator.generate([[5, 9, 12]], output_logits=True, **call)
+    follow = generator.submit([[5, 9, 12]], top_logprobs=3, **call).follow()
+    steps = [step for news in follow for one in news for step in one.steps]
+    assert [step.token for step in steps] == out.new_tokens()[0]
+    assert out.logits is not None
+    for step, logits in zip(steps, out.logits, strict=True):
+        own = logits[0].log_softmax(-1)
+        assert step.top is not None
+        assert step.top.tokens == own.topk(3).indices.tolist()
+        assert step.top.log_probs == pytest.approx(own.topk(3).values.tolist(), abs=1e-4)
+        assert step.log_prob == pytest.approx(float(own[step.token]), abs=1e-4)
+        assert step.logits is None
+
+
+@pytest.mark.parametrize("search", [{"num_beams": 2}, {"penalty_alpha": 0.5, "top_k": 3}])
+def test_searches_tell_no_log_probabilities(search: dict[str, Any]) -> None:
+    """It is an error, and not left out."""
+    with pytest.raises(OptionError, match="top_logprobs"):
+        SpecGenerator(tiny("llama")).generate([[5]], top_logprobs=1, **search, **COMMON)
+
+
+def test_output_penalty() -> None:
+    """Tokens of the prompt do not count; others count once for presence, and each time for frequency."""
+    ids, logits = torch.tensor([[1, 1, 2, 3, 3]]), torch.zeros(1, 5)
+    assert OutputPenalty(2, 0.5, 0.0)(ids, logits).tolist() == [[0, 0, -0.5, -0.5, 0]]
+    assert OutputPenalty(2, 0.0, 0.5)(ids, logits).tolist() == [[0, 0, -0.5, -1.0, 0]]
+    assert OutputPenalty(5, 1.0, 1.0)(ids, logits) is logits
+
+
+@pytest.mark.parametrize(
+    "options", [{"presence_penalty": 1.5}, {"frequency_penalty": -1.0}, {"frequency_penalty": 2.0}]
+)
+def test_penalties_with_every_draft(options: dict[str, Any]) -> None:
+    """Other servers crash where penalties meet drafts; here the text is that without a draft."""
+    model = tiny("llama")
+    texts = [
+        SpecGenerator(model, draft).generate([[5, 9, 5, 9]], **options, **COMMON).sequences for draft in DRAFTS.values()
+    ]
+    plain = SpecGenerator(model).generate([[5, 9, 5, 9]], **COMMON).sequences
+    assert all(text.tolist() == texts[0].tolist() for text in texts)
+    assert texts[0].tolist() != plain.tolist()
+
+
+def test_a_call_without_the_generators_draft() -> None:
+    """`assistant_model="none"` decodes plainly, also what takes no draft."""
+    generator = SpecGenerator(tiny("llama"), "suffix")
+    out = generator.generate([[5, 9, 5, 9]], assistant_model="none", **COMMON)
+    assert out.stats is not None
+    assert out.stats.num_draft_tokens == 0
+    assert out.sequences.tolist() == generator.generate([[5, 9, 5, 9]], **COMMON).sequences.tolist()
+    generator.generate([[5, 9]], assistant_model="none", penalty_alpha=0.5, top_k=3, **COMMON)
+
+
+def test_salted_prompts_are_read_apart() -> None:
+    """What one client's prompts left in memory does not make another's faster."""
+    generator, prompt = SpecGenerator(tiny("llama")), [list(range(3, 40))]
+
+    def cached(salt: str | None) -> int:
+        stats = generator.generate(prompt, cache_salt=salt, **COMMON).stats
+        assert stats is not None
+        return stats.cached_prompt_tokens
+
+    assert [cached(salt) for salt in (None, "a", "b", "a", "b", None)] == [0, 0, 0, 36, 36, 36]
+
+
+class Even:
+    """Lets only even tokens through, and knows it beforehand."""
+
+    pure = True
+
+    def __call__(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """The logits without odd tokens."""
+        logits = logits.clone()
+        logits[:, 1::2] = -torch.inf
+        return logits
+
+    def allowed(self, text: Sequence[int], tokens: Sequence[int]) -> int:
+        """The even ones before the first odd one."""
+        return next((i for i, token in enumerate(tokens) if token % 2), len(tokens))
+
+
+@pytest.mark.parametrize("draft", [lambda tokens, k: [4, 6, 7, 8][:k], "suffix", "early_exit:1"])
+def test_drafts_are_cut_where_a_processor_says_so(draft: Any) -> None:
+    """No forbidden token is verified, and the text is that without a draft."""
+    model = tiny("llama")
+    expected = SpecGenerator(model).generate([[5, 9, 5, 9]], logits_processor=[Even()], **COMMON)
+    generator = SpecGenerator(model, draft)
+    job = generator.submit([[5, 9, 5, 9]], logits_processor=[Even()], **COMMON)
+    seen: list[int] = []
+    verify = generator.engine.target.forward
+
+    def spy(slots: Any, trees: Any, keep: Any, **more: Any) -> Any:
+        seen.extend(
+            token for tree, kept in zip(trees, keep, strict=True) for token in tree.tokens[len(tree) - kept + 1 :]
+        )
+        return verify(slots, trees, keep, **more)
+
+    generator.engine.target.forward = spy  # type: ignore[method-assign]
+    tokens = [token for news in job.follow() for one in news for token in one.token_ids]
+    assert tokens == expected.new_tokens()[0]
+    assert all(token % 2 == 0 for token in seen)

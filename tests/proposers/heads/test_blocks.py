@@ -1,0 +1,187 @@
+"""Heads that guess a whole block in one pass: DFlash and P-EAGLE."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModel, GenerationMixin
+from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
+
+from specdec import SpecGenerator
+from specdec.errors import LoadError, OptionError
+from specdec.models.hf.tiny_models import shake
+from tests.heads import SIZES, DFlash, Eagle, Proposals, dflash_folder, eagle_folder, spy_on_proposals
+from tests.proposers.heads.test_heads import IDS, RUN, THREE, changed, reweighed, states_of, target
+from tests.tiny import tiny
+
+PEAGLE = {"speculators_model_type": "peagle", "mask_token_id": 63}
+CONSTANT = {"schedule": "constant", "num_assistant_tokens": 3}
+
+
+@pytest.fixture
+def proposals(monkeypatch: pytest.MonkeyPatch) -> Proposals:
+    """The text before every proposal, and the proposal."""
+    return spy_on_proposals(monkeypatch, lambda row, tree: bool(tree.tokens))
+
+
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
+BLOCKS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "anchor": {"sample_from_anchor": True},
+    "windows": WINDOWS,
+    "both": {**WINDOWS, "sliding_window_non_causal": True},
+}
+
+
+@pytest.mark.parametrize("kind", ["peagle", "two", *BLOCKS])
+def test_guesses_are_what_the_formulas_say(kind: str, tmp_path: Path, proposals: Proposals) -> None:
+    """In ragged batches, over chunked prompts, after rejections: all as if computed anew from the text."""
+    model = target()
+    reference: Eagle
+    if kind in BLOCKS:
+        folder = dflash_folder(tmp_path / "head", model, **BLOCKS[kind])
+        reference = DFlash(folder, model)
+    else:
+        more = {"num_hidden_layers": 2, "draft_vocab_size": 40} if kind == "two" else {}
+        folder = eagle_folder(tmp_path / "head", **PEAGLE, **more)
+        reference = Eagle(folder)
+    out = SpecGenerator(model, folder).generate(IDS, **RUN, **CONSTANT, prefill_chunk_size=3)
+    assert out.sequences.tolist() == SpecGenerator(model).generate(IDS, **RUN).sequences.tolist()
+    assert len(proposals) >= 20
+    for text, tree in proposals:
+        guesses = reference.block(text, states_of(model, text[:-1]), 3 if kind in ("peagle", "two") else len(tree))
+        assert tree.tokens == guesses[: len(tree)]
+
+
+@pytest.mark.parametrize("kind", ["peagle", "dflash"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"num_assistant_branches": 3},
+        {"do_sample": True, "seed": 3},
+        {"do_sample": True, "seed": 3, "num_return_sequences": 2, "schedule": "cost"},
+        {"num_beams": 2},
+        {"do_sample": True, "seed": 3, "sampling": "rejection", "num_assistant_branches": 3},
+    ],
+    ids=lambda given: "-".join(given),
+)
+def test_the_text_is_the_target_s(kind: str, given: dict[str, Any], tmp_path: Path) -> None:
+    """With trees, samples and beams, in ragged batches."""
+    model = target()
+    folder = eagle_folder(tmp_path / "h", **PEAGLE) if kind == "peagle" else dflash_folder(tmp_path / "h", model)
+    generator = SpecGenerator(model, folder)
+    out = generator.generate(IDS, **RUN, **given)
+    plain = {name: value for name, value in given.items() if name not in ("schedule", "num_assistant_branches")}
+    reference = (
+        generator.generate(IDS, **RUN, **given)
+        if "sampling" in given
+        else SpecGenerator(model).generate(IDS, **RUN, **plain)
+    )
+    assert out.sequences.tolist() == reference.sequences.tolist()
+    if "num_beams" not in given:
+        assert out.stats.num_draft_tokens > 0
+
+
+def assistant(**given: Any) -> Any:
+    """A tiny assistant as transformers has them."""
+    sizes = {name: value for name, value in SIZES.items() if name != "vocab_size"}
+    config = AutoConfig.for_model(
+        "muse_glimmer_assistant",
+        **sizes,
+        num_hidden_layers=2,
+        block_size=5,
+        mask_token_id=63,
+        target_layer_ids=[0, 2],
+        **{"layer_types": ["full_attention", "full_attention"], **given},
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModel.from_config(config).eval()
+        shake(model)
+    return model
+
+
+@pytest.mark.parametrize("given", [{}, {"layer_types": ["sliding_attention"] * 2, "sliding_window": 6}])
+def test_guesses_are_those_of_transformers(
+    given: dict[str, Any], proposals: Proposals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Text by text, of the same assistant, also where it comes from a folder."""
+    model, draft = target(), assistant(**given)
+    theirs: dict[tuple[int, ...], list[int]] = {}
+    candidates = DFlashTokenCandidateGenerator.get_candidates
+
+    def noted(self: Any, input_ids: Any, *args: Any, **more: Any) -> Any:
+        ids, logits = candidates(self, input_ids, *args, **more)
+        if logits is not None:
+            theirs[tuple(input_ids[0].tolist())] = ids[0, input_ids.shape[1] :].tolist()
+        return ids, logits
+
+    monkeypatch.setattr(DFlashTokenCandidateGenerator, "get_candidates", noted)
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    expected = GenerationMixin.generate(
+        model, torch.tensor(IDS[:1]), assistant_model=draft, speculation_type="dflash", **options
+    )
+    draft.save_pretrained(tmp_path / "draft")
+    for one in (draft, str(tmp_path / "draft")):
+        proposals.clear()
+        out = SpecGenerator(model, one).generate(
+            IDS[:1], **{**RUN, "max_new_tokens": 12}, schedule="constant", num_assistant_tokens=4
+        )
+        assert out.sequences.tolist() == expected.tolist()
+        common = [(text, tree) for text, tree in proposals if tuple(text) in theirs]
+        assert len(common) >= 6
+        for text, tree in common:
+            assert tree.tokens == theirs[tuple(text)][: len(tree)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "weights", "match"),
+    [
+        (
+            "dflash",
+            {"mask_token_id": None},
+            {},
+            "`mask_token_id` must be one of 64 tokens that have embeddings, got None",
+        ),
+        ("dflash", {"mask_token_id": 64}, {}, "`mask_token_id` must be one of 64 tokens that have embeddings, got 64"),
+        ("dflash", {"block_size": 1}, {}, "`block_size` must be a whole number of at least 2, got 1"),
+        ("dflash", {"draft_vocab_size": 20}, {}, "it guesses 20 of 64 tokens, but `d2t` does not say which"),
+        ("dflash", {}, {"fc__weight": None}, "1 weights are missing, fc.weight…"),
+        ("dflash", {}, {"hidden_norm__weight": torch.ones(31)}, r"`hidden_norm.weight` is \[31\], and by its config"),
+        ("dflash", {}, {"d2t": torch.zeros(64, dtype=torch.long) + 1}, "`d2t` does not name 64 different tokens of 64"),
+        (
+            "peagle",
+            {"mask_token_id": None},
+            {},
+            "`mask_token_id` must be one of 64 tokens that have embeddings, got None",
+        ),
+        ("peagle", {"mask_token_id": -1}, {}, "`mask_token_id` must be one of 64 tokens that have embeddings, got -1"),
+        ("peagle", {}, {"mask_hidden": None}, r"`mask_hidden` is missing, and by its config \[1, 1, 96\]"),
+        ("peagle", {}, {"mask_hidden": torch.ones(1, 1, 32)}, r"`mask_hidden` is \[1, 1, 32\], and by its config"),
+        ("peagle", {}, {"embed_tokens__weight": torch.ones(40, 32)}, r"`embed_tokens.weight` is \[40, 32\]"),
+    ],
+)
+def test_broken_blocks(kind: str, fields: dict[str, Any], weights: dict[str, Any], match: str, tmp_path: Path) -> None:
+    """Mask tokens, blocks and weights that cannot be. (Masks beyond the embeddings ended a pass in an IndexError.)"""
+    model, folder = target(), tmp_path / "head"
+    made = dflash_folder(folder, model) if kind == "dflash" else eagle_folder(folder, **PEAGLE)
+    with pytest.raises(LoadError, match=match):
+        SpecGenerator(model, reweighed(changed(made, **fields), **weights))
+
+
+def test_blocks_of_other_targets(tmp_path: Path) -> None:
+    """Other layers, widths, vocabularies."""
+    model = target()
+    with pytest.raises(OptionError, match="its hidden states are 48 wide, the target's 32"):
+        SpecGenerator(model, changed(dflash_folder(tmp_path / "a", model), target_hidden_size=48))
+    with pytest.raises(OptionError, match="its vocabulary are 64 wide, the target's 70"):
+        SpecGenerator(tiny("llama", vocab=70, **THREE), dflash_folder(tmp_path / "b", model))
+    with pytest.raises(OptionError, match=r"it reads \[1, 9\]"):
+        SpecGenerator(model, changed(dflash_folder(tmp_path / "c", model), aux_hidden_state_layer_ids=[1, 9]))
+    draft = assistant()
+    draft.config.target_layer_ids = [0, 7]
+    with pytest.raises(OptionError, match=r"it reads what layers \[0, 7\] write"):
+        SpecGenerator(model, draft)

@@ -1,0 +1,217 @@
+"""Heads of all kinds beside and after other requests: prompts that begin alike, come late, and are read in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec import LanguageModel, SpecGenerator
+from specdec.core.drafts import Plan
+from specdec.core.rounds import SequenceView
+from specdec.core.tree import Tree
+from specdec.models import prefix_bytes
+from specdec.proposers.heads.proposer import HeadSession
+from specdec.proposers.heads.stage import Stages
+from tests.heads import dflash_folder, eagle_folder
+from tests.proposers.heads.test_blocks import PEAGLE
+from tests.proposers.heads.test_gemma4 import _all_shared, pair  # noqa: F401
+from tests.proposers.heads.test_heads import RUN, target
+from tests.proposers.heads.test_mtp import with_layers
+
+FIRST = [(7 * i) % 50 + 5 for i in range(40)]
+DRAFTING: dict[str, Any] = {**RUN, "schedule": "constant", "num_assistant_tokens": 3}
+KINDS = [
+    "eagle",
+    "mtp2",
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("peagle", "dflash", "mtp", "gemma4")),
+]
+
+
+@pytest.fixture
+def proposals(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[int]]:
+    """What was guessed after every text."""
+    seen: dict[tuple[int, ...], list[int]] = {}
+    propose = HeadSession.propose
+
+    def spied(self: HeadSession, rows: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
+        trees = propose(self, rows, plans)
+        seen.update((tuple(row.tokens), tree.tokens) for row, tree in zip(rows, trees, strict=True) if tree.tokens)
+        return trees
+
+    monkeypatch.setattr(HeadSession, "propose", spied)
+    return seen
+
+
+def made(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """A tiny target and a head of a kind."""
+    if kind == "gemma4":
+        return pair(window=5)
+    if kind in ("mtp", "mtp2"):
+        return with_layers(monkeypatch, "deepseek_v3", 2 if kind == "mtp2" else 1), "mtp"
+    model = target()
+    more = PEAGLE if kind == "peagle" else {}
+    return model, dflash_folder(folder, model) if kind == "dflash" else eagle_folder(folder, **more)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_others_have_read(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proposals: dict[tuple[int, ...], list[int]]
+) -> None:
+    """A request that comes late continues a running one, in the head too, and guesses as if it had come alone.
+
+    So does the running one, and one whose beginning only rows that have left had read. (Later layers for multi-token
+    prediction lacked a feature of one token, and took that of another one.)
+    """
+    model, draft = made(kind, tmp_path / "head", monkeypatch)
+    prompts = [[*FIRST, 30], [*FIRST[:32], 9, 8, 7, *FIRST]]
+    generator = SpecGenerator(model, draft, prefix_cache=True)
+    stream = generator.stream([FIRST], **{**DRAFTING, "max_new_tokens": 40})
+    next(stream)
+    late = [generator.generate([prompt], **DRAFTING, prefill_chunk_size=7) for prompt in prompts]
+    assert list(stream)
+    prompts.append([*late[0].sequences[0].tolist(), 9, 8, 7])
+    late.append(generator.generate(prompts[-1:], **DRAFTING))
+    beside = dict(proposals)
+    assert [out.stats.cached_prompt_tokens for out in late[:2]] == [39, 31]
+    assert late[2].stats.cached_prompt_tokens > 41
+    for prompt, out in zip(prompts, late, strict=True):
+        proposals.clear()
+        alone = SpecGenerator(model, draft, prefix_cache=False).generate([prompt], **DRAFTING)
+        assert out.sequences.tolist() == alone.sequences.tolist()
+        assert out.sequences.tolist() == SpecGenerator(model).generate([prompt], **RUN).sequences.tolist()
+        assert out.stats.num_draft_tokens > 0
+        assert proposals
+        assert all(beside[text][: len(guesses)] == guesses for text, guesses in proposals.items())
+
+
+def plain(model: Any, prompts: list[list[int]], **options: Any) -> list[list[int]]:
+    """Texts without a draft, and without anything kept."""
+    return SpecGenerator(model, prefix_cache=False).generate(prompts, **{**RUN, **options}).sequences.tolist()
+
+
+@pytest.mark.parametrize("how", [{}, {"num_beams": 2}, {"do_sample": True, "seed": 3}], ids=str)
+def test_several_texts_and_ways(how: dict[str, Any], tmp_path: Path) -> None:
+    """The next turns of several chats continue what was kept of each, in one call, and beside copied guesses."""
+    model, folder = target(), eagle_folder(tmp_path / "head")
+    chats = [FIRST, [*FIRST[::-1], 3], [7, 8, *FIRST]]
+    for draft in (folder, ("suffix", folder)):
+        generator, prompts = SpecGenerator(model, draft), chats
+        options = {**how, "schedule": "constant", "num_assistant_tokens": 3}
+        for turn in range(2):
+            out = generator.generate(prompts, **RUN, **options, prefill_chunk_size=7)
+            assert out.sequences.tolist() == plain(model, prompts, **how)
+            assert (out.stats.cached_prompt_tokens >= 3 * 40) == bool(turn)
+            prompts = [[*prompt, *new, 9] for prompt, new in zip(prompts, out.new_tokens(), strict=True)]
+
+
+def test_a_head_continues_what_it_has_read_itself(tmp_path: Path) -> None:
+    """What was kept without a head, or with another one, is read again, and all parts stay side by side."""
+    model = target()
+    one, other = eagle_folder(tmp_path / "one"), eagle_folder(tmp_path / "other", seed=1)
+    generator = SpecGenerator(model, prefix_cache=True)
+
+    def turn(prompt: list[int], **draft: Any) -> tuple[int, list[int]]:
+        out = generator.generate([prompt], **RUN, **draft)
+        assert out.sequences.tolist() == plain(model, [prompt])
+        return out.stats.cached_prompt_tokens, out.sequences[0].tolist()
+
+    _, text = turn(FIRST)
+    assert turn(FIRST, assistant_model=one)[0] == 0
+    assert turn(FIRST, assistant_model=other)[0] == 0
+    assert turn(FIRST)[0] == 39
+    cached, longer = turn([*text, 9, 8], assistant_model=one)
+    assert 40 < cached < len(text)
+    assert turn([*longer, 7])[0] == len(longer) - 1  # the target alone goes further
+    assert turn([*longer, 7, 6], assistant_model=other)[0] in range(40, len(text))
+    assert turn([*longer, 7, 6, 5], assistant_model=one)[0] in range(len(text) + 2, len(longer))
+
+
+def test_a_head_beside_a_row_without_one(tmp_path: Path) -> None:
+    """Keys and values come of the row that runs, and the head's part of one that has left."""
+    model, folder = target(), eagle_folder(tmp_path / "head")
+    generator = SpecGenerator(model, prefix_cache=True)
+    generator.generate([FIRST], **RUN, assistant_model=folder)
+    stream = generator.stream([[*FIRST, 30, 31]], **RUN)
+    next(stream)
+    out = generator.generate([[*FIRST, 30, 9]], **RUN, assistant_model=folder)
+    stream.close()
+    assert out.stats.cached_prompt_tokens == 39
+    assert out.sequences.tolist() == plain(model, [[*FIRST, 30, 9]])
+
+
+def test_rows_that_end_early(tmp_path: Path) -> None:
+    """What a cancelled call has read is kept as well; the head need not have read as much as the target."""
+    model, folder = target(), eagle_folder(tmp_path / "head")
+    generator = SpecGenerator(model, folder)
+    stream = generator.stream([FIRST], **DRAFTING)
+    events = [next(stream) for _ in range(3)]
+    with torch.inference_mode():
+        stream.close()
+    text = [*FIRST, *(token for event in events for token in event.token_ids)]
+    out = generator.generate([[*text, 9]], **RUN)
+    assert 39 <= out.stats.cached_prompt_tokens <= len(text)
+    assert out.sequences.tolist() == plain(model, [[*text, 9]])
+
+
+def test_room_for_heads_too(tmp_path: Path) -> None:
+    """Target's and heads' parts together never take more than is allowed, and give way together."""
+    model, folder = target(), eagle_folder(tmp_path / "head")
+    prompts = [[(seed + 3 * i) % 50 + 5 for i in range(40)] for seed in range(4)]
+    each = LanguageModel(model).kv_bytes * 53
+    generator = SpecGenerator(model, folder, prefix_cache=int(2.8 * each))
+    prefixes = generator._prefixes
+    assert prefixes is not None
+    for prompt in prompts:
+        generator.generate([prompt], **RUN)
+        entries = prefixes._entries.items()
+        sizes = [prefix_bytes(kept.state if text.reader is None else kept.state[0]) for text, kept in entries]
+        assert sum(sizes) == sum(kept.bytes for kept in prefixes._entries.values()) == prefixes.bytes
+        assert each < prefixes.bytes <= prefixes.limit
+    for prompt, kept in zip(prompts[::-1], (True, True, False, False), strict=True):
+        out = generator.generate([prompt], **RUN)
+        assert (out.stats.cached_prompt_tokens > 0) == kept
+        assert out.sequences.tolist() == plain(model, [prompt])
+
+
+def test_chats_side_by_side(tmp_path: Path) -> None:
+    """Turns of several threads come and go in one engine; each goes on from its own, in strict arithmetic too."""
+    model, folder = target(), eagle_folder(tmp_path / "head")
+    for exactness in ("auto", "strict"):
+        generator = SpecGenerator(model, folder, exactness=exactness)
+        calm = SpecGenerator(generator.target, prefix_cache=False)
+
+        def chat(seed: int, generator: SpecGenerator = generator) -> tuple[list[list[int]], list[int]]:
+            turns, cached, prompt = [], [], [(seed + 3 * i) % 50 + 5 for i in range(30 + seed)]
+            for _ in range(3):
+                out = generator.generate([prompt], **RUN)
+                turns.append([*prompt, *out.new_tokens()[0]])
+                cached.append(out.stats.cached_prompt_tokens)
+                prompt = [*turns[-1], seed, 9]
+            return turns, cached
+
+        with ThreadPoolExecutor(4) as pool:
+            chats = list(pool.map(chat, range(4)))
+        for turns, cached in chats:
+            assert min(cached[1:]) > 30
+            for turn in turns:
+                assert calm.generate([turn[: -RUN["max_new_tokens"]]], **RUN).sequences[0].tolist() == turn
+
+
+def test_a_head_that_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its request nor others end for that."""
+    model, folder = target(), eagle_folder(tmp_path / "head")
+    generator = SpecGenerator(model, folder)
+
+    def full(*_: Any) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(Stages, "keep_prefix", full)
+    for _ in range(2):
+        out = generator.generate([FIRST], **RUN)
+        assert out.stats.cached_prompt_tokens == 0
+        assert out.sequences.tolist() == plain(model, [FIRST])

@@ -1,0 +1,262 @@
+"""Drafts with another tokenizer: through text, and through the tokens that both vocabularies have."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from specdec.core.drafts import BatchDrafter, DraftSession, Plan
+from specdec.core.rounds import SequenceView
+from specdec.core.tree import Tree
+from specdec.errors import VocabularyError
+from specdec.proposers import ModelDrafter, TextBridge, VocabularyIntersection
+from specdec.proposers.other_tokenizer.by_tokens import shared_tokens
+from tests.proposers.fakes import FakeModel, FakePlan, FakeSequence, Greedy, follow, one, task
+
+TEXT = (
+    "The quick brown fox jumps over the lazy dog, and the dog sleeps on. Übergrößen kosten 12,50 € – naïve café.\n"
+    "def area(width, height):\n    return width * height  # 面积 🙂🙃\n\n\nprint(area(3, 4))\n" * 2
+)
+KINDS = ["bytes-320", "bytes-420", "spaces-200"]
+
+
+@lru_cache
+def tokenizer(kind: str) -> PreTrainedTokenizerFast:
+    """A byte-level BPE like GPT-2's, or one over characters with byte fallback like Llama's, of some size."""
+    style, size = kind.split("-")
+    special = ["<s>", "</s>"]
+    if style == "bytes":
+        raw = Tokenizer(models.BPE())
+        raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        raw.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+    else:
+        raw = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+        raw.pre_tokenizer = pre_tokenizers.Metaspace()
+        raw.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
+        special = [*special, "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+        alphabet = []
+        size = str(int(size) + 256)
+    trainer = trainers.BpeTrainer(
+        vocab_size=int(size), special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    raw.train_from_iterator([TEXT.replace("🙃", "")], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>")
+
+
+class Oracle(BatchDrafter, DraftSession):
+    """Drafts the true text in its own tokens; notes what it was given."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, text: str, junk: int = 0) -> None:
+        self.tokenizer, self.text, self.junk = tokenizer, text, junk
+        self.seen: list[list[int]] = []
+
+    def start(self, vocab_size: int) -> Oracle:
+        return self
+
+    def propose(self, rows: list[SequenceView], plans: list[Plan]) -> list[Tree]:
+        return [self._chain(row, plan.limit) for row, plan in zip(rows, plans, strict=True)]
+
+    def _chain(self, row: SequenceView, limit: int) -> Tree:
+        self.seen.append(list(row.tokens))
+        known = self.tokenizer.decode(row.tokens).removeprefix("<s>")
+        rest = self.text[len(known) :] if self.text.startswith(known) else "?!"
+        # As after other text: a word that goes on does not begin with a space. The emoji never merges with anything.
+        anchor = self.tokenizer.encode("\n🙃", add_special_tokens=False)
+        ids = self.tokenizer.encode("\n🙃" + rest, add_special_tokens=False)[len(anchor) :][:limit]
+        if self.junk:
+            ids = [(i * self.junk + 7) % len(self.tokenizer) for i in ids]
+        return Tree.chain(ids, [0.9] * len(ids))
+
+
+def emit(target: str, draft: str, text: str, junk: int = 0, limit: int = 6) -> tuple[int, int, Oracle]:
+    """Emits `text` with a bridge that guesses along; tokens, passes and the draft."""
+    ours, theirs = tokenizer(target), tokenizer(draft)
+    true = ours.encode(text, add_special_tokens=False)
+    oracle = Oracle(theirs, ours.decode(true), junk)
+    session = TextBridge(oracle, ours, theirs).start(len(ours))
+    row, passes = FakeSequence(true[:1]), 0
+    while len(row.tokens) < len(true):
+        [tree] = session.propose([row], [FakePlan(limit)])
+        assert len(tree) <= limit
+        assert tree.is_chain
+        assert all(0 <= token < len(ours) for token in tree.tokens)
+        rest = true[len(row.tokens) :]
+        accepted, _ = tree.follow(rest[:-1])
+        follow(session, row, tree.tokens, accepted, rest[accepted])
+        passes += 1
+    return len(true), passes, oracle
+
+
+@pytest.mark.parametrize("draft", KINDS)
+@pytest.mark.parametrize("target", KINDS)
+def test_a_draft_that_knows_the_text_is_accepted(target: str, draft: str) -> None:
+    """Words, code, accents, Chinese and emoji come over in both directions; at least two tokens a pass."""
+    tokens, passes, _ = emit(target, draft, TEXT)
+    assert tokens / passes > 2.0
+
+
+@pytest.mark.parametrize("target", KINDS[:2])
+def test_the_draft_reads_the_text_as_its_own_tokenizer_writes_it(target: str) -> None:
+    """What the draft is given round after round is the text, and no half characters."""
+    ours, theirs = tokenizer(target), tokenizer("bytes-420")
+    _, _, oracle = emit(target, "bytes-420", TEXT)
+    text = ours.decode(ours.encode(TEXT))
+    canonical = 0
+    for ids in oracle.seen:
+        read = theirs.decode(ids, skip_special_tokens=True)
+        assert text.startswith(read)
+        canonical += theirs.encode(read, add_special_tokens=False) == ids
+    assert canonical > 0.9 * len(oracle.seen)
+
+
+@given(st.text(alphabet=list("ab \n.é€🙂x0"), min_size=1, max_size=40), st.sampled_from(KINDS), st.sampled_from(KINDS))
+@settings(max_examples=60, deadline=None)
+def test_any_text_passes_through(text: str, target: str, draft: str) -> None:
+    """Whatever the text and the guesses, proposals are ids of the target's vocabulary and nothing breaks."""
+    if tokenizer(target).encode(text, add_special_tokens=False):
+        emit(target, draft, text)
+        emit(target, draft, text, junk=3)
+
+
+def test_half_a_character_waits() -> None:
+    """The draft sees a character once all its bytes are there, and its guess still continues the row's tokens."""
+    ours, theirs = tokenizer("bytes-320"), tokenizer("bytes-420")
+    text = "dog 🙃 dog"
+    true = ours.encode(text)
+    cut = next(i for i in range(1, len(true)) if ours.decode(true[:i]).endswith("\ufffd"))
+    oracle = Oracle(theirs, text)
+    session = TextBridge(oracle, ours, theirs).start(len(ours))
+    assert one(session, FakeSequence(true[:cut]), 8)[:4] == true[cut:][:4]
+    assert theirs.decode(oracle.seen[0], skip_special_tokens=True) == ours.decode(true[:cut]).rstrip("\ufffd")
+
+
+def test_begin_and_end_of_text_are_translated() -> None:
+    """The target's beginning of text becomes the draft's, and a draft that ends the text proposes the target's end."""
+    ours, theirs = tokenizer("bytes-320"), tokenizer("bytes-420")
+
+    class Ending(Oracle):
+        def _chain(self, row: SequenceView, limit: int) -> Tree:
+            tree = super()._chain(row, limit)
+            return Tree.chain([*tree.tokens, theirs.eos_token_id, 7])
+
+    oracle = Ending(theirs, "the dog")
+    session = TextBridge(oracle, ours, theirs).start(len(ours))
+    row = FakeSequence([ours.bos_token_id, *ours.encode("the")])
+    assert one(session, row, 9) == [*ours.encode(" dog"), ours.eos_token_id]
+    assert oracle.seen[0] == [theirs.bos_token_id, *theirs.encode("the")]
+
+
+def test_a_failing_draft_leaves_the_bridge_usable() -> None:
+    """After an exception in the draft the rows are read anew."""
+    ours, theirs = tokenizer("bytes-320"), tokenizer("bytes-420")
+    model = FakeModel(len(theirs))
+    session = TextBridge(ModelDrafter(model), ours, theirs).start(len(ours))
+    rows = [FakeSequence(ours.encode("the quick"), 0), FakeSequence(ours.encode("a lazy"), 1)]
+    plans = [FakePlan(3), FakePlan(5)]
+    model.fail_in = 2
+    with pytest.raises(ZeroDivisionError):
+        session.propose(rows, plans)
+    trees = session.propose(rows, plans)
+    fresh = TextBridge(ModelDrafter(model), ours, theirs).start(len(ours)).propose(rows, plans)
+    assert [tree.tokens for tree in trees] == [tree.tokens for tree in fresh]
+    session.release([0])
+    rows[1].tokens += ours.encode(" dog")
+    session.propose(rows[1:], plans[1:])
+    assert not session.propose(rows[1:], [FakePlan(0)])[0].tokens
+
+
+def test_shared_tokens_go_by_string() -> None:
+    """Ids differ, order differs, the sign for a space differs: equal strings find each other, specials specials."""
+    ours, theirs = tokenizer("bytes-320"), tokenizer("spaces-200")
+    shared = shared_tokens(ours, theirs)
+    assert len(shared) > 30
+    for a, b in shared.items():
+        left, right = ours.convert_ids_to_tokens(a), theirs.convert_ids_to_tokens(b)
+        assert left.replace("Ġ", " ") == right.replace("▁", " ")
+    assert shared[ours.eos_token_id] == theirs.eos_token_id
+    same = shared_tokens(ours, ours)
+    assert same == {i: i for i in range(len(ours))}
+
+
+def test_intersection_draws_from_shared_tokens_with_q_in_the_targets_ids() -> None:
+    """q is the draft's, renormalised over shared tokens, at the target's width; the draft reads its own ids."""
+    ours, theirs = tokenizer("bytes-320"), tokenizer("bytes-420")
+    model, width = FakeModel(len(theirs)), len(ours) + 5
+    drafter = VocabularyIntersection(ModelDrafter(model), ours, theirs)
+    session = drafter.start(width)
+    row = FakeSequence([ours.bos_token_id, *ours.encode("the dog")], task=task(Greedy(needs_q=True)))
+    for _ in range(3):
+        [tree] = session.propose([row], [FakePlan(4)])
+        assert tree.q is not None
+        assert tree.q.shape == (4, width)
+        assert set(tree.tokens) <= set(drafter.to_draft)
+        read = [drafter.to_draft[token] for token in row.tokens]
+        logits = model.logits(read)
+        for a, b in drafter.to_draft.items():
+            if b < model.vocab_size:
+                expected = logits[b] - logits[list(drafter.to_draft.values())].logsumexp(0)
+                assert float(tree.q[0, a].log()) == pytest.approx(float(expected), abs=1e-4)
+        torch.testing.assert_close(tree.q.sum(-1), torch.ones(4))
+        follow(session, row, tree.tokens, 2, 9)
+
+
+def test_ends_are_translated() -> None:
+    """Every draft behind a bridge learns which of its own tokens end a text, and guesses nothing after one."""
+    ours, theirs = tokenizer("bytes-320"), tokenizer("bytes-420")
+    row = FakeSequence([ours.bos_token_id, *ours.encode("the dog")])
+    drafter = VocabularyIntersection(ModelDrafter(FakeModel(len(theirs))), ours, theirs)
+    [free] = drafter.start(len(ours)).propose([row], [FakePlan(6)])
+    end = free.tokens[2]
+    row.task = task(ends=frozenset({end}))
+    [tree] = drafter.start(len(ours)).propose([row], [FakePlan(6)])
+    assert tree.tokens == free.tokens[: free.tokens.index(end) + 1]
+
+
+def test_intersection_reads_foreign_tokens_through_their_text() -> None:
+    """Text that the draft lacks tokens for is re-encoded; a forced foreign token is proposed and ends the chain."""
+    ours, theirs = tokenizer("bytes-420"), tokenizer("bytes-320")
+    foreign = next(i for i in range(len(ours)) if i not in shared_tokens(ours, theirs))
+
+    class Forced(Greedy):
+        def pick(self, row, guesses, logits, *, confident=True):  # type: ignore[no-untyped-def]
+            assert row.tokens[-1] == foreign
+            return foreign, 1.0, None
+
+    seen: list[list[int]] = []
+
+    class Watched(FakeModel):
+        def logits(self, prefix, encoding=0):  # type: ignore[no-untyped-def]
+            seen.append(list(prefix))
+            return super().logits(prefix, encoding)
+
+    session = VocabularyIntersection(ModelDrafter(Watched(len(theirs))), ours, theirs).start(len(ours))
+    row = FakeSequence([*ours.encode("a"), foreign], task=task(Forced()))
+    assert one(session, row) == [foreign]
+    assert theirs.decode(seen[-1]) == ours.decode(row.tokens)
+    session.release([0])
+    assert one(session, row) == [foreign]
+
+
+def test_intersection_of_nothing_raises() -> None:
+    """Vocabularies without a common token cannot be drafted across."""
+
+    class Alien:
+        all_special_tokens: tuple[str, ...] = ()
+
+        def get_vocab(self) -> dict[str, int]:
+            return {"never seen": 0}
+
+        def encode(self, text: str, **options: object) -> list[int]:
+            return []
+
+    with pytest.raises(VocabularyError, match="common"):
+        VocabularyIntersection(ModelDrafter(FakeModel()), tokenizer("bytes-320"), Alien())  # type: ignore[arg-type]

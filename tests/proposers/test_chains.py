@@ -1,0 +1,262 @@
+"""Chains that grow in one call: the same proposals as pass by pass, and the same text in the cache."""
+
+from __future__ import annotations
+
+import math
+import random
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import TemperatureLogitsWarper
+from transformers.generation import logits_process as stock
+
+from specdec.core.draft_schedules.budget import Limit
+from specdec.core.draft_schedules.cost import CostPlan
+from specdec.core.draft_schedules.estimates import Acceptance
+from specdec.core.drafts import Chained, ChainRule, Choice, Filter, Plan
+from specdec.core.tree import EMPTY
+from specdec.decoding import noise
+from specdec.decoding.processors import Processors, Timestamps, TopK, TopP
+from specdec.decoding.processors.penalties import OutputPenalty
+from specdec.decoding.processors.suppress import MinLength, Suppress, SuppressAtBegin
+from specdec.decoding.samplers import CoupledRule, GreedyRule, SampledRule
+from specdec.proposers import ModelDrafter
+from tests.proposers.fakes import FakeModel, FakeSequence, FakeSession, choosing, follow, task
+
+TESTED = [(0.02, False), (0.05, False), (0.05, True), (0.3, True), (0.6, True), (0.9, True), (0.9, False)]
+PLANS = [
+    Limit(5),
+    Limit(1),
+    Limit(20, 0.1),
+    CostPlan(12, Acceptance(), 0.05, 0.02, 1),
+    CostPlan(12, Acceptance().after(TESTED, 7), 0.01, 0.002, 1),
+    CostPlan(32, Acceptance().after(TESTED, 7), 0.0, 0.0, 1),
+]
+
+
+class Chaining(FakeSession):
+    """A session whose chains are one call."""
+
+    chains, calls = True, 0
+
+    def chain(self, rows: Sequence[int], texts: Sequence[list[int]], rules: Sequence[ChainRule]) -> Chained:
+        self.calls += 1
+        found = [self.guesses(*own) for own in zip(rows, texts, rules, strict=True)]
+        return Chained([guesses for guesses, _ in found], [q for _, q in found])
+
+    def guesses(self, row: int, text: list[int], rule: ChainRule) -> tuple[list[tuple[int, float]], Tensor | None]:
+        until = rule.until
+        found: list[tuple[int, float]] = []
+        q: list[Tensor] = []
+        chance, fed = 1.0, text
+        while True:
+            self.held[row] += fed
+            logits = self.model.logits(self.held[row], self.encodings[row])[: rule.width]
+            scores = filtered(logits, rule.choice, [token for token, _ in found])
+            q.append(scores.softmax(-1))
+            token = int((scores + noise_of(rule.choice, len(found), len(scores))).argmax())
+            sure = math.nan if not scores.max().isfinite() else float(q[-1][token]) if rule.confident else 1.0
+            found.append((token, sure))
+            chance *= min(sure * until.rates[bisect_right(until.edges, sure)], 1.0)
+            if len(found) == rule.most or not chance >= until.least or token in rule.ends:
+                return found, torch.stack(q) if rule.needs_q else None
+            fed = [token]
+
+
+def filtered(logits: Tensor, choice: Choice, guesses: list[int]) -> Tensor:
+    """What a choice leaves of logits after some guesses, by processors that are told the text."""
+    scores = logits[None].float()
+    for name, numbers in choice.filters:
+        count, read = FILTERS[name]
+        tokens = [*map(int, numbers[count:]), *guesses]
+        scores = read(numbers[:count], tokens, len(guesses))(torch.tensor([tokens]).long(), scores)
+    return scores[0]
+
+
+def suppressed(span: Sequence[float], tokens: list[int], count: int) -> Suppress:
+    return Suppress(tokens[: len(tokens) - count] if span[0] <= count < span[1] else [])
+
+
+def topped(how: Sequence[float], tokens: list[int], count: int) -> stock.LogitsProcessorList:
+    k, p, least = how
+    kept = stock.TopPLogitsWarper(p, min_tokens_to_keep=least)
+    return stock.LogitsProcessorList([stock.TopKLogitsWarper(k), kept] if k else [kept])
+
+
+def stamped(how: Sequence[float], said: list[int], count: int) -> Timestamps:
+    first, end, most, by_probability, newest = map(int, how)
+    rules = Timestamps(first, 0, end, most_initial=None if most < 0 else most, by_probability=bool(by_probability))
+    earlier = [newest] if newest >= 0 else []
+    return lambda ids, scores: rules(None, scores, texts=[earlier * (len(said) > 1) + said])  # type: ignore[return-value]
+
+
+# How many numbers stand before the tokens, and the processor of those and of the tokens with the guesses.
+FILTERS: dict[str, tuple[int, Callable[..., Any]]] = {
+    "suppress": (2, suppressed),
+    "temperature": (1, lambda own, tokens, count: TemperatureLogitsWarper(float(*own))),
+    "top": (3, topped),
+    "timestamps": (5, stamped),
+}
+
+
+def noise_of(choice: Choice, place: int, vocab: int) -> Tensor:
+    """The noise of guess `place`."""
+    if choice.address is None:
+        return torch.zeros(vocab)
+    return noise.gumbel(noise.fold(choice.address, choice.first + place), torch.arange(vocab))
+
+
+class ChainingModel(FakeModel):
+    def session(self) -> Chaining:
+        self.sessions.append(Chaining(self))
+        return self.sessions[-1]
+
+
+RULES = choosing(50)
+TOGETHER = [(plan, name) for name in RULES for plan in (PLANS if name in ("likeliest", "warped") else PLANS[2:5:2])]
+
+
+@pytest.mark.parametrize(
+    ("plan", "rule"), [(plan, RULES[name]) for plan, name in TOGETHER], ids=[n for _, n in TOGETHER]
+)
+def test_as_pass_by_pass(plan: Plan, rule: GreedyRule) -> None:
+    """Whatever becomes of the guesses, the next ones are the same, and so is what the caches hold."""
+    chance = random.Random(4)
+    models = FakeModel(), ChainingModel()
+    sessions = [ModelDrafter(model).start(50) for model in models]
+    rows = [FakeSequence([7, 3, 9], task=replace(task(rule), ends=frozenset({11, 30}))) for _ in models]
+    lengths = set()
+    for _ in range(60):
+        trees = [session.propose([row], [plan])[0] for session, row in zip(sessions, rows, strict=True)]
+        one, other = trees
+        assert one.tokens == other.tokens
+        assert one.confidence == pytest.approx(other.confidence)
+        assert (one.q is None) == (other.q is None) == (not rule.needs_q or not one.tokens)
+        if one.q is not None:
+            torch.testing.assert_close(other.q, one.q)
+        lengths.add(len(one))
+        accepted = chance.randrange(len(one) + 1)
+        bonus = chance.randrange(50)
+        for session, row, tree in zip(sessions, rows, trees, strict=True):
+            follow(session, row, tree.tokens, accepted, bonus)
+        held = [next(iter(model.sessions[-1].held.values())) for model in models]
+        assert rows[0].tokens[: len(held[0])] == held[0] == held[1]
+    assert models[1].sessions[-1].calls == 60
+    assert not models[1].fed  # no pass beside them
+    assert len(lengths) > 1 or plan.limit == 1 or not plan.needs_confidence
+
+
+def test_several_rows_at_once() -> None:
+    """Rows with plans and rules of their own: the proposals of passes, and one call a round as long as all allow it."""
+    rules, plans = [*choosing(50).values()][:3], [Limit(5), Limit(2), CostPlan(12, Acceptance(), 0.05, 0.02, 1)]
+    models = FakeModel(), ChainingModel()
+    sessions = [ModelDrafter(model).start(50) for model in models]
+    texts = [7, 3, 9], [4, 8, 2, 2], [30, 31]
+    rows = [
+        [
+            FakeSequence([*text], id=key, task=task(rule))
+            for key, (text, rule) in enumerate(zip(texts, rules, strict=True))
+        ]
+        for _ in models
+    ]
+    chance = random.Random(1)
+    for turn in range(30):
+        trees = [session.propose(own, plans) for session, own in zip(sessions, rows, strict=True)]
+        for number, (one, other) in enumerate(zip(*trees, strict=True)):
+            assert one.tokens == other.tokens
+            assert one.confidence == pytest.approx(other.confidence)
+            accepted, bonus = chance.randrange(len(one) + 1), chance.randrange(50)
+            for session, own in zip(sessions, rows, strict=True):
+                follow(session, own[number], one.tokens, accepted, bonus)
+        assert models[1].sessions[-1].calls == turn + 1
+    assert [*models[0].sessions[-1].held.values()] == [*models[1].sessions[-1].held.values()]
+    assert not models[1].sessions[-1].fed
+    sessions[1].propose(rows[1], [Impatient(5), *plans[1:]])  # who must be asked
+    assert models[1].sessions[-1].calls == 30
+
+
+def test_no_guess() -> None:
+    """A draft that overflowed proposes what it had before."""
+
+    class Overflowing(Chaining):
+        def guesses(self, row: int, text: list[int], rule: ChainRule) -> tuple[list[tuple[int, float]], Tensor | None]:
+            self.held[row] += [*text, 5]
+            return [(5, 0.5), (0, math.nan)], None
+
+    class Model(FakeModel):
+        def session(self) -> Overflowing:
+            self.sessions.append(Overflowing(self))
+            return self.sessions[-1]
+
+    session = ModelDrafter(Model()).start(50)
+    row = FakeSequence([7, 3], task=task(GreedyRule(Processors(), 50)))
+    [tree] = session.propose([row], [Limit(5)])
+    assert tree.tokens == [5]
+    follow(session, row, tree.tokens, 1, 8)
+    assert session.propose([row], [Limit(5)])[0].tokens == [5]
+
+
+class Impatient(Limit):
+    """A limit that asks for something else."""
+
+    def go_on(self, paths: Sequence[Sequence[float]], width: int = 1) -> bool:
+        return max(map(len, paths)) < 2
+
+
+def test_limits_of_another_kind() -> None:
+    """Are asked after every guess."""
+    model = ChainingModel()
+    session = ModelDrafter(model).start(50)
+    row = FakeSequence([7, 3], task=task(GreedyRule(Processors(), 50)))
+    assert len(session.propose([row], [Impatient(5)])[0]) == 2
+    assert not model.sessions[-1].calls
+
+
+class Contrary(GreedyRule):
+    """A rule of another kind."""
+
+
+ASKED = {
+    "own code": GreedyRule(Processors((lambda ids, logits: logits,)), 50),
+    "own rule": Contrary(Processors(), 50),
+    "typical": GreedyRule(Processors((stock.TypicalLogitsWarper(0.9),)), 50),
+    "least probability": GreedyRule(Processors((stock.MinPLogitsWarper(0.1),)), 50),
+    "repetitions": GreedyRule(Processors((stock.RepetitionPenaltyLogitsProcessor(1.5),)), 50),
+    "one of two": GreedyRule(Processors((Suppress([4]), OutputPenalty(1, 0.5, 0.5))), 50),
+    "after the begin": GreedyRule(Processors((Timestamps(40, 3, 30),)), 50),
+    "no say": None,
+}
+
+
+@pytest.mark.parametrize("rule", ASKED.values(), ids=ASKED)
+def test_who_must_be_asked(rule: GreedyRule | None) -> None:
+    """Rules that numbers do not say."""
+    model = ChainingModel()
+    session = ModelDrafter(model).start(50)
+    row = FakeSequence([7, 3], task=task(rule)) if rule else FakeSequence([7, 3])
+    assert session.propose([row], [Limit(5)])[0] is not EMPTY
+    assert not model.sessions[-1].calls
+
+
+def test_what_numbers_say() -> None:
+    """Of suppressed tokens those that are not over, of texts what is looked at, and the noise."""
+    row = FakeSequence([7, 3, 9], prompt_length=1)
+    over = Processors((SuppressAtBegin([3], 2), MinLength(3, [3]), Suppress([5, 4, -1]), TopP(0.5)))
+    said = [Filter("suppress", (0, math.inf, 4, 5)), Filter("top", (0, 0.5, 1))]
+    assert GreedyRule(over, 50).choice(row) == Choice(said)
+    begin = Processors((SuppressAtBegin([3], 5), MinLength(4, [2])))
+    said = [Filter("suppress", (2, 3, 3)), Filter("suppress", (0, 1, 2))]
+    assert GreedyRule(begin, 50).choice(row) == Choice(said)
+    for text, newest, last in (([7, 3], -1, ()), ([7, 3, 41, 5, 6], 41, (5, 6)), ([7, 3, 42], 42, (42,))):
+        stamps = GreedyRule(Processors((Timestamps(40, 2, 30),)), 50).choice(FakeSequence(text))
+        assert stamps == Choice([Filter("timestamps", (40, 30, -1, True, newest, *last))])
+    drawn = CoupledRule(Processors((TemperatureLogitsWarper(0.5), TopK(7))), 50, seed=2).choice(row)
+    said = [Filter("temperature", (0.5,)), Filter("top", (7, 1.0, 1))]
+    assert drawn == Choice(said, noise.key(2, noise.COUPLED), 2)
+    own = SampledRule(Processors(), 50, seed=2).choice(row)
+    assert own == Choice([], noise.key(2, noise.DRAFT, 2), 0)

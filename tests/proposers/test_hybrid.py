@@ -1,0 +1,173 @@
+"""The hybrid: it takes the draft that pays, learns which that is, and never looks at what was drawn."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from specdec.core.drafts import BatchDrafter, DraftSession
+from specdec.core.rounds import SequenceView
+from specdec.core.tree import Tree
+from specdec.errors import OptionError
+from specdec.proposers import HybridDrafter, ModelDrafter, SuffixDrafter
+from specdec.proposers import hybrid as module
+from tests.proposers.fakes import FakeModel, FakePlan, FakeSequence, follow, one
+
+
+class Clock:
+    """Time that passes only when told to, and by half a second for each pass of the draft model."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class SlowModel(FakeModel):
+    clock: Clock
+    seconds = 0.5
+
+    def session(self):  # type: ignore[no-untyped-def]
+        session, clock, seconds = super().session(), self.clock, self.seconds
+        forward = session.forward
+
+        def slow(*args, **more):  # type: ignore[no-untyped-def]
+            clock.now += seconds
+            return forward(*args, **more)
+
+        session.forward = slow  # type: ignore[method-assign]
+        return session
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "perf_counter", clock)
+    return clock
+
+
+def run(clock: Clock, model: SlowModel, next_token, rounds: int) -> list[Tree]:  # type: ignore[no-untyped-def]
+    """Rounds of one second each over a text in which `next_token(text)` follows; the proposals."""
+    session = HybridDrafter(SuffixDrafter(), ModelDrafter(model)).start(50)
+    row, trees = FakeSequence([1, 2, 3, 4, 5]), []
+    for _ in range(rounds):
+        [tree] = session.propose([row], [FakePlan(5)])
+        trees.append(tree)
+        accepted, new = 0, next_token(row.tokens)
+        while accepted < len(tree) and tree.tokens[accepted] == new:
+            accepted += 1
+            new = next_token([*row.tokens, *tree.tokens[:accepted]])
+        follow(session, row, tree.tokens, accepted, new)
+        clock.now += 1.0
+    return trees
+
+
+def test_copying_text_goes_to_the_text_draft(clock: Clock) -> None:
+    """Where the text repeats and the model is wrong, the model soon costs nothing."""
+    model = SlowModel()
+    model.clock = clock
+    trees = run(clock, model, lambda text: text[-5], 40)
+    assert {tree.source for tree in trees[-20:]} == {"suffix"}
+
+
+def test_free_text_goes_to_the_model(clock: Clock) -> None:
+    """Where the model is right and copying is not, the model drafts, though the text draft has guesses as well."""
+    model = SlowModel()
+    model.clock, model.seconds = clock, 0.1
+    trees = run(clock, model, lambda text: model.greedy(text, 1)[0], 60)
+    assert sum(tree.source == "model" for tree in trees[-30:]) > 25
+
+
+def test_changes_its_mind_with_the_text(clock: Clock) -> None:
+    """Copying first, free text after: each stretch goes to the draft that knows it."""
+    model = SlowModel()
+    model.clock, model.seconds = clock, 0.1
+    trees = run(clock, model, lambda text: text[-5] if len(text) < 150 else model.greedy(text, 1)[0], 80)
+    assert {tree.source for tree in trees[10:20]} == {"suffix"}
+    assert sum(tree.source == "model" for tree in trees[-30:]) > 25
+
+
+def test_an_expensive_model_is_left_alone(clock: Clock) -> None:
+    """A model that is always right but dearer than the target loses even against copies that often fail."""
+    model = SlowModel()
+    model.clock, model.seconds = clock, 2.0
+    trees = run(clock, model, lambda text: model.greedy(text, 1)[0] % 3, 60)
+    assert {tree.source for tree in trees[-20:]} == {"suffix"}
+
+
+def test_skipped_rounds_leave_the_model_exact(clock: Clock) -> None:
+    """Whatever mixture of drafts ran before, the model's proposals are those of a fresh session."""
+    model = SlowModel()
+    model.clock = clock
+    rng = random.Random(3)
+    session = HybridDrafter(SuffixDrafter(), ModelDrafter(model)).start(50)
+    rows = [FakeSequence([rng.randrange(4)], key) for key in range(3)]
+    sources = set()
+    for _ in range(40):
+        plans = [FakePlan(rng.choice([0, 2, 5])) for _ in rows]
+        for row, plan, tree in zip(rows, plans, session.propose(rows, plans), strict=True):
+            sources.add(tree.source)
+            assert len(tree) <= plan.limit
+            if tree.source == "model":
+                assert tree.tokens == model.greedy(row.tokens, plan.limit)
+            follow(session, row, tree.tokens, rng.randint(0, 5), rng.randrange(4))
+        clock.now += 1.0
+    assert {"model", "suffix"} <= sources
+    session.release([1])
+    assert len(session.propose([rows[0], rows[2]], [FakePlan(2)] * 2)) == 2
+
+
+def test_decides_before_the_model_draws(clock: Clock) -> None:
+    """A tree that the model drew is always the one proposed: choosing after seeing it would bend the distribution."""
+    drawn: list[Tree] = []
+
+    class Watched(BatchDrafter, DraftSession):
+        def start(self, vocab_size: int) -> Watched:
+            return self
+
+        def propose(self, rows: list[SequenceView], plans: list[FakePlan]) -> list[Tree]:
+            drawn.extend(Tree.chain([9] * plan.limit) for plan in plans)
+            return drawn[-len(rows) :]
+
+    session = HybridDrafter(SuffixDrafter(), Watched()).start(50)
+    row, used = FakeSequence([1, 2, 1]), 0
+    for step in range(30):
+        [tree] = session.propose([row], [FakePlan(2)])
+        used += any(tree is other for other in drawn)
+        row.tokens.append(step % 3)
+        clock.now += 1.0
+    assert used == len(drawn)
+
+
+def test_what_was_written_anew_is_read_anew_by_both(clock: Clock) -> None:
+    """Neither draft goes on from a text that is gone."""
+    model = SlowModel()
+    model.clock = clock
+    session, row = HybridDrafter(SuffixDrafter(), ModelDrafter(model)).start(50), FakeSequence([1, 2, 3, 4])
+    assert one(session, row) == model.greedy(row.tokens, 5)
+    row.tokens[2:] = [7, 1, 2]
+    session.rewind(row, 2)
+    copied, clock.now = one(session, row, 1), 1.0
+    assert copied == [7]
+    row.tokens[1:] = [9]
+    session.rewind(row, 1)
+    assert one(session, row) == model.greedy(row.tokens, 5)
+
+
+def test_a_failing_model_leaves_the_hybrid_usable(clock: Clock) -> None:
+    """An exception in the model draft does not spoil the next round."""
+    model = SlowModel()
+    model.clock = clock
+    session = HybridDrafter(SuffixDrafter(), ModelDrafter(model)).start(50)
+    row = FakeSequence([1, 2, 3])
+    model.fail_in = 1
+    with pytest.raises(ZeroDivisionError):
+        one(session, row)
+    assert one(session, row) == model.greedy(row.tokens, 5)
+
+
+def test_refuses_a_model_as_the_text_draft() -> None:
+    """The first draft must copy from the text."""
+    with pytest.raises(OptionError, match="text"):
+        HybridDrafter(ModelDrafter(FakeModel()), ModelDrafter(FakeModel()))  # type: ignore[arg-type]

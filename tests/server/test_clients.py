@@ -1,0 +1,153 @@
+"""Who asks, and how much a client may have: requests under way, new tokens, users behind a proxy."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+
+from specdec import SpecGenerator
+from specdec.server.state import origin_of
+from specdec.server.text import TextModel
+from tests.folders import WIDTH
+from tests.server.served import TOKENIZER, app, asgi, client, run
+from tests.tiny import tiny
+
+PATH = "/v1/completions"
+LONG = {"prompt": "abc", "max_tokens": 400, "ignore_eos": True}
+SHORT = {"prompt": "abc", "max_tokens": 4}
+MESSAGES = {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True}
+
+
+async def beside(application: FastAPI, *asked: tuple[dict[str, Any], dict[str, str]]) -> list[int]:
+    """How requests with these bodies and headers are answered while a long one with the first headers runs."""
+    gone = asyncio.Event()
+    first = asgi(application, "POST", PATH, body={**LONG, "stream": True}, leave=gone, **asked[0][1])
+    work = asyncio.ensure_future(first)
+    while not application.state.server.hosts.all["text"].turns.running:
+        await asyncio.sleep(0.001)
+    found = [(await asgi(application, "POST", PATH, body=body, **headers)).status for body, headers in asked]
+    gone.set()
+    await work
+    return found
+
+
+def test_a_client_has_so_many_requests() -> None:
+    """Prompts of one request are one request. (They were counted one by one: nine where eight may be were a 429.)"""
+
+    async def ask() -> list[int]:
+        application = app(limits={"per_key": 1})
+        many = {**SHORT, "prompt": ["ab"] * 9}
+        alone = [(await asgi(application, "POST", PATH, body=body)).status for body in (many, many, {"n": 0}, many)]
+        return [
+            *alone,
+            *await beside(application, (SHORT, {})),
+            (await asgi(application, "POST", PATH, body=many)).status,
+        ]
+
+    assert run(ask()) == [200, 200, 400, 200, 429, 200]
+
+
+def test_uploads_are_requests_under_way() -> None:
+    """Also while their body is on its way, and until it has been given up."""
+
+    async def ask() -> list[int]:
+        application = app(limits={"per_key": 1, "upload_seconds": 0.2})
+        slow = asyncio.ensure_future(asgi(application, "POST", PATH, chunks=[b"{", None]))
+        await asyncio.sleep(0.01)
+        beside = await asgi(application, "POST", PATH, body=SHORT)
+        return [beside.status, (await slow).status, (await asgi(application, "POST", PATH, body=SHORT)).status]
+
+    assert run(ask()) == [429, 408, 200]
+
+
+def test_new_tokens_are_bounded() -> None:
+    """The limit was read by nobody: who asks for more is told in their own word, who says nothing gets so many."""
+
+    async def ask() -> list[Any]:
+        async with client(app(limits={"new_tokens": 5})) as c:
+            chat = "/v1/chat/completions"
+            bodies: list[tuple[str, dict[str, Any]]] = [
+                (PATH, {**LONG, "max_tokens": 6}),
+                (chat, {**MESSAGES, "max_completion_tokens": 6}),
+                (PATH, {"prompt": "abc", "min_tokens": 6}),
+                (PATH, {"prompt": "abc", "ignore_eos": True}),
+                (PATH, {"prompt": "a" * 500, "ignore_eos": True}),
+                (PATH, {**LONG, "max_tokens": 3}),
+                (chat, MESSAGES),
+            ]
+            return [(await c.post(path, json=body)).json() for path, body in bodies]
+
+    found = run(ask())
+    errors = [one["error"] for one in found[:3]]
+    assert [error["param"] for error in errors] == ["max_tokens", "max_completion_tokens", "min_tokens"]
+    assert all(f"`{error['param']}`" in error["message"] and "5" in error["message"] for error in errors)
+    assert [one["usage"]["completion_tokens"] for one in found[3:]] == [5, 5, 3, 5]
+
+
+PROXIES = ["127.0.0.1", "10.0.0.0/8", "2001:db8::/32"]
+ALICE = [
+    "1.2.3.4",
+    "1.2.3.4:5678",
+    "::ffff:1.2.3.4",
+    "9.9.9.9, 1.2.3.4",
+    "unknown, 1.2.3.4, 10.0.0.7, [2001:db8::1]:80",
+]
+OTHERS = ["9.9.9.9", "1.2.3.4, 9.9.9.9", "1.2.3.4, unknown", "", "10.0.0.7"]
+
+
+def test_users_behind_a_proxy_are_clients() -> None:
+    """They were one. What stands before the last address that is no proxy's may be invented, and counts for nothing."""
+
+    async def ask(*proxies: str) -> list[int]:
+        application = app(trusted_proxies=proxies, limits={"per_key": 1})
+        return await beside(application, *((SHORT, {"x-forwarded-for": one}) for one in (*ALICE, *OTHERS)))
+
+    assert run(ask(*PROXIES)) == [*[429] * len(ALICE), *[200] * len(OTHERS)]
+    assert run(ask("10.0.0.0/8")) == [429] * (len(ALICE) + len(OTHERS))  # the proxy itself is not trusted
+
+
+def test_a_network_of_one_host_is_one_client() -> None:
+    """Whoever has a /64 of IPv6 was as many clients as that has addresses."""
+    users = ["2001:db9::1", "2001:db9::2", "[2001:db9:0:0:ffff::1]:80", "2001:db9:0:1::1", "1.2.3.4"]
+
+    async def ask() -> list[int]:
+        application = app(trusted_proxies=PROXIES, limits={"per_key": 1})
+        return await beside(application, *((SHORT, {"x-forwarded-for": one}) for one in users))
+
+    assert run(ask()) == [429, 429, 429, 200, 200]
+    assert origin_of("::ffff:1.2.3.4") == origin_of("1.2.3.4") == "1.2.3.4"  # as connections are counted, too
+
+
+def test_users_behind_a_proxy_read_for_themselves() -> None:
+    """No prompt is continued from another user's."""
+    model = TextModel("text", SpecGenerator(tiny("llama", vocab=WIDTH), "suffix", tokenizer=TOKENIZER), context=512)
+    body = {**SHORT, "prompt": "a long prompt that two users have in common by chance " * 2}
+
+    async def ask() -> list[int]:
+        async with client(app(model, trusted_proxies=PROXIES)) as c:
+            found = []
+            for user in ("1.2.3.4", "5.6.7.8", "1.2.3.4"):
+                answer = await c.post(PATH, json=body, headers={"X-Forwarded-For": user})
+                found.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+            return found
+
+    first, other, again = run(ask())
+    assert (first, other) == (0, 0)
+    assert again > 50
+
+
+def test_keys_are_clients_behind_proxies_too(tmp_path: Path) -> None:
+    """A user with a key has one share, whatever addresses it asks from."""
+    path, keys = tmp_path / "keys", ("the-first-key-of-a-file", "another-key-of-the-file")
+    path.write_text("\n".join(keys))
+
+    async def ask() -> list[int]:
+        application = app(trusted_proxies=PROXIES, limits={"per_key": 1}, api_key_file=path)
+        heads = [(keys[0], "1.2.3.4"), (keys[0], "5.6.7.8"), (keys[1], "1.2.3.4")]
+        given = [{"authorization": f"Bearer {key}", "x-forwarded-for": user} for key, user in heads]
+        return await beside(application, *((SHORT, head) for head in given))
+
+    assert run(ask()) == [429, 429, 200]

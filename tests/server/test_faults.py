@@ -1,0 +1,377 @@
+"""What a client is told of a request that does not go: a sentence in its own words, about a field that it knows."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import json
+import re
+import time
+from collections.abc import Iterator
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from specdec.server import protocol
+from specdec.server.errors import ApiError
+from specdec.server.faults import invalid
+from specdec.server.protocol import (
+    HINTS,
+    REFUSED,
+    REFUSED_OF_MESSAGES,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from specdec.server.routes import audio as audio_routes
+from tests.server.served import app, client, events, model_of, run, speech_model
+
+Path = tuple[str | int, ...]
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "x"}]
+BASES: dict[type[BaseModel], dict[str, Any]] = {
+    CompletionRequest: {"prompt": "abc"},
+    ChatRequest: {"messages": MESSAGES},
+    TokenizeRequest: {"prompt": "abc"},
+    DetokenizeRequest: {"tokens": [1]},
+}
+BAD: list[Any] = [
+    0, -1, 5, 10**9, 2**70, 1.5, -0.5, 1e300, float("nan"), True, "", "x", "yes", "0.5", "a" * 300, "a" * 70_000,
+    "\ud800", [], [[]], [5], [-1], ["a", 5], ["a", "\ud800"], ["a"] * 2000, [["a"] * 100], [None], [True], [{}],
+    [{"type": "image_url"}], [{"type": "\ud800"}], [{"role": "tool", "content": "x"}], [{"role": ["tool"]}],
+    [{"role": "user", "tool_calls": [{}]}], [{"role": "user", "refusal": "no"}], {"\ud800": 1},
+    [{"role": "user", "content": [{"type": "text", "text": 5}]}], {}, {"x": 1}, {"x": None}, {"1": "x"}, {"1": 1e9},
+    {"a" * 5000: 1}, {"enable_thinking": 5}, {"type": "json_schema"}, {"type": "text", "json_schema": {"name": "x"}},
+]  # fmt: skip
+INSIDES = re.compile(
+    r"function-|0x[0-9a-f]|functools|<class|\bdict|\blist\[|\bstr\b|\bint\b|\bfloat\b|\bNone\b|\bTrue\b|\bFalse\b|instance|"
+    r"Input should|valid (string|integer|number|boolean|list)|Value error|Expected|Error\b|cannot be taken|do_sample|"
+    r"sequence_bias|num_return|new_tokens|force_words|assistant_model|Drafter|LanguageModel|\{\w*\}"
+)
+
+
+def inner(annotation: Any, place: Path = ()) -> Iterator[tuple[Path, type[BaseModel]]]:
+    """The objects that a field may hold, and where in it they are."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield place, annotation
+    elif get_origin(annotation) is not Literal:
+        for part in get_args(annotation):
+            yield from inner(part, (0,) if get_origin(annotation) is list else place)
+
+
+def paths(model: type[BaseModel]) -> Iterator[tuple[Path, list[type[BaseModel]]]]:
+    """Where a value can stand in a request, and the objects that it stands in."""
+    for name, field in model.model_fields.items():
+        own = field.alias or name
+        yield (own,), [model]
+        for place, part in inner(field.annotation):
+            for rest, models in paths(part):
+                yield (own, *place, *rest), [model, *models]
+
+
+def body_with(path: Path, models: list[type[BaseModel]], value: Any) -> dict[str, Any]:
+    """A request that is sound but for one value."""
+    (name, *rest), (model, *others) = path, models
+    required = {key: field.annotation for key, field in model.model_fields.items() if field.is_required()}
+    given = {key: get_args(kind)[0] if get_origin(kind) is Literal else "x" for key, kind in required.items()}
+    given = BASES.get(model, given)
+    if not rest:
+        return {**given, str(name): value}
+    is_list = rest[0] == 0
+    below = body_with(tuple(rest[is_list:]), others, value)
+    return {**given, str(name): [below] if is_list else below}
+
+
+def fields(*models: type[BaseModel]) -> set[str]:
+    """All names that a client may write."""
+    return {str(part) for model in models for path, _ in paths(model) for part in path} | {
+        *REFUSED,
+        *REFUSED_OF_MESSAGES,
+        *HINTS,
+    }
+
+
+def check(error: ApiError, body: Any, known: set[str]) -> None:
+    """A sentence about something that the client sent, or should have."""
+    message, param = error.message, error.param
+    assert not INSIDES.search(message), message
+    assert len(message) < 500, message
+    assert param is not None, message
+    *parents, last = param.split(".")
+    at: Any = body
+    for part in parents:
+        at = at[int(part)] if isinstance(at, list) else at[part]
+    there = int(last) < len(at) if isinstance(at, list) else last in at or any(key.startswith(last) for key in at)
+    assert there or last in known, (message, param)
+    for named in re.findall(r"`([\w.]+)`", message):
+        assert named == param or {*named.split(".")} <= known, message
+
+
+def test_every_validator_speaks_to_clients() -> None:
+    """Every field of every request with every kind of wrong value; messages held addresses and pydantic's own words."""
+    refused = 0
+    for model in BASES:
+        known = fields(model)
+        for path, models in paths(model):
+            for value in BAD:
+                body = body_with(path, models, value)
+                try:
+                    model.model_validate(body)
+                except ValidationError as wrong:
+                    check(invalid([dict(fault) for fault in wrong.errors()], body), body, known)
+                    refused += 1
+    assert refused > 2000
+    models_of_clients = {one for one in vars(protocol).values() if isinstance(one, type) and issubclass(one, BaseModel)}
+    walked = {model for base in BASES for _, models in paths(base) for model in models}
+    assert models_of_clients - walked == {BaseModel, protocol.Sent, protocol.Generate}
+
+
+SAID: list[tuple[dict[str, Any], str, str]] = [
+    ({"stop": ["a"] * 5}, "stop", "`stop` may have 4 entries at most"),
+    ({"stop": ""}, "stop", "`stop` must not be empty"),
+    ({"stop": 5}, "stop", "`stop` must be text or a list, got 5"),
+    ({"stop": ["a", 5]}, "stop.1", "`stop.1` must be text, got 5"),
+    ({"prompt": ["a", 5]}, "prompt.1", "`prompt.1` must be text or a list, got 5"),
+    ({"prompt": []}, "prompt", "`prompt` must not be empty"),
+    ({"prompt": [-1]}, "prompt.0", "`prompt.0` must be at least 0, got -1"),
+    ({"prompt": None}, "prompt", "`prompt` is needed: pass it"),
+    ({"temperature": "0.5"}, "temperature", '`temperature` must be a number, got "0.5"'),
+    ({"stream": "yes"}, "stream", '`stream` must be true or false, got "yes"'),
+    ({"max_tokens": "5"}, "max_tokens", '`max_tokens` must be a whole number, got "5"'),
+    ({"early_stopping": "x"}, "early_stopping", "true or false or 'never' or 'exhaustive'"),
+    ({"constraints": [["a"], 5]}, "constraints.1", "`constraints.1` must be text or a list, got 5"),
+    ({"typical_p": 0}, "typical_p", "`typical_p` must be above 0, got 0"),
+    ({"top_k": 2**21}, "top_k", "`top_k` must be at most 1,048,576, got 2097152"),
+    ({"prompt": "a" * 600}, "prompt", "this model's context is 512 tokens"),
+    ({"no_such": 1}, "no_such", "`no_such` is not known here: leave it out"),
+    ({"n": 2, "temperature": 0}, "n", "`n` above 1 needs a `temperature` above 0 or `num_beams`"),
+    ({"logit_bias": {"99999": 1}}, "logit_bias", "`logit_bias` must be ids from 0 to 258"),
+    ({"min_tokens": 9, "max_tokens": 5}, "min_tokens", "`min_tokens`=9 is more than `max_tokens`=5"),
+    ({"min_tokens": 17}, "min_tokens", "`min_tokens`=17 is more than 16, which is the most without `max_tokens`"),
+    ({"constraints": ["a"], "temperature": 1.0}, "constraints", "or set `temperature` to 0"),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs", "`structured_outputs.regex`"),
+    ({"structured_outputs": {"choice": ["a"]}, "guided_regex": "a"}, "guided_regex", "`structured_outputs.choice`"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields_", "param", "said"), SAID)
+def test_what_is_said(fields_: dict[str, Any], param: str, said: str) -> None:
+    """The field as its client names it, and what would go."""
+
+    async def ask() -> Any:
+        async with client(app()) as c:
+            found = await c.post(COMPLETIONS, json={"prompt": "abc", **fields_})
+            assert found.status_code == 400, found.text
+            return found.json()["error"]
+
+    error = run(ask())
+    assert error["param"] == param
+    assert said in error["message"]
+
+
+def test_bodies_that_are_none_are_told_so() -> None:
+    """(The place where JSON broke was told as a field, and a list as a dictionary.)"""
+
+    async def ask() -> list[Any]:
+        head = {"Content-Type": "application/json"}
+        async with client(app()) as c:
+            bodies = (b'{"model":', b"[]", b"", b'{"prompt": "\xff"}')
+            found = [(await c.post(COMPLETIONS, content=body, headers=head)).json()["error"] for body in bodies]
+            return [*found, *[(await c.request(*asked)).json()["error"] for asked in (("GET", "/v2"), ("GET", CHATS))]]
+
+    errors = run(ask())
+    expected = ["the body is not JSON", "the body must be an object, got a list", "the body is needed", "JSON in UTF-8"]
+    for error, said in zip(errors, [*expected, "nothing is served at this path", "this method"], strict=True):
+        assert said in error["message"]
+        assert error["param"] is None
+
+
+ODD: list[dict[str, Any]] = [
+    {"n": 2}, {"n": 4}, {"logit_bias": {"99999": 1}}, {"logit_bias": {"x": 1}}, {"min_tokens": 9}, {"num_beams": 3},
+    {"num_beams": 4, "num_beam_groups": 2}, {"num_beam_groups": 2}, {"diversity_penalty": 0.5}, {"constraints": ["ok"]},
+    {"num_beams": 2, "constraints": ["ok"]}, {"num_samples": 2}, {"ranking": "sum"}, {"penalty_alpha": 0.6, "top_k": 4},
+    {"penalty_alpha": 0.6}, {"sampling": "block"}, {"schedule": "cost"}, {"num_assistant_branches": 3},
+    {"assistant_confidence_threshold": 0.3, "schedule": "cost"}, {"prediction": {"type": "content", "content": "a"}},
+    {"logprobs": 3}, {"speculate": False}, {"length_penalty": 2.0}, {"early_stopping": True},
+    {"early_stopping": "never"}, {"typical_p": 0.5}, {"min_p": 0.1}, {"top_p": 0}, {"prompt": [1, 259]},
+    {"max_tokens": 5000}, {"guided_regex": "("},
+    {"constraints": ["a", "ab"], "num_beams": 2}, {"guided_json": "{"}, {"temperature": 0}, {"temperature": 0.7},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("draft", ["none", "suffix", "model"])
+def test_options_that_do_not_go_together(draft: str) -> None:
+    """The library's errors name its own options: `num_return_sequences`, `do_sample`, `sequence_bias`, and drafts."""
+    known, refused = fields(CompletionRequest), 0
+
+    async def ask() -> None:
+        nonlocal refused
+        async with client(app(model_of(draft))) as c:
+            for at, one in enumerate(ODD):
+                for other in ({}, *ODD[:at:3]):
+                    body = {"prompt": "abc", "max_tokens": 4, **one, **other}
+                    found = await c.post(COMPLETIONS, json=body)
+                    if found.status_code != 200:
+                        assert found.status_code == 400, found.text
+                        error = found.json()["error"]
+                        check(ApiError(400, error["message"], param=error["param"]), body, known)
+                        refused += 1
+
+    run(ask())
+    assert refused > 100
+
+
+def silence() -> bytes:
+    """A recording of nothing."""
+    import soundfile
+
+    file = io.BytesIO()
+    soundfile.write(file, [0.0] * 1600, 16_000, format="WAV")
+    return file.getvalue()
+
+
+def test_conversations_are_kept() -> None:
+    """A message as openai's client hands it out goes back: its empty fields, `annotations` for one, were a 400."""
+    openai = pytest.importorskip("openai")
+
+    async def ask() -> list[str]:
+        async with client(app()) as c:
+            asked = openai.AsyncOpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none", http_client=c)
+            said: list[Any] = [{"role": "user", "content": "hello"}]
+            how: dict[str, Any] = {"model": "text", "max_tokens": 4, "seed": 1}
+            texts = []
+            for _ in range(2):
+                done = await asked.chat.completions.create(messages=said, **how)
+                texts.append(done.choices[0].message.content)
+                dumped = done.choices[0].message.model_dump()
+                assert None in dumped.values()
+                emptied = {name: [] if name in ("annotations", "tool_calls") else one for name, one in dumped.items()}
+                said += [dumped, {"role": "user", "content": "go on"}, emptied, {"role": "user", "content": "and on"}]
+            return texts
+
+    assert len(run(ask())) == 2
+
+
+def absent(model: type[BaseModel]) -> dict[str, Any]:
+    """A request in which everything that may be absent is null."""
+    nulls = {str(path[0]): None for path, _ in paths(model) if len(path) == 1}
+    return {**nulls, **dict.fromkeys((*REFUSED, *HINTS)), **BASES[model]}
+
+
+def test_null_means_absent() -> None:
+    """Everywhere: in the body, in messages, in objects within objects; only a schema keeps its own."""
+    nothing = {"include_usage": None, "continuous_usage_stats": None, "include_obfuscation": None}
+    message = {**dict.fromkeys(("name", "annotations", *REFUSED_OF_MESSAGES)), **MESSAGES[0]}
+    schema = {"type": "object", "properties": {"a": {"enum": [None]}}, "required": ["a"], "additionalProperties": False}
+    named = {"name": "a", "description": None, "strict": None, "schema": schema}
+    nested: dict[str, Any] = {
+        "messages": [message, {**message, "role": "assistant", "content": None}, message],
+        "logit_bias": {"5": None},
+        "chat_template_kwargs": {"enable_thinking": None},
+        "prediction": {"type": "content", "content": "a", "x": None},
+        "structured_outputs": {"json": None, "regex": None},
+        "response_format": {"type": "json_schema", "json_schema": named},
+    }
+
+    async def ask() -> list[Any]:
+        async with client(app()) as c:
+            bodies: list[tuple[str, dict[str, Any]]] = [
+                (COMPLETIONS, absent(CompletionRequest)),
+                (CHATS, {**absent(ChatRequest), "max_tokens": 2}),
+                ("/tokenize", absent(TokenizeRequest)),
+                ("/detokenize", absent(DetokenizeRequest)),
+                (CHATS, {**nested, "max_tokens": 20}),
+                (COMPLETIONS, {"prompt": "a", "stream": True, "stream_options": nothing}),
+            ]
+            return [await c.post(path, json=body) for path, body in bodies]
+
+    found = run(ask())
+    assert [one.status_code for one in found] == [200] * 6, [one.text for one in found]
+    assert json.loads(found[4].json()["choices"][0]["message"]["content"]) == {"a": None}
+    assert all(event == "[DONE]" or "usage" not in event for event in events(found[5].text))
+
+
+MANY: list[tuple[str, dict[str, Any], str]] = [
+    ("/detokenize", {"tokens": [-1] * 100_000}, "tokens.0"),
+    (COMPLETIONS, {"prompt": [-1] * 100_000}, "prompt.0"),
+    (COMPLETIONS, {"prompt": [[-1] * 10_000] * 10}, "prompt.0.0"),
+    (COMPLETIONS, {"prompt": "a", **{f"x{i}": 1 for i in range(100_000)}}, "x0"),
+    (CHATS, {"messages": [{"role": "user", "content": [{}] * 30_000}]}, "messages.0.content.0.type"),
+    (CHATS, {"messages": [{**MESSAGES[0], **{f"x{i}": 1 for i in range(100)}}] * 1000}, "messages.0.x0"),
+    (CHATS, {"messages": MESSAGES, "chat_template_kwargs": {f"x{i}": 1 for i in range(50_000)}}, ""),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {str(i): "x" for i in range(100_000)}}, "logit_bias"),
+]
+
+
+@pytest.mark.parametrize("at", range(len(MANY)))
+def test_many_faults_take_no_time(at: int) -> None:
+    """The event loop stood still for 25 s over 40,000 wrong tokens: each fault was compared with all others."""
+    path, body, place = MANY[at]
+
+    async def ask() -> tuple[Any, float]:
+        async with client(app()) as c:
+            content, headers = json.dumps(body), {"Content-Type": "application/json"}
+            began = time.monotonic()
+            return await c.post(path, content=content, headers=headers), time.monotonic() - began
+
+    found, seconds = run(ask())
+    assert found.status_code == 400
+    assert found.json()["error"]["param"].startswith(place)
+    assert seconds < 2
+
+
+def test_hints_that_change_no_text_are_dropped() -> None:
+    """Whatever their value: clients send them by default."""
+
+    async def ask() -> list[str]:
+        async with client(app()) as c:
+            values = ("x", True, {"a": "b"}, 5, None)
+            bodies = [{"messages": MESSAGES, "max_tokens": 4, "seed": 1, **dict.fromkeys(HINTS, one)} for one in values]
+            return [(await c.post(CHATS, json=body)).json()["choices"][0]["message"]["content"] for body in bodies]
+
+    assert len({*run(ask())}) == 1
+
+
+FORMS: list[dict[str, Any]] = [
+    *({"language": one} for one in ("xx", "e" * 99, "\x00")),
+    *({"temperature": one} for one in ("x", "-1", "nan", "1e999", "2")),
+    *({"seed": one} for one in ("x", "-1", "1.5", str(2**70))),
+    *({"stream": one} for one in ("x", "2")),
+    *({"response_format": one} for one in ("x", "5")),
+    *({"timestamp_granularities[]": one} for one in ("x", ["word", "x"], ["word"] * 9)),
+    *({"prompt": one} for one in ("a" * 5000, "<|en|>", "word " * 300)),
+    {"model": "x" * 300},
+    {"model": "none"},
+    {"url": "x"},
+    {"stream": "true", "response_format": "srt"},
+    {"timestamp_granularities[]": "word"},
+    {"file": "x"},
+    {},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ["transcriptions", "translations"])
+def test_every_field_of_a_form(path: str) -> None:
+    """Also where nothing or text comes in the place of a file, and of a recording that is none."""
+    pytest.importorskip("soundfile")
+    params = inspect.signature(audio_routes.transcriptions).parameters
+    known = {*params, "timestamp_granularities[]", "timestamp_granularities", "Content-Type"}
+    model = speech_model()
+
+    async def ask() -> list[ApiError]:
+        found = []
+        async with client(app(model)) as c:
+            for fields in FORMS:
+                files = {} if "file" in fields or not fields else {"file": ("a.wav", silence())}
+                more = {"files": files} if files else {"files": {"x": (None, "y")}} if not fields else {}
+                answer = await c.post(f"/v1/audio/{path}", data=fields, **more)
+                assert answer.status_code in (400, 404, 415), (fields, answer.text)
+                error = answer.json()["error"]
+                check(ApiError(answer.status_code, error["message"], param=error["param"]), fields, known)
+                found.append(error["param"])
+        return found
+
+    found = run(ask())
+    assert len(found) == len(FORMS)

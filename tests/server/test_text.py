@@ -1,0 +1,321 @@
+"""Completions and chats: the text is the library's own, in OpenAI's shapes, whatever the draft and the options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from specdec.generator.output import decode
+from tests.server.served import DRAFTS, TOKENIZER, app, client, events, model_of, run
+
+PROMPT = "abc abc abc ab"
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "sampled": {"seed": 3},
+    "warped": {"seed": 3, "temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.02},
+    "presence": {"temperature": 0, "presence_penalty": 1.5},
+    "frequency": {"seed": 5, "frequency_penalty": 1.0},
+    "repetition": {"temperature": 0, "repetition_penalty": 1.3},
+    "ngrams": {"temperature": 0, "no_repeat_ngram_size": 2},
+    "bias": {"seed": 1, "logit_bias": {"70": 5, "71": -100}},
+    "stop": {"seed": 2, "stop": ["a", "e", "i"]},
+    "beams": {"num_beams": 3},
+    "groups": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
+    "words": {"num_beams": 2, "constraints": ["ok"]},
+    "ranked": {"num_samples": 3, "seed": 4},
+    "block": {"sampling": "block", "seed": 6},
+    "least": {"temperature": 0, "min_tokens": 8},
+    "endless": {"temperature": 0, "ignore_eos": True},
+    "regex": {"seed": 7, "guided_regex": "[a-z]{3}(-[0-9]{2}){1,3}"},
+}
+QUICK = ("greedy", "warped", "presence", "stop", "beams", "regex")
+
+
+def asked(**fields: Any) -> dict[str, Any]:
+    """A request for a completion."""
+    return {"prompt": PROMPT, "max_tokens": 20, **fields}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in OPTIONS]
+)
+def test_every_draft_with_every_option(name: str) -> None:
+    """No draft changes a text, whole or streamed (elsewhere a penalty beside a draft ends the process)."""
+
+    async def texts() -> set[tuple[str, str]]:
+        found = set()
+        for draft in DRAFTS:
+            # Block sampling keeps the law, not the text.
+            if name == "block" and draft != "none":
+                continue
+            async with client(app(model_of(draft))) as c:
+                whole = (await c.post("/v1/completions", json=asked(**OPTIONS[name]))).json()
+                stream = events((await c.post("/v1/completions", json=asked(**OPTIONS[name], stream=True))).text)
+            assert stream.pop() == "[DONE]", stream
+            choice = whole["choices"][0]
+            assert "".join(event["choices"][0]["text"] for event in stream) == choice["text"]
+            assert [event["choices"][0]["finish_reason"] for event in stream][-1] == choice["finish_reason"]
+            found.add((choice["text"], choice["finish_reason"]))
+        return found
+
+    assert len(run(texts())) == 1
+
+
+def test_contrastive_search_goes_without_the_draft() -> None:
+    """It takes none; the request need not know."""
+
+    async def ask() -> Any:
+        async with client(app(model_of("model"))) as c:
+            return (await c.post("/v1/completions", json=asked(penalty_alpha=0.6, top_k=4, return_metrics=True))).json()
+
+    found = run(ask())
+    assert found["choices"][0]["text"]
+    assert found["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0
+
+
+def test_the_text_is_the_librarys() -> None:
+    """A server adds nothing to what `generate` says."""
+    model = model_of("suffix")
+    ids = TOKENIZER(PROMPT)["input_ids"]
+    out = model.generator.generate([ids], max_new_tokens=20, do_sample=True, top_k=0, seed=9)
+
+    async def ask() -> Any:
+        async with client(app(model)) as c:
+            return (await c.post("/v1/completions", json=asked(seed=9))).json()
+
+    found = run(ask())
+    assert found["choices"][0]["text"] == out.texts[0]
+    assert found["usage"]["prompt_tokens"] == len(ids)
+    assert found["usage"]["completion_tokens"] == len(out.new_tokens()[0])
+
+
+def test_several_prompts_and_choices() -> None:
+    """Choices are numbered prompt by prompt; ids and texts are the same prompt; each text is as alone."""
+    ids = TOKENIZER("zzz")["input_ids"]
+
+    async def ask() -> list[Any]:
+        async with client(app()) as c:
+            many = await c.post("/v1/completions", json=asked(prompt=["abc", "zzz"], n=2, seed=1))
+            alone = await c.post("/v1/completions", json=asked(prompt=ids, n=2, seed=1))
+            stream = await c.post("/v1/completions", json=asked(prompt=["abc", "zzz"], n=2, seed=1, stream=True))
+            return [many.json(), alone.json(), events(stream.text)]
+
+    many, alone, stream = run(ask())
+    texts = [choice["text"] for choice in many["choices"]]
+    assert [choice["index"] for choice in many["choices"]] == [0, 1, 2, 3]
+    assert texts[2:] == [choice["text"] for choice in alone["choices"]]
+    assert texts[2] != texts[3]
+    streamed = ["", "", "", ""]
+    for event in stream[:-1]:
+        streamed[event["choices"][0]["index"]] += event["choices"][0]["text"]
+    assert streamed == texts
+    assert many["usage"]["prompt_tokens"] == 6
+
+
+def test_chat() -> None:
+    """A conversation goes through the template, parts are joined, and developers speak for the system."""
+    messages = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]},
+    ]
+    plain = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+    prompt = TOKENIZER.apply_chat_template(plain, add_generation_prompt=True, tokenize=False)
+
+    async def ask() -> list[Any]:
+        async with client(app()) as c:
+            chat = await c.post("/v1/chat/completions", json={"messages": messages, "seed": 1, "max_tokens": 9})
+            text = await c.post("/v1/completions", json=asked(prompt=prompt, seed=1, max_tokens=9))
+            stream = await c.post(
+                "/v1/chat/completions",
+                json={
+                    "messages": messages,
+                    "seed": 1,
+                    "max_completion_tokens": 9,
+                    "stream": True,
+                    "stream_options": {"include_usage": True},
+                },
+            )
+            return [chat.json(), text.json(), events(stream.text)]
+
+    chat, text, stream = run(ask())
+    assert chat["choices"][0]["message"]["content"] == text["choices"][0]["text"]
+    assert chat["usage"]["prompt_tokens"] == len(TOKENIZER(prompt)["input_ids"])
+    deltas = [event["choices"][0]["delta"] for event in stream[:-2]]
+    assert deltas[0]["role"] == "assistant"
+    assert not any("role" in delta for delta in deltas[1:])
+    assert "".join(delta["content"] for delta in deltas) == text["choices"][0]["text"]
+    assert stream[-2]["choices"] == []
+    assert stream[-2]["usage"]["completion_tokens"] == chat["usage"]["completion_tokens"]
+    assert all(event["usage"] is None for event in stream[:-2])
+
+
+def test_usage_as_it_grows() -> None:
+    """In every event where that is asked for, as load generators do; null is what is not there."""
+
+    async def ask() -> list[Any]:
+        async with client(app()) as c:
+            options = {"include_usage": True, "continuous_usage_stats": True}
+            nothing = dict.fromkeys(("stop", "n", "echo", "logprobs", "top_p", "tools", "user", "response_format"))
+            body = asked(stream=True, stream_options=options, ignore_eos=True, **nothing)
+            return events((await c.post("/v1/completions", json=body)).text)
+
+    counts = [event["usage"]["completion_tokens"] for event in run(ask())[:-1]]
+    assert counts == sorted(counts)
+    assert 0 < counts[0] < counts[-1] == 20
+
+
+def test_a_chat_without_a_limit_fills_the_context() -> None:
+    """OpenAI's rule for chats; completions stop after 16 tokens."""
+
+    async def ask() -> list[Any]:
+        async with client(app()) as c:
+            chat = {"messages": [{"role": "user", "content": "hi"}], "ignore_eos": True, "temperature": 0}
+            found = await c.post("/v1/chat/completions", json=chat)
+            short = await c.post("/v1/completions", json={"prompt": "a", "ignore_eos": True})
+            return [found.json(), short.json()]
+
+    chat, short = run(ask())
+    assert chat["usage"]["total_tokens"] == model_of("suffix").context
+    assert short["usage"]["completion_tokens"] == 16
+
+
+def test_stop_texts_end_and_are_cut() -> None:
+    """Also where a stop is several tokens long, and one token more than the stop may have come with it."""
+    model = model_of("none")
+    ids = TOKENIZER(PROMPT)["input_ids"]
+    whole = model.generator.generate([ids], max_new_tokens=40, do_sample=True, top_k=0, seed=2).texts[0]
+    stop = next(whole[i : i + 3] for i in range(8, 30) if whole[i : i + 3].isascii())
+
+    async def ask(**more: Any) -> Any:
+        async with client(app(model)) as c:
+            return (await c.post("/v1/completions", json=asked(seed=2, max_tokens=40, stop=stop, **more))).json()
+
+    cut, kept = run(ask())["choices"][0], run(ask(include_stop_str_in_output=True))["choices"][0]
+    assert cut["text"] == whole[: whole.index(stop)]
+    assert kept["text"] == whole[: whole.index(stop) + len(stop)]
+    assert cut["finish_reason"] == kept["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_log_probabilities(stream: bool) -> None:
+    """One entry for every token, its own among the likeliest where it is likely, none above 0."""
+
+    async def ask(path: str, **body: Any) -> Any:
+        async with client(app(model_of("model"))) as c:
+            found = await c.post(path, json={**body, "max_tokens": 8, "seed": 1, "stream": stream, "ignore_eos": True})
+            return [e["choices"][0] for e in events(found.text)[:-1]] if stream else [found.json()["choices"][0]]
+
+    text = [one["logprobs"] for one in run(ask("/v1/completions", prompt="abc", logprobs=3))]
+    said = [one for part in text for one in part["tokens"]]
+    assert len(said) == 8
+    assert all(value <= 0 for part in text for value in part["token_logprobs"])
+    assert all(len(top) <= 3 for part in text for top in part["top_logprobs"])
+    messages = [{"role": "user", "content": "abc"}]
+    chat = run(ask("/v1/chat/completions", messages=messages, logprobs=True, top_logprobs=2))
+    content = [one for part in chat for one in part["logprobs"]["content"]]
+    assert len(content) == 8
+    assert all(len(one["top_logprobs"]) == 2 for one in content)
+    assert all(one["bytes"] is None or bytes(one["bytes"]).decode() == one["token"] for one in content)
+
+
+def test_what_a_draft_did() -> None:
+    """Figures on request, spans that spell the text, and counts of a prediction."""
+    model = model_of("suffix")
+    ids = TOKENIZER(PROMPT)["input_ids"]
+    known = model.generator.generate([ids], max_new_tokens=20, do_sample=True, temperature=0.0, eos_token_id=[]).texts[
+        0
+    ]
+
+    async def ask() -> list[Any]:
+        async with client(app(model)) as c:
+            body = asked(temperature=0, ignore_eos=True)
+            told = await c.post("/v1/completions", json={**body, "return_metrics": True, "return_drafted": True})
+            prediction = {"type": "content", "content": known}
+            predicted = await c.post("/v1/completions", json={**body, "prediction": prediction, "return_metrics": True})
+            quiet = await c.post("/v1/completions", json=body)
+            plain = await c.post("/v1/completions", json={**body, "speculate": False, "return_metrics": True})
+            return [told.json(), predicted.json(), quiet.json(), plain.json()]
+
+    told, predicted, quiet, plain = run(ask())
+    figures = told["metrics"]["speculative_decoding"]
+    assert {"mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "num_spec_steps"} <= set(figures)
+    assert "".join(text for text, _ in told["choices"][0]["drafted"]) == told["choices"][0]["text"]
+    details = predicted["usage"]["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] > 5
+    assert (
+        details["accepted_prediction_tokens"]
+        == predicted["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"]
+    )
+    assert "metrics" not in quiet
+    assert plain["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0
+    assert {one["choices"][0]["text"] for one in (told, predicted, quiet, plain)} == {known}
+
+
+def test_chunks_of_equal_size() -> None:
+    """`stream_chunk` hides what was accepted: as many tokens in every event, and equal bytes with `pad_events`."""
+
+    async def ask() -> list[Any]:
+        async with client(app(model_of("suffix"), stream_chunk=3, pad_events=True)) as c:
+            body = asked(temperature=0, stream=True, ignore_eos=True, logprobs=0)
+            text = (await c.post("/v1/completions", json=body)).text
+            return [events(text), [len(line.encode()) for line in text.split("\n\n") if line.startswith("data: {")]]
+
+    found, sizes = run(ask())
+    assert [len(event["choices"][0]["logprobs"]["tokens"]) for event in found[:-1]] == [3] * 6 + [2]
+    assert [size % 128 for size in sizes] == [len("data: ")] * 7
+
+
+def test_echo() -> None:
+    """The prompt stands before the text."""
+
+    async def ask() -> Any:
+        async with client(app()) as c:
+            return (await c.post("/v1/completions", json=asked(echo=True, seed=1, max_tokens=4))).json()
+
+    assert run(ask())["choices"][0]["text"].startswith(PROMPT)
+
+
+@pytest.mark.parametrize("draft", ["none", "suffix"])
+def test_scores_of_a_prompt(draft: str) -> None:
+    """`echo` with `logprobs` tells the target's own of all its tokens but the first, then those of the answer."""
+
+    async def ask(**more: Any) -> Any:
+        async with client(app(model_of(draft))) as c:
+            body = asked(echo=True, logprobs=2, temperature=0, max_tokens=4, ignore_eos=True, **more)
+            found = await c.post("/v1/completions", json=body)
+            return events(found.text) if more.get("stream") else found.json()
+
+    [choice] = run(ask())["choices"]
+    found = choice["logprobs"]
+    ids = TOKENIZER(choice["text"])["input_ids"]
+    assert found["tokens"] == [TOKENIZER.decode([token]) for token in ids]
+    assert "".join(found["tokens"])[: found["text_offset"][3]] == "".join(found["tokens"][:3])
+    with torch.no_grad():
+        own = model_of(draft).generator.target.model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    told = torch.tensor(found["token_logprobs"][1:])
+    torch.testing.assert_close(told, own[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0], rtol=1e-4, atol=1e-4)
+    assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
+    assert all(len(top) <= 2 for top in found["top_logprobs"][1:])
+    first = run(ask(stream=True))[0]["choices"][0]["logprobs"]
+    assert first["token_logprobs"] == found["token_logprobs"][: len(first["tokens"])]
+    assert len(first["tokens"]) > len(TOKENIZER(PROMPT)["input_ids"])
+
+
+def test_tokens() -> None:
+    """Both ways; a conversation with its template."""
+
+    async def ask() -> list[Any]:
+        async with client(app()) as c:
+            ids = (await c.post("/tokenize", json={"prompt": "héllo"})).json()
+            text = (await c.post("/detokenize", json={"tokens": ids["tokens"]})).json()
+            chat = (await c.post("/tokenize", json={"messages": [{"role": "user", "content": "x"}]})).json()
+            wrong = await c.post("/detokenize", json={"tokens": [10_000]})
+            return [ids, text, chat, wrong.status_code]
+
+    ids, text, chat, wrong = run(ask())
+    assert ids["count"] == 6
+    assert text["prompt"] == "héllo"
+    assert decode(TOKENIZER, chat["tokens"]) == "<user>x|<assistant>"
+    assert wrong == 400

@@ -1,0 +1,558 @@
+"""What went wrong in other servers, one test each; the docstrings name the advisory or the issue."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec import SpecGenerator
+from specdec.errors import OptionError
+from specdec.options.generate import read_yaml
+from specdec.server import create_app, read_settings
+from specdec.server import keys as keys_module
+from specdec.server.app import ROUTERS
+from specdec.server.guards import _PUBLIC
+from specdec.server.keys import Keys
+from specdec.server.text import TextModel
+from tests.folders import WIDTH
+from tests.server.served import TOKENIZER, app, asgi, client, events, idle, model_of, run, settings
+from tests.tiny import tiny
+
+KEY, OTHER = "a-key-of-enough-letters", "another-key-of-letters"
+BODY = {"prompt": "abc", "max_tokens": 4}
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    """Two keys, one of them with a name."""
+    path = tmp_path / "keys"
+    path.write_text(f"# ours\n{KEY}\nbob: {OTHER}\n")
+    return path
+
+
+def test_every_route_is_closed(key_file: Path) -> None:
+    """Keys were asked for by path, and a mounted prefix went round that (CVE-2026-48746, CVE-2026-48710).
+
+    Here every route that does not say it is public answers 401, whatever path it is reached by.
+    """
+    application = app(api_key_file=key_file)
+    routes: list[Any] = [route for router in ROUTERS for route in router.routes]
+    paths = {route.path for route in routes}
+    assert {found for route in application.routes if (found := getattr(route, "path", None))} <= paths
+    open_paths = {route.path for route in routes if hasattr(route.endpoint, _PUBLIC)}
+    assert open_paths == {"/health", "/ready", "/", "/page/app.js", "/page/style.css"}
+
+    async def ask() -> None:
+        async with client(application) as c:
+            for route in routes:
+                path = route.path.replace("{name:path}", "text")
+                for method in route.methods:
+                    found = await c.request(method, path, json=BODY if method == "POST" else None)
+                    assert found.status_code in ((200,) if path in open_paths else (401,)), path
+            for path in (
+                "//v1/models",
+                "/v1/models/",
+                "/V1/models",
+                "/v1/./models",
+                "/health/../v1/models",
+                "/v1%2fmodels",
+            ):
+                assert (await c.get(path)).status_code in (401, 404), path
+            mounted = await asgi(application, "GET", "/v1/models", root_path="/v1/models")
+            assert mounted.status in (401, 404)
+
+    run(ask())
+
+
+def test_keys(key_file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Any key of the file opens, nothing else does; what the file says counts at once.
+
+    (A file that was deleted, emptied or broken left revoked keys valid, and no line in the log told of it.)
+    """
+    third = "a-third-key-that-is-new"
+
+    async def ask() -> None:
+        async with client(app(api_key_file=key_file)) as c:
+
+            async def found(*keys: str) -> list[int]:
+                headers = [{"Authorization": f"Bearer {key}"} for key in keys]
+                return [(await c.get("/v1/models", headers=header)).status_code for header in headers]
+
+            assert await found(KEY, OTHER) == [200, 200]
+            for wrong in ("", "Bearer", "Bearer ", f"Basic {KEY}", KEY):
+                assert (await c.get("/v1/models", headers={"Authorization": wrong})).status_code == 401
+            assert {*await found(f"{KEY}x", KEY[:-1], "x y")} == {401}
+            key_file.write_text(f"new: {third}\n")
+            assert await found(KEY, third) == [401, 200]
+            for broken, said in ((f"{KEY}\nshort", "line 2 is shorter"), ("", "has no key"), (None, "cannot be read")):
+                caplog.clear()
+                key_file.unlink() if broken is None else key_file.write_text(broken)
+                assert await found(third, third) == [401, 401]
+                assert [said in line.message for line in caplog.records if line.levelname == "ERROR"] == [True]
+                assert await found(KEY) == [200 if broken and KEY in broken else 401]
+            key_file.write_text(third)
+            assert await found(third) == [200]
+
+    run(ask())
+
+
+def test_lines_of_keys(tmp_path: Path) -> None:
+    """Two keys of one name are both valid (the first was dropped), and a key keeps its colons (it lost its head)."""
+    path = tmp_path / "keys"
+    old, new, colons = "the-old-key-of-alice", "the-new-key-of-alice", "ab:cdefghijklmnopqrstuvwx"
+    path.write_text(f"alice: {old}\nalice:  {new}\n{colons}\nbob: {colons}y\n")
+    held = Keys(path)
+    assert [held.name(key) for key in (old, new, colons, f"{colons}y")] == ["alice", "alice", "key-3", "bob"]
+    assert held.name(colons.partition(":")[2]) is None
+
+
+WRONG_KEYS = {
+    "a-key-of-letters-with-é": "no header carries",
+    "a-key-of\tenough-letters": "no header carries",
+    "bob: a-good-key-of-letters": "is that of 'alice', too",
+    "a-good-key-of-letters": "is that of 'alice', too",
+    "key-1: another-key-of-letters": "choose another",
+}
+
+
+@pytest.mark.parametrize("line", WRONG_KEYS)
+def test_wrong_lines_of_keys(line: str, tmp_path: Path) -> None:
+    """A key that was never valid, one with two names, and two clients that were one: each is said of its line."""
+    path = tmp_path / "keys"
+    path.write_text(f"alice: a-good-key-of-letters\nalice: a-good-key-of-letters\n{line}\n", encoding="utf-8")
+    with pytest.raises(OptionError, match=f"line 3 .*{WRONG_KEYS[line]}"):
+        Keys(path)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_key(tmp_path: Path) -> None:
+    """Editors write one, and the first key was never valid."""
+    path = tmp_path / "keys"
+    path.write_text(KEY, encoding="utf-8-sig")
+    assert Keys(path).name(KEY) == "key-1"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_is_no_key_file(key_file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Reading it stopped the event loop for good."""
+    held = Keys(key_file)
+    key_file.unlink()
+    os.mkfifo(key_file)
+    assert held.name(KEY) is None
+    assert [one.levelname for one in caplog.records if "no regular file" in one.getMessage()] == ["ERROR"]
+    with pytest.raises(OptionError, match="no regular file"):
+        Keys(key_file)
+
+
+def test_keys_are_compared_in_constant_time(key_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were compared with == (CVE-2025-59425): every key is compared whole, also after the one that fits."""
+    compared: list[tuple[int, int]] = []
+
+    own = hmac.compare_digest
+
+    def spy(one: bytes, other: bytes) -> bool:
+        compared.append((len(one), len(other)))
+        return own(one, other)
+
+    monkeypatch.setattr(keys_module.hmac, "compare_digest", spy)
+    held = Keys(key_file)
+    assert [held.name(key) for key in (KEY, OTHER, "x")] == ["key-2", "bob", None]
+    assert compared == [(32, 32)] * 6
+
+
+@pytest.mark.parametrize("content", [None, "", "# nothing\n", "short\n"])
+def test_key_files_that_are_none(content: str | None, tmp_path: Path) -> None:
+    """They are refused when the server starts."""
+    path = tmp_path / "keys"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(OptionError, match="api_key_file"):
+        Keys(path)
+
+
+def test_other_machines_need_keys(key_file: Path) -> None:
+    """A server that others reach does not start without keys, unless somebody says so."""
+    for host in ("0.0.0.0", "::", "192.168.1.5", "example.org"):
+        with pytest.raises(OptionError, match="api-key-file"):
+            settings(host=host)
+        assert settings(host=host, api_key_file=key_file).host == host
+        assert settings(host=host, insecure=True).insecure
+    for host in ("127.0.0.1", "localhost", "::1"):
+        assert settings(host=host).is_local
+
+
+def test_nothing_is_read_without_a_key(key_file: Path) -> None:
+    """A stranger's body is not even received."""
+
+    async def ask() -> tuple[int, int]:
+        found = await asgi(app(api_key_file=key_file), "POST", "/v1/completions", chunks=[b"{"] * 50)
+        return found.status, found.received
+
+    assert run(ask()) == (401, 0)
+
+
+def test_large_headers() -> None:
+    """Unbounded headers filled the memory (CVE-2025-48956)."""
+
+    async def ask() -> int:
+        async with client(app()) as c:
+            return (await c.get("/health", headers={"x-large": "a" * 20_000})).status_code
+
+    assert run(ask()) == 431
+
+
+def test_large_bodies() -> None:
+    """By what the header says, and by what comes where it lies or says nothing."""
+
+    async def ask() -> list[int]:
+        application = app(limits={"body_bytes": 1000})
+        async with client(application) as c:
+            declared = await c.post("/v1/completions", json={"prompt": "a" * 2000})
+        chunks = [b'{"prompt": "', *[b"a" * 100] * 50]
+        unsaid = await asgi(application, "POST", "/v1/completions", chunks=chunks)
+        lying = await asgi(application, "POST", "/v1/completions", chunks=chunks, length="5")
+        senseless = [
+            await asgi(application, "POST", "/v1/completions", chunks=[b"{}"], length=length)
+            for length in ("-5", "9" * 5000)
+        ]
+        assert unsaid.received <= 12
+        return [declared.status_code, unsaid.status, lying.status, *(one.status for one in senseless)]
+
+    assert run(ask()) == [413] * 5
+
+
+@pytest.mark.parametrize("kind", ["", "text/plain", "multipart/x", "multipart/form-data; boundary=x"])
+def test_bodies_of_another_kind(kind: str) -> None:
+    """A 415 names the header, and nothing is read. (Of a form as much was read as a recording may have, 25 MiB.)"""
+
+    async def ask() -> Any:
+        return await asgi(app(), "POST", "/v1/completions", chunks=[b"{"] * 9, content_type=kind)
+
+    found = run(ask())
+    assert (found.status, found.received) == (415, 0)
+    error = json.loads(found.body)["error"]
+    assert error["param"] == "Content-Type"
+    assert "`Content-Type: application/json`" in error["message"]
+
+
+def test_slow_bodies() -> None:
+    """A body that never ends holds nothing for longer than it may."""
+
+    async def ask() -> int:
+        application = app(limits={"upload_seconds": 0.2})
+        return (await asgi(application, "POST", "/v1/completions", chunks=[b"{", None])).status
+
+    assert run(ask()) == 408
+
+
+_JSON = {"Content-Type": "application/json"}
+HUGE: list[dict[str, Any]] = [
+    {"n": 10**9}, {"n": 5}, {"n": 0}, {"n": -1}, {"max_tokens": 10**12}, {"max_tokens": 0}, {"max_tokens": -1},
+    {"max_tokens": 1.5}, {"logprobs": 10**6}, {"logprobs": -1}, {"num_beams": 10**9}, {"num_beams": 17},
+    {"num_samples": 10**7}, {"top_k": -2}, {"top_k": 2**64}, {"top_p": -1}, {"top_p": 1.1}, {"temperature": -1},
+    {"temperature": 99}, {"min_tokens": -5}, {"seed": 2**70}, {"seed": -(2**70)}, {"frequency_penalty": 9},
+    {"num_assistant_tokens": 10**6}, {"num_assistant_branches": 10**6}, {"repetition_penalty": 0},
+    {"no_repeat_ngram_size": -1}, {"logit_bias": {"-1": 1}}, {"logit_bias": {"99999": 1}}, {"logit_bias": {"1": 1e9}},
+    {"logit_bias": {"²": 1}}, {"prompt": [-1]}, {"prompt": [2**40]}, {"prompt": [99_999]}, {"prompt": []},
+    {"prompt": [[]]}, {"prompt": ["a"] * 17}, {"prompt": "a" * 600}, {"stop": ["a"] * 5}, {"stop": "a" * 300},
+    {"stop": ""}, {"prompt": "\ud800"}, {"length_penalty": 1e9, "num_beams": 2}, {"penalty_alpha": 2},
+]  # fmt: skip
+
+
+def test_numbers_have_bounds() -> None:
+    """A huge `n` froze the loop; negative numbers went through (CVE-2026-21869): every one is a 400, and at once."""
+
+    async def ask() -> None:
+        async with client(app()) as c:
+            for more in HUGE:
+                found = await c.post("/v1/completions", content=json.dumps({**BODY, **more}), headers=_JSON)
+                assert found.status_code == 400, (more, found.text)
+                assert found.json()["error"]["message"], more
+            for value in ("NaN", "Infinity", "-Infinity"):
+                body = f'{{"prompt": "a", "temperature": {value}}}'
+                assert (await c.post("/v1/completions", content=body, headers=_JSON)).status_code == 400
+
+    run(ask())
+
+
+BROKEN = [b"", b"{", b"[]", b"null", b"1", b'"a"', b"\xff\xfe", b'{"prompt": "a", "prompt', b"[" * 100_000, b"{}" * 10]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+def test_bodies_that_are_none(path: str) -> None:
+    """Broken JSON, other types, depth without end: a 400, never a 500."""
+
+    async def ask() -> None:
+        async with client(app()) as c:
+            for body in BROKEN:
+                assert (await c.post(path, content=body, headers=_JSON)).status_code == 400, body[:20]
+            assert (await c.get(path)).status_code == 405
+
+    run(ask())
+
+
+REFUSED: list[dict[str, Any]] = [
+    {"tools": [{"type": "function"}]}, {"tool_choice": "required"}, {"functions": [{}]}, {"modalities": ["audio"]},
+    {"chat_template": "{{ 7 * 7 }}"}, {"chat_template_kwargs": {"tools": []}},
+    {"chat_template_kwargs": {"chat_template": "x"}}, {"suffix": "x"}, {"best_of": 3},
+    {"messages": [{"role": "tool", "content": "x"}]}, {"messages": []}, {"messages": [{"role": "root", "content": ""}]},
+    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://10.0.0.1/x"}}]}]},
+    {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
+    {"no_such_field": 1}, {"stream_options": {"include_usage": True}}, {"top_logprobs": 3},
+    {"logprobs": 3}, {"response_format": {"type": "json_schema"}}, {"response_format": {"type": "xml"}},
+    {"guided_regex": "a", "guided_json": {}}, {"max_tokens": 3, "max_completion_tokens": 3},
+    {"add_generation_prompt": True, "continue_final_message": True},
+]  # fmt: skip
+
+
+def test_what_is_not_supported_is_said() -> None:
+    """Nothing is ignored: tools, images, templates of clients (CVE-2025-62426), addresses to fetch (CVE-2026-0599)."""
+
+    async def ask() -> None:
+        async with client(app()) as c:
+            for more in REFUSED:
+                body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, **more}
+                found = await c.post("/v1/chat/completions", json=body)
+                assert found.status_code == 400, (more, found.text)
+                assert set(found.json()["error"]) == {"message", "type", "param", "code"}
+            neutral = {"tools": [], "tool_choice": "none", "parallel_tool_calls": True, "n": 1}
+            body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, **neutral}
+            assert (await c.post("/v1/chat/completions", json=body)).status_code == 200
+
+    run(ask())
+
+
+def test_other_sites_are_kept_out() -> None:
+    """A page elsewhere may not use a server on this machine, by its own name or by a form; ours may.
+
+    (An `Origin` that is no URL was a 500, names with capitals that were allowed were not, and any page of this machine
+    passed, whatever its port.)
+    """
+
+    async def ask() -> list[int]:
+        async with client(app(hosts=["Models.Example.org:443", "b.example.org", "c.example.org:8443"])) as c:
+            heads = [
+                {"Host": "evil.example"},
+                *(
+                    {"Origin": origin}
+                    for origin in ("https://evil.example", "null", "", "http://[", "http://[::1", "//")
+                ),
+                *(
+                    {"Origin": origin}
+                    for origin in (
+                        "http://127.0.0.1:3000",
+                        "http://127.0.0.1",
+                        "ftp://127.0.0.1:8000",
+                        "https://b.example.org:8443",
+                        "https://c.example.org",
+                    )
+                ),
+                {"Host": "localhost", "Origin": "http://localhost:443"},
+                {"Host": "localhost", "Origin": "http://localhost:80"},
+                {"Host": "localhost:443", "Origin": "https://localhost"},
+                {"Origin": "https://b.example.org"},
+                {"Origin": "https://C.example.org:8443"},
+                {"Host": "models.EXAMPLE.org", "Origin": "https://models.example.org"},
+                {"Origin": "http://127.0.0.1:8000"},
+                {"Host": "localhost:8000", "Origin": "http://localhost:8000"},
+            ]
+            found = [(await c.post("/v1/completions", json=BODY, headers=head)).status_code for head in heads]
+            plain = await c.post("/v1/completions", content=json.dumps(BODY), headers={"Content-Type": "text/plain"})
+            preflight = await c.options("/v1/completions", headers={"Origin": "https://evil.example"})
+            assert "access-control-allow-origin" not in preflight.headers
+            return [*found, plain.status_code]
+
+    assert run(ask()) == [421, *[403] * 12, *[200] * 7, 415]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_clients_that_leave(stream: bool) -> None:
+    """Their requests went on for ever (llama.cpp #24496), or nothing did (#27604): all is freed within two rounds.
+
+    (They were counted once for each prompt.)
+    """
+    model = model_of("suffix")
+    long = {"prompt": ["abc", "ab"], "max_tokens": 450, "ignore_eos": True, "stream": stream}
+
+    async def ask() -> None:
+        application = app(model)
+        state = application.state.server
+        engine = model.generator.engine
+        for _ in range(3):
+            gone = asyncio.Event()
+            asked = asyncio.ensure_future(asgi(application, "POST", "/v1/completions", body=long, leave=gone))
+            while not engine.running:
+                await asyncio.sleep(0.001)
+            reached = max(len(row.tokens) for row in list(engine.running) or [engine])  # type: ignore[arg-type]
+            gone.set()
+            await asked
+            await idle(model)
+            assert state.hosts.all["text"].load.running == 0
+            assert reached < 450
+        async with client(application) as c:
+            assert (await c.post("/v1/completions", json=BODY)).status_code == 200
+            text = (await c.get("/metrics")).text
+        assert 'specdec_requests_aborted_total{endpoint="/v1/completions"} 3.0' in text
+
+    run(ask())
+
+
+def test_leaving_while_waiting() -> None:
+    """A client that gives up in the queue leaves no trace, and those behind it move up."""
+
+    async def ask() -> list[int]:
+        application = app(limits={"running": 1, "waiting": 2})
+        long = {"prompt": "abc", "max_tokens": 300, "ignore_eos": True}
+        first = asyncio.ensure_future(asgi(application, "POST", "/v1/completions", body=long))
+        turns = application.state.server.hosts.all["text"].turns
+        while not turns.running:
+            await asyncio.sleep(0.001)
+        gone = asyncio.Event()
+        second = asyncio.ensure_future(asgi(application, "POST", "/v1/completions", body=BODY, leave=gone))
+        third = asyncio.ensure_future(asgi(application, "POST", "/v1/completions", body=BODY))
+        while turns.waiting < 2:
+            await asyncio.sleep(0.001)
+        refused = await asgi(application, "POST", "/v1/completions", body=BODY)
+        assert refused.headers["retry-after"]
+        gone.set()
+        await second
+        assert turns.waiting <= 1
+        found = [(await one).status for one in (first, third)]
+        application.state.server.close()
+        return [*found, refused.status, turns.running, turns.waiting]
+
+    assert run(ask()) == [200, 200, 429, 0, 0]
+
+
+def test_stuck_is_not_ready() -> None:
+    """A server said 200 while nothing moved (tabbyAPI #428): `/ready` decodes, and tells when that does not work."""
+    model = TextModel("text", SpecGenerator(tiny("llama", vocab=WIDTH), tokenizer=TOKENIZER), context=64)
+    wait = threading.Event()
+    model.generator.target.model.register_forward_pre_hook(lambda *_: wait.wait(20) and None)
+
+    async def ask(monkey: pytest.MonkeyPatch) -> list[int]:
+        monkey.setattr("specdec.server.models._PATIENCE", 0.3)
+        application = create_app(settings(), [model])
+        async with client(application) as c:
+            found = [(await c.get(path)).status_code for path in ("/health", "/ready")]
+            wait.set()
+            found.append((await c.get("/ready")).status_code)
+            application.state.server.draining = True
+            found.append((await c.get("/ready")).status_code)
+            refused = await c.post("/v1/completions", json=BODY)
+            return [*found, refused.status_code]
+
+    with pytest.MonkeyPatch.context() as monkey:
+        assert run(ask(monkey)) == [200, 503, 200, 503, 503]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [(torch.OutOfMemoryError("no"), 503), (MemoryError(), 503), (RuntimeError("a defect, with a secret"), 500)],
+)
+def test_a_pass_that_fails(error: Exception, expected: int, stream: bool) -> None:
+    """Out of memory ends that request with a 503, a defect with a 500 that tells nothing; the next one works."""
+    model = TextModel("text", SpecGenerator(tiny("llama", vocab=WIDTH), tokenizer=TOKENIZER), context=64)
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    async def ask() -> list[Any]:
+        async with client(create_app(settings(), [model])) as c:
+            hook = model.generator.target.model.register_forward_pre_hook(fail)
+            broken = await c.post("/v1/completions", json={**BODY, "stream": stream})
+            hook.remove()
+            sound = await c.post("/v1/completions", json={**BODY, "stream": stream})
+            return [broken, sound.status_code]
+
+    broken, sound = run(ask())
+    assert sound == 200
+    assert "secret" not in broken.text
+    if stream:
+        assert events(broken.text)[-1]["error"]["type"] == "server_error"
+    else:
+        assert broken.status_code == expected
+
+
+def test_requests_that_take_too_long() -> None:
+    """They end with a 504, or an event that says so, and free what they held. (They were counted as left.)"""
+
+    async def ask() -> list[Any]:
+        application = app(limits={"request_seconds": 0.15})
+        long = {"prompt": "abc", "max_tokens": 500, "ignore_eos": True}
+        async with client(application) as c:
+            whole = await c.post("/v1/completions", json=long)
+            stream = await c.post("/v1/completions", json={**long, "stream": True})
+            await idle(model_of("suffix"))
+            assert "requests_aborted_total{" not in (await c.get("/metrics")).text
+            return [whole.status_code, events(stream.text)[-1]]
+
+    status_code, last = run(ask())
+    assert status_code == 504
+    assert last["error"]["code"] == "timeout"
+
+
+def test_prompts_are_not_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Nor are answers, unknown paths or queries; the id of the request is."""
+
+    async def ask() -> None:
+        async with client(app(), **{"x-request-id": "id-1"}) as c:
+            found = await c.post("/v1/completions?secret=1", json={**BODY, "prompt": "a secret prompt"})
+            assert found.headers["x-request-id"] == "id-1"
+            await c.get("/a-secret-path")
+            odd = await c.get("/health", headers={"x-request-id": "a b\tc"})
+            assert odd.headers["x-request-id"] != "a b\tc"
+
+    with caplog.at_level(logging.INFO, "specdec.server"):
+        run(ask())
+    assert "id-1" in caplog.text
+    assert "secret" not in caplog.text
+
+
+def test_texts_of_keys_are_kept_apart(key_file: Path) -> None:
+    """Whether a prompt was read before tells nobody about another's (arXiv 2411.01076 tells what timing gives away)."""
+    prompt = "a long prompt that two clients have in common by chance " * 2
+    model = TextModel("text", SpecGenerator(tiny("llama", vocab=WIDTH), "suffix", tokenizer=TOKENIZER), context=512)
+
+    async def ask() -> list[int]:
+        async with client(create_app(settings(api_key_file=key_file), [model])) as c:
+            found = []
+            for key in (KEY, OTHER, KEY):
+                head = {"Authorization": f"Bearer {key}"}
+                answer = await c.post("/v1/completions", json={**BODY, "prompt": prompt}, headers=head)
+                found.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+            return found
+
+    first, other, again = run(ask())
+    assert (first, other) == (0, 0)
+    assert again > 50
+
+
+def test_the_example_is_understood() -> None:
+    """`configs/serve.yaml` holds no key that nobody reads."""
+    found = read_settings(read_yaml(Path(__file__).parents[2] / "configs" / "serve.yaml"))
+    assert [model.name for model in found.models] == ["python-code", "python-summary", "speech"]
+
+
+def test_settings_are_checked() -> None:
+    """Unknown keys, doubled names and wrong values are told before a model is loaded."""
+    for wrong in (
+        {"models": []},
+        {"models": [{"name": "a", "target": "x"}] * 2},
+        {"models": [{"name": "a b", "target": "x"}]},
+        {"models": [{"name": "a", "target": "x", "kv_bugdet": 1}]},
+        {"models": [{"name": "a", "target": "x"}], "prot": 1},
+        {"models": [{"name": "a", "target": "x"}], "limits": {"running": 0}},
+        {"models": [{"name": "a", "target": "x"}], "port": 70_000},
+    ):
+        with pytest.raises(OptionError):
+            read_settings(wrong)
