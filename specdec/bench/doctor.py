@@ -27,7 +27,7 @@ State = Literal["good", "note", "bad"]
 DISTRIBUTION = "specdec-runtime"
 EXTRAS = {
     "audio": "recordings in any format and word errors",
-    "bench": "reports with plots, servers under load",
+    "bench": "reports with plots",
     "gguf": "GGUF files",
     "harness": "lm-evaluation-harness",
     "parquet": "Parquet files in specdec batch",
