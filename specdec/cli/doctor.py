@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from specdec.models import LanguageModel
 
 State = Literal["good", "note", "bad"]
-DISTRIBUTION = "specdec-runtime"
-EXTRAS = {
+_DISTRIBUTION = "specdec-runtime"
+_EXTRAS = {
     "audio": "recordings in any format and word errors",
     "bench": "reports with plots",
     "gguf": "GGUF files",
@@ -63,7 +63,7 @@ _LEAST = 3  # prompts of an estimate
 _TEXTS = 4 * _LEAST  # that are written for them, warm-ups aside
 _FASTER = "specdec tune finds the best schedule, specdec bench measures with intervals"
 _SLOWER = "--method suffix for text that copies, a smaller draft, or specdec distill; specdec tune tries schedules"
-MARKS = {"good": ("✓", Style(color="green")), "note": ("·", PROMPT), "bad": ("✗", Style(color="red", bold=True))}
+_MARKS = {"good": ("✓", Style(color="green")), "note": ("·", PROMPT), "bad": ("✗", Style(color="red", bold=True))}
 _WIDTH = 16  # of names
 
 
@@ -130,7 +130,7 @@ def installation() -> Iterator[Finding]:
     else:
         text = f"none, so passes stay torch's: {missing.reason}"
         yield Finding("installation", "kernels", text, "bad", missing.way_out or None)
-    for extra, brings in EXTRAS.items():
+    for extra, brings in _EXTRAS.items():
         own = [one for one in needed if one.marker is not None and one.marker.evaluate({"extra": extra})]
         if not own:  # an older installation does not know it
             continue
@@ -145,7 +145,7 @@ def installation() -> Iterator[Finding]:
 def _requirements() -> list[str]:
     """What the package says that it needs; nothing where it runs from its folder, uninstalled."""
     try:
-        return requires(DISTRIBUTION) or []
+        return requires(_DISTRIBUTION) or []
     except PackageNotFoundError:
         return []
 
@@ -169,7 +169,7 @@ def models(generator: SpecGenerator) -> Iterator[Finding]:
     parts = [("target", generator.target), *(("draft", one) for one in (drafter.models if drafter else ()))]
     for role, model in parts:
         yield Finding("models", role, _described(model))
-        yield Finding("models", f"{role}'s gear", f"{model.gear}: {why(model)}", *_gear_state(model))
+        yield _gear(role, model)
     if generator.target.capability.store != "kv":
         yield Finding("models", "cache", f"{generator.target.capability.reason}: guesses cost more here", "note")
     if drafter is None:
@@ -185,25 +185,23 @@ def _described(model: LanguageModel) -> str:
     return f"{kind}, {model.num_layers} layers, {str(model.dtype).removeprefix('torch.')}, {weights}"
 
 
-def why(model: LanguageModel) -> str:
-    """Why passes of a model that was loaded here run in its gear."""
+def _gear(role: str, model: LanguageModel) -> Finding:
+    """The gear of a model that was loaded here, and the reason for it."""
     from specdec import kernels
     from specdec.models.backends.packed_layers import why_not_packed
 
+    remedy: str | None = None
     if model.gear == "compiled":
-        return "compiled code for it was kept here"
-    if model.gear == "packed":
-        return "short passes over packed weights are faster on this processor, which was measured"
-    reason = why_not_packed(model.model)
-    if reason is not None:
-        return f"it {reason}"
-    return kernels.why_not() or "packed weights were not faster on this processor, or there are few of them"
-
-
-def _gear_state(model: LanguageModel) -> tuple[State, str | None]:
-    if model.gear == "packed":
-        return "good", "specdec compile may make it faster still"
-    return ("good" if model.gear == "compiled" else "note"), None
+        reason = "compiled code for it was kept here"
+    elif model.gear == "packed":
+        reason = "short passes over packed weights are faster on this processor, which was measured"
+        remedy = "specdec compile may make it faster still"
+    elif unpackable := why_not_packed(model.model):
+        reason = f"it {unpackable}"
+    else:
+        reason = kernels.why_not() or "packed weights were not faster on this processor, or there are few of them"
+    state: State = "good" if model.gear in ("compiled", "packed") else "note"
+    return Finding("models", f"{role}'s gear", f"{model.gear}: {reason}", state, remedy)
 
 
 def _fit(generator: SpecGenerator) -> Finding:
@@ -226,7 +224,7 @@ def _fit(generator: SpecGenerator) -> Finding:
 
 
 def estimate(generator: SpecGenerator, texts: Sequence[str], *, seconds: float = _SECONDS) -> Iterator[Finding]:
-    """Plain and assisted greedy decoding of held-out code, or of `texts`, in turn, for about so many seconds."""
+    """Plain and assisted greedy decoding of held-out code, or of `texts`, in turn, for about `seconds`."""
     from specdec.bench.duel import PROMPTS, prompt
     from specdec.bench.machine import Watch
     from specdec.generator.generator import SpecGenerator
@@ -277,17 +275,6 @@ def _duels(
         yield duel(assisted, plain, text, watch=watch, repeats=2, max_new_tokens=tokens, **options)
 
 
-def examine(
-    generator: SpecGenerator | None = None, texts: Sequence[str] = (), *, seconds: float = _SECONDS
-) -> Iterator[Finding]:
-    """Everything, one finding after the other; without a generator the machine and the installation alone."""
-    yield from machine()
-    yield from installation()
-    if generator is not None:
-        yield from models(generator)
-        yield from estimate(generator, texts, seconds=seconds)
-
-
 def doctor(
     ctx: typer.Context,
     target: Annotated[
@@ -303,7 +290,7 @@ def doctor(
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", "-p", help="Text for the estimate; repeatable. Else code.")
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0.1, help="How long the estimate may take, about.")] = 10.0,
+    seconds: Annotated[float, typer.Option(min=0.1, help="How long the estimate may take, about.")] = _SECONDS,
     dtype: Dtype = None,
     quantization: Quantization = None,
     gguf_file: GgufFile = None,
@@ -355,7 +342,7 @@ def _examine(params: Mapping[str, Any], *, quiet: bool) -> Iterator[Finding]:
 def _show(finding: Finding, *, headed: bool) -> None:
     """One line, with the way out below it; under a heading where a section begins."""
     out = Console()
-    mark, style = MARKS[finding.state]
+    mark, style = _MARKS[finding.state]
     if headed:
         write(out, f"{finding.section}\n", Style(bold=True))
     write(out, f"  {mark} ", style)
