@@ -47,7 +47,7 @@ def folder(module: str) -> str:
     return module.split(".")[1]
 
 
-@pytest.mark.parametrize("module", MODULES.keys() - {"specdec", "specdec.__main__"})
+@pytest.mark.parametrize("module", sorted(MODULES.keys() - {"specdec", "specdec.__main__"}))
 def test_a_folder_imports_what_stands_above_it(module: str) -> None:
     own = folder(module)
     for other in {folder(name) for name in IMPORTS[module]} - {own}:
