@@ -18,9 +18,9 @@ from specdec.core.rounds import Context, RowPass, SequenceView
 from specdec.core.strategies import NodeOutput, Search, Selector, Trace
 from specdec.core.tree import EMPTY, Scores, Step, Tree
 
-Kept = tuple[Tensor, ...] | None
+KeptScores = tuple[Tensor, ...] | None
 _VOID = 64  # places in a cache that dead branches may leave empty
-Stop = Callable[[SequenceView, list[int], Kept], str | None]
+Stop = Callable[[SequenceView, list[int], KeptScores], str | None]
 
 
 class Walk(NamedTuple):
@@ -176,7 +176,7 @@ class TextSequence(RunningSequence):
 
     selector: Selector
     stop: Stop
-    scores: Kept = None
+    scores: KeptScores = None
 
     def walk(self, part: RowPass, scores: Scores) -> Walk:
         """Follows the proposal from the last token of the text."""
