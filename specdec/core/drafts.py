@@ -199,7 +199,7 @@ class Commit(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Kept:
+class SavedState:
     """What was read of the first `length` tokens of a text whose sequence has left: `state`, which takes so
     many `bytes`.
     """
@@ -230,7 +230,7 @@ class DraftSession(ABC):
         A sequence that was never seen before joins; `seq.id` says which sequence it is.
         """
 
-    def join(self, seq: SequenceView, source: int | Kept, length: int) -> int:
+    def join(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
         """Learns that a new sequence could begin with the first `length` tokens of sequence `source`, which is not told
         of them.
 
@@ -240,7 +240,7 @@ class DraftSession(ABC):
         """
         return 0
 
-    def keep(self, seq: SequenceView, length: int) -> Kept | None:
+    def keep(self, seq: SequenceView, length: int) -> SavedState | None:
         """Copies what was read of a sequence that leaves, of its first `length` tokens at most; None where that is
         nothing.
 

@@ -6,7 +6,7 @@ import weakref
 from collections import OrderedDict
 from typing import NamedTuple
 
-from specdec.core.drafts import BatchDrafter, Kept
+from specdec.core.drafts import BatchDrafter, SavedState
 from specdec.core.rounds import Context
 from specdec.options.checks import common_length
 
@@ -71,12 +71,12 @@ class Prefixes:
 
     def __init__(self, limit: int) -> None:
         self.limit, self.room, self.bytes = limit, limit, 0
-        self._entries: OrderedDict[Text, Kept] = OrderedDict()
+        self._entries: OrderedDict[Text, SavedState] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def find(self, text: Text) -> tuple[Kept | None, int]:
+    def find(self, text: Text) -> tuple[SavedState | None, int]:
         """What its reader kept that shares most with the beginning of `text`, and how many positions that is."""
         best = max(self._entries, key=text.common, default=None)
         length = 0 if best is None else text.common(best)
@@ -94,7 +94,7 @@ class Prefixes:
             self._entries.move_to_end(covered)
         return covered is None
 
-    def keep(self, text: Text, kept: Kept) -> None:
+    def keep(self, text: Text, kept: SavedState) -> None:
         """Takes what was kept of a text; that of texts which it continues goes, and others' where room is short."""
         if kept.bytes > min(self.limit, self.room):
             return

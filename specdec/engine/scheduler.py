@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import cache
 from typing import NamedTuple
 
-from specdec.core.drafts import BatchDrafter, DraftSession, Kept
+from specdec.core.drafts import BatchDrafter, DraftSession, SavedState
 from specdec.core.rounds import Context
 from specdec.core.sequence import RunningSequence
 from specdec.engine.prefix_cache import LEAST, Prefixes, Reader, Text
@@ -156,7 +156,7 @@ class Scheduler:
             if not other.prefilled and other.max_length - len(other.tokens) > 1  # it stays for a round at least
         )
 
-    def _nearest(self, seq: RunningSequence) -> tuple[RunningSequence | Kept | None, int]:
+    def _nearest(self, seq: RunningSequence) -> tuple[RunningSequence | SavedState | None, int]:
         """What the sequence's text has most in common with, another sequence or else a kept text, and how much
         that is.
         """
@@ -186,7 +186,7 @@ class Scheduler:
         return length
 
     def _joined(
-        self, seq: RunningSequence, source: RunningSequence | Kept | None, length: int, draft: OpenDraft | None
+        self, seq: RunningSequence, source: RunningSequence | SavedState | None, length: int, draft: OpenDraft | None
     ) -> int:
         """How many of the first `length` positions of `source` the sequence may continue, as far as its draft goes."""
         if draft is None or not length:
@@ -211,7 +211,7 @@ class Scheduler:
         if prefixes.wants(text):
             with suppress(RuntimeError, MemoryError, OSError):  # what cannot be copied is not kept
                 prefix = self.target.keep_prefix(_slot(seq), length)
-                prefixes.keep(text, Kept(length, prefix, prefix_bytes(prefix)))
+                prefixes.keep(text, SavedState(length, prefix, prefix_bytes(prefix)))
 
 
 def _retain_draft(seq: RunningSequence, context: Context, prefixes: Prefixes, draft: OpenDraft, length: int) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from specdec import LanguageModel, OptionError, SpecGenerator
-from specdec.core.drafts import BatchDrafter, Kept
+from specdec.core.drafts import BatchDrafter, SavedState
 from specdec.core.rounds import Context
 from specdec.core.tree import Tree
 from specdec.engine.prefix_cache import Prefixes, Reader, Text
@@ -286,8 +286,8 @@ def test_the_least_recently_used_gives_way() -> None:
     def text(begin: int, count: int = 20) -> Text:
         return Text(tuple(range(begin, begin + count)), Context(b""))
 
-    def read(count: int) -> Kept:
-        return Kept(count, None, 4 * count)
+    def read(count: int) -> SavedState:
+        return SavedState(count, None, 4 * count)
 
     kept.keep(text(0), read(20))
     kept.keep(text(100), read(20))
@@ -313,14 +313,14 @@ def test_readers_keep_what_they_have_read() -> None:
     one, other = Equal(), Equal()
     kept, tokens = Prefixes(1000), tuple(range(20))
     for reader in (None, Reader(one), Reader(other)):
-        kept.keep(Text(tokens, Context(b""), reader=reader), Kept(20, reader, 10))
+        kept.keep(Text(tokens, Context(b""), reader=reader), SavedState(20, reader, 10))
     for drafter in (one, other):
         found, length = kept.find(Text(tokens, Context(b""), reader=Reader(drafter)))
         assert found is not None
         assert (found.state, length) == (Reader(drafter), 20)
     assert kept.find(Text(tokens, Context(b""), reader=Reader(Equal()))) == (None, 0)
     del drafter, other
-    kept.keep(Text((*tokens, 1), Context(b"")), Kept(21, None, 10))
+    kept.keep(Text((*tokens, 1), Context(b"")), SavedState(21, None, 10))
     assert (len(kept), kept.bytes) == (2, 20)
     assert kept.find(Text(tokens, Context(b""), reader=Reader(one)))[1] == 20
 
