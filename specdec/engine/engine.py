@@ -21,7 +21,7 @@ from specdec.core.rounds import Round, SequenceRound
 from specdec.core.sequence import RunningSequence
 from specdec.core.tree import EMPTY, Scores, Tree
 from specdec.engine.memory_budget import KvBudget
-from specdec.engine.prefix_cache import Prefixes
+from specdec.engine.prefix_cache import PrefixCache
 from specdec.engine.request import Request
 from specdec.engine.scheduler import OpenDraft, Scheduler
 from specdec.engine.turn import Stopwatch, Turn
@@ -49,13 +49,13 @@ class Engine:
         model: LanguageModel,
         *,
         kv_budget: int | float | None = None,
-        prefixes: Prefixes | None = None,
+        prefix_cache: PrefixCache | None = None,
     ) -> None:
         self.model = model
         self._device, self._is_offloaded = model.device, model.is_offloaded  # both are searched for in the model
         self.budget = KvBudget(kv_budget, model)
         self._drafts: dict[int, OpenDraft] = {}  # by the identity of the drafter
-        self.scheduler = Scheduler(model, prefixes, self._drafts)
+        self.scheduler = Scheduler(model, prefix_cache, self._drafts)
         self.waiting: deque[Request] = deque()
         self.prefilling: list[RunningSequence] = []
         self.running: list[RunningSequence] = []
@@ -92,7 +92,7 @@ class Engine:
             self._finish(request)
         self.waiting.clear()
         self.prefilling, self.running, self._requests, self._drafts = [], [], {}, {}
-        self.scheduler = Scheduler(self.model, self.scheduler.prefixes, self._drafts)
+        self.scheduler = Scheduler(self.model, self.scheduler.prefix_cache, self._drafts)
 
     def step(self) -> None:
         """Admits requests, reads at most a chunk of their prompts, and takes a round with all sequences that
@@ -153,9 +153,9 @@ class Engine:
         for draft in self._drafts.values():
             if draft.session.cache is not None:
                 draft.session.cache.bound(*ample)
-        if self.scheduler.prefixes is not None:
-            self.scheduler.prefixes.room = limit - max(self.budget.bytes(admitted), self.budget.kept_bytes)
-            self.scheduler.prefixes.shrink()
+        if self.scheduler.prefix_cache is not None:
+            self.scheduler.prefix_cache.room = limit - max(self.budget.bytes(admitted), self.budget.kept_bytes)
+            self.scheduler.prefix_cache.shrink()
 
     def _read(self) -> None:
         """One pass over prompts that are not read yet: the first ones, as many as a chunk has room for."""

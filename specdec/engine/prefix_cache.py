@@ -14,7 +14,7 @@ LEAST = 16
 """Tokens that must be in common before copying pays for itself."""
 
 
-class Reader:
+class DrafterRef:
     """A draft that has read a text; the same as itself alone, and no longer there once nobody else needs it."""
 
     def __init__(self, drafter: BatchDrafter) -> None:
@@ -24,7 +24,7 @@ class Reader:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Reader) and self._drafter() is other._drafter()
+        return isinstance(other, DrafterRef) and self._drafter() is other._drafter()
 
     @property
     def gone(self) -> bool:
@@ -32,17 +32,17 @@ class Reader:
         return self._drafter() is None
 
 
-class Text(NamedTuple):
+class PrefixKey(NamedTuple):
     """What a sequence has read, as far as it can be compared: tokens, and the `context` of their keys and values.
 
-    The first `unseen` positions have no ids and belong to the context. `reader` is the draft that has read it, None
+    The first `unseen` positions have no ids and belong to the context. `drafter` is the draft that has read it, None
     where that is the target.
     """
 
     tokens: tuple[int, ...]
     context: Context
     unseen: int = 0
-    reader: Reader | None = None
+    drafter: DrafterRef | None = None
 
     @property
     def length(self) -> int:
@@ -52,18 +52,18 @@ class Text(NamedTuple):
     @property
     def lost(self) -> bool:
         """Whether nobody can continue it any more."""
-        return self.reader is not None and self.reader.gone
+        return self.drafter is not None and self.drafter.gone
 
-    def common(self, other: Text) -> int:
+    def common(self, other: PrefixKey) -> int:
         """How many positions, from the beginning, are the same in both."""
-        if (self.context, self.reader) != (other.context, other.reader):
+        if (self.context, self.drafter) != (other.context, other.drafter):
             return 0
         if self.unseen != other.unseen:  # one of them is read in part
             return min(self.unseen, other.unseen)
         return self.unseen + common_length(self.tokens, other.tokens)
 
 
-class Prefixes:
+class PrefixCache:
     """What was read of texts whose sequences have left, at most `limit` bytes of it; the least recently used go first.
 
     A text that goes on takes the place of the one that it continues. `room` are the bytes that running sequences leave.
@@ -71,12 +71,12 @@ class Prefixes:
 
     def __init__(self, limit: int) -> None:
         self.limit, self.room, self.bytes = limit, limit, 0
-        self._entries: OrderedDict[Text, SavedState] = OrderedDict()
+        self._entries: OrderedDict[PrefixKey, SavedState] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def find(self, text: Text) -> tuple[SavedState | None, int]:
+    def find(self, text: PrefixKey) -> tuple[SavedState | None, int]:
         """What its reader kept that shares most with the beginning of `text`, and how many positions that is."""
         best = max(self._entries, key=text.common, default=None)
         length = 0 if best is None else text.common(best)
@@ -85,7 +85,7 @@ class Prefixes:
         self._entries.move_to_end(best)
         return self._entries[best], length
 
-    def wants(self, text: Text) -> bool:
+    def wants(self, text: PrefixKey) -> bool:
         """Whether keeping this text would add something."""
         if text.length < LEAST:
             return False
@@ -94,7 +94,7 @@ class Prefixes:
             self._entries.move_to_end(covered)
         return covered is None
 
-    def keep(self, text: Text, kept: SavedState) -> None:
+    def keep(self, text: PrefixKey, kept: SavedState) -> None:
         """Takes what was kept of a text; that of texts which it continues goes, and others' where room is short."""
         if kept.bytes > min(self.limit, self.room):
             return
@@ -114,5 +114,5 @@ class Prefixes:
         self._entries.clear()
         self.bytes = 0
 
-    def _drop(self, text: Text) -> None:
+    def _drop(self, text: PrefixKey) -> None:
         self.bytes -= self._entries.pop(text).bytes

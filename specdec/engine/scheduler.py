@@ -16,7 +16,7 @@ from typing import NamedTuple
 from specdec.core.drafts import BatchDrafter, DraftSession, SavedState
 from specdec.core.rounds import Context
 from specdec.core.sequence import RunningSequence
-from specdec.engine.prefix_cache import LEAST, Prefixes, Reader, Text
+from specdec.engine.prefix_cache import LEAST, DrafterRef, PrefixCache, PrefixKey
 from specdec.engine.request import Request
 from specdec.models import LanguageModel, prefix_bytes
 from specdec.options.checks import common_length
@@ -34,17 +34,17 @@ class OpenDraft(NamedTuple):
 class Scheduler:
     """Gives the sequences of a running set their places in the `target`'s session, and takes them back.
 
-    `prefixes` keeps texts whose sequences have left; None where every prompt is read anew. Only models whose keys and
-    values can be cut anywhere, and mean the same in any text, can share them between requests. `drafts` are those that
-    are open, by the identity of the drafter: nobody tells those that read hidden states of what a sequence continues,
-    so they must continue it, too.
+    `prefix_cache` keeps texts whose sequences have left; None where every prompt is read anew. Only models whose keys
+    and values can be cut anywhere, and mean the same in any text, can share them between requests. `drafts` are those
+    that are open, by the identity of the drafter: nobody tells those that read hidden states of what a sequence
+    continues, so they must continue it, too.
     """
 
-    def __init__(self, model: LanguageModel, prefixes: Prefixes | None, drafts: Mapping[int, OpenDraft]) -> None:
+    def __init__(self, model: LanguageModel, prefix_cache: PrefixCache | None, drafts: Mapping[int, OpenDraft]) -> None:
         self.target = model.session()
         self._shares = self.target.keeps_prefixes and model.capability.boundary is None
         self._keeps = self._shares and not model.is_encoder_decoder
-        self.prefixes = prefixes if self._keeps else None
+        self.prefix_cache = prefix_cache if self._keeps else None
         self._model, self._drafts = model, drafts
         # whose reading of the same prompt a sequence waits for
         self._leaders: dict[RunningSequence, RunningSequence] = {}
@@ -111,10 +111,10 @@ class Scheduler:
             self._leaders.pop(seq, None)
             self._arrived.pop(seq.id, None)
             kept, request = seq.context, request_of[seq.id]
-            if self.prefixes is None or kept is None or seq.cache_row is None:
+            if self.prefix_cache is None or kept is None or seq.cache_row is None:
                 continue
             if request.waited or kept.model == now():  # not changed while the sequence ran
-                self._retain(seq, kept, self.prefixes, self._draft_of(request))
+                self._retain(seq, kept, self.prefix_cache, self._draft_of(request))
         cache_rows = [one.cache_row for seq in seqs for one in seq.batch_seqs if one.cache_row is not None]
         if cache_rows:
             self.target.remove(cache_rows)
@@ -165,7 +165,9 @@ class Scheduler:
         lengths = {key: _shared(seq, one, self.target.length(_slot(one))) for key, one in self._open.items()}
         key = max(lengths, key=lambda key: lengths[key], default=None)
         kept, length = (
-            (None, 0) if self.prefixes is None else self.prefixes.find(_text(seq, seq.context, seq.length - 1))
+            (None, 0)
+            if self.prefix_cache is None
+            else self.prefix_cache.find(_prefix_key(seq, seq.context, seq.length - 1))
         )
         if key is not None and lengths[key] >= max(LEAST, length):
             return self._open[key], lengths[key]
@@ -194,31 +196,37 @@ class Scheduler:
         if seq.unseen:
             return 0
         joined = draft.session.join(seq, source.id, length) if isinstance(source, RunningSequence) else 0
-        if joined or self.prefixes is None or seq.context is None:
+        if joined or self.prefix_cache is None or seq.context is None:
             return joined
-        kept, length = self.prefixes.find(_text(seq, seq.context, length, Reader(draft.drafter)))
+        kept, length = self.prefix_cache.find(_prefix_key(seq, seq.context, length, DrafterRef(draft.drafter)))
         return 0 if kept is None else draft.session.join(seq, kept, length)
 
-    def _retain(self, seq: RunningSequence, context: Context, prefixes: Prefixes, draft: OpenDraft | None) -> None:
+    def _retain(
+        self, seq: RunningSequence, context: Context, prefix_cache: PrefixCache, draft: OpenDraft | None
+    ) -> None:
         """Keeps the text of a sequence that leaves, where there is room for it, and what its draft has read of it."""
         length = self.target.length(_slot(seq))
-        if length * self._model.kv_bytes > min(prefixes.limit, prefixes.room):
+        if length * self._model.kv_bytes > min(prefix_cache.limit, prefix_cache.room):
             return
         if draft is not None and not seq.unseen:
             with suppress(Exception):  # of a draft that cannot, which is no reason for anything else to fail
-                _retain_draft(seq, context, prefixes, draft, length)
-        text = _text(seq, context, length)
-        if prefixes.wants(text):
+                _retain_draft(seq, context, prefix_cache, draft, length)
+        text = _prefix_key(seq, context, length)
+        if prefix_cache.wants(text):
             with suppress(RuntimeError, MemoryError, OSError):  # what cannot be copied is not kept
                 prefix = self.target.keep_prefix(_slot(seq), length)
-                prefixes.keep(text, SavedState(length, prefix, prefix_bytes(prefix)))
+                prefix_cache.keep(text, SavedState(length, prefix, prefix_bytes(prefix)))
 
 
-def _retain_draft(seq: RunningSequence, context: Context, prefixes: Prefixes, draft: OpenDraft, length: int) -> None:
+def _retain_draft(
+    seq: RunningSequence, context: Context, prefix_cache: PrefixCache, draft: OpenDraft, length: int
+) -> None:
     """Keeps what a sequence's draft has read; before the target's, so that where room is short it goes first."""
     kept = draft.session.keep(seq, length)
-    if kept is not None and prefixes.wants(text := _text(seq, context, kept.length, Reader(draft.drafter))):
-        prefixes.keep(text, kept)
+    if kept is not None and prefix_cache.wants(
+        text := _prefix_key(seq, context, kept.length, DrafterRef(draft.drafter))
+    ):
+        prefix_cache.keep(text, kept)
 
 
 def _slot(seq: RunningSequence) -> int:
@@ -236,7 +244,7 @@ def _shared(seq: RunningSequence, other: RunningSequence, most: int) -> int:
     return min(same, most, seq.length - 1)
 
 
-def _text(seq: RunningSequence, context: Context, length: int, reader: Reader | None = None) -> Text:
+def _prefix_key(seq: RunningSequence, context: Context, length: int, drafter: DrafterRef | None = None) -> PrefixKey:
     """The first `length` positions of a sequence."""
     unseen = min(seq.unseen, length)
-    return Text(tuple(seq.tokens[: length - unseen]), context, unseen, reader)
+    return PrefixKey(tuple(seq.tokens[: length - unseen]), context, unseen, drafter)

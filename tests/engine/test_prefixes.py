@@ -14,7 +14,7 @@ from specdec import LanguageModel, OptionError, SpecGenerator
 from specdec.core.drafts import BatchDrafter, SavedState
 from specdec.core.rounds import Context
 from specdec.core.tree import Tree
-from specdec.engine.prefix_cache import Prefixes, Reader, Text
+from specdec.engine.prefix_cache import DrafterRef, PrefixCache, PrefixKey
 from specdec.models import free_bytes
 from tests.heads import eagle_folder
 from tests.tiny import DECODERS, NAMES, tiny, tiny_inputs
@@ -281,10 +281,10 @@ def test_only_where_it_changes_no_text() -> None:
 
 def test_the_least_recently_used_gives_way() -> None:
     """Texts go when room is short, and one that goes on takes the place of what it continues."""
-    kept = Prefixes(4 * 40)
+    kept = PrefixCache(4 * 40)
 
-    def text(begin: int, count: int = 20) -> Text:
-        return Text(tuple(range(begin, begin + count)), Context(b""))
+    def text(begin: int, count: int = 20) -> PrefixKey:
+        return PrefixKey(tuple(range(begin, begin + count)), Context(b""))
 
     def read(count: int) -> SavedState:
         return SavedState(count, None, 4 * count)
@@ -311,18 +311,18 @@ def test_readers_keep_what_they_have_read() -> None:
         def start(self, vocab_size: int) -> Any: ...
 
     one, other = Equal(), Equal()
-    kept, tokens = Prefixes(1000), tuple(range(20))
-    for reader in (None, Reader(one), Reader(other)):
-        kept.keep(Text(tokens, Context(b""), reader=reader), SavedState(20, reader, 10))
+    kept, tokens = PrefixCache(1000), tuple(range(20))
+    for reader in (None, DrafterRef(one), DrafterRef(other)):
+        kept.keep(PrefixKey(tokens, Context(b""), drafter=reader), SavedState(20, reader, 10))
     for drafter in (one, other):
-        found, length = kept.find(Text(tokens, Context(b""), reader=Reader(drafter)))
+        found, length = kept.find(PrefixKey(tokens, Context(b""), drafter=DrafterRef(drafter)))
         assert found is not None
-        assert (found.state, length) == (Reader(drafter), 20)
-    assert kept.find(Text(tokens, Context(b""), reader=Reader(Equal()))) == (None, 0)
+        assert (found.state, length) == (DrafterRef(drafter), 20)
+    assert kept.find(PrefixKey(tokens, Context(b""), drafter=DrafterRef(Equal()))) == (None, 0)
     del drafter, other
-    kept.keep(Text((*tokens, 1), Context(b"")), SavedState(21, None, 10))
+    kept.keep(PrefixKey((*tokens, 1), Context(b"")), SavedState(21, None, 10))
     assert (len(kept), kept.bytes) == (2, 20)
-    assert kept.find(Text(tokens, Context(b""), reader=Reader(one)))[1] == 20
+    assert kept.find(PrefixKey(tokens, Context(b""), drafter=DrafterRef(one)))[1] == 20
 
 
 @pytest.mark.parametrize("kind", ["model", "head"])
