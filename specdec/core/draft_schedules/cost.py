@@ -2,7 +2,7 @@
 
 Let R be the tokens per second of decoding so far. A node whose path is accepted with probability P brings P tokens and
 costs c seconds more; it raises R exactly when P >= R * c (Dinkelbach's condition for the best ratio). P comes from how
-often the draft's confidence was borne out (`Acceptance`), c from lines fitted to the seconds of passes (`Line`).
+often the draft's confidence was borne out (`Acceptance`), c from lines fitted to the seconds of passes (`LinearFit`).
 
 What is predicted may be wrong, so drafting is also judged by what it brings: the seconds of rounds with a draft are
 compared with those that the same tokens take without one, and drafting that wasted too many is suspended for a while.
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from specdec.core.draft_schedules.budget import MOST_NODES, ScheduleSetup, check_nodes
-from specdec.core.draft_schedules.estimates import Acceptance, Line
+from specdec.core.draft_schedules.estimates import Acceptance, LinearFit
 
 if TYPE_CHECKING:
     from specdec.core.drafts import Plan, Until
@@ -44,8 +44,8 @@ class _Prior(NamedTuple):
     """What is assumed of a target before its passes were measured.
 
     `draft_cost` and `verify_cost`: tokens that decoding makes during a draft pass, and during the extra time of one
-    more verified node. `steepness`, `trust`: see `Line`. `free_nodes`: trees are taken where a pass costs as much as
-    so many nodes, since side branches bring fewer tokens than their confidence promises.
+    more verified node. `steepness`, `trust`: see `LinearFit`. `free_nodes`: trees are taken where a pass costs as much
+    as so many nodes, since side branches bring fewer tokens than their confidence promises.
     """
 
     draft_cost: float
@@ -126,11 +126,11 @@ class Cost:
     offloaded: bool = False
     # Of the draft: how often it is right, and the seconds of its passes over the nodes of one level, by source.
     acceptance: Acceptance = field(default_factory=Acceptance)
-    drafts: Mapping[str, Line] = field(default_factory=dict)
+    drafts: Mapping[str, LinearFit] = field(default_factory=dict)
     # Seconds of a target pass over its nodes, of a whole round without a draft over its sequences, and those of a round
     # that are neither the draft's nor the target's.
-    passes: Line = field(default_factory=Line)
-    plain: Line = field(default_factory=Line)
+    passes: LinearFit = field(default_factory=LinearFit)
+    plain: LinearFit = field(default_factory=LinearFit)
     other_seconds: float = 0.0
     # Nodes of one sequence: without a draft (its live branches), in the widest pass of late, and per level of its
     # draft.
@@ -156,7 +156,7 @@ class Cost:
     wasted_seconds: float = 0.0
     suspended: bool = False
     suspension: int = _SUSPENSION[0]
-    baseline: Line = field(default_factory=Line)
+    baseline: LinearFit = field(default_factory=LinearFit)
 
     takes_threshold: ClassVar[bool] = False
     grows_trees: ClassVar[bool] = True
@@ -386,7 +386,7 @@ class Cost:
             wasted_seconds=0.0,
         )
 
-    def _with_draft(self, round: Round) -> Mapping[str, Line]:
+    def _with_draft(self, round: Round) -> Mapping[str, LinearFit]:
         """Draft passes by source; where several sources drafted, only the longest draft tells what its passes cost.
 
         Of a draft that proposed nothing one pass is known.
@@ -394,7 +394,7 @@ class Cost:
         longest = max(_everyone(round), key=lambda seq: (seq.depth, seq.source in _sources(round)))
         if longest.source not in _sources(round):
             return self.drafts
-        line, levels = self.drafts.get(longest.source, Line()), max(longest.depth, 1)
+        line, levels = self.drafts.get(longest.source, LinearFit()), max(longest.depth, 1)
         nodes, seconds = max(longest.drafted, 1) / levels, round.draft_seconds / levels
         return {**self.drafts, longest.source: line.add(nodes, seconds)}
 
@@ -444,6 +444,6 @@ def _tokens(seqs: Sequence[SequenceRound]) -> int:
 
 
 def _fading(old: float, new: float) -> float:
-    """A mean that forgets, and that stalls move but little (see `Line.add`)."""
+    """A mean that forgets, and that stalls move but little (see `LinearFit.add`)."""
     new = max(new, 0.0)  # differences of clocks may round below it
     return new if not old or new < old / 3 else 0.8 * old + 0.2 * min(new, 3 * old)

@@ -59,7 +59,7 @@ class Acceptance:
         return Acceptance(tuple(n * fade for n in accepted), tuple(n * fade for n in believed), levels * fade)
 
 
-class Line(NamedTuple):
+class LinearFit(NamedTuple):
     """Seconds of a pass as `fixed + slope * nodes`, by least squares over passes whose weights fade.
 
     `weight` is the sum of the weights; `nodes`, `seconds`, `squares` (of nodes) and `products` (nodes times seconds)
@@ -76,7 +76,7 @@ class Line(NamedTuple):
     steepness: float = 0.02
     trust: float = 1.0
 
-    def add(self, nodes: float, seconds: float) -> Line:
+    def add(self, nodes: float, seconds: float) -> LinearFit:
         """With one more pass; each older one loses 5% of its weight.
 
         A stall (a compilation, another program) must not count in full: seconds are cut to three times those of a usual
@@ -85,10 +85,10 @@ class Line(NamedTuple):
         """
         usual = self.seconds / self.weight if self.weight else seconds
         if seconds < usual / 3:
-            return Line(steepness=self.steepness, trust=self.trust).add(nodes, seconds)
+            return LinearFit(steepness=self.steepness, trust=self.trust).add(nodes, seconds)
         wider = max(nodes * self.weight / self.nodes, 1.0) if self.nodes else 1.0
         f, seconds = 0.95, min(seconds, 3 * wider * usual)
-        return Line(
+        return LinearFit(
             f * self.weight + 1,
             f * self.nodes + nodes,
             f * self.seconds + seconds,
