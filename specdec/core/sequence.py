@@ -74,7 +74,7 @@ class RunningSequence:
 
     def __post_init__(self) -> None:
         self.prompt_length = self._written = len(self.tokens)
-        self.unseen = 0 if self.embeds is None else len(self.embeds) - self.prompt_length
+        self.num_embeds_only = 0 if self.embeds is None else len(self.embeds) - self.prompt_length
         self._ids = torch.tensor(self.tokens, dtype=torch.long, device=self.device)
 
     @property
@@ -90,7 +90,7 @@ class RunningSequence:
     @property
     def most_positions(self) -> int:
         """How many places in a cache it may take, proposals left out."""
-        return self.unseen + self.max_length
+        return self.num_embeds_only + self.max_length
 
     @property
     def batch_seqs(self) -> tuple[RunningSequence, ...]:
@@ -100,7 +100,7 @@ class RunningSequence:
     @property
     def length(self) -> int:
         """Positions of its text, embeddings without ids included."""
-        return self.unseen + len(self.tokens)
+        return self.num_embeds_only + len(self.tokens)
 
     def prefix(self, extra: Sequence[int] = ()) -> Tensor:
         """The text so far, followed by `extra`, as ids `[1, length]`."""
@@ -134,9 +134,9 @@ class RunningSequence:
 
     def _positions(self, begin: int, end: int) -> list[int]:
         """The text between two positions; embeddings without ids have placeholders."""
-        if begin >= self.unseen:
-            return self.tokens[begin - self.unseen : end - self.unseen]
-        return [0] * (min(end, self.unseen) - begin) + self.tokens[: max(end - self.unseen, 0)]
+        if begin >= self.num_embeds_only:
+            return self.tokens[begin - self.num_embeds_only : end - self.num_embeds_only]
+        return [0] * (min(end, self.num_embeds_only) - begin) + self.tokens[: max(end - self.num_embeds_only, 0)]
 
     def _room(self, length: int) -> int:
         """How many tokens may follow `length` of them, up to the first that makes the target read all of them again."""
@@ -248,7 +248,7 @@ class SearchSequence(RunningSequence):
     @property
     def most_positions(self) -> int:
         """As many as if no branches shared any of what is new."""
-        return self.unseen + self.prompt_length + self.width * (self.max_length - self.prompt_length) + _VOID
+        return self.num_embeds_only + self.prompt_length + self.width * (self.max_length - self.prompt_length) + _VOID
 
     @property
     def width(self) -> int:

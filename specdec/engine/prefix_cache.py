@@ -35,19 +35,19 @@ class DrafterRef:
 class PrefixKey(NamedTuple):
     """What a sequence has read, as far as it can be compared: tokens, and the `context` of their keys and values.
 
-    The first `unseen` positions have no ids and belong to the context. `drafter` is the draft that has read it, None
-    where that is the target.
+    The first `num_embeds_only` positions have no ids and belong to the context. `drafter` is the draft that has read
+    it, None where that is the target.
     """
 
     tokens: tuple[int, ...]
     context: Context
-    unseen: int = 0
+    num_embeds_only: int = 0
     drafter: DrafterRef | None = None
 
     @property
     def length(self) -> int:
         """Positions."""
-        return self.unseen + len(self.tokens)
+        return self.num_embeds_only + len(self.tokens)
 
     @property
     def lost(self) -> bool:
@@ -58,9 +58,9 @@ class PrefixKey(NamedTuple):
         """How many positions, from the beginning, are the same in both."""
         if (self.context, self.drafter) != (other.context, other.drafter):
             return 0
-        if self.unseen != other.unseen:  # one of them is read in part
-            return min(self.unseen, other.unseen)
-        return self.unseen + common_length(self.tokens, other.tokens)
+        if self.num_embeds_only != other.num_embeds_only:  # one of them is read in part
+            return min(self.num_embeds_only, other.num_embeds_only)
+        return self.num_embeds_only + common_length(self.tokens, other.tokens)
 
 
 class PrefixCache:

@@ -193,7 +193,7 @@ class Scheduler:
         """How many of the first `length` positions of `source` the sequence may continue, as far as its draft goes."""
         if draft is None or not length:
             return length
-        if seq.unseen:
+        if seq.num_embeds_only:
             return 0
         joined = draft.session.join(seq, source.id, length) if isinstance(source, RunningSequence) else 0
         if joined or self.prefix_cache is None or seq.context is None:
@@ -208,7 +208,7 @@ class Scheduler:
         length = self.target.length(_slot(seq))
         if length * self._model.kv_bytes > min(prefix_cache.limit, prefix_cache.room):
             return
-        if draft is not None and not seq.unseen:
+        if draft is not None and not seq.num_embeds_only:
             with suppress(Exception):  # of a draft that cannot, which is no reason for anything else to fail
                 _retain_draft(seq, context, prefix_cache, draft, length)
         text = _prefix_key(seq, context, length)
@@ -238,13 +238,13 @@ def _shared(seq: RunningSequence, other: RunningSequence, most: int) -> int:
     """How many of the first `most` positions of another sequence this one begins with, its last position left out."""
     if seq.context is None or seq.context != other.context:
         return 0
-    same = min(seq.unseen, other.unseen)
-    if seq.unseen == other.unseen:
+    same = min(seq.num_embeds_only, other.num_embeds_only)
+    if seq.num_embeds_only == other.num_embeds_only:
         same += common_length(seq.tokens, other.tokens)
     return min(same, most, seq.length - 1)
 
 
 def _prefix_key(seq: RunningSequence, context: Context, length: int, drafter: DrafterRef | None = None) -> PrefixKey:
     """The first `length` positions of a sequence."""
-    unseen = min(seq.unseen, length)
-    return PrefixKey(tuple(seq.tokens[: length - unseen]), context, unseen, drafter)
+    num_embeds_only = min(seq.num_embeds_only, length)
+    return PrefixKey(tuple(seq.tokens[: length - num_embeds_only]), context, num_embeds_only, drafter)

@@ -86,7 +86,7 @@ class Turn:
 
     def _told(self, path: list[int]) -> Hidden:
         """The hidden states of the text that was read and of new nodes on the path; of tokens that have ids."""
-        part, first = self.parts[0], self.num_cached[0] - self.seq.unseen
+        part, first = self.parts[0], self.num_cached[0] - self.seq.num_embeds_only
         nodes = part.path([node for node in path if node >= part.num_cached])[max(-first, 0) :]
         assert self.scores is not None
         own = [node - self.scores.num_cached for node in nodes]
