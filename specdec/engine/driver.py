@@ -19,7 +19,7 @@ _SOON, _IDLE = 0.01, 1.0  # seconds without anything to do until helper threads 
 _PATIENCE = 10.0  # seconds that a program which ends waits for the step that is under way
 
 
-class Dispatcher:
+class Driver:
     """Callers wait for their requests, and one thread at a time drives `Engine.step`.
 
     That is the caller's own while it is alone. Callers that overlap get a thread for all of them: every thread that
@@ -40,7 +40,7 @@ class Dispatcher:
         self._cancelled: list[Request] = []
         self._open: set[Request] = set()  # those that callers follow
         self._waiting: dict[Request, tuple[threading.Condition, Callable[[], bool]]] = {}
-        self._driver: int | None = None
+        self._driving_thread: int | None = None
         self._thread: threading.Thread | None = None  # the latest that was started to drive
         self._ended = False
 
@@ -111,17 +111,17 @@ class Dispatcher:
             self._work.notify_all()
             try:
                 while not ready():
-                    if self._driver is None and len(self._open) == 1:
-                        self._driver = threading.get_ident()
+                    if self._driving_thread is None and len(self._open) == 1:
+                        self._driving_thread = threading.get_ident()
                         break
-                    if self._driver is None:
+                    if self._driving_thread is None:
                         self._thread = threading.Thread(target=self._drive_all, name="specdec-engine", daemon=True)
-                        self._driver = -1  # until it has begun
+                        self._driving_thread = -1  # until it has begun
                         _end_at_exit(self)
                         try:
                             self._thread.start()
                         except BaseException:
-                            self._driver = None
+                            self._driving_thread = None
                             raise
                     release_helpers()
                     news.wait()
@@ -158,16 +158,17 @@ class Dispatcher:
     def _let_go(self, *, anyway: bool = False) -> bool:
         """Whether this thread drives no more; it still does where something given up is left, unless it must stop."""
         with self._lock:
-            me, self._driver = self._driver, None  # a stream that is collected from here on is dropped at once
+            # a stream that is collected from here on is dropped at once
+            me, self._driving_thread = self._driving_thread, None
             if self._cancelled and not anyway:
-                self._driver = me
+                self._driving_thread = me
                 return False
             self._wake()
             return True
 
     def _drive_all(self) -> None:
         """Drives the engine for callers that overlap, until none has come for a while."""
-        self._driver = threading.get_ident()
+        self._driving_thread = threading.get_ident()
 
         def wanted() -> bool:
             with self._lock:
@@ -187,7 +188,7 @@ class Dispatcher:
 
     def _check(self) -> None:
         """Raises where the thread that runs the engine would wait for itself."""
-        if self._driver == threading.get_ident():
+        if self._driving_thread == threading.get_ident():
             raise EngineError(
                 "a processor, criterion, draft or schedule called the generator that it runs in: use another "
                 "SpecGenerator there (models can be shared)"
@@ -208,7 +209,7 @@ class Dispatcher:
     def _wake(self) -> None:
         """Wakes those whose request has come further, and everyone where nobody drives."""
         for news, ready in self._waiting.values():
-            if self._driver is None or ready():
+            if self._driving_thread is None or ready():
                 news.notify_all()
 
     def _drop(self, request: Request) -> None:
@@ -216,9 +217,9 @@ class Dispatcher:
         with self._lock:
             self._cancelled.append(request)
             self._work.notify_all()
-            if self._driver is not None:
+            if self._driving_thread is not None:
                 return
-            self._driver = threading.get_ident()
+            self._driving_thread = threading.get_ident()
         self._stop_driving()
 
     def _drop_cancelled(self) -> None:
@@ -229,19 +230,19 @@ class Dispatcher:
             self.engine.cancel(gone)
 
 
-_shared: WeakSet[Dispatcher] = WeakSet()  # those that had a thread
+_shared: WeakSet[Driver] = WeakSet()  # those that had a thread
 
 
-def _end_at_exit(dispatcher: Dispatcher) -> None:
-    """Lets a dispatcher's thread end before the interpreter does, and before what was registered until now.
+def _end_at_exit(driver: Driver) -> None:
+    """Lets a driver's thread end before the interpreter does, and before what was registered until now.
 
     A thread that frees a tensor while the interpreter ends is ended in there, and that ends the program by SIGABRT.
     """
-    _shared.add(dispatcher)
+    _shared.add(driver)
     atexit.unregister(_end_all)
     atexit.register(_end_all)
 
 
 def _end_all() -> None:
-    for dispatcher in list(_shared):
-        dispatcher.end()
+    for driver in list(_shared):
+        driver.end()

@@ -41,7 +41,7 @@ _IDLE_DRAFTS = 2  # sessions without sequences that keep their buffers for the n
 class Engine:
     """A running set of sequences on one target: requests come in, and `step` takes all of them a round further.
 
-    One thread at a time may call it (`Dispatcher`). What goes wrong in one request ends that request alone.
+    One thread at a time may call it (`Driver`). What goes wrong in one request ends that request alone.
     """
 
     def __init__(

@@ -73,7 +73,7 @@ def test_what_arrives_together_is_read_once(seeds: list[int]) -> None:
     """Prompts that begin alike wait for the first of them, whoever asked; nobody waits who has little to gain."""
     model = tiny("llama")
     generator = SpecGenerator(model)
-    engine = generator._dispatcher.engine
+    engine = generator._driver.engine
     shared = [(5 * i) % 50 + 5 for i in range(100)]
     prompts = [[[*shared, seed + 6, 7, 8]] for seed in seeds] + [[[9, 9, *shared]], [shared[:30]]]
     calls = [generator._prepare(torch.tensor(prompt), None, dict(COMMON)) for prompt in prompts]
@@ -332,7 +332,7 @@ def test_a_budget_is_kept(kind: str, tmp_path: Path) -> None:
     draft = tiny("llama", seed=1) if kind == "model" else eagle_folder(tmp_path / "head")
     budget = 180_000
     generator = SpecGenerator(model, draft, kv_budget=budget, schedule="constant", num_assistant_tokens=3)
-    engine, step, seen = generator._dispatcher.engine, generator._dispatcher.engine.step, []
+    engine, step, seen = generator._driver.engine, generator._driver.engine.step, []
 
     def counted() -> None:
         step()
@@ -363,12 +363,12 @@ def test_what_never_fits_is_an_error_at_once() -> None:
     generator = SpecGenerator(model, kv_budget=20_000)
     with pytest.raises(OptionError, match=r"may need [\d,]+ bytes.*kv_budget.* allows 20,000"):
         generator.generate(FIRST, **{**COMMON, "max_new_tokens": 400})
-    assert generator._dispatcher.engine.target.passes == 0
+    assert generator._driver.engine.target.passes == 0
     assert generator.generate([[5, 6]], **COMMON).stats.num_new_tokens == 12
     for wrong in (0, -5, 1.5, True, "much"):
         with pytest.raises(OptionError, match="kv_budget"):
             SpecGenerator(model, kv_budget=wrong)
-    assert SpecGenerator(model, kv_budget=0.5)._dispatcher.engine.budget.limit <= free_bytes(torch.device("cpu"))
+    assert SpecGenerator(model, kv_budget=0.5)._driver.engine.budget.limit <= free_bytes(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", NAMES)
