@@ -20,7 +20,7 @@ from specdec.core.drafts import BatchDrafter, DraftSession, Plan
 from specdec.core.rounds import Round, SequenceRound
 from specdec.core.sequence import RunningSequence
 from specdec.core.tree import EMPTY, Scores, Tree
-from specdec.engine.memory_budget import KvBudget
+from specdec.engine.memory_budget import MemoryBudget
 from specdec.engine.prefix_cache import PrefixCache
 from specdec.engine.request import Request
 from specdec.engine.scheduler import OpenDraft, Scheduler
@@ -53,7 +53,7 @@ class Engine:
     ) -> None:
         self.model = model
         self._device, self._is_offloaded = model.device, model.is_offloaded  # both are searched for in the model
-        self.budget = KvBudget(kv_budget, model)
+        self.budget = MemoryBudget(kv_budget, model)
         self._drafts: dict[int, OpenDraft] = {}  # by the identity of the drafter
         self.scheduler = Scheduler(model, prefix_cache, self._drafts)
         self.waiting: deque[Request] = deque()

@@ -12,7 +12,7 @@ from specdec.models import LanguageModel, free_bytes
 _MOST_NODES = 1024  # of a tree in one pass
 
 
-class KvBudget:
+class MemoryBudget:
     """A limit on the keys and values of a running set, target and drafts together.
 
     `limit`: bytes, or a share of the memory that is free when the first request comes; None: no limit. What a request
