@@ -20,7 +20,7 @@ def read(*parts: Tensor) -> list[list[float]]:
     return values
 
 
-def whole(numbers: Sequence[float]) -> list[int]:
+def as_ints(numbers: Sequence[float]) -> list[int]:
     """Ids among numbers that were read."""
     return [int(number) for number in numbers]
 

@@ -188,7 +188,7 @@ class TextStrategy(StrategyBase):
             else:
                 own, at = scores.logits.float(), tokens.clamp(min=0).to(scores.logits.device)[:, None]
                 read, log_probs = device_reads.read(tokens.to(own.device), own.gather(-1, at)[:, 0] - own.logsumexp(-1))
-                scores.cache["decided"] = device_reads.whole(read), log_probs
+                scores.cache["decided"] = device_reads.as_ints(read), log_probs
         found: tuple[list[int], list[float] | None] = scores.cache["decided"]
         return found
 

@@ -57,7 +57,7 @@ class Candidates(NamedTuple):
     def read(cls, scores: Tensor, parents: Tensor, tokens: Tensor) -> Candidates:
         """Candidates that were found where the logits are, all `[count]`."""
         values, beams, ids = device_reads.read(scores, parents, tokens)
-        return cls(values, device_reads.whole(beams), device_reads.whole(ids))
+        return cls(values, device_reads.as_ints(beams), device_reads.as_ints(ids))
 
     def part(self, kept: Sequence[int]) -> Candidates:
         """Some of them, in this order."""
@@ -238,7 +238,7 @@ class Scoring(StrategyBase):
             values = values - logits.logsumexp(-1, keepdim=True)
         flat, numbers = device_reads.read(values.flatten(), ids.flatten())
         return [
-            (np.array(flat[i : i + count], dtype=np.float32), device_reads.whole(numbers[i : i + count]))
+            (np.array(flat[i : i + count], dtype=np.float32), device_reads.as_ints(numbers[i : i + count]))
             for i in range(0, len(flat), count)
         ]
 
