@@ -138,8 +138,8 @@ class Cost:
     recent_nodes: float = 1.0
     level_nodes: float = 1.0
     # Sequences of other requests in the last round, and how many of them shared the last draft passes.
-    other_rows: int = 0
-    drafting_rows: int = 0
+    other_seqs: int = 0
+    drafting_seqs: int = 0
     # Fading sums over rounds, for the rate of tokens per second.
     tokens: float = 0.0
     seconds: float = 0.0
@@ -188,8 +188,8 @@ class Cost:
             branches=branches,
             widest=widest,
             offloaded=offloaded,
-            other_rows=0,
-            drafting_rows=0,
+            other_seqs=0,
+            drafting_seqs=0,
             idle=max(self.idle, self.patience // 2),
             rest=0,
             tokens=_CARRIED * self.tokens,
@@ -214,10 +214,10 @@ class Cost:
             return self._plan(0, 0.0, 0.0)
         if not self._pays(seqs):
             return self._plan(int(self.idle >= self.patience), 0.0, 0.0)
-        rate = max(self.tokens / self.seconds if self.seconds else 0.0, self._plain_rate(seqs + self.other_rows))
+        rate = max(self.tokens / self.seconds if self.seconds else 0.0, self._plain_rate(seqs + self.other_seqs))
         # A draft that asks before each pass is the dearest; one that copies has nothing to ask.
         dearest = max(self.drafts.values(), key=lambda line: line.at(1))
-        draft_pass, node = dearest.at(0) / (seqs + self._drafting_rows), self.passes.slope + dearest.slope
+        draft_pass, node = dearest.at(0) / (seqs + self._drafting_seqs), self.passes.slope + dearest.slope
         return self._plan(self.k, rate * draft_pass, rate * node)
 
     def _plan(self, limit: int, draft_cost: float, verify_cost: float) -> CostPlan:
@@ -248,9 +248,9 @@ class Cost:
         return bool(self.passes.weight and self.drafts)
 
     @property
-    def _drafting_rows(self) -> int:
+    def _drafting_seqs(self) -> int:
         """Other requests' sequences that may be expected to share the next draft passes."""
-        return min(self.drafting_rows, self.other_rows)
+        return min(self.drafting_seqs, self.other_seqs)
 
     @property
     def _wants_plain_rounds(self) -> bool:
@@ -261,7 +261,7 @@ class Cost:
 
     def _pays(self, seqs: int) -> bool:
         """Whether some number of tokens per sequence is predicted to beat plain decoding."""
-        everyone, drafting = seqs + self.other_rows, seqs + self._drafting_rows
+        everyone, drafting = seqs + self.other_seqs, seqs + self._drafting_seqs
         plain, mean = self._plain_rate(everyone), self.acceptance.mean
         seconds = self.passes.at(everyone * self.roots) + self.other_seconds
         # One more token for every sequence that drafts, from the cheapest source.
@@ -317,7 +317,7 @@ class Cost:
         usual = self.plain.seconds / self.plain.weight
         return (
             usual / 2 < round.seconds < 2 * usual
-            and len(round.others) == self.other_rows
+            and len(round.others) == self.other_seqs
             and not any(seq.prefill or seq.depth for seq in everyone)
         )
 
