@@ -342,7 +342,7 @@ class Cost:
             "other_seconds": _fading(self.other_seconds, other_seconds),
             "roots": _fading(self.roots, (round.nodes - nodes) / count),
             "recent_nodes": max(round.nodes / count, 0.95 * self.recent_nodes),
-            "other_rows": len(round.others),
+            "other_seqs": len(round.others),
             "tokens": 0.9 * self.tokens + _tokens(everyone),
             "seconds": 0.9 * self.seconds + round.seconds,
             "idle": self.idle + 1,
@@ -352,7 +352,7 @@ class Cost:
         if tried:
             found |= {
                 "drafts": self._with_draft(round),
-                "drafting_rows": self._sharing(round),
+                "drafting_seqs": self._sharing(round),
                 "probe_rounds": self.probe_rounds + 1,
             }
         if own_levels := sum(seq.depth for seq in round.seqs):
