@@ -24,7 +24,7 @@ from specdec.decoding.noise import fold
 from specdec.decoding.processors import build_processors
 from specdec.decoding.stopping import Stopping
 from specdec.decoding.strategies import RowSetup, make_strategy
-from specdec.engine.driver import Dispatcher
+from specdec.engine.driver import Driver
 from specdec.engine.request import Request
 from specdec.errors import CancelledError, OptionError
 from specdec.generator.drafts_by_name import Draft
@@ -177,7 +177,7 @@ class Call:
             return ()
         return [strings] if isinstance(strings, str) else strings
 
-    def run(self, dispatcher: Dispatcher, *, stream: bool = False) -> Generator[list[News], None, Generation]:
+    def run(self, driver: Driver, *, stream: bool = False) -> Generator[list[News], None, Generation]:
         """Every round's news, after the streamer has had them; the value is the result."""
         began, streamer = clock(), self.extras.streamer
         if self._time_limit is not None:
@@ -185,7 +185,7 @@ class Call:
         if streamer is not None:
             streamer.put(self.prompts.padded)
         index: dict[int, int] = {}
-        told = dispatcher.rounds(self.request, stream=stream or streamer is not None)
+        told = driver.rounds(self.request, stream=stream or streamer is not None)
         try:
             with self._in_step, closing(told) as rounds:
                 for round_ in rounds:
@@ -440,7 +440,7 @@ class Job:
     """A call that one thread follows round by round and any other may end; `SpecGenerator.submit` makes it."""
 
     call: Call
-    dispatcher: Dispatcher
+    driver: Driver
 
     def follow(self, *, stream: bool = True) -> Generator[list[News], None, Generation]:
         """Runs the call: every round's news with `stream`, none where only its end tells the text; then the result.
@@ -448,7 +448,7 @@ class Job:
         Raises what ended it early, CancelledError after `cancel`; `result` has the texts so far. Closing the iterator
         ends the call.
         """
-        return self.call.run(self.dispatcher, stream=stream and not self.call.options.at_the_end)
+        return self.call.run(self.driver, stream=stream and not self.call.options.at_the_end)
 
     @property
     def result(self) -> Generation | None:
@@ -465,4 +465,4 @@ class Job:
 
     def cancel(self) -> None:
         """Ends the call within a round; nothing where it is over."""
-        self.dispatcher.cancel(self.call.request)
+        self.driver.cancel(self.call.request)

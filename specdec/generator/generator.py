@@ -14,10 +14,10 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from specdec.core.draft_schedules import make_schedule
 from specdec.core.drafts import BatchDrafter
-from specdec.engine.driver import Dispatcher
+from specdec.engine.driver import Driver
 from specdec.engine.engine import Engine
 from specdec.engine.openmp import release_helpers
-from specdec.engine.prefix_cache import Prefixes
+from specdec.engine.prefix_cache import PrefixCache
 from specdec.errors import OptionError
 from specdec.generator.call import Call, Extras, Job
 from specdec.generator.drafts_by_name import NAMES as DRAFT_NAMES
@@ -89,7 +89,7 @@ class SpecGenerator:
         self._drafts = Drafts(self.target, backend=backend)
         self._draft = Draft(self._drafts.make(draft, self.tokenizer, assistant_tokenizer))
         self._prefixes, self._wants_prefixes = _prefixes(prefix_cache), prefix_cache is not None
-        self._dispatcher = Dispatcher(Engine(self.target, kv_budget=kv_budget, prefixes=self._prefixes))
+        self._driver = Driver(Engine(self.target, kv_budget=kv_budget, prefix_cache=self._prefixes))
         release_helpers()  # loading had some, and another thread may be the one that decodes
 
     @classmethod
@@ -148,7 +148,7 @@ class SpecGenerator:
     @property
     def engine(self) -> Engine:
         """What runs all calls; to be looked at, not to be driven."""
-        return self._dispatcher.engine
+        return self._driver.engine
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -184,7 +184,7 @@ class SpecGenerator:
         """
         call = self._prepare(prompt, messages, options)
         call.request.waited = call.extras.streamer is None
-        run = call.run(self._dispatcher)
+        run = call.run(self._driver)
         while True:
             try:
                 next(run)
@@ -204,12 +204,12 @@ class SpecGenerator:
 
     def submit(self, prompt: Prompt = None, *, messages: Sequence[Any] | None = None, **options: Any) -> Job:
         """The same call, checked and ready, for programs that follow it themselves and may cancel it."""
-        return Job(self._prepare(prompt, messages, options), self._dispatcher)
+        return Job(self._prepare(prompt, messages, options), self._driver)
 
     def _events(self, call: Call) -> Generator[Event, None, Generation]:
         tokenizer = call.extras.tokenizer
         texts = [Detokenizer(tokenizer, call.stops) for _ in call.seqs] if tokenizer is not None else None
-        run = call.run(self._dispatcher, stream=not call.options.at_the_end)
+        run = call.run(self._driver, stream=not call.options.at_the_end)
         with closing(run):
             while True:
                 try:
@@ -305,13 +305,13 @@ class SpecGenerator:
         return inherited(self.target.model, self._task)
 
 
-def _prefixes(wanted: bool | int | None) -> Prefixes | None:
+def _prefixes(wanted: bool | int | None) -> PrefixCache | None:
     """The texts that a generator keeps."""
     if wanted is not None and not isinstance(wanted, bool) and (not isinstance(wanted, int) or wanted <= 0):
         raise OptionError.of("prefix_cache", "True, False or a number of bytes", wanted)
     if wanted is False:
         return None
-    return Prefixes(PREFIX_BYTES if wanted in (None, True) else wanted)
+    return PrefixCache(PREFIX_BYTES if wanted in (None, True) else wanted)
 
 
 def _check_branches(drafter: BatchDrafter | None, options: Options) -> None:
