@@ -27,7 +27,7 @@ from specdec.engine.scheduler import OpenDraft, Scheduler
 from specdec.engine.turn import Stopwatch, Turn
 from specdec.errors import DraftError
 from specdec.models import LanguageModel, Session, plain_modes
-from specdec.proposers import BestLeaf
+from specdec.proposers import BestBranch
 
 CHUNK = 2048
 """Prompt tokens that a pass reads while no other request waits for it."""
@@ -290,7 +290,7 @@ class Engine:
         if not isinstance(session, DraftSession):
             kind = type(session).__name__
             raise DraftError(f"{drafter!r} must start a `specdec.core.drafts.DraftSession`, got {kind}: subclass it")
-        self._drafts[id(drafter)] = OpenDraft(drafter, session if session.guesses_branches else BestLeaf(session))
+        self._drafts[id(drafter)] = OpenDraft(drafter, session if session.guesses_branches else BestBranch(session))
 
     def _turn(self, seq: RunningSequence, proposal: Tree | None, most: int | None) -> Turn:
         """A sequence's part of this round, and that of its unconditional sequence."""

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from specdec.options.fields import DRAFT_WORDS
-from specdec.proposers.best_branch import BestLeaf
+from specdec.proposers.best_branch import BestBranch
 from specdec.proposers.early_exit import EarlyExitDrafter
 from specdec.proposers.function import FunctionDrafter
 from specdec.proposers.heads.mtp_proposer import MtpDrafter
@@ -39,7 +39,7 @@ def is_word(draft: object) -> bool:
 __all__ = [
     "COPYING",
     "DRAFTS",
-    "BestLeaf",
+    "BestBranch",
     "EarlyExitDrafter",
     "FunctionDrafter",
     "HeadDrafter",

@@ -35,7 +35,7 @@ class ReadSequence:
         return torch.tensor([[*self.tokens, *extra]])
 
 
-class BestLeaf(DraftSession):
+class BestBranch(DraftSession):
     """A session of sequences at work on searches; what it proposes continues their first leaf.
 
     The best branch of a search may be another one in every round: then the inner session is told to go back.
