@@ -69,10 +69,10 @@ class BestBranch(DraftSession):
     def rewind(self, seq: SequenceView, length: int) -> None:
         self._session.rewind(seq, length)
 
-    def release(self, keys: Sequence[int]) -> None:
-        for key in keys:
-            self._texts.pop(key, None)
-        self._session.release(keys)
+    def release(self, seq_ids: Sequence[int]) -> None:
+        for seq_id in seq_ids:
+            self._texts.pop(seq_id, None)
+        self._session.release(seq_ids)
 
     def _leader(self, seq: SequenceView) -> SequenceView:
         """The best branch of a search as a sequence; a text is one already."""

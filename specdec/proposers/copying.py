@@ -171,9 +171,9 @@ class TextSession(DraftSession):
     def rewind(self, seq: SequenceView, length: int) -> None:
         self._readings.pop(seq.id, None)
 
-    def release(self, keys: Sequence[int]) -> None:
-        for key in keys:
-            self._readings.pop(key, None)
+    def release(self, seq_ids: Sequence[int]) -> None:
+        for seq_id in seq_ids:
+            self._readings.pop(seq_id, None)
 
     def _open(self, seq: SequenceView) -> _Reading:
         reading = _Reading(self._drafter.index())

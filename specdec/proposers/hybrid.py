@@ -139,12 +139,12 @@ class HybridSession(DraftSession):
         self._text.rewind(seq, length)
         self._model.rewind(seq, length)
 
-    def release(self, keys: Sequence[int]) -> None:
-        for key in keys:
-            self._pending.pop(key, None)
-            self._read.discard(key)
-        self._text.release(keys)
-        self._model.release(keys)
+    def release(self, seq_ids: Sequence[int]) -> None:
+        for seq_id in seq_ids:
+            self._pending.pop(seq_id, None)
+            self._read.discard(seq_id)
+        self._text.release(seq_ids)
+        self._model.release(seq_ids)
 
     def _prefers_model(self, seq: SequenceView, plan: Plan, tree: Tree) -> bool:
         limit = min(plan.limit, seq.remaining - 1)
@@ -158,11 +158,11 @@ class HybridSession(DraftSession):
     def _drafted(self, seqs: list[SequenceView], plans: list[Plan]) -> list[Tree]:
         began = perf_counter()
         trees = self._model.propose(seqs, plans)
-        keys = {seq.id for seq in seqs}
+        seq_ids = {seq.id for seq in seqs}
         # A round in which the model reads a whole prompt says nothing about a pass.
-        if keys <= self._read and any(trees):
+        if seq_ids <= self._read and any(trees):
             self._odds.drafted(perf_counter() - began, max(tree.depth for tree in trees))
-        self._read |= keys
+        self._read |= seq_ids
         for seq, tree in zip(seqs, trees, strict=True):
             self._pending[seq.id] = (len(seq.tokens), tree)
         return trees

@@ -69,7 +69,7 @@ class ModelSession(DraftSession):
         self._shared_encoder = shared_encoder
         self._session: Session = model.session()
         self._cached: dict[int, CachedText] = {}
-        self._rows: dict[int, SequenceView] = {}
+        self._seqs: dict[int, SequenceView] = {}
         self._encoded: dict[int, tuple[object, Encoding]] = {}  # by the identity of the inputs, which are kept alive
 
     @property
@@ -90,12 +90,12 @@ class ModelSession(DraftSession):
                 if limit and seq.id in ready
             }
             self._grow(list(growths.values()))
-            for key in growths:
-                self._cached[key].open = True
+            for seq_id in growths:
+                self._cached[seq_id].open = True
             return [growths[seq.id].proposal(self._source) if seq.id in growths else EMPTY for seq in seqs]
         except BaseException:
             # The cache may hold half a round: forget it, the next round reads the texts again.
-            self._session, self._cached, self._rows = self._model.session(), {}, {}
+            self._session, self._cached, self._seqs = self._model.session(), {}, {}
             raise
 
     def commit(self, commits: Sequence[Commit]) -> None:
@@ -125,14 +125,14 @@ class ModelSession(DraftSession):
             cached.text, cached.guesses, cached.branches, cached.where, cached.unreadable = length, 0, EMPTY, {}, False
             self._session.truncate([cached.cache_row], [length])
 
-    def release(self, keys: Sequence[int]) -> None:
+    def release(self, seq_ids: Sequence[int]) -> None:
         """Frees the cache of sequences."""
-        gone = [cached.cache_row for key in keys if (cached := self._cached.pop(key, None)) is not None]
-        for key in keys:
-            self._rows.pop(key, None)
+        gone = [cached.cache_row for seq_id in seq_ids if (cached := self._cached.pop(seq_id, None)) is not None]
+        for seq_id in seq_ids:
+            self._seqs.pop(seq_id, None)
         if gone:
             self._session.remove(gone)
-        used = {id(seq.task.inputs) for seq in self._rows.values()}
+        used = {id(seq.task.inputs) for seq in self._seqs.values()}
         self._encoded = {key: value for key, value in self._encoded.items() if key in used}
 
     def _limit(self, seq: SequenceView, plan: Plan) -> int:
@@ -221,7 +221,7 @@ class ModelSession(DraftSession):
         """Gives new sequences a place in the cache, but for those that can continue what another sequence reads or has
         read.
 
-        Returns these, by the other sequence's key.
+        Returns these, by the other sequence's id.
         """
         followers: dict[int, list[SequenceView]] = {}
         here = {seq.id for seq in seqs}
@@ -231,36 +231,36 @@ class ModelSession(DraftSession):
             leader = self._leader(seq, here)
             if leader is None:
                 self._cached[seq.id] = CachedText(self._session.add(1, self._encoding(seq))[0])
-                self._rows[seq.id] = seq
+                self._seqs[seq.id] = seq
             else:
                 followers.setdefault(leader, []).append(seq)
         return followers
 
     def _leader(self, seq: SequenceView, here: set[int]) -> int | None:
-        """The key of a sequence of the same source that has read this one's text but for its last token, or
+        """The id of a sequence of the same source that has read this one's text but for its last token, or
         does so now.
         """
         count = len(seq.tokens) - 1
         if seq.task.source is None or not count:
             return None
-        for key, other in self._rows.items():
-            cached = self._cached[key]
-            comes = not cached.unreadable and (cached.text >= count or key in here)
+        for seq_id, other in self._seqs.items():
+            cached = self._cached[seq_id]
+            comes = not cached.unreadable and (cached.text >= count or seq_id in here)
             if comes and other.task.source == seq.task.source and other.tokens[:count] == seq.tokens[:count]:
-                return key
+                return seq_id
         return None
 
     def _join_followers(self, followers: dict[int, list[SequenceView]]) -> list[SequenceView]:
         """Sequences that continue what a leader has read by now, with a copy of it."""
         joined = []
-        for key, seqs in followers.items():
-            leader = self._cached[key]
+        for seq_id, seqs in followers.items():
+            leader = self._cached[seq_id]
             for seq in seqs:
                 count = len(seq.tokens) - 1
                 if leader.text >= count:
                     cache_row = self._session.fork(leader.cache_row, count)
                     self._cached[seq.id] = CachedText(cache_row, count, unreadable=leader.unreadable)
-                    self._rows[seq.id] = seq
+                    self._seqs[seq.id] = seq
                     joined.append(seq)
         return joined
 

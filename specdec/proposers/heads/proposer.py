@@ -108,7 +108,7 @@ class HeadSession(ModelSession):
             cache_row = self._session.read_from(prefix, count)
         else:
             known, cache_row = self._known[source], self._session.fork(self._cached[source].cache_row, count)
-        self._cached[seq.id], self._rows[seq.id] = CachedText(cache_row, count), seq
+        self._cached[seq.id], self._seqs[seq.id] = CachedText(cache_row, count), seq
         self._known[seq.id] = known.beginning(count)
         return count - 1
 
@@ -144,10 +144,10 @@ class HeadSession(ModelSession):
         if (known := self._known.get(seq.id)) is not None and length < known.end:
             known.states, known.branches = known.states[: max(length - known.first, 0)], []
 
-    def release(self, keys: Sequence[int]) -> None:
-        super().release(keys)
-        for key in keys:
-            self._known.pop(key, None)
+    def release(self, seq_ids: Sequence[int]) -> None:
+        super().release(seq_ids)
+        for seq_id in seq_ids:
+            self._known.pop(seq_id, None)
 
     def _hear(self, seq: SequenceView, path: list[int], text: int, hidden: Hidden) -> _Known:
         """Notes the features of the nodes on a path, as text or as branches, and of text that was read before them."""
@@ -166,13 +166,13 @@ class HeadSession(ModelSession):
             known.first, known.states = known.first + gone, known.states[gone:]
         return known
 
-    def _read_of(self, key: int) -> int:
+    def _read_of(self, seq_id: int) -> int:
         """How many tokens of a sequence's text the head has read, after all that is known of it."""
-        cached = self._cached.get(key)
+        cached = self._cached.get(seq_id)
         if cached is None or cached.unreadable:
             return 0
-        if key in self._known:
-            self._absorb([self._rows[key]])
+        if seq_id in self._known:
+            self._absorb([self._seqs[seq_id]])
         return cached.text
 
     def _absorb(self, seqs: Sequence[SequenceView]) -> None:

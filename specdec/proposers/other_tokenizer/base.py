@@ -85,7 +85,7 @@ class ForeignSession(DraftSession):
 
     def __init__(self, draft: DraftSession, target: Tokenizer, drafts: Tokenizer) -> None:
         self._draft, self._target, self._drafts = draft, target, drafts
-        self._rows: dict[int, DraftSequence] = {}
+        self._seqs: dict[int, DraftSequence] = {}
 
     @abstractmethod
     def task(self, seq: SequenceView) -> DraftTask:
@@ -120,22 +120,22 @@ class ForeignSession(DraftSession):
         """Reads the sequence's text anew."""
         self.release([seq.id])
 
-    def release(self, keys: Sequence[int]) -> None:
-        for key in keys:
-            self._rows.pop(key, None)
-        self._draft.release(keys)
+    def release(self, seq_ids: Sequence[int]) -> None:
+        for seq_id in seq_ids:
+            self._seqs.pop(seq_id, None)
+        self._draft.release(seq_ids)
 
     def _read(self, seq: SequenceView) -> DraftSequence:
         """The sequence in the draft's tokens; with a beginning of text if the draft wants one, or the target
         has its own.
         """
-        draft = self._rows.get(seq.id)
+        draft = self._seqs.get(seq.id)
         if draft is None:
             bos = self._drafts.bos_token_id
             begun = self._target.bos_token_id is not None and seq.tokens[:1] == [self._target.bos_token_id]
             opening = [bos] if bos is not None and (begun or self._drafts.encode("")[:1] == [bos]) else []
             draft = DraftSequence(seq.id, opening, len(opening), self.task(seq), seen=int(begun))
-            self._rows[seq.id] = draft
+            self._seqs[seq.id] = draft
         draft.outer, draft.remaining = seq, seq.remaining
         before = list(draft.tokens)
         self.read(seq, draft)
