@@ -340,7 +340,7 @@ class ModelSession(DraftSession):
         """Whether a guess may follow `token`: no text ends with it, and the draft can read what processors forced."""
         return token < self._model.vocab_size and token not in seq.task.ends
 
-    def _at_once(self, feeds: Sequence[tuple[Chain | Branches, Tree]]) -> bool:
+    def _grow_in_one_call(self, feeds: Sequence[tuple[Chain | Branches, Tree]]) -> bool:
         """Lets chains grow to their ends in one call of the model, where they all are such; whether they have."""
         chains = [(growth, text) for growth, text in feeds if isinstance(growth, Chain)]
         if not chains or len(chains) < len(feeds) or not self._session.chains:
@@ -348,14 +348,16 @@ class ModelSession(DraftSession):
         rules = [rule for growth, _ in chains if (rule := growth.rule(self._vocab_size)) is not None]
         if len(rules) < len(chains):
             return False
-        chained = self._chain([growth.seq for growth, _ in chains], [text for _, text in chains], rules)
+        chained = self._draft_chain([growth.seq for growth, _ in chains], [text for _, text in chains], rules)
         if chained is None:
             return False
         for (growth, text), guesses, q in zip(chains, chained.guesses, chained.q, strict=True):
             growth.take_all(text, guesses, None if q is None else pad(q, (0, self._vocab_size - q.shape[-1])))
         return True
 
-    def _chain(self, seqs: Sequence[SequenceView], texts: Sequence[Tree], rules: Sequence[ChainRule]) -> Chained | None:
+    def _draft_chain(
+        self, seqs: Sequence[SequenceView], texts: Sequence[Tree], rules: Sequence[ChainRule]
+    ) -> Chained | None:
         """One call over known text, and the guesses after it; None where that cannot be."""
         cache_rows = [self._cached[seq.id].cache_row for seq in seqs]
         return self._session.chain(cache_rows, [text.tokens for text in texts], rules)
@@ -364,7 +366,7 @@ class ModelSession(DraftSession):
         """Feeds what texts and branches are ahead by, then one level after the other."""
         feeds = [(growth, tree) for growth in growths if (tree := growth.first()) is not None]
         level = 0
-        if self._at_once(feeds):
+        if self._grow_in_one_call(feeds):
             return
         while feeds:
             trees = [tree for _, tree in feeds]
