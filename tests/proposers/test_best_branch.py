@@ -12,7 +12,7 @@ from specdec.core.rounds import SequenceView
 from specdec.core.tree import Tree
 from specdec.proposers import BestBranch, FunctionDrafter, NgramDrafter, TextBridge
 from tests.proposers.fakes import FakePlan, FakeSequence, follow, one
-from tests.proposers.test_bridge import Oracle, tokenizer
+from tests.proposers.test_other_tokenizer import Oracle, tokenizer
 
 
 class Told(DraftSession):

@@ -44,7 +44,7 @@ def decode(tokenizer: Tokenizer, ids: list[int]) -> str:
     return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) if ids else ""
 
 
-class ForeignDrafter(BatchDrafter):
+class OtherTokenizerDrafter(BatchDrafter):
     """A draft of another vocabulary than the target's."""
 
     guesses_trees = reads_predictions = False
@@ -80,7 +80,7 @@ class DraftSequence(ReadSequence):
             draft.rewind(self, same)
 
 
-class ForeignSession(DraftSession):
+class OtherTokenizerSession(DraftSession):
     """A draft of another vocabulary at work; `target` and `drafts` are the two tokenizers."""
 
     def __init__(self, draft: DraftSession, target: Tokenizer, drafts: Tokenizer) -> None:

@@ -18,8 +18,8 @@ from specdec.core.tree import Tree
 from specdec.proposers.copying import cut, known_tokens
 from specdec.proposers.other_tokenizer.base import (
     DraftSequence,
-    ForeignDrafter,
-    ForeignSession,
+    OtherTokenizerDrafter,
+    OtherTokenizerSession,
     Tokenizer,
     decode,
     encode,
@@ -60,7 +60,7 @@ class _Likeliest:
         return int(token), float(confidence), None
 
 
-class TextBridge(ForeignDrafter):
+class TextBridge(OtherTokenizerDrafter):
     """Drafts through text with a drafter of another vocabulary (string-level match, arXiv 2502.05202, algorithm 2).
 
     The draft guesses greedily; what comes back is one-hot, which match and rejection verification both take. Under
@@ -79,13 +79,13 @@ class TextBridge(ForeignDrafter):
         """Text for match verification, shared tokens for rejection."""
         return self.by_tokens if sampling in ("rejection", "block") else self
 
-    def start(self, vocab_size: int) -> BridgeSession:
+    def start(self, vocab_size: int) -> TextBridgeSession:
         # Width is the draft's own affair: no logits of it are cut or padded to the target's.
         inner = self.drafter.start(len(self.draft_tokenizer))
-        return BridgeSession(inner, self.target_tokenizer, self.draft_tokenizer, vocab_size)
+        return TextBridgeSession(inner, self.target_tokenizer, self.draft_tokenizer, vocab_size)
 
 
-class BridgeSession(ForeignSession):
+class TextBridgeSession(OtherTokenizerSession):
     """A bridge at work: sequences in the draft's own tokens, which change at their end as the text goes on."""
 
     def __init__(self, draft: DraftSession, target: Tokenizer, drafts: Tokenizer, vocab_size: int) -> None:

@@ -14,18 +14,18 @@ from specdec.core.tree import Tree
 from specdec.errors import VocabularyError
 from specdec.proposers.other_tokenizer.base import (
     DraftSequence,
-    ForeignDrafter,
-    ForeignSession,
+    OtherTokenizerDrafter,
+    OtherTokenizerSession,
     Tokenizer,
     decode,
     encode,
 )
 
-_FOREIGN = 2**40
+_UNSHARED = 2**40
 """Added to a target token that the draft lacks: no draft can read such an id, and it can be taken off again."""
 
 
-class VocabularyIntersection(ForeignDrafter):
+class VocabularyIntersection(OtherTokenizerDrafter):
     """Drafts with the tokens that both vocabularies have (token-level intersection, arXiv 2502.05202, algorithm 4).
 
     Tokens are the same when their strings are, however each tokenizer writes a leading space; a token that is special
@@ -91,10 +91,10 @@ class _MappedRule:
         assert seq.outer is not None
         guessed, wide = self.session.in_target(guesses), self.session.widened(logits)
         token, confidence, q = self.rule.pick(seq.outer, guessed, wide, confident=confident)
-        return self.session.to_draft.get(token, _FOREIGN + token), confidence, q
+        return self.session.to_draft.get(token, _UNSHARED + token), confidence, q
 
 
-class IntersectionSession(ForeignSession):
+class IntersectionSession(OtherTokenizerSession):
     """An intersection draft at work; `to_draft` are the tokens that both vocabularies have."""
 
     def __init__(
@@ -131,4 +131,4 @@ class IntersectionSession(ForeignSession):
 
     def in_target(self, guesses: list[int]) -> list[int]:
         """Drawn draft ids as target ids."""
-        return [guess - _FOREIGN if guess >= _FOREIGN else self._to_target[guess] for guess in guesses]
+        return [guess - _UNSHARED if guess >= _UNSHARED else self._to_target[guess] for guess in guesses]
