@@ -25,7 +25,7 @@ from torch import Tensor
 from specdec import SpecGenerator
 from specdec.distill.optimise import descend, make_optimizers, rate
 from specdec.distill.recordings import Sounds, Stenographer, find_sounds
-from specdec.distill.students import STEPS, EaglePupil, LayersPupil, Pupil, spread_layers
+from specdec.distill.students import STEPS, EagleStudent, LayersStudent, Student, spread_layers
 from specdec.distill.teacher import CACHE_GIB, Lesson, Spool, Teacher
 from specdec.distill.texts import Exam, Texts, Writer, divide, divide_prompts, encode_prompts, read_texts
 from specdec.errors import LoadError, OptionError, UnsupportedError
@@ -247,7 +247,7 @@ class School:
 
     def run(self, lessons: Lessons, seconds: float) -> dict[str, Any]:
         """Trains, and says how good the draft is; preparing the lessons took so many seconds of the training."""
-        course = Training(self, self._pupil(lessons), lessons, seconds)
+        course = Training(self, self._student(lessons), lessons, seconds)
         card = {**course.run(), **self._trial(lessons)}
         _write(self.folder / CARD, card)
         return card
@@ -296,7 +296,7 @@ class School:
         """Whether so many seconds are less than a share of those of the training."""
         return self.length.steps is not None or seconds < share * self.length.seconds
 
-    def _pupil(self, lessons: Lessons) -> Pupil:
+    def _student(self, lessons: Lessons) -> Student:
         target, settings = self.generator.target, self.settings
         layers = settings.layers or min(_LAYERS[settings.kind], target.num_layers)
         torch.manual_seed(settings.seed)
@@ -304,10 +304,10 @@ class School:
         ids = sorted(likeliest(target, lessons.counts(), size, "draft_vocabulary"))
         vocabulary = None if len(ids) == target.vocab_size else torch.tensor(ids, device=target.device)
         if settings.kind == "eagle3":
-            return EaglePupil(target, vocabulary, layers)
+            return EagleStudent(target, vocabulary, layers)
         if layers > target.num_layers:
             raise OptionError.of("layers", f"at most the {target.num_layers} of the target", layers)
-        return LayersPupil(target, spread_layers(layers, target.num_layers), self.generator.tokenizer, vocabulary)
+        return LayersStudent(target, spread_layers(layers, target.num_layers), self.generator.tokenizer, vocabulary)
 
     def _trial(self, lessons: Lessons) -> dict[str, Any]:
         """Plain and assisted decoding in turn, on held-out prompts."""
@@ -336,15 +336,15 @@ class School:
 class Training:
     """The course of one training, which can be broken off after any step."""
 
-    def __init__(self, school: School, pupil: Pupil, lessons: Lessons, seconds: float) -> None:
-        self.school, self.pupil, self.lessons = school, pupil, lessons
+    def __init__(self, school: School, student: Student, lessons: Lessons, seconds: float) -> None:
+        self.school, self.student, self.lessons = school, student, lessons
         muon, adam = _RATES
         width = school.generator.target.config.hidden_size
-        self.optimizers = make_optimizers(pupil.module, muon * min(1.0, _WIDTH / width), adam)
+        self.optimizers = make_optimizers(student.module, muon * min(1.0, _WIDTH / width), adam)
         self.step, self.prepared, self.seconds, self.loss = 0, seconds, seconds, float("nan")
         self._state = school.folder / STATE / "state.pt"
         spooled = school.folder / STATE / "spool.bin"
-        self._spool = Spool(partial(lessons.teach, pupil.teacher), spooled, lessons.size, school.cache)
+        self._spool = Spool(partial(lessons.teach, student.teacher), spooled, lessons.size, school.cache)
         if self._state.exists():
             self._resume()
 
@@ -356,7 +356,7 @@ class Training:
             numbers, ids = self.lessons.batch(self.step, school.settings.seed)
             lesson = self._spool.lesson(numbers, ids.to(school.generator.target.device))
             lesson = replace(lesson, heard=self.lessons.heard(numbers))
-            loss = self.pupil.loss(lesson, self.step)
+            loss = self.student.loss(lesson, self.step)
             descend(loss, self.optimizers, rate(self.step, done, _DECAY_FROM))
             told = loss.item()
             self.loss = told if self.step == 0 else 0.95 * self.loss + 0.05 * told
@@ -373,7 +373,7 @@ class Training:
 
     def save(self) -> dict[str, Any]:
         """Writes the draft, and what its training goes on from; the card."""
-        self.pupil.save(self.school.folder)
+        self.student.save(self.school.folder)
         card = self.card()
         _write(self.school.folder / CARD, card)
         state = {
@@ -381,7 +381,7 @@ class Training:
             "seconds": self.seconds,
             "prepared": self.prepared,
             "loss": self.loss,
-            "module": self.pupil.module.state_dict(),
+            "module": self.student.module.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
         }
         fresh = self._state.with_suffix(".new")
@@ -408,7 +408,7 @@ class Training:
     def _chains(self, exam: Exam) -> Tensor:
         target = self.school.generator.target
         heard = None if exam.features is None else target.encode({"input_features": exam.features}).hidden
-        hits = self.pupil.hits(torch.tensor([exam.ids], device=target.device), heard)
+        hits = self.student.hits(torch.tensor([exam.ids], device=target.device), heard)
         return hits[0, max(exam.first - 2, 0) :].long().cumprod(1).sum(1)
 
     def _tell(self) -> None:
@@ -419,7 +419,7 @@ class Training:
     def _resume(self) -> None:
         try:
             state = torch.load(self._state, map_location=self.school.generator.target.device, weights_only=True)
-            self.pupil.module.load_state_dict(state["module"])
+            self.student.module.load_state_dict(state["module"])
             for optimizer, own in zip(self.optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(own)
             self.step, self.seconds, self.prepared = state["step"], state["seconds"], state.get("prepared", 0.0)

@@ -24,7 +24,7 @@ _FADES = 0.8  # how much less each further step counts
 _SPARSE = 3  # one token of so many begins a chain of further steps in training
 
 
-class Pupil(ABC):
+class Student(ABC):
     """A draft in training; `module` holds its weights. Token j of a text guesses token j + 1.
 
     `reads` are the target's layers whose hidden states it needs, and `vocabulary` the ids that it guesses (None: all).
@@ -62,7 +62,7 @@ class Pupil(ABC):
         return torch.autocast(self.target.device.type, torch.bfloat16, enabled=enabled)
 
 
-class EaglePupil(Pupil):
+class EagleStudent(Student):
     """An EAGLE-3 head; it learns over several steps in which it reads its own output (arXiv 2503.01840, section 3).
 
     Its first step learns at every token, the further ones at some, which costs less than it teaches.
@@ -131,7 +131,7 @@ def unrolled_mask(count: int, starts: Tensor, step: int) -> Tensor:
     return torch.cat([text, *[own] * step], dim=1)[None, None]
 
 
-class LayersPupil(Pupil):
+class LayersStudent(Student):
     """A model of some of the target's layers, whose embeddings, head and encoder stay the target's.
 
     It learns on the head's rows of its vocabulary; its checkpoint has the whole head, and names the vocabulary.

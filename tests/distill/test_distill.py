@@ -18,7 +18,7 @@ from specdec import SpecGenerator
 from specdec.cli.commands import run
 from specdec.distill.distill import Length, distill
 from specdec.distill.recordings import Stenographer, find_sounds
-from specdec.distill.students import STEPS, EaglePupil, LayersPupil, spread_layers, unrolled_mask
+from specdec.distill.students import STEPS, EagleStudent, LayersStudent, spread_layers, unrolled_mask
 from specdec.distill.teacher import Lesson, Spool, Teacher, divergence
 from specdec.distill.texts import Texts
 from specdec.errors import LoadError, OptionError, UnsupportedError
@@ -76,13 +76,13 @@ def test_unrolled_steps_are_those_of_decoding(tmp_path: Path) -> None:
     """What a head guesses in training after s of its own features is what its formulas say in decoding."""
     model = tiny("llama", **THREE)
     language = LanguageModel(model)
-    pupil = EaglePupil(language, torch.arange(0, 64, 2))
-    pupil.save(tmp_path)
+    student = EagleStudent(language, torch.arange(0, 64, 2))
+    student.save(tmp_path)
     reference, ids = Eagle(tmp_path), batch(1, 16)
     with torch.no_grad():
-        states, _ = pupil.teacher.listen(ids)
+        states, _ = student.teacher.listen(ids)
         begins = torch.tensor([0, 4, 9])
-        steps = list(pupil._unrolled(ids, states[:, :-1], begins))
+        steps = list(student._unrolled(ids, states[:, :-1], begins))
     features = reference.features(states[0])
     for number, begin in enumerate(begins.tolist()):
         own = features[: begin + 1]
@@ -101,12 +101,12 @@ def test_chains_see_their_own_steps_alone() -> None:
 
 def test_hits_follow_chains() -> None:
     """Whole chains at every start are the steps of a training whose chains start there."""
-    pupil, ids = EaglePupil(LanguageModel(tiny("llama", **THREE)), torch.arange(0, 64, 2)), batch(2, 12)
-    wanted = pupil.teacher.listen(ids)[1].argmax(-1)
+    student, ids = EagleStudent(LanguageModel(tiny("llama", **THREE)), torch.arange(0, 64, 2)), batch(2, 12)
+    wanted = student.teacher.listen(ids)[1].argmax(-1)
     with torch.no_grad():
-        states = pupil.teacher.listen(ids)[0]
-        steps = list(pupil._unrolled(ids, states[:, :-1], torch.tensor([3, 5])))
-    hits = pupil.hits(ids)
+        states = student.teacher.listen(ids)[0]
+        steps = list(student._unrolled(ids, states[:, :-1], torch.tensor([3, 5])))
+    hits = student.hits(ids)
     assert hits.shape == (2, 12 - STEPS, STEPS)
     for step in range(STEPS):
         guesses = 2 * (steps[step] if step else steps[0][:, [3, 5]]).argmax(-1)
@@ -210,27 +210,27 @@ def test_layers_are_copies() -> None:
         small(ids, past_key_values=cache)
         assert len(cache.layers) == 2
     language = LanguageModel(model)
-    pupil = LayersPupil(language, [0, 1, 2], None)
-    pupil.module.eval()
-    lesson = pupil.teacher.teach(ids)
+    student = LayersStudent(language, [0, 1, 2], None)
+    student.module.eval()
+    lesson = student.teacher.teach(ids)
     mass = model(ids).logits.softmax(-1).topk(lesson.choices.shape[-1]).values.sum(-1)
-    assert pupil.loss(lesson, 0).item() == pytest.approx(-mass.log().mean().item(), abs=1e-5)
-    assert pupil.hits(ids).all()
+    assert student.loss(lesson, 0).item() == pytest.approx(-mass.log().mean().item(), abs=1e-5)
+    assert student.hits(ids).all()
 
 
 def test_layers_guess_tokens_of_their_vocabulary(tmp_path: Path) -> None:
     """They learn on the head's rows of these; the checkpoint has all rows, and as a draft guesses no other token."""
     model, ids, vocabulary = target(), batch(), torch.arange(1, WIDTH, 3)
     language = LanguageModel(model)
-    whole, pupil = (LayersPupil(language, [0], None, some) for some in (None, vocabulary))
-    lesson = pupil.teacher.teach(ids)
-    own = pupil.module(ids).logits
+    whole, student = (LayersStudent(language, [0], None, some) for some in (None, vocabulary))
+    lesson = student.teacher.teach(ids)
+    own = student.module(ids).logits
     torch.testing.assert_close(own, whole.module(ids).logits[..., vocabulary])
     assert torch.equal(lesson.choices[..., 0], model(ids).logits[..., vocabulary].argmax(-1))
     hits = vocabulary[own.argmax(-1)] == model(ids).logits.argmax(-1)
-    assert torch.equal(pupil.hits(ids), hits[:, 1:].unfold(1, STEPS, 1))
-    pupil.save(tmp_path)
-    assert pupil.module.get_output_embeddings().out_features == len(vocabulary)  # it learns on
+    assert torch.equal(student.hits(ids), hits[:, 1:].unfold(1, STEPS, 1))
+    student.save(tmp_path)
+    assert student.module.get_output_embeddings().out_features == len(vocabulary)  # it learns on
     assert load_file(tmp_path / "model.safetensors")["lm_head.weight"].shape[0] == WIDTH
     drafted = SpecGenerator(model, str(tmp_path))
     assert drafted.drafter is not None
