@@ -161,14 +161,14 @@ def distill(
             "targets, and for Whisper models from `audio`: the repository's `recipes/` show how others are made"
         )
     cache = int(cache_gib * 2**30)
-    school = School(generator, _swift(generator), folder, settings, length, cache, notify or _nobody, is_stopped)
+    trainer = Trainer(generator, _swift(generator), folder, settings, length, cache, notify or _nobody, is_stopped)
     if not audio:
-        return school.run(*school.read(texts, prompts))
+        return trainer.run(*trainer.read(texts, prompts))
     if feature_extractor is None and named:
         feature_extractor = processor_beside(target).feature_extractor
     if feature_extractor is None:
         raise OptionError("`feature_extractor` is needed to hear sounds: pass it with the model")
-    return school.run(*school.listen(sounds, feature_extractor))
+    return trainer.run(*trainer.listen(sounds, feature_extractor))
 
 
 def _swift(generator: SpecGenerator) -> SpecGenerator:
@@ -230,7 +230,7 @@ class Lessons(Protocol):
 
 
 @dataclass(frozen=True)
-class School:
+class Trainer:
     """A training: who teaches and who writes, where the draft goes, how and how long it learns, who is told.
 
     What was said once is kept in files of at most `cache` bytes.
@@ -247,8 +247,8 @@ class School:
 
     def run(self, lessons: Lessons, seconds: float) -> dict[str, Any]:
         """Trains, and says how good the draft is; preparing the lessons took so many seconds of the training."""
-        course = Training(self, self._student(lessons), lessons, seconds)
-        card = {**course.run(), **self._trial(lessons)}
+        training = TrainingRun(self, self._student(lessons), lessons, seconds)
+        card = {**training.run(), **self._trial(lessons)}
         _write(self.folder / CARD, card)
         return card
 
@@ -333,28 +333,28 @@ class School:
         }
 
 
-class Training:
+class TrainingRun:
     """The course of one training, which can be broken off after any step."""
 
-    def __init__(self, school: School, student: Student, lessons: Lessons, seconds: float) -> None:
-        self.school, self.student, self.lessons = school, student, lessons
+    def __init__(self, trainer: Trainer, student: Student, lessons: Lessons, seconds: float) -> None:
+        self.trainer, self.student, self.lessons = trainer, student, lessons
         muon, adam = _RATES
-        width = school.generator.target.config.hidden_size
+        width = trainer.generator.target.config.hidden_size
         self.optimizers = make_optimizers(student.module, muon * min(1.0, _WIDTH / width), adam)
         self.step, self.prepared, self.seconds, self.loss = 0, seconds, seconds, float("nan")
-        self._state = school.folder / STATE / "state.pt"
-        spooled = school.folder / STATE / "spool.bin"
-        self._spool = Spool(partial(lessons.teach, student.teacher), spooled, lessons.size, school.cache)
+        self._state = trainer.folder / STATE / "state.pt"
+        spooled = trainer.folder / STATE / "spool.bin"
+        self._spool = Spool(partial(lessons.teach, student.teacher), spooled, lessons.size, trainer.cache)
         if self._state.exists():
             self._resume()
 
     def run(self) -> dict[str, Any]:
         """Trains to the end, or until somebody stops it, and writes the draft and its state now and then; its card."""
-        school, saved = self.school, time.perf_counter()
-        while (done := school.length.done(self.step, self.seconds, self.prepared)) < 1 and not school.is_stopped():
+        trainer, saved = self.trainer, time.perf_counter()
+        while (done := trainer.length.done(self.step, self.seconds, self.prepared)) < 1 and not trainer.is_stopped():
             began = time.perf_counter()
-            numbers, ids = self.lessons.batch(self.step, school.settings.seed)
-            lesson = self._spool.lesson(numbers, ids.to(school.generator.target.device))
+            numbers, ids = self.lessons.batch(self.step, trainer.settings.seed)
+            lesson = self._spool.lesson(numbers, ids.to(trainer.generator.target.device))
             lesson = replace(lesson, heard=self.lessons.heard(numbers))
             loss = self.student.loss(lesson, self.step)
             descend(loss, self.optimizers, rate(self.step, done, _DECAY_FROM))
@@ -367,15 +367,15 @@ class Training:
                 self.save()
                 saved = time.perf_counter()
         self._spool.close()
-        if not school.is_stopped():
+        if not trainer.is_stopped():
             self.lessons.close()
         return self.save()
 
     def save(self) -> dict[str, Any]:
         """Writes the draft, and what its training goes on from; the card."""
-        self.student.save(self.school.folder)
+        self.student.save(self.trainer.folder)
         card = self.card()
-        _write(self.school.folder / CARD, card)
+        _write(self.trainer.folder / CARD, card)
         state = {
             "step": self.step,
             "seconds": self.seconds,
@@ -391,7 +391,7 @@ class Training:
 
     def card(self) -> dict[str, Any]:
         """What the draft is, and how good it is on held-out texts."""
-        settings, target = self.school.settings, self.school.generator.target
+        settings, target = self.trainer.settings, self.trainer.generator.target
         right = torch.cat([self._chains(exam) for exam in self.lessons.exams])
         reached = [(right >= step).float().mean().item() for step in range(STEPS + 1)]
         return {
@@ -406,19 +406,19 @@ class Training:
         }
 
     def _chains(self, exam: Exam) -> Tensor:
-        target = self.school.generator.target
+        target = self.trainer.generator.target
         heard = None if exam.features is None else target.encode({"input_features": exam.features}).hidden
         hits = self.student.hits(torch.tensor([exam.ids], device=target.device), heard)
         return hits[0, max(exam.first - 2, 0) :].long().cumprod(1).sum(1)
 
     def _tell(self) -> None:
-        length = self.school.length
+        length = self.trainer.length
         done, total = (self.step, length.steps) if length.steps is not None else (self.seconds, length.seconds)
-        self.school.notify(done, total, f"step {self.step}, loss {self.loss:.3f}")
+        self.trainer.notify(done, total, f"step {self.step}, loss {self.loss:.3f}")
 
     def _resume(self) -> None:
         try:
-            state = torch.load(self._state, map_location=self.school.generator.target.device, weights_only=True)
+            state = torch.load(self._state, map_location=self.trainer.generator.target.device, weights_only=True)
             self.student.module.load_state_dict(state["module"])
             for optimizer, own in zip(self.optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(own)
