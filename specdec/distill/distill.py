@@ -26,7 +26,7 @@ from specdec import SpecGenerator
 from specdec.distill.optimise import descend, make_optimizers, rate
 from specdec.distill.recordings import Sounds, Stenographer, find_sounds
 from specdec.distill.students import STEPS, EagleStudent, LayersStudent, Student, spread_layers
-from specdec.distill.teacher import CACHE_GIB, Lesson, Spool, Teacher
+from specdec.distill.teacher import CACHE_GIB, Example, Spool, Teacher
 from specdec.distill.texts import Exam, Texts, Writer, divide, divide_prompts, encode_prompts, read_texts
 from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.generator.inputs import check_tokenizer
@@ -211,7 +211,7 @@ def _claimed(out: Path, settings: Settings, given: dict[str, Any]) -> Path:
     return out
 
 
-class Lessons(Protocol):
+class Dataset(Protocol):
     """What is learned from: numbered windows of a length in tokens, so many `rows` in a step, and held-out texts."""
 
     @property
@@ -224,7 +224,7 @@ class Lessons(Protocol):
     def size(self) -> int: ...
     def counts(self) -> Counter[int]: ...
     def batch(self, step: int, seed: int) -> tuple[list[int], Tensor]: ...
-    def teach(self, teacher: Teacher, number: int, ids: Tensor) -> Lesson: ...
+    def label(self, teacher: Teacher, number: int, ids: Tensor) -> Example: ...
     def heard(self, numbers: Sequence[int]) -> Tensor | None: ...
     def close(self) -> None: ...
 
@@ -245,10 +245,10 @@ class Trainer:
     notify: Notify
     is_stopped: Callable[[], bool]
 
-    def run(self, lessons: Lessons, seconds: float) -> dict[str, Any]:
-        """Trains, and says how good the draft is; preparing the lessons took so many seconds of the training."""
-        training = TrainingRun(self, self._student(lessons), lessons, seconds)
-        card = {**training.run(), **self._trial(lessons)}
+    def run(self, dataset: Dataset, seconds: float) -> dict[str, Any]:
+        """Trains, and says how good the draft is; preparing the examples took so many seconds of the training."""
+        training = TrainingRun(self, self._student(dataset), dataset, seconds)
+        card = {**training.run(), **self._trial(dataset)}
         _write(self.folder / CARD, card)
         return card
 
@@ -262,8 +262,8 @@ class Trainer:
             return not self._begun and in_time and not self.is_stopped()
 
         notes = self.folder / STATE / "transcripts.jsonl"
-        heard = Stenographer(self.writer, extractor, notes, sounds, self.cache).write(go_on)
-        return heard, min(time.perf_counter() - began, _LISTENS * self.length.seconds)
+        recordings = Stenographer(self.writer, extractor, notes, sounds, self.cache).write(go_on)
+        return recordings, min(time.perf_counter() - began, _LISTENS * self.length.seconds)
 
     def read(self, texts: Sequence[str], prompts: Sequence[str]) -> tuple[Texts, float]:
         """What is learned from, and how many seconds the target wrote for that."""
@@ -285,7 +285,7 @@ class Trainer:
 
     @property
     def _begun(self) -> bool:
-        """Whether something was learned already: then the lessons stay what they are."""
+        """Whether something was learned already: then the examples stay what they are."""
         return (self.folder / STATE / "state.pt").exists()
 
     def _may_write(self, done: int, total: int, seconds: float) -> bool:
@@ -296,12 +296,12 @@ class Trainer:
         """Whether so many seconds are less than a share of those of the training."""
         return self.length.steps is not None or seconds < share * self.length.seconds
 
-    def _student(self, lessons: Lessons) -> Student:
+    def _student(self, dataset: Dataset) -> Student:
         target, settings = self.generator.target, self.settings
         layers = settings.layers or min(_LAYERS[settings.kind], target.num_layers)
         torch.manual_seed(settings.seed)
         size = settings.draft_vocabulary or min(_VOCABULARY, target.vocab_size)
-        ids = sorted(likeliest(target, lessons.counts(), size, "draft_vocabulary"))
+        ids = sorted(likeliest(target, dataset.counts(), size, "draft_vocabulary"))
         vocabulary = None if len(ids) == target.vocab_size else torch.tensor(ids, device=target.device)
         if settings.kind == "eagle3":
             return EagleStudent(target, vocabulary, layers)
@@ -309,13 +309,13 @@ class Trainer:
             raise OptionError.of("layers", f"at most the {target.num_layers} of the target", layers)
         return LayersStudent(target, spread_layers(layers, target.num_layers), self.generator.tokenizer, vocabulary)
 
-    def _trial(self, lessons: Lessons) -> dict[str, Any]:
+    def _trial(self, dataset: Dataset) -> dict[str, Any]:
         """Plain and assisted decoding in turn, on held-out prompts."""
         plain = self.writer
         assisted = SpecGenerator(plain.target, str(self.folder), tokenizer=plain.tokenizer)
         paces: dict[str, list[float]] = {"plain": [], "assisted": []}
         passes = tokens = 0
-        for number, exam in enumerate([lessons.exams[0], *lessons.exams]):
+        for number, exam in enumerate([dataset.exams[0], *dataset.exams]):
             room = min(_TRIAL_TOKENS, len(exam.ids) - exam.first)
             for name, one in (("plain", plain), ("assisted", assisted)):
                 began = time.perf_counter()
@@ -336,15 +336,15 @@ class Trainer:
 class TrainingRun:
     """The course of one training, which can be broken off after any step."""
 
-    def __init__(self, trainer: Trainer, student: Student, lessons: Lessons, seconds: float) -> None:
-        self.trainer, self.student, self.lessons = trainer, student, lessons
+    def __init__(self, trainer: Trainer, student: Student, dataset: Dataset, seconds: float) -> None:
+        self.trainer, self.student, self.dataset = trainer, student, dataset
         muon, adam = _RATES
         width = trainer.generator.target.config.hidden_size
         self.optimizers = make_optimizers(student.module, muon * min(1.0, _WIDTH / width), adam)
         self.step, self.prepared, self.seconds, self.loss = 0, seconds, seconds, float("nan")
         self._state = trainer.folder / STATE / "state.pt"
         spooled = trainer.folder / STATE / "spool.bin"
-        self._spool = Spool(partial(lessons.teach, student.teacher), spooled, lessons.size, trainer.cache)
+        self._spool = Spool(partial(dataset.label, student.teacher), spooled, dataset.size, trainer.cache)
         if self._state.exists():
             self._resume()
 
@@ -353,10 +353,10 @@ class TrainingRun:
         trainer, saved = self.trainer, time.perf_counter()
         while (done := trainer.length.done(self.step, self.seconds, self.prepared)) < 1 and not trainer.is_stopped():
             began = time.perf_counter()
-            numbers, ids = self.lessons.batch(self.step, trainer.settings.seed)
-            lesson = self._spool.lesson(numbers, ids.to(trainer.generator.target.device))
-            lesson = replace(lesson, heard=self.lessons.heard(numbers))
-            loss = self.student.loss(lesson, self.step)
+            numbers, ids = self.dataset.batch(self.step, trainer.settings.seed)
+            example = self._spool.example(numbers, ids.to(trainer.generator.target.device))
+            example = replace(example, heard=self.dataset.heard(numbers))
+            loss = self.student.loss(example, self.step)
             descend(loss, self.optimizers, rate(self.step, done, _DECAY_FROM))
             told = loss.item()
             self.loss = told if self.step == 0 else 0.95 * self.loss + 0.05 * told
@@ -368,7 +368,7 @@ class TrainingRun:
                 saved = time.perf_counter()
         self._spool.close()
         if not trainer.is_stopped():
-            self.lessons.close()
+            self.dataset.close()
         return self.save()
 
     def save(self) -> dict[str, Any]:
@@ -392,13 +392,13 @@ class TrainingRun:
     def card(self) -> dict[str, Any]:
         """What the draft is, and how good it is on held-out texts."""
         settings, target = self.trainer.settings, self.trainer.generator.target
-        right = torch.cat([self._chains(exam) for exam in self.lessons.exams])
+        right = torch.cat([self._chains(exam) for exam in self.dataset.exams])
         reached = [(right >= step).float().mean().item() for step in range(STEPS + 1)]
         return {
             **{name: value for name, value in asdict(settings).items() if value is not None},
             "target": str(target.model.config.name_or_path) or type(target.model).__name__,
             "steps": self.step,
-            "tokens": self.step * self.lessons.rows * self.lessons.window,
+            "tokens": self.step * self.dataset.rows * self.dataset.window,
             "seconds": round(self.seconds, 1),
             "loss": None if isnan(self.loss) else round(self.loss, 4),
             "agreement": [round(b / a, 4) if a else 0.0 for a, b in pairwise(reached)],

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specdec import SpecGenerator
-from specdec.distill.teacher import Lesson, Shelf, Teacher
+from specdec.distill.teacher import Example, Shelf, Teacher
 from specdec.distill.texts import EXAMS, HELD_OUT, Exam, in_order, whole_lines
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.encoding import Encoding
@@ -100,12 +100,12 @@ class Sounds:
             ids[row, : len(own)] = own
         return numbers, ids
 
-    def teach(self, teacher: Teacher, number: int, ids: Tensor) -> Lesson:
-        """The lesson about the window of this number; nothing is learned about its prompt, nor behind its end."""
+    def label(self, teacher: Teacher, number: int, ids: Tensor) -> Example:
+        """The example about the window of this number; nothing is learned about its prompt, nor behind its end."""
         piece = self.learned[number]
-        lesson = teacher.teach(ids[:, : len(piece.ids) - 1], self.stenographer.heard(piece))
-        lesson.weight[:, : piece.first - 1] = 0
-        return replace(lesson.padded(ids), heard=None)
+        example = teacher.label(ids[:, : len(piece.ids) - 1], self.stenographer.heard(piece))
+        example.weight[:, : piece.first - 1] = 0
+        return replace(example.padded(ids), heard=None)
 
     def heard(self, numbers: Sequence[int]) -> Tensor:
         """What the encoder says of the windows of these numbers, `[rows, frames, width]`."""

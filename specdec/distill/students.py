@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from specdec.distill.optimise import save
-from specdec.distill.teacher import Lesson, Teacher, divergence, output_of
+from specdec.distill.teacher import Example, Teacher, divergence, output_of
 from specdec.models import LanguageModel
 from specdec.models.hf.layer_subset import with_layers
 from specdec.models.vocabulary import cut
@@ -37,7 +37,7 @@ class Student(ABC):
         self.target, self.module = target, module
 
     @abstractmethod
-    def loss(self, lesson: Lesson, turn: int) -> Tensor:
+    def loss(self, example: Example, turn: int) -> Tensor:
         """The mean divergence of its distributions from the target's, in nats, in the step `turn` of a training."""
 
     @abstractmethod
@@ -73,14 +73,14 @@ class EagleStudent(Student):
         super().__init__(target, self.stage)
         self.reads, self.vocabulary = layers_to_read(target), vocabulary
 
-    def loss(self, lesson: Lesson, turn: int) -> Tensor:
-        count = lesson.ids.shape[1] - 1
-        starts = torch.arange(turn % _SPARSE, count - STEPS + 1, _SPARSE, device=lesson.ids.device)
-        total = torch.zeros((), device=lesson.ids.device)
+    def loss(self, example: Example, turn: int) -> Tensor:
+        count = example.ids.shape[1] - 1
+        starts = torch.arange(turn % _SPARSE, count - STEPS + 1, _SPARSE, device=example.ids.device)
+        total = torch.zeros((), device=example.ids.device)
         with self.in_bfloat16():
-            for step, guesses in enumerate(self._unrolled(lesson.ids, lesson.states[:, :-1], starts)):
+            for step, guesses in enumerate(self._unrolled(example.ids, example.states[:, :-1], starts)):
                 at = 1 + (starts + step if step else torch.arange(count, device=starts.device))
-                told = divergence(lesson.choices[:, at], lesson.chances[:, at], guesses) * lesson.weight[:, at]
+                told = divergence(example.choices[:, at], example.chances[:, at], guesses) * example.weight[:, at]
                 total = total + told.mean() * _FADES**step
         return total / sum(_FADES**step for step in range(STEPS))
 
@@ -152,12 +152,12 @@ class LayersStudent(Student):
         super().__init__(target, model)
         self._tokenizer, self.vocabulary = tokenizer, vocabulary
 
-    def loss(self, lesson: Lesson, turn: int) -> Tensor:
-        lesson = lesson.trimmed()
+    def loss(self, example: Example, turn: int) -> Tensor:
+        example = example.trimmed()
         with self.in_bfloat16():
-            guesses = output_of(self.module, lesson.ids, lesson.heard).logits
-        told = divergence(lesson.choices, lesson.chances, guesses) * lesson.weight
-        return told.sum() / lesson.weight.sum()
+            guesses = output_of(self.module, example.ids, example.heard).logits
+        told = divergence(example.choices, example.chances, guesses) * example.weight
+        return told.sum() / example.weight.sum()
 
     @torch.no_grad()
     def hits(self, ids: Tensor, heard: Tensor | None = None) -> Tensor:

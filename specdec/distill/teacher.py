@@ -22,7 +22,7 @@ _CHUNK = 256  # distributions that are compared at once: their logits stay in th
 
 
 @dataclass(frozen=True)
-class Lesson:
+class Example:
     """Texts `ids` `[rows, tokens]`, and what their target says about them.
 
     `states` `[rows, tokens, layers, width]` are hidden states. The likeliest next tokens of those that the draft may
@@ -38,13 +38,13 @@ class Lesson:
     weight: Tensor
     heard: Tensor | None = None
 
-    def trimmed(self) -> Lesson:
+    def trimmed(self) -> Example:
         """Without the tokens behind the last one about which something is learned in any row."""
         end = int(self.weight.any(0).nonzero().max()) + 1
         rows = ("ids", "states", "choices", "chances", "weight")
         return replace(self, **{name: getattr(self, name)[:, :end] for name in rows})
 
-    def padded(self, ids: Tensor) -> Lesson:
+    def padded(self, ids: Tensor) -> Example:
         """For longer texts `ids` `[rows, tokens]`, about whose further tokens nothing is learned."""
         more = ids.shape[1] - self.ids.shape[1]
         longer = {name: F.pad(getattr(self, name), [0, 0, 0, more]) for name in ("choices", "chances")}
@@ -73,7 +73,7 @@ class Teacher:
 
     @property
     def likeliest(self) -> int:
-        """How many tokens of each distribution a lesson has."""
+        """How many tokens of each distribution a example has."""
         return min(LIKELIEST, self.target.vocab_size if self.vocabulary is None else len(self.vocabulary))
 
     @torch.no_grad()
@@ -84,14 +84,14 @@ class Teacher:
             return out.logits.new_empty(*ids.shape, 0, 0), out.logits
         return torch.stack([out.hidden_states[layer] for layer in self.reads], dim=2), out.logits
 
-    def teach(self, ids: Tensor, heard: Tensor | None = None) -> Lesson:
-        """The lesson about these texts; states come in bfloat16, as a spool keeps them."""
+    def label(self, ids: Tensor, heard: Tensor | None = None) -> Example:
+        """The example about these texts; states come in bfloat16, as a spool keeps them."""
         if heard is not None:
             heard = heard.bfloat16()
         states, logits = self.listen(ids, heard)
         found = [self._distribution(row) for row in logits]
         choices, chances, weight = (torch.stack(one) for one in zip(*found, strict=True))
-        return Lesson(ids, states.bfloat16(), choices, chances, weight, heard)
+        return Example(ids, states.bfloat16(), choices, chances, weight, heard)
 
     def _distribution(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Choices, chances and weight of logits `[tokens, vocab]`."""
@@ -151,28 +151,28 @@ def _opened(file: Path) -> Any:
 
 
 class Spool:
-    """Lessons about numbered windows, each made once by `teach` and kept on a shelf.
+    """Examples about numbered windows, each made once by `label` and kept on a shelf.
 
-    Windows are taught one by one, so that a lesson is the same whenever, and beside whatever, it is made.
+    Windows are taught one by one, so that a example is the same whenever, and beside whatever, it is made.
     """
 
-    def __init__(self, teach: Callable[[int, Tensor], Lesson], file: Path, windows: int, limit: int) -> None:
+    def __init__(self, label: Callable[[int, Tensor], Example], file: Path, windows: int, limit: int) -> None:
         file.unlink(missing_ok=True)  # it may be of fewer windows
-        self._teach, self._shelf = teach, Shelf(file, windows, limit)
+        self._label, self._shelf = label, Shelf(file, windows, limit)
         self.close = self._shelf.close
 
-    def lesson(self, numbers: Sequence[int], ids: Tensor) -> Lesson:
-        """The lesson about the windows `ids` `[rows, tokens]` of these numbers."""
+    def example(self, numbers: Sequence[int], ids: Tensor) -> Example:
+        """The example about the windows `ids` `[rows, tokens]` of these numbers."""
         rows = [self._one(number, ids[row : row + 1]) for row, number in enumerate(numbers)]
-        return Lesson(ids, **{name: torch.cat([row[name].to(ids.device) for row in rows]) for name in rows[0]})
+        return Example(ids, **{name: torch.cat([row[name].to(ids.device) for row in rows]) for name in rows[0]})
 
     def _one(self, number: int, ids: Tensor) -> dict[str, Tensor]:
         if (kept := self._shelf.get(number)) is not None:
             return kept
-        made = vars(self._teach(number, ids))
-        lesson = {name: value for name, value in made.items() if name != "ids" and value is not None}
-        self._shelf.put(number, lesson)
-        return lesson
+        made = vars(self._label(number, ids))
+        example = {name: value for name, value in made.items() if name != "ids" and value is not None}
+        self._shelf.put(number, example)
+        return example
 
 
 def _array(tensor: Tensor) -> np.ndarray:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from specdec import SpecGenerator
-from specdec.distill.teacher import Lesson, Teacher
+from specdec.distill.teacher import Example, Teacher
 from specdec.errors import OptionError
 
 WINDOW = 512  # tokens of a training window
@@ -113,9 +113,9 @@ class Texts:
         """How many windows there are."""
         return sum(map(len, self.windows))
 
-    def teach(self, teacher: Teacher, number: int, ids: Tensor) -> Lesson:
-        """The lesson about the window `ids` `[1, window + 1]` of this number."""
-        return teacher.teach(ids)
+    def label(self, teacher: Teacher, number: int, ids: Tensor) -> Example:
+        """The example about the window `ids` `[1, window + 1]` of this number."""
+        return teacher.label(ids)
 
     def heard(self, numbers: Sequence[int]) -> None:
         """Nothing was heard."""

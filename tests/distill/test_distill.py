@@ -19,7 +19,7 @@ from specdec.cli.commands import run
 from specdec.distill.distill import Length, distill
 from specdec.distill.recordings import Stenographer, find_sounds
 from specdec.distill.students import STEPS, EagleStudent, LayersStudent, spread_layers, unrolled_mask
-from specdec.distill.teacher import Lesson, Spool, Teacher, divergence
+from specdec.distill.teacher import Example, Spool, Teacher, divergence
 from specdec.distill.texts import Texts
 from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.models import LanguageModel
@@ -131,25 +131,25 @@ def test_divergence_and_its_gradient() -> None:
 
 
 def test_what_was_heard_is_kept(tmp_path: Path) -> None:
-    """A spool gives the lesson that was made, without a pass of the target; what finds no room is made each time."""
+    """A spool gives the example that was made, without a pass of the target; what finds no room is made each time."""
     teacher, ids = Teacher(LanguageModel(tiny("llama", **THREE)), [0, 1, 2], torch.arange(40)), batch(2, 9)
-    taught = [teacher.teach(ids[row : row + 1]) for row in range(2)]
-    heard: list[int] = []
+    labelled_alone = [teacher.label(ids[row : row + 1]) for row in range(2)]
+    labelled: list[int] = []
 
-    def teach(number: int, window: torch.Tensor) -> Lesson:
-        heard.append(number)
-        return teacher.teach(window)
+    def label(number: int, window: torch.Tensor) -> Example:
+        labelled.append(number)
+        return teacher.label(window)
 
-    kept = [value[0].nbytes for name, value in vars(taught[0]).items() if name != "ids" and value is not None]
+    kept = [value[0].nbytes for name, value in vars(labelled_alone[0]).items() if name != "ids" and value is not None]
     record = sum(kept) + 1
     for limit, passes in ((record * 9, [4, 1]), (record * 4, [4, 1, 4]), (10, [4, 1, 4, 1])):
-        heard.clear()
-        spool = Spool(teach, tmp_path / str(limit), 5, limit)
-        for lesson in (spool.lesson([4, 1], ids), spool.lesson([4, 1], ids)):
-            assert lesson.heard is None
+        labelled.clear()
+        spool = Spool(label, tmp_path / str(limit), 5, limit)
+        for example in (spool.example([4, 1], ids), spool.example([4, 1], ids)):
+            assert example.labelled is None
             for name in ("ids", "states", "choices", "chances", "weight"):
-                assert torch.equal(getattr(lesson, name), torch.cat([getattr(one, name) for one in taught]))
-        assert heard == passes
+                assert torch.equal(getattr(example, name), torch.cat([getattr(one, name) for one in labelled_alone]))
+        assert labelled == passes
 
 
 def test_every_window_is_read_once_before_any_is_read_again() -> None:
@@ -212,9 +212,9 @@ def test_layers_are_copies() -> None:
     language = LanguageModel(model)
     student = LayersStudent(language, [0, 1, 2], None)
     student.module.eval()
-    lesson = student.teacher.teach(ids)
-    mass = model(ids).logits.softmax(-1).topk(lesson.choices.shape[-1]).values.sum(-1)
-    assert student.loss(lesson, 0).item() == pytest.approx(-mass.log().mean().item(), abs=1e-5)
+    example = student.teacher.label(ids)
+    mass = model(ids).logits.softmax(-1).topk(example.choices.shape[-1]).values.sum(-1)
+    assert student.loss(example, 0).item() == pytest.approx(-mass.log().mean().item(), abs=1e-5)
     assert student.hits(ids).all()
 
 
@@ -223,10 +223,10 @@ def test_layers_guess_tokens_of_their_vocabulary(tmp_path: Path) -> None:
     model, ids, vocabulary = target(), batch(), torch.arange(1, WIDTH, 3)
     language = LanguageModel(model)
     whole, student = (LayersStudent(language, [0], None, some) for some in (None, vocabulary))
-    lesson = student.teacher.teach(ids)
+    example = student.teacher.label(ids)
     own = student.module(ids).logits
     torch.testing.assert_close(own, whole.module(ids).logits[..., vocabulary])
-    assert torch.equal(lesson.choices[..., 0], model(ids).logits[..., vocabulary].argmax(-1))
+    assert torch.equal(example.choices[..., 0], model(ids).logits[..., vocabulary].argmax(-1))
     hits = vocabulary[own.argmax(-1)] == model(ids).logits.argmax(-1)
     assert torch.equal(student.hits(ids), hits[:, 1:].unfold(1, STEPS, 1))
     student.save(tmp_path)
@@ -318,13 +318,13 @@ class Asked(Teacher):
         super().__init__(*given)
         self.lengths: list[int] = []
 
-    def teach(self, ids: torch.Tensor, heard: torch.Tensor | None = None) -> Lesson:
+    def label(self, ids: torch.Tensor, heard: torch.Tensor | None = None) -> Example:
         self.lengths.append(ids.shape[1])
-        return super().teach(ids, heard)
+        return super().label(ids, heard)
 
 
 def test_nothing_is_learned_about_prompts_and_padding(tmp_path: Path, recordings: Path) -> None:
-    """The weight of a lesson is that of the tokens that the target wrote, and about no others it is asked."""
+    """The weight of a example is that of the tokens that the target wrote, and about no others it is asked."""
     parts = processor()
     generator = SpecGenerator(listener(), tokenizer=parts.tokenizer)
     found = find_sounds([recordings])
@@ -337,16 +337,16 @@ def test_nothing_is_learned_about_prompts_and_padding(tmp_path: Path, recordings
     for row, number in enumerate(numbers):
         piece = sounds.learned[number]
         teacher = Asked(generator.target, (), None)
-        lesson = sounds.teach(teacher, number, ids[row : row + 1])
+        example = sounds.label(teacher, number, ids[row : row + 1])
         assert teacher.lengths == [len(piece.ids) - 1]
-        assert lesson.choices.shape[:2] == lesson.chances.shape[:2] == lesson.states.shape[:2] == (1, ids.shape[1])
-        asked = lesson.weight[0].nonzero()[:, 0].tolist()
+        assert example.choices.shape[:2] == example.chances.shape[:2] == example.states.shape[:2] == (1, ids.shape[1])
+        asked = example.weight[0].nonzero()[:, 0].tolist()
         assert asked == list(range(piece.first - 1, len(piece.ids) - 1))
         assert ids[row, : len(piece.ids)].tolist() == piece.ids
 
 
 def test_windows_are_encoded_once(tmp_path: Path, recordings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When they are written down, every other few of them with timestamps; lessons are about the same sound."""
+    """When they are written down, every other few of them with timestamps; examples are about the same sound."""
     monkeypatch.setattr("specdec.distill.recordings._WRITTEN", 2)
     parts, encoded = processor(), []
     generator = SpecGenerator(listener(), tokenizer=parts.tokenizer)
