@@ -26,7 +26,7 @@ from specdec import SpecGenerator
 from specdec.distill.optimise import descend, make_optimizers, rate
 from specdec.distill.recordings import Sounds, Stenographer, find_sounds
 from specdec.distill.students import STEPS, EagleStudent, LayersStudent, Student, spread_layers
-from specdec.distill.teacher import CACHE_GIB, Example, Spool, Teacher
+from specdec.distill.teacher import CACHE_GIB, Example, ExampleCache, Teacher
 from specdec.distill.texts import Exam, Texts, Writer, divide, divide_prompts, encode_prompts, read_texts
 from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.generator.inputs import check_tokenizer
@@ -343,8 +343,8 @@ class TrainingRun:
         self.optimizers = make_optimizers(student.module, muon * min(1.0, _WIDTH / width), adam)
         self.step, self.prepared, self.seconds, self.loss = 0, seconds, seconds, float("nan")
         self._state = trainer.folder / STATE / "state.pt"
-        spooled = trainer.folder / STATE / "spool.bin"
-        self._spool = Spool(partial(dataset.label, student.teacher), spooled, dataset.size, trainer.cache)
+        file = trainer.folder / STATE / "examples.bin"
+        self._examples = ExampleCache(partial(dataset.label, student.teacher), file, dataset.size, trainer.cache)
         if self._state.exists():
             self._resume()
 
@@ -354,7 +354,7 @@ class TrainingRun:
         while (done := trainer.length.done(self.step, self.seconds, self.prepared)) < 1 and not trainer.is_stopped():
             began = time.perf_counter()
             numbers, ids = self.dataset.batch(self.step, trainer.settings.seed)
-            example = self._spool.example(numbers, ids.to(trainer.generator.target.device))
+            example = self._examples.example(numbers, ids.to(trainer.generator.target.device))
             example = replace(example, heard=self.dataset.heard(numbers))
             loss = self.student.loss(example, self.step)
             descend(loss, self.optimizers, rate(self.step, done, _DECAY_FROM))
@@ -366,7 +366,7 @@ class TrainingRun:
             if time.perf_counter() - saved > _SAVE_EVERY:
                 self.save()
                 saved = time.perf_counter()
-        self._spool.close()
+        self._examples.close()
         if not trainer.is_stopped():
             self.dataset.close()
         return self.save()

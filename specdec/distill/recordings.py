@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specdec import SpecGenerator
-from specdec.distill.teacher import Example, Shelf, Teacher
+from specdec.distill.teacher import DiskCache, Example, Teacher
 from specdec.distill.texts import EXAMS, HELD_OUT, Exam, in_order, whole_lines
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.encoding import Encoding
@@ -113,15 +113,15 @@ class Sounds:
 
     def close(self) -> None:
         """Removes what was kept of that."""
-        self.stenographer.shelf.close()
+        self.stenographer.disk.close()
 
 
 @dataclass(frozen=True)
 class Stenographer:
     """Lets the target write down sounds, and notes the transcripts in a file, where they are found again.
 
-    What its encoder says is kept on a shelf beside them, so that a window is encoded once, also where a training is
-    broken off and goes on: as many as `cache` bytes hold.
+    What its encoder says is kept on a disk cache beside them, so that a window is encoded once, also where a training
+    is broken off and goes on: as many as `cache` bytes hold.
     """
 
     generator: SpecGenerator
@@ -145,9 +145,9 @@ class Stenographer:
         return [(str(file), begin) for file in self.sounds for begin in self._begins(file)]
 
     @cached_property
-    def shelf(self) -> Shelf:
+    def disk(self) -> DiskCache:
         """What the encoder says of windows, by their numbers."""
-        return Shelf(self.file.with_name("heard.bin"), len(self.windows), self.cache)
+        return DiskCache(self.file.with_name("heard.bin"), len(self.windows), self.cache)
 
     def write(self, go_on: Callable[[int, int], bool]) -> Sounds:
         """Transcripts of all windows, as far as `go_on` lets it, asked before every few of them.
@@ -174,14 +174,14 @@ class Stenographer:
 
     def heard(self, piece: Piece) -> Tensor:
         """What the encoder says of a window, `[1, frames, width]` in bfloat16."""
-        if (kept := self.shelf.get(piece.number)) is not None:
+        if (kept := self.disk.get(piece.number)) is not None:
             return kept["heard"].to(self.generator.target.device)
         return self._encoded(piece.number, self.features(piece)).hidden.bfloat16()
 
     def _encoded(self, number: int, features: Tensor) -> Encoding:
         """What the encoder says of one window `[1, mels, frames]`, encoded alone, so that it is always the same."""
         encoding = self.generator.target.encode({"input_features": features})
-        self.shelf.put(number, {"heard": encoding.hidden.bfloat16()})
+        self.disk.put(number, {"heard": encoding.hidden.bfloat16()})
         return encoding
 
     def _features(self, file: str, begin: int) -> Tensor:

@@ -85,7 +85,7 @@ class Teacher:
         return torch.stack([out.hidden_states[layer] for layer in self.reads], dim=2), out.logits
 
     def label(self, ids: Tensor, heard: Tensor | None = None) -> Example:
-        """The example about these texts; states come in bfloat16, as a spool keeps them."""
+        """The example about these texts; states come in bfloat16, as a cache keeps them."""
         if heard is not None:
             heard = heard.bfloat16()
         states, logits = self.listen(ids, heard)
@@ -101,7 +101,7 @@ class Teacher:
         return choices, top.softmax(-1), (known.logsumexp(-1) - whole.logsumexp(-1)).exp()
 
 
-class Shelf:
+class DiskCache:
     """At most `count` numbered records of one shape, in a file of at most `limit` bytes, where they are found again.
 
     Those that find no room are not kept.
@@ -150,16 +150,16 @@ def _opened(file: Path) -> Any:
         return None
 
 
-class Spool:
-    """Examples about numbered windows, each made once by `label` and kept on a shelf.
+class ExampleCache:
+    """Examples about numbered windows, each made once by `label` and kept on a disk cache.
 
     Windows are taught one by one, so that a example is the same whenever, and beside whatever, it is made.
     """
 
     def __init__(self, label: Callable[[int, Tensor], Example], file: Path, windows: int, limit: int) -> None:
         file.unlink(missing_ok=True)  # it may be of fewer windows
-        self._label, self._shelf = label, Shelf(file, windows, limit)
-        self.close = self._shelf.close
+        self._label, self._disk = label, DiskCache(file, windows, limit)
+        self.close = self._disk.close
 
     def example(self, numbers: Sequence[int], ids: Tensor) -> Example:
         """The example about the windows `ids` `[rows, tokens]` of these numbers."""
@@ -167,11 +167,11 @@ class Spool:
         return Example(ids, **{name: torch.cat([row[name].to(ids.device) for row in rows]) for name in rows[0]})
 
     def _one(self, number: int, ids: Tensor) -> dict[str, Tensor]:
-        if (kept := self._shelf.get(number)) is not None:
+        if (kept := self._disk.get(number)) is not None:
             return kept
         made = vars(self._label(number, ids))
         example = {name: value for name, value in made.items() if name != "ids" and value is not None}
-        self._shelf.put(number, example)
+        self._disk.put(number, example)
         return example
 
 

@@ -19,7 +19,7 @@ from specdec.cli.commands import run
 from specdec.distill.distill import Length, distill
 from specdec.distill.recordings import Stenographer, find_sounds
 from specdec.distill.students import STEPS, EagleStudent, LayersStudent, spread_layers, unrolled_mask
-from specdec.distill.teacher import Example, Spool, Teacher, divergence
+from specdec.distill.teacher import Example, ExampleCache, Teacher, divergence
 from specdec.distill.texts import Texts
 from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.models import LanguageModel
@@ -131,7 +131,7 @@ def test_divergence_and_its_gradient() -> None:
 
 
 def test_what_was_heard_is_kept(tmp_path: Path) -> None:
-    """A spool gives the example that was made, without a pass of the target; what finds no room is made each time."""
+    """A cache gives the example that was made, without a pass of the target; what finds no room is made each time."""
     teacher, ids = Teacher(LanguageModel(tiny("llama", **THREE)), [0, 1, 2], torch.arange(40)), batch(2, 9)
     labelled_alone = [teacher.label(ids[row : row + 1]) for row in range(2)]
     labelled: list[int] = []
@@ -144,8 +144,8 @@ def test_what_was_heard_is_kept(tmp_path: Path) -> None:
     record = sum(kept) + 1
     for limit, passes in ((record * 9, [4, 1]), (record * 4, [4, 1, 4]), (10, [4, 1, 4, 1])):
         labelled.clear()
-        spool = Spool(label, tmp_path / str(limit), 5, limit)
-        for example in (spool.example([4, 1], ids), spool.example([4, 1], ids)):
+        cache = ExampleCache(label, tmp_path / str(limit), 5, limit)
+        for example in (cache.example([4, 1], ids), cache.example([4, 1], ids)):
             assert example.labelled is None
             for name in ("ids", "states", "choices", "chances", "weight"):
                 assert torch.equal(getattr(example, name), torch.cat([getattr(one, name) for one in labelled_alone]))
