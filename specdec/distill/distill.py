@@ -27,7 +27,7 @@ from specdec.distill.optimise import descend, make_optimizers, rate
 from specdec.distill.recordings import Sounds, Stenographer, find_sounds
 from specdec.distill.students import STEPS, EagleStudent, LayersStudent, Student, spread_layers
 from specdec.distill.teacher import CACHE_GIB, Example, ExampleCache, Teacher
-from specdec.distill.texts import Exam, Texts, Writer, divide, divide_prompts, encode_prompts, read_texts
+from specdec.distill.texts import Evaluation, Texts, Writer, divide, divide_prompts, encode_prompts, read_texts
 from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.generator.inputs import check_tokenizer
 from specdec.models.vocabulary import likeliest
@@ -217,7 +217,7 @@ class Dataset(Protocol):
     @property
     def rows(self) -> int: ...
     @property
-    def exams(self) -> list[Exam]: ...
+    def evaluations(self) -> list[Evaluation]: ...
     @property
     def window(self) -> int: ...
     @property
@@ -281,7 +281,7 @@ class Trainer:
                 streams.append(stream)
         if not streams or min(map(len, streams)) <= 2 * STEPS:
             raise OptionError("`prompts` were continued by nothing to learn from: pass more of them, or `text`")
-        return Texts(streams, writer.exams(held)), min(seconds, _WRITES * self.length.seconds)
+        return Texts(streams, writer.evaluations(held)), min(seconds, _WRITES * self.length.seconds)
 
     @property
     def _begun(self) -> bool:
@@ -315,11 +315,11 @@ class Trainer:
         assisted = SpecGenerator(plain.target, str(self.folder), tokenizer=plain.tokenizer)
         paces: dict[str, list[float]] = {"plain": [], "assisted": []}
         passes = tokens = 0
-        for number, exam in enumerate([dataset.exams[0], *dataset.exams]):
-            room = min(_TRIAL_TOKENS, len(exam.ids) - exam.first)
+        for number, evaluation in enumerate([dataset.evaluations[0], *dataset.evaluations]):
+            room = min(_TRIAL_TOKENS, len(evaluation.ids) - evaluation.first)
             for name, one in (("plain", plain), ("assisted", assisted)):
                 began = time.perf_counter()
-                made = one.generate(**exam.asked, max_new_tokens=room, do_sample=False)
+                made = one.generate(**evaluation.inputs, max_new_tokens=room, do_sample=False)
                 if number:  # the first one warms up
                     paces[name].append((time.perf_counter() - began) / max(len(made.new_tokens()[0]), 1))
             if number and made.stats is not None:
@@ -392,7 +392,7 @@ class TrainingRun:
     def card(self) -> dict[str, Any]:
         """What the draft is, and how good it is on held-out texts."""
         settings, target = self.trainer.settings, self.trainer.generator.target
-        right = torch.cat([self._chains(exam) for exam in self.dataset.exams])
+        right = torch.cat([self._chains(evaluation) for evaluation in self.dataset.evaluations])
         reached = [(right >= step).float().mean().item() for step in range(STEPS + 1)]
         return {
             **{name: value for name, value in asdict(settings).items() if value is not None},
@@ -405,11 +405,11 @@ class TrainingRun:
             "acceptance_length": round(sum(reached), 3),
         }
 
-    def _chains(self, exam: Exam) -> Tensor:
+    def _chains(self, evaluation: Evaluation) -> Tensor:
         target = self.trainer.generator.target
-        heard = None if exam.features is None else target.encode({"input_features": exam.features}).hidden
-        hits = self.student.hits(torch.tensor([exam.ids], device=target.device), heard)
-        return hits[0, max(exam.first - 2, 0) :].long().cumprod(1).sum(1)
+        heard = None if evaluation.features is None else target.encode({"input_features": evaluation.features}).hidden
+        hits = self.student.hits(torch.tensor([evaluation.ids], device=target.device), heard)
+        return hits[0, max(evaluation.first - 2, 0) :].long().cumprod(1).sum(1)
 
     def _tell(self) -> None:
         length = self.trainer.length

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specdec import SpecGenerator
 from specdec.distill.teacher import DiskCache, Example, Teacher
-from specdec.distill.texts import EXAMS, HELD_OUT, Exam, in_order, whole_lines
+from specdec.distill.texts import EVALUATIONS, HELD_OUT, Evaluation, in_order, whole_lines
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.encoding import Encoding
 from specdec.pipelines.speech.audio import SUFFIXES, Samples, read_audio, sounds_in
@@ -83,9 +83,9 @@ class Sounds:
         return len(self.learned)
 
     @cached_property
-    def exams(self) -> list[Exam]:
+    def evaluations(self) -> list[Evaluation]:
         """Held-out windows."""
-        return [Exam(piece.ids, piece.first, self.stenographer.features(piece)) for piece in self.held_out]
+        return [Evaluation(piece.ids, piece.first, self.stenographer.features(piece)) for piece in self.held_out]
 
     def counts(self) -> Counter[int]:
         """How often each token comes."""
@@ -166,7 +166,7 @@ class Stenographer:
             wanted = "two windows of sound that the target writes down to an end, as one in twenty is held out"
             raise OptionError.of("audio", wanted, f"{len(whole)} of {len(pieces)} windows")
         learned = [piece for number, piece in enumerate(whole) if number % HELD_OUT]
-        return Sounds(self, learned, whole[::HELD_OUT][:EXAMS])
+        return Sounds(self, learned, whole[::HELD_OUT][:EVALUATIONS])
 
     def features(self, piece: Piece) -> Tensor:
         """Features `[1, mels, frames]` of a window."""

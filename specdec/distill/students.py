@@ -19,7 +19,7 @@ from specdec.models.hf.layer_subset import with_layers
 from specdec.models.vocabulary import cut
 from specdec.proposers.heads.new_head import layers_to_read, make_eagle, save_eagle
 
-STEPS = 4  # of the head over its own output, in training and in exams
+STEPS = 4  # of the head over its own output, in training and in evaluations
 _FADES = 0.8  # how much less each further step counts
 _SPARSE = 3  # one token of so many begins a chain of further steps in training
 

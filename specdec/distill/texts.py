@@ -28,8 +28,8 @@ _LEARNED = 1  # windows of a step: more steps teach more, of the same tokens, th
 _SAMPLED = 4  # one batch of so many is sampled, the others are greedy
 _NEW = 192  # tokens of a continuation
 _LONGEST = 512  # tokens of a prompt
-EXAMS = 8  # held-out texts
-_EXAM_PROMPT, _EXAM_NEW = 128, 64  # tokens
+EVALUATIONS = 8  # held-out texts
+_EVALUATION_PROMPT, _EVALUATION_NEW = 128, 64  # tokens
 
 
 def read_texts(files: Sequence[str | PathLike[str]]) -> list[str]:
@@ -55,7 +55,7 @@ def encode_prompts(tokenizer: Any, prompts: Sequence[str]) -> list[list[int]]:
 
 
 @dataclass(frozen=True)
-class Exam:
+class Evaluation:
     """A held-out text `ids` that the target continued greedily from token number `first` on.
 
     Of a target with an encoder, that heard `features` `[1, mels, frames]`.
@@ -66,7 +66,7 @@ class Exam:
     features: Tensor | None = None
 
     @property
-    def asked(self) -> dict[str, Any]:
+    def inputs(self) -> dict[str, Any]:
         """What makes the target write this, as arguments of `generate`."""
         prompt = [self.ids[: self.first]]
         if self.features is None:
@@ -76,10 +76,10 @@ class Exam:
 
 @dataclass(frozen=True)
 class Texts:
-    """Streams of ids to learn from, and exams."""
+    """Streams of ids to learn from, and evaluations."""
 
     streams: list[np.ndarray]
-    exams: list[Exam]
+    evaluations: list[Evaluation]
     rows: int = _LEARNED
 
     @property
@@ -167,12 +167,12 @@ class Writer:
             return []
         return [json.loads(line) for line in whole_lines(self.file)]
 
-    def exams(self, prompts: Sequence[list[int]]) -> list[Exam]:
+    def evaluations(self, prompts: Sequence[list[int]]) -> list[Evaluation]:
         """Held-out prompts with the target's greedy continuations."""
-        prompts = [ids[-_EXAM_PROMPT:] for ids in prompts[:EXAMS]]
-        out = self.generator.generate(prompts, max_new_tokens=_EXAM_NEW, do_sample=False)
+        prompts = [ids[-_EVALUATION_PROMPT:] for ids in prompts[:EVALUATIONS]]
+        out = self.generator.generate(prompts, max_new_tokens=_EVALUATION_NEW, do_sample=False)
         pairs = zip(prompts, out.new_tokens(), strict=True)
-        return [Exam([*ids, *new], len(ids)) for ids, new in pairs if len(new) > 1]
+        return [Evaluation([*ids, *new], len(ids)) for ids, new in pairs if len(new) > 1]
 
 
 def whole_lines(file: Path) -> list[str]:
@@ -194,7 +194,9 @@ def divide(ids: Sequence[Sequence[int]]) -> tuple[np.ndarray, list[list[int]]]:
     for text in ids:
         cut = len(text) - max(len(text) // HELD_OUT, min(_LEAST, len(text) // 4))
         kept.append(np.array(text[:cut], dtype=np.int64))
-        held += [list(text[s : s + _LEAST]) for s in range(cut, len(text), max((len(text) - cut) // EXAMS, _LEAST))]
+        held += [
+            list(text[s : s + _LEAST]) for s in range(cut, len(text), max((len(text) - cut) // EVALUATIONS, _LEAST))
+        ]
     stream = np.concatenate(kept)
     if len(stream) < _LEAST:
         raise OptionError.of("text", "files of some hundred tokens at least, better a million", f"{len(stream)} tokens")

@@ -330,7 +330,7 @@ def test_nothing_is_learned_about_prompts_and_padding(tmp_path: Path, recordings
     found = find_sounds([recordings])
     stenographer = Stenographer(generator, parts.feature_extractor, tmp_path / "transcripts.jsonl", found, 1 << 20)
     sounds = stenographer.write(lambda done, total: True)
-    assert (sounds.size, len(sounds.exams)) == (4, 1)
+    assert (sounds.size, len(sounds.evaluations)) == (4, 1)
     assert stenographer.write(lambda done, total: True) == sounds
     numbers, ids = replace(sounds, rows=4).batch(0, seed=0)
     assert sorted(numbers) == [0, 1, 2, 3]
