@@ -24,7 +24,7 @@ from torch import Tensor
 
 from specdec import SpecGenerator
 from specdec.distill.optimise import descend, make_optimizers, rate
-from specdec.distill.recordings import Sounds, Stenographer, find_sounds
+from specdec.distill.recordings import Labeller, Recordings, find_sounds
 from specdec.distill.students import STEPS, EagleStudent, LayersStudent, Student, spread_layers
 from specdec.distill.teacher import CACHE_GIB, Example, ExampleCache, Teacher
 from specdec.distill.texts import Evaluation, Texts, Writer, divide, divide_prompts, encode_prompts, read_texts
@@ -252,7 +252,7 @@ class Trainer:
         _write(self.folder / CARD, card)
         return card
 
-    def listen(self, sounds: Sequence[Path], extractor: Any) -> tuple[Sounds, float]:
+    def listen(self, sounds: Sequence[Path], extractor: Any) -> tuple[Recordings, float]:
         """The target's transcripts of sounds, and how many seconds they took of the training."""
         began = time.perf_counter()
 
@@ -262,7 +262,7 @@ class Trainer:
             return not self._begun and in_time and not self.is_stopped()
 
         notes = self.folder / STATE / "transcripts.jsonl"
-        recordings = Stenographer(self.writer, extractor, notes, sounds, self.cache).write(go_on)
+        recordings = Labeller(self.writer, extractor, notes, sounds, self.cache).write(go_on)
         return recordings, min(time.perf_counter() - began, _LISTENS * self.length.seconds)
 
     def read(self, texts: Sequence[str], prompts: Sequence[str]) -> tuple[Texts, float]:

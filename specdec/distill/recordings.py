@@ -50,7 +50,7 @@ def find_sounds(sources: Sequence[str | PathLike[str]]) -> list[Path]:
 
 
 @dataclass(frozen=True)
-class Piece:
+class LabelledWindow:
     """At most one window of a sound file, and the target's transcript `ids` with its prompt of `first` tokens.
 
     `number` counts the windows of all files.
@@ -64,18 +64,18 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Sounds:
+class Recordings:
     """Windows of sound to learn from, with the target's transcripts, and those that are held out."""
 
-    stenographer: Stenographer
-    learned: list[Piece]
-    held_out: list[Piece]
+    labeller: Labeller
+    learned: list[LabelledWindow]
+    held_out: list[LabelledWindow]
     rows: int = _LEARNED
 
     @property
     def window(self) -> int:
         """How many tokens the longest transcript has, its prompt included, but for the last one."""
-        return max(len(piece.ids) for piece in self.learned) - 1
+        return max(len(labelled.ids) for labelled in self.learned) - 1
 
     @property
     def size(self) -> int:
@@ -85,16 +85,18 @@ class Sounds:
     @cached_property
     def evaluations(self) -> list[Evaluation]:
         """Held-out windows."""
-        return [Evaluation(piece.ids, piece.first, self.stenographer.features(piece)) for piece in self.held_out]
+        return [
+            Evaluation(labelled.ids, labelled.first, self.labeller.features(labelled)) for labelled in self.held_out
+        ]
 
     def counts(self) -> Counter[int]:
         """How often each token comes."""
-        return Counter(token for piece in self.learned for token in piece.ids)
+        return Counter(token for labelled in self.learned for token in labelled.ids)
 
     def batch(self, step: int, seed: int) -> tuple[list[int], Tensor]:
         """The numbers and ids `[rows, window + 1]` of a step's windows, filled up behind their ends."""
         numbers = [in_order(self.size, step * self.rows + row, seed) for row in range(self.rows)]
-        ids = torch.full((self.rows, self.window + 1), self.stenographer.whisper.end)
+        ids = torch.full((self.rows, self.window + 1), self.labeller.whisper.end)
         for row, number in enumerate(numbers):
             own = torch.tensor(self.learned[number].ids)
             ids[row, : len(own)] = own
@@ -102,22 +104,22 @@ class Sounds:
 
     def label(self, teacher: Teacher, number: int, ids: Tensor) -> Example:
         """The example about the window of this number; nothing is learned about its prompt, nor behind its end."""
-        piece = self.learned[number]
-        example = teacher.label(ids[:, : len(piece.ids) - 1], self.stenographer.heard(piece))
-        example.weight[:, : piece.first - 1] = 0
+        labelled = self.learned[number]
+        example = teacher.label(ids[:, : len(labelled.ids) - 1], self.labeller.heard(labelled))
+        example.weight[:, : labelled.first - 1] = 0
         return replace(example.padded(ids), heard=None)
 
     def heard(self, numbers: Sequence[int]) -> Tensor:
         """What the encoder says of the windows of these numbers, `[rows, frames, width]`."""
-        return torch.cat([self.stenographer.heard(self.learned[number]) for number in numbers])
+        return torch.cat([self.labeller.heard(self.learned[number]) for number in numbers])
 
     def close(self) -> None:
         """Removes what was kept of that."""
-        self.stenographer.disk.close()
+        self.labeller.disk.close()
 
 
 @dataclass(frozen=True)
-class Stenographer:
+class Labeller:
     """Lets the target write down sounds, and notes the transcripts in a file, where they are found again.
 
     What its encoder says is kept on a disk cache beside them, so that a window is encoded once, also where a training
@@ -127,7 +129,7 @@ class Stenographer:
     generator: SpecGenerator
     extractor: Any
     file: Path
-    sounds: Sequence[Path]
+    files: Sequence[Path]
     cache: int
 
     @cached_property
@@ -142,41 +144,41 @@ class Stenographer:
     @cached_property
     def windows(self) -> list[tuple[str, int]]:
         """All windows: a file, and the sample with which the window begins."""
-        return [(str(file), begin) for file in self.sounds for begin in self._begins(file)]
+        return [(str(file), begin) for file in self.files for begin in self._begins(file)]
 
     @cached_property
     def disk(self) -> DiskCache:
         """What the encoder says of windows, by their numbers."""
         return DiskCache(self.file.with_name("heard.bin"), len(self.windows), self.cache)
 
-    def write(self, go_on: Callable[[int, int], bool]) -> Sounds:
+    def write(self, go_on: Callable[[int, int], bool]) -> Recordings:
         """Transcripts of all windows, as far as `go_on` lets it, asked before every few of them.
 
         Every other few are written with timestamps, where the target knows them. Windows about which it does not come
         to an end are left out; one in twenty of the others is held out. Raises OptionError for less than two of them.
         """
-        pieces, total = self._noted(), len(self.windows)
-        while len(pieces) < total and (go_on(len(pieces), total) or len(pieces) < 2):
-            new = self._transcribed(len(pieces))
+        done, total = self._noted(), len(self.windows)
+        while len(done) < total and (go_on(len(done), total) or len(done) < 2):
+            new = self._transcribed(len(done))
             with self.file.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(vars(piece)) + "\n" for piece in new)
-            pieces += new
-        whole = [piece for piece in pieces if piece.ids[-1] == self.whisper.end]
+                file.writelines(json.dumps(vars(labelled)) + "\n" for labelled in new)
+            done += new
+        whole = [labelled for labelled in done if labelled.ids[-1] == self.whisper.end]
         if len(whole) < 2:
             wanted = "two windows of sound that the target writes down to an end, as one in twenty is held out"
-            raise OptionError.of("audio", wanted, f"{len(whole)} of {len(pieces)} windows")
-        learned = [piece for number, piece in enumerate(whole) if number % HELD_OUT]
-        return Sounds(self, learned, whole[::HELD_OUT][:EVALUATIONS])
+            raise OptionError.of("audio", wanted, f"{len(whole)} of {len(done)} windows")
+        learned = [labelled for number, labelled in enumerate(whole) if number % HELD_OUT]
+        return Recordings(self, learned, whole[::HELD_OUT][:EVALUATIONS])
 
-    def features(self, piece: Piece) -> Tensor:
+    def features(self, labelled: LabelledWindow) -> Tensor:
         """Features `[1, mels, frames]` of a window."""
-        return self._features(piece.file, piece.begin)[None]
+        return self._features(labelled.file, labelled.begin)[None]
 
-    def heard(self, piece: Piece) -> Tensor:
+    def heard(self, labelled: LabelledWindow) -> Tensor:
         """What the encoder says of a window, `[1, frames, width]` in bfloat16."""
-        if (kept := self.disk.get(piece.number)) is not None:
+        if (kept := self.disk.get(labelled.number)) is not None:
             return kept["heard"].to(self.generator.target.device)
-        return self._encoded(piece.number, self.features(piece)).hidden.bfloat16()
+        return self._encoded(labelled.number, self.features(labelled)).hidden.bfloat16()
 
     def _encoded(self, number: int, features: Tensor) -> Encoding:
         """What the encoder says of one window `[1, mels, frames]`, encoded alone, so that it is always the same."""
@@ -195,7 +197,7 @@ class Stenographer:
     def _samples(self, file: str) -> Samples:
         return _read(file, self.extractor.sampling_rate)
 
-    def _transcribed(self, first: int) -> list[Piece]:
+    def _transcribed(self, first: int) -> list[LabelledWindow]:
         """The transcripts of the windows from number `first` on; all are with timestamps, or none."""
         windows, whisper = self.windows[first : first + _WRITTEN], self.whisper
         features = torch.stack([self._features(*window) for window in windows])
@@ -212,13 +214,13 @@ class Stenographer:
             logits_processor=[whisper.timestamp_rules(len(prompts[0]))] if stamped else [],
         )
         found = enumerate(zip(windows, prompts, out.new_tokens(), strict=True), first)
-        return [Piece(i, *window, [*prompt, *new], len(prompt)) for i, (window, prompt, new) in found]
+        return [LabelledWindow(i, *window, [*prompt, *new], len(prompt)) for i, (window, prompt, new) in found]
 
-    def _noted(self) -> list[Piece]:
+    def _noted(self) -> list[LabelledWindow]:
         """The windows that were written down before; a line that was cut off is left out."""
         if not self.file.exists():
             return []
-        return [Piece(**json.loads(line)) for line in whole_lines(self.file)]
+        return [LabelledWindow(**json.loads(line)) for line in whole_lines(self.file)]
 
 
 @lru_cache(maxsize=1)  # one file after the other, window after window

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from specdec import SpecGenerator
 from specdec.cli.commands import run
 from specdec.distill.distill import Length, distill
-from specdec.distill.recordings import Stenographer, find_sounds
+from specdec.distill.recordings import Labeller, find_sounds
 from specdec.distill.students import STEPS, EagleStudent, LayersStudent, spread_layers, unrolled_mask
 from specdec.distill.teacher import Example, ExampleCache, Teacher, divergence
 from specdec.distill.texts import Texts
@@ -146,7 +146,7 @@ def test_what_was_heard_is_kept(tmp_path: Path) -> None:
         labelled.clear()
         cache = ExampleCache(label, tmp_path / str(limit), 5, limit)
         for example in (cache.example([4, 1], ids), cache.example([4, 1], ids)):
-            assert example.labelled is None
+            assert example.heard is None
             for name in ("ids", "states", "choices", "chances", "weight"):
                 assert torch.equal(getattr(example, name), torch.cat([getattr(one, name) for one in labelled_alone]))
         assert labelled == passes
@@ -328,21 +328,21 @@ def test_nothing_is_learned_about_prompts_and_padding(tmp_path: Path, recordings
     parts = processor()
     generator = SpecGenerator(listener(), tokenizer=parts.tokenizer)
     found = find_sounds([recordings])
-    stenographer = Stenographer(generator, parts.feature_extractor, tmp_path / "transcripts.jsonl", found, 1 << 20)
-    sounds = stenographer.write(lambda done, total: True)
+    labeller = Labeller(generator, parts.feature_extractor, tmp_path / "transcripts.jsonl", found, 1 << 20)
+    sounds = labeller.write(lambda done, total: True)
     assert (sounds.size, len(sounds.evaluations)) == (4, 1)
-    assert stenographer.write(lambda done, total: True) == sounds
+    assert labeller.write(lambda done, total: True) == sounds
     numbers, ids = replace(sounds, rows=4).batch(0, seed=0)
     assert sorted(numbers) == [0, 1, 2, 3]
     for row, number in enumerate(numbers):
-        piece = sounds.learned[number]
+        labelled = sounds.learned[number]
         teacher = Asked(generator.target, (), None)
         example = sounds.label(teacher, number, ids[row : row + 1])
-        assert teacher.lengths == [len(piece.ids) - 1]
+        assert teacher.lengths == [len(labelled.ids) - 1]
         assert example.choices.shape[:2] == example.chances.shape[:2] == example.states.shape[:2] == (1, ids.shape[1])
         asked = example.weight[0].nonzero()[:, 0].tolist()
-        assert asked == list(range(piece.first - 1, len(piece.ids) - 1))
-        assert ids[row, : len(piece.ids)].tolist() == piece.ids
+        assert asked == list(range(labelled.first - 1, len(labelled.ids) - 1))
+        assert ids[row, : len(labelled.ids)].tolist() == labelled.ids
 
 
 def test_windows_are_encoded_once(tmp_path: Path, recordings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,16 +352,16 @@ def test_windows_are_encoded_once(tmp_path: Path, recordings: Path, monkeypatch:
     generator = SpecGenerator(listener(), tokenizer=parts.tokenizer)
     encode = LanguageModel.encode
     monkeypatch.setattr(LanguageModel, "encode", lambda self, given: encoded.append(1) or encode(self, given))
-    stenographer = Stenographer(
+    labeller = Labeller(
         generator, parts.feature_extractor, tmp_path / "transcripts.jsonl", find_sounds([recordings]), 1 << 20
     )
-    sounds = stenographer.write(lambda done, total: True)
-    assert [piece.number for piece in sounds.learned] == [1, 2, 3, 4]
+    sounds = labeller.write(lambda done, total: True)
+    assert [labelled.number for labelled in sounds.learned] == [1, 2, 3, 4]
     without = generator.target.model.generation_config.no_timestamps_token_id
-    assert [without in piece.ids for piece in sounds.learned] == [True, False, False, True]
+    assert [without in labelled.ids for labelled in sounds.learned] == [True, False, False, True]
     heard = sounds.heard([0, 1, 2, 3])
     assert len(encoded) == 5
-    again = replace(stenographer).write(lambda done, total: True)  # after a kill
+    again = replace(labeller).write(lambda done, total: True)  # after a kill
     assert torch.equal(again.heard([0, 1, 2, 3]), heard)
     assert len(encoded) == 5
     sounds.close()
