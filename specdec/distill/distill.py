@@ -168,7 +168,7 @@ def distill(
         feature_extractor = processor_beside(target).feature_extractor
     if feature_extractor is None:
         raise OptionError("`feature_extractor` is needed to hear sounds: pass it with the model")
-    return trainer.run(*trainer.listen(sounds, feature_extractor))
+    return trainer.run(*trainer.label_recordings(sounds, feature_extractor))
 
 
 def _swift(generator: SpecGenerator) -> SpecGenerator:
@@ -225,7 +225,7 @@ class Dataset(Protocol):
     def counts(self) -> Counter[int]: ...
     def batch(self, step: int, seed: int) -> tuple[list[int], Tensor]: ...
     def label(self, teacher: Teacher, number: int, ids: Tensor) -> Example: ...
-    def heard(self, numbers: Sequence[int]) -> Tensor | None: ...
+    def encoder_states(self, numbers: Sequence[int]) -> Tensor | None: ...
     def close(self) -> None: ...
 
 
@@ -252,7 +252,7 @@ class Trainer:
         _write(self.folder / CARD, card)
         return card
 
-    def listen(self, sounds: Sequence[Path], extractor: Any) -> tuple[Recordings, float]:
+    def label_recordings(self, sounds: Sequence[Path], extractor: Any) -> tuple[Recordings, float]:
         """The target's transcripts of sounds, and how many seconds they took of the training."""
         began = time.perf_counter()
 
@@ -355,7 +355,7 @@ class TrainingRun:
             began = time.perf_counter()
             numbers, ids = self.dataset.batch(self.step, trainer.settings.seed)
             example = self._examples.example(numbers, ids.to(trainer.generator.target.device))
-            example = replace(example, heard=self.dataset.heard(numbers))
+            example = replace(example, encoder_states=self.dataset.encoder_states(numbers))
             loss = self.student.loss(example, self.step)
             descend(loss, self.optimizers, rate(self.step, done, _DECAY_FROM))
             told = loss.item()
@@ -407,8 +407,9 @@ class TrainingRun:
 
     def _chains(self, evaluation: Evaluation) -> Tensor:
         target = self.trainer.generator.target
-        heard = None if evaluation.features is None else target.encode({"input_features": evaluation.features}).hidden
-        hits = self.student.hits(torch.tensor([evaluation.ids], device=target.device), heard)
+        features = evaluation.features
+        encoder_states = None if features is None else target.encode({"input_features": features}).hidden
+        hits = self.student.hits(torch.tensor([evaluation.ids], device=target.device), encoder_states)
         return hits[0, max(evaluation.first - 2, 0) :].long().cumprod(1).sum(1)
 
     def _tell(self) -> None:

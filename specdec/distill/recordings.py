@@ -105,13 +105,13 @@ class Recordings:
     def label(self, teacher: Teacher, number: int, ids: Tensor) -> Example:
         """The example about the window of this number; nothing is learned about its prompt, nor behind its end."""
         labelled = self.learned[number]
-        example = teacher.label(ids[:, : len(labelled.ids) - 1], self.labeller.heard(labelled))
+        example = teacher.label(ids[:, : len(labelled.ids) - 1], self.labeller.encoder_states(labelled))
         example.weight[:, : labelled.first - 1] = 0
-        return replace(example.padded(ids), heard=None)
+        return replace(example.padded(ids), encoder_states=None)
 
-    def heard(self, numbers: Sequence[int]) -> Tensor:
+    def encoder_states(self, numbers: Sequence[int]) -> Tensor:
         """What the encoder says of the windows of these numbers, `[rows, frames, width]`."""
-        return torch.cat([self.labeller.heard(self.learned[number]) for number in numbers])
+        return torch.cat([self.labeller.encoder_states(self.learned[number]) for number in numbers])
 
     def close(self) -> None:
         """Removes what was kept of that."""
@@ -149,7 +149,7 @@ class Labeller:
     @cached_property
     def disk(self) -> DiskCache:
         """What the encoder says of windows, by their numbers."""
-        return DiskCache(self.file.with_name("heard.bin"), len(self.windows), self.cache)
+        return DiskCache(self.file.with_name("encoder_states.bin"), len(self.windows), self.cache)
 
     def write(self, go_on: Callable[[int, int], bool]) -> Recordings:
         """Transcripts of all windows, as far as `go_on` lets it, asked before every few of them.
@@ -174,16 +174,16 @@ class Labeller:
         """Features `[1, mels, frames]` of a window."""
         return self._features(labelled.file, labelled.begin)[None]
 
-    def heard(self, labelled: LabelledWindow) -> Tensor:
+    def encoder_states(self, labelled: LabelledWindow) -> Tensor:
         """What the encoder says of a window, `[1, frames, width]` in bfloat16."""
         if (kept := self.disk.get(labelled.number)) is not None:
-            return kept["heard"].to(self.generator.target.device)
+            return kept["encoder_states"].to(self.generator.target.device)
         return self._encoded(labelled.number, self.features(labelled)).hidden.bfloat16()
 
     def _encoded(self, number: int, features: Tensor) -> Encoding:
         """What the encoder says of one window `[1, mels, frames]`, encoded alone, so that it is always the same."""
         encoding = self.generator.target.encode({"input_features": features})
-        self.disk.put(number, {"heard": encoding.hidden.bfloat16()})
+        self.disk.put(number, {"encoder_states": encoding.hidden.bfloat16()})
         return encoding
 
     def _features(self, file: str, begin: int) -> Tensor:

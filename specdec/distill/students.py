@@ -41,7 +41,7 @@ class Student(ABC):
         """The mean divergence of its distributions from the target's, in nats, in the step `turn` of a training."""
 
     @abstractmethod
-    def hits(self, ids: Tensor, heard: Tensor | None = None) -> Tensor:
+    def hits(self, ids: Tensor, encoder_states: Tensor | None = None) -> Tensor:
         """Whether guesses are the target's likeliest tokens: `[rows, tokens - STEPS, STEPS]`.
 
         The chain of guesses of token number i + 1 goes on without the target.
@@ -85,8 +85,8 @@ class EagleStudent(Student):
         return total / sum(_FADES**step for step in range(STEPS))
 
     @torch.no_grad()
-    def hits(self, ids: Tensor, heard: Tensor | None = None) -> Tensor:
-        states, logits = self.teacher.listen(ids)
+    def hits(self, ids: Tensor, encoder_states: Tensor | None = None) -> Tensor:
+        states, logits = self.teacher.forward(ids)
         wanted = logits[:, 1:].argmax(-1)
         starts = torch.arange(ids.shape[1] - STEPS, device=ids.device)
         with self.in_bfloat16():
@@ -155,15 +155,15 @@ class LayersStudent(Student):
     def loss(self, example: Example, turn: int) -> Tensor:
         example = example.trimmed()
         with self.in_bfloat16():
-            guesses = output_of(self.module, example.ids, example.heard).logits
+            guesses = output_of(self.module, example.ids, example.encoder_states).logits
         told = divergence(example.choices, example.chances, guesses) * example.weight
         return told.sum() / example.weight.sum()
 
     @torch.no_grad()
-    def hits(self, ids: Tensor, heard: Tensor | None = None) -> Tensor:
-        _, wanted = self.teacher.listen(ids, heard)
+    def hits(self, ids: Tensor, encoder_states: Tensor | None = None) -> Tensor:
+        _, wanted = self.teacher.forward(ids, encoder_states)
         with self.in_bfloat16():
-            own = output_of(self.module, ids, heard).logits.argmax(-1)
+            own = output_of(self.module, ids, encoder_states).logits.argmax(-1)
         if self.vocabulary is not None:
             own = self.vocabulary[own]
         return (wanted.argmax(-1) == own)[:, 1:].unfold(1, STEPS, 1)

@@ -28,7 +28,7 @@ class Example:
     `states` `[rows, tokens, layers, width]` are hidden states. The likeliest next tokens of those that the draft may
     guess are `choices` `[rows, tokens, likeliest]`, by their numbers in the draft's vocabulary, with `chances` that sum
     to 1, or to 0 behind a text. `weight` `[rows, tokens]` is how likely any that the draft may guess is, 0 where
-    nothing is learned. `heard` `[rows, frames, width]` is what the encoder of a target that has one says.
+    nothing is learned. `encoder_states` `[rows, frames, width]` is what the encoder of a target that has one says.
     """
 
     ids: Tensor
@@ -36,7 +36,7 @@ class Example:
     choices: Tensor
     chances: Tensor
     weight: Tensor
-    heard: Tensor | None = None
+    encoder_states: Tensor | None = None
 
     def trimmed(self) -> Example:
         """Without the tokens behind the last one about which something is learned in any row."""
@@ -57,11 +57,11 @@ class Example:
         )
 
 
-def output_of(model: Any, ids: Tensor, heard: Tensor | None, **more: Any) -> Any:
+def output_of(model: Any, ids: Tensor, encoder_states: Tensor | None, **more: Any) -> Any:
     """The output of a model for texts `[rows, tokens]`, which follow what its encoder said."""
-    if heard is None:
+    if encoder_states is None:
         return model(ids, use_cache=False, **more)
-    given = BaseModelOutput(last_hidden_state=heard.to(model.dtype))
+    given = BaseModelOutput(last_hidden_state=encoder_states.to(model.dtype))
     return model(encoder_outputs=given, decoder_input_ids=ids, use_cache=False, **more)
 
 
@@ -77,21 +77,21 @@ class Teacher:
         return min(LIKELIEST, self.target.vocab_size if self.vocabulary is None else len(self.vocabulary))
 
     @torch.no_grad()
-    def listen(self, ids: Tensor, heard: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, ids: Tensor, encoder_states: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Hidden states `[rows, tokens, layers, width]` and logits `[rows, tokens, vocab]` at every token."""
-        out = output_of(self.target.model, ids, heard, output_hidden_states=bool(self.reads))
+        out = output_of(self.target.model, ids, encoder_states, output_hidden_states=bool(self.reads))
         if not self.reads:
             return out.logits.new_empty(*ids.shape, 0, 0), out.logits
         return torch.stack([out.hidden_states[layer] for layer in self.reads], dim=2), out.logits
 
-    def label(self, ids: Tensor, heard: Tensor | None = None) -> Example:
+    def label(self, ids: Tensor, encoder_states: Tensor | None = None) -> Example:
         """The example about these texts; states come in bfloat16, as a cache keeps them."""
-        if heard is not None:
-            heard = heard.bfloat16()
-        states, logits = self.listen(ids, heard)
+        if encoder_states is not None:
+            encoder_states = encoder_states.bfloat16()
+        states, logits = self.forward(ids, encoder_states)
         found = [self._distribution(row) for row in logits]
         choices, chances, weight = (torch.stack(one) for one in zip(*found, strict=True))
-        return Example(ids, states.bfloat16(), choices, chances, weight, heard)
+        return Example(ids, states.bfloat16(), choices, chances, weight, encoder_states)
 
     def _distribution(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Choices, chances and weight of logits `[tokens, vocab]`."""

@@ -117,7 +117,7 @@ class Texts:
         """The example about the window `ids` `[1, window + 1]` of this number."""
         return teacher.label(ids)
 
-    def heard(self, numbers: Sequence[int]) -> None:
+    def encoder_states(self, numbers: Sequence[int]) -> None:
         """Nothing was heard."""
 
     def close(self) -> None:

@@ -80,7 +80,7 @@ def test_unrolled_steps_are_those_of_decoding(tmp_path: Path) -> None:
     student.save(tmp_path)
     reference, ids = Eagle(tmp_path), batch(1, 16)
     with torch.no_grad():
-        states, _ = student.teacher.listen(ids)
+        states, _ = student.teacher.forward(ids)
         begins = torch.tensor([0, 4, 9])
         steps = list(student._unrolled(ids, states[:, :-1], begins))
     features = reference.features(states[0])
@@ -102,9 +102,9 @@ def test_chains_see_their_own_steps_alone() -> None:
 def test_hits_follow_chains() -> None:
     """Whole chains at every start are the steps of a training whose chains start there."""
     student, ids = EagleStudent(LanguageModel(tiny("llama", **THREE)), torch.arange(0, 64, 2)), batch(2, 12)
-    wanted = student.teacher.listen(ids)[1].argmax(-1)
+    wanted = student.teacher.forward(ids)[1].argmax(-1)
     with torch.no_grad():
-        states = student.teacher.listen(ids)[0]
+        states = student.teacher.forward(ids)[0]
         steps = list(student._unrolled(ids, states[:, :-1], torch.tensor([3, 5])))
     hits = student.hits(ids)
     assert hits.shape == (2, 12 - STEPS, STEPS)
@@ -146,7 +146,7 @@ def test_what_was_heard_is_kept(tmp_path: Path) -> None:
         labelled.clear()
         cache = ExampleCache(label, tmp_path / str(limit), 5, limit)
         for example in (cache.example([4, 1], ids), cache.example([4, 1], ids)):
-            assert example.heard is None
+            assert example.encoder_states is None
             for name in ("ids", "states", "choices", "chances", "weight"):
                 assert torch.equal(getattr(example, name), torch.cat([getattr(one, name) for one in labelled_alone]))
         assert labelled == passes
@@ -311,16 +311,16 @@ def test_where_sounds_are_found(tmp_path: Path, recordings: Path) -> None:
     listed.unlink()
 
 
-class Asked(Teacher):
+class Noting(Teacher):
     """A teacher that notes how long the texts are that it is asked about."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.lengths: list[int] = []
 
-    def label(self, ids: torch.Tensor, heard: torch.Tensor | None = None) -> Example:
+    def label(self, ids: torch.Tensor, encoder_states: torch.Tensor | None = None) -> Example:
         self.lengths.append(ids.shape[1])
-        return super().label(ids, heard)
+        return super().label(ids, encoder_states)
 
 
 def test_nothing_is_learned_about_prompts_and_padding(tmp_path: Path, recordings: Path) -> None:
@@ -336,7 +336,7 @@ def test_nothing_is_learned_about_prompts_and_padding(tmp_path: Path, recordings
     assert sorted(numbers) == [0, 1, 2, 3]
     for row, number in enumerate(numbers):
         labelled = sounds.learned[number]
-        teacher = Asked(generator.target, (), None)
+        teacher = Noting(generator.target, (), None)
         example = sounds.label(teacher, number, ids[row : row + 1])
         assert teacher.lengths == [len(labelled.ids) - 1]
         assert example.choices.shape[:2] == example.chances.shape[:2] == example.states.shape[:2] == (1, ids.shape[1])
@@ -359,13 +359,13 @@ def test_windows_are_encoded_once(tmp_path: Path, recordings: Path, monkeypatch:
     assert [labelled.number for labelled in sounds.learned] == [1, 2, 3, 4]
     without = generator.target.model.generation_config.no_timestamps_token_id
     assert [without in labelled.ids for labelled in sounds.learned] == [True, False, False, True]
-    heard = sounds.heard([0, 1, 2, 3])
+    encoder_states = sounds.encoder_states([0, 1, 2, 3])
     assert len(encoded) == 5
     again = replace(labeller).write(lambda done, total: True)  # after a kill
-    assert torch.equal(again.heard([0, 1, 2, 3]), heard)
+    assert torch.equal(again.encoder_states([0, 1, 2, 3]), encoder_states)
     assert len(encoded) == 5
     sounds.close()
-    assert torch.equal(sounds.heard([0, 1, 2, 3]), heard)
+    assert torch.equal(sounds.encoder_states([0, 1, 2, 3]), encoder_states)
     assert len(encoded) == 9
 
 
