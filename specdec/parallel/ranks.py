@@ -52,7 +52,7 @@ class Shared:
         return self
 
 
-class Line(ABC):
+class Channel(ABC):
     """What rank 0 tells the others through, in the order in which it does."""
 
     @abstractmethod
@@ -64,7 +64,7 @@ class Line(ABC):
         """What every process, this one included, says of what it did; None where it went well."""
 
 
-class _Told(NamedTuple):
+class _Command(NamedTuple):
     """One thing to do, the number of what comes of it, and what nobody needs any more.
 
     `reports`: everybody says how it went.
@@ -85,20 +85,20 @@ class Ranks:
     of step, and then nothing more can be done with them.
     """
 
-    def __init__(self, line: Line) -> None:
-        self._line = line
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
         self._numbers = count()
         self._gone: deque[int] = deque()  # of things that nobody here holds any more
-        self._unsaid = bytearray()
-        self._turn, self._speaking = threading.RLock(), threading.RLock()
-        self._teller: int | None = None
-        self._spoke = time.monotonic()
+        self._unsent = bytearray()
+        self._turn, self._sending = threading.RLock(), threading.RLock()
+        self._thread: int | None = None
+        self._last_sent = time.monotonic()
         self._broken: str | None = None
 
     @property
-    def telling(self) -> bool:
+    def in_command(self) -> bool:
         """Whether this thread does something that all do."""
-        return self._teller == threading.get_ident()
+        return self._thread == threading.get_ident()
 
     def do(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Applies a function on every process at once, as a pass must be; returns what comes of it here.
@@ -106,38 +106,38 @@ class Ranks:
         Raises what the function raises of specdec's own errors, before anything is begun, and EngineError for what
         leaves the processes out of step.
         """
-        with self._telling():
+        with self._commanding():
             self._note(function, arguments, options)
             self._send()
             return self._done(function, arguments, options)
 
     def note(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """The same for what needs nobody else: the others do it before the next thing that all do at once."""
-        with self._telling():
+        with self._commanding():
             self._note(function, arguments, options)
             return self._done(function, arguments, options)
 
     def make(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[int, Any]:
         """`note`; everybody keeps what comes of it, under the number that is returned, until it is dropped."""
         number = next(self._numbers)
-        with self._telling():
+        with self._commanding():
             self._note(function, arguments, options, number)
             return number, self._done(function, arguments, options)
 
     def load(self, function: Callable[..., Any], *arguments: Any) -> tuple[int, Any]:
         """`make` at once, and waits until all have it; raises LoadError where one of them does not."""
         number = next(self._numbers)
-        with self._telling(), self._speaking:  # no sign of life between what is told and the reports
+        with self._commanding(), self._sending:  # no sign of life between what is told and the reports
             self._note(function, arguments, {}, number, reports=True)
             self._send()
             try:
                 found = self._done(function, arguments, {})
             except Exception as error:
-                self._hear(str(error))
+                self._gather(str(error))
                 raise
-            for rank, said in enumerate(self._hear(None)):
-                if said is not None:
-                    raise LoadError(f"process {rank}: {said}")
+            for rank, outcomes in enumerate(self._gather(None)):
+                if outcomes is not None:
+                    raise LoadError(f"process {rank}: {outcomes}")
             return number, found
 
     def drop_with(self, thing: Any, number: int) -> None:
@@ -152,7 +152,7 @@ class Ranks:
             if self._broken is not None:
                 return False
             self._broken = "the job was ended"
-            self._unsaid += _packed(None)
+            self._unsent += _packed(None)
             self._send()
             return True
         except RuntimeError:
@@ -162,21 +162,21 @@ class Ranks:
 
     def beat(self, quiet: float) -> None:
         """Gives a sign of life after so many seconds without a message; where nobody is there, nothing can be done."""
-        with self._speaking:
-            if self._broken is None and time.monotonic() - self._spoke >= quiet:
+        with self._sending:
+            if self._broken is None and time.monotonic() - self._last_sent >= quiet:
                 try:
-                    self._say(b"")
+                    self._send_bytes(b"")
                 except RuntimeError as error:
                     self._broken = _lost(error)
 
     @contextmanager
-    def _telling(self) -> Iterator[None]:
+    def _commanding(self) -> Iterator[None]:
         """This thread's turn; raises EngineError where the processes are out of step, now or afterwards."""
         with self._turn:
             if self._broken is not None:
                 raise EngineError(self._broken)
-            assert self._teller is None, "what all do tells nothing by itself"
-            self._teller = threading.get_ident()
+            assert self._thread is None, "what all do tells nothing by itself"
+            self._thread = threading.get_ident()
             try:
                 yield
             except SpecdecError:
@@ -187,7 +187,7 @@ class Ranks:
                     raise EngineError(self._broken) from error
                 raise
             finally:
-                self._teller = None
+                self._thread = None
 
     def _note(
         self,
@@ -200,24 +200,24 @@ class Ranks:
     ) -> None:
         """Writes down what the others are to do; as it is now, for whatever holds the arguments may change them."""
         gone = [self._gone.popleft() for _ in range(len(self._gone))]
-        self._unsaid += _packed(_Told(function, arguments, options, number, gone, reports))
+        self._unsent += _packed(_Command(function, arguments, options, number, gone, reports))
 
     def _done(self, function: Callable[..., Any], arguments: Sequence[Any], options: dict[str, Any]) -> Any:
         first, *rest = arguments
         return function(first.own if isinstance(first, Shared) else first, *rest, **options)
 
-    def _hear(self, own: str | None) -> Sequence[str | None]:
-        with self._speaking:
-            return self._line.gather(own)
+    def _gather(self, own: str | None) -> Sequence[str | None]:
+        with self._sending:
+            return self._channel.gather(own)
 
     def _send(self) -> None:
-        message, self._unsaid = bytes(self._unsaid), bytearray()
-        with self._speaking:
-            self._say(message)
+        message, self._unsent = bytes(self._unsent), bytearray()
+        with self._sending:
+            self._send_bytes(message)
 
-    def _say(self, message: bytes) -> None:
-        self._line.send(message)
-        self._spoke = time.monotonic()
+    def _send_bytes(self, message: bytes) -> None:
+        self._channel.send(message)
+        self._last_sent = time.monotonic()
 
 
 class Follower:
@@ -227,33 +227,33 @@ class Follower:
         self._things: dict[int, Any] = {}
         self._report = report
 
-    def obey(self, message: bytes) -> bool:
+    def run(self, message: bytes) -> bool:
         """Does what a message says; whether there is more to come.
 
         Raises EngineError for what leaves the processes out of step.
         """
         file = io.BytesIO(message)
         while file.tell() < len(message):
-            told = _Unpickler(file, self._things).load()
-            if told is None:
+            command = _Unpickler(file, self._things).load()
+            if command is None:
                 return False
-            self._do(told)
+            self._do(command)
         return True
 
-    def _do(self, told: _Told) -> None:
-        for number in told.gone:
+    def _do(self, command: _Command) -> None:
+        for number in command.gone:
             self._things.pop(number, None)
         try:
-            made = told.function(*told.arguments, **told.options)
+            made = command.function(*command.arguments, **command.options)
         except Exception as error:
-            if told.reports:
+            if command.reports:
                 self._report(str(error))
             elif not isinstance(error, SpecdecError):  # rank 0 raises those too
                 raise EngineError(f"a pass failed here, and the job cannot go on ({_brief(error)})") from error
             return
-        if told.number is not None:
-            self._things[told.number] = made
-        if told.reports:
+        if command.number is not None:
+            self._things[command.number] = made
+        if command.reports:
             self._report(None)
 
 
@@ -275,9 +275,9 @@ class _Unpickler(pickle.Unpickler):
         return self._things[found] if isinstance(found, int) else found
 
 
-def _packed(told: _Told | None) -> bytes:
+def _packed(command: _Command | None) -> bytes:
     file = io.BytesIO()
-    _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(told)
+    _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(command)
     return file.getvalue()
 
 
@@ -290,7 +290,7 @@ def _lost(error: BaseException) -> str:
     return f"a process of this job ended, or failed in a pass that all take part in ({_brief(error)}): {_OTHERS}"
 
 
-class _Job(Line):
+class _Job(Channel):
     """The processes that torchrun, or another launcher, started together."""
 
     def __init__(self) -> None:
@@ -318,9 +318,9 @@ class _Job(Line):
         return message + rest.numpy().tobytes()
 
     def gather(self, outcome: str | None) -> Sequence[str | None]:
-        said: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(said, outcome, group=self._group)
-        return said
+        outcomes: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(outcomes, outcome, group=self._group)
+        return outcomes
 
 
 _own: list[Ranks] = []  # of this process, where it leads
@@ -378,12 +378,12 @@ def _follow(job: _Job) -> None:
     follower = Follower(job.gather)
     with warnings.catch_warnings(), torch.inference_mode(False), torch.no_grad():
         warnings.simplefilter("ignore")
-        while follower.obey(_heard(job)):
+        while follower.run(_received(job)):
             pass
     dist.destroy_process_group()
 
 
-def _heard(job: _Job) -> bytes:
+def _received(job: _Job) -> bytes:
     try:
         return job.receive()
     except RuntimeError as error:

@@ -41,7 +41,7 @@ class ShardedModel(Shared, LanguageModel):
         ranks.drop_with(self, number)
 
         def check(*_: Any) -> None:
-            if not ranks.telling:
+            if not ranks.in_command:
                 raise EngineError(
                     "this model is shared by several processes, and a pass of one of them would wait for the others "
                     "for ever: use it through SpecGenerator"
