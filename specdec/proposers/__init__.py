@@ -13,7 +13,7 @@ from specdec.options.fields import DRAFT_WORDS
 from specdec.proposers.best_branch import BestBranch
 from specdec.proposers.early_exit import EarlyExitDrafter
 from specdec.proposers.function import FunctionDrafter
-from specdec.proposers.heads.mtp_proposer import MtpDrafter
+from specdec.proposers.heads.mtp import MtpDrafter
 from specdec.proposers.heads.proposer import HeadDrafter
 from specdec.proposers.hybrid import HybridDrafter
 from specdec.proposers.model import ModelDrafter

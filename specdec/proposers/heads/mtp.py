@@ -14,16 +14,28 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_layers import MtpModel
 
-from specdec.errors import UnsupportedError
+from specdec.errors import OptionError, UnsupportedError
 from specdec.models.backends.packed_layers import is_plain
 from specdec.models.cache.layout import Kind
 from specdec.models.hf.load_errors import explained
 from specdec.models.hf.shallow_copy import twin
 from specdec.models.language_model import LanguageModel
 from specdec.models.vocabulary import Choose, cut
+from specdec.proposers.heads.proposer import HeadDrafter
 from specdec.proposers.heads.stage import Embedding, Head, Stage
 
 _KINDS = ("full_attention", "sliding_attention")
+
+
+class MtpDrafter(HeadDrafter):
+    """Drafts with the target's multi-token prediction (arXiv 2412.19437); after the last of its layers, that again."""
+
+    @classmethod
+    def of(cls, target: LanguageModel, argument: str | None, name: str = "draft") -> MtpDrafter:
+        """`mtp`; raises OptionError, which names the caller's argument `name`, for what follows it."""
+        if argument is not None:
+            raise OptionError.of(name, "a word without an argument", f"mtp:{argument}")
+        return cls(load_mtp(target, argument=name), source="mtp")
 
 
 class MtpStage(Stage):

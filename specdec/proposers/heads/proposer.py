@@ -18,7 +18,7 @@ from specdec.proposers.growth import CachedText
 from specdec.proposers.model import CHUNK, ModelSession, goes_on_by_one
 
 if TYPE_CHECKING:
-    from specdec.proposers.heads import Head, Stages
+    from specdec.proposers.heads.stage import Head, Stages
 
 
 _PENDING = 64  # tokens that are read although nobody asks for guesses, so that their features can go
