@@ -1,7 +1,7 @@
-"""Drafts: what proposes tokens that the target may accept; none of them decides acceptance.
+"""Drafts: they propose tokens; the target's strategy accepts or rejects them.
 
-A new draft is a class with `BatchDrafter`'s attributes, and if callers should find it by a word, a line in
-`specdec.options.fields.DRAFT_WORDS`. docs/extending.md has an example.
+A new draft is a subclass of `BatchDrafter` and, if callers name it by a word, a line in
+`specdec.options.fields.DRAFT_WORDS` (example in docs/extending.md).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from specdec.proposers.suffix import SuffixAutomaton, SuffixDrafter
 DRAFTS: dict[str, type[Any]] = {
     word: getattr(import_module(f"specdec.proposers.{known.module}"), known.kind) for word, known in DRAFT_WORDS.items()
 }
-"""Drafts by the word that stands for them; their classmethod `of(target, argument)` takes what follows a colon."""
+"""Drafts by word; their classmethod `of(target, argument)` takes what follows a colon."""
 
 COPYING = tuple(word for word, known in DRAFT_WORDS.items() if known.copies)
-"""The words of drafts that copy, which can stand beside a model in a pair."""
+"""The words of drafts that copy, which may be paired with a model."""
 
 
 def is_word(draft: object) -> bool:
-    """Whether this is a word for a draft, with or without an argument, and not the name of a model."""
+    """Whether `draft` is a word of `DRAFTS`, with or without an argument, rather than a model's name."""
     return isinstance(draft, str) and draft.partition(":")[0] in DRAFTS
 
 

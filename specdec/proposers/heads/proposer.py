@@ -15,7 +15,7 @@ from specdec.core.rounds import SequenceView
 from specdec.core.tree import EMPTY, Scores, Tree
 from specdec.models import prefix_bytes
 from specdec.proposers.growth import CachedText
-from specdec.proposers.model import CHUNK, ModelSession, goes_on_by_one
+from specdec.proposers.model import CHUNK, ModelSession, has_one_guess_each
 
 if TYPE_CHECKING:
     from specdec.proposers.heads.stage import Head, Stages
@@ -205,7 +205,7 @@ class HeadSession(ModelSession):
     ) -> list[Scores]:
         """A pass of every stage that later guesses build on; scores are those of the first of them."""
         session = self._stages
-        if level and len(session.stages) == 1 and goes_on_by_one(trees, texts):
+        if level and len(session.stages) == 1 and has_one_guess_each(trees, texts):
             return self._next(
                 [self._known[seq.id] for seq in seqs], [self._cached[seq.id].cache_row for seq in seqs], trees
             )
