@@ -123,17 +123,13 @@ class OtherTokenizerSession(DraftSession):
         self._draft.release(seq_ids)
 
     def _read(self, seq: SequenceView) -> DraftSequence:
-        """The sequence in the draft's tokens; starts with a BOS token if the draft's tokenizer adds one, or `seq` has
-        one.
-        """
+        """The sequence in the draft's tokens, after a BOS token if the draft's tokenizer adds one or `seq` has one."""
         draft = self._seqs.get(seq.id)
         if draft is None:
-            bos = self._draft_tokenizer.bos_token_id
-            begun = self._target_tokenizer.bos_token_id is not None and seq.tokens[:1] == [
-                self._target_tokenizer.bos_token_id
-            ]
-            opening = [bos] if bos is not None and (begun or self._draft_tokenizer.encode("")[:1] == [bos]) else []
-            draft = DraftSequence(seq.id, opening, len(opening), self.task(seq), seen=int(begun))
+            bos, target_bos = self._draft_tokenizer.bos_token_id, self._target_tokenizer.bos_token_id
+            has_bos = target_bos is not None and seq.tokens[:1] == [target_bos]
+            opening = [bos] if bos is not None and (has_bos or self._draft_tokenizer.encode("")[:1] == [bos]) else []
+            draft = DraftSequence(seq.id, opening, len(opening), self.task(seq), seen=int(has_bos))
             self._seqs[seq.id] = draft
         draft.outer, draft.remaining = seq, seq.remaining
         before = list(draft.tokens)
