@@ -347,7 +347,7 @@ def test_nothing_is_learned_about_prompts_and_padding(tmp_path: Path, recordings
 
 def test_windows_are_encoded_once(tmp_path: Path, recordings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """When they are written down, every other few of them with timestamps; examples are about the same sound."""
-    monkeypatch.setattr("specdec.distill.recordings._WRITTEN", 2)
+    monkeypatch.setattr("specdec.distill.recordings._BATCH", 2)
     parts, encoded = processor(), []
     generator = SpecGenerator(listener(), tokenizer=parts.tokenizer)
     encode = LanguageModel.encode
@@ -373,7 +373,7 @@ def test_windows_without_an_end_are_left_out(tmp_path: Path, recordings: Path) -
     """Of those a target goes round in circles about, nothing is learned; where it is all of them, an error says so."""
     parts = processor()
     options: dict[str, Any] = {"kind": "layers", "layers": 1, "feature_extractor": parts.feature_extractor}
-    with pytest.raises(OptionError, match=r"that the target writes down to an end.*got '0 of 5 windows'"):
+    with pytest.raises(OptionError, match=r"windows of sound whose transcript ends.*got '0 of 5 windows'"):
         distill(whisper(0), tmp_path, tokenizer=parts.tokenizer, audio=[recordings], steps=1, **options)
 
 
