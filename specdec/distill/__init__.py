@@ -1,1 +1,1 @@
-"""Drafts for any target: specdec distill."""
+"""Trains a draft for any target (`specdec distill`)."""

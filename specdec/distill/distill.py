@@ -1,4 +1,4 @@
-"""`distill`: a draft for any target, trained on given text and on what the target writes itself."""
+"""`distill`: trains a draft for a target on given text, the target's own continuations or its transcripts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -16,7 +15,7 @@ from os import PathLike
 from pathlib import Path
 from pickle import UnpicklingError
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,10 +23,10 @@ from torch import Tensor
 
 from specdec import SpecGenerator
 from specdec.distill.optimise import descend, make_optimizers, rate
-from specdec.distill.recordings import Sounds, Stenographer, find_sounds
-from specdec.distill.students import STEPS, EaglePupil, LayersPupil, Pupil, spread_layers
-from specdec.distill.teacher import CACHE_GIB, Lesson, Spool, Teacher
-from specdec.distill.texts import Exam, Texts, Writer, divide, divide_prompts, encode_prompts, read_texts
+from specdec.distill.recordings import Labeller, Recordings, find_sounds
+from specdec.distill.students import STEPS, EagleStudent, LayersStudent, Student, spread_layers
+from specdec.distill.teacher import CACHE_GIB, ExampleCache
+from specdec.distill.texts import Evaluation, Texts, Writer, divide, divide_prompts, encode_prompts, read_texts
 from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.generator.inputs import check_tokenizer
 from specdec.models.vocabulary import likeliest
@@ -35,14 +34,14 @@ from specdec.options.checks import is_number, is_whole
 from specdec.pipelines.speech.transcribe import processor_beside
 
 KINDS = ("eagle3", "layers")
-STATE = "training"  # a folder beside the draft, from which its training goes on
+STATE = "training"  # the folder beside the draft from which its training resumes
 CARD = "card.json"
-_VOCABULARY = 8192  # tokens that a head guesses, of larger vocabularies
+_VOCABULARY = 8192  # tokens of a draft's vocabulary, by default
 _LAYERS = {"eagle3": 1, "layers": 2}
-_WRITES = 0.25  # about this share of the time at the most, the target continues prompts; learning keeps the others
-_LISTENS = 0.5  # the same for what it hears, which is encoded as it is written down
-_DECAY_FROM = 0.4  # of the course
-_RATES = (0.006, 0.001)  # of Muon, lower for targets that are wider than `_WIDTH`, and of AdamW
+_WRITING_SHARE = 0.25  # of the time, about and at most, that the target spends on continuing prompts
+_LABELLING_SHARE = 0.5  # the same for transcribing recordings, which includes encoding them
+_DECAY_FROM = 0.4  # of the training
+_RATES = (0.006, 0.001)  # learning rates of Muon (lower for targets wider than `_WIDTH`) and AdamW
 _WIDTH = 576
 _SAVE_EVERY = 120.0  # seconds
 _TRIAL_TOKENS = 48
@@ -52,10 +51,7 @@ Notify = Callable[[float, float, str], object]
 
 @dataclass(frozen=True)
 class Settings:
-    """What a draft is trained with; a training that was broken off goes on with the same settings alone.
-
-    Raises OptionError for values that cannot be, and for options that do nothing.
-    """
+    """A draft's settings, which must be the same when its training resumes; raises OptionError for invalid values."""
 
     kind: str = "eagle3"
     layers: int | None = None
@@ -75,14 +71,14 @@ class Settings:
 
 @dataclass(frozen=True)
 class Length:
-    """How long a training is: so many hours, or steps."""
+    """The length of a training, in hours or steps; raises OptionError for both, and for invalid values."""
 
     hours: float | None = None
     steps: int | None = None
 
     def __post_init__(self) -> None:
         if self.hours is not None and self.steps is not None:
-            raise OptionError("`hours` and `steps` both say how long to train: pass one of them")
+            raise OptionError("`hours` and `steps` both limit the training: pass one of them")
         if self.steps is not None and (not is_whole(self.steps) or self.steps < 1):
             raise OptionError.of("steps", "a whole number of at least 1", self.steps)
         if self.hours is not None and not (is_number(self.hours) and self.hours > 0):
@@ -90,11 +86,11 @@ class Length:
 
     @property
     def seconds(self) -> float:
-        """In all, where it is time that counts; an hour where nothing was said."""
+        """The length in seconds unless `steps` limits it; an hour by default."""
         return (self.hours or 1.0) * 3600
 
     def done(self, step: int, seconds: float, before: float = 0.0) -> float:
-        """The share of the learning that is done after so many steps, and seconds; it began after some of these."""
+        """The share of the training that is done after `step` steps and `seconds`, of which `before` prepared it."""
         if self.steps is not None:
             return step / self.steps
         return (seconds - before) / (self.seconds - before) if before < self.seconds else 1.0
@@ -120,22 +116,20 @@ def distill(
     is_stopped: Callable[[], bool] = lambda: False,
     **loading: Any,
 ) -> dict[str, Any]:
-    """Trains a draft for a target on its distributions, writes it to `out` and returns its card.
+    """Trains a draft on a target's distributions, writes it to `out` and returns its card.
 
-    `target` is a model with its `tokenizer`, or an id or folder, loaded as `loading` says (`Loading`). It learns from
-    files of `text` and from what a decoder-only target writes after `prompts`, or from `audio` (sound files, folders,
-    `.txt` files that name one a line) and what a Whisper target, with its `feature_extractor`, hears in there; one part
-    in twenty is held out. `kind`:
-    "eagle3" is a head of one or `layers` layers over the target's hidden states, in the format of `speculators`, which
-    guesses the `draft_vocabulary` most frequent tokens (EAGLE-3, arXiv 2503.01840); "layers" is a small sibling made
-    of two or `layers` of the target's own, which guesses such tokens too. It takes so many `hours` (1 by default) or
-    `steps`. What the target says about texts is kept beside the draft until the training ends, and what its encoder
-    says of sounds: each in at most `cache_gib` GiB, beyond which the target is asked again each time.
+    `target` is a model with its `tokenizer`, or an id or folder, loaded with the options `loading` (`Loading`). The
+    draft learns from files of `text` and a decoder-only target's continuations of `prompts`, or from a Whisper target's
+    transcripts of `audio` (sound files, folders, `.txt` files with one file name per line), which need its
+    `feature_extractor`; one part in twenty is held out. Kind "eagle3" is a head of `layers` (1) layers over the
+    target's hidden states, in the `speculators` format (EAGLE-3, arXiv 2503.01840); kind "layers" is a small model of
+    `layers` (2) of the target's own. Both guess the `draft_vocabulary` most frequent tokens. Training takes `hours` (1
+    by default) or `steps`. Until it ends, the target's hidden states and distributions are cached beside the draft, and
+    its encoder's output, each in at most `cache_gib` GiB; what does not fit is computed again each time.
 
-    `notify` is told how much of how much is done, and how good the draft is. Where `is_stopped` says so, training
-    ends, and the draft is written as it is. The same call goes on from where the last one ended, and with a larger
-    number of `hours` or `steps` beyond its end. Raises OptionError for wrong options, and for a folder that holds
-    another draft; UnsupportedError for targets that cannot be distilled like this.
+    `notify(done, total, message)` reports progress. Once `is_stopped()` is true, training ends and the draft is
+    written. The same call resumes the training, and larger `hours` or `steps` prolong it. Raises OptionError for wrong
+    options, and for a folder that holds another draft; UnsupportedError for targets that cannot be distilled.
     """
     settings, length = Settings(kind, layers, draft_vocabulary, seed), Length(hours, steps)
     if not (is_number(cache_gib) and 0 <= cache_gib < inf):
@@ -145,95 +139,80 @@ def distill(
     if audio and (text or prompts or kind != "layers"):
         raise OptionError("`audio` trains kind 'layers' and goes without `text` and `prompts`: pass it and that alone")
     if any(isinstance(one, str | PathLike) for one in (text, prompts, audio)):
-        raise OptionError("`text` and `audio` are lists of files, `prompts` one of texts: pass a list")
+        raise OptionError(
+            "`text` and `audio` must be lists of files, `prompts` a list of texts, got one string: pass a list"
+        )
     texts, sounds = read_texts(text), find_sounds(audio)
     learned = {"text": texts, "prompts": prompts, "audio": [f"{file} {file.stat().st_size}" for file in sounds]}
-    folder = _claimed(Path(out), settings, {**loading, **{name: digest(what) for name, what in learned.items()}})
+    folder = _claim_folder(Path(out), settings, {**loading, **{name: digest(what) for name, what in learned.items()}})
     check_tokenizer("tokenizer", tokenizer)
     named = isinstance(target, str | PathLike)
     make = SpecGenerator.from_pretrained if named else SpecGenerator
     generator = make(target, tokenizer=tokenizer, backend="eager", **loading)
     if generator.tokenizer is None:
-        raise OptionError("`tokenizer` is needed to read texts: there is none beside the target")
+        raise OptionError("`tokenizer` is needed to read texts, and the target has none: pass it")
     if generator.target.is_encoder_decoder and not audio:
         raise UnsupportedError(
             f"`target` {type(generator.target.model).__name__} has an encoder; drafts are distilled for decoder-only "
-            "targets, and for Whisper models from `audio`: the repository's `recipes/` show how others are made"
+            "targets, and for Whisper models from `audio`: see the repository's `recipes/` for others"
         )
     cache = int(cache_gib * 2**30)
-    school = School(generator, _swift(generator), folder, settings, length, cache, notify or _nobody, is_stopped)
+    notify = notify or (lambda done, total, message: None)
+    trainer = Trainer(generator, _packed(generator), folder, settings, length, cache, notify, is_stopped)
     if not audio:
-        return school.run(*school.read(texts, prompts))
+        return trainer.run(*trainer.read(texts, prompts))
     if feature_extractor is None and named:
         feature_extractor = processor_beside(target).feature_extractor
     if feature_extractor is None:
-        raise OptionError("`feature_extractor` is needed to hear sounds: pass it with the model")
-    return school.run(*school.listen(sounds, feature_extractor))
+        raise OptionError("`feature_extractor` is needed to read `audio`: pass it with the model")
+    return trainer.run(*trainer.label_recordings(sounds, feature_extractor))
 
 
-def _swift(generator: SpecGenerator) -> SpecGenerator:
-    """The same target over packed weights, where it can have them: writing takes a good part of the time."""
+def _packed(generator: SpecGenerator) -> SpecGenerator:
+    """The same target with packed weights if possible, since writing takes much of the time."""
     try:
         return SpecGenerator(generator.target.model, tokenizer=generator.tokenizer, backend="packed")
     except UnsupportedError:
         return generator
 
 
-def _nobody(done: float, total: float, doing: str) -> None:
-    """Hears nothing."""
-
-
 def digest(texts: Sequence[str]) -> str:
-    """A short name of these texts, in this order, by which others are told from them."""
+    """A hash of these texts and their order."""
     lengths = ",".join(str(len(text)) for text in texts)
     return hashlib.sha256("\0".join([lengths, *texts]).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-def _claimed(out: Path, settings: Settings, given: dict[str, Any]) -> Path:
-    """The folder of a draft, its settings and what else was `given` noted; raises OptionError where others are."""
+def _claim_folder(out: Path, settings: Settings, given: dict[str, Any]) -> Path:
+    """Writes the settings and what else was `given` to the draft's folder; raises OptionError if it has others."""
     note = out / STATE / "settings.json"
     wanted = {**asdict(settings), **{name: str(value) for name, value in given.items()}}
     if note.exists():
         if (found := json.loads(note.read_text())) != wanted:
             differ = sorted(name for name in {*found, *wanted} if found.get(name) != wanted.get(name))
             raise OptionError(
-                f"`out` {str(out)!r} holds a training with another `{differ[0]}`, {found.get(differ[0])!r}: go on with "
-                "that, or name another folder"
+                f"`out` {str(out)!r} holds a training with another `{differ[0]}`, {found.get(differ[0])!r}: pass that, "
+                "or name another folder"
             )
         return out
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
-        raise OptionError.of("out", "a new or empty folder, or one where a training was broken off", str(out))
+        raise OptionError.of("out", "a new or empty folder, or one with a training to resume", str(out))
     try:
         note.parent.mkdir(parents=True)
         note.write_text(json.dumps(wanted, indent=2) + "\n")
     except OSError as error:
-        raise OptionError.of("out", "a folder that can be written", str(out), str(error)) from None
+        raise OptionError.of("out", "a writable folder", str(out), str(error)) from None
     return out
 
 
-class Lessons(Protocol):
-    """What is learned from: numbered windows of a length in tokens, so many `rows` in a step, and held-out texts."""
-
-    @property
-    def rows(self) -> int: ...
-    @property
-    def exams(self) -> list[Exam]: ...
-    @property
-    def window(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    def counts(self) -> Counter[int]: ...
-    def batch(self, step: int, seed: int) -> tuple[list[int], Tensor]: ...
-    def teach(self, teacher: Teacher, number: int, ids: Tensor) -> Lesson: ...
-    def heard(self, numbers: Sequence[int]) -> Tensor | None: ...
-    def close(self) -> None: ...
+Dataset = Texts | Recordings
 
 
 @dataclass(frozen=True)
-class School:
-    """A training: who teaches and who writes, where the draft goes, how and how long it learns, who is told.
+class Trainer:
+    """Prepares the data of a training, runs it, and measures the draft.
 
-    What was said once is kept in files of at most `cache` bytes.
+    `generator` runs the target for labels, `writer` for continuations and transcripts. Each cache file takes at most
+    `cache` bytes.
     """
 
     generator: SpecGenerator
@@ -245,28 +224,28 @@ class School:
     notify: Notify
     is_stopped: Callable[[], bool]
 
-    def run(self, lessons: Lessons, seconds: float) -> dict[str, Any]:
-        """Trains, and says how good the draft is; preparing the lessons took so many seconds of the training."""
-        course = Training(self, self._pupil(lessons), lessons, seconds)
-        card = {**course.run(), **self._trial(lessons)}
+    def run(self, dataset: Dataset, seconds: float) -> dict[str, Any]:
+        """Trains on a dataset whose preparation took `seconds` of the training; returns the draft's card."""
+        training = TrainingRun(self, self._student(dataset), dataset, seconds)
+        card = {**training.run(), **self._trial(dataset)}
         _write(self.folder / CARD, card)
         return card
 
-    def listen(self, sounds: Sequence[Path], extractor: Any) -> tuple[Sounds, float]:
-        """The target's transcripts of sounds, and how many seconds they took of the training."""
-        began = time.perf_counter()
+    def label_recordings(self, sounds: Sequence[Path], extractor: Any) -> tuple[Recordings, float]:
+        """The target's transcripts of sound files, and how many seconds of the training they took."""
+        start = time.perf_counter()
 
-        def go_on(done: int, total: int) -> bool:
-            self.notify(done, total, f"the target writes down what it hears, {done} of {total}")
-            in_time = self._in_time(time.perf_counter() - began, _LISTENS)
-            return not self._begun and in_time and not self.is_stopped()
+        def may_continue(done: int, total: int) -> bool:
+            self.notify(done, total, f"the target transcribes recordings, {done} of {total}")
+            in_time = self._in_time(time.perf_counter() - start, _LABELLING_SHARE)
+            return not self._has_state and in_time and not self.is_stopped()
 
         notes = self.folder / STATE / "transcripts.jsonl"
-        heard = Stenographer(self.writer, extractor, notes, sounds, self.cache).write(go_on)
-        return heard, min(time.perf_counter() - began, _LISTENS * self.length.seconds)
+        recordings = Labeller(self.writer, extractor, notes, sounds, self.cache).write(may_continue)
+        return recordings, min(time.perf_counter() - start, _LABELLING_SHARE * self.length.seconds)
 
     def read(self, texts: Sequence[str], prompts: Sequence[str]) -> tuple[Texts, float]:
-        """What is learned from, and how many seconds the target wrote for that."""
+        """The dataset of texts and continued prompts, and how many seconds of the training these took."""
         tokenizer, seconds = self.generator.tokenizer, 0.0
         streams: list[np.ndarray] = []
         held: list[list[int]] = []
@@ -280,48 +259,48 @@ class School:
             if len(stream):
                 streams.append(stream)
         if not streams or min(map(len, streams)) <= 2 * STEPS:
-            raise OptionError("`prompts` were continued by nothing to learn from: pass more of them, or `text`")
-        return Texts(streams, writer.exams(held)), min(seconds, _WRITES * self.length.seconds)
+            raise OptionError("`prompts` have too few tokens with their continuations: pass more of them, or `text`")
+        return Texts(streams, writer.evaluations(held)), min(seconds, _WRITING_SHARE * self.length.seconds)
 
     @property
-    def _begun(self) -> bool:
-        """Whether something was learned already: then the lessons stay what they are."""
+    def _has_state(self) -> bool:
+        """Whether training has begun, after which the dataset must not change."""
         return (self.folder / STATE / "state.pt").exists()
 
     def _may_write(self, done: int, total: int, seconds: float) -> bool:
         self.notify(done, total, f"the target continues prompts, {done} of {total}")
-        return not self._begun and self._in_time(seconds, _WRITES) and (not done or not self.is_stopped())
+        return not self._has_state and self._in_time(seconds, _WRITING_SHARE) and (not done or not self.is_stopped())
 
     def _in_time(self, seconds: float, share: float) -> bool:
-        """Whether so many seconds are less than a share of those of the training."""
+        """Whether `seconds` are less than `share` of the training's."""
         return self.length.steps is not None or seconds < share * self.length.seconds
 
-    def _pupil(self, lessons: Lessons) -> Pupil:
+    def _student(self, dataset: Dataset) -> Student:
         target, settings = self.generator.target, self.settings
         layers = settings.layers or min(_LAYERS[settings.kind], target.num_layers)
         torch.manual_seed(settings.seed)
         size = settings.draft_vocabulary or min(_VOCABULARY, target.vocab_size)
-        ids = sorted(likeliest(target, lessons.counts(), size, "draft_vocabulary"))
+        ids = sorted(likeliest(target, dataset.counts(), size, "draft_vocabulary"))
         vocabulary = None if len(ids) == target.vocab_size else torch.tensor(ids, device=target.device)
         if settings.kind == "eagle3":
-            return EaglePupil(target, vocabulary, layers)
+            return EagleStudent(target, vocabulary, layers)
         if layers > target.num_layers:
             raise OptionError.of("layers", f"at most the {target.num_layers} of the target", layers)
-        return LayersPupil(target, spread_layers(layers, target.num_layers), self.generator.tokenizer, vocabulary)
+        return LayersStudent(target, spread_layers(layers, target.num_layers), self.generator.tokenizer, vocabulary)
 
-    def _trial(self, lessons: Lessons) -> dict[str, Any]:
-        """Plain and assisted decoding in turn, on held-out prompts."""
+    def _trial(self, dataset: Dataset) -> dict[str, Any]:
+        """Measures plain and assisted decoding, in turn, on held-out prompts."""
         plain = self.writer
         assisted = SpecGenerator(plain.target, str(self.folder), tokenizer=plain.tokenizer)
         paces: dict[str, list[float]] = {"plain": [], "assisted": []}
         passes = tokens = 0
-        for number, exam in enumerate([lessons.exams[0], *lessons.exams]):
-            room = min(_TRIAL_TOKENS, len(exam.ids) - exam.first)
+        for number, evaluation in enumerate([dataset.evaluations[0], *dataset.evaluations]):
+            room = min(_TRIAL_TOKENS, len(evaluation.ids) - evaluation.first)
             for name, one in (("plain", plain), ("assisted", assisted)):
-                began = time.perf_counter()
-                made = one.generate(**exam.asked, max_new_tokens=room, do_sample=False)
-                if number:  # the first one warms up
-                    paces[name].append((time.perf_counter() - began) / max(len(made.new_tokens()[0]), 1))
+                start = time.perf_counter()
+                made = one.generate(**evaluation.inputs, max_new_tokens=room, do_sample=False)
+                if number:  # the first run is a warm-up
+                    paces[name].append((time.perf_counter() - start) / max(len(made.new_tokens()[0]), 1))
             if number and made.stats is not None:
                 passes, tokens = passes + made.stats.num_target_passes, tokens + len(made.new_tokens()[0])
         plain_ms, assisted_ms = (1000 * median(paces[name]) for name in ("plain", "assisted"))
@@ -333,55 +312,54 @@ class School:
         }
 
 
-class Training:
-    """The course of one training, which can be broken off after any step."""
+class TrainingRun:
+    """The steps of a training, which can be interrupted after any of them and resumed."""
 
-    def __init__(self, school: School, pupil: Pupil, lessons: Lessons, seconds: float) -> None:
-        self.school, self.pupil, self.lessons = school, pupil, lessons
+    def __init__(self, trainer: Trainer, student: Student, dataset: Dataset, seconds: float) -> None:
+        self.trainer, self.student, self.dataset = trainer, student, dataset
         muon, adam = _RATES
-        width = school.generator.target.config.hidden_size
-        self.optimizers = make_optimizers(pupil.module, muon * min(1.0, _WIDTH / width), adam)
+        width = trainer.generator.target.config.hidden_size
+        self.optimizers = make_optimizers(student.module, muon * min(1.0, _WIDTH / width), adam)
         self.step, self.prepared, self.seconds, self.loss = 0, seconds, seconds, float("nan")
-        self._state = school.folder / STATE / "state.pt"
-        spooled = school.folder / STATE / "spool.bin"
-        self._spool = Spool(partial(lessons.teach, pupil.teacher), spooled, lessons.size, school.cache)
+        self._state = trainer.folder / STATE / "state.pt"
+        file = trainer.folder / STATE / "examples.bin"
+        self._examples = ExampleCache(partial(dataset.label, student.teacher), file, dataset.size, trainer.cache)
         if self._state.exists():
             self._resume()
 
     def run(self) -> dict[str, Any]:
-        """Trains to the end, or until somebody stops it, and writes the draft and its state now and then; its card."""
-        school, saved = self.school, time.perf_counter()
-        while (done := school.length.done(self.step, self.seconds, self.prepared)) < 1 and not school.is_stopped():
-            began = time.perf_counter()
-            numbers, ids = self.lessons.batch(self.step, school.settings.seed)
-            lesson = self._spool.lesson(numbers, ids.to(school.generator.target.device))
-            lesson = replace(lesson, heard=self.lessons.heard(numbers))
-            loss = self.pupil.loss(lesson, self.step)
+        """Trains until the end, or until it is stopped, saving now and then; returns the draft's card."""
+        trainer, saved = self.trainer, time.perf_counter()
+        while (done := trainer.length.done(self.step, self.seconds, self.prepared)) < 1 and not trainer.is_stopped():
+            start = time.perf_counter()
+            numbers, ids = self.dataset.batch(self.step, trainer.settings.seed)
+            example = self._examples.example(numbers, ids.to(trainer.generator.target.device))
+            example = replace(example, encoder_states=self.dataset.encoder_states(numbers))
+            loss = self.student.loss(example, self.step)
             descend(loss, self.optimizers, rate(self.step, done, _DECAY_FROM))
-            told = loss.item()
-            self.loss = told if self.step == 0 else 0.95 * self.loss + 0.05 * told
+            self.loss = loss.item() if self.step == 0 else 0.95 * self.loss + 0.05 * loss.item()
             self.step += 1
-            self.seconds += time.perf_counter() - began
-            self._tell()
+            self.seconds += time.perf_counter() - start
+            self._notify()
             if time.perf_counter() - saved > _SAVE_EVERY:
                 self.save()
                 saved = time.perf_counter()
-        self._spool.close()
-        if not school.is_stopped():
-            self.lessons.close()
+        self._examples.close()
+        if not trainer.is_stopped():
+            self.dataset.close()
         return self.save()
 
     def save(self) -> dict[str, Any]:
-        """Writes the draft, and what its training goes on from; the card."""
-        self.pupil.save(self.school.folder)
+        """Writes the draft and the state of its training; returns the card."""
+        self.student.save(self.trainer.folder)
         card = self.card()
-        _write(self.school.folder / CARD, card)
+        _write(self.trainer.folder / CARD, card)
         state = {
             "step": self.step,
             "seconds": self.seconds,
             "prepared": self.prepared,
             "loss": self.loss,
-            "module": self.pupil.module.state_dict(),
+            "module": self.student.module.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
         }
         fresh = self._state.with_suffix(".new")
@@ -390,36 +368,37 @@ class Training:
         return card
 
     def card(self) -> dict[str, Any]:
-        """What the draft is, and how good it is on held-out texts."""
-        settings, target = self.school.settings, self.school.generator.target
-        right = torch.cat([self._chains(exam) for exam in self.lessons.exams])
+        """The draft's settings, and its agreement with the target on held-out texts."""
+        settings, target = self.trainer.settings, self.trainer.generator.target
+        right = torch.cat([self._chains(evaluation) for evaluation in self.dataset.evaluations])
         reached = [(right >= step).float().mean().item() for step in range(STEPS + 1)]
         return {
             **{name: value for name, value in asdict(settings).items() if value is not None},
             "target": str(target.model.config.name_or_path) or type(target.model).__name__,
             "steps": self.step,
-            "tokens": self.step * self.lessons.rows * self.lessons.window,
+            "tokens": self.step * self.dataset.rows * self.dataset.window,
             "seconds": round(self.seconds, 1),
             "loss": None if isnan(self.loss) else round(self.loss, 4),
             "agreement": [round(b / a, 4) if a else 0.0 for a, b in pairwise(reached)],
             "acceptance_length": round(sum(reached), 3),
         }
 
-    def _chains(self, exam: Exam) -> Tensor:
-        target = self.school.generator.target
-        heard = None if exam.features is None else target.encode({"input_features": exam.features}).hidden
-        hits = self.pupil.hits(torch.tensor([exam.ids], device=target.device), heard)
-        return hits[0, max(exam.first - 2, 0) :].long().cumprod(1).sum(1)
+    def _chains(self, evaluation: Evaluation) -> Tensor:
+        target = self.trainer.generator.target
+        features = evaluation.features
+        encoder_states = None if features is None else target.encode({"input_features": features}).hidden
+        hits = self.student.hits(torch.tensor([evaluation.ids], device=target.device), encoder_states)
+        return hits[0, max(evaluation.first - 2, 0) :].long().cumprod(1).sum(1)
 
-    def _tell(self) -> None:
-        length = self.school.length
+    def _notify(self) -> None:
+        length = self.trainer.length
         done, total = (self.step, length.steps) if length.steps is not None else (self.seconds, length.seconds)
-        self.school.notify(done, total, f"step {self.step}, loss {self.loss:.3f}")
+        self.trainer.notify(done, total, f"step {self.step}, loss {self.loss:.3f}")
 
     def _resume(self) -> None:
         try:
-            state = torch.load(self._state, map_location=self.school.generator.target.device, weights_only=True)
-            self.pupil.module.load_state_dict(state["module"])
+            state = torch.load(self._state, map_location=self.trainer.generator.target.device, weights_only=True)
+            self.student.module.load_state_dict(state["module"])
             for optimizer, own in zip(self.optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(own)
             self.step, self.seconds, self.prepared = state["step"], state["seconds"], state.get("prepared", 0.0)

@@ -1,4 +1,4 @@
-"""Optimisers, a step of them, and how weights are written."""
+"""Makes optimisers, takes steps with them, and writes weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-_NO_LAYER = re.compile("embed|shared|bias|letters|lm_head|proj_out")  # names of matrices that are no layer's
+_NO_LAYER = re.compile("embed|shared|bias|letters|lm_head|proj_out")  # matrices that are not a layer's
 
 
 def make_optimizers(
@@ -26,12 +26,12 @@ def make_optimizers(
 
 
 def rate(step: int, done: float, decay_from: float) -> float:
-    """Learning-rate factor: a short warm-up, a plateau, and a linear decay to zero after the share `decay_from`."""
+    """Learning-rate factor: a warm-up of 40 steps, a plateau, and a linear decay from the share `decay_from` on."""
     return min(1.0, (step + 1) / 40, max(1 - done, 0.0) / max(1 - decay_from, 1e-9))
 
 
 def descend(loss: Tensor, optimizers: Sequence[torch.optim.Optimizer], factor: float) -> None:
-    """One step of all optimisers against a loss, at `factor` times the learning rates that they were made with."""
+    """One step of all optimisers, at `factor` times their initial learning rates."""
     torch.autograd.backward(loss)
     for optimizer in optimizers:
         torch.nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], 1.0)
@@ -42,7 +42,7 @@ def descend(loss: Tensor, optimizers: Sequence[torch.optim.Optimizer], factor: f
 
 
 def save(model: PreTrainedModel, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Writes the weights in this type as safetensors, tied ones once; the training copy stays in float32."""
+    """Writes the weights in `dtype` as safetensors, tied ones once; the model itself is not changed."""
     first = {weight.data_ptr(): name for name, weight in reversed(model.state_dict().items())}
     state = {k: v.to(dtype) for k, v in model.state_dict().items() if first[v.data_ptr()] == k}
     model.save_pretrained(folder, state_dict=state)

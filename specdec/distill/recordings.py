@@ -1,4 +1,4 @@
-"""The recordings that a draft of a speech model is distilled on, with what the target writes about them."""
+"""The recordings that a speech model's draft is distilled on, with the target's transcripts."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ import torch
 from torch import Tensor
 
 from specdec import SpecGenerator
-from specdec.distill.teacher import Lesson, Shelf, Teacher
-from specdec.distill.texts import EXAMS, HELD_OUT, Exam, in_order, whole_lines
+from specdec.distill.teacher import DiskCache, Example, Teacher
+from specdec.distill.texts import EVALUATIONS, HELD_OUT, Evaluation, in_order, whole_lines
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.encoding import Encoding
 from specdec.pipelines.speech.audio import SUFFIXES, Samples, read_audio, sounds_in
 from specdec.pipelines.speech.features import window_features
 from specdec.pipelines.speech.whisper import Whisper
 
-_WRITTEN = 8  # windows that the target writes down together
-_LEARNED = 8  # windows of a step: with fewer of them the optimizer takes longer than all passes
-_SHORTEST = 0.2  # seconds of a window
+_BATCH = 8  # windows that the target transcribes together
+_ROWS_PER_STEP = 8  # windows: with fewer, the optimizer takes longer than the passes
+_SHORTEST = 0.2  # seconds
 
 
 def find_sounds(sources: Sequence[str | PathLike[str]]) -> list[Path]:
-    """The sound files that are named, that lie in a folder that is named, or that a text file has one of a line.
+    """The sound files of `sources`: files, folders, and `.txt` files with one file name per line.
 
-    Raises OptionError for what is not there.
+    Raises OptionError for missing files.
     """
     found: list[Path] = []
     for source in map(Path, sources):
@@ -50,10 +50,10 @@ def find_sounds(sources: Sequence[str | PathLike[str]]) -> list[Path]:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """At most one window of a sound file, and the target's transcript `ids` with its prompt of `first` tokens.
+class LabelledWindow:
+    """A window of a sound file, which starts at sample `begin`, and the target's transcript.
 
-    `number` counts the windows of all files.
+    `number` counts the windows of all files; `ids` begin with a prompt of `first` tokens.
     """
 
     number: int
@@ -64,75 +64,76 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Sounds:
-    """Windows of sound to learn from, with the target's transcripts, and those that are held out."""
+class Recordings:
+    """Transcribed windows of sound: those to learn from, and held-out ones."""
 
-    stenographer: Stenographer
-    learned: list[Piece]
-    held_out: list[Piece]
-    rows: int = _LEARNED
+    labeller: Labeller
+    learned: list[LabelledWindow]
+    held_out: list[LabelledWindow]
+    rows: int = _ROWS_PER_STEP
 
     @property
     def window(self) -> int:
-        """How many tokens the longest transcript has, its prompt included, but for the last one."""
-        return max(len(piece.ids) for piece in self.learned) - 1
+        """Tokens of the longest transcript, including its prompt, excluding the last one."""
+        return max(len(labelled.ids) for labelled in self.learned) - 1
 
     @property
     def size(self) -> int:
-        """How many windows there are."""
+        """The number of windows."""
         return len(self.learned)
 
     @cached_property
-    def exams(self) -> list[Exam]:
-        """Held-out windows."""
-        return [Exam(piece.ids, piece.first, self.stenographer.features(piece)) for piece in self.held_out]
+    def evaluations(self) -> list[Evaluation]:
+        """The held-out windows as evaluations."""
+        return [
+            Evaluation(labelled.ids, labelled.first, self.labeller.features(labelled)) for labelled in self.held_out
+        ]
 
     def counts(self) -> Counter[int]:
-        """How often each token comes."""
-        return Counter(token for piece in self.learned for token in piece.ids)
+        """The number of occurrences of each token."""
+        return Counter(token for labelled in self.learned for token in labelled.ids)
 
     def batch(self, step: int, seed: int) -> tuple[list[int], Tensor]:
-        """The numbers and ids `[rows, window + 1]` of a step's windows, filled up behind their ends."""
+        """The numbers and ids `[rows, window + 1]` of a step's windows, padded with the end token."""
         numbers = [in_order(self.size, step * self.rows + row, seed) for row in range(self.rows)]
-        ids = torch.full((self.rows, self.window + 1), self.stenographer.whisper.end)
+        ids = torch.full((self.rows, self.window + 1), self.labeller.whisper.end)
         for row, number in enumerate(numbers):
             own = torch.tensor(self.learned[number].ids)
             ids[row, : len(own)] = own
         return numbers, ids
 
-    def teach(self, teacher: Teacher, number: int, ids: Tensor) -> Lesson:
-        """The lesson about the window of this number; nothing is learned about its prompt, nor behind its end."""
-        piece = self.learned[number]
-        lesson = teacher.teach(ids[:, : len(piece.ids) - 1], self.stenographer.heard(piece))
-        lesson.weight[:, : piece.first - 1] = 0
-        return replace(lesson.padded(ids), heard=None)
+    def label(self, teacher: Teacher, number: int, ids: Tensor) -> Example:
+        """The example of window `number`, with weight 0 for its prompt and padding."""
+        labelled = self.learned[number]
+        example = teacher.label(ids[:, : len(labelled.ids) - 1], self.labeller.encoder_states(labelled))
+        example.weight[:, : labelled.first - 1] = 0
+        return replace(example.padded(ids), encoder_states=None)
 
-    def heard(self, numbers: Sequence[int]) -> Tensor:
-        """What the encoder says of the windows of these numbers, `[rows, frames, width]`."""
-        return torch.cat([self.stenographer.heard(self.learned[number]) for number in numbers])
+    def encoder_states(self, numbers: Sequence[int]) -> Tensor:
+        """The encoder's output `[rows, frames, width]` for windows."""
+        return torch.cat([self.labeller.encoder_states(self.learned[number]) for number in numbers])
 
     def close(self) -> None:
-        """Removes what was kept of that."""
-        self.stenographer.shelf.close()
+        """Removes the file of encoder outputs."""
+        self.labeller.disk.close()
 
 
 @dataclass(frozen=True)
-class Stenographer:
-    """Lets the target write down sounds, and notes the transcripts in a file, where they are found again.
+class Labeller:
+    """Lets the target transcribe windows of sound, and stores the transcripts in a file, from which it resumes.
 
-    What its encoder says is kept on a shelf beside them, so that a window is encoded once, also where a training is
-    broken off and goes on: as many as `cache` bytes hold.
+    The encoder's output is stored beside them, in at most `cache` bytes, so that a window is encoded once.
     """
 
     generator: SpecGenerator
     extractor: Any
     file: Path
-    sounds: Sequence[Path]
+    files: Sequence[Path]
     cache: int
 
     @cached_property
     def whisper(self) -> Whisper:
-        """The target; raises UnsupportedError for a model of another kind."""
+        """The target as a Whisper model; raises UnsupportedError for other models."""
         if self.generator.target.config.model_type != "whisper":
             raise UnsupportedError(
                 f"`audio` is for Whisper models, and the target is a {type(self.generator.target.model).__name__}"
@@ -141,66 +142,67 @@ class Stenographer:
 
     @cached_property
     def windows(self) -> list[tuple[str, int]]:
-        """All windows: a file, and the sample with which the window begins."""
-        return [(str(file), begin) for file in self.sounds for begin in self._begins(file)]
+        """All windows: the file and the sample at which the window starts."""
+        return [(str(file), begin) for file in self.files for begin in self._begins(file)]
 
     @cached_property
-    def shelf(self) -> Shelf:
-        """What the encoder says of windows, by their numbers."""
-        return Shelf(self.file.with_name("heard.bin"), len(self.windows), self.cache)
+    def disk(self) -> DiskCache:
+        """The encoder's output by number of the window."""
+        return DiskCache(self.file.with_name("encoder_states.bin"), len(self.windows), self.cache)
 
-    def write(self, go_on: Callable[[int, int], bool]) -> Sounds:
-        """Transcripts of all windows, as far as `go_on` lets it, asked before every few of them.
+    def write(self, may_continue: Callable[[int, int], bool]) -> Recordings:
+        """Transcribes all windows, while `may_continue(done, total)` allows the next batch.
 
-        Every other few are written with timestamps, where the target knows them. Windows about which it does not come
-        to an end are left out; one in twenty of the others is held out. Raises OptionError for less than two of them.
+        Every other batch has timestamps, if the target writes them. Windows whose transcript does not end are left out;
+        one in twenty of the others is held out. Raises OptionError for fewer than two of them.
         """
-        pieces, total = self._noted(), len(self.windows)
-        while len(pieces) < total and (go_on(len(pieces), total) or len(pieces) < 2):
-            new = self._transcribed(len(pieces))
+        done = [LabelledWindow(**json.loads(line)) for line in whole_lines(self.file)]
+        total = len(self.windows)
+        while len(done) < total and (may_continue(len(done), total) or len(done) < 2):
+            new = self._transcribed(len(done))
             with self.file.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(vars(piece)) + "\n" for piece in new)
-            pieces += new
-        whole = [piece for piece in pieces if piece.ids[-1] == self.whisper.end]
+                file.writelines(json.dumps(vars(labelled)) + "\n" for labelled in new)
+            done += new
+        whole = [labelled for labelled in done if labelled.ids[-1] == self.whisper.end]
         if len(whole) < 2:
-            wanted = "two windows of sound that the target writes down to an end, as one in twenty is held out"
-            raise OptionError.of("audio", wanted, f"{len(whole)} of {len(pieces)} windows")
-        learned = [piece for number, piece in enumerate(whole) if number % HELD_OUT]
-        return Sounds(self, learned, whole[::HELD_OUT][:EXAMS])
+            wanted = "at least two windows of sound whose transcript ends, as one in twenty is held out"
+            raise OptionError.of("audio", wanted, f"{len(whole)} of {len(done)} windows")
+        learned = [labelled for number, labelled in enumerate(whole) if number % HELD_OUT]
+        return Recordings(self, learned, whole[::HELD_OUT][:EVALUATIONS])
 
-    def features(self, piece: Piece) -> Tensor:
+    def features(self, labelled: LabelledWindow) -> Tensor:
         """Features `[1, mels, frames]` of a window."""
-        return self._features(piece.file, piece.begin)[None]
+        return self._features(labelled.file, labelled.begin)[None]
 
-    def heard(self, piece: Piece) -> Tensor:
-        """What the encoder says of a window, `[1, frames, width]` in bfloat16."""
-        if (kept := self.shelf.get(piece.number)) is not None:
-            return kept["heard"].to(self.generator.target.device)
-        return self._encoded(piece.number, self.features(piece)).hidden.bfloat16()
+    def encoder_states(self, labelled: LabelledWindow) -> Tensor:
+        """The encoder's output `[1, frames, width]` for a window, in bfloat16."""
+        if (kept := self.disk.get(labelled.number)) is not None:
+            return kept["encoder_states"].to(self.generator.target.device)
+        return self._encoded(labelled.number, self.features(labelled)).hidden.bfloat16()
 
     def _encoded(self, number: int, features: Tensor) -> Encoding:
-        """What the encoder says of one window `[1, mels, frames]`, encoded alone, so that it is always the same."""
+        """Encodes and stores one window `[1, mels, frames]`, alone, so that the output never depends on a batch."""
         encoding = self.generator.target.encode({"input_features": features})
-        self.shelf.put(number, {"heard": encoding.hidden.bfloat16()})
+        self.disk.put(number, {"encoder_states": encoding.hidden.bfloat16()})
         return encoding
 
     def _features(self, file: str, begin: int) -> Tensor:
         return window_features(self._samples(file)[begin : begin + self.extractor.n_samples], self.extractor)
 
     def _begins(self, file: Path) -> range:
-        """Where the windows of a file begin, in samples; a very short rest is left out."""
+        """The samples at which a file's windows start; a very short rest is left out."""
         rest = round(_SHORTEST * self.extractor.sampling_rate)
         return range(0, max(len(self._samples(str(file))) - rest, 0), self.extractor.n_samples)
 
     def _samples(self, file: str) -> Samples:
         return _read(file, self.extractor.sampling_rate)
 
-    def _transcribed(self, first: int) -> list[Piece]:
-        """The transcripts of the windows from number `first` on; all are with timestamps, or none."""
-        windows, whisper = self.windows[first : first + _WRITTEN], self.whisper
+    def _transcribed(self, first: int) -> list[LabelledWindow]:
+        """Transcribes a batch of windows from number `first` on."""
+        windows, whisper = self.windows[first : first + _BATCH], self.whisper
         features = torch.stack([self._features(*window) for window in windows])
         encoding = Encoding.joined([self._encoded(*one) for one in enumerate(torch.split(features, 1), first)])
-        stamped = whisper.setting("no_timestamps_token_id") is not None and first // _WRITTEN % 2 == 1
+        stamped = whisper.setting("no_timestamps_token_id") is not None and first // _BATCH % 2 == 1
         task = "transcribe" if whisper.setting("task_to_id") else None
         prompts = whisper.prompts(encoding, language=None, task=task, timestamps=[stamped] * len(windows))
         out = self.generator.generate(
@@ -212,15 +214,9 @@ class Stenographer:
             logits_processor=[whisper.timestamp_rules(len(prompts[0]))] if stamped else [],
         )
         found = enumerate(zip(windows, prompts, out.new_tokens(), strict=True), first)
-        return [Piece(i, *window, [*prompt, *new], len(prompt)) for i, (window, prompt, new) in found]
-
-    def _noted(self) -> list[Piece]:
-        """The windows that were written down before; a line that was cut off is left out."""
-        if not self.file.exists():
-            return []
-        return [Piece(**json.loads(line)) for line in whole_lines(self.file)]
+        return [LabelledWindow(i, *window, [*prompt, *new], len(prompt)) for i, (window, prompt, new) in found]
 
 
-@lru_cache(maxsize=1)  # one file after the other, window after window
+@lru_cache(maxsize=1)  # files are read one after the other
 def _read(file: str, rate: int) -> Samples:
     return read_audio(file, rate).samples

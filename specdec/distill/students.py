@@ -1,4 +1,4 @@
-"""What is distilled: heads that read the target's hidden states, and small siblings of its own layers."""
+"""Drafts in training: heads over the target's hidden states, and small models of the target's own layers."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from specdec.distill.optimise import save
-from specdec.distill.teacher import Lesson, Teacher, divergence, output_of
+from specdec.distill.teacher import Example, Teacher, divergence, output_of
 from specdec.models import LanguageModel
 from specdec.models.hf.layer_subset import with_layers
 from specdec.models.vocabulary import cut
 from specdec.proposers.heads.new_head import layers_to_read, make_eagle, save_eagle
 
-STEPS = 4  # of the head over its own output, in training and in exams
-_FADES = 0.8  # how much less each further step counts
-_SPARSE = 3  # one token of so many begins a chain of further steps in training
+STEPS = 4  # guesses of a chain, in training and evaluation
+_DECAY = 0.8  # the weight of a guess relative to the one before it
+_SPACING = 3  # tokens from one chain of guesses to the next in training
 
 
-class Pupil(ABC):
+class Student(ABC):
     """A draft in training; `module` holds its weights. Token j of a text guesses token j + 1.
 
     `reads` are the target's layers whose hidden states it needs, and `vocabulary` the ids that it guesses (None: all).
@@ -37,14 +37,14 @@ class Pupil(ABC):
         self.target, self.module = target, module
 
     @abstractmethod
-    def loss(self, lesson: Lesson, turn: int) -> Tensor:
-        """The mean divergence of its distributions from the target's, in nats, in the step `turn` of a training."""
+    def loss(self, example: Example, turn: int) -> Tensor:
+        """The mean divergence of its distributions from the target's, in nats, in step `turn` of a training."""
 
     @abstractmethod
-    def hits(self, ids: Tensor, heard: Tensor | None = None) -> Tensor:
-        """Whether guesses are the target's likeliest tokens: `[rows, tokens - STEPS, STEPS]`.
+    def hits(self, ids: Tensor, encoder_states: Tensor | None = None) -> Tensor:
+        """Whether guesses are the target's likeliest tokens, `[rows, tokens - STEPS, STEPS]`.
 
-        The chain of guesses of token number i + 1 goes on without the target.
+        Element `[r, i]` is the chain of guesses after token i + 1.
         """
 
     @abstractmethod
@@ -53,19 +53,19 @@ class Pupil(ABC):
 
     @property
     def teacher(self) -> Teacher:
-        """Who says what it learns."""
+        """The teacher of its labels."""
         return Teacher(self.target, self.reads, self.vocabulary)
 
     def in_bfloat16(self) -> AbstractContextManager[Any]:
-        """Matrix products, where the target is in 16 bits; not over an encoder, where nothing was learned in them."""
+        """Autocast for targets in 16 bits; not for those with an encoder, where nothing was learned in bfloat16."""
         enabled = self.target.dtype != torch.float32 and not self.target.is_encoder_decoder
         return torch.autocast(self.target.device.type, torch.bfloat16, enabled=enabled)
 
 
-class EaglePupil(Pupil):
-    """An EAGLE-3 head; it learns over several steps in which it reads its own output (arXiv 2503.01840, section 3).
+class EagleStudent(Student):
+    """An EAGLE-3 head, trained over several steps in which it reads its own output (arXiv 2503.01840, section 3).
 
-    Its first step learns at every token, the further ones at some, which costs less than it teaches.
+    The first step learns at every token, the others at every third, which is cheaper and hardly worse.
     """
 
     def __init__(self, target: LanguageModel, vocabulary: Tensor | None, layers: int = 1) -> None:
@@ -73,20 +73,20 @@ class EaglePupil(Pupil):
         super().__init__(target, self.stage)
         self.reads, self.vocabulary = layers_to_read(target), vocabulary
 
-    def loss(self, lesson: Lesson, turn: int) -> Tensor:
-        count = lesson.ids.shape[1] - 1
-        starts = torch.arange(turn % _SPARSE, count - STEPS + 1, _SPARSE, device=lesson.ids.device)
-        total = torch.zeros((), device=lesson.ids.device)
+    def loss(self, example: Example, turn: int) -> Tensor:
+        count = example.ids.shape[1] - 1
+        starts = torch.arange(turn % _SPACING, count - STEPS + 1, _SPACING, device=example.ids.device)
+        total = torch.zeros((), device=example.ids.device)
         with self.in_bfloat16():
-            for step, guesses in enumerate(self._unrolled(lesson.ids, lesson.states[:, :-1], starts)):
+            for step, guesses in enumerate(self._unrolled(example.ids, example.states[:, :-1], starts)):
                 at = 1 + (starts + step if step else torch.arange(count, device=starts.device))
-                told = divergence(lesson.choices[:, at], lesson.chances[:, at], guesses) * lesson.weight[:, at]
-                total = total + told.mean() * _FADES**step
-        return total / sum(_FADES**step for step in range(STEPS))
+                losses = divergence(example.choices[:, at], example.chances[:, at], guesses) * example.weight[:, at]
+                total = total + losses.mean() * _DECAY**step
+        return total / sum(_DECAY**step for step in range(STEPS))
 
     @torch.no_grad()
-    def hits(self, ids: Tensor, heard: Tensor | None = None) -> Tensor:
-        states, logits = self.teacher.listen(ids)
+    def hits(self, ids: Tensor, encoder_states: Tensor | None = None) -> Tensor:
+        states, logits = self.teacher.forward(ids)
         wanted = logits[:, 1:].argmax(-1)
         starts = torch.arange(ids.shape[1] - STEPS, device=ids.device)
         with self.in_bfloat16():
@@ -100,10 +100,10 @@ class EaglePupil(Pupil):
         save_eagle(self.stage, self.target, folder, guesses=STEPS)
 
     def _unrolled(self, ids: Tensor, states: Tensor, starts: Tensor) -> Iterator[Tensor]:
-        """Logits of the first step at tokens 1, 2, …, `[rows, tokens - 1, vocabulary]`, then those of further steps.
+        """Logits of the first step at tokens 1, 2, …, `[rows, tokens - 1, vocabulary]`, then of the other steps.
 
-        Those are `[rows, starts, vocabulary]`: step s is at the tokens that come s after `starts`, and reads what the
-        steps before wrote there.
+        Step s has logits `[rows, starts, vocabulary]` at the tokens s after `starts`, and reads the features that the
+        step before it wrote.
         """
         stage, (rows, count) = self.stage, states.shape[:2]
         embeds = stage.embedding(ids[:, 1:]).detach().to(stage.fc.weight.dtype)
@@ -122,19 +122,19 @@ class EaglePupil(Pupil):
 
 
 def unrolled_mask(count: int, starts: Tensor, step: int) -> Tensor:
-    """What the tokens of a step see, `[1, 1, starts, count + step * starts]`: the keys of every step up to this one.
+    """The mask `[1, 1, starts, count + step * starts]` of a step's tokens over the keys of all steps so far.
 
-    A chain sees what the first step wrote up to where it starts, and what its own further steps wrote.
+    A chain sees the first step's keys up to its start, and its own keys of further steps.
     """
     text = torch.arange(count, device=starts.device) <= starts[:, None]
     own = torch.eye(len(starts), dtype=torch.bool, device=starts.device)
     return torch.cat([text, *[own] * step], dim=1)[None, None]
 
 
-class LayersPupil(Pupil):
-    """A model of some of the target's layers, whose embeddings, head and encoder stay the target's.
+class LayersStudent(Student):
+    """A model of some of the target's layers, with the target's embeddings, output layer and encoder, which stay fixed.
 
-    It learns on the head's rows of its vocabulary; its checkpoint has the whole head, and names the vocabulary.
+    It learns with the output layer's rows of its vocabulary; its checkpoint has all rows, and names the vocabulary.
     """
 
     def __init__(
@@ -152,18 +152,18 @@ class LayersPupil(Pupil):
         super().__init__(target, model)
         self._tokenizer, self.vocabulary = tokenizer, vocabulary
 
-    def loss(self, lesson: Lesson, turn: int) -> Tensor:
-        lesson = lesson.trimmed()
+    def loss(self, example: Example, turn: int) -> Tensor:
+        example = example.trimmed()
         with self.in_bfloat16():
-            guesses = output_of(self.module, lesson.ids, lesson.heard).logits
-        told = divergence(lesson.choices, lesson.chances, guesses) * lesson.weight
-        return told.sum() / lesson.weight.sum()
+            guesses = output_of(self.module, example.ids, example.encoder_states).logits
+        losses = divergence(example.choices, example.chances, guesses) * example.weight
+        return losses.sum() / example.weight.sum()
 
     @torch.no_grad()
-    def hits(self, ids: Tensor, heard: Tensor | None = None) -> Tensor:
-        _, wanted = self.teacher.listen(ids, heard)
+    def hits(self, ids: Tensor, encoder_states: Tensor | None = None) -> Tensor:
+        _, wanted = self.teacher.forward(ids, encoder_states)
         with self.in_bfloat16():
-            own = output_of(self.module, ids, heard).logits.argmax(-1)
+            own = output_of(self.module, ids, encoder_states).logits.argmax(-1)
         if self.vocabulary is not None:
             own = self.vocabulary[own]
         return (wanted.argmax(-1) == own)[:, 1:].unfold(1, STEPS, 1)
@@ -178,5 +178,5 @@ class LayersPupil(Pupil):
 
 
 def spread_layers(count: int, total: int) -> list[int]:
-    """The first, the last and evenly spaced ones between them; the first alone, where it is one."""
+    """`count` evenly spaced layers of `total`, the first and the last included; one is the first."""
     return [round(i * (total - 1) / max(count - 1, 1)) for i in range(count)]

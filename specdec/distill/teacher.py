@@ -1,4 +1,4 @@
-"""What a target says about texts: its hidden states and distributions, heard once and kept in a bounded file."""
+"""A target's hidden states and distributions, as labels of texts; computed once and cached on disk."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from specdec.models import LanguageModel
 
-LIKELIEST = 32  # tokens of a distribution that are learned
-CACHE_GIB = 4.0  # of disk, for each of what a target says about texts, and of sounds
-_KEPT = "kept"  # in a record: that it was written
-_CHUNK = 256  # distributions that are compared at once: their logits stay in the cache of a CPU
+LIKELIEST = 32  # tokens that are learned of a distribution
+CACHE_GIB = 4.0  # of disk, for each cache
+_KEPT = "kept"  # the field of a record that is true once it was written
+_CHUNK = 256  # distributions at once, whose logits fit into a CPU's cache
 
 
 @dataclass(frozen=True)
-class Lesson:
-    """Texts `ids` `[rows, tokens]`, and what their target says about them.
+class Example:
+    """Texts `ids` `[rows, tokens]` with their labels.
 
-    `states` `[rows, tokens, layers, width]` are hidden states. The likeliest next tokens of those that the draft may
-    guess are `choices` `[rows, tokens, likeliest]`, by their numbers in the draft's vocabulary, with `chances` that sum
-    to 1, or to 0 behind a text. `weight` `[rows, tokens]` is how likely any that the draft may guess is, 0 where
-    nothing is learned. `heard` `[rows, frames, width]` is what the encoder of a target that has one says.
+    `states` `[rows, tokens, layers, width]`: hidden states. `choices` `[rows, tokens, likeliest]`: the likeliest next
+    tokens, by number in the draft's vocabulary, with `chances` that sum to 1 (in padding to 0). `weight`
+    `[rows, tokens]`: the probability of the draft's whole vocabulary, 0 where nothing is learned. `encoder_states`
+    `[rows, frames, width]`: the output of the target's encoder, if it has one.
     """
 
     ids: Tensor
@@ -36,16 +36,16 @@ class Lesson:
     choices: Tensor
     chances: Tensor
     weight: Tensor
-    heard: Tensor | None = None
+    encoder_states: Tensor | None = None
 
-    def trimmed(self) -> Lesson:
-        """Without the tokens behind the last one about which something is learned in any row."""
+    def trimmed(self) -> Example:
+        """Without the tokens after the last one with a weight in any row."""
         end = int(self.weight.any(0).nonzero().max()) + 1
         rows = ("ids", "states", "choices", "chances", "weight")
         return replace(self, **{name: getattr(self, name)[:, :end] for name in rows})
 
-    def padded(self, ids: Tensor) -> Lesson:
-        """For longer texts `ids` `[rows, tokens]`, about whose further tokens nothing is learned."""
+    def padded(self, ids: Tensor) -> Example:
+        """For longer texts `ids` `[rows, tokens]`, whose further tokens get weight 0."""
         more = ids.shape[1] - self.ids.shape[1]
         longer = {name: F.pad(getattr(self, name), [0, 0, 0, more]) for name in ("choices", "chances")}
         return replace(
@@ -57,41 +57,41 @@ class Lesson:
         )
 
 
-def output_of(model: Any, ids: Tensor, heard: Tensor | None, **more: Any) -> Any:
-    """The output of a model for texts `[rows, tokens]`, which follow what its encoder said."""
-    if heard is None:
+def output_of(model: Any, ids: Tensor, encoder_states: Tensor | None, **more: Any) -> Any:
+    """The output of a model for texts `[rows, tokens]`, given its encoder's output if it has one."""
+    if encoder_states is None:
         return model(ids, use_cache=False, **more)
-    given = BaseModelOutput(last_hidden_state=heard.to(model.dtype))
+    given = BaseModelOutput(last_hidden_state=encoder_states.to(model.dtype))
     return model(encoder_outputs=given, decoder_input_ids=ids, use_cache=False, **more)
 
 
 class Teacher:
-    """A target, asked for the hidden states of the layers `reads` and the chances of `vocabulary` (None: all)."""
+    """Labels texts with the target's hidden states of layers `reads` and its chances of `vocabulary` (None: all)."""
 
     def __init__(self, target: LanguageModel, reads: Sequence[int], vocabulary: Tensor | None) -> None:
         self.target, self.reads, self.vocabulary = target, tuple(reads), vocabulary
 
     @property
     def likeliest(self) -> int:
-        """How many tokens of each distribution a lesson has."""
+        """How many tokens of each distribution an example has."""
         return min(LIKELIEST, self.target.vocab_size if self.vocabulary is None else len(self.vocabulary))
 
     @torch.no_grad()
-    def listen(self, ids: Tensor, heard: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Hidden states `[rows, tokens, layers, width]` and logits `[rows, tokens, vocab]` at every token."""
-        out = output_of(self.target.model, ids, heard, output_hidden_states=bool(self.reads))
+    def forward(self, ids: Tensor, encoder_states: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Hidden states `[rows, tokens, layers, width]` and logits `[rows, tokens, vocab]`."""
+        out = output_of(self.target.model, ids, encoder_states, output_hidden_states=bool(self.reads))
         if not self.reads:
             return out.logits.new_empty(*ids.shape, 0, 0), out.logits
         return torch.stack([out.hidden_states[layer] for layer in self.reads], dim=2), out.logits
 
-    def teach(self, ids: Tensor, heard: Tensor | None = None) -> Lesson:
-        """The lesson about these texts; states come in bfloat16, as a spool keeps them."""
-        if heard is not None:
-            heard = heard.bfloat16()
-        states, logits = self.listen(ids, heard)
+    def label(self, ids: Tensor, encoder_states: Tensor | None = None) -> Example:
+        """The example of these texts, with states in bfloat16, as they are cached."""
+        if encoder_states is not None:
+            encoder_states = encoder_states.bfloat16()
+        states, logits = self.forward(ids, encoder_states)
         found = [self._distribution(row) for row in logits]
         choices, chances, weight = (torch.stack(one) for one in zip(*found, strict=True))
-        return Lesson(ids, states.bfloat16(), choices, chances, weight, heard)
+        return Example(ids, states.bfloat16(), choices, chances, weight, encoder_states)
 
     def _distribution(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Choices, chances and weight of logits `[tokens, vocab]`."""
@@ -101,27 +101,24 @@ class Teacher:
         return choices, top.softmax(-1), (known.logsumexp(-1) - whole.logsumexp(-1)).exp()
 
 
-class Shelf:
-    """At most `count` numbered records of one shape, in a file of at most `limit` bytes, where they are found again.
-
-    Those that find no room are not kept.
-    """
+class DiskCache:
+    """At most `count` numbered records of one shape, in a file of at most `limit` bytes; further ones are dropped."""
 
     def __init__(self, file: Path, count: int, limit: int) -> None:
         self._file, self._count, self._limit = file, count, limit
         self._records: Any = _opened(file)
         if self._records is not None and len(self._records) != self._room(self._records.dtype):
-            self._records = None  # it was made for more or fewer
+            self._records = None  # made for another count or limit
 
     def get(self, number: int) -> dict[str, Tensor] | None:
-        """The record of this number, each of its tensors as one row; None where there is none."""
+        """Record `number` as tensors of one row each; None if it was not stored."""
         if self._records is None or number >= len(self._records) or not self._records[number][_KEPT]:
             return None
         names = [name for name in self._records.dtype.names if name != _KEPT]
         return {name: _tensor(self._records[number : number + 1][name]) for name in names}
 
     def put(self, number: int, record: dict[str, Tensor]) -> None:
-        """Keeps a record of tensors of one row each, where there is room."""
+        """Stores a record of tensors of one row each, if there is room."""
         if self._records is None:
             fields = [(name, _array(value).dtype, value.shape[1:]) for name, value in record.items()]
             kind = np.dtype([*fields, (_KEPT, np.bool_)])
@@ -137,77 +134,77 @@ class Shelf:
         return min(self._count, self._limit // kind.itemsize)
 
     def close(self) -> None:
-        """Removes the file, and keeps nothing from now on."""
+        """Removes the file, and stores nothing from now on."""
         self._records, self._count = None, 0
         self._file.unlink(missing_ok=True)
 
 
 def _opened(file: Path) -> Any:
-    """The records in a file; None where there is none, or a broken one."""
+    """The records in a file; None if it is missing or broken."""
     try:
         return np.lib.format.open_memmap(file, "r+")
     except (OSError, ValueError):
         return None
 
 
-class Spool:
-    """Lessons about numbered windows, each made once by `teach` and kept on a shelf.
+class ExampleCache:
+    """The examples of numbered windows, each made once by `label` and stored on disk.
 
-    Windows are taught one by one, so that a lesson is the same whenever, and beside whatever, it is made.
+    Windows are labelled one by one, so that an example never depends on a batch.
     """
 
-    def __init__(self, teach: Callable[[int, Tensor], Lesson], file: Path, windows: int, limit: int) -> None:
-        file.unlink(missing_ok=True)  # it may be of fewer windows
-        self._teach, self._shelf = teach, Shelf(file, windows, limit)
-        self.close = self._shelf.close
+    def __init__(self, label: Callable[[int, Tensor], Example], file: Path, windows: int, limit: int) -> None:
+        file.unlink(missing_ok=True)  # its windows may be others
+        self._label, self._disk = label, DiskCache(file, windows, limit)
+        self.close = self._disk.close
 
-    def lesson(self, numbers: Sequence[int], ids: Tensor) -> Lesson:
-        """The lesson about the windows `ids` `[rows, tokens]` of these numbers."""
+    def example(self, numbers: Sequence[int], ids: Tensor) -> Example:
+        """The example of windows `numbers` with `ids` `[rows, tokens]`."""
         rows = [self._one(number, ids[row : row + 1]) for row, number in enumerate(numbers)]
-        return Lesson(ids, **{name: torch.cat([row[name].to(ids.device) for row in rows]) for name in rows[0]})
+        return Example(ids, **{name: torch.cat([row[name].to(ids.device) for row in rows]) for name in rows[0]})
 
     def _one(self, number: int, ids: Tensor) -> dict[str, Tensor]:
-        if (kept := self._shelf.get(number)) is not None:
+        if (kept := self._disk.get(number)) is not None:
             return kept
-        made = vars(self._teach(number, ids))
-        lesson = {name: value for name, value in made.items() if name != "ids" and value is not None}
-        self._shelf.put(number, lesson)
-        return lesson
+        made = vars(self._label(number, ids))
+        example = {name: value for name, value in made.items() if name != "ids" and value is not None}
+        self._disk.put(number, example)
+        return example
 
 
 def _array(tensor: Tensor) -> np.ndarray:
-    """A tensor in NumPy, which has no bfloat16: that as whole numbers of 16 bits."""
+    """A tensor as a NumPy array; bfloat16, which NumPy lacks, as int16."""
     tensor = tensor.cpu()
     return np.asarray(tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor)
 
 
 def _tensor(array: np.ndarray) -> Tensor:
-    """The other way round."""
+    """The tensor of an array made by `_array`."""
     found = torch.from_numpy(np.array(array))
     return found.view(torch.bfloat16) if found.dtype == torch.int16 else found
 
 
 def divergence(choices: Tensor, chances: Tensor, guesses: Tensor) -> Tensor:
-    """KL divergence `[...]` in nats of distributions over `choices` `[..., likeliest]` from logits `[..., vocab]`."""
+    """KL divergence `[...]`, in nats, from the logits `guesses` `[..., vocab]` to distributions over `choices`."""
     entropy = torch.special.entr(chances).sum(-1)
     crossed: Tensor = _CrossEntropy.apply(guesses, choices, chances)  # type: ignore[no-untyped-call]
     return crossed - entropy
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Of logits and distributions over a few of their tokens, its gradient made in the same pass over the logits."""
+    """Cross-entropy of logits and distributions over a few tokens; computes the gradient in the same pass."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, choices: Tensor, chances: Tensor) -> Tensor:
-        told = logits.new_empty(logits.shape[:-1], dtype=torch.float32)
+        entropy = logits.new_empty(logits.shape[:-1], dtype=torch.float32)
         slope = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        flat = (*(tensor.flatten(0, -2) for tensor in (logits, choices, chances, slope)), told.view(-1))
+        flat = (*(tensor.flatten(0, -2) for tensor in (logits, choices, chances, slope)), entropy.view(-1))
         for one, chosen, wanted, down, out in zip(*(torch.split(tensor, _CHUNK) for tensor in flat), strict=True):
             logs = F.log_softmax(one.float(), dim=-1)
             out.copy_(-(logs.gather(-1, chosen) * wanted).sum(-1))
             down.copy_(logs.exp_().scatter_add_(-1, chosen, -wanted))
         ctx.save_for_backward(slope)
-        return told
+        return entropy
 
     @staticmethod
     def backward(ctx: Any, above: Tensor) -> tuple[Tensor, None, None]:

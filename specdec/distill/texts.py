@@ -1,4 +1,4 @@
-"""The texts that a draft is distilled on: given ones, and the target's own continuations of prompts."""
+"""The texts that a draft is distilled on: given texts, and the target's continuations of prompts."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ import torch
 from torch import Tensor
 
 from specdec import SpecGenerator
-from specdec.distill.teacher import Lesson, Teacher
+from specdec.distill.teacher import Example, Teacher
 from specdec.errors import OptionError
 
-WINDOW = 512  # tokens of a training window
-_LEAST = 64  # tokens of text, and of a window
-HELD_OUT = 20  # one prompt of so many, and one token
-_ROWS = 64  # prompts that the target continues together
-_LEARNED = 1  # windows of a step: more steps teach more, of the same tokens, than they cost
-_SAMPLED = 4  # one batch of so many is sampled, the others are greedy
+WINDOW = 512  # tokens, at most
+_LEAST = 64  # tokens of text, and of a held-out prompt
+HELD_OUT = 20  # one in so many prompts and tokens is held out
+_ROWS = 64  # prompts per batch
+_ROWS_PER_STEP = 1  # windows: many small steps learn more from the same tokens than few large ones
+_SAMPLED = 4  # one in so many batches is sampled, the others are greedy
 _NEW = 192  # tokens of a continuation
 _LONGEST = 512  # tokens of a prompt
-EXAMS = 8  # held-out texts
-_EXAM_PROMPT, _EXAM_NEW = 128, 64  # tokens
+EVALUATIONS = 8  # held-out texts
+_EVALUATION_PROMPT, _EVALUATION_NEW = 128, 64  # tokens
 
 
 def read_texts(files: Sequence[str | PathLike[str]]) -> list[str]:
-    """The texts of files; raises OptionError for what cannot be read."""
+    """The texts of files; raises OptionError for unreadable ones."""
     texts = []
     for file in files:
         try:
@@ -44,7 +44,7 @@ def read_texts(files: Sequence[str | PathLike[str]]) -> list[str]:
 
 
 def encode_prompts(tokenizer: Any, prompts: Sequence[str]) -> list[list[int]]:
-    """The ids of prompts, through the chat template of a tokenizer that has one."""
+    """The ids of prompts, through the tokenizer's chat template if it has one."""
     if getattr(tokenizer, "chat_template", None):
         turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
         texts = [tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True) for turn in turns]
@@ -55,10 +55,10 @@ def encode_prompts(tokenizer: Any, prompts: Sequence[str]) -> list[list[int]]:
 
 
 @dataclass(frozen=True)
-class Exam:
-    """A held-out text `ids` that the target continued greedily from token number `first` on.
+class Evaluation:
+    """A held-out text `ids`, which the target wrote greedily from token number `first` on.
 
-    Of a target with an encoder, that heard `features` `[1, mels, frames]`.
+    `features` `[1, mels, frames]`: the input of a speech target's encoder.
     """
 
     ids: list[int]
@@ -66,8 +66,8 @@ class Exam:
     features: Tensor | None = None
 
     @property
-    def asked(self) -> dict[str, Any]:
-        """What makes the target write this, as arguments of `generate`."""
+    def inputs(self) -> dict[str, Any]:
+        """The arguments of `generate` with which the target writes this text."""
         prompt = [self.ids[: self.first]]
         if self.features is None:
             return {"prompt": prompt}
@@ -76,19 +76,19 @@ class Exam:
 
 @dataclass(frozen=True)
 class Texts:
-    """Streams of ids to learn from, and exams."""
+    """Streams of ids to learn from, and held-out texts."""
 
     streams: list[np.ndarray]
-    exams: list[Exam]
-    rows: int = _LEARNED
+    evaluations: list[Evaluation]
+    rows: int = _ROWS_PER_STEP
 
     @property
     def window(self) -> int:
-        """How many tokens a training window has, beside the one after it."""
+        """Tokens of a training window, without the one after it."""
         return int(min(WINDOW, *(len(stream) - 1 for stream in self.streams)))
 
     def counts(self) -> Counter[int]:
-        """How often each token comes."""
+        """The number of occurrences of each token."""
         return Counter(np.concatenate(self.streams).tolist())
 
     @cached_property
@@ -98,9 +98,9 @@ class Texts:
         return [np.stack([one[s : s + size + 1] for s in range(0, len(one) - size, size)]) for one in self.streams]
 
     def batch(self, step: int, seed: int) -> tuple[list[int], Tensor]:
-        """The numbers and ids `[rows, window + 1]` of a step's windows, which are of one stream after the other.
+        """The numbers and ids `[rows, window + 1]` of a step's windows, which depend on `step` and `seed` alone.
 
-        Every stream is read in another order each time; a step's windows are always the same.
+        Steps take turns between the streams; each is read in another order each time.
         """
         turn, at = divmod(step, len(self.streams))
         windows = self.windows[at]
@@ -110,73 +110,73 @@ class Texts:
 
     @property
     def size(self) -> int:
-        """How many windows there are."""
+        """The number of windows."""
         return sum(map(len, self.windows))
 
-    def teach(self, teacher: Teacher, number: int, ids: Tensor) -> Lesson:
-        """The lesson about the window `ids` `[1, window + 1]` of this number."""
-        return teacher.teach(ids)
+    def label(self, teacher: Teacher, number: int, ids: Tensor) -> Example:
+        """The example of window `number` with `ids` `[1, window + 1]`."""
+        return teacher.label(ids)
 
-    def heard(self, numbers: Sequence[int]) -> None:
-        """Nothing was heard."""
+    def encoder_states(self, numbers: Sequence[int]) -> Tensor | None:
+        """None: texts have no encoder inputs."""
+        return None
 
     def close(self) -> None:
-        """Keeps nothing that is not wanted any more."""
+        """Does nothing: there are no files to remove."""
 
 
 def in_order(size: int, count: int, seed: int) -> int:
-    """Which of `size` windows is read after `count` others: all of them, then all in another order, and so on."""
-    again, place = divmod(count, size)
-    return int(np.random.default_rng((seed, again)).permutation(size)[place])
+    """Which of `size` windows follows `count` others: every epoch reads all of them, in an order of its own."""
+    epoch, index = divmod(count, size)
+    return int(np.random.default_rng((seed, epoch)).permutation(size)[index])
 
 
 @dataclass(frozen=True)
 class Writer:
-    """Lets the target continue prompts, and notes the continuations in a file, where they are found again."""
+    """Lets the target continue prompts, and stores the continuations in a file, from which it resumes."""
 
     generator: SpecGenerator
     file: Path
     seed: int
 
-    def write(self, prompts: Sequence[list[int]], go_on: Callable[[int, int, float], bool]) -> tuple[np.ndarray, float]:
-        """Prompts with their continuations as one stream, and how many seconds they took; some are sampled.
+    def write(
+        self, prompts: Sequence[list[int]], may_continue: Callable[[int, int, float], bool]
+    ) -> tuple[np.ndarray, float]:
+        """Prompts with their continuations, some of them sampled, as one stream, and the seconds that they took.
 
-        `go_on` is asked before every batch, with how many prompts of how many are done, and the seconds that it took.
+        Before every batch, `may_continue(done, total, seconds)` decides whether to go on.
         """
-        lines = self._lines()
-        while (done := sum(len(line["texts"]) for line in lines)) < len(prompts) and go_on(
-            done, len(prompts), lines[-1]["seconds"] if lines else 0.0
-        ):
-            began = time.perf_counter()
+        lines = [json.loads(line) for line in whole_lines(self.file)]
+        seconds = lines[-1]["seconds"] if lines else 0.0
+        while (done := sum(len(line["texts"]) for line in lines)) < len(prompts):
+            if not may_continue(done, len(prompts), seconds):
+                break
+            start = time.perf_counter()
             batch = list(prompts[done : done + _ROWS])
             number = len(lines)
             sampled = {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": self.seed + number}
             how = sampled if number % _SAMPLED == _SAMPLED - 1 else {"do_sample": False}
             out = self.generator.generate(batch, max_new_tokens=_NEW, **how)
             texts = [[*ids, *new] for ids, new in zip(batch, out.new_tokens(), strict=True)]
-            before = lines[-1]["seconds"] if lines else 0.0
-            lines.append({"seconds": before + time.perf_counter() - began, "texts": texts})
+            seconds += time.perf_counter() - start
+            lines.append({"seconds": seconds, "texts": texts})
             with self.file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(lines[-1]) + "\n")
         stream = np.array([token for line in lines for text in line["texts"] for token in text], dtype=np.int64)
-        return stream, lines[-1]["seconds"] if lines else 0.0
+        return stream, seconds
 
-    def _lines(self) -> list[dict[str, Any]]:
-        """The batches that were written before; one that was cut off is written again."""
-        if not self.file.exists():
-            return []
-        return [json.loads(line) for line in whole_lines(self.file)]
-
-    def exams(self, prompts: Sequence[list[int]]) -> list[Exam]:
+    def evaluations(self, prompts: Sequence[list[int]]) -> list[Evaluation]:
         """Held-out prompts with the target's greedy continuations."""
-        prompts = [ids[-_EXAM_PROMPT:] for ids in prompts[:EXAMS]]
-        out = self.generator.generate(prompts, max_new_tokens=_EXAM_NEW, do_sample=False)
+        prompts = [ids[-_EVALUATION_PROMPT:] for ids in prompts[:EVALUATIONS]]
+        out = self.generator.generate(prompts, max_new_tokens=_EVALUATION_NEW, do_sample=False)
         pairs = zip(prompts, out.new_tokens(), strict=True)
-        return [Exam([*ids, *new], len(ids)) for ids, new in pairs if len(new) > 1]
+        return [Evaluation([*ids, *new], len(ids)) for ids, new in pairs if len(new) > 1]
 
 
 def whole_lines(file: Path) -> list[str]:
-    """The lines of a file; one that a kill cut off is taken out of it."""
+    """The lines of a file, which may not exist; removes an incomplete last line from it."""
+    if not file.exists():
+        return []
     with file.open("r+b") as opened:
         found = opened.read()
         end = found.rfind(b"\n") + 1
@@ -186,15 +186,15 @@ def whole_lines(file: Path) -> list[str]:
 
 
 def divide(ids: Sequence[Sequence[int]]) -> tuple[np.ndarray, list[list[int]]]:
-    """What is trained on of the texts, as one stream, and beginnings of what is held out at the end of each.
+    """Splits texts into one stream to train on and prompts from their held-out ends; raises OptionError for too few."""
 
-    Raises OptionError where there is too little.
-    """
     kept, held = [], []
     for text in ids:
         cut = len(text) - max(len(text) // HELD_OUT, min(_LEAST, len(text) // 4))
         kept.append(np.array(text[:cut], dtype=np.int64))
-        held += [list(text[s : s + _LEAST]) for s in range(cut, len(text), max((len(text) - cut) // EXAMS, _LEAST))]
+        held += [
+            list(text[s : s + _LEAST]) for s in range(cut, len(text), max((len(text) - cut) // EVALUATIONS, _LEAST))
+        ]
     stream = np.concatenate(kept)
     if len(stream) < _LEAST:
         raise OptionError.of("text", "files of some hundred tokens at least, better a million", f"{len(stream)} tokens")
@@ -202,7 +202,7 @@ def divide(ids: Sequence[Sequence[int]]) -> tuple[np.ndarray, list[list[int]]]:
 
 
 def divide_prompts(prompts: Sequence[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
-    """The prompts that are trained on, and those that are held out; raises OptionError where there are too few."""
+    """Splits prompts into those to train on and held-out ones; raises OptionError for fewer than two."""
     if len(prompts) < 2:
         raise OptionError.of("prompts", "two at least, as one in twenty is held out", len(prompts))
     return [ids for number, ids in enumerate(prompts) if number % HELD_OUT], list(prompts[::HELD_OUT])

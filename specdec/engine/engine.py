@@ -27,7 +27,7 @@ from specdec.engine.scheduler import OpenDraft, Scheduler
 from specdec.engine.turn import Stopwatch, Turn
 from specdec.errors import DraftError
 from specdec.models import LanguageModel, Session
-from specdec.proposers import BestLeaf
+from specdec.proposers import BestBranch
 
 CHUNK = 2048
 """The most prompt tokens of one pass, while no other request is running."""
@@ -281,7 +281,7 @@ class Engine:
             raise DraftError(
                 f"{drafter!r}.start must return a `specdec.core.drafts.DraftSession`, got {kind}: subclass it"
             )
-        self._drafts[id(drafter)] = OpenDraft(drafter, session if session.guesses_branches else BestLeaf(session))
+        self._drafts[id(drafter)] = OpenDraft(drafter, session if session.guesses_branches else BestBranch(session))
 
     def _turn(self, seq: RunningSequence, proposal: Tree | None, most: int | None) -> Turn:
         """A sequence's turn in this round; with `most`, a chunk of its prompt unless that ends the prompt."""

@@ -144,7 +144,7 @@ DRAFT_WORDS: dict[str, DraftWord] = {
     "suffix": DraftWord("suffix", "SuffixDrafter", copies=True),
     "ngram": DraftWord("ngram", "NgramDrafter", copies=True),
     "early_exit": DraftWord("early_exit", "EarlyExitDrafter", argument="N"),
-    "mtp": DraftWord("heads.mtp_proposer", "MtpDrafter"),
+    "mtp": DraftWord("heads.mtp", "MtpDrafter"),
 }
 # What a value with parts must look like, where pydantic would only tell about one part.
 EXPECTED = {

@@ -1,1 +1,1 @@
-"""Models whose weights lie on several processes."""
+"""Models whose weights are distributed over several processes."""

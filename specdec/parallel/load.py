@@ -1,4 +1,4 @@
-"""Loading where the processes of a job may share the weights (`tp_plan`)."""
+"""Loads models whose weights the processes of a job may share (`tp_plan`)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def load(
     name: str = "model",
     change: Callable[[LanguageModel], None] | None = None,
 ) -> LanguageModel:
-    """`specdec.models.load`; with `how.tp_plan` the model that all processes of the job share, as rank 0 uses it."""
+    """`specdec.models.load`; with `how.tp_plan`, rank 0's view of the model that all processes of the job share."""
     how = how or Loading()
     ranks = leading(how)
     if ranks is None:
@@ -45,9 +45,9 @@ def load(
 
 
 def leading(how: Loading) -> Ranks | None:
-    """This process's say over the others that share a model which is loaded so; None where nobody does.
+    """Rank 0's control of the processes that share a model; None without `tp_plan`, or in a job of one process.
 
-    Those others stay in here, and leave the program when this one ends. Raises OptionError where no job was started.
+    In the other processes it never returns (`join`). Raises OptionError if no job was started.
     """
     if how.tp_plan is None:
         return None
@@ -57,7 +57,7 @@ def leading(how: Loading) -> Ranks | None:
 
 
 def on_own_device(how: Loading) -> Loading:
-    """The same for a model of this process alone, on the device on which it has its part of a shared one."""
+    """`how` for a model of this process alone, on the device of its part of the shared model."""
     if how.device_map is not None or not torch.accelerator.is_available():
         return how
     return replace(how, device_map={"": torch.accelerator.current_device_index()})

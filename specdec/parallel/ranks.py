@@ -1,8 +1,8 @@
-"""The processes of a job that share a model: rank 0 runs the program, the others do what it tells them.
+"""The processes of a job that share a model: rank 0 runs the program, the others run its commands.
 
-What is told are functions with their arguments, which every process applies to its own part of what they share: models,
-sessions, kept texts. In a message such a thing is a number. So whatever depends on clocks, seeds, arrivals or callers
-is decided once, and the others never see it.
+A command is a function with arguments, which every process applies to its own part of shared things (models, sessions,
+kept prefixes). In a message a shared thing is a number. So rank 0 alone decides whatever depends on clocks, seeds,
+arrivals or callers.
 """
 
 from __future__ import annotations
@@ -33,126 +33,134 @@ from transformers.utils import logging
 from specdec.errors import EngineError, LoadError, OptionError, SpecdecError
 
 _PATIENCE = timedelta(minutes=30)
-"""How long a process waits for another one that says nothing but has not ended; some load far longer than others."""
-_LET_GO = 0.1  # seconds in which gloo frees the last tensors: while the interpreter ends, that would abort it
-_BEAT = 60.0  # seconds without a message until rank 0 gives a sign of life
-_FIRST = 2048  # bytes that a message takes at least
-_LENGTH = 8  # bytes in front that say how long it is
-_OTHERS = "start the job again, and look at what the other processes said"
+"""How long a process waits for a silent one that has not ended; some load far longer than others."""
+_LET_GO = 0.1  # seconds for gloo to free the last tensors, which aborts an interpreter that is ending
+_BEAT = 60.0  # seconds without a message until rank 0 sends an empty one
+_FIRST = 2048  # bytes of a message's first broadcast
+_LENGTH = 8  # bytes of the length in front of a message
+_OTHERS = "start the job again, and look at the output of the other processes"
 
 
 class Shared:
-    """Something of which every process has its own part; `number` says which, `own` is the part of this process."""
+    """Something of which every process has a part: `own` in this process, under the same `number` in all."""
 
     number: int
 
     @property
     def own(self) -> Any:
-        """What functions are applied to here."""
+        """The part of this process, to which commands apply."""
         return self
 
 
-class Line(ABC):
-    """What rank 0 tells the others through, in the order in which it does."""
+class Channel(ABC):
+    """Carries rank 0's messages to the other processes, in order."""
 
     @abstractmethod
     def send(self, message: bytes) -> None:
-        """Tells all others; raises RuntimeError where one of them is gone."""
+        """Sends a message to all others; raises RuntimeError if one of them has ended."""
 
     @abstractmethod
     def gather(self, outcome: str | None) -> Sequence[str | None]:
-        """What every process, this one included, says of what it did; None where it went well."""
+        """The outcomes of all processes, by rank: an error's message, None for success."""
 
 
-class _Told(NamedTuple):
-    """One thing to do, the number of what comes of it, and what nobody needs any more.
+class _Command(NamedTuple):
+    """A function to run; its result is kept under `number`, and the things `gone` are dropped before.
 
-    `reports`: everybody says how it went.
+    `reports`: every process reports the outcome.
     """
 
     function: Callable[..., Any]
     arguments: Sequence[Any]
     options: dict[str, Any]
-    number: int | None
-    gone: Sequence[int]
-    reports: bool
+    number: int | None = None
+    reports: bool = False
+    gone: Sequence[int] = ()
+
+    def run(self) -> Any:
+        """Applies the function to this process's part of the first argument."""
+        first, *others = self.arguments
+        return self.function(first.own if isinstance(first, Shared) else first, *others, **self.options)
 
 
 class Ranks:
-    """Rank 0's say over the other processes: what it does to something shared, all do.
+    """Rank 0's control of the other processes: what it does to something shared, all do.
 
-    Threads may call; one thing is done at a time. Whatever goes wrong in the middle of a pass leaves the processes out
-    of step, and then nothing more can be done with them.
+    Thread-safe; one command runs at a time. An error in the middle of a pass leaves the processes out of step; every
+    later command raises EngineError.
     """
 
-    def __init__(self, line: Line) -> None:
-        self._line = line
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
         self._numbers = count()
-        self._gone: deque[int] = deque()  # of things that nobody here holds any more
-        self._unsaid = bytearray()
-        self._turn, self._speaking = threading.RLock(), threading.RLock()
-        self._teller: int | None = None
-        self._spoke = time.monotonic()
+        self._gone: deque[int] = deque()  # numbers of things that rank 0 has dropped
+        self._unsent = bytearray()
+        self._turn, self._sending = threading.RLock(), threading.RLock()
+        self._thread: int | None = None
+        self._last_sent = time.monotonic()
         self._broken: str | None = None
 
     @property
-    def telling(self) -> bool:
-        """Whether this thread does something that all do."""
-        return self._teller == threading.get_ident()
+    def in_command(self) -> bool:
+        """Whether this thread runs a command."""
+        return self._thread == threading.get_ident()
 
     def do(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Applies a function on every process at once, as a pass must be; returns what comes of it here.
+        """Runs a function on every process at once, as a pass requires; returns this process's result.
 
-        Raises what the function raises of specdec's own errors, before anything is begun, and EngineError for what
-        leaves the processes out of step.
+        Raises the function's SpecdecError, which it must raise before it begins, and EngineError for any other.
         """
-        with self._telling():
-            self._note(function, arguments, options)
+        command = _Command(function, arguments, options)
+        with self._commanding():
+            self._write(command)
             self._send()
-            return self._done(function, arguments, options)
+            return command.run()
 
     def note(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """The same for what needs nobody else: the others do it before the next thing that all do at once."""
-        with self._telling():
-            self._note(function, arguments, options)
-            return self._done(function, arguments, options)
+        """The same without waiting: the others run it before the next `do`."""
+        command = _Command(function, arguments, options)
+        with self._commanding():
+            self._write(command)
+            return command.run()
 
     def make(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[int, Any]:
-        """`note`; everybody keeps what comes of it, under the number that is returned, until it is dropped."""
+        """`note`, with a result that all keep until `drop_with`; returns its number and this process's result."""
         number = next(self._numbers)
-        with self._telling():
-            self._note(function, arguments, options, number)
-            return number, self._done(function, arguments, options)
+        command = _Command(function, arguments, options, number)
+        with self._commanding():
+            self._write(command)
+            return number, command.run()
 
     def load(self, function: Callable[..., Any], *arguments: Any) -> tuple[int, Any]:
-        """`make` at once, and waits until all have it; raises LoadError where one of them does not."""
+        """`make` at once, waiting until all processes have succeeded; raises LoadError if one has not."""
         number = next(self._numbers)
-        with self._telling(), self._speaking:  # no sign of life between what is told and the reports
-            self._note(function, arguments, {}, number, reports=True)
+        command = _Command(function, arguments, {}, number, reports=True)
+        with self._commanding(), self._sending:  # no `beat` between the command and the reports
+            self._write(command)
             self._send()
             try:
-                found = self._done(function, arguments, {})
+                found = command.run()
             except Exception as error:
-                self._hear(str(error))
+                self._gather(str(error))
                 raise
-            for rank, said in enumerate(self._hear(None)):
-                if said is not None:
-                    raise LoadError(f"process {rank}: {said}")
+            for rank, outcome in enumerate(self._gather(None)):
+                if outcome is not None:
+                    raise LoadError(f"process {rank}: {outcome}")
             return number, found
 
     def drop_with(self, thing: Any, number: int) -> None:
-        """Lets the others forget what they have under a number some time after `thing` is gone."""
+        """Lets the others drop what they keep under `number` once `thing` is collected."""
         weakref.finalize(thing, self._gone.append, number)
 
     def end(self, patience: float = 60.0) -> bool:
-        """Lets the others go, after what is under way, for which it waits so many seconds; whether that went well."""
+        """Ends the others once the running command is done, within `patience` seconds; returns whether it did."""
         if not self._turn.acquire(timeout=patience):
             return False
         try:
             if self._broken is not None:
                 return False
             self._broken = "the job was ended"
-            self._unsaid += _packed(None)
+            self._unsent += _packed(None)
             self._send()
             return True
         except RuntimeError:
@@ -161,22 +169,22 @@ class Ranks:
             self._turn.release()
 
     def beat(self, quiet: float) -> None:
-        """Gives a sign of life after so many seconds without a message; where nobody is there, nothing can be done."""
-        with self._speaking:
-            if self._broken is None and time.monotonic() - self._spoke >= quiet:
+        """Sends an empty message after `quiet` seconds without one; if a process has ended, the job is broken."""
+        with self._sending:
+            if self._broken is None and time.monotonic() - self._last_sent >= quiet:
                 try:
-                    self._say(b"")
+                    self._send_bytes(b"")
                 except RuntimeError as error:
                     self._broken = _lost(error)
 
     @contextmanager
-    def _telling(self) -> Iterator[None]:
-        """This thread's turn; raises EngineError where the processes are out of step, now or afterwards."""
+    def _commanding(self) -> Iterator[None]:
+        """Gives this thread the turn; raises EngineError if the processes are out of step, now or afterwards."""
         with self._turn:
             if self._broken is not None:
                 raise EngineError(self._broken)
-            assert self._teller is None, "what all do tells nothing by itself"
-            self._teller = threading.get_ident()
+            assert self._thread is None, "a command issued a command"
+            self._thread = threading.get_ident()
             try:
                 yield
             except SpecdecError:
@@ -187,78 +195,66 @@ class Ranks:
                     raise EngineError(self._broken) from error
                 raise
             finally:
-                self._teller = None
+                self._thread = None
 
-    def _note(
-        self,
-        function: Callable[..., Any],
-        arguments: Sequence[Any],
-        options: dict[str, Any],
-        number: int | None = None,
-        *,
-        reports: bool = False,
-    ) -> None:
-        """Writes down what the others are to do; as it is now, for whatever holds the arguments may change them."""
+    def _write(self, command: _Command) -> None:
+        """Adds a command to the next message; packed now, since its arguments may change."""
         gone = [self._gone.popleft() for _ in range(len(self._gone))]
-        self._unsaid += _packed(_Told(function, arguments, options, number, gone, reports))
+        self._unsent += _packed(command._replace(gone=gone))
 
-    def _done(self, function: Callable[..., Any], arguments: Sequence[Any], options: dict[str, Any]) -> Any:
-        first, *rest = arguments
-        return function(first.own if isinstance(first, Shared) else first, *rest, **options)
-
-    def _hear(self, own: str | None) -> Sequence[str | None]:
-        with self._speaking:
-            return self._line.gather(own)
+    def _gather(self, own: str | None) -> Sequence[str | None]:
+        with self._sending:
+            return self._channel.gather(own)
 
     def _send(self) -> None:
-        message, self._unsaid = bytes(self._unsaid), bytearray()
-        with self._speaking:
-            self._say(message)
+        message, self._unsent = bytes(self._unsent), bytearray()
+        with self._sending:
+            self._send_bytes(message)
 
-    def _say(self, message: bytes) -> None:
-        self._line.send(message)
-        self._spoke = time.monotonic()
+    def _send_bytes(self, message: bytes) -> None:
+        self._channel.send(message)
+        self._last_sent = time.monotonic()
 
 
 class Follower:
-    """A process that does what rank 0 tells it; `report` is called with how it went, where that is asked for."""
+    """Runs rank 0's commands in another process; `report` gets the outcome of those with `reports`."""
 
     def __init__(self, report: Callable[[str | None], Any]) -> None:
         self._things: dict[int, Any] = {}
         self._report = report
 
-    def obey(self, message: bytes) -> bool:
-        """Does what a message says; whether there is more to come.
+    def run(self, message: bytes) -> bool:
+        """Runs a message's commands; returns False after the last message.
 
-        Raises EngineError for what leaves the processes out of step.
+        Raises EngineError for an error that leaves the processes out of step.
         """
         file = io.BytesIO(message)
         while file.tell() < len(message):
-            told = _Unpickler(file, self._things).load()
-            if told is None:
+            command = _Unpickler(file, self._things).load()
+            if command is None:
                 return False
-            self._do(told)
+            self._do(command)
         return True
 
-    def _do(self, told: _Told) -> None:
-        for number in told.gone:
+    def _do(self, command: _Command) -> None:
+        for number in command.gone:
             self._things.pop(number, None)
         try:
-            made = told.function(*told.arguments, **told.options)
+            made = command.run()
         except Exception as error:
-            if told.reports:
+            if command.reports:
                 self._report(str(error))
-            elif not isinstance(error, SpecdecError):  # rank 0 raises those too
+            elif not isinstance(error, SpecdecError):  # these are raised by rank 0 as well
                 raise EngineError(f"a pass failed here, and the job cannot go on ({_brief(error)})") from error
             return
-        if told.number is not None:
-            self._things[told.number] = made
-        if told.reports:
+        if command.number is not None:
+            self._things[command.number] = made
+        if command.reports:
             self._report(None)
 
 
 class _Pickler(pickle.Pickler):
-    """Shared things are numbers in a message, and tensors come from the host's memory."""
+    """Writes shared things as numbers, and tensors from the host's memory."""
 
     def persistent_id(self, thing: Any) -> Any:
         if isinstance(thing, Shared):
@@ -275,14 +271,14 @@ class _Unpickler(pickle.Unpickler):
         return self._things[found] if isinstance(found, int) else found
 
 
-def _packed(told: _Told | None) -> bytes:
+def _packed(command: _Command | None) -> bytes:
     file = io.BytesIO()
-    _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(told)
+    _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(command)
     return file.getvalue()
 
 
 def _brief(error: BaseException) -> str:
-    """The first line of what an error says."""
+    """The first line of an error's message."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
@@ -290,8 +286,8 @@ def _lost(error: BaseException) -> str:
     return f"a process of this job ended, or failed in a pass that all take part in ({_brief(error)}): {_OTHERS}"
 
 
-class _Job(Line):
-    """The processes that torchrun, or another launcher, started together."""
+class _Job(Channel):
+    """The channel between the processes that torchrun, or another launcher, started together."""
 
     def __init__(self) -> None:
         self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
@@ -318,20 +314,19 @@ class _Job(Line):
         return message + rest.numpy().tobytes()
 
     def gather(self, outcome: str | None) -> Sequence[str | None]:
-        said: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(said, outcome, group=self._group)
-        return said
+        outcomes: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(outcomes, outcome, group=self._group)
+        return outcomes
 
 
-_own: list[Ranks] = []  # of this process, where it leads
+_own: list[Ranks] = []  # this process's, if it is rank 0
 
 
 def join(option: str) -> Ranks | None:
-    """Rank 0's say over the others of its job; None for a job of one process.
+    """Rank 0's control of the other processes; None for a job of one process.
 
-    All others stay in here and do what they are told; when rank 0 ends they leave the program (SystemExit). `option` is
-    what the caller calls the argument that asks for it. Raises OptionError where no job was started, and EngineError in
-    processes that lose rank 0.
+    The others never return: they run rank 0's commands, and raise SystemExit when it ends. Raises OptionError, naming
+    the caller's argument `option`, if no job was started, and EngineError in processes that lose rank 0.
     """
     if _own:
         return _own[0]
@@ -350,13 +345,13 @@ def join(option: str) -> Ranks | None:
 
 
 def _start(option: str) -> None:
-    """The process group of the job, and the device of this process."""
+    """Starts the job's process group, and selects this process's device."""
     if dist.is_initialized():
         return
     if missing := [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR") if name not in os.environ]:
         raise OptionError(
-            f"`{option}` shares a model among the processes of a job, and this one was started alone ({missing[0]} is "
-            "not set): start it with torchrun --nproc-per-node N"
+            f"`{option}` shares a model among the processes of a job, and this process was started alone ({missing[0]} "
+            "is not set): start it with torchrun --nproc-per-node N"
         )
     device, place = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu"), None
     if device.type != "cpu":
@@ -370,7 +365,7 @@ def _start(option: str) -> None:
 
 
 def _follow(job: _Job) -> None:
-    """Does what rank 0 says until it ends; it alone hears Ctrl-C and has something to print."""
+    """Runs rank 0's commands until it ends; ignores Ctrl-C and prints nothing, which are rank 0's part."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.set_verbosity_error()
@@ -378,12 +373,12 @@ def _follow(job: _Job) -> None:
     follower = Follower(job.gather)
     with warnings.catch_warnings(), torch.inference_mode(False), torch.no_grad():
         warnings.simplefilter("ignore")
-        while follower.obey(_heard(job)):
+        while follower.run(_received(job)):
             pass
     dist.destroy_process_group()
 
 
-def _heard(job: _Job) -> bytes:
+def _received(job: _Job) -> bytes:
     try:
         return job.receive()
     except RuntimeError as error:
@@ -397,9 +392,9 @@ def _keep_alive(ranks: Ranks) -> None:
 
 
 def leave(code: int) -> None:
-    """Ends the job and this process, if it leads one, with an exit code.
+    """Ends the job and this process with an exit code, if it is rank 0.
 
-    Nothing is taken apart at the end: threads of torch that still run then have ended programs by a signal.
+    Skips the interpreter's clean-up, in which torch threads that still run have ended programs by a signal.
     """
     if _own:
         _leave(_own[0])
@@ -409,7 +404,7 @@ def leave(code: int) -> None:
 
 
 def _leave(ranks: Ranks) -> None:
-    """At the end of the program; of a job that is broken nothing can be put in order."""
+    """Ends the job, unless it is broken, and its process group."""
     if ranks.end() and dist.is_initialized():
         time.sleep(_LET_GO)
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Models whose weights lie on several processes (tensor parallelism by transformers' plans), as rank 0 uses them.
+"""Tensor parallelism by transformers' plans: rank 0's view of models whose weights are split over processes.
 
 Every process runs the same passes over its part of the weights, and keeps its part of the keys and values.
 """
@@ -23,28 +23,28 @@ from specdec.models.exactness import Exactness
 from specdec.models.language_model import LanguageModel
 from specdec.parallel.ranks import Ranks, Shared
 
-_KEYS = ("k_proj", "qkv_proj", "query_key_value")  # what the modules are called that make keys
+_KEYS = ("k_proj", "qkv_proj", "query_key_value")  # names of the modules that make keys
 
 
 class ShardedModel(Shared, LanguageModel):
-    """A model of which every process has a part; on rank 0, which `leads`, whatever is done with it all do.
+    """A model of which every process has a part; rank 0's (`lead`) runs every call in all processes.
 
-    Its passes run on the layers as they are (`backend` "eager").
+    Its backend is "eager".
     """
 
     is_sharded = True
     ranks: Ranks | None = None
 
     def lead(self, ranks: Ranks, number: int) -> ShardedModel:
-        """Makes this part the one that the program uses, of what all have under `number`."""
+        """Makes this part rank 0's view of what all processes have under `number`."""
         self.ranks, self.number = ranks, number
         ranks.drop_with(self, number)
 
         def check(*_: Any) -> None:
-            if not ranks.telling:
+            if not ranks.in_command:
                 raise EngineError(
-                    "this model is shared by several processes, and a pass of one of them would wait for the others "
-                    "for ever: use it through SpecGenerator"
+                    "this model is shared by several processes, and a pass in one of them waits for the others for "
+                    "ever: use it through SpecGenerator"
                 )
 
         self.model.register_forward_pre_hook(check)
@@ -52,24 +52,24 @@ class ShardedModel(Shared, LanguageModel):
 
     @property
     def kv_bytes(self) -> int:
-        """What the keys and values of one position take in this process."""
+        """Bytes of one position's keys and values in this process."""
         whole, size = super().kv_bytes, getattr(self.model, "_tp_size", None) or 1
         plan: Mapping[str, str] = getattr(self.model, "_tp_plan", None) or {}
         split = any(name.rpartition(".")[2] in _KEYS and style == "colwise" for name, style in plan.items())
         return whole // size if split else whole
 
     def _find_exactness(self) -> Exactness:
-        """As of ordinary layers; parts of sums are added up in one order, whatever shares a pass."""
+        """As for eager layers: processes add partial sums in one order, independent of the batch."""
         return "exact" if self.dtype in (torch.float32, torch.float64) else "rounding"
 
     @property
     def input_embeddings(self) -> Any:
-        """A whole copy, for drafts, which rank 0 runs alone."""
+        """On rank 0 a whole copy, for drafts, which run there alone."""
         return self._whole_embeddings if self.ranks is not None else super().input_embeddings
 
     @property
     def output_embeddings(self) -> Any:
-        """A whole copy, for drafts."""
+        """On rank 0 a whole copy, for drafts."""
         return self._whole_head if self.ranks is not None else super().output_embeddings
 
     def session(self) -> Session:
@@ -79,7 +79,7 @@ class ShardedModel(Shared, LanguageModel):
         return LedSession(self.ranks, *self.ranks.make(LanguageModel.session, self))
 
     def early_exit(self, layers: int) -> LanguageModel:
-        """The same model stopping after its first layers, in every process."""
+        """A model of the first layers, in every process."""
         if self.ranks is None:
             return super().early_exit(layers)
         number, small = self.ranks.load(LanguageModel.early_exit, self, layers)
@@ -87,8 +87,8 @@ class ShardedModel(Shared, LanguageModel):
         return small.lead(self.ranks, number)
 
     def check_attentions(self, *, drafted: bool = False, branched: bool = False) -> None:
-        """Raises UnsupportedError: every process has those of some heads."""
-        raise UnsupportedError("`output_attentions` are those of some heads in each process: leave `tp_plan` out")
+        """Raises UnsupportedError: each process has the attentions of some heads alone."""
+        raise UnsupportedError("`output_attentions` are split over the processes of `tp_plan`: leave one of them out")
 
     @cached_property
     def _whole_embeddings(self) -> nn.Embedding:
@@ -106,13 +106,13 @@ class ShardedModel(Shared, LanguageModel):
 
 
 def _whole(language: LanguageModel, module: str, name: str) -> Tensor | None:
-    """All parts of a weight put together, in every process."""
+    """A whole weight, gathered in every process."""
     weight: Any = getattr(getattr(language.model, module)(), name, None)
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
 class LedPrefix(Shared, Prefix):
-    """Rank 0's part of a text's keys and values."""
+    """Rank 0's part of a prefix's keys and values."""
 
     def __init__(self, ranks: Ranks, number: int, own: Prefix) -> None:
         super().__init__(own)
@@ -121,7 +121,7 @@ class LedPrefix(Shared, Prefix):
 
 
 class LedSession(Shared, Session):
-    """A session of which every process has a part: what is done to it all do, and rank 0 looks at its own."""
+    """A session of which every process has a part: changes go to all, and questions to rank 0's part."""
 
     def __init__(self, ranks: Ranks, number: int, own: Session) -> None:
         self._ranks, self.number, self._own = ranks, number, own
@@ -130,17 +130,15 @@ class LedSession(Shared, Session):
 
     @property
     def own(self) -> Session:
-        """The part of this process."""
         return self._own
 
     @property
     def passes(self) -> int:  # type: ignore[override]
-        """Forward passes so far, the same in all processes."""
         return self._own.passes
 
     @property
     def bytes(self) -> int:
-        """What the buffers of this process take."""
+        """Bytes of this process's buffers."""
         return self._own.bytes
 
     def bound(self, rows: int, columns: int) -> None:
@@ -169,7 +167,7 @@ class LedSession(Shared, Session):
         return self._own.pending(row)
 
     def forward(self, rows: Sequence[int], trees: Sequence[Tree], keep: Sequence[int], **how: Any) -> list[Scores]:
-        bare = [Tree(tree.tokens, tree.parents) for tree in trees]  # what a draft thinks of them stays here
+        bare = [Tree(tree.tokens, tree.parents) for tree in trees]  # the others need no confidence and q
         found: list[Scores] = self._at_once("forward", rows, bare, keep, **how)
         return [replace(scores, tree=tree) for scores, tree in zip(found, trees, strict=True)]
 
@@ -188,9 +186,9 @@ class LedSession(Shared, Session):
         self._each("truncate", rows, lengths)
 
     def _at_once(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """A pass, in which all meet."""
+        """Calls a method that runs a pass, which all processes must enter together."""
         return self._ranks.do(getattr(type(self._own), method), self, *arguments, **options)
 
     def _each(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """What every process does with its own part alone."""
+        """Calls a method without a pass, which every process runs on its own part."""
         return self._ranks.note(getattr(type(self._own), method), self, *arguments, **options)

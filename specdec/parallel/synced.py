@@ -1,7 +1,7 @@
-"""Models whose weights every pass gathers from all processes (FSDP, ZeRO-3), each of which runs texts of its own.
+"""Models whose weights each pass gathers from all processes (FSDP, ZeRO-3), while each process has its own texts.
 
-A pass waits for one in every other process. So a process that has nothing left to do goes on with passes over nothing
-until all are done, as `synced_gpus` of transformers has it.
+A pass waits for one in every other process. So a process that has finished runs dummy passes until all have finished,
+like `synced_gpus` in transformers.
 """
 
 from __future__ import annotations
@@ -18,23 +18,25 @@ from specdec.models.language_model import LanguageModel
 
 
 def waits_for_others(language: LanguageModel, asked: bool | None) -> bool:
-    """Whether passes must keep in step with those of other processes: as `asked`, or where weights are gathered so."""
+    """Whether passes must keep in step with other processes': `asked`, or if None, by how weights are stored."""
     if language.is_sharded or dist.get_world_size() == 1:
         return False
     return bool(is_deepspeed_zero3_enabled() or is_fsdp_managed_module(language.model)) if asked is None else asked
 
 
 class InStep:
-    """While it is open, every pass of a model takes place in all processes; it closes when all have come to its end.
+    """A context in which every pass of a model takes place in all processes; it ends when all have reached its end.
 
-    `drafts` run beside it, in this process alone. Raises UnsupportedError for a model that cannot be kept in step, and
-    for drafts that run on its weights or, `reading` its hidden states, look at them.
+    `drafts` run in this process alone. Raises UnsupportedError for a model with an encoder or another backend than
+    eager, and for drafts that use its weights or, with `reading`, its hidden states.
     """
 
     def __init__(self, language: LanguageModel, drafts: Sequence[LanguageModel] = (), *, reading: bool = False) -> None:
         if language.is_encoder_decoder or language.backend != "eager":
             kind = "an encoder" if language.is_encoder_decoder else f"`backend`={language.backend!r}"
-            raise UnsupportedError(f"`synced_gpus` keeps decoders in step, layer by layer, and this model has {kind}")
+            raise UnsupportedError(
+                f"`synced_gpus` needs a decoder-only model on `backend`='eager', and this has {kind}"
+            )
         own = {id(parameter) for parameter in language.model.parameters()}
         if reading or any(id(parameter) in own for draft in drafts for parameter in draft.model.parameters()):
             raise UnsupportedError("`synced_gpus` needs a draft with weights of its own: a smaller model, or 'suffix'")
@@ -44,7 +46,7 @@ class InStep:
         def announce(*_: object) -> None:
             self._announce(1)
 
-        # Before the hooks that gather weights, for which the others must have begun a pass too.
+        # Before the hooks that gather weights, which need all other processes in a pass.
         self._hook = self._model.register_forward_pre_hook(announce, prepend=True)
 
     def __exit__(self, *_: object) -> None:
@@ -55,7 +57,7 @@ class InStep:
                 self._model(input_ids=ids, use_cache=False)
 
     def _announce(self, passes: int) -> bool:
-        """Says whether this process has a pass to run; whether any has."""
+        """Announces that this process runs `passes` (0 or 1); returns whether any process runs one."""
         total = torch.tensor(passes, device=self._device)
         dist.all_reduce(total)
         return bool(total)

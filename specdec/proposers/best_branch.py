@@ -1,4 +1,4 @@
-"""Lets a draft that knows only sequences help a search: it continues the best branch."""
+"""Lets a draft that proposes for single texts help a search: it continues the best branch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specdec.options.checks import common_length
 
 @dataclass(slots=True)
 class ReadSequence:
-    """A sequence as a draft reads it that knows only sequences of its own tokens."""
+    """A text, as a `SequenceView`, for a draft that is given other tokens than the target's sequence has."""
 
     id: int
     tokens: list[int]
@@ -35,10 +35,10 @@ class ReadSequence:
         return torch.tensor([[*self.tokens, *extra]])
 
 
-class BestLeaf(DraftSession):
-    """A session of sequences at work on searches; what it proposes continues their first leaf.
+class BestBranch(DraftSession):
+    """Wraps a session that proposes for single texts; for a search, it continues the first leaf.
 
-    The best branch of a search may be another one in every round: then the inner session is told to go back.
+    The best branch may change from round to round; then the inner session rewinds.
     """
 
     guesses_branches = True
@@ -48,8 +48,8 @@ class BestLeaf(DraftSession):
         self._texts: dict[int, list[int]] = {}
 
     def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
-        """The inner session's chain after the best branch of each sequence."""
-        return self._session.propose([self._leader(seq) for seq in seqs], plans)
+        """The inner session's proposals after the best branch of each sequence."""
+        return self._session.propose([self._best_branch(seq) for seq in seqs], plans)
 
     @property
     def cache(self) -> Any:
@@ -59,39 +59,35 @@ class BestLeaf(DraftSession):
         return self._session.join(seq, source, length)
 
     def keep(self, seq: SequenceView, length: int) -> SavedState | None:
-        """Passed on for sequences that are no searches."""
+        """Asks the inner session, except for searches."""
         return None if seq.id in self._texts else self._session.keep(seq, length)
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        """Passed on for sequences that are no searches."""
+        """Commits to the inner session, except for searches."""
         self._session.commit([commit for commit in commits if commit.seq.id not in self._texts])
 
     def rewind(self, seq: SequenceView, length: int) -> None:
         self._session.rewind(seq, length)
 
-    def release(self, keys: Sequence[int]) -> None:
-        for key in keys:
-            self._texts.pop(key, None)
-        self._session.release(keys)
+    def release(self, seq_ids: Sequence[int]) -> None:
+        for seq_id in seq_ids:
+            self._texts.pop(seq_id, None)
+        self._session.release(seq_ids)
 
-    def _leader(self, seq: SequenceView) -> SequenceView:
-        """The best branch of a search as a sequence; a text is one already."""
+    def _best_branch(self, seq: SequenceView) -> SequenceView:
+        """The best branch of a search as a text; any other sequence as it is."""
         if not seq.tree.tokens:
             return seq
         tokens = seq.tokens + branch_tokens(seq, seq.leaves[0])
-        inputs: dict[str, Any] = {
-            "encoder_tokens": seq.encoder_tokens,
-            "encoding": seq.encoding,
-            "prediction": seq.prediction,
-        }
-        leader = ReadSequence(seq.id, tokens, seq.prompt_length, seq.task, seq.remaining, **inputs)
+        inputs = (seq.encoder_tokens, seq.encoding, seq.prediction)
+        branch = ReadSequence(seq.id, tokens, seq.prompt_length, seq.task, seq.remaining, *inputs)
         before = self._texts.get(seq.id, [])
         if (same := common_length(before, tokens)) < len(before):
-            self._session.rewind(leader, same)
+            self._session.rewind(branch, same)
         self._texts[seq.id] = tokens
-        return leader
+        return branch
 
 
 def branch_tokens(seq: SequenceView, leaf: int) -> list[int]:
-    """The tokens between the sequence's text and the end of branch `leaf`, its last included."""
+    """The tokens of the path from the sequence's text to `leaf`, inclusive."""
     return [seq.tree.tokens[node] for node in seq.tree.path(leaf)]

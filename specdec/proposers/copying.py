@@ -1,4 +1,4 @@
-"""What drafts without a model share: an index of the text per sequence, learned confidence, and cutting to the plan."""
+"""Drafts that copy from the text: an index of the text per sequence, learned confidence, and cutting to the plan."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from specdec.errors import OptionError
 from specdec.proposers.best_branch import branch_tokens
 
 SEPARATOR = -1
-"""Stands between texts in one index; no text contains it, and no proposal crosses it."""
+"""Separates texts in one index; no text contains it, and no proposal crosses it."""
 
 _NUM_BINS = 8
 _FORGET_AFTER = 256
-_JOINT = 16  # tokens of the prompt that stand before a prediction
+_PROMPT_END = 16  # tokens of the prompt that are indexed again before a prediction
 
 
 class Index(Protocol):
-    """A text that grows and can tell what followed the last time it ended like this."""
+    """A growing text that is searched for earlier occurrences of its end."""
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Appends `tokens`."""
 
     def lookup(self, limit: int, tail: Sequence[int] = ()) -> tuple[list[int], int]:
-        """At most `limit` tokens that may follow the text and `tail`, and how many tokens before them matched."""
+        """At most `limit` tokens that may follow text + `tail`, and the length of the match before them."""
 
 
 class Calibration:
-    """How often a guess after a match of some length came true, learned from what was really emitted.
+    """The share of right guesses by length of the match, learned from the emitted tokens.
 
-    Bins double in length; each is shrunk towards the rate of all, which starts at one half. Old counts fade.
+    Bins double in length; each is shrunk towards the overall rate, which starts at one half. Old counts fade.
     """
 
     def __init__(self) -> None:
@@ -42,13 +42,15 @@ class Calibration:
         self._tested = [0.0] * _NUM_BINS
 
     def rates(self, match: int, count: int) -> list[float]:
-        """The probability of each of `count` guesses after a match of `match` tokens, given the guesses before it."""
+        """The probability of each of `count` guesses after `match` matched tokens, given that those before are
+        right.
+        """
         pooled = (sum(self._hits) + 1.0) / (sum(self._tested) + 2.0)
         by_bin = [(h + 2.0 * pooled) / (n + 2.0) for h, n in zip(self._hits, self._tested, strict=True)]
         return [by_bin[_bin(match + depth)] for depth in range(count)]
 
     def learn(self, guess: Sequence[int], match: int, emitted: Sequence[int]) -> None:
-        """Compares a guess with the tokens that came; what follows its first miss was not tested."""
+        """Compares a guess with the emitted tokens, up to its first miss."""
         for depth, (guessed, came) in enumerate(zip(guess, emitted, strict=False)):
             self._count(_bin(match + depth), guessed == came)
             if guessed != came:
@@ -67,7 +69,7 @@ def _bin(match: int) -> int:
 
 
 def cut(tokens: list[int], confidence: list[float], seq: SequenceView, plan: Plan, source: str) -> Tree:
-    """The chain as far as the plan keeps it; the sequence's last token is left to the target."""
+    """The longest chain of `tokens` that the plan keeps; the sequence's last token is left to the target."""
     limit = min(plan.limit, seq.remaining - 1, len(tokens))
     kept: list[float] = []
     while len(kept) < limit:
@@ -91,7 +93,7 @@ def merge_chains(chains: Sequence[Tree]) -> Tree:
 
 @dataclass(slots=True)
 class _Reading:
-    """One sequence's index, how much of its text is in it, and the guess that the next tokens will judge."""
+    """One sequence's index, how many tokens of its text are `seen`, and the last guess after `match` matched tokens."""
 
     index: Index
     seen: int = 0
@@ -100,9 +102,9 @@ class _Reading:
 
 
 class TextDrafter(BatchDrafter):
-    """A draft that copies from the text: its guess is deterministic and costs next to nothing.
+    """A draft that copies from the text; its guesses are deterministic and nearly free.
 
-    `reads_encoder`: it searches an encoder-decoder target's input too. `source` names it in its proposals.
+    `reads_encoder`: it also searches an encoder-decoder target's input. `source` names it in its proposals.
     """
 
     guesses_trees = False
@@ -115,22 +117,22 @@ class TextDrafter(BatchDrafter):
 
     @classmethod
     def of(cls, target: object, argument: str | None, name: str = "draft") -> TextDrafter:
-        """The draft as its word alone names it; raises OptionError, which names the caller's argument `name`."""
+        """The draft with its defaults; raises OptionError, naming the caller's argument `name`, for an argument."""
         if argument is not None:
             raise OptionError.of(name, "a word without an argument", argument)
         return cls()
 
     @abstractmethod
     def index(self) -> Index:
-        """The index of one sequence."""
+        """An empty index for one sequence."""
 
     def start(self, vocab_size: int) -> TextSession:
-        """A session without sequences; what was learned about confidence is kept across sessions."""
+        """A session without sequences; all sessions share the learned confidence."""
         return TextSession(self, vocab_size)
 
 
 class TextSession(DraftSession):
-    """A draft that copies from the text, at work."""
+    """Copies for each sequence from its own index."""
 
     guesses_branches = True
 
@@ -139,16 +141,16 @@ class TextSession(DraftSession):
         self._readings: dict[int, _Reading] = {}
 
     def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
-        """One chain per leaf, copied from after an earlier occurrence of the text's end."""
+        """One chain per leaf, copied from an earlier occurrence of the text's end."""
         return [self._propose(seq, plan) for seq, plan in zip(seqs, plans, strict=True)]
 
     def guess(self, seq: SequenceView, limit: int) -> tuple[list[int], list[float]]:
-        """At most `limit` (but one is always looked up, to keep learning) tokens for `seq`, and their confidence."""
+        """At most `max(limit, 1)` tokens for `seq` and their confidence; one is looked up always, to keep learning."""
         reading = self._readings.pop(seq.id, None) or self._open(seq)
         self._read(reading, seq.tokens)
         found, reading.match = reading.index.lookup(max(limit, 1))
-        reading.guess, confidence = self._believed(seq, found, reading.match)
-        # Put back only here: a reading that an exception left half way is read anew.
+        reading.guess, confidence = self._usable(seq, found, reading.match)
+        # Stored only now, so that after an exception the text is indexed anew.
         self._readings[seq.id] = reading
         return reading.guess, confidence
 
@@ -156,33 +158,32 @@ class TextSession(DraftSession):
         first = cut(*self.guess(seq, plan.limit), seq, plan, self._drafter.source)
         if not seq.tree.tokens:
             return first
-        # After the branches of a search, whose shared text is read by now.
         index, chains = self._readings[seq.id].index, []
         for leaf in seq.leaves:
             found, match = index.lookup(max(plan.limit, 1), branch_tokens(seq, leaf))
-            chains.append(cut(*self._believed(seq, found, match), seq, plan, self._drafter.source))
+            chains.append(cut(*self._usable(seq, found, match), seq, plan, self._drafter.source))
         return merge_chains(chains)
 
-    def _believed(self, seq: SequenceView, found: list[int], match: int) -> tuple[list[int], list[float]]:
-        """What may be proposed of `found` after a match of so many tokens, and its confidence."""
+    def _usable(self, seq: SequenceView, found: list[int], match: int) -> tuple[list[int], list[float]]:
+        """The tokens of `found` that may be proposed, and their confidence after `match` matched tokens."""
         guess = known_tokens(found, self._vocab_size, seq.task.ends)
         return guess, self._calibration.rates(match, len(guess))
 
     def rewind(self, seq: SequenceView, length: int) -> None:
         self._readings.pop(seq.id, None)
 
-    def release(self, keys: Sequence[int]) -> None:
-        for key in keys:
-            self._readings.pop(key, None)
+    def release(self, seq_ids: Sequence[int]) -> None:
+        for seq_id in seq_ids:
+            self._readings.pop(seq_id, None)
 
     def _open(self, seq: SequenceView) -> _Reading:
         reading = _Reading(self._drafter.index())
         if self._drafter.reads_encoder and seq.encoder_tokens:
             reading.index.extend([*seq.encoder_tokens, SEPARATOR])
         if seq.prediction:
-            # After the end of the prompt, so that the prompt's own end is followed by its beginning.
+            # Behind the prompt's end, so that the first lookup finds the prediction's beginning.
             prompt = seq.tokens[: seq.prompt_length]
-            reading.index.extend([*prompt[-_JOINT:], *seq.prediction, SEPARATOR])
+            reading.index.extend([*prompt[-_PROMPT_END:], *seq.prediction, SEPARATOR])
         return reading
 
     def _read(self, reading: _Reading, text: list[int]) -> None:
@@ -193,7 +194,7 @@ class TextSession(DraftSession):
 
 
 def known_tokens(tokens: list[int], vocab_size: int, ends: Collection[int]) -> list[int]:
-    """`tokens` before the first that the target does not have (an encoder may read more), or up to one that ends."""
+    """`tokens` before the first outside the target's vocabulary, and no further than the first of `ends`."""
     for i, token in enumerate(tokens):
         if not 0 <= token < vocab_size:
             return tokens[:i]

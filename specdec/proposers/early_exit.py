@@ -22,7 +22,7 @@ class EarlyExitDrafter(ModelDrafter):
 
     @classmethod
     def of(cls, target: LanguageModel, argument: str | None, name: str = "draft") -> EarlyExitDrafter:
-        """`early_exit:N`; raises OptionError, which names the caller's argument `name`, for what is no such number."""
+        """The draft `early_exit:N`; raises OptionError, naming the caller's argument `name`, for any other N."""
         layers = int(argument) if argument is not None and argument.isdecimal() else 0
         if not 1 <= layers < target.num_layers:
             least = f"early_exit:N with N of the target's {target.num_layers} layers, at least 1 and not all"

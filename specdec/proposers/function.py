@@ -1,4 +1,4 @@
-"""A draft that is the user's own function, from the text so far to tokens that may follow."""
+"""A draft that is the user's own function from the text to the tokens that may follow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Propose = Callable[[list[int], int], Iterable[int]]
 class FunctionDrafter(BatchDrafter):
     """Drafts with a `Drafter`, or with a plain callable `(tokens, k) -> tokens`.
 
-    It may return a list or a one-dimensional tensor or array; tokens beyond `k` are left out.
+    It returns a list, or a one-dimensional tensor or array; tokens beyond `k` are cut off.
     """
 
     guesses_trees = reads_predictions = False
@@ -40,7 +40,7 @@ class FunctionDrafter(BatchDrafter):
 
 
 class FunctionSession(DraftSession):
-    """The user's function at work."""
+    """Calls the user's function once per leaf."""
 
     guesses_branches = True
 
@@ -48,7 +48,7 @@ class FunctionSession(DraftSession):
         self._propose, self._name, self._vocab_size = propose, name, vocab_size
 
     def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
-        """One chain per leaf; raises DraftError if the function returns anything but tokens."""
+        """One chain per leaf; raises DraftError unless the function returns token ids."""
         return [
             merge_chains([self._chain(seq, plan, branch_tokens(seq, leaf)) for leaf in seq.leaves])
             for seq, plan in zip(seqs, plans, strict=True)
@@ -58,12 +58,12 @@ class FunctionSession(DraftSession):
         limit = min(plan.limit, seq.remaining - 1)
         if limit <= 0:
             return Tree([], [], source=self._name)
-        # The function gets a list of its own: what it does to it must not reach the sequence.
+        # The function gets a list of its own, which it may change.
         tokens = self._checked(self._propose(seq.tokens + beyond, limit))[:limit]
         return cut(tokens, [1.0] * len(tokens), seq, plan, self._name)
 
     def _checked(self, proposal: object) -> list[int]:
-        """The proposal as a list of ints below the vocabulary's size."""
+        """The proposal as a list of token ids; raises DraftError for anything else."""
         if hasattr(proposal, "tolist"):
             proposal = proposal.tolist()
         if not isinstance(proposal, Iterable) or isinstance(proposal, str | bytes | dict):
@@ -83,6 +83,6 @@ class FunctionSession(DraftSession):
 
 
 def refuse_class(name: str, draft: object) -> None:
-    """Raises OptionError where the caller's argument `name` is a class: it can be called, but makes no tokens."""
+    """Raises OptionError if the caller's argument `name` is a class, which is callable but returns no tokens."""
     if isinstance(draft, type):
         raise OptionError.of(name, "an instance", f"the class {draft.__name__}", f"pass {draft.__name__}(...)")

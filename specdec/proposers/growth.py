@@ -1,4 +1,4 @@
-"""What a draft model's cache holds of a sequence, and the chain or branches that grow from it in one round."""
+"""A sequence's row in a draft model's cache, and the chain or branches that one round grows from it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ GoesOn = Callable[[SequenceView, int], bool]  # whether a guess may follow a tok
 
 @dataclass(eq=False, slots=True)
 class CachedText:
-    """What the draft's cache holds of one sequence, number `cache_row` of the model's session.
+    """What row `cache_row` of the draft's cache holds of one sequence.
 
-    `text` tokens of the sequence's text, then `guesses` of a chain. In place of a chain there may be `branches`;
-    `where` says which of them a node is, of the sequence's branches followed by the proposal. A sequence is
-    `unreadable` once its text has a token that the draft has no embedding for. `open` sequences wait to hear what
-    became of their proposal.
+    First `text` tokens of its text, then either `guesses` of a chain or `branches`. `where` maps a node (the sequence's
+    own branches, then the proposal) to its number in `branches`. `unreadable`: the text has a token without an
+    embedding in the draft. `open`: the last proposal is not committed yet.
     """
 
     cache_row: int
@@ -37,7 +36,7 @@ class CachedText:
 
 
 class Chain:
-    """The chain that grows for one sequence in this round; its guesses lie behind the sequence's text in the cache."""
+    """A chain that grows for one sequence in this round; in the cache its guesses follow the text."""
 
     def __init__(self, seq: SequenceView, plan: Plan, limit: int, cached: CachedText, goes_on: GoesOn) -> None:
         self.seq, self.plan, self.limit, self.cached, self._goes_on = seq, plan, limit, cached, goes_on
@@ -47,17 +46,17 @@ class Chain:
         self.text = 0
 
     def first(self) -> Tree | None:
-        """What the cache lacks of the text."""
+        """The tokens of the text that the cache lacks."""
         missing = self.seq.tokens[self.cached.text :]
         self.text = len(missing)
         return Tree.chain(missing)
 
     def keep(self, tree: Tree) -> int:
-        """Only the last node's logits are wanted."""
+        """How many nodes need logits: the last one."""
         return 1
 
     def take(self, tree: Tree, logits: Tensor) -> Tree | None:
-        """One guess from `logits` `[1, vocab]`; it is fed if the next draft pass pays."""
+        """Takes one guess from `logits` `[1, vocab]`; returns it as the next tree to feed, None at the chain's end."""
         self._fed(tree)
         rule = self.seq.task.rule
         token, confidence, q = rule.pick(self.seq, self.tokens, logits[-1], confident=self.plan.needs_confidence)
@@ -70,7 +69,7 @@ class Chain:
         return Tree.chain([token]) if goes_on and self._goes_on(self.seq, token) else None
 
     def rule(self, width: int) -> ChainRule | None:
-        """How it grows, guessing among `width` tokens, in numbers; None where the rule or the plan must be asked."""
+        """The rule for drafting the chain in one call over `width` tokens; None if rule or plan cannot state it."""
         task = self.seq.task
         until, choose = getattr(self.plan, "until", None), getattr(task.rule, "choice", None)
         if until is None or choose is None or (choice := choose(self.seq)) is None:
@@ -78,7 +77,9 @@ class Chain:
         return ChainRule(self.limit, width, choice, until, task.ends, self.plan.needs_confidence, task.rule.needs_q)
 
     def take_all(self, text: Tree, guesses: Sequence[tuple[int, float]], q: Tensor | None) -> None:
-        """All guesses after a text with their probabilities, and `q` `[guesses, vocab]`; the cache lacks the last."""
+        """Takes all guesses of one call, with their probabilities and `q` `[guesses, vocab]`; the last is not
+        cached.
+        """
         self.cached.text += len(text)
         self.cached.guesses = len(guesses) - 1
         self.tokens, self.confidence = (list(some) for some in zip(*guesses, strict=True))
@@ -87,15 +88,14 @@ class Chain:
             self.q = [*q[: len(self.tokens)]]
 
     def proposal(self, source: str) -> Tree:
-        """The guesses."""
         return Tree.chain(self.tokens, self.confidence, torch.stack(self.q).float() if self.q else None, source)
 
     def _guess(self, token: int, confidence: float) -> bool:
-        """Takes a guess, unless it is none or not worth the target's time."""
+        """Adds a guess unless it is invalid or not worth verifying; returns whether it did."""
         if math.isnan(confidence):
-            return False  # a draft that overflowed has nothing to say
+            return False  # the draft overflowed
         self.confidence.append(confidence)
-        # A token drawn at random must not be dropped after it was seen: that would bend the output's distribution.
+        # Dropping a token that was drawn at random would change the output's distribution.
         if not self.seq.task.rule.needs_q and not self.plan.keep(self.confidence):
             self.confidence.pop()
             return False
@@ -103,7 +103,7 @@ class Chain:
         return True
 
     def _fed(self, tree: Tree) -> None:
-        """Notes what the cache holds now."""
+        """Counts `tree` as cached."""
         if self.tokens:
             self.cached.guesses += 1
         else:
@@ -111,10 +111,10 @@ class Chain:
 
 
 class Branches:
-    """The levels that grow from one sequence's leaves in this round; the cache holds them as branches.
+    """Levels of nodes that grow from one sequence's leaves in this round; the cache holds them as branches.
 
-    Of every end, `at` says which of the cache's branches it is (-1: the end of the text), and `_proposed` which node of
-    the levels (-1 - i: the sequence's leaf i).
+    For each of `ends`, `at` is its number among the cache's branches (-1: the end of the text), and `_proposed` its
+    number among the new nodes (-1 - i: the sequence's leaf i).
     """
 
     def __init__(self, seq: SequenceView, plan: Plan, limit: int, cached: CachedText, goes_on: GoesOn) -> None:
@@ -126,11 +126,11 @@ class Branches:
         self._proposed = [-1 - i for i in range(len(self.ends))]
         self._nodes: list[Branch] = []
         self._parents: list[int] = []
-        self._fed: dict[int, int] = {}  # node of the levels -> branch of the cache
+        self._fed: dict[int, int] = {}  # new node -> branch of the cache
         self._levels: list[float] = []
 
     def first(self) -> Tree | None:
-        """The cache's branches, and what it lacks of the text and of the sequence's own branches."""
+        """The cache's branches, and the nodes that it lacks of the text and of the sequence's own branches."""
         if not self._limit:
             return None
         seq, cached = self.seq, self.cached
@@ -139,18 +139,18 @@ class Branches:
         fresh = [node for node in range(len(seq.tree)) if node not in cached.where]
         number = {**cached.where, **{node: known + i for i, node in enumerate(fresh)}, -1: known - 1 if missing else -1}
         parents = [number[seq.tree.parents[node]] for node in fresh]
-        chain = Tree.chain(missing) if missing else cached.branches  # text that is missing has no branches after it
+        chain = Tree.chain(missing) if missing else cached.branches  # where text is missing, no branches are cached
         self.at = [number[leaf] for leaf in seq.leaves]
         self.text = len(missing)
         cached.where = {node: i - len(missing) for node, i in number.items() if node >= 0}
         return Tree(chain.tokens + [seq.tree.tokens[node] for node in fresh], chain.parents + parents)
 
     def keep(self, tree: Tree) -> int:
-        """From the first of the ends on."""
+        """How many nodes need logits: those from the first end on."""
         return len(tree) - min(self.at)
 
     def take(self, tree: Tree, logits: Tensor) -> Tree | None:
-        """The next level, from `logits` `[nodes, vocab]`; what the cache's branches become, None if no pass pays."""
+        """Adds a level from `logits` `[nodes, vocab]`; returns the next tree to feed, None if no pass pays."""
         first = len(tree) - len(logits)
         at = torch.tensor([end - first for end in self.at], device=logits.device)
         text, self.text = self.text, 0
@@ -181,11 +181,11 @@ class Branches:
         return Tree(branches.tokens + [end.tokens[-1] for end in self.ends], branches.parents + parents)
 
     def _paths(self) -> list[Sequence[float]]:
-        """The draft's belief in what it would continue; the branches of a search are one path."""
+        """The confidence along each path that would go on; the branches of a search count as one path."""
         return [end.chances for end in self.ends if end.chances] or [self._levels]
 
     def _best(self) -> Sequence[int]:
-        """The nodes worth proposing: the best, as many as chains of the planned length would have; of a search, all."""
+        """The nodes to propose: the `branches * limit` best; for a search, all."""
         nodes = range(len(self._nodes))
         if self.plan.branches is None or not self._nodes or not self._nodes[0].chances:
             return nodes
@@ -193,7 +193,7 @@ class Branches:
         return sorted(best[: self.plan.branches * self.plan.limit])
 
     def proposal(self, source: str) -> Tree:
-        """The nodes worth proposing; from here on the cache goes by their numbers."""
+        """The proposed nodes; `cached.where` uses their numbers from now on."""
         nodes = self._best()
         place = {node: i for i, node in enumerate(nodes)}
         kept = [self._nodes[node] for node in nodes]

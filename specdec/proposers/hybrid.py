@@ -1,6 +1,4 @@
-"""A text draft and a model draft together: each round and sequence takes the one that promises more tokens per
-second.
-"""
+"""A text draft and a model draft together: each sequence and round uses the one that promises more tokens/second."""
 
 from __future__ import annotations
 
@@ -21,9 +19,9 @@ _MEMORY = 0.9
 
 @dataclass
 class Odds:
-    """What is known of the model draft: how often it is right, seconds of a pass, nodes it tends to draft.
+    """Estimates for the model draft: acceptance, seconds of one pass, nodes per proposal.
 
-    `gap` are the seconds between two proposals, which is the target's pass and everything around it.
+    `gap`: seconds from one proposal to the next, i.e. the target's pass and its overhead.
     """
 
     acceptance: Acceptance = field(default_factory=Acceptance)
@@ -32,35 +30,34 @@ class Odds:
     nodes: float = 4.0
 
     def text_rate(self, confidence: Sequence[float]) -> float:
-        """Tokens per second, if these copied nodes are verified."""
+        """Tokens per second if the text draft's nodes are verified."""
         return _expected(confidence) / (self.gap or 1.0)
 
     def model_rate(self, limit: int) -> float:
-        """Tokens per second, if the model drafts as much as it tends to and may."""
+        """Tokens per second if the model drafts its usual number of nodes, at most `limit`."""
         count = max(1, min(limit, round(self.nodes)))
         gap = self.gap or 1.0
-        # Before anything was measured a draft pass is taken for a fifth of the target's.
+        # Until it is measured, a draft pass is assumed to cost a fifth of the target's.
         seconds = 0.2 * gap if self.pass_seconds is None else self.pass_seconds
         return _expected([self.acceptance.mean] * count) / (gap + count * seconds)
 
     def outcome(self, guess: Tree, emitted: Sequence[int]) -> None:
-        """Learns from a model draft at what share of depths it guesses right."""
+        """Updates the acceptance with a model draft and the tokens that were emitted."""
         right, missed = guess.follow(emitted)
         tested = [(1.0, True)] * right + [(1.0, False)] * missed
         self.acceptance = self.acceptance.after(tested, len(tested))
 
     def drafted(self, seconds: float, nodes: int) -> None:
-        """Learns from one proposal of the model what a pass costs; it ran one per node of the longest chain."""
+        """Updates the cost of a pass: one proposal ran one per node of its longest chain."""
         self.pass_seconds = _fading(self.pass_seconds, seconds / max(nodes, 1))
         self.nodes = _fading(self.nodes, max(nodes, 1))
 
 
 class HybridDrafter(BatchDrafter):
-    """Per sequence and round the text draft or the model draft, by expected accepted tokens per second.
+    """Uses the text draft or the model draft, per sequence and round, by expected tokens per second.
 
-    The text draft guesses in every round, used or not, and is scored against what came; the model drafts only where it
-    is chosen, and reads what it missed then. The choice is made before the model draws, so q stays the distribution of
-    what was drawn.
+    The text draft guesses in every round, used or not, and learns from the emitted tokens; the model drafts only where
+    it is chosen, and then reads what it missed. The choice precedes the model's draws, so q stays their distribution.
     """
 
     def __init__(self, text: TextDrafter, model: BatchDrafter) -> None:
@@ -85,12 +82,12 @@ class HybridDrafter(BatchDrafter):
         return self._other
 
     def start(self, vocab_size: int) -> HybridSession:
-        """A session without sequences; what was learned about the model draft is kept across sessions."""
+        """A session without sequences; all sessions share the estimates for the model draft."""
         return HybridSession(self.text.start(vocab_size), self.model.start(vocab_size), self.text.source, self._odds)
 
 
 class HybridSession(DraftSession):
-    """Both drafts at work."""
+    """Runs the text draft for all sequences, the model draft for those that prefer it."""
 
     def __init__(self, text: TextSession, model: DraftSession, source: str, odds: Odds) -> None:
         self._text, self._model, self._source, self._odds = text, model, source, odds
@@ -103,7 +100,7 @@ class HybridSession(DraftSession):
         return self._model.guesses_branches
 
     def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
-        """One tree per sequence, from the draft that promises more; for the branches of a search, from the model."""
+        """One tree per sequence, from the draft that promises more; for searches, from the model."""
         if self._ended is not None:
             self._odds.gap = _fading(self._odds.gap, perf_counter() - self._ended)
         self._ended = None
@@ -132,25 +129,25 @@ class HybridSession(DraftSession):
         return self._model.keep(seq, length)
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        """Passed on: the model's cache holds the sequences' branches whoever made the proposal."""
+        """Commits to the model, whose cache holds the sequences' branches whichever draft made the proposal."""
         self._model.commit(commits)
 
     def rewind(self, seq: SequenceView, length: int) -> None:
         self._text.rewind(seq, length)
         self._model.rewind(seq, length)
 
-    def release(self, keys: Sequence[int]) -> None:
-        for key in keys:
-            self._pending.pop(key, None)
-            self._read.discard(key)
-        self._text.release(keys)
-        self._model.release(keys)
+    def release(self, seq_ids: Sequence[int]) -> None:
+        for seq_id in seq_ids:
+            self._pending.pop(seq_id, None)
+            self._read.discard(seq_id)
+        self._text.release(seq_ids)
+        self._model.release(seq_ids)
 
     def _prefers_model(self, seq: SequenceView, plan: Plan, tree: Tree) -> bool:
         limit = min(plan.limit, seq.remaining - 1)
         if limit <= 0:
             return False
-        # A search goes on only where all its branches were guessed, which copying hardly ever does.
+        # A search only advances if all its branches were guessed, which a text draft hardly ever does.
         if seq.tree.tokens or not tree.tokens:
             return True
         return self._odds.model_rate(limit) > self._odds.text_rate(tree.confidence or [])
@@ -158,24 +155,24 @@ class HybridSession(DraftSession):
     def _drafted(self, seqs: list[SequenceView], plans: list[Plan]) -> list[Tree]:
         began = perf_counter()
         trees = self._model.propose(seqs, plans)
-        keys = {seq.id for seq in seqs}
-        # A round in which the model reads a whole prompt says nothing about a pass.
-        if keys <= self._read and any(trees):
+        seq_ids = {seq.id for seq in seqs}
+        # A round in which the model reads a prompt does not measure one pass.
+        if seq_ids <= self._read and any(trees):
             self._odds.drafted(perf_counter() - began, max(tree.depth for tree in trees))
-        self._read |= keys
+        self._read |= seq_ids
         for seq, tree in zip(seqs, trees, strict=True):
             self._pending[seq.id] = (len(seq.tokens), tree)
         return trees
 
     def _learn(self, seq: SequenceView) -> None:
-        """Compares the model's last draft for `seq` with the text that came."""
+        """Compares the model's last draft for `seq` with the text."""
         length, guess = self._pending.pop(seq.id, (0, EMPTY))
         if guess.tokens:
             self._odds.outcome(guess, seq.tokens[length:])
 
 
 def _expected(confidence: Sequence[float]) -> float:
-    """Tokens that a pass is expected to bring, the target's own included."""
+    """Expected tokens of a verified pass, the bonus token included."""
     total = chance = 1.0
     for c in confidence:
         chance *= c

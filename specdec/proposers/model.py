@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 
 
 CHUNK = 2048
-"""Prompt tokens that a pass reads while nobody waits for it."""
+"""Prompt tokens that a pass reads when no other sequence is drafted for."""
 SHARED_CHUNK = 256
-"""The same while other sequences are drafted for: they wait for no more than this."""
-_FEW = 16  # tokens that are fed together with the sequences that go on
+"""Prompt tokens that a pass reads while other sequences wait for their drafts."""
+_FEW = 16  # missing tokens that are fed in the pass that makes the first guess
 
 
-def goes_on_by_one(trees: Sequence[Tree], texts: Sequence[int]) -> bool:
-    """Whether a pass reads one more guess of every sequence's chain."""
+def has_one_guess_each(trees: Sequence[Tree], texts: Sequence[int]) -> bool:
+    """Whether every tree is one guess that extends its sequence's chain."""
     return all(len(tree) == text == 1 for tree, text in zip(trees, texts, strict=True))
 
 
 class ModelDrafter(BatchDrafter):
     """Drafts with a smaller language model (Leviathan et al., arXiv 2211.17192, section 2.1).
 
-    An encoder-decoder draft with `shared_encoder` reads the target's encoding of a sequence, another one encodes the
-    inputs in the sequence's task. A decoder-only draft reads the decoder's tokens alone.
+    An encoder-decoder draft with `shared_encoder` reads the target's encoder output; without, it encodes the inputs of
+    the sequence's task itself. A decoder-only draft reads the decoder's tokens alone.
     """
 
     reads_predictions = False
@@ -49,14 +49,13 @@ class ModelDrafter(BatchDrafter):
         return f"ModelDrafter({self.model!r})"
 
     def start(self, vocab_size: int) -> ModelSession:
-        """A session without sequences."""
         return ModelSession(self.model, vocab_size, self.source, shared_encoder=self.shared_encoder)
 
 
 class ModelSession(DraftSession):
-    """A draft model at work: a round takes one pass per level over all sequences that still go on.
+    """Drafts with one pass per level over all sequences that still grow.
 
-    `keeps_guesses`: what it has fed of a guess is as good as text once the guess has become text.
+    `keeps_guesses`: accepted guesses stay in the cache. False: they are fed again, with the target's hidden states.
     """
 
     guesses_branches = True
@@ -69,16 +68,16 @@ class ModelSession(DraftSession):
         self._shared_encoder = shared_encoder
         self._session: Session = model.session()
         self._cached: dict[int, CachedText] = {}
-        self._rows: dict[int, SequenceView] = {}
-        self._encoded: dict[int, tuple[object, Encoding]] = {}  # by the identity of the inputs, which are kept alive
+        self._seqs: dict[int, SequenceView] = {}
+        # by id(inputs); the inputs are kept alive, so that the id stays theirs
+        self._encoded: dict[int, tuple[object, Encoding]] = {}
 
     @property
     def cache(self) -> Session:
-        """The draft's own keys and values."""
         return self._session
 
     def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
-        """One proposal per sequence; none for a sequence whose prompt is still being read, a chunk per round."""
+        """One tree per sequence, empty while the draft still reads its prompt (one chunk per round)."""
         limits = [self._limit(seq, plan) for seq, plan in zip(seqs, plans, strict=True)]
         if not any(limits):
             return [EMPTY] * len(seqs)
@@ -90,16 +89,16 @@ class ModelSession(DraftSession):
                 if limit and seq.id in ready
             }
             self._grow(list(growths.values()))
-            for key in growths:
-                self._cached[key].open = True
+            for seq_id in growths:
+                self._cached[seq_id].open = True
             return [growths[seq.id].proposal(self._source) if seq.id in growths else EMPTY for seq in seqs]
         except BaseException:
-            # The cache may hold half a round: forget it, the next round reads the texts again.
-            self._session, self._cached, self._rows = self._model.session(), {}, {}
+            # The cache may hold half a round: the next round reads the texts again.
+            self._session, self._cached, self._seqs = self._model.session(), {}, {}
             raise
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        """Keeps of the cache what became text or is still a branch; leaves are fed again, for their logits."""
+        """Keeps accepted nodes and branches in the cache; leaves are fed again, for their logits."""
         cut, lengths = [], []
         for seq, path, text, _ in commits:
             cached = self._cached.get(seq.id)
@@ -119,35 +118,31 @@ class ModelSession(DraftSession):
             self._session.truncate(cut, lengths)
 
     def rewind(self, seq: SequenceView, length: int) -> None:
-        """Takes the cache back."""
         cached = self._cached.get(seq.id)
         if cached is not None and length < cached.text:
             cached.text, cached.guesses, cached.branches, cached.where, cached.unreadable = length, 0, EMPTY, {}, False
             self._session.truncate([cached.cache_row], [length])
 
-    def release(self, keys: Sequence[int]) -> None:
-        """Frees the cache of sequences."""
-        gone = [cached.cache_row for key in keys if (cached := self._cached.pop(key, None)) is not None]
-        for key in keys:
-            self._rows.pop(key, None)
+    def release(self, seq_ids: Sequence[int]) -> None:
+        gone = [cached.cache_row for seq_id in seq_ids if (cached := self._cached.pop(seq_id, None)) is not None]
+        for seq_id in seq_ids:
+            self._seqs.pop(seq_id, None)
         if gone:
             self._session.remove(gone)
-        used = {id(seq.task.inputs) for seq in self._rows.values()}
+        used = {id(seq.task.inputs) for seq in self._seqs.values()}
         self._encoded = {key: value for key, value in self._encoded.items() if key in used}
 
     def _limit(self, seq: SequenceView, plan: Plan) -> int:
-        """The most nodes worth drafting: the target adds one token itself, and the draft has only so many positions."""
+        """The longest chain worth drafting: the target adds one token itself, and the draft's positions may run out."""
         limit = min(plan.limit, seq.remaining - 1)
         if limit <= 0 or not seq.tokens:
             return 0
-        most: int | None = self._model.max_positions
-        if most is not None:
-            beyond = seq.tree.depth  # of a search, whose leaves are that far from its text
-            limit = min(limit, most - len(seq.tokens) - beyond + 1)
+        if self._model.max_positions is not None:
+            limit = min(limit, self._model.max_positions - len(seq.tokens) - seq.tree.depth + 1)
         return limit if limit > 0 and plan.go_on([[]]) else 0
 
     def _caught_up(self, seqs: Sequence[SequenceView]) -> set[int]:
-        """Reads at most a chunk of the texts of sequences that are far behind; which sequences can be drafted for."""
+        """Reads one chunk of texts that the cache lacks; returns the ids of sequences that can be drafted for."""
         followers = self._admit(seqs)
         self._close([seq for seq in seqs if seq.id in self._cached and self._cached[seq.id].open])
         for seq in seqs:
@@ -157,7 +152,7 @@ class ModelSession(DraftSession):
         self._refresh(seqs)
         ready = [seq for seq in seqs if seq.id in self._cached and not self._cached[seq.id].unreadable]
         missing = [len(seq.tokens) - self._cached[seq.id].text for seq in ready]
-        # Where some sequences only go on, the others' texts get a pass of their own, and no more than a chunk of it.
+        # While some sequences are ready, the texts of the others get a pass of their own, and a small chunk.
         few = min(_FEW, SHARED_CHUNK)
         most, chunk = (few, SHARED_CHUNK) if any(count <= few for count in missing) else (CHUNK, CHUNK)
         sizes = {seq.id: self._behind(seq, most, followers) for seq in ready}
@@ -171,16 +166,14 @@ class ModelSession(DraftSession):
         return {seq.id for seq in [*ready, *joined] if not self._behind(seq, most, {})}
 
     def _behind(self, seq: SequenceView, most: int, followers: dict[int, list[SequenceView]]) -> int:
-        """How many tokens must be read before the sequence can be drafted for; all but the last where others
-        wait for it.
-        """
+        """Tokens to read before the sequence can be drafted for; all but the last if followers wait for it."""
         cached = self._cached[seq.id].text
         missing = len(seq.tokens) - cached
         awaited = max((len(one.tokens) - 1 for one in followers.get(seq.id, ())), default=0)
         return missing - 1 if missing > most or cached < awaited else 0
 
     def _read(self, seqs: Sequence[SequenceView], chunk: int) -> None:
-        """One pass over the next tokens of these sequences' texts."""
+        """Reads at most `chunk` more tokens of each text, in one pass."""
         if not seqs:
             return
         cached = [self._cached[seq.id] for seq in seqs]
@@ -192,7 +185,7 @@ class ModelSession(DraftSession):
             one.text += len(piece)
 
     def _end(self, seq: SequenceView) -> int:
-        """How far the sequence's text may be read; its last token is fed when guesses are made."""
+        """How many tokens of the text may be read; the last one is fed with the first guess."""
         return len(seq.tokens) - 1
 
     def _run(
@@ -205,12 +198,12 @@ class ModelSession(DraftSession):
         wholes: Sequence[int] | None = None,
         level: int = 0,
     ) -> list[Scores]:
-        """One pass over the new nodes of `trees`: known text and branches (`level` 0), or guesses of this round.
+        """One pass over the new nodes of `trees`: text and branches (`level` 0), or guesses of this round.
 
-        The cache holds them all afterwards, the first `texts[i]` nodes of a tree as text.
+        All nodes stay in the cache, the first `texts[i]` of a tree as text.
         """
         cache_rows = [self._cached[seq.id].cache_row for seq in seqs]
-        if level and goes_on_by_one(trees, texts):
+        if level and has_one_guess_each(trees, texts):
             logits, _ = self._session.advance(cache_rows, [tree.tokens[0] for tree in trees])
             return [Scores(tree, 0, own) for tree, own in zip(trees, logits[:, None], strict=True)]
         scores = self._session.forward(cache_rows, trees, keep, wholes=wholes)
@@ -218,71 +211,67 @@ class ModelSession(DraftSession):
         return scores
 
     def _admit(self, seqs: Sequence[SequenceView]) -> dict[int, list[SequenceView]]:
-        """Gives new sequences a place in the cache, but for those that can continue what another sequence reads or has
-        read.
-
-        Returns these, by the other sequence's key.
-        """
+        """Adds new sequences to the cache; returns those that will fork another one's row, by the id of that one."""
         followers: dict[int, list[SequenceView]] = {}
-        here = {seq.id for seq in seqs}
+        present = {seq.id for seq in seqs}
         for seq in seqs:
             if seq.id in self._cached:
                 continue
-            leader = self._leader(seq, here)
+            leader = self._leader(seq, present)
             if leader is None:
                 self._cached[seq.id] = CachedText(self._session.add(1, self._encoding(seq))[0])
-                self._rows[seq.id] = seq
+                self._seqs[seq.id] = seq
             else:
                 followers.setdefault(leader, []).append(seq)
         return followers
 
-    def _leader(self, seq: SequenceView, here: set[int]) -> int | None:
-        """The key of a sequence of the same source that has read this one's text but for its last token, or
-        does so now.
-        """
+    def _leader(self, seq: SequenceView, present: set[int]) -> int | None:
+        """The id of a sequence with the same source whose cache row has, or will have, all but the last token."""
         count = len(seq.tokens) - 1
         if seq.task.source is None or not count:
             return None
-        for key, other in self._rows.items():
-            cached = self._cached[key]
-            comes = not cached.unreadable and (cached.text >= count or key in here)
-            if comes and other.task.source == seq.task.source and other.tokens[:count] == seq.tokens[:count]:
-                return key
+        for seq_id, other in self._seqs.items():
+            cached = self._cached[seq_id]
+            usable = not cached.unreadable and (cached.text >= count or seq_id in present)
+            if usable and other.task.source == seq.task.source and other.tokens[:count] == seq.tokens[:count]:
+                return seq_id
         return None
 
     def _join_followers(self, followers: dict[int, list[SequenceView]]) -> list[SequenceView]:
-        """Sequences that continue what a leader has read by now, with a copy of it."""
+        """Forks the rows of leaders that have read enough; returns the sequences that have a row now."""
         joined = []
-        for key, seqs in followers.items():
-            leader = self._cached[key]
+        for seq_id, seqs in followers.items():
+            leader = self._cached[seq_id]
             for seq in seqs:
                 count = len(seq.tokens) - 1
                 if leader.text >= count:
                     cache_row = self._session.fork(leader.cache_row, count)
                     self._cached[seq.id] = CachedText(cache_row, count, unreadable=leader.unreadable)
-                    self._rows[seq.id] = seq
+                    self._seqs[seq.id] = seq
                     joined.append(seq)
         return joined
 
     def _encoding(self, seq: SequenceView) -> Encoding | None:
-        """What the draft's encoder, or the target's, made of the sequence's input."""
+        """The output of the draft's encoder, or of the target's; raises UnsupportedError without encoder inputs."""
         if not self._model.is_encoder_decoder:
             return None
         if self._shared_encoder:
             return seq.encoding  # type: ignore[return-value]
         inputs = seq.task.inputs
         if inputs is None:
-            raise UnsupportedError("the draft is an encoder-decoder model, but the call brings it no encoder inputs")
+            raise UnsupportedError(
+                "`draft` is an encoder-decoder model, which needs encoder inputs: use a decoder-only draft"
+            )
         if id(inputs) not in self._encoded:
             self._encoded[id(inputs)] = (inputs, self._model.encode(inputs))
         return self._encoded[id(inputs)][1].select([seq.task.place])
 
     def _is_readable(self, cached: CachedText, seq: SequenceView) -> bool:
-        """Whether the draft has embeddings for all that its cache lacks of the sequence's text."""
+        """Whether the draft has embeddings for all tokens that its cache lacks."""
         return not cached.unreadable and max(seq.tokens[cached.text :], default=0) < self._model.vocab_size
 
     def _refresh(self, seqs: Sequence[SequenceView]) -> None:
-        """Texts that must be read again from their beginning, since their scaling changes."""
+        """Forgets texts whose rotary scaling changes with their length: they are read again."""
         if self._session.cache_reset_length is None:
             return
         cached = [self._cached[seq.id] for seq in seqs if seq.id in self._cached]
@@ -292,7 +281,7 @@ class ModelSession(DraftSession):
                 one.text, one.branches, one.where = length, EMPTY, {}
 
     def _close(self, seqs: Sequence[SequenceView]) -> None:
-        """Forgets proposals of which nothing was heard."""
+        """Forgets proposals that were never committed."""
         for seq in seqs:
             cached = self._cached[seq.id]
             self._session.truncate([cached.cache_row], [cached.text])
@@ -301,14 +290,14 @@ class ModelSession(DraftSession):
             cached.guesses, cached.open = 0, False
 
     def _drop_branches(self, cached: Sequence[CachedText]) -> None:
-        """Forgets branches of sequences whose text went on without this draft."""
+        """Forgets branches of sequences whose text grew without this draft."""
         if cached:
             self._session.commit([one.cache_row for one in cached], [[] for _ in cached])
             for one in cached:
                 one.branches, one.where = EMPTY, {}
 
     def _settle(self, cached: CachedText, seq: SequenceView, path: list[int], text: int) -> None:
-        """Of a tree in the cache, keeps the part of `path` that it has, the first nodes as text."""
+        """Keeps the nodes of `path` that the cache holds, the first `text` of them as text."""
         leaves = {text + leaf for leaf in seq.leaves if leaf >= 0}
         number = {node: i for i, node in enumerate(path)}
         kept: list[int] = []
@@ -327,45 +316,45 @@ class ModelSession(DraftSession):
 
     def _growth(self, seq: SequenceView, plan: Plan, limit: int) -> Chain | Branches:
         cached = self._cached[seq.id]
-        goes_on = self._goes_on
         if -1 in seq.leaves and cached.text >= len(seq.tokens):  # its last token is fed again, for its logits
             self.rewind(seq, len(seq.tokens) - 1)
         if seq.task.branching is None or (plan.branches == 1 and not seq.tree.tokens):
-            return Chain(seq, plan, limit, cached, goes_on)
-        if seq.tree.tokens and max(seq.tree.tokens) >= self._model.vocab_size:
-            return Branches(seq, plan, 0, cached, goes_on)
-        return Branches(seq, plan, limit, cached, goes_on)
+            return Chain(seq, plan, limit, cached, self._goes_on)
+        readable = max(seq.tree.tokens, default=0) < self._model.vocab_size
+        return Branches(seq, plan, limit if readable else 0, cached, self._goes_on)
 
     def _goes_on(self, seq: SequenceView, token: int) -> bool:
-        """Whether a guess may follow `token`: no text ends with it, and the draft can read what processors forced."""
+        """Whether a guess may follow `token`: it ends no text, and the draft has an embedding for it."""
         return token < self._model.vocab_size and token not in seq.task.ends
 
-    def _at_once(self, feeds: Sequence[tuple[Chain | Branches, Tree]]) -> bool:
-        """Lets chains grow to their ends in one call of the model, where they all are such; whether they have."""
+    def _grow_in_one_call(self, feeds: Sequence[tuple[Chain | Branches, Tree]]) -> bool:
+        """Drafts whole chains in one call if the model and all rules allow it; returns whether it did."""
         chains = [(growth, text) for growth, text in feeds if isinstance(growth, Chain)]
         if not chains or len(chains) < len(feeds) or not self._session.chains:
             return False
         rules = [rule for growth, _ in chains if (rule := growth.rule(self._vocab_size)) is not None]
         if len(rules) < len(chains):
             return False
-        chained = self._chain([growth.seq for growth, _ in chains], [text for _, text in chains], rules)
+        chained = self._draft_chain([growth.seq for growth, _ in chains], [text for _, text in chains], rules)
         if chained is None:
             return False
         for (growth, text), guesses, q in zip(chains, chained.guesses, chained.q, strict=True):
             growth.take_all(text, guesses, None if q is None else pad(q, (0, self._vocab_size - q.shape[-1])))
         return True
 
-    def _chain(self, seqs: Sequence[SequenceView], texts: Sequence[Tree], rules: Sequence[ChainRule]) -> Chained | None:
-        """One call over known text, and the guesses after it; None where that cannot be."""
+    def _draft_chain(
+        self, seqs: Sequence[SequenceView], texts: Sequence[Tree], rules: Sequence[ChainRule]
+    ) -> Chained | None:
+        """The guesses after `texts`, all in one call; None if the session cannot."""
         cache_rows = [self._cached[seq.id].cache_row for seq in seqs]
         return self._session.chain(cache_rows, [text.tokens for text in texts], rules)
 
     def _grow(self, growths: list[Chain | Branches]) -> None:
-        """Feeds what texts and branches are ahead by, then one level after the other."""
+        """Feeds the missing text and branches, then one level of guesses after the other."""
         feeds = [(growth, tree) for growth in growths if (tree := growth.first()) is not None]
-        level = 0
-        if self._at_once(feeds):
+        if self._grow_in_one_call(feeds):
             return
+        level = 0
         while feeds:
             trees = [tree for _, tree in feeds]
             keep = [growth.keep(tree) for growth, tree in feeds]

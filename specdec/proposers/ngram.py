@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the first time the last few tokens occurred."""
+"""Prompt lookup: copies the tokens that followed the first occurrence of the last n tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from specdec.proposers.copying import SEPARATOR, TextDrafter, until_separator
 
 
 class NgramIndex:
-    """Finds where the text's last n tokens first occurred, n from `max_ngram` down to 1; O(max_ngram) per token."""
+    """Finds the first occurrence of the text's last n tokens, n from `max_ngram` down to 1; O(max_ngram) per token."""
 
     def __init__(self, num_tokens: int, max_ngram: int) -> None:
         self._num_tokens, self._max_ngram = num_tokens, max_ngram
@@ -17,7 +17,7 @@ class NgramIndex:
         self._after: dict[tuple[int, ...], int] = {}
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Appends `tokens`; an n-gram counts once its continuation is there."""
+        """Appends `tokens`; an n-gram is indexed once a token follows it."""
         text, after, longest = self._text, self._after, self._max_ngram
         for token in tokens:
             end = len(text)
@@ -38,9 +38,9 @@ class NgramIndex:
 
 
 class NgramDrafter(TextDrafter):
-    """Copies what followed an earlier occurrence of the last n tokens (prompt lookup, as in transformers).
+    """Copies what followed the first occurrence of the last n tokens (prompt lookup, as in transformers).
 
-    `num_tokens` bounds a proposal; n runs from `max_ngram` down to 1 and the first match counts.
+    A proposal has at most `num_tokens`; n runs from `max_ngram` down to 1, and the first match counts.
     """
 
     source = "ngram"

@@ -1,4 +1,4 @@
-"""A draft that came without an encoder, put on the target's."""
+"""A Whisper draft without an encoder runs on the target's."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import torch
 from specdec.errors import OptionError
 from specdec.models.hf.private_api import attention_of
 
+_DECODER = ("activation_function", "max_target_positions", "scale_embedding", "vocab_size")
+
 
 def on_encoder_of(target: Any, draft: Any) -> Any:
-    """A Whisper decoder alone (`WhisperForCausalLM`) on the encoder of the target model; any other draft as it is.
+    """A `WhisperForCausalLM` draft joined to the target's encoder, sharing all weights; any other draft unchanged.
 
-    All weights are shared. Raises OptionError where the decoder does not fit the encoder.
+    Raises OptionError if the decoder's width differs from the encoder's.
     """
     if type(draft).__name__ != "WhisperForCausalLM" or target.config.model_type != "whisper":
         return draft
@@ -31,6 +33,3 @@ def on_encoder_of(target: Any, draft: Any) -> Any:
     model.model.encoder, model.model.decoder = target.get_encoder(), draft.get_decoder()
     model.proj_out, model.generation_config = draft.proj_out, draft.generation_config
     return model.train(draft.training)
-
-
-_DECODER = ("activation_function", "max_target_positions", "scale_embedding", "vocab_size")

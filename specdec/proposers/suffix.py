@@ -1,4 +1,4 @@
-"""Copies what followed the longest suffix of the text that occurred before, found by a suffix automaton."""
+"""Copies what followed an earlier occurrence of the text's longest repeated suffix."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from collections.abc import Sequence
 from specdec.proposers.copying import TextDrafter, until_separator
 
 _ROOT = 0
-_REACH = 64
-_GROWTH = 2  # guesses for each token of a match
+_MAX_LINKS = 64  # states whose latest end a token updates
+_GUESSES_PER_MATCH = 2  # guesses for each matched token
 
 
 class SuffixAutomaton:
     """All substrings of a growing text, in amortised constant time per token (SAM-Decoding, arXiv 2411.10666).
 
-    A state stands for the substrings that end at the same positions. Per state: `length` of its longest substring,
-    `link` to the state of its longest suffix with more ends, and the `latest` end but for that of the whole text, which
-    nothing follows yet. Each token updates that along at most 64 links: exact but for short substrings of text that
-    repeats one token at length.
+    A state stands for the substrings that end at the same positions. Per state: the `length` of its longest substring,
+    the `link` to the state of its longest suffix with more ends, and the `latest` end that a token follows. Each token
+    updates `latest` along at most 64 links, which is exact except for short substrings of long runs of one token.
     """
 
     def __init__(self) -> None:
@@ -34,7 +33,7 @@ class SuffixAutomaton:
             self.text.append(token)
 
     def after(self, tail: Sequence[int]) -> tuple[int, int]:
-        """The state of the longest suffix of the text and `tail` that occurs in the text, and that suffix's length."""
+        """The state and the length of the longest suffix of text + `tail` that occurs in the text."""
         state, length = self.whole, self.length[self.whole]
         for token in tail:
             while state > _ROOT and token not in self.next[state]:
@@ -45,10 +44,10 @@ class SuffixAutomaton:
         return state, length
 
     def _settle(self) -> None:
-        """Notes the end of the text so far, now that something follows it."""
+        """Records the end of the text as `latest`, before a token is appended."""
         end, state = len(self.text) - 1, self.whole
         link, latest = self.link, self.latest
-        for _ in range(_REACH):
+        for _ in range(_MAX_LINKS):
             if state <= _ROOT:
                 return
             latest[state] = end
@@ -65,7 +64,7 @@ class SuffixAutomaton:
             link[state] = self._longest_with(before, token)
 
     def _longest_with(self, before: int, token: int) -> int:
-        """The state whose longest substring is that of `before` followed by `token`, split off if need be."""
+        """The state whose longest substring is that of `before` followed by `token`, split off if necessary."""
         following, link = self.next, self.link
         found = following[before][token]
         if self.length[found] == self.length[before] + 1:
@@ -84,41 +83,31 @@ class SuffixAutomaton:
         self.latest.append(latest)
         return len(self.length) - 1
 
-
-class SuffixIndex:
-    """Looks up continuations in a suffix automaton."""
-
-    def __init__(self) -> None:
-        self._automaton = SuffixAutomaton()
-        self.extend = self._automaton.extend
-
     def lookup(self, limit: int, tail: Sequence[int] = ()) -> tuple[list[int], int]:
         """At most `limit` tokens after the latest occurrence of the longest suffix, and that suffix's length."""
-        automaton = self._automaton
-        state, match = automaton.after(tail)
-        if state == automaton.whole:  # nothing follows it
-            state = automaton.link[state]
-            match = automaton.length[state]
+        state, match = self.after(tail)
+        if state == self.whole:  # nothing follows it
+            state = self.link[state]
+            match = self.length[state]
         while state > _ROOT:
-            if tokens := self._continuation(state, min(limit, 1 + _GROWTH * match)):
+            if tokens := self._continuation(state, min(limit, 1 + _GUESSES_PER_MATCH * match)):
                 return tokens, match
-            state = automaton.link[state]
-            match = automaton.length[state]
+            state = self.link[state]
+            match = self.length[state]
         return [], 0
 
     def _continuation(self, state: int, limit: int) -> list[int]:
-        text, start = self._automaton.text, self._automaton.latest[state] + 1
-        tokens = until_separator(text[start : start + limit])
-        if start + len(tokens) == len(text):
-            # The copy has run into the text's end: what repeats so far may go on repeating.
+        start = self.latest[state] + 1
+        tokens = until_separator(self.text[start : start + limit])
+        if start + len(tokens) == len(self.text):  # the text ends in a repetition, which may go on
             tokens = (tokens * (limit // len(tokens) + 1))[:limit]
         return tokens
 
 
 class SuffixDrafter(TextDrafter):
-    """Copies what followed the longest repeated suffix, at most two tokens for each of a match and one more.
+    """Copies what followed the longest repeated suffix, at most 1 + 2 tokens per matched one (arXiv 2411.10666).
 
-    It searches the input of an encoder-decoder target too (SAM-Decoding, arXiv 2411.10666).
+    It also searches the input of an encoder-decoder target.
     """
 
     source = "suffix"
@@ -127,5 +116,5 @@ class SuffixDrafter(TextDrafter):
     def __repr__(self) -> str:
         return "SuffixDrafter()"
 
-    def index(self) -> SuffixIndex:
-        return SuffixIndex()
+    def index(self) -> SuffixAutomaton:
+        return SuffixAutomaton()

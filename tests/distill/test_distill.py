@@ -17,9 +17,9 @@ from transformers import DynamicCache
 from specdec import SpecGenerator
 from specdec.cli.commands import run
 from specdec.distill.distill import Length, distill
-from specdec.distill.recordings import Stenographer, find_sounds
-from specdec.distill.students import STEPS, EaglePupil, LayersPupil, spread_layers, unrolled_mask
-from specdec.distill.teacher import Lesson, Spool, Teacher, divergence
+from specdec.distill.recordings import Labeller, find_sounds
+from specdec.distill.students import STEPS, EagleStudent, LayersStudent, spread_layers, unrolled_mask
+from specdec.distill.teacher import Example, ExampleCache, Teacher, divergence
 from specdec.distill.texts import Texts
 from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.models import LanguageModel
@@ -76,13 +76,13 @@ def test_unrolled_steps_are_those_of_decoding(tmp_path: Path) -> None:
     """What a head guesses in training after s of its own features is what its formulas say in decoding."""
     model = tiny("llama", **THREE)
     language = LanguageModel(model)
-    pupil = EaglePupil(language, torch.arange(0, 64, 2))
-    pupil.save(tmp_path)
+    student = EagleStudent(language, torch.arange(0, 64, 2))
+    student.save(tmp_path)
     reference, ids = Eagle(tmp_path), batch(1, 16)
     with torch.no_grad():
-        states, _ = pupil.teacher.listen(ids)
+        states, _ = student.teacher.forward(ids)
         begins = torch.tensor([0, 4, 9])
-        steps = list(pupil._unrolled(ids, states[:, :-1], begins))
+        steps = list(student._unrolled(ids, states[:, :-1], begins))
     features = reference.features(states[0])
     for number, begin in enumerate(begins.tolist()):
         own = features[: begin + 1]
@@ -101,12 +101,12 @@ def test_chains_see_their_own_steps_alone() -> None:
 
 def test_hits_follow_chains() -> None:
     """Whole chains at every start are the steps of a training whose chains start there."""
-    pupil, ids = EaglePupil(LanguageModel(tiny("llama", **THREE)), torch.arange(0, 64, 2)), batch(2, 12)
-    wanted = pupil.teacher.listen(ids)[1].argmax(-1)
+    student, ids = EagleStudent(LanguageModel(tiny("llama", **THREE)), torch.arange(0, 64, 2)), batch(2, 12)
+    wanted = student.teacher.forward(ids)[1].argmax(-1)
     with torch.no_grad():
-        states = pupil.teacher.listen(ids)[0]
-        steps = list(pupil._unrolled(ids, states[:, :-1], torch.tensor([3, 5])))
-    hits = pupil.hits(ids)
+        states = student.teacher.forward(ids)[0]
+        steps = list(student._unrolled(ids, states[:, :-1], torch.tensor([3, 5])))
+    hits = student.hits(ids)
     assert hits.shape == (2, 12 - STEPS, STEPS)
     for step in range(STEPS):
         guesses = 2 * (steps[step] if step else steps[0][:, [3, 5]]).argmax(-1)
@@ -131,25 +131,25 @@ def test_divergence_and_its_gradient() -> None:
 
 
 def test_what_was_heard_is_kept(tmp_path: Path) -> None:
-    """A spool gives the lesson that was made, without a pass of the target; what finds no room is made each time."""
+    """A cache gives the example that was made, without a pass of the target; what finds no room is made each time."""
     teacher, ids = Teacher(LanguageModel(tiny("llama", **THREE)), [0, 1, 2], torch.arange(40)), batch(2, 9)
-    taught = [teacher.teach(ids[row : row + 1]) for row in range(2)]
-    heard: list[int] = []
+    labelled_alone = [teacher.label(ids[row : row + 1]) for row in range(2)]
+    labelled: list[int] = []
 
-    def teach(number: int, window: torch.Tensor) -> Lesson:
-        heard.append(number)
-        return teacher.teach(window)
+    def label(number: int, window: torch.Tensor) -> Example:
+        labelled.append(number)
+        return teacher.label(window)
 
-    kept = [value[0].nbytes for name, value in vars(taught[0]).items() if name != "ids" and value is not None]
+    kept = [value[0].nbytes for name, value in vars(labelled_alone[0]).items() if name != "ids" and value is not None]
     record = sum(kept) + 1
     for limit, passes in ((record * 9, [4, 1]), (record * 4, [4, 1, 4]), (10, [4, 1, 4, 1])):
-        heard.clear()
-        spool = Spool(teach, tmp_path / str(limit), 5, limit)
-        for lesson in (spool.lesson([4, 1], ids), spool.lesson([4, 1], ids)):
-            assert lesson.heard is None
+        labelled.clear()
+        cache = ExampleCache(label, tmp_path / str(limit), 5, limit)
+        for example in (cache.example([4, 1], ids), cache.example([4, 1], ids)):
+            assert example.encoder_states is None
             for name in ("ids", "states", "choices", "chances", "weight"):
-                assert torch.equal(getattr(lesson, name), torch.cat([getattr(one, name) for one in taught]))
-        assert heard == passes
+                assert torch.equal(getattr(example, name), torch.cat([getattr(one, name) for one in labelled_alone]))
+        assert labelled == passes
 
 
 def test_every_window_is_read_once_before_any_is_read_again() -> None:
@@ -210,27 +210,27 @@ def test_layers_are_copies() -> None:
         small(ids, past_key_values=cache)
         assert len(cache.layers) == 2
     language = LanguageModel(model)
-    pupil = LayersPupil(language, [0, 1, 2], None)
-    pupil.module.eval()
-    lesson = pupil.teacher.teach(ids)
-    mass = model(ids).logits.softmax(-1).topk(lesson.choices.shape[-1]).values.sum(-1)
-    assert pupil.loss(lesson, 0).item() == pytest.approx(-mass.log().mean().item(), abs=1e-5)
-    assert pupil.hits(ids).all()
+    student = LayersStudent(language, [0, 1, 2], None)
+    student.module.eval()
+    example = student.teacher.label(ids)
+    mass = model(ids).logits.softmax(-1).topk(example.choices.shape[-1]).values.sum(-1)
+    assert student.loss(example, 0).item() == pytest.approx(-mass.log().mean().item(), abs=1e-5)
+    assert student.hits(ids).all()
 
 
 def test_layers_guess_tokens_of_their_vocabulary(tmp_path: Path) -> None:
     """They learn on the head's rows of these; the checkpoint has all rows, and as a draft guesses no other token."""
     model, ids, vocabulary = target(), batch(), torch.arange(1, WIDTH, 3)
     language = LanguageModel(model)
-    whole, pupil = (LayersPupil(language, [0], None, some) for some in (None, vocabulary))
-    lesson = pupil.teacher.teach(ids)
-    own = pupil.module(ids).logits
+    whole, student = (LayersStudent(language, [0], None, some) for some in (None, vocabulary))
+    example = student.teacher.label(ids)
+    own = student.module(ids).logits
     torch.testing.assert_close(own, whole.module(ids).logits[..., vocabulary])
-    assert torch.equal(lesson.choices[..., 0], model(ids).logits[..., vocabulary].argmax(-1))
+    assert torch.equal(example.choices[..., 0], model(ids).logits[..., vocabulary].argmax(-1))
     hits = vocabulary[own.argmax(-1)] == model(ids).logits.argmax(-1)
-    assert torch.equal(pupil.hits(ids), hits[:, 1:].unfold(1, STEPS, 1))
-    pupil.save(tmp_path)
-    assert pupil.module.get_output_embeddings().out_features == len(vocabulary)  # it learns on
+    assert torch.equal(student.hits(ids), hits[:, 1:].unfold(1, STEPS, 1))
+    student.save(tmp_path)
+    assert student.module.get_output_embeddings().out_features == len(vocabulary)  # it learns on
     assert load_file(tmp_path / "model.safetensors")["lm_head.weight"].shape[0] == WIDTH
     drafted = SpecGenerator(model, str(tmp_path))
     assert drafted.drafter is not None
@@ -311,61 +311,61 @@ def test_where_sounds_are_found(tmp_path: Path, recordings: Path) -> None:
     listed.unlink()
 
 
-class Asked(Teacher):
+class Noting(Teacher):
     """A teacher that notes how long the texts are that it is asked about."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.lengths: list[int] = []
 
-    def teach(self, ids: torch.Tensor, heard: torch.Tensor | None = None) -> Lesson:
+    def label(self, ids: torch.Tensor, encoder_states: torch.Tensor | None = None) -> Example:
         self.lengths.append(ids.shape[1])
-        return super().teach(ids, heard)
+        return super().label(ids, encoder_states)
 
 
 def test_nothing_is_learned_about_prompts_and_padding(tmp_path: Path, recordings: Path) -> None:
-    """The weight of a lesson is that of the tokens that the target wrote, and about no others it is asked."""
+    """The weight of a example is that of the tokens that the target wrote, and about no others it is asked."""
     parts = processor()
     generator = SpecGenerator(listener(), tokenizer=parts.tokenizer)
     found = find_sounds([recordings])
-    stenographer = Stenographer(generator, parts.feature_extractor, tmp_path / "transcripts.jsonl", found, 1 << 20)
-    sounds = stenographer.write(lambda done, total: True)
-    assert (sounds.size, len(sounds.exams)) == (4, 1)
-    assert stenographer.write(lambda done, total: True) == sounds
+    labeller = Labeller(generator, parts.feature_extractor, tmp_path / "transcripts.jsonl", found, 1 << 20)
+    sounds = labeller.write(lambda done, total: True)
+    assert (sounds.size, len(sounds.evaluations)) == (4, 1)
+    assert labeller.write(lambda done, total: True) == sounds
     numbers, ids = replace(sounds, rows=4).batch(0, seed=0)
     assert sorted(numbers) == [0, 1, 2, 3]
     for row, number in enumerate(numbers):
-        piece = sounds.learned[number]
-        teacher = Asked(generator.target, (), None)
-        lesson = sounds.teach(teacher, number, ids[row : row + 1])
-        assert teacher.lengths == [len(piece.ids) - 1]
-        assert lesson.choices.shape[:2] == lesson.chances.shape[:2] == lesson.states.shape[:2] == (1, ids.shape[1])
-        asked = lesson.weight[0].nonzero()[:, 0].tolist()
-        assert asked == list(range(piece.first - 1, len(piece.ids) - 1))
-        assert ids[row, : len(piece.ids)].tolist() == piece.ids
+        labelled = sounds.learned[number]
+        teacher = Noting(generator.target, (), None)
+        example = sounds.label(teacher, number, ids[row : row + 1])
+        assert teacher.lengths == [len(labelled.ids) - 1]
+        assert example.choices.shape[:2] == example.chances.shape[:2] == example.states.shape[:2] == (1, ids.shape[1])
+        asked = example.weight[0].nonzero()[:, 0].tolist()
+        assert asked == list(range(labelled.first - 1, len(labelled.ids) - 1))
+        assert ids[row, : len(labelled.ids)].tolist() == labelled.ids
 
 
 def test_windows_are_encoded_once(tmp_path: Path, recordings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When they are written down, every other few of them with timestamps; lessons are about the same sound."""
-    monkeypatch.setattr("specdec.distill.recordings._WRITTEN", 2)
+    """When they are written down, every other few of them with timestamps; examples are about the same sound."""
+    monkeypatch.setattr("specdec.distill.recordings._BATCH", 2)
     parts, encoded = processor(), []
     generator = SpecGenerator(listener(), tokenizer=parts.tokenizer)
     encode = LanguageModel.encode
     monkeypatch.setattr(LanguageModel, "encode", lambda self, given: encoded.append(1) or encode(self, given))
-    stenographer = Stenographer(
+    labeller = Labeller(
         generator, parts.feature_extractor, tmp_path / "transcripts.jsonl", find_sounds([recordings]), 1 << 20
     )
-    sounds = stenographer.write(lambda done, total: True)
-    assert [piece.number for piece in sounds.learned] == [1, 2, 3, 4]
+    sounds = labeller.write(lambda done, total: True)
+    assert [labelled.number for labelled in sounds.learned] == [1, 2, 3, 4]
     without = generator.target.model.generation_config.no_timestamps_token_id
-    assert [without in piece.ids for piece in sounds.learned] == [True, False, False, True]
-    heard = sounds.heard([0, 1, 2, 3])
+    assert [without in labelled.ids for labelled in sounds.learned] == [True, False, False, True]
+    encoder_states = sounds.encoder_states([0, 1, 2, 3])
     assert len(encoded) == 5
-    again = replace(stenographer).write(lambda done, total: True)  # after a kill
-    assert torch.equal(again.heard([0, 1, 2, 3]), heard)
+    again = replace(labeller).write(lambda done, total: True)  # after a kill
+    assert torch.equal(again.encoder_states([0, 1, 2, 3]), encoder_states)
     assert len(encoded) == 5
     sounds.close()
-    assert torch.equal(sounds.heard([0, 1, 2, 3]), heard)
+    assert torch.equal(sounds.encoder_states([0, 1, 2, 3]), encoder_states)
     assert len(encoded) == 9
 
 
@@ -373,7 +373,7 @@ def test_windows_without_an_end_are_left_out(tmp_path: Path, recordings: Path) -
     """Of those a target goes round in circles about, nothing is learned; where it is all of them, an error says so."""
     parts = processor()
     options: dict[str, Any] = {"kind": "layers", "layers": 1, "feature_extractor": parts.feature_extractor}
-    with pytest.raises(OptionError, match=r"that the target writes down to an end.*got '0 of 5 windows'"):
+    with pytest.raises(OptionError, match=r"windows of sound whose transcript ends.*got '0 of 5 windows'"):
         distill(whisper(0), tmp_path, tokenizer=parts.tokenizer, audio=[recordings], steps=1, **options)
 
 

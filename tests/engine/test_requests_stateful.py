@@ -343,7 +343,7 @@ class Requests(RuleBasedStateMachine):
         assert len(slots) == len({*slots}) == len(engine.target._rows)  # type: ignore[attr-defined]
         for draft in engine._drafts.values():
             for part in (draft.session, getattr(draft.session, "_model", None), getattr(draft.session, "_text", None)):
-                for held in ("_cached", "_readings", "_rows"):
+                for held in ("_cached", "_readings", "_seqs"):
                     assert {*getattr(part, held, ())} <= keys, (draft, held)
 
     def step(self) -> None:

@@ -16,7 +16,7 @@ from specdec.core.tree import Tree
 from specdec.models import LanguageModel
 from specdec.models.backends.kv_session import KvSession
 from specdec.models.loading.sharding import parts
-from specdec.parallel.ranks import Follower, Line, Ranks
+from specdec.parallel.ranks import Channel, Follower, Ranks
 from specdec.parallel.sharded import LedSession, ShardedModel
 from specdec.parallel.synced import InStep
 from tests.heads import eagle_folder
@@ -35,7 +35,7 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-class Beside(Line):
+class Beside(Channel):
     """Another process in this one, which hears every message at once; `sent` are all that there were."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Beside(Line):
     def send(self, message: bytes) -> None:
         self.sent.append(message)
         with torch.no_grad():
-            self.other.obey(message)
+            self.other.run(message)
 
     def gather(self, outcome: str | None) -> Sequence[str | None]:
         return [outcome, self.reports.pop()]
@@ -194,10 +194,10 @@ def test_a_shared_model_runs_through_sessions_alone(shared: ShardedModel) -> Non
 def test_the_end_is_told_once(line: Beside, shared: ShardedModel) -> None:
     """And nothing after it."""
     assert shared.ranks is not None
-    assert line.other.obey(b"")  # a sign of life
+    assert line.other.run(b"")  # a sign of life
     shared.ranks.end()
     shared.ranks.end()
-    assert not line.other.obey(line.sent[-1])
+    assert not line.other.run(line.sent[-1])
     with pytest.raises(EngineError, match="the job was ended"):
         shared.session()
 

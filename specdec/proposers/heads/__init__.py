@@ -1,4 +1,4 @@
-"""Heads: small stacks of layers that read the target's hidden states and guess on from there."""
+"""Heads: small stacks of layers that draft from the target's hidden states."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specdec.proposers.heads.stage import Head, Stages
 
 
 def _load_gemma4(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> Head:
-    """Looked up when it is needed: to import transformers' Gemma 4 takes a while."""
+    """Imports transformers' Gemma 4 only when needed, as that is slow."""
     from specdec.proposers.heads.gemma4 import load_gemma4
 
     return load_gemma4(checkpoint, target, how)
@@ -32,8 +32,7 @@ LOADERS = {
     "assistant": load_assistant,
     "gemma4": _load_gemma4,
 }
-"""By the `speculators_model_type` of a checkpoint; the last two are transformers' own, the first of which guess blocks.
-"""
+"""By `speculators_model_type`; the last two are transformers' own formats, of block-guessing and Gemma 4 assistants."""
 
 
 def load_head(
@@ -44,12 +43,10 @@ def load_head(
     argument: str = "draft",
     choose: Choose | None = None,
 ) -> Head:
-    """The head at a folder or hub id, or that an assistant of transformers is, for this target, loaded as `how` says.
+    """Loads the head at a folder or hub id, or a transformers assistant model, for this target.
 
-    `choose` says which of the tokens that it knows it may guess.
-
-    Raises OptionError for one that was made for another target, UnsupportedError for kinds that are not known,
-    LoadError for broken checkpoints.
+    `choose` selects the tokens that it may guess, `argument` names it in errors. Raises OptionError if it was made for
+    another target, UnsupportedError for an unknown kind, LoadError for a broken checkpoint.
     """
     how = how or Loading()
     if isinstance(source, PreTrainedModel):

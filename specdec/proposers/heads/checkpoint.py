@@ -1,4 +1,4 @@
-"""Checkpoints of heads in the format of vLLM's `speculators` library: a config that says how, and named weights."""
+"""Checkpoints of heads in the format of vLLM's `speculators` library: a config and named weights."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -29,21 +29,21 @@ from specdec.proposers.heads.stage import Embedding, Stage
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _BLOCK = {"target_layer_ids", "block_size", "mask_token_id"}  # of transformers' assistants that guess blocks
 _GEMMA = r"gemma4\w*_assistant"  # the `model_type` of those of Gemma 4
-_IGNORED = ("verifier_norm.", "verifier_lm_head.", "rotary_emb.")  # of the library's training
-_SENSELESS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, StrictDataclassError)
+_IGNORED = ("verifier_norm.", "verifier_lm_head.", "rotary_emb.")  # only used in training
+_CONFIG_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, StrictDataclassError)
 
 
 def kind_of(
     source: str | PathLike[str] | PreTrainedModel, revision: str | None = None, *, argument: str = "draft"
 ) -> str | None:
-    """Which kind of head a model is, or is at a folder or hub id ("eagle3", …); None for anything else, or nothing.
+    """The kind of head ("eagle3", …) that a model is, or that a folder or hub id holds; None if it is no head.
 
-    Raises LoadError where the hub cannot be reached; `argument` is what the caller calls the source.
+    Raises LoadError, naming `argument`, if the hub cannot be reached.
     """
     try:
         if isinstance(source, PreTrainedModel):
             config = source.config.to_dict()
-        elif not _names_folder(str(source)):
+        elif ":" in str(source) or Path(source).is_file():  # a pair of the package, or a file
             return None
         else:
             config = json.loads(Path(_file(str(source), _CONFIG, revision)).read_text())
@@ -58,11 +58,6 @@ def kind_of(
     return None if found is None else str(found)
 
 
-def _names_folder(source: str) -> bool:
-    """Whether this can be a folder or hub id: no file, and no pair that comes with the package."""
-    return not (":" in source or Path(source).is_file())
-
-
 def _file(source: str, name: str, revision: str | None) -> str:
     folder = Path(source)
     return str(folder / name) if folder.is_dir() else cached(source, name, revision)
@@ -70,7 +65,7 @@ def _file(source: str, name: str, revision: str | None) -> str:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A head's config and weights; `argument` is what the caller calls it, who may `choose` what it guesses."""
+    """A head's config and weights; `argument` names it in errors, `choose` selects the tokens that it may guess."""
 
     source: str
     config: Mapping[str, Any]
@@ -80,7 +75,7 @@ class Checkpoint:
 
     @classmethod
     def read(cls, source: str | PathLike[str], how: Loading, argument: str = "draft") -> Checkpoint:
-        """Raises OptionError for what is not there, LoadError for files that are broken or missing."""
+        """Reads a folder or hub id; raises OptionError if it does not exist, LoadError for broken or missing files."""
         name = str(source)
         check_folder(source, argument)
         with readable(name, argument):
@@ -90,7 +85,7 @@ class Checkpoint:
         return cls(name, config, weights, argument)
 
     def dtype(self, how: Loading, target: LanguageModel) -> torch.dtype:
-        """In which type the head computes: as asked, else that of its weights, but float32 for float16 on a CPU."""
+        """The dtype the head computes in: `how`'s, or else its weights', with float32 for float16 on a CPU."""
         if how.dtype != "auto":
             found: torch.dtype = how.dtype if isinstance(how.dtype, torch.dtype) else getattr(torch, how.dtype)
             return found
@@ -98,69 +93,66 @@ class Checkpoint:
         return torch.float32 if stored == torch.float16 and target.device.type == "cpu" else stored
 
     def layers_config(self) -> Any:
-        """The config of its decoder layers."""
+        """The config of its decoder layers; raises LoadError if it has none."""
         given = self.config.get("transformer_layer_config")
         if not isinstance(given, dict):
             raise self.broken("its config has no `transformer_layer_config`")
         kept = {name: value for name, value in given.items() if name != "model_type"}
         rope = kept.get("rope_parameters") or {}
-        kept["rope_parameters"] = rope.get("sliding_attention", rope) or None  # one for all, as in the library
+        kept["rope_parameters"] = rope.get("sliding_attention", rope) or None  # one for all layers, as in the library
         config = AutoConfig.for_model(given.get("model_type", "qwen3"), **kept)
         self.count(config.num_hidden_layers, "num_hidden_layers", 1)
         return config
 
     def embedding(self, target: LanguageModel, dtype: torch.dtype) -> Embedding:
-        """Its own embeddings, or the target's where it has none; raises LoadError where they lack tokens."""
+        """Its own embeddings, or else the target's; raises LoadError if they lack tokens."""
         table = self.weights.get("embed_tokens.weight")
         if table is None:
             return Embedding(target.input_embeddings)
         if table.ndim != 2 or len(table) < target.vocab_size:
             raise self.broken(
-                f"`embed_tokens.weight` is {list(table.shape)}, and a target of {target.vocab_size} tokens needs a row "
-                "for each"
+                f"`embed_tokens.weight` is {list(table.shape)}, and a target of {target.vocab_size} tokens"
             )
         return Embedding(table.to(target.device, dtype))
 
     def mask_token(self, embedding: Embedding) -> int:
-        """The token that blocks are made of; raises LoadError where there is none, or it has no embedding."""
+        """The mask token of blocks; raises LoadError unless it is a token with an embedding."""
         token: Any = self.config.get("mask_token_id")
         if not is_whole(token) or not 0 <= token < embedding.vocab_size:
-            raise self.broken(
-                f"its `mask_token_id` must be one of {embedding.vocab_size} tokens that have embeddings, got {token!r}"
-            )
+            raise self.broken(f"its `mask_token_id` must be one of its {embedding.vocab_size} tokens, got {token!r}")
         return int(token)
 
     def count(self, size: Any, name: str, least: int) -> int:
-        """A whole number that its config gives as `name`; raises LoadError below `least`."""
+        """`size`, the config's field `name`; raises LoadError unless it is a whole number of at least `least`."""
         if not is_whole(size) or size < least:
             raise self.broken(f"its `{name}` must be a whole number of at least {least}, got {size!r}")
         return int(size)
 
     def vocabulary(self, target: LanguageModel, size: int) -> Tensor | None:
-        """The target's ids `[size]` of the head's own logits, None where it has them all."""
+        """The target's ids `[size]` of the head's own logits; None if it has all."""
         if size == target.vocab_size and "d2t" not in self.weights:
             return None
         offsets = self.weights.get("d2t")
         if offsets is None:
-            raise self.broken(f"it guesses {size} of {target.vocab_size} tokens, but `d2t` does not say which")
+            raise self.broken(f"it guesses {size} of {target.vocab_size} tokens, but has no `d2t`")
         ids = offsets.long() + torch.arange(len(offsets))
         named = sorted(set(ids.tolist()))
         if offsets.shape != (size,) or len(named) != size or named[0] < 0 or named[-1] >= target.vocab_size:
-            raise self.broken(f"`d2t` does not name {size} different tokens of {target.vocab_size}")
+            raise self.broken(f"`d2t` must name {size} different tokens of {target.vocab_size}")
         known = self.weights.get("t2d")
         if known is not None and (len(known) != target.vocab_size or known.nonzero()[:, 0].tolist() != named):
-            raise self.broken("`t2d` does not say the same as `d2t`")
+            raise self.broken("`t2d` contradicts `d2t`")
         return ids.to(target.device)
 
     def fill(self, stage: Stage, dtype: torch.dtype, device: torch.device) -> None:
-        """Gives a stage its weights; raises LoadError for those that are missing or of another shape."""
+        """Loads a stage's weights; raises LoadError for missing ones and other shapes."""
         wanted = stage.state_dict()
         if missing := [name for name in wanted if name not in self.weights]:
             raise self.broken(f"{len(missing)} weights are missing, {missing[0]}…")
         for name, tensor in wanted.items():
             if self.weights[name].shape != tensor.shape:
-                found, said = list(self.weights[name].shape), list(tensor.shape)
-                raise self.broken(f"`{name}` is {found}, and by its config {said}")
+                found, expected = list(self.weights[name].shape), list(tensor.shape)
+                raise self.broken(f"`{name}` is {found}, and by its config {expected}")
         given = {
             name: self.weights[name].to(device, dtype if tensor.is_floating_point() else None)
             for name, tensor in wanted.items()
@@ -170,12 +162,8 @@ class Checkpoint:
         if self.choose is not None:
             stage.narrow(self.choose)
 
-    def with_weights(self, weights: dict[str, Tensor]) -> Checkpoint:
-        """The same with other weights."""
-        return replace(self, weights=weights)
-
     def read_layers(self, name: str, target: LanguageModel) -> list[int]:
-        """The layers of the target that the head reads, as its config's field `name` says."""
+        """The target's layers that the head reads: its config's field `name`, or the format's default."""
         most = target.num_layers
         layers: list[int] = self.config.get(name) or [2, most // 2, most - 3]
         if not all(0 <= layer < most for layer in layers) or len(set(layers)) != len(layers):
@@ -183,18 +171,18 @@ class Checkpoint:
         return layers
 
     def unfit(self, why: str, target: LanguageModel) -> OptionError:
-        """The error of a head that was made for a target with other layers."""
+        """The error for a head that was made for a target with other layers."""
         return OptionError(
             f"`{self.argument}` {self.source!r} is of another target, this one has {target.num_layers} layers: {why}"
         )
 
     def check_used(self, names: set[str]) -> None:
-        """Raises where the checkpoint has weights that nobody would read."""
+        """Raises UnsupportedError if the checkpoint has weights beside those of `names`."""
         if unread := sorted(self.weights.keys() - names - {"d2t", "t2d"}):
-            raise self.broken(f"nobody reads its weights {', '.join(unread[:3])}…", UnsupportedError)
+            raise self.broken(f"it has unknown weights {', '.join(unread[:3])}…", UnsupportedError)
 
     def check_target(self, target: LanguageModel, *, width: int, vocab_size: int) -> None:
-        """Raises OptionError where it was made for another target, and says what does not fit."""
+        """Raises OptionError, with the reason, if the head was made for another target."""
         verifier = (self.config.get("speculators_config") or {}).get("verifier") or {}
         made = verifier.get("architectures") or []
         own, config = type(target.model).__name__, target.config
@@ -215,7 +203,7 @@ class Checkpoint:
             )
 
     def broken(self, why: str, kind: type[Exception] = LoadError) -> Exception:
-        """The error of a checkpoint that cannot be used."""
+        """The error for a checkpoint that cannot be used."""
         return kind(f"`{self.argument}` {self.source!r} cannot be loaded: {why}")
 
 
@@ -232,29 +220,22 @@ def _weights(name: str, revision: str | None) -> Iterator[tuple[str, Tensor]]:
 
 
 def _differ(name: str, other: str) -> bool:
-    """Whether two names are those of different models of the hub; folders may have any name."""
+    """Whether both are hub ids, of different models; folders may have any name."""
     ids = [one for one in (name, other) if one.count("/") == 1 and not Path(one).exists()]
     return len(ids) == 2 and ids[0].rpartition("/")[2].lower() != ids[1].rpartition("/")[2].lower()
 
 
 @contextmanager
 def readable(source: str, argument: str) -> Iterator[None]:
-    """Errors of a checkpoint's files as `explained` has them; fields that make no sense are a LoadError too."""
+    """Explains errors in a checkpoint's files (`explained`); invalid fields of its config raise LoadError too."""
     with explained(source, argument):
         try:
             yield
         except SpecdecError:
             raise
-        except _SENSELESS as error:
+        except _CONFIG_ERRORS as error:
             why = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise LoadError(
                 f"`{argument}` {source!r} cannot be loaded: its config.json, or the index of its files, makes no sense "
                 f"({why})"
             ) from error
-
-
-@contextmanager
-def unallocated() -> Iterator[None]:
-    """While it lasts, modules are made without memory for their weights."""
-    with torch.device("meta"):
-        yield

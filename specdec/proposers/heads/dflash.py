@@ -1,12 +1,13 @@
-"""DFlash heads (arXiv 2602.06036): one pass guesses a whole block, which looks at what the target said of all text.
+"""DFlash heads (arXiv 2602.06036): one pass guesses a whole block, which attends to the target's hidden states.
 
-Nodes are of two kinds. Of text the head keeps keys and values alone, made of the target's hidden states. A block is the
-last token and mask tokens after it, which look at the text and at one another.
+Nodes are of two kinds: text, for which the head makes only keys and values, from the target's hidden states; and the
+block, i.e. the last token and mask tokens after it, which attend to the text and to one another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,20 +22,20 @@ from specdec.models.capability import attention_kinds
 from specdec.models.hf.private_api import set_attention
 from specdec.models.language_model import LanguageModel
 from specdec.options.load import Loading
-from specdec.proposers.heads.checkpoint import Checkpoint, unallocated
+from specdec.proposers.heads.checkpoint import Checkpoint
 from specdec.proposers.heads.stage import Block, Embedding, Head, Stage
 
-_MUSE = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}  # transformers' names of the same weights
+_TRANSFORMERS_NAMES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 
 
 class DFlashStage(Stage):
     """The layers of a DFlash head, which reads `hidden` layers of the target.
 
-    `anchored`: windows of a block are measured from its first token, otherwise from each; `causal`: in windows, a block
-    looks back only. `whole` is the target's head, for one that has none of its own.
+    `anchored`: a block's windows start from its first token, otherwise from each token; `causal`: in windowed layers,
+    the nodes of a block attend backwards only. `whole`: the target's output layer, if the head has none of its own.
     """
 
-    compiles = False  # nodes of a block look ahead
+    compiles = False  # nodes of a block attend to later ones
 
     def __init__(
         self,
@@ -50,7 +51,7 @@ class DFlashStage(Stage):
     ) -> None:
         width, eps = config.hidden_size, config.rms_norm_eps
         super().__init__(config, embedding, width + 1, vocab_size, _kinds(config), depth=-1, vocabulary=vocabulary)
-        self.anchored, self.causal, self._whole = anchored, causal, (whole,)  # no module of its own
+        self.anchored, self.causal, self._whole = anchored, causal, (whole,)  # in a tuple: not a submodule
         self.fc = nn.Linear(hidden * width, width, bias=False)
         self.hidden_norm = modeling_qwen3.Qwen3RMSNorm(width, eps=eps)
         layers = range(config.num_hidden_layers)
@@ -63,43 +64,45 @@ class DFlashStage(Stage):
             self.rotary_emb = modeling_qwen3.Qwen3RotaryEmbedding(config)
 
     def features(self, states: Tensor) -> Tensor:
-        """The projection of hidden states `[tokens, layers, width]`, and a 0 that says text: `[tokens, width + 1]`."""
+        """Projected hidden states `[tokens, layers, width]` with a 0 that marks text: `[tokens, width + 1]`."""
         return F.pad(self.hidden_norm(self.fc(states.flatten(1))), (0, 1))
 
     def masked(self) -> Tensor:
-        """The feature of all tokens of a block, which is nothing but a 1: `[width + 1]`."""
+        """The feature `[width + 1]` of all tokens of a block: zeros and a 1."""
         return F.pad(self.norm.weight.new_zeros(self.width - 1), (0, 1), value=1.0)
 
     def write(
         self, embeds: Tensor, features: Tensor, masks: Mapping[str, Tensor], positions: Tensor, cache: Any
     ) -> Tensor:
-        """The last layer's output, and a column that says nothing."""
+        """The last layer's output, and a column of zeros."""
         context, block = features[..., :-1], features[..., -1:] > 0
         seen = {name: self._widened_mask(name, mask, block[..., 0]) for name, mask in masks.items()}
         angles, hidden = self.rotary_emb(embeds, positions), embeds
         layers: list[Any] = list(self.layers)
         for number, (layer, name) in enumerate(zip(layers, self.config.layer_types, strict=True)):
             normed = layer.input_layernorm(hidden)
-            told = torch.where(block, normed, context)
-            hidden = hidden + _attention(layer.self_attn, normed, told, angles, seen[name], cache, number)
+            sources = torch.where(block, normed, context)
+            hidden = hidden + _attention(layer.self_attn, normed, sources, angles, seen[name], cache, number)
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
         return F.pad(hidden, (0, 1))
 
     def guess(self, written: Tensor) -> Tensor:
-        """Logits, by the target's head where it has none."""
+        """Logits of its own output layer, or else the target's."""
         normed = self.norm(written[..., :-1])
         [whole] = self._whole
         logits: Tensor = (whole or self.lm_head)(normed)
         return logits
 
     def cut(self, rows: Tensor) -> None:
-        """Of the target's head it takes these rows as its own."""
+        """Limits its logits to `rows`; of the target's output layer it copies them."""
         [whole] = self._whole
         self.lm_head, self._whole = whole or self.lm_head, (None,)
         super().cut(rows)
 
     def _widened_mask(self, name: str, mask: Tensor, block: Tensor) -> Tensor:
-        """`mask` `[rows, 1, nodes, end]`; nodes of a `block` `[rows, nodes]` also see what others of it see."""
+        """`mask` `[rows, 1, nodes, end]`, where nodes of a `block` `[rows, nodes]` also see what its other
+        nodes see.
+        """
         first = block.int().argmax(1)
         last = block.shape[1] - 1 - block.flip(1).int().argmax(1)
         begin, end = (mask.gather(2, at.view(-1, 1, 1, 1).expand(-1, 1, 1, mask.shape[3])) for at in (first, last))
@@ -109,13 +112,13 @@ class DFlashStage(Stage):
 
 
 def _attention(
-    attention: Any, normed: Tensor, told: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor, cache: Any, layer: int
+    attention: Any, normed: Tensor, sources: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor, cache: Any, layer: int
 ) -> Tensor:
-    """Attention of nodes, of which `told` are the keys and values, `[rows, nodes, hidden]`."""
+    """Attention with keys and values made of `sources` `[rows, nodes, hidden]`, and queries of `normed`."""
     shape = (*normed.shape[:-1], -1, attention.head_dim)
     query = attention.q_norm(attention.q_proj(normed).view(shape)).transpose(1, 2)
-    key = attention.k_norm(attention.k_proj(told).view(shape)).transpose(1, 2)
-    value = attention.v_proj(told).view(shape).transpose(1, 2)
+    key = attention.k_norm(attention.k_proj(sources).view(shape)).transpose(1, 2)
+    value = attention.v_proj(sources).view(shape).transpose(1, 2)
     query, key = modeling_qwen3.apply_rotary_pos_emb(query, key, *angles)
     if cache is not None:
         key, value = cache.update(key, value, layer)
@@ -127,15 +130,15 @@ def _attention(
 
 
 def _kinds(config: Any) -> tuple[Kind, ...]:
-    """The kinds of attention; their windows do not count the node itself."""
+    """The kinds of attention, with windows that do not count the node itself."""
     kinds = attention_kinds(config) or ()
     return tuple(kind if kind.window is None else Kind(kind.name, kind.window + 1) for kind in kinds)
 
 
 def load_dflash(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> Head:
-    """A DFlash head for this target, in the `speculators` format.
+    """A DFlash head in the `speculators` format.
 
-    Raises OptionError for one that was made for another target, LoadError for a broken checkpoint.
+    Raises OptionError if it was made for another target, LoadError for a broken checkpoint.
     """
     given, config = checkpoint.config, _layers_of(checkpoint.layers_config(), checkpoint)
     checkpoint.check_target(
@@ -144,47 +147,34 @@ def load_dflash(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> 
     layers = checkpoint.read_layers("aux_hidden_state_layer_ids", target)
     vocabulary = checkpoint.vocabulary(target, given.get("draft_vocab_size", target.vocab_size))
     has_head = "lm_head.weight" in checkpoint.weights
-    with unallocated():
-        stage = DFlashStage(
-            config,
-            Embedding(target.input_embeddings),
-            target.vocab_size,
-            hidden=len(layers),
-            causal=not given.get("sliding_window_non_causal", False),
-            whole=None if has_head or vocabulary is not None else target.output_embeddings,
-            vocabulary=vocabulary,
-        )
+    options = {
+        "causal": not given.get("sliding_window_non_causal", False),
+        "whole": None if has_head or vocabulary is not None else target.output_embeddings,
+        "vocabulary": vocabulary,
+    }
     size, anchor = given.get("block_size", 8), bool(given.get("sample_from_anchor", False))
-    return _filled(stage, checkpoint, target, how, layers, size, anchor=anchor)
+    return _head(config, checkpoint, target, how, layers, size, anchor=anchor, **options)
 
 
 def load_assistant(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> Head:
-    """A DFlash head as transformers' assistants store it (`target_layer_ids`, `block_size`, `mask_token_id`)."""
+    """A DFlash head in the format of transformers' assistants; raises as `load_dflash`."""
     config = _layers_of(checkpoint.config, checkpoint)
-    layers = [layer + 1 for layer in checkpoint.config["target_layer_ids"]]  # what they write
+    layers = [layer + 1 for layer in checkpoint.config["target_layer_ids"]]  # the outputs of these layers
     if not all(0 < layer <= target.num_layers for layer in layers):
         raise checkpoint.unfit(f"it reads what layers {list(checkpoint.config['target_layer_ids'])} write", target)
     checkpoint.check_target(target, width=config.hidden_size, vocab_size=target.vocab_size)
-    renamed = checkpoint.with_weights({_renamed(name): tensor for name, tensor in checkpoint.weights.items()})
-    with unallocated():
-        stage = DFlashStage(
-            config,
-            Embedding(target.input_embeddings),
-            target.vocab_size,
-            hidden=len(layers),
-            anchored=False,
-            whole=target.output_embeddings,
-        )
-    return _filled(stage, renamed, target, how, layers, checkpoint.config["block_size"], anchor=False)
+    renamed = replace(checkpoint, weights={_renamed(name): tensor for name, tensor in checkpoint.weights.items()})
+    options = {"anchored": False, "whole": target.output_embeddings}
+    return _head(config, renamed, target, how, layers, checkpoint.config["block_size"], anchor=False, **options)
 
 
 def _renamed(name: str) -> str:
-    """What the `speculators` format calls a weight of transformers'."""
-    return next((new + name[len(old) :] for old, new in _MUSE.items() if name.startswith(old)), name)
+    """The `speculators` format's name for a weight of transformers' format."""
+    return next((new + name[len(old) :] for old, new in _TRANSFORMERS_NAMES.items() if name.startswith(old)), name)
 
 
-def _filled(
-    stage: DFlashStage,
+def _head(
+    config: Qwen3Config,
     checkpoint: Checkpoint,
     target: LanguageModel,
     how: Loading,
@@ -192,9 +182,14 @@ def _filled(
     size: Any,
     *,
     anchor: bool,
+    **options: Any,
 ) -> Head:
+    """The head with its weights; `options` are `DFlashStage`'s, `anchor`: the last token's node guesses as well."""
+    embedding = Embedding(target.input_embeddings)
+    with torch.device("meta"):
+        stage = DFlashStage(config, embedding, target.vocab_size, hidden=len(layers), **options)
     masks = checkpoint.count(size, "block_size", 1 if anchor else 2) - 1
-    token = checkpoint.mask_token(stage.embedding)
+    token = checkpoint.mask_token(embedding)
     checkpoint.check_used({*stage.state_dict(), "embed_tokens.weight"})
     checkpoint.fill(stage, checkpoint.dtype(how, target), target.device)
     block = Block(masks + anchor, token, masks, stage.masked(), reads_itself=True)
@@ -202,7 +197,7 @@ def _filled(
 
 
 def _layers_of(given: Any, checkpoint: Checkpoint) -> Qwen3Config:
-    """The config of layers, which are those of Qwen3 in all kinds of checkpoints."""
+    """The config of the layers, which are Qwen3's in all checkpoints; raises UnsupportedError for other attention."""
     fields = given if isinstance(given, Mapping) else given.to_dict()
     names = (
         "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -212,7 +207,10 @@ def _layers_of(given: Any, checkpoint: Checkpoint) -> Qwen3Config:
     kept = {name: fields[name] for name in names if fields.get(name) is not None}
     kinds = kept.setdefault("layer_types", ["full_attention"] * kept.get("num_hidden_layers", 1))
     if not set(kinds) <= {"full_attention", "sliding_attention"}:
-        raise checkpoint.broken(f"layers of kinds {sorted(set(kinds))} are not known here", UnsupportedError)
+        raise checkpoint.broken(
+            f"it has layers of kinds {sorted(set(kinds))}, known are full_attention and sliding_attention",
+            UnsupportedError,
+        )
     config = Qwen3Config(**kept, use_sliding_window="sliding_attention" in kinds)
     set_attention(config, "sdpa")
     return config

@@ -1,12 +1,12 @@
-"""EAGLE-3 heads (arXiv 2503.01840) in the `speculators` format: a decoder layer over what three of the target's said.
+"""EAGLE-3 heads (arXiv 2503.01840) in the `speculators` format: decoder layers over three hidden states of the target.
 
-A feature is the projection of the hidden states of three layers, or what the head itself wrote at a guessed token. Its
-first layer attends over embedding and feature side by side.
+A feature is the projection of these hidden states or, at a guessed token, the head's own output. The first layer's
+attention reads embedding and feature concatenated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from specdec.models.capability import attention_kinds
 from specdec.models.hf.private_api import set_attention
 from specdec.models.language_model import LanguageModel
 from specdec.options.load import Loading
-from specdec.proposers.heads.checkpoint import Checkpoint, unallocated
+from specdec.proposers.heads.checkpoint import Checkpoint
 from specdec.proposers.heads.stage import Block, Embedding, Head, Stage
 
 
@@ -39,16 +39,16 @@ KINDS = {
     "qwen3": Parts(modeling_qwen3.Qwen3DecoderLayer, modeling_qwen3.Qwen3RMSNorm, modeling_qwen3.Qwen3RotaryEmbedding),
 }
 """By the `model_type` of the layers' config."""
-_GUESSES = 8  # in one pass, where a checkpoint does not say
+_GUESSES = 8  # of a P-EAGLE head whose config has no number
 
 
 @dataclass(frozen=True)
 class Norms:
-    """Where an EAGLE-3 head normalizes, by the names of the format.
+    """Where an EAGLE-3 head normalizes; the names are the format's.
 
-    `norm_before_residual`: its first layer adds to the normalized feature. `norm_before_fc`: the hidden states of all
-    layers together, before they are projected; `fc_norm`: those of each layer. `norm_output`: what it writes, and not
-    only what its logits are made of (EAGLE 3.1).
+    `norm_before_residual`: the first layer's residual is the normalized feature. Before projection, `norm_before_fc`
+    normalizes the hidden states of all layers together, `fc_norm` each layer's. `norm_output`: the features that it
+    writes are normalized, not only the logits' input (EAGLE 3.1).
     """
 
     norm_before_residual: bool = False
@@ -58,7 +58,7 @@ class Norms:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Norms:
-        """As the config says; raises LoadError where it contradicts itself."""
+        """Reads the checkpoint's config; raises LoadError if it contradicts itself."""
         norms = cls(**{name: bool(checkpoint.config.get(name, False)) for name in cls.__dataclass_fields__})
         if norms.norm_before_fc and norms.fc_norm:
             raise checkpoint.broken("`norm_before_fc` and `fc_norm` exclude each other")
@@ -66,7 +66,7 @@ class Norms:
 
 
 class FirstLayer(nn.Module):
-    """A decoder layer whose attention reads embedding and feature side by side."""
+    """A decoder layer whose attention reads embedding and feature concatenated."""
 
     def __init__(self, layer: Any, norm: Any, config: Any, *, norm_before_residual: bool) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class FirstLayer(nn.Module):
             setattr(self.self_attn, name, wide)
 
     def forward(self, embeds: Tensor, features: Tensor, **attention: Any) -> Tensor:
-        """`[rows, nodes, hidden]` of both to the same."""
+        """The output `[rows, nodes, hidden]` for embeddings and features of that shape."""
         normed = self.hidden_norm(features)
         residual = normed if self.norm_before_residual else features
         both = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
@@ -106,8 +106,9 @@ class EagleStage(Stage):
         super().__init__(config, embedding, config.hidden_size, vocab_size, _kinds(config), vocabulary=vocabulary)
         norms, parts, width = norms or Norms(), KINDS[config.model_type], config.hidden_size
         read = hidden * (target_width or width)
-        self.norms, self._names = norms, _layer_types(config)
-        self.norm_output = norms.norm_output  # as a plain attribute it is told compiled code apart by
+        self.norms = norms
+        self._names = getattr(config, "layer_types", None) or [self.kinds[0].name] * config.num_hidden_layers
+        self.norm_output = norms.norm_output  # a plain attribute, which the key of compiled code includes
         first = FirstLayer(parts.layer(config, 0), parts.norm, config, norm_before_residual=norms.norm_before_residual)
         others = [parts.layer(config, layer) for layer in range(1, config.num_hidden_layers)]
         self.layers = nn.ModuleList([first, *others])
@@ -123,7 +124,7 @@ class EagleStage(Stage):
             self.rotary_emb = parts.rotary(config)
 
     def features(self, states: Tensor) -> Tensor:
-        """The projection of hidden states `[tokens, layers, width]`: `[tokens, hidden]`."""
+        """Projects hidden states `[tokens, layers, width]` to `[tokens, hidden]`."""
         if self.fc_norm is not None:
             states = torch.stack([norm(states[:, i]) for i, norm in enumerate(self.fc_norm)], dim=1)
         together = states.flatten(1)
@@ -148,18 +149,16 @@ class EagleStage(Stage):
         return self.norm(hidden) if self.norm_output else hidden
 
     def guess(self, written: Tensor) -> Tensor:
-        """Logits of the head's own vocabulary."""
+        """Logits over the head's own vocabulary."""
         logits: Tensor = self.lm_head(written if self.norm_output else self.norm(written))
         return logits
 
 
 def load_eagle(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> Head:
-    """An EAGLE-3 or P-EAGLE head for this target.
+    """An EAGLE-3 head, or a P-EAGLE head (arXiv 2602.01469), which guesses all tokens in one pass.
 
-    A P-EAGLE head (arXiv 2602.01469) guesses all tokens in one pass, from mask tokens with a feature of their own.
-
-    Raises OptionError for one that was made for another target, UnsupportedError for layers of another kind, LoadError
-    for a broken checkpoint.
+    Raises OptionError if it was made for another target, UnsupportedError for unknown layers, LoadError for a broken
+    checkpoint.
     """
     config, given = checkpoint.layers_config(), checkpoint.config
     if config.model_type not in KINDS:
@@ -167,8 +166,8 @@ def load_eagle(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> H
             f"`{checkpoint.argument}` {checkpoint.source!r} has layers of kind {config.model_type!r}; known are "
             f"{', '.join(KINDS)}"
         )
-    if _is_partial(config):
-        raise checkpoint.broken("positions that turn a part of each head are not known here", UnsupportedError)
+    if (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1) != 1:
+        raise checkpoint.broken("rotary embeddings over a part of each attention head are unknown", UnsupportedError)
     width = given.get("target_hidden_size") or config.hidden_size
     checkpoint.check_target(target, width=width, vocab_size=config.vocab_size)
     layers = checkpoint.read_layers("eagle_aux_hidden_state_layer_ids", target)
@@ -178,7 +177,7 @@ def load_eagle(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> H
         raise checkpoint.broken(f"embeddings are {embedding.width} wide, its layers {config.hidden_size}")
     vocabulary = checkpoint.vocabulary(target, given.get("draft_vocab_size", target.vocab_size))
     set_attention(config, "sdpa")
-    with unallocated():
+    with torch.device("meta"):
         stage = EagleStage(
             config,
             embedding,
@@ -195,7 +194,7 @@ def load_eagle(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> H
 
 @torch.no_grad()
 def _block(checkpoint: Checkpoint, stage: EagleStage, layers: int) -> Block | None:
-    """How a P-EAGLE head guesses; None for EAGLE-3, which makes one guess after the other."""
+    """The block of a P-EAGLE head; None for EAGLE-3, which makes one guess after the other."""
     if checkpoint.config.get("speculators_model_type") != "peagle":
         return None
     hidden, read = checkpoint.weights.get("mask_hidden"), stage.fc.in_features
@@ -209,18 +208,8 @@ def _block(checkpoint: Checkpoint, stage: EagleStage, layers: int) -> Block | No
 
 
 def _kinds(config: Any) -> tuple[Kind, ...]:
-    """The kinds of attention of its layers."""
+    """The layers' kinds of attention; raises UnsupportedError for layers of another sort."""
     kinds = attention_kinds(config)
     if kinds is None:
         raise UnsupportedError(f"the layers of a head must all be attention, got {config.layer_types}")
     return kinds
-
-
-def _layer_types(config: Any) -> Sequence[str]:
-    """The name of every layer's kind."""
-    return getattr(config, "layer_types", None) or [_kinds(config)[0].name] * config.num_hidden_layers
-
-
-def _is_partial(config: Any) -> bool:
-    """Whether positions turn only a part of each attention head."""
-    return (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1) != 1

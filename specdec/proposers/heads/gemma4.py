@@ -1,14 +1,15 @@
-"""Gemma 4 assistants: a few layers without keys and values of their own, which attend to those of the target.
+"""Gemma 4 assistants: a few layers without keys and values of their own, which attend to the target's.
 
-What the target's last layers of each kind keep of a token follows from the hidden states that these layers read, so the
-head makes it anew and needs nothing of the target's cache. All guesses of a round stand where the last known token
-does, and see no other guess.
+The keys and values of the target's last layer of each kind follow from the hidden states that it reads, so the head
+computes them again and needs no access to the target's cache. All guesses of a round have the position of the last
+known token, and see no other guess.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,27 +23,29 @@ from specdec.models.cache.layout import Kind
 from specdec.models.hf.private_api import set_attention
 from specdec.models.language_model import LanguageModel
 from specdec.options.load import Loading
-from specdec.proposers.heads.checkpoint import Checkpoint, unallocated
+from specdec.proposers.heads.checkpoint import Checkpoint
 from specdec.proposers.heads.stage import Embedding, Head, Stage
 
-_UNREAD = r"\.self_attn\.[kv]_(proj|norm)\."  # layers without keys and values may be stored with them
-_NOBODY = torch.iinfo(torch.long).max  # where the keys of guesses lie: no node sees as far
+_UNUSED = r"\.self_attn\.[kv]_(proj|norm)\."  # stored, although these layers use the target's
+_UNSEEN = torch.iinfo(torch.long).max  # the position of guesses' keys: no node sees them
 
 
 class AssistantStage(Stage):
-    """The layers of an assistant. `makers` are the target's layers whose keys and values it reads, by kind.
+    """The layers of an assistant; `kv_layers` are the target's layers whose keys and values it reads, by kind.
 
-    A feature holds a hidden state of the target's width, keys and values of the token by kind before they are turned
-    (of what the stage wrote: its own last hidden state), and as which guess a token is fed, 0 for known ones.
+    A feature holds a hidden state of the target's width, the token's keys and values by kind, before rotation (in
+    features that the stage wrote: its last hidden state), and the token's number among the guesses, 0 for known ones.
     """
 
-    compiles = False  # it looks the keys' places up in its cache
+    compiles = False  # it reads the keys' positions from its cache
 
-    def __init__(self, text: Any, given: Mapping[str, Any], target: LanguageModel, makers: Mapping[str, Any]) -> None:
-        kept = {kind: _sizes(layer, target.config.num_attention_heads) for kind, layer in makers.items()}
+    def __init__(
+        self, text: Any, given: Mapping[str, Any], target: LanguageModel, kv_layers: Mapping[str, Any]
+    ) -> None:
+        kept = {kind: _kv_size(layer, target.config.num_attention_heads) for kind, layer in kv_layers.items()}
         self._hidden, self._state = text.hidden_size, target.config.hidden_size
-        self._told = max(sum(2 * heads * width for heads, width in kept.values()), self._hidden)
-        # What sessions keep: a pair of each kind, and the places.
+        self._kv_width = max(sum(2 * heads * width for heads, width in kept.values()), self._hidden)
+        # A session's cache holds keys and values of each kind, and positions.
         config = LlamaConfig(
             vocab_size=target.vocab_size,
             hidden_size=self._hidden,
@@ -53,7 +56,7 @@ class AssistantStage(Stage):
         )
         set_attention(config, "sdpa")
         embedding = Embedding(target.model.get_input_embeddings(), as_stored=False)
-        width = self._state + self._told + 1
+        width = self._state + self._kv_width + 1
         super().__init__(config, embedding, width, target.vocab_size, (Kind("full_attention"),))
         self.layers = nn.ModuleList(gemma.Gemma4TextDecoderLayer(text, i) for i in range(text.num_hidden_layers))
         self.norm = gemma.Gemma4RMSNorm(self._hidden, eps=text.rms_norm_eps)
@@ -61,47 +64,48 @@ class AssistantStage(Stage):
         self.post_projection = nn.Linear(self._hidden, self._state, bias=False)
         if given.get("use_ordered_embeddings"):
             self.masked_embedding: Clusters | None = Clusters(given, self._hidden, target.vocab_size)
-            self.lm_head = nn.Embedding(target.vocab_size, self._hidden)  # of which some rows are looked up
+            self.lm_head = nn.Embedding(target.vocab_size, self._hidden)  # of which `Clusters` looks up rows
         else:
             self.masked_embedding = None
             self.lm_head = nn.Linear(self._hidden, target.vocab_size, bias=False)
         with torch.device("cpu"):
             self.rotary_emb = gemma.Gemma4TextRotaryEmbedding(text)
         self._kept, self._names, self._window = kept, list(text.layer_types), text.sliding_window
-        self._makers, self._turning = dict(makers), (target.decoder.rotary_emb,)  # of the target, no modules of its own
+        # the target's: in containers, as they are no submodules
+        self._kv_layers, self._rotary = dict(kv_layers), (target.decoder.rotary_emb,)
 
     def features(self, states: Tensor) -> Tensor:
-        """Of the target's last hidden states, and those that its layers `makers` read, `[tokens, 1 + kinds, width]`."""
+        """Features of the target's last hidden states and those that `kv_layers` read, `[tokens, 1 + kinds, width]`."""
         last, *read = states.unbind(1)
-        pairs = [_pair(layer, hidden) for layer, hidden in zip(self._makers.values(), read, strict=True)]
-        told = torch.cat([side.flatten(1).to(last) for pair in pairs for side in pair], dim=-1)
-        return F.pad(torch.cat([last, told], dim=-1), (0, self.width - self._state - told.shape[-1]))
+        pairs = [_pair(layer, hidden) for layer, hidden in zip(self._kv_layers.values(), read, strict=True)]
+        states = torch.cat([side.flatten(1).to(last) for pair in pairs for side in pair], dim=-1)
+        return F.pad(torch.cat([last, states], dim=-1), (0, self.width - self._state - states.shape[-1]))
 
     def write(
         self, embeds: Tensor, features: Tensor, masks: Mapping[str, Tensor], positions: Tensor, cache: Any
     ) -> Tensor:
-        """What goes on in place of the target's hidden state, the last layer's output, and the next guess's number."""
-        state, told, guess = torch.split(features, [self._state, self._told, 1], dim=-1)
+        """The next feature: what replaces the target's hidden state, the last layer's output, the guess's number."""
+        state, states, guess = torch.split(features, [self._state, self._kv_width, 1], dim=-1)
         guessed = guess[..., 0].round().long()
-        places = positions - guessed
-        kept = self._keys_and_values(told, positions, cache)
+        node_positions = positions - guessed
+        kept = self._keys_and_values(states, positions, cache)
         full, near = self._masks(masks["full_attention"], positions, guessed, cache)
         hidden = self.pre_projection(torch.cat([embeds, state], dim=-1))
-        angles = {name: self.rotary_emb(hidden, places, name) for name in kept}
+        angles = {name: self.rotary_emb(hidden, node_positions, name) for name in kept}
         for layer, name in zip(self.layers, self._names, strict=True):
             hidden = layer(
                 hidden,
                 shared_kv_states=kept,
                 position_embeddings=angles[name],
                 attention_mask=near if name == "sliding_attention" else full,
-                position_ids=places,
+                position_ids=node_positions,
             )
         hidden = self.norm(hidden)
-        wide = F.pad(hidden, (0, self._told - self._hidden))
+        wide = F.pad(hidden, (0, self._kv_width - self._hidden))
         return torch.cat([self.post_projection(hidden), wide, guess + 1], dim=-1)
 
     def guess(self, written: Tensor) -> Tensor:
-        """Logits `[..., vocab]`; where a checkpoint orders tokens in clusters, only of those of the likeliest ones."""
+        """Logits `[..., vocab]`; with `Clusters`, -inf outside the likeliest ones."""
         hidden = written[..., self._state : self._state + self._hidden]
         if self.masked_embedding is not None:
             return self.masked_embedding(hidden, self.lm_head)
@@ -109,37 +113,37 @@ class AssistantStage(Stage):
         return logits
 
     def cut(self, rows: Tensor) -> None:
-        """Clusters stay whole."""
+        """Limits its logits to `rows`; clusters keep their weights."""
         if self.masked_embedding is None:
             super().cut(rows)
         else:
             self.masked_embedding.rows = rows
 
-    def _keys_and_values(self, told: Tensor, positions: Tensor, cache: Any) -> dict[str, tuple[Tensor, Tensor]]:
-        """By kind those of all that is known, `[rows, heads, end, width]`; a node brings those of the token before."""
+    def _keys_and_values(self, states: Tensor, positions: Tensor, cache: Any) -> dict[str, tuple[Tensor, Tensor]]:
+        """Keys and values by kind, `[rows, heads, end, width]`; a node adds those of the token before it."""
         found: dict[str, tuple[Tensor, Tensor]] = {}
         begin = 0
         for number, (name, (heads, width)) in enumerate(self._kept.items()):
-            sides = told[..., begin : begin + 2 * heads * width].view(*told.shape[:-1], 2, heads, width)
+            sides = states[..., begin : begin + 2 * heads * width].view(*states.shape[:-1], 2, heads, width)
             begin += 2 * heads * width
             keys, values = sides.permute(2, 0, 3, 1, 4)
-            keys = _turned(keys, *self._turning[0](keys, (positions - 1).clamp(min=0), name))
+            keys = _rotated(keys, *self._rotary[0](keys, (positions - 1).clamp(min=0), name))
             found[name] = (keys, values) if cache is None else cache.update(keys, values, number)
         return found
 
     def _masks(self, mask: Tensor, positions: Tensor, guessed: Tensor, cache: Any) -> tuple[Tensor, Tensor]:
-        """What nodes see of all that is known, and of what lies no further back than the window."""
-        keys = torch.where(guessed > 0, _NOBODY, positions)[:, None, :, None]
+        """The masks of full and of windowed layers, in which no guess is visible."""
+        keys = torch.where(guessed > 0, _UNSEEN, positions)[:, None, :, None]
         if cache is not None:
             keys, _ = cache.update(keys, keys, len(self._kept))
-        places, keys = (positions - guessed)[:, None, :, None], keys.transpose(2, 3)
+        node_positions, keys = (positions - guessed)[:, None, :, None], keys.transpose(2, 3)
         lowest = torch.finfo(mask.dtype).min
-        full = mask.masked_fill(keys > places, lowest)
-        return full, full.masked_fill(keys < places - self._window, lowest)
+        full = mask.masked_fill(keys > node_positions, lowest)
+        return full, full.masked_fill(keys < node_positions - self._window, lowest)
 
 
 class Clusters(nn.Module):
-    """An order of all tokens in clusters of one size, of which only the likeliest ones are looked at."""
+    """All tokens in clusters of one size; only tokens of the likeliest clusters get logits."""
 
     token_ordering: Tensor
 
@@ -151,7 +155,9 @@ class Clusters(nn.Module):
         self.rows: Tensor | slice = slice(None)
 
     def forward(self, hidden: Tensor, table: nn.Module) -> Tensor:
-        """Logits `[..., rows]` of `hidden` `[..., width]`, by rows of a `table`; all others are -inf."""
+        """Logits `[..., rows]` of `hidden` `[..., width]`, by rows of a `table`; -inf outside the likeliest
+        clusters.
+        """
         clusters = self.centroids(hidden).topk(self.likeliest, dim=-1).indices
         tokens = self.token_ordering.view(self.centroids.out_features, -1)[clusters].flatten(-2)
         found = (table(tokens) @ hidden[..., None])[..., 0]
@@ -160,12 +166,12 @@ class Clusters(nn.Module):
 
 
 def load_gemma4(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> Head:
-    """A Gemma 4 assistant for this target.
+    """A Gemma 4 assistant.
 
-    Raises OptionError for one that was made for another target, UnsupportedError for targets of other families and
-    those whose weights are elsewhere, LoadError for a broken checkpoint.
+    Raises OptionError if it was made for another target, UnsupportedError for targets of other families and those that
+    are offloaded or sharded, LoadError for a broken checkpoint.
     """
-    given, numbers, name = checkpoint.config, _makers(target), checkpoint.argument
+    given, numbers, name = checkpoint.config, _kv_layers(target), checkpoint.argument
     if not numbers:
         raise UnsupportedError(
             f"`{name}` is a Gemma 4 assistant, which reads the keys and values of a Gemma 4 model, and the target is a "
@@ -180,22 +186,22 @@ def load_gemma4(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> 
     checkpoint.check_target(target, width=given["backbone_hidden_size"], vocab_size=text.vocab_size)
     numbers = {kind: number for kind, number in numbers.items() if kind in text.layer_types}
     own = {key.removeprefix("model."): weight for key, weight in checkpoint.weights.items()}
-    weights = {key: weight for key, weight in own.items() if not re.search(_UNREAD, key)}
+    weights = {key: weight for key, weight in own.items() if not re.search(_UNUSED, key)}
     if "embed_tokens.weight" in weights:
-        weights.setdefault("lm_head.weight", weights["embed_tokens.weight"])  # they are tied
-    with unallocated():
+        weights.setdefault("lm_head.weight", weights["embed_tokens.weight"])  # tied
+    with torch.device("meta"):
         stage = AssistantStage(text, given, target, {kind: target.decoder.layers[i] for kind, i in numbers.items()})
-    renamed = checkpoint.with_weights(weights)
+    renamed = replace(checkpoint, weights=weights)
     renamed.check_used({*stage.state_dict(), "embed_tokens.weight"})
     renamed.fill(stage, checkpoint.dtype(how, target), target.device)
     return Head([stage], [target.num_layers, *numbers.values()], backend=how.backend)
 
 
 def _text_config(checkpoint: Checkpoint) -> Any:
-    """The config of an assistant's layers, all of which have others make their keys and values."""
+    """The config of an assistant's layers, none of which makes its own keys and values."""
 
     class AllShared(Gemma4TextConfig):  # type: ignore[misc]
-        """transformers 5.23 refuses to build layers of which none makes keys and values."""
+        """transformers 5.23 refuses to build layers none of which makes keys and values."""
 
         @property
         def kv_sharing_modes(self) -> list[str]:
@@ -210,8 +216,8 @@ def _text_config(checkpoint: Checkpoint) -> Any:
     return text
 
 
-def _makers(target: LanguageModel) -> dict[str, int]:
-    """The numbers of the target's last layers of each kind that have keys and values; none of other families."""
+def _kv_layers(target: LanguageModel) -> dict[str, int]:
+    """By kind, the number of the target's last layer with keys and values; empty for other families."""
     if not type(target.decoder).__name__.startswith("Gemma4"):
         return {}
     config = target.config
@@ -219,13 +225,13 @@ def _makers(target: LanguageModel) -> dict[str, int]:
     return {kind: number for number, kind in enumerate(config.layer_types[:own])}
 
 
-def _sizes(layer: Any, heads: int) -> tuple[int, int]:
-    """Of a layer whose attention has so many `heads`: how many those of keys are, and how wide."""
+def _kv_size(layer: Any, heads: int) -> tuple[int, int]:
+    """Number and width of the key heads of a layer with `heads` attention heads."""
     return heads // layer.self_attn.num_key_value_groups, layer.self_attn.head_dim
 
 
 def _pair(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys, not yet turned, and values `[tokens, heads, width]` that a layer makes of what it reads."""
+    """A layer's keys, before rotation, and values `[tokens, heads, width]` for its inputs `hidden`."""
     attention = layer.self_attn
     normed = layer.input_layernorm(hidden.to(layer.input_layernorm.weight.dtype))
     keys = attention.k_proj(normed).unflatten(-1, (-1, attention.head_dim))
@@ -233,7 +239,7 @@ def _pair(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
     return attention.k_norm(keys), attention.v_norm(values)
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """`x` `[rows, heads, nodes, width]` rotated by angles `[rows, nodes, width]`."""
     first, second = x.chunk(2, dim=-1)
     return x * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]

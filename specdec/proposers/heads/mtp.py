@@ -1,6 +1,6 @@
-"""Multi-token prediction (arXiv 2412.19437, section 2.2): layers in the target's own checkpoint that guess on.
+"""Multi-token prediction (arXiv 2412.19437, section 2.2): extra layers in the target's own checkpoint that draft.
 
-A stage is one such layer of transformers' own; a feature is the last hidden state, or what the stage before it wrote.
+A stage is one such layer of transformers; its features are the last hidden states, or the previous stage's output.
 """
 
 from __future__ import annotations
@@ -14,16 +14,28 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_layers import MtpModel
 
-from specdec.errors import UnsupportedError
+from specdec.errors import OptionError, UnsupportedError
 from specdec.models.backends.packed_layers import is_plain
 from specdec.models.cache.layout import Kind
 from specdec.models.hf.load_errors import explained
 from specdec.models.hf.shallow_copy import twin
 from specdec.models.language_model import LanguageModel
 from specdec.models.vocabulary import Choose, cut
+from specdec.proposers.heads.proposer import HeadDrafter
 from specdec.proposers.heads.stage import Embedding, Head, Stage
 
 _KINDS = ("full_attention", "sliding_attention")
+
+
+class MtpDrafter(HeadDrafter):
+    """Drafts with the target's multi-token prediction; further guesses repeat the last of its layers."""
+
+    @classmethod
+    def of(cls, target: LanguageModel, argument: str | None, name: str = "draft") -> MtpDrafter:
+        """The draft `mtp`; raises OptionError, naming the caller's argument `name`, for an argument."""
+        if argument is not None:
+            raise OptionError.of(name, "a word without an argument", f"mtp:{argument}")
+        return cls(load_mtp(target, argument=name), source="mtp")
 
 
 class MtpStage(Stage):
@@ -35,21 +47,22 @@ class MtpStage(Stage):
             raise UnsupportedError(f"a layer for multi-token prediction is of kind {kind!r}; known are {_KINDS}")
         window = model.config.sliding_window if kind == "sliding_attention" else None
         config = copy.copy(model.config)
-        vars(config).update(num_hidden_layers=1)  # past the setters, which compare it with lists of all layers
+        vars(config).update(num_hidden_layers=1)  # bypasses setters that compare it with `layer_types`
         embedding = Embedding(model.embed_tokens, as_stored=False)
         kinds = (Kind(kind, window),)
         super().__init__(config, embedding, config.hidden_size, vocab_size, kinds, depth=depth, vocabulary=vocabulary)
         self.layer, self.rotary_emb = model.layers[depth], model.rotary_emb
         self.post_norm = model.shared_post_norm if model.use_shared_post_norm else None
-        self.shared_head = _as_it_stands(model.shared_head)
+        self.shared_head = _SharedLinear(model.shared_head) if is_plain(model.shared_head) else model.shared_head
         self.turned_as = kind if getattr(model, "has_per_layer_rope", False) else None
         for module in self.layer.modules():
             if hasattr(module, "layer_idx"):
-                module.layer_idx = 0  # every stage has a cache of its own
-        self.inputs.to(model.device, model.dtype)  # all else is there, some of it the target's own
+                module.layer_idx = 0  # every stage has its own cache
+        # the other modules have their weights, some of them shared with the target
+        self.inputs.to(model.device, model.dtype)
 
     def features(self, states: Tensor) -> Tensor:
-        """The last hidden states `[tokens, 1, width]` as they are."""
+        """The last hidden states `[tokens, 1, width]` as `[tokens, width]`."""
         return states[:, 0]
 
     def write(
@@ -71,16 +84,15 @@ class MtpStage(Stage):
         return written if self.post_norm is None else self.post_norm(written)
 
     def guess(self, written: Tensor) -> Tensor:
-        """Logits through the target's own head, scaled and sliced as transformers does it."""
+        """Logits through the target's output layer, scaled and sliced as in transformers."""
         logits: Tensor = MtpModel._project_to_logits(self, written)
         return logits
 
 
 def load_mtp(target: LanguageModel, *, argument: str = "draft", choose: Choose | None = None) -> Head:
-    """The multi-token prediction of this target, from its checkpoint, in its backend; `choose` says what it may guess.
+    """Loads multi-token prediction from the target's checkpoint; `choose` selects the tokens that it may guess.
 
-    Raises UnsupportedError for a target that has none, or whose head cannot be cut, LoadError where its weights are
-    missing.
+    Raises UnsupportedError for a target without it, or whose output layer cannot be cut, LoadError for missing weights.
     """
     name, count = str(target.model.config.name_or_path), getattr(target.config, "num_mtp_layers", None)
     if not count or target.is_encoder_decoder:
@@ -102,15 +114,15 @@ def load_mtp(target: LanguageModel, *, argument: str = "draft", choose: Choose |
 
 
 def _without_ends(model: Any) -> Any:
-    """A twin of the target without embeddings and head: packed, they would be missing in the checkpoint."""
+    """A shallow copy of the target without embeddings and output layer, whose packed weights no checkpoint has."""
     other = twin(model)
     other.set_input_embeddings(nn.Identity())
     other.set_output_embeddings(nn.Identity())
     return other
 
 
-class _Lent(nn.Module):
-    """A linear layer of the target's as it stands: one of the stage's own would be packed, and be there twice."""
+class _SharedLinear(nn.Module):
+    """Shares the weights of the target's linear layer, without the packed copy that an `nn.Linear` would get."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
@@ -119,8 +131,3 @@ class _Lent(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in]` to `[..., out]`."""
         return F.linear(x, self.weight, self.bias)
-
-
-def _as_it_stands(head: Any) -> Any:
-    """The target's head as a module of the stage, which shares its weight, packed or not."""
-    return _Lent(head) if is_plain(head) else head

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads that are yet to be trained, and how they are written in the `speculators` format."""
+"""Makes untrained EAGLE-3 heads, and writes heads in the `speculators` format."""
 
 from __future__ import annotations
 
@@ -17,28 +17,31 @@ from specdec.models.language_model import LanguageModel
 from specdec.proposers.heads.eagle3 import EagleStage
 from specdec.proposers.heads.stage import Embedding
 
-FORMAT = "0.9.0"  # of `speculators`, whose words the config uses
+FORMAT = "0.9.0"  # the version of `speculators` whose config this is
 
 
 def layers_to_read(target: LanguageModel) -> list[int]:
-    """The layers whose hidden states a new head reads: a low, a middle and a high one, as the format has it."""
+    """The layers whose hidden states a new head reads: a low, a middle and a high one, the format's default."""
     most = target.num_layers
     return [2, most // 2, most - 3] if most > 6 else list(range(max(most - 3, 0), most))
 
 
 def make_eagle(target: LanguageModel, vocabulary: Tensor | None, layers: int = 1) -> EagleStage:
-    """A head in float32 for this target, which guesses the tokens `vocabulary` `[ids]` (None: all).
+    """A head in float32 that guesses the tokens `vocabulary` `[ids]` (None: all).
 
-    It goes on from the highest hidden state that it reads; its own head and what else fits is the target's. Raises
-    UnsupportedError for targets with an encoder, without hidden states, or with a head of an unknown kind.
+    Its projection starts as the highest hidden state that it reads, its output layer and matching weights as copies of
+    the target's. Raises UnsupportedError for targets with an encoder, without hidden states, or with another output
+    layer than `nn.Linear`.
     """
     if target.is_encoder_decoder:
-        raise UnsupportedError(f"a head goes on from a decoder alone, and {type(target.model).__name__} has an encoder")
+        raise UnsupportedError(f"a head needs a decoder-only target, and {type(target.model).__name__} has an encoder")
     reads = layers_to_read(target)
     target.check_hidden_states(reads)
     head = target.output_embeddings
     if type(head) is not nn.Linear or head.weight.is_meta:
-        raise UnsupportedError(f"a head starts from that of its target, and {type(head).__name__} cannot be copied")
+        raise UnsupportedError(
+            f"a head copies the target's output layer, which is {type(head).__name__} and not nn.Linear"
+        )
     embedding = Embedding(target.input_embeddings)
     if embedding.width != target.config.hidden_size:
         raise UnsupportedError(
@@ -83,7 +86,7 @@ def _config(target: LanguageModel, layers: int) -> Any:
 
 
 def _copy_last(target: LanguageModel, stage: EagleStage) -> None:
-    """Starts from the target's last layer and norm, weight by weight, where they have the same names and shapes."""
+    """Copies the weights of the target's last layer and norm that have the same names and shapes."""
     final: Any = getattr(target.decoder, "norm", None)
     if getattr(final, "weight", None) is not None and final.weight.shape == stage.norm.weight.shape:
         stage.norm.weight.copy_(final.weight)
@@ -96,11 +99,11 @@ def _copy_last(target: LanguageModel, stage: EagleStage) -> None:
         if found.shape == tensor.shape:
             tensor.copy_(found)
         elif found.shape[0] == tensor.shape[0] and 2 * found.shape[1] == tensor.shape[1]:
-            tensor[:, found.shape[1] :] = found  # the half that reads features
+            tensor[:, found.shape[1] :] = found  # the half of the inputs that are features
 
 
 def save_eagle(stage: EagleStage, target: LanguageModel, folder: Path, *, guesses: int) -> None:
-    """Writes a head to `folder`, its weights in the target's dtype, with as many `guesses` a round in its config."""
+    """Writes a head to `folder`, in the target's dtype, with `guesses` per round in its config."""
     dtype, vocabulary = target.dtype, stage.vocabulary
     weights = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in stage.state_dict().items()}
     every = torch.arange(target.vocab_size, device=target.device)

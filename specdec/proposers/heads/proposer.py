@@ -1,11 +1,11 @@
-"""Drafts with a head: their first guess goes on from what the target said of the text, in its hidden states."""
+"""Drafts with a head, which reads the target's hidden states of the text."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,13 +15,13 @@ from specdec.core.rounds import SequenceView
 from specdec.core.tree import EMPTY, Scores, Tree
 from specdec.models import prefix_bytes
 from specdec.proposers.growth import CachedText
-from specdec.proposers.model import CHUNK, ModelSession, goes_on_by_one
+from specdec.proposers.model import CHUNK, ModelSession, has_one_guess_each
 
 if TYPE_CHECKING:
-    from specdec.proposers.heads import Head, Stages
+    from specdec.proposers.heads.stage import Head, Stages
 
 
-_PENDING = 64  # tokens that are read although nobody asks for guesses, so that their features can go
+_PENDING = 64  # unread tokens; above, they are read without a proposal, which frees their features
 
 
 class HeadDrafter(BatchDrafter):
@@ -37,19 +37,17 @@ class HeadDrafter(BatchDrafter):
         return f"HeadDrafter({self.head!r})"
 
     def start(self, vocab_size: int) -> HeadSession:
-        """A session without sequences."""
         kind = HeadSession if self.head.block is None else BlockSession
         return kind(self.head, vocab_size, self.source)
 
 
 @dataclass(eq=False, slots=True)
-class _Known:
+class _KnownText:
     """What the head may read of a sequence: features `states` `[tokens, width]` of its tokens from number `first` on.
 
-    `branches` are those of the sequence's own branches that the target has seen. `own` branches had the sequence when
-    it was drafted for. `written` is what the stages wrote in this round, by stage and node: -1 is the end of the text.
-    `texts` is what all stages but the last wrote at the tokens of the text, which the next ones read wherever it goes
-    on.
+    `branches`: the features of the sequence's own branches. `own`: how many branches the sequence had when it was last
+    drafted for. `written`: by stage and node (-1: the end of the text), the features that stages wrote in this round.
+    `texts`: by stage, except the last, the features that it wrote at the tokens of the text, for the next stage.
     """
 
     first: int
@@ -61,26 +59,26 @@ class _Known:
 
     @property
     def end(self) -> int:
-        """One past the last token that it knows."""
+        """The number of the first token after `states`."""
         return self.first + len(self.states)
 
     @property
     def bytes(self) -> int:
-        """What was written at the tokens of the text takes."""
-        return sum(one.numel() * one.element_size() for said in self.texts.values() for one in said)
+        """Bytes of `texts`."""
+        return sum(one.nbytes for states in self.texts.values() for one in states)
 
-    def beginning(self, count: int) -> _Known:
-        """A copy for a text that goes on from the first `count` tokens; the feature of the last one is gone."""
-        known = _Known(count - 1, self.states[:0].clone())
-        known.texts.update((stage, [*torch.stack(said[:count])]) for stage, said in self.texts.items() if said)
+    def beginning(self, count: int) -> _KnownText:
+        """A copy for a text with the same first `count` tokens, without features of its own."""
+        known = _KnownText(count - 1, self.states[:0].clone())
+        known.texts.update((stage, [*torch.stack(states[:count])]) for stage, states in self.texts.items() if states)
         return known
 
 
 class HeadSession(ModelSession):
-    """A head at work: like a draft model, whose inputs are embeddings and features.
+    """Drafts like a model whose inputs are embeddings and features.
 
-    What was fed of a guess was made of the head's own features. It is forgotten after every round, and fed again with
-    the target's where it became text, in the pass that makes the next guess.
+    Guesses are fed with the head's own features. After every round they are forgotten; accepted ones are fed again with
+    the target's features, in the pass that makes the next guess.
     """
 
     keeps_guesses = False
@@ -88,19 +86,19 @@ class HeadSession(ModelSession):
     def __init__(self, head: Head, vocab_size: int, source: str = "head") -> None:
         super().__init__(head, vocab_size, source)  # type: ignore[arg-type]
         self._head = head
-        self._shift = 1  # how far a token's feature lies before it
-        self._known: dict[int, _Known] = {}
+        self._shift = 1  # a token is fed with the feature of the token this far before it
+        self._known: dict[int, _KnownText] = {}
 
     def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
-        """One proposal per sequence; none for a sequence of whose text the target has not told yet."""
+        """One tree per sequence, empty until the target's hidden states of its text have come."""
         for seq in seqs:
             if (known := self._known.get(seq.id)) is not None:
                 known.own = len(seq.tree)
         return super().propose(seqs, plans)
 
     def join(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
-        """A copy of what was read of the other text, all but the last token of it, whose feature is gone."""
-        count = min(length, source.length if isinstance(source, SavedState) else self._read_of(source))
+        """Copies what was read of the other text, except the last token, whose feature is not kept."""
+        count = min(length, source.length if isinstance(source, SavedState) else self._num_read(source))
         if count < 2:
             return 0
         if isinstance(source, SavedState):
@@ -108,12 +106,12 @@ class HeadSession(ModelSession):
             cache_row = self._session.read_from(prefix, count)
         else:
             known, cache_row = self._known[source], self._session.fork(self._cached[source].cache_row, count)
-        self._cached[seq.id], self._rows[seq.id] = CachedText(cache_row, count), seq
+        self._cached[seq.id], self._seqs[seq.id] = CachedText(cache_row, count), seq
         self._known[seq.id] = known.beginning(count)
         return count - 1
 
     def keep(self, seq: SequenceView, length: int) -> SavedState | None:
-        """A copy of what is in the cache by now; nothing is read for that."""
+        """Copies what the cache holds, without reading more."""
         cached, known = self._cached.get(seq.id), self._known.get(seq.id)
         if cached is None or known is None or cached.open or (count := min(length, cached.text)) < 2:
             return None
@@ -121,7 +119,7 @@ class HeadSession(ModelSession):
         return SavedState(count, (prefix, known), prefix_bytes(prefix) + known.bytes)
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        """Takes in the features of new text; what was guessed goes. Prompts are read as they come, in chunks."""
+        """Takes in the features of new text and forgets guesses; prompts are read as their chunks come."""
         read = []
         for seq, path, text, hidden in commits:
             if seq.id not in self._cached:
@@ -132,32 +130,32 @@ class HeadSession(ModelSession):
             kept = known.own if known is not None and len(self._stages.stages) == 1 else 0
             cached.where = {node: at for node, at in cached.where.items() if node < kept}
             if hidden is not None:
-                known = self._hear(seq, path, text, hidden)
+                known = self._add_features(seq, path, text, hidden)
                 if known.end < len(seq.tokens) - 1 or known.end - cached.text > _PENDING:
                     read.append(seq)
         self._stages.first = 0
         super().commit(commits)
-        self._absorb(read)
+        self._read_known(read)
 
     def rewind(self, seq: SequenceView, length: int) -> None:
         super().rewind(seq, length)
         if (known := self._known.get(seq.id)) is not None and length < known.end:
             known.states, known.branches = known.states[: max(length - known.first, 0)], []
 
-    def release(self, keys: Sequence[int]) -> None:
-        super().release(keys)
-        for key in keys:
-            self._known.pop(key, None)
+    def release(self, seq_ids: Sequence[int]) -> None:
+        super().release(seq_ids)
+        for seq_id in seq_ids:
+            self._known.pop(seq_id, None)
 
-    def _hear(self, seq: SequenceView, path: list[int], text: int, hidden: Hidden) -> _Known:
-        """Notes the features of the nodes on a path, as text or as branches, and of text that was read before them."""
+    def _add_features(self, seq: SequenceView, path: list[int], text: int, hidden: Hidden) -> _KnownText:
+        """Stores the features of text read before the path, and of the path's nodes, as text or branches."""
         features = self._head.features(hidden.states)
         fresh = [node for node in path if node >= hidden.num_cached]
         unread = len(features) - len(fresh)
-        known = self._known.setdefault(seq.id, _Known(hidden.first, features[:0]))
+        known = self._known.setdefault(seq.id, _KnownText(hidden.first, features[:0]))
         of = dict(zip(fresh, features[unread:], strict=True))
         kept = [of[node] if node in of else known.branches[node] for node in path]
-        if not known.first <= hidden.first <= known.end:  # read again, or nobody told of what lies between
+        if not known.first <= hidden.first <= known.end:  # read again, or features are missing between
             known.first, known.states = hidden.first, features[:0]
         before = known.states[: hidden.first - known.first] if unread else known.states
         known.states = torch.cat([before, features[:unread], *(one[None] for one in kept[:text])])
@@ -166,29 +164,29 @@ class HeadSession(ModelSession):
             known.first, known.states = known.first + gone, known.states[gone:]
         return known
 
-    def _read_of(self, key: int) -> int:
-        """How many tokens of a sequence's text the head has read, after all that is known of it."""
-        cached = self._cached.get(key)
+    def _num_read(self, seq_id: int) -> int:
+        """Reads all that is known of a sequence's text; returns how many tokens the cache then holds."""
+        cached = self._cached.get(seq_id)
         if cached is None or cached.unreadable:
             return 0
-        if key in self._known:
-            self._absorb([self._rows[key]])
+        if seq_id in self._known:
+            self._read_known([self._seqs[seq_id]])
         return cached.text
 
-    def _absorb(self, seqs: Sequence[SequenceView]) -> None:
-        """Reads what is known of these sequences' texts."""
+    def _read_known(self, seqs: Sequence[SequenceView]) -> None:
+        """Reads the texts of these sequences as far as their features are known."""
         seqs = [seq for seq in seqs if self._is_continuous(seq)]
         while behind := [seq for seq in seqs if self._end(seq) > self._cached[seq.id].text]:
             self._read(behind, CHUNK)
 
-    def _leader(self, seq: SequenceView, here: set[int]) -> int | None:
-        """Nobody: a sequence joins another one when the target lets it."""
+    def _leader(self, seq: SequenceView, present: set[int]) -> int | None:
+        """None: a sequence forks another one in `join` alone."""
         return None
 
     def _limit(self, seq: SequenceView, plan: Plan) -> int:
         known = self._known.get(seq.id)
-        told = known is not None and seq.id in self._cached and known.end >= len(seq.tokens) - 1
-        return super()._limit(seq, plan) if told and self._is_continuous(seq) else 0
+        complete = known is not None and seq.id in self._cached and known.end >= len(seq.tokens) - 1
+        return super()._limit(seq, plan) if complete and self._is_continuous(seq) else 0
 
     def _end(self, seq: SequenceView) -> int:
         return min(super()._end(seq), self._known[seq.id].end + self._shift)
@@ -203,9 +201,9 @@ class HeadSession(ModelSession):
         wholes: Sequence[int] | None = None,
         level: int = 0,
     ) -> list[Scores]:
-        """A pass of every stage that later guesses build on; scores are those of the first of them."""
+        """A pass of every stage that later guesses read; returns the scores of the first of them."""
         session = self._stages
-        if level and len(session.stages) == 1 and goes_on_by_one(trees, texts):
+        if level and len(session.stages) == 1 and has_one_guess_each(trees, texts):
             return self._next(
                 [self._known[seq.id] for seq in seqs], [self._cached[seq.id].cache_row for seq in seqs], trees
             )
@@ -220,9 +218,9 @@ class HeadSession(ModelSession):
                 self._known[seq.id].written = [{} for _ in session.stages]
         scores: list[Scores] = []
         for stage in range(session.first, len(session.stages)):
-            source = stage if level > stage else stage - 1  # the last stage goes on from itself
+            source = stage if level > stage else stage - 1  # the last stage reads its own features
             inputs = [self._head.inputs(part.tokens, self._features(part, source)) for part in parts]
-            said = session.stages[stage].forward(
+            found = session.stages[stage].forward(
                 cache_rows,
                 trees,
                 [0] * len(keep) if scores else keep,
@@ -230,16 +228,16 @@ class HeadSession(ModelSession):
                 wholes=wholes,
                 output_hidden_states=True,
             )
-            scores = scores or said
-            for part, one in zip(parts, said, strict=True):
-                self._note(part, stage, one)
+            scores = scores or found
+            for part, one in zip(parts, found, strict=True):
+                self._record(part, stage, one)
         session.commit(cache_rows, [list(range(len(tree))) for tree in trees], texts=texts, final=not level)
         for part in parts:
             self._renumber(part, guessed=level > 0)
         return scores
 
-    def _next(self, known: Sequence[_Known], cache_rows: Sequence[int], trees: Sequence[Tree]) -> list[Scores]:
-        """A pass of the only stage over one more guess each, which go on from what was written before them."""
+    def _next(self, known: Sequence[_KnownText], cache_rows: Sequence[int], trees: Sequence[Tree]) -> list[Scores]:
+        """A pass of the only stage over one more guess for each sequence."""
         tokens, before = [tree.tokens[0] for tree in trees], torch.stack([one.written[0][-1] for one in known])
         logits, states = self._stages.advance(cache_rows, tokens, self._head.inputs(tokens, before))
         assert states is not None
@@ -247,39 +245,41 @@ class HeadSession(ModelSession):
             one.written = [{-1: state}]
         return [Scores(tree, 0, own) for tree, own in zip(trees, logits[:, None], strict=True)]
 
-    def _chain(self, seqs: Sequence[SequenceView], texts: Sequence[Tree], rules: Sequence[ChainRule]) -> Chained | None:
+    def _draft_chain(
+        self, seqs: Sequence[SequenceView], texts: Sequence[Tree], rules: Sequence[ChainRule]
+    ) -> Chained | None:
         parts = [_Part(seq, text, 0, len(text)) for seq, text in zip(seqs, texts, strict=True)]
         inputs = [self._head.inputs(part.tokens, self._features(part, -1)) for part in parts]
         cache_rows = [self._cached[seq.id].cache_row for seq in seqs]
         return self._stages.chain(cache_rows, [text.tokens for text in texts], rules, inputs)
 
     def _features(self, part: _Part, source: int) -> Tensor:
-        """What a stage reads of new nodes: what stage `source` wrote before them; -1 is the target."""
+        """The features `[new nodes, width]` that stage `source` (-1: the target) wrote before new nodes."""
         known = self._known[part.seq.id]
         if source < 0:
-            return torch.cat([self._of_text(part), *(one[None] for one in self._of_branches(part))])
+            return torch.cat([self._text_features(part), *(one[None] for one in self._branch_features(part))])
         written, blank = known.written[source], known.states.new_zeros(known.states.shape[1])
         before = [part.tree.parents[node] for node in range(part.num_cached, len(part.tree))]
-        said, length = known.texts[source], self._cached[part.seq.id].text
-        end = said[length - 1] if 0 < length <= len(said) else blank
+        texts, length = known.texts[source], self._cached[part.seq.id].text
+        end = texts[length - 1] if 0 < length <= len(texts) else blank
         return torch.stack([written.get(node, end if node < 0 else blank) for node in before])
 
-    def _of_text(self, part: _Part) -> Tensor:
-        """The target's features of text that is fed; the first token of all has none before it."""
+    def _text_features(self, part: _Part) -> Tensor:
+        """The target's features for text that is fed; the first token of a text gets zeros."""
         known, begin = self._known[part.seq.id], self._cached[part.seq.id].text
         first = known.states.new_zeros(int(part.text > 0 and begin < self._shift), known.states.shape[1])
         at = begin - self._shift + len(first) - known.first
         return torch.cat([first, known.states[at : at + part.text - len(first)]])
 
-    def _of_branches(self, part: _Part) -> list[Tensor]:
-        """Those of the sequence's own branches that are fed."""
+    def _branch_features(self, part: _Part) -> list[Tensor]:
+        """The target's features for the sequence's own branches that are fed."""
         seq, known = part.seq, self._known[part.seq.id]
         fresh = sorted(node for node, at in self._cached[seq.id].where.items() if at >= part.num_cached)
         parents = [seq.tree.parents[node] for node in fresh]
         return [known.branches[node] if node >= 0 else known.states[-1] for node in parents]
 
-    def _note(self, part: _Part, stage: int, scores: Scores) -> None:
-        """What a stage wrote at the new nodes; the last one, where something may follow."""
+    def _record(self, part: _Part, stage: int, scores: Scores) -> None:
+        """Stores what a stage wrote at the new nodes; of the last stage, only at nodes that others may follow."""
         assert scores.hidden_states is not None
         last = stage == len(self._stages.stages) - 1
         first = max(part.num_cached, part.text - 1) if last else part.num_cached
@@ -287,7 +287,7 @@ class HeadSession(ModelSession):
         self._known[part.seq.id].written[stage].update(zip(range(first, len(part.tree)), states, strict=True))
 
     def _renumber(self, part: _Part, *, guessed: bool) -> None:
-        """Numbers what was written as nodes are from now on, and keeps what is of text that is not `guessed`."""
+        """Renumbers `written` as text nodes leave the tree, and stores it in `texts` unless it is `guessed`."""
         known, begin = self._known[part.seq.id], self._cached[part.seq.id].text
         if part.text:
             if not guessed:
@@ -303,15 +303,13 @@ class HeadSession(ModelSession):
         return self._session  # type: ignore[return-value]
 
     def _is_continuous(self, seq: SequenceView) -> bool:
-        """Whether nothing is missing between what was read of a text and what is known of it."""
+        """Whether no features are missing between the tokens read so far and those known."""
         return self._known[seq.id].first <= max(self._cached[seq.id].text - self._shift, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A sequence's part of a pass: a tree of which `num_cached` nodes are in the cache, and the next `text` ones will
-    be text.
-    """
+    """A sequence's part of a pass: a tree with `num_cached` nodes in the cache, then `text` nodes of text."""
 
     seq: SequenceView
     tree: Tree
@@ -320,14 +318,14 @@ class _Part:
 
     @property
     def tokens(self) -> list[int]:
-        """Those of the new nodes."""
+        """The tokens of the new nodes."""
         return self.tree.tokens[self.num_cached :]
 
 
 class BlockSession(HeadSession):
-    """A head that makes all guesses of a round in one pass (`Block`): what a guess is does not change the next ones.
+    """Drafts with a head that makes all guesses of a round in one pass (`Block`), independently of each other.
 
-    After the branches of a search it guesses nothing.
+    It proposes nothing for the branches of a search.
     """
 
     guesses_branches = False
@@ -337,20 +335,19 @@ class BlockSession(HeadSession):
         assert head.block is not None
         self._block = head.block
         self._shift = 0 if head.block.reads_itself else 1
-        self._said: dict[int, Tensor] = {}  # logits of a sequence's guesses in this round `[guesses, vocab]`
+        self._logits: dict[int, Tensor] = {}  # logits of a sequence's guesses in this round `[guesses, vocab]`
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        """What was guessed is not in the cache."""
+        """Forgets the logits of the round; the cache holds no guesses."""
         self._forget([commit.seq for commit in commits])
         super().commit(commits)
 
-    def _chain(self, seqs: Sequence[SequenceView], texts: Sequence[Tree], rules: Sequence[ChainRule]) -> Chained | None:
-        """All guesses come of one pass."""
-        return None
+    def _draft_chain(self, *_: Any) -> None:
+        """None: all guesses come from one pass anyway."""
 
     def _forget(self, seqs: Sequence[SequenceView]) -> None:
         for seq in seqs:
-            self._said.pop(seq.id, None)
+            self._logits.pop(seq.id, None)
             if (cached := self._cached.get(seq.id)) is not None:
                 cached.text, cached.guesses, cached.branches = self._session.length(cached.cache_row), 0, EMPTY
                 cached.where, cached.open = {}, False
@@ -371,16 +368,16 @@ class BlockSession(HeadSession):
         wholes: Sequence[int] | None = None,
         level: int = 0,
     ) -> list[Scores]:
-        """A pass over text, and where guesses are asked for, over the block after it; they are known afterwards."""
+        """At level 0 a pass over text and, if guesses are wanted, the block; later levels read its logits."""
         if not level:
             self._read_block(seqs, trees, guesses=any(keep), wholes=wholes)
-        said = [
-            self._said[seq.id][level].expand(kept, -1) if kept else None for seq, kept in zip(seqs, keep, strict=True)
+        found = [
+            self._logits[seq.id][level].expand(kept, -1) if kept else None for seq, kept in zip(seqs, keep, strict=True)
         ]
         blank = torch.empty(0, 0)
         return [
             Scores(tree, len(tree) - kept, blank if logits is None else logits)
-            for tree, kept, logits in zip(trees, keep, said, strict=True)
+            for tree, kept, logits in zip(trees, keep, found, strict=True)
         ]
 
     def _read_block(
@@ -392,7 +389,7 @@ class BlockSession(HeadSession):
         texts = [len(tree) - blind for tree in trees]
         inputs = []
         for seq, tree, text in zip(seqs, trees, texts, strict=True):
-            known = self._of_text(_Part(seq, tree, 0, text))
+            known = self._text_features(_Part(seq, tree, 0, text))
             masked = block.feature.expand(blind + len(masks), -1)
             inputs.append(self._head.inputs(tree.tokens + masks, torch.cat([known, masked.to(known)])))
         fed = [Tree.chain(tree.tokens + masks) for tree in trees]
@@ -400,4 +397,4 @@ class BlockSession(HeadSession):
         scores = self._session.forward(cache_rows, fed, [kept] * len(fed), embeds=inputs, wholes=wholes)
         self._session.commit(cache_rows, [list(range(text)) for text in texts])
         if guesses:
-            self._said |= {seq.id: one.logits for seq, one in zip(seqs, scores, strict=True)}
+            self._logits |= {seq.id: one.logits for seq, one in zip(seqs, scores, strict=True)}

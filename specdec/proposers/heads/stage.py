@@ -1,10 +1,10 @@
-"""What a head is made of: stages, each a few decoder layers that run on the sessions of any language model.
+"""A head's stages: each a few decoder layers that run in the sessions of any language model.
 
-A stage reads for every token its embedding and a *feature* of the token before it, and writes a feature of its own and
-logits of the token after it. The features that the first stage reads of known text are made of the target's hidden
-states. A guess goes on from what a stage wrote at the token before it: the first guess after known text comes from the
-first stage, the next one from the second stage, which reads the first one's features, and so on; the last stage goes on
-from itself. EAGLE has one stage (arXiv 2503.01840), multi-token prediction one for every token (arXiv 2412.19437).
+For every token, a stage reads the token's embedding and a *feature* of the token before it; it writes a feature of its
+own and the logits of the next token. In known text the first stage reads features made of the target's hidden states.
+The first guess comes from the first stage, the second from the second stage, which reads the first one's features, and
+so on; the last stage also reads its own. EAGLE has one stage (arXiv 2503.01840), multi-token prediction one per guess
+(arXiv 2412.19437).
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from specdec.models.vocabulary import Choose, cut, widened
 
 
 class Stage(nn.Module, ABC):
-    """A stage as a model that sessions run; its inputs are embeddings and features side by side, `[..., both widths]`.
+    """A stage as a model that sessions run; its inputs are embeddings and features concatenated, `[..., both widths]`.
 
-    `config` is that of its layers, and `kinds` are their kinds of attention. Features are `width` wide. The first
-    `depth + 1` tokens of a text have no feature, and nobody looks at them (-1: all have one). `vocabulary` are the
-    target's ids of its own logits, None where it has all `vocab_size`. `compiles`: it reads nothing but its own.
+    `config` and `kinds` (of attention) are its layers'. Features are `width` wide. The first `depth + 1` tokens of a
+    text have no feature and are masked (-1: all have one). `vocabulary`: the target's ids of its own logits, None if it
+    has all `vocab_size`. `compiles`: its passes may be compiled.
     """
 
     compiles: ClassVar[bool] = True
@@ -66,43 +66,43 @@ class Stage(nn.Module, ABC):
     def write(
         self, embeds: Tensor, features: Tensor, masks: Mapping[str, Tensor], positions: Tensor, cache: Any
     ) -> Tensor:
-        """The features that it writes, `[rows, nodes, width]`, from those that it reads."""
+        """The features `[rows, nodes, width]` that it writes."""
 
     @abstractmethod
     def guess(self, written: Tensor) -> Tensor:
-        """Logits `[..., vocabulary]` of the next token, from what it wrote."""
+        """Logits `[..., vocabulary]` of the next token, from the features that it wrote."""
 
     def narrow(self, choose: Choose) -> None:
-        """Leaves it the tokens that are chosen of those that it knows."""
+        """Limits its vocabulary to the tokens that `choose` returns."""
         known = torch.arange(self.vocab_size) if self.vocabulary is None else self.vocabulary.cpu()
         chosen = torch.isin(known, torch.tensor(choose(set(known.tolist())))).to(self.inputs.blank.device)
         self.cut(chosen.nonzero()[:, 0])
         self.vocabulary = known.to(chosen.device)[chosen]
 
     def cut(self, rows: Tensor) -> None:
-        """Leaves of its own logits those of `rows`; raises UnsupportedError where its head cannot be cut."""
+        """Limits its own logits to `rows`; raises UnsupportedError if its output layer cannot be cut."""
         self.lm_head = cut(self.lm_head, rows)
 
     def settle(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Brings what does not come from a checkpoint to where its weights are."""
+        """Moves all buffers to its weights' device, and its inputs to their dtype."""
         self.to(device)
         self.inputs.to(dtype)
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of its weights."""
+        """The dtype of its weights."""
         return self.inputs.blank.dtype
 
     def get_decoder(self) -> nn.Module:
-        """Itself, as every model is asked."""
+        """Itself, for the protocol of models."""
         return self
 
     def get_input_embeddings(self) -> Blank:
-        """What the session puts the inputs in that it is given."""
+        """The blank inputs, which the session replaces by embeddings and features."""
         return self.inputs
 
     def get_output_embeddings(self) -> Any:
-        """Says how wide its logits are."""
+        """An object with the width of its logits."""
         return SimpleNamespace(out_features=self.vocab_size)
 
     def forward(
@@ -116,9 +116,9 @@ class Stage(nn.Module, ABC):
         output_hidden_states: bool = False,
         **_: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits, and what it writes in the place of hidden states.
+        """Logits, and the features that it writes as hidden states.
 
-        In a trial of its speed, which brings no embeddings, features are zero, and logits those of its own vocabulary.
+        Without `inputs_embeds` (a trial of its speed), features are zero and logits are of its own vocabulary.
         """
         trial = inputs_embeds is None
         if inputs_embeds is None:
@@ -137,7 +137,7 @@ class Stage(nn.Module, ABC):
         return CausalLMOutputWithPast(logits=logits, hidden_states=(written,) if output_hidden_states else None)
 
     def _simple_view(self, inputs: Tensor, cache: Any) -> AttentionView:
-        """What nodes see that follow their texts, which are equally long, one by one."""
+        """The causal view of new nodes in rows of equal length."""
         start = 0 if cache is None else cache.get_seq_length()
         keys = torch.arange(start + inputs.shape[1], device=inputs.device).expand(len(inputs), -1)
         positions = keys[:, start:]
@@ -145,7 +145,7 @@ class Stage(nn.Module, ABC):
 
 
 class Blank(nn.Module):
-    """Empty inputs of a stage, `[...]` ids to `[..., width]`, which sessions fill."""
+    """Zeros `[..., width]` for ids `[...]`, which sessions replace by a stage's inputs."""
 
     blank: Tensor
 
@@ -155,15 +155,13 @@ class Blank(nn.Module):
         self.register_buffer("blank", torch.zeros(width, device="cpu"), persistent=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Zeros."""
         return self.blank.expand(*ids.shape, -1)
 
 
 class Embedding:
-    """Looks tokens up in a weight `[vocab, width]` or the target's own module; `as_stored`, without what that adds.
+    """Looks tokens up in a weight `[vocab, width]` or the target's module; `as_stored`: without the module's scaling.
 
-    It is no module itself, so that what belongs to the target is not among the head's weights. Nor is it stored with
-    them.
+    It is not an `nn.Module`, so that the target's weights are not among the head's, nor stored with them.
     """
 
     def __init__(self, table: Any, *, as_stored: bool = True) -> None:
@@ -184,17 +182,17 @@ class Embedding:
 
     @property
     def table(self) -> Tensor | None:
-        """The weights as in `AnyLinear.table`; None where only a module knows them."""
+        """The weights as in `AnyLinear.table`; None if only a module can look them up."""
         return self._stored[:, None, None] if isinstance(self._stored, Tensor) else getattr(self._stored, "table", None)
 
     def __call__(self, ids: Tensor) -> Tensor:
-        """`[...]` to `[..., width]`."""
+        """Embeddings `[..., width]` of ids `[...]`."""
         found: Tensor = self._look_up(ids)
         return found
 
 
 def _looks_up_alone(table: Any) -> bool:
-    """Whether a module hands out rows of its weight as they are."""
+    """Whether a module returns rows of its weight unchanged."""
     if isinstance(table, PackedEmbedding):
         return table.scale is None
     return type(table) is nn.Embedding and not table._forward_hooks and "forward" not in vars(table)
@@ -202,10 +200,10 @@ def _looks_up_alone(table: Any) -> bool:
 
 @dataclass(frozen=True)
 class Block:
-    """How a head makes `guesses` in one pass: from `masks` mask tokens `token` after the text, with this `feature`.
+    """How a head makes `guesses` in one pass: with `masks` mask tokens `token`, each with `feature`, after the text.
 
-    `reads_itself`: a token of text has the feature that the target wrote at it, and not at the one before, and the last
-    one, of which there is none, is among the masked.
+    `reads_itself`: a token is fed with its own feature, not that of the token before it; the last one, which has none
+    yet, is fed with `feature`.
     """
 
     guesses: int
@@ -216,10 +214,9 @@ class Block:
 
 
 class Head:
-    """A head and what it wants of its target: the hidden states of `hidden_layers`.
+    """A head, which reads the target's hidden states of `hidden_layers` and has logits over the target's vocabulary.
 
-    `stages` are its stages as language models; the vocabulary of its logits is the target's. With a `block` it guesses
-    several tokens in one pass.
+    `stages` are its stages as language models. With a `block` it guesses several tokens in one pass.
     """
 
     is_encoder_decoder = False
@@ -244,7 +241,7 @@ class Head:
 
     @torch.no_grad()
     def features(self, states: Tensor) -> Tensor:
-        """What the first stage reads of hidden states `[tokens, layers, width]`: `[tokens, features]`."""
+        """The first stage's features `[tokens, features]` of hidden states `[tokens, layers, width]`."""
         found: Tensor = self.stages[0].model.features(states.to(self.device, self.dtype))
         return found
 
@@ -259,10 +256,9 @@ class Head:
 
 
 class Stages(Session):
-    """The sessions of all stages, equally deep, whose rows hold the same texts; `first` is the first that still runs.
+    """The sessions of all stages, whose rows hold the same texts; `first` is the first stage that runs and commits.
 
-    A stage runs for known text and for so many guesses after it; what `commit` says of guesses that it was not asked
-    about does not concern it.
+    Stage i runs for known text and the first i guesses after it.
     """
 
     cache_reset_length = None
@@ -273,17 +269,14 @@ class Stages(Session):
 
     @property
     def chains(self) -> bool:  # type: ignore[override]
-        """Of a stage that goes on from itself."""
         return len(self.stages) == 1 and self.stages[0].chains
 
     @property
     def passes(self) -> int:  # type: ignore[override]
-        """Of all stages."""
         return sum(stage.passes for stage in self.stages)
 
     @property
     def bytes(self) -> int:
-        """Of all stages."""
         return sum(stage.bytes for stage in self.stages)
 
     def bound(self, rows: int, columns: int) -> None:
@@ -299,7 +292,6 @@ class Stages(Session):
         return copies[0]
 
     def keep_prefix(self, row: int, length: int) -> Prefix:
-        """Of all layers, stage by stage."""
         return [pair for stage in self.stages for pair in stage.keep_prefix(row, length)]
 
     def read_from(self, prefix: Prefix, length: int) -> int:
@@ -318,15 +310,12 @@ class Stages(Session):
         return self.stages[-1].pending(row)
 
     def forward(self, rows: Sequence[int], trees: Sequence[Tree], keep: Sequence[int], **more: Any) -> list[Scores]:
-        """A pass of the first stage that still runs."""
         return self.stages[self.first].forward(rows, trees, keep, **more)
 
     def advance(self, *given: Any) -> tuple[Tensor, Tensor | None]:
-        """Of the last stage, where all others have run."""
         return self.stages[-1].advance(*given)
 
     def chain(self, rows: Sequence[int], *given: Any) -> Chained | None:
-        """Of the only stage."""
         return self.stages[0].chain(rows, *given)
 
     def commit(self, *given: Any, **how: Any) -> None:
@@ -334,7 +323,7 @@ class Stages(Session):
             stage.commit(*given, **how)
 
     def refresh(self, rows: Sequence[int]) -> None:
-        """Nothing is read again."""
+        """Does nothing: no stage's rotary scaling changes."""
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         for stage in self.stages:
@@ -342,7 +331,7 @@ class Stages(Session):
 
 
 def _language_model(stage: Stage, backend: str) -> LanguageModel:
-    """A stage as sessions run it; its weights are its own, so that they may be packed."""
+    """A stage as a language model that owns its weights, so that they may be packed."""
     capability = Capability("kv", "ids", "dict", "mask", stage.kinds, inputs="embeds")
     backend = "packed" if backend == "compiled" and not stage.compiles else backend
     return LanguageModel(stage.eval(), backend=backend, owned=True, capability=capability)

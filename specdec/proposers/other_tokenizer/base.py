@@ -1,4 +1,4 @@
-"""What drafts share that speak another tokenizer: sequences in the draft's own tokens, read as the text goes on."""
+"""Drafts with another tokenizer than the target's: each sequence is kept in the draft's own tokens as well."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specdec.proposers.best_branch import ReadSequence
 
 
 class Tokenizer(Protocol):
-    """What is needed of a transformers tokenizer."""
+    """The part of a transformers tokenizer that is used here."""
 
     bos_token_id: int | None
     eos_token_id: int | None
@@ -35,16 +35,16 @@ class Tokenizer(Protocol):
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of `text` as the middle of a longer one."""
+    """The ids of `text`, without special tokens around them."""
     return tokenizer.encode(text, add_special_tokens=False, verbose=False) if text else []
 
 
 def decode(tokenizer: Tokenizer, ids: list[int]) -> str:
-    """The text of `ids`, special tokens and spaces as they are."""
+    """The text of `ids`, with special tokens and all spaces."""
     return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) if ids else ""
 
 
-class ForeignDrafter(BatchDrafter):
+class OtherTokenizerDrafter(BatchDrafter):
     """A draft of another vocabulary than the target's."""
 
     guesses_trees = reads_predictions = False
@@ -56,21 +56,18 @@ class ForeignDrafter(BatchDrafter):
 
 @dataclass(slots=True)
 class DraftSequence(ReadSequence):
-    """A sequence as the draft reads it, in the draft's tokens; `seen` tokens of the target's sequence `outer` are in
-    it.
+    """A sequence in the draft's tokens, made of the first `seen` tokens of the target's sequence `outer`.
 
-    Its `prompt_length` covers the beginning of text alone: everything after that may be encoded anew. `guess` is what
-    the draft said last.
+    Its `prompt_length` covers the beginning-of-text token alone: the rest may be encoded anew. `guess` is the draft's
+    last proposal.
     """
 
     outer: SequenceView | None = None
     seen: int = 0
     guess: list[int] = field(default_factory=list)
 
-    def tell(self, draft: DraftSession, before: list[int]) -> None:
-        """Tells the draft how its guess compares with the sequence's text, and what of the text was `before`
-        another one.
-        """
+    def report(self, draft: DraftSession, before: list[int]) -> None:
+        """Commits the right part of the last guess to `draft`, and rewinds it where the text `before` was replaced."""
         same = common_length(before, self.tokens)
         new = self.tokens[same:] if same == len(before) else []
         right = common_length(self.guess, new)
@@ -80,23 +77,23 @@ class DraftSequence(ReadSequence):
             draft.rewind(self, same)
 
 
-class ForeignSession(DraftSession):
-    """A draft of another vocabulary at work; `target` and `drafts` are the two tokenizers."""
+class OtherTokenizerSession(DraftSession):
+    """Runs a draft on sequences in its own tokens, and translates its guesses."""
 
-    def __init__(self, draft: DraftSession, target: Tokenizer, drafts: Tokenizer) -> None:
-        self._draft, self._target, self._drafts = draft, target, drafts
-        self._rows: dict[int, DraftSequence] = {}
+    def __init__(self, draft: DraftSession, target: Tokenizer, draft_tokenizer: Tokenizer) -> None:
+        self._draft, self._target_tokenizer, self._draft_tokenizer = draft, target, draft_tokenizer
+        self._seqs: dict[int, DraftSequence] = {}
 
     @abstractmethod
     def task(self, seq: SequenceView) -> DraftTask:
-        """What the draft is asked for in place of the sequence's own task."""
+        """The draft's task, in place of the sequence's own."""
 
     @abstractmethod
     def read(self, seq: SequenceView, draft: DraftSequence) -> None:
-        """Adds what is new of the sequence's text to the draft's."""
+        """Adds the new tokens of `seq` to `draft`."""
 
     @abstractmethod
-    def translated(self, seq: SequenceView, draft: DraftSequence, guess: Tree, plan: Plan) -> Tree:
+    def translate(self, seq: SequenceView, draft: DraftSequence, guess: Tree, plan: Plan) -> Tree:
         """The draft's guess in the target's tokens."""
 
     def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
@@ -107,7 +104,7 @@ class ForeignSession(DraftSession):
             guesses = self._draft.propose(read, plans)
             for draft, guess in zip(read, guesses, strict=True):
                 draft.guess = guess.tokens
-            return [self.translated(*parts) for parts in zip(seqs, read, guesses, plans, strict=True)]
+            return [self.translate(*parts) for parts in zip(seqs, read, guesses, plans, strict=True)]
         except BaseException:
             self.release([seq.id for seq in seqs])
             raise
@@ -117,27 +114,25 @@ class ForeignSession(DraftSession):
         return self._draft.cache
 
     def rewind(self, seq: SequenceView, length: int) -> None:
-        """Reads the sequence's text anew."""
+        """Forgets the sequence, whose text is then read anew."""
         self.release([seq.id])
 
-    def release(self, keys: Sequence[int]) -> None:
-        for key in keys:
-            self._rows.pop(key, None)
-        self._draft.release(keys)
+    def release(self, seq_ids: Sequence[int]) -> None:
+        for seq_id in seq_ids:
+            self._seqs.pop(seq_id, None)
+        self._draft.release(seq_ids)
 
     def _read(self, seq: SequenceView) -> DraftSequence:
-        """The sequence in the draft's tokens; with a beginning of text if the draft wants one, or the target
-        has its own.
-        """
-        draft = self._rows.get(seq.id)
+        """The sequence in the draft's tokens, after a BOS token if the draft's tokenizer adds one or `seq` has one."""
+        draft = self._seqs.get(seq.id)
         if draft is None:
-            bos = self._drafts.bos_token_id
-            begun = self._target.bos_token_id is not None and seq.tokens[:1] == [self._target.bos_token_id]
-            opening = [bos] if bos is not None and (begun or self._drafts.encode("")[:1] == [bos]) else []
-            draft = DraftSequence(seq.id, opening, len(opening), self.task(seq), seen=int(begun))
-            self._rows[seq.id] = draft
+            bos, target_bos = self._draft_tokenizer.bos_token_id, self._target_tokenizer.bos_token_id
+            has_bos = target_bos is not None and seq.tokens[:1] == [target_bos]
+            opening = [bos] if bos is not None and (has_bos or self._draft_tokenizer.encode("")[:1] == [bos]) else []
+            draft = DraftSequence(seq.id, opening, len(opening), self.task(seq), seen=int(has_bos))
+            self._seqs[seq.id] = draft
         draft.outer, draft.remaining = seq, seq.remaining
         before = list(draft.tokens)
         self.read(seq, draft)
-        draft.tell(self._draft, before)
+        draft.report(self._draft, before)
         return draft

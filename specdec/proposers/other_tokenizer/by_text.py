@@ -1,6 +1,6 @@
-"""Drafts that speak another tokenizer: text goes over, a guess comes back as text and is encoded for the target.
+"""Drafts with another tokenizer, translated through text: a guess is decoded, then encoded for the target.
 
-Whatever the two tokenizers do to the text, the result is only a proposal: verification decides.
+A translation may be wrong; verification rejects it then.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from specdec.core.tree import Tree
 from specdec.proposers.copying import cut, known_tokens
 from specdec.proposers.other_tokenizer.base import (
     DraftSequence,
-    ForeignDrafter,
-    ForeignSession,
+    OtherTokenizerDrafter,
+    OtherTokenizerSession,
     Tokenizer,
     decode,
     encode,
 )
 from specdec.proposers.other_tokenizer.by_tokens import VocabularyIntersection
 
-_WINDOW = 12
-_SLACK = 8
-_PARTIAL = "\ufffd"
-_LONGEST_CHARACTER = 4
+_WINDOW = 12  # tokens
+_SLACK = 8  # tokens by which a window may be longer
+_PARTIAL = "\ufffd"  # decoded from a part of a character
+_LONGEST_CHARACTER = 4  # tokens
 
 
 def window(tokenizer: Tokenizer, ids: list[int], low: int = 0) -> tuple[int, str]:
-    """Where the last dozen or so of `ids` begin, and their text; prefers a start from which they encode to themselves.
+    """Start and text of the last 12 to 20 `ids`, from a start where the text encodes to the same ids if there is one.
 
-    A window may begin inside a character or a word, and then its text has other tokens.
+    (Inside a character or a word it does not.)
     """
     first = max(low, len(ids) - _WINDOW)
     for start in range(first, max(low, first - _SLACK) - 1, -1):
@@ -46,9 +46,9 @@ def window(tokenizer: Tokenizer, ids: list[int], low: int = 0) -> tuple[int, str
 
 
 class _Likeliest:
-    """The draft's own best guess: noise and processors of the strategy are keyed by the target's tokens.
+    """Picks the draft's likeliest token, since the strategy's noise and processors go by the target's tokens.
 
-    Its probability is always told, as that of the whole guess is put into one number.
+    Always computes the probability, as the translated guess gets the geometric mean.
     """
 
     needs_q = False
@@ -60,11 +60,11 @@ class _Likeliest:
         return int(token), float(confidence), None
 
 
-class TextBridge(ForeignDrafter):
+class TextBridge(OtherTokenizerDrafter):
     """Drafts through text with a drafter of another vocabulary (string-level match, arXiv 2502.05202, algorithm 2).
 
-    The draft guesses greedily; what comes back is one-hot, which match and rejection verification both take. Under
-    rejection shared tokens serve better (`by_tokens`).
+    The draft guesses greedily, so its q is one-hot, which match and rejection verification accept. Rejection accepts
+    more of `by_tokens`.
     """
 
     def __repr__(self) -> str:
@@ -72,84 +72,83 @@ class TextBridge(ForeignDrafter):
 
     @cached_property
     def by_tokens(self) -> BatchDrafter:
-        """The same draft, of tokens that both vocabularies have; raises VocabularyError if there are none."""
+        """The same draft limited to shared tokens; raises VocabularyError if there are none."""
         return VocabularyIntersection(self.drafter, self.target_tokenizer, self.draft_tokenizer)
 
     def for_sampling(self, sampling: str | None) -> BatchDrafter:
         """Text for match verification, shared tokens for rejection."""
         return self.by_tokens if sampling in ("rejection", "block") else self
 
-    def start(self, vocab_size: int) -> BridgeSession:
-        # Width is the draft's own affair: no logits of it are cut or padded to the target's.
+    def start(self, vocab_size: int) -> TextBridgeSession:
         inner = self.drafter.start(len(self.draft_tokenizer))
-        return BridgeSession(inner, self.target_tokenizer, self.draft_tokenizer, vocab_size)
+        return TextBridgeSession(inner, self.target_tokenizer, self.draft_tokenizer, vocab_size)
 
 
-class BridgeSession(ForeignSession):
-    """A bridge at work: sequences in the draft's own tokens, which change at their end as the text goes on."""
+class TextBridgeSession(OtherTokenizerSession):
+    """Encodes new text for the draft, where the last tokens may change, and its guesses for the target."""
 
-    def __init__(self, draft: DraftSession, target: Tokenizer, drafts: Tokenizer, vocab_size: int) -> None:
-        super().__init__(draft, target, drafts)
+    def __init__(self, draft: DraftSession, target: Tokenizer, draft_tokenizer: Tokenizer, vocab_size: int) -> None:
+        super().__init__(draft, target, draft_tokenizer)
         self._vocab_size = vocab_size
 
     def task(self, seq: SequenceView) -> DraftTask:
-        end = self._drafts.eos_token_id
+        end = self._draft_tokenizer.eos_token_id
         ends = frozenset[int]() if end is None else frozenset({end})
         return replace(seq.task, rule=_Likeliest(), branching=None, ends=ends)
 
     def read(self, seq: SequenceView, draft: DraftSequence) -> None:
-        """Adds the text up to the last whole character."""
+        """Adds the text up to its last complete character."""
         new, draft.seen = self._new_text(seq.tokens, draft.seen)
         if new:
-            start, text = window(self._drafts, draft.tokens, draft.prompt_length)
-            draft.tokens[start:] = encode(self._drafts, text + new)
+            start, text = window(self._draft_tokenizer, draft.tokens, draft.prompt_length)
+            draft.tokens[start:] = encode(self._draft_tokenizer, text + new)
 
     def _new_text(self, tokens: list[int], seen: int) -> tuple[str, int]:
-        """The text after the first `seen` tokens, and the tokens it ends at: half a character waits for the rest."""
+        """The text after the first `seen` tokens up to the last complete character, and the number of its tokens."""
         anchor = max(0, seen - _WINDOW)
-        before = decode(self._target, tokens[anchor:seen])
+        before = decode(self._target_tokenizer, tokens[anchor:seen])
         for end in range(len(tokens), max(seen, len(tokens) - _LONGEST_CHARACTER), -1):
-            text = decode(self._target, tokens[anchor:end])
+            text = decode(self._target_tokenizer, tokens[anchor:end])
             if not text.endswith(_PARTIAL):
                 return text[len(before) :], end
         return "", seen
 
-    def translated(self, seq: SequenceView, draft: DraftSequence, guess: Tree, plan: Plan) -> Tree:
-        """The guess as the target's tokenizer writes it after the sequence's text."""
+    def translate(self, seq: SequenceView, draft: DraftSequence, guess: Tree, plan: Plan) -> Tree:
+        """The guess in the target's tokens, as they continue the sequence."""
         ids = guess.tokens
-        ended = self._drafts.eos_token_id in ids
+        ended = self._draft_tokenizer.eos_token_id in ids
         if ended:
-            ids = ids[: ids.index(self._drafts.eos_token_id)]  # type: ignore[arg-type]
+            ids = ids[: ids.index(self._draft_tokenizer.eos_token_id)]  # type: ignore[arg-type]
         tokens = self._continuation(seq.tokens, draft.seen, self._guessed_text(draft, ids))
-        if ended and self._target.eos_token_id is not None and bool(tokens) == bool(ids):
-            tokens = [*tokens, self._target.eos_token_id]
+        if ended and self._target_tokenizer.eos_token_id is not None and bool(tokens) == bool(ids):
+            tokens = [*tokens, self._target_tokenizer.eos_token_id]
         tokens = known_tokens(tokens, self._vocab_size, seq.task.ends)
         chance = math.prod(guess.confidence or [1.0]) ** (1 / max(len(tokens), 1))
         return cut(tokens, [chance] * len(tokens), seq, plan, "bridge")
 
     def _guessed_text(self, draft: DraftSequence, guess: list[int]) -> str:
-        """The text of the draft's guess after its sequence, whole characters only."""
+        """The text that the guess adds, up to its last complete character."""
         start = max(draft.prompt_length, len(draft.tokens) - _WINDOW)
-        before = decode(self._drafts, draft.tokens[start:])
+        before = decode(self._draft_tokenizer, draft.tokens[start:])
         for end in range(len(guess), 0, -1):
-            text = decode(self._drafts, draft.tokens[start:] + guess[:end])
+            text = decode(self._draft_tokenizer, draft.tokens[start:] + guess[:end])
             if not text.endswith(_PARTIAL):
                 return text[len(before) :] if text.startswith(before) else ""
         return ""
 
     def _continuation(self, tokens: list[int], seen: int, new: str) -> list[int]:
-        """What `new` text is in the target's tokens, after exactly `tokens`; empty where the two cannot be joined."""
+        """The target's tokens for `new` text after exactly `tokens`; empty if the two cannot be joined."""
         if not new:
             return []
-        start, text = window(self._target, tokens[:seen])
-        tail, whole = tokens[start:], encode(self._target, text + new)
+        start, text = window(self._target_tokenizer, tokens[:seen])
+        tail, whole = tokens[start:], encode(self._target_tokenizer, text + new)
         if whole[: len(tail)] == tail:
             return whole[len(tail) :]
         if seen < len(tokens):
             return []
-        # The text so far may not be the tokens that the tokenizer would choose for it; only the boundary counts.
-        alone = encode(self._target, text)
+        # The model's tokens may differ from the tokenizer's; the boundary must agree.
+        alone = encode(self._target_tokenizer, text)
         if whole[: len(alone)] == alone:
             return whole[len(alone) :]
-        after = encode(self._target, new)
-        return after if decode(self._target, tail + after) == text + new else []
+        after = encode(self._target_tokenizer, new)
+        return after if decode(self._target_tokenizer, tail + after) == text + new else []

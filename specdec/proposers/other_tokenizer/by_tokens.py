@@ -1,4 +1,4 @@
-"""A draft of another vocabulary that draws only tokens which both vocabularies have, with q in the target's ids."""
+"""A draft with another vocabulary that guesses only shared tokens, with q over the target's ids."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from specdec.core.tree import Tree
 from specdec.errors import VocabularyError
 from specdec.proposers.other_tokenizer.base import (
     DraftSequence,
-    ForeignDrafter,
-    ForeignSession,
+    OtherTokenizerDrafter,
+    OtherTokenizerSession,
     Tokenizer,
     decode,
     encode,
 )
 
-_FOREIGN = 2**40
-"""Added to a target token that the draft lacks: no draft can read such an id, and it can be taken off again."""
+_UNSHARED = 2**40
+"""Added to target tokens that the draft lacks, which makes ids that no draft can read."""
 
 
-class VocabularyIntersection(ForeignDrafter):
-    """Drafts with the tokens that both vocabularies have (token-level intersection, arXiv 2502.05202, algorithm 4).
+class VocabularyIntersection(OtherTokenizerDrafter):
+    """Drafts with the shared tokens of both vocabularies (token-level intersection, arXiv 2502.05202, algorithm 4).
 
-    Tokens are the same when their strings are, however each tokenizer writes a leading space; a token that is special
-    in one must be special in the other. Raises VocabularyError if nothing is shared.
+    Shared tokens have equal strings, whichever sign stands for a leading space, and are special in both or in neither.
+    Raises VocabularyError if there are none.
     """
 
     def __init__(self, drafter: BatchDrafter, target_tokenizer: Tokenizer, draft_tokenizer: Tokenizer) -> None:
@@ -42,17 +42,16 @@ class VocabularyIntersection(ForeignDrafter):
         return f"VocabularyIntersection({self.drafter!r}, {len(self.to_draft)} tokens)"
 
     def start(self, vocab_size: int) -> IntersectionSession:
-        """A session without sequences, whose rules see logits over the target's vocabulary."""
+        """A session without sequences; rules get logits over the target's vocabulary."""
         to_draft = {t: d for t, d in self.to_draft.items() if t < vocab_size}
         inner = self.drafter.start(max(to_draft.values(), default=0) + 1)
         return IntersectionSession(inner, to_draft, vocab_size, self.target_tokenizer, self.draft_tokenizer)
 
 
 def shared_tokens(target: Tokenizer, draft: Tokenizer) -> dict[int, int]:
-    """Target id -> draft id of every token that both have."""
+    """Target id -> draft id of every shared token."""
     theirs = _by_meaning(draft)
-    ours = _by_meaning(target)
-    return {ours[meaning]: theirs[meaning] for meaning in ours if meaning in theirs}
+    return {ours: theirs[meaning] for meaning, ours in _by_meaning(target).items() if meaning in theirs}
 
 
 def _by_meaning(tokenizer: Tokenizer) -> dict[tuple[str, bool], int]:
@@ -66,7 +65,7 @@ def _by_meaning(tokenizer: Tokenizer) -> dict[tuple[str, bool], int]:
 
 
 def _space_sign(tokenizer: Tokenizer) -> str:
-    """How the tokenizer writes a space at the beginning of a token: `Ġ`, `▁`, or nothing of the kind."""
+    """The tokenizer's sign for a leading space: `Ġ`, `▁`, a space or none."""
     ids = encode(tokenizer, " ")
     token: str = tokenizer.convert_ids_to_tokens(ids[:1])[0] if ids else ""
     return token[0] if token and token[0] in "Ġ▁ " else ""
@@ -74,7 +73,7 @@ def _space_sign(tokenizer: Tokenizer) -> str:
 
 @dataclass(frozen=True)
 class _MappedRule:
-    """Lets the strategy's rule pick in the target's vocabulary and tells the draft its own id."""
+    """Lets the strategy's rule pick in the target's vocabulary, and returns the draft's id."""
 
     rule: DraftRule
     session: IntersectionSession
@@ -86,21 +85,26 @@ class _MappedRule:
     def pick(
         self, seq: SequenceView, guesses: list[int], logits: Tensor, *, confident: bool = True
     ) -> tuple[int, float, Tensor | None]:
-        """The rule's pick from the draft `logits` moved to the target's ids; everything else is impossible."""
+        """The rule's pick from the draft's `logits` over the target's ids; tokens that are not shared have -inf."""
         assert isinstance(seq, DraftSequence)
         assert seq.outer is not None
         guessed, wide = self.session.in_target(guesses), self.session.widened(logits)
         token, confidence, q = self.rule.pick(seq.outer, guessed, wide, confident=confident)
-        return self.session.to_draft.get(token, _FOREIGN + token), confidence, q
+        return self.session.to_draft.get(token, _UNSHARED + token), confidence, q
 
 
-class IntersectionSession(ForeignSession):
-    """An intersection draft at work; `to_draft` are the tokens that both vocabularies have."""
+class IntersectionSession(OtherTokenizerSession):
+    """Maps texts, guesses and logits through the shared tokens `to_draft`."""
 
     def __init__(
-        self, draft: DraftSession, to_draft: dict[int, int], vocab_size: int, target: Tokenizer, drafts: Tokenizer
+        self,
+        draft: DraftSession,
+        to_draft: dict[int, int],
+        vocab_size: int,
+        target: Tokenizer,
+        draft_tokenizer: Tokenizer,
     ) -> None:
-        super().__init__(draft, target, drafts)
+        super().__init__(draft, target, draft_tokenizer)
         self.to_draft, self._vocab_size = to_draft, vocab_size
         self._to_target = {d: t for t, d in to_draft.items()}
         self._shared = torch.tensor([list(to_draft), list(to_draft.values())])
@@ -110,19 +114,19 @@ class IntersectionSession(ForeignSession):
         return replace(seq.task, rule=_MappedRule(seq.task.rule, self), branching=None, ends=ends)
 
     def read(self, seq: SequenceView, draft: DraftSequence) -> None:
-        """Adds shared tokens one by one, and what lies between them through its text."""
+        """Adds shared tokens by id, and the others through their text."""
         for shared, run in groupby(seq.tokens[draft.seen :], key=self.to_draft.__contains__):
             if shared:
                 draft.tokens += map(self.to_draft.__getitem__, run)
             else:
-                draft.tokens += encode(self._drafts, decode(self._target, list(run)))
+                draft.tokens += encode(self._draft_tokenizer, decode(self._target_tokenizer, list(run)))
         draft.seen = len(seq.tokens)
 
-    def translated(self, seq: SequenceView, draft: DraftSequence, guess: Tree, plan: Plan) -> Tree:
+    def translate(self, seq: SequenceView, draft: DraftSequence, guess: Tree, plan: Plan) -> Tree:
         return replace(guess, tokens=self.in_target(guess.tokens))
 
     def widened(self, logits: Tensor) -> Tensor:
-        """Draft `logits` as `[vocab of the target]`; everything that the draft lacks is impossible."""
+        """The draft's `logits` as `[vocab of the target]`; tokens that are not shared have -inf."""
         self._shared = self._shared.to(logits.device)
         targets, drafts = self._shared
         wide = logits.new_full((self._vocab_size,), float("-inf"))
@@ -130,5 +134,5 @@ class IntersectionSession(ForeignSession):
         return wide
 
     def in_target(self, guesses: list[int]) -> list[int]:
-        """Drawn draft ids as target ids."""
-        return [guess - _FOREIGN if guess >= _FOREIGN else self._to_target[guess] for guess in guesses]
+        """The target's ids of guessed draft ids."""
+        return [guess - _UNSHARED if guess >= _UNSHARED else self._to_target[guess] for guess in guesses]

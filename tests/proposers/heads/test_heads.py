@@ -295,13 +295,13 @@ def test_text_that_grows_long_without_the_head(
     more = {} if kind == "eagle" else {"speculators_model_type": "peagle", "mask_token_id": 63}
     folder, kept = eagle_folder(tmp_path / "head", **more), []
     model, reference = target(), Eagle(folder)
-    hear = HeadSession._hear
+    add = HeadSession._add_features
 
     def noted(self: HeadSession, *given: Any) -> Any:
-        kept.append(len(hear(self, *given).states))
+        kept.append(len(add(self, *given).states))
         return self._known[given[0].id]
 
-    monkeypatch.setattr(HeadSession, "_hear", noted)
+    monkeypatch.setattr(HeadSession, "_add_features", noted)
     monkeypatch.setattr("specdec.proposers.heads.proposer._PENDING", 8)
     out = SpecGenerator(model, folder).generate(IDS, **{**RUN, "max_new_tokens": 40}, schedule=Late(30))
     plain = SpecGenerator(model).generate(IDS, **{**RUN, "max_new_tokens": 40})
@@ -373,13 +373,13 @@ def test_a_head_of_another_vocabulary(tmp_path: Path) -> None:
     [
         ({"fc__weight": None}, "1 weights are missing, fc.weight…"),
         ({"norm__weight": torch.ones(31)}, r"`norm.weight` is \[31\], and by its config \[32\]"),
-        ({"d2t": torch.full((30,), 40)}, "`d2t` does not name 30 different tokens of 64"),
-        ({"d2t": torch.zeros(30, dtype=torch.long)}, "`t2d` does not say the same as `d2t`"),
-        ({"d2t": None}, "it guesses 30 of 64 tokens, but `d2t` does not say which"),
-        ({"d2t": torch.full((30,), -1)}, "`d2t` does not name 30 different tokens of 64"),
-        ({"d2t": torch.zeros(29, dtype=torch.long)}, "`d2t` does not name 30 different tokens of 64"),
-        ({"t2d": torch.ones(63, dtype=torch.bool)}, "`t2d` does not say the same as `d2t`"),
-        ({"layers__1__norm__weight": torch.ones(3)}, "nobody reads its weights layers.1.norm.weight…"),
+        ({"d2t": torch.full((30,), 40)}, "`d2t` must name 30 different tokens of 64"),
+        ({"d2t": torch.zeros(30, dtype=torch.long)}, "`t2d` contradicts `d2t`"),
+        ({"d2t": None}, "it guesses 30 of 64 tokens, but has no `d2t`"),
+        ({"d2t": torch.full((30,), -1)}, "`d2t` must name 30 different tokens of 64"),
+        ({"d2t": torch.zeros(29, dtype=torch.long)}, "`d2t` must name 30 different tokens of 64"),
+        ({"t2d": torch.ones(63, dtype=torch.bool)}, "`t2d` contradicts `d2t`"),
+        ({"layers__1__norm__weight": torch.ones(3)}, "it has unknown weights layers.1.norm.weight…"),
         (
             {"embed_tokens__weight": torch.ones(63, 32)},
             r"`embed_tokens.weight` is \[63, 32\], and a target of 64 tokens",

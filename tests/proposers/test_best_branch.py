@@ -10,9 +10,9 @@ import pytest
 from specdec.core.drafts import Commit, DraftSession, Plan
 from specdec.core.rounds import SequenceView
 from specdec.core.tree import Tree
-from specdec.proposers import BestLeaf, FunctionDrafter, NgramDrafter, TextBridge
+from specdec.proposers import BestBranch, FunctionDrafter, NgramDrafter, TextBridge
 from tests.proposers.fakes import FakePlan, FakeSequence, follow, one
-from tests.proposers.test_bridge import Oracle, tokenizer
+from tests.proposers.test_other_tokenizer import Oracle, tokenizer
 
 
 class Told(DraftSession):
@@ -45,7 +45,7 @@ class Told(DraftSession):
 def test_texts_pass_through() -> None:
     """A row without branches is the inner session's own row, and it hears what became of its proposal."""
     inner = Told()
-    session, row = BestLeaf(inner), FakeSequence([1, 2])
+    session, row = BestBranch(inner), FakeSequence([1, 2])
     follow(session, row, one(session, row), 1, 5)
     assert inner.commits == [Commit(row, [0], 1)]
     assert inner.texts == {0: [1, 2]}
@@ -57,7 +57,7 @@ def test_texts_pass_through() -> None:
 def test_the_best_branch_is_the_text(seed: int) -> None:
     """Whichever branch is the best one, the inner session is told where its text is another one."""
     rng, inner = random.Random(seed), Told()
-    session, rows = BestLeaf(inner), [FakeSequence([1, 2, 3], 0), FakeSequence([4], 1)]
+    session, rows = BestBranch(inner), [FakeSequence([1, 2, 3], 0), FakeSequence([4], 1)]
     for turn in range(12):
         for tree in session.propose(rows, [FakePlan(2)] * 2):
             assert tree.tokens == [7, 8]
@@ -72,8 +72,8 @@ def test_the_best_branch_is_the_text(seed: int) -> None:
 def test_copies_after_the_best_branch() -> None:
     """The proposal continues the first leaf."""
     row = FakeSequence([5, 6, 7, 8, 9], tree=Tree([5, 6], [-1, -1]), leaves=(1, 0))
-    assert one(BestLeaf(NgramDrafter().start(50)), FakeSequence([5, 6, 7, 8, 5, 6]), 2) == [7, 8]
-    session = BestLeaf(FunctionDrafter(lambda tokens, k: tokens[-1:]).start(50))
+    assert one(BestBranch(NgramDrafter().start(50)), FakeSequence([5, 6, 7, 8, 5, 6]), 2) == [7, 8]
+    session = BestBranch(FunctionDrafter(lambda tokens, k: tokens[-1:]).start(50))
     assert one(session, row, 2) == [6]
     row.leaves = (0, 1)
     assert one(session, row, 2) == [5]
@@ -83,7 +83,7 @@ def test_a_bridge_reads_the_new_best_branch() -> None:
     """Its own rows go back with the search's."""
     ours, theirs = tokenizer("bytes-320"), tokenizer("bytes-420")
     oracle = Oracle(theirs, "the lazy dog sleeps")
-    session = BestLeaf(TextBridge(oracle, ours, theirs).start(len(ours)))
+    session = BestBranch(TextBridge(oracle, ours, theirs).start(len(ours)))
     text, wrong, right = (ours.encode(part) for part in ("the", " quick", " lazy"))
     tree = Tree(wrong + right, [*range(-1, len(wrong) - 1), -1, *range(len(wrong), len(wrong) + len(right) - 1)])
     row = FakeSequence(list(text), tree=tree, leaves=(len(wrong) - 1, len(tree) - 1))
