@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from specdec.bench.samples import Mismatch, Sample
 from specdec.generator.generator import SpecGenerator
-from specdec.generator.output import Generation
+from specdec.generator.result import Generation
 
 
 class Difference(NamedTuple):

@@ -11,7 +11,7 @@ from specdec.bench.compare import Difference, differences
 from specdec.bench.corpus import held_out_prompts
 from specdec.bench.machine import Watch
 from specdec.generator.generator import SpecGenerator
-from specdec.generator.output import Generation
+from specdec.generator.result import Generation
 from specdec.options.bundled_models import Pair
 
 PROMPTS = 12

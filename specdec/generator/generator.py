@@ -19,7 +19,7 @@ from specdec.engine.engine import Engine
 from specdec.engine.openmp import release_helpers
 from specdec.engine.prefix_cache import Prefixes
 from specdec.errors import OptionError
-from specdec.generator.call import Call, Extras, Job
+from specdec.generator.build_request import Call, Extras, Job
 from specdec.generator.drafts_by_name import NAMES as DRAFT_NAMES
 from specdec.generator.drafts_by_name import (
     Draft,
@@ -33,7 +33,7 @@ from specdec.generator.drafts_by_name import (
 )
 from specdec.generator.inputs import NAMES as MODEL_INPUTS
 from specdec.generator.inputs import Prompt, check_tokenizer, read_prompts, tokenizer_beside, with_predictions
-from specdec.generator.output import Detokenizer, Event, Generation
+from specdec.generator.result import Detokenizer, Event, Generation
 from specdec.models import LanguageModel, ModelState, plain_modes
 from specdec.models.exactness import Exactness
 from specdec.options.checks import warn_of_idle

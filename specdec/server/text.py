@@ -12,9 +12,9 @@ from typing import Any
 from specdec.core.stats import Stats
 from specdec.core.tree import Step
 from specdec.errors import OptionError
-from specdec.generator.call import News
+from specdec.generator.build_request import News
 from specdec.generator.generator import SpecGenerator
-from specdec.generator.output import Detokenizer, before_stop, decode
+from specdec.generator.result import Detokenizer, before_stop, decode
 from specdec.options.checks import refusing
 from specdec.options.generate import listed
 from specdec.server.cancellation import Cancel

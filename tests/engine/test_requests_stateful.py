@@ -20,7 +20,7 @@ from specdec.core.rounds import Round, RowPass
 from specdec.core.sequence import RunningSequence
 from specdec.engine.engine import Engine
 from specdec.engine.request import Request
-from specdec.generator.call import Call
+from specdec.generator.build_request import Call
 from specdec.proposers import EarlyExitDrafter, FunctionDrafter, HybridDrafter, ModelDrafter, SuffixDrafter
 from tests.oracle import oracle, rows_in_drafts
 from tests.test_exact import noisy

@@ -16,7 +16,7 @@ from specdec.decoding.noise import fold
 from specdec.errors import OptionError
 from specdec.generator.drafts_by_name import NAMES as DRAFT_NAMES
 from specdec.generator.generator import SpecGenerator
-from specdec.generator.output import Generation
+from specdec.generator.result import Generation
 from specdec.models import Encoding
 from specdec.options.fields import BEAMS_ONLY, DRAWING
 from specdec.pipelines.speech.settings import Settings

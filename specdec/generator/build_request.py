@@ -37,7 +37,7 @@ from specdec.generator.inputs import (
     length_limit,
     pad_id,
 )
-from specdec.generator.output import Generation, Recorder, beam_indices, per_token, sequences, traces
+from specdec.generator.result import Generation, Recorder, beam_indices, per_token, sequences, traces
 from specdec.models import Encoding, LanguageModel, ModelState, digest, plain_modes
 from specdec.models.exactness import Exactness
 from specdec.options.generate import Options
