@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from specdec.core.stats import Stats
 from specdec.errors import OptionError, SpecdecError
+from specdec.generator.generation import Generation
 from specdec.generator.generator import SpecGenerator
-from specdec.generator.result import Generation
 from specdec.options import bundled_models
 from specdec.options.checks import plain
 from specdec.options.generate import listed

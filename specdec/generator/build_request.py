@@ -1,14 +1,12 @@
-"""One call of `generate`: a request put together, run, and gathered into a result."""
+"""From options and prompts to the engine's `Request`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
-from time import perf_counter as clock
-from time import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,26 +17,16 @@ from specdec.core.drafts import BatchDrafter, DraftTask
 from specdec.core.rounds import Context
 from specdec.core.sequence import RunningSequence, SearchSequence, TextSequence
 from specdec.core.strategies import Search, Selector
-from specdec.core.tree import Step
 from specdec.decoding.noise import fold
 from specdec.decoding.processors import build_processors
 from specdec.decoding.stopping import Stopping
 from specdec.decoding.strategies import RowSetup, make_strategy
-from specdec.engine.driver import Dispatcher
 from specdec.engine.request import Request
-from specdec.errors import CancelledError, OptionError
+from specdec.errors import OptionError
+from specdec.generator.checks import check_call
 from specdec.generator.drafts_by_name import Draft
-from specdec.generator.inputs import (
-    Prompts,
-    RowPrompt,
-    check_least,
-    check_tokenizer,
-    check_vocabulary,
-    length_limit,
-    pad_id,
-)
-from specdec.generator.result import Generation, Recorder, beam_indices, per_token, sequences, traces
-from specdec.models import Encoding, LanguageModel, ModelState, digest, plain_modes
+from specdec.generator.inputs import Prompts, RowPrompt, check_tokenizer, pad_id
+from specdec.models import Encoding, LanguageModel, ModelState, digest
 from specdec.models.exactness import Exactness
 from specdec.options.generate import Options
 
@@ -48,11 +36,11 @@ _NO_RULE: Any = None
 
 @dataclass(frozen=True)
 class Extras:
-    """What a caller hands in as objects: processors and criteria (one or several), a streamer, a prefix function.
+    """Arguments of a call that are objects: processors and criteria (one or several), a streamer, a prefix function.
 
-    `prediction` is text or ids that the output may resemble, or one per prompt; drafts that copy look there first.
-    Calls of different `cache_salt` continue none of each other's prompts. A processor with a method
-    `allowed(text, tokens)`, how many of some tokens may follow a text, shortens what drafts propose.
+    `prediction`: text or ids that the output may resemble, or one per prompt, for drafts that copy. `cache_salt`: calls
+    with different salts share no cached prompts. A processor with a method `allowed(text, tokens)`, which returns how
+    many of `tokens` may follow `text`, shortens proposals.
     """
 
     logits_processor: Any = ()
@@ -67,7 +55,7 @@ class Extras:
         check_tokenizer("tokenizer", self.tokenizer)
         for name, arguments in (("logits_processor", "(ids, logits)"), ("stopping_criteria", "(ids, scores)")):
             value = getattr(self, name)
-            # A LogitsProcessorList can be called, but its items are wanted.
+            # A LogitsProcessorList is iterable and callable: its items are used.
             items = list(value) if isinstance(value, Iterable) else [value]
             for item in items:
                 if not callable(item):
@@ -81,25 +69,12 @@ class Extras:
             raise OptionError.of("streamer", "an object with `put` and `end`", self.streamer)
 
 
-class News(NamedTuple):
-    """What one round brought to one row: its steps, the first `accepted` from the draft; why it ended, if it did."""
-
-    row: int
-    steps: list[Step]
-    accepted: int
-    finish: str | None
-
-    @property
-    def token_ids(self) -> list[int]:
-        """The new tokens."""
-        return [step.token for step in self.steps]
-
-
 @dataclass
 class Call:
-    """One call: everything it needs, checked when it is put together, its request for the engine, and its result.
+    """One call, checked when it is made, and the engine's `request` built from it.
 
-    `result` is that of a call that came to its end, `seconds` are those that it ran, however it ended.
+    `make_schedule` makes a schedule from the one with which the last request of the family ended. `state` and
+    `exactness` are the target's. `strategy` is the name of the strategy.
     """
 
     target: LanguageModel
@@ -109,46 +84,45 @@ class Call:
     draft: Draft
     drafter: BatchDrafter | None
     make_schedule: Callable[[Schedule | None], Schedule]
-    state: ModelState  # of the target
+    state: ModelState
     exactness: Exactness
     reuses_prefixes: bool = False
     request: Request = field(init=False)
-    result: Generation | None = field(init=False, default=None)
-    seconds: float | None = field(init=False, default=None)
+    strategy: str = field(init=False)
+    time_limit: MaxTimeCriteria | None = field(init=False)
+    in_step: AbstractContextManager[None] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._check()
-        limit = length_limit(self.options, self.prompts, self.target)
-        check_least(self.options, limit, self.prompts, self.target)
+        drafted, extras = self.drafter is not None, self.extras
+        limit = check_call(self.options, self.prompts, extras.streamer, extras.tokenizer, self.target, drafted=drafted)
         # Embeddings without ids count in these lengths, but processors will not see them.
-        least = max((self.options.min_length or 0) - self.prompts.unseen, 0)
-        settled = {"max_length": limit, "min_length": least, "do_sample": self.options.samples}
-        o = self.options = self.options.model_copy(update=settled)
-        self._time_limit = None if o.max_time is None else MaxTimeCriteria(o.max_time)
-        self._criteria = self._make_criteria()
-        self._recorder = Recorder()
+        least = max((self.options.min_length or 0) - self.prompts.num_embeds_only, 0)
+        resolved = {"max_length": limit, "min_length": least, "do_sample": self.options.samples}
+        o = self.options = self.options.model_copy(update=resolved)
+        self.time_limit = None if o.max_time is None else MaxTimeCriteria(o.max_time)
+        self.in_step = self._in_step()
+        criteria, eos_ids = self._criteria(), frozenset(o.eos_ids)
         pacing = self.draft.pacing(o, self.make_schedule)
         seeds, serial = row_seeds(o, len(self.prompts.rows)), next(_SERIAL)
-        self._strategies: list[Selector | Search] = []
+        allowed = next((p.allowed for p in self.extras.logits_processor if hasattr(p, "allowed")), None)
         seqs: list[RunningSequence] = []
+        needs_hidden = False
         for r, prompt in enumerate(self.prompts.rows):
-            stop = Stopping(frozenset(o.eos_ids), limit - prompt.padding, self._criteria)
+            stop = Stopping(eos_ids, limit - prompt.padding, criteria)
             strategy = self._make_strategy(r, prompt, seeds[r], stop)
+            self.strategy, needs_hidden = strategy.name, needs_hidden or strategy.needs_hidden
             branching = strategy.branching if strategy.is_search or pacing.schedule.max_branches > 1 else None
-            place = r // o.copies
+            place = r // o.copies  # of its prompt
             task = DraftTask(
-                strategy.rule or _NO_RULE,  # never asked of a strategy without a draft
+                strategy.rule or _NO_RULE,  # a strategy without a rule takes no draft
                 branching,
-                frozenset(o.eos_ids),
+                eos_ids,
                 (serial, place),
                 self.prompts.encoder,
                 place,
-                next((p.allowed for p in self.extras.logits_processor if hasattr(p, "allowed")), None),
+                allowed,
             )
-            self._strategies.append(strategy)
             seqs.append(self._sequence(prompt, strategy, stop, task))
-        check_vocabulary(o, self.target)
-        self._in_step = self._step()
         self.request = Request(
             seqs=seqs,
             pacing=pacing,
@@ -157,54 +131,29 @@ class Call:
             prefill_chunk=o.prefill_chunk_size,
             output_hidden_states=bool(o.output_hidden_states),
             output_attentions=bool(o.output_attentions),
-            last_hidden=any(strategy.needs_hidden for strategy in self._strategies),
+            last_hidden=needs_hidden,
             frames=self._frames(),
             model_state=self.state.digest,
         )
-        for r, (seq, prompt) in enumerate(zip(seqs, self.prompts.rows, strict=True)):
-            self._share(seq, prompt, r // o.copies)
+        if self.reuses_prefixes and not self.request.traced and self.prompts.encoding is None:
+            for r, (seq, prompt) in enumerate(zip(seqs, self.prompts.rows, strict=True)):
+                self._share(seq, prompt, r // o.copies)
 
     @property
     def seqs(self) -> list[RunningSequence]:
-        """The sequences of its request."""
+        """The sequences of the request."""
         return self.request.seqs
 
     @property
     def stops(self) -> Sequence[str]:
-        """The strings before which its texts end."""
+        """The strings before which texts end; empty where texts keep them."""
         strings = self.options.stop_strings
         if strings is None or not self.options.cuts_stop_strings:
             return ()
         return [strings] if isinstance(strings, str) else strings
 
-    def run(self, dispatcher: Dispatcher, *, stream: bool = False) -> Generator[list[News], None, Generation]:
-        """Every round's news, after the streamer has had them; the value is the result."""
-        began, streamer = clock(), self.extras.streamer
-        if self._time_limit is not None:
-            self._time_limit.initial_timestamp = time()
-        if streamer is not None:
-            streamer.put(self.prompts.padded)
-        index: dict[int, int] = {}
-        told = dispatcher.rounds(self.request, stream=stream or streamer is not None)
-        try:
-            with self._in_step, closing(told) as rounds:
-                for round_ in rounds:
-                    self._recorder.add(round_)
-                    index = index or {seq.id: i for i, seq in enumerate(self.seqs)}
-                    news = [News(index[r.id], r.steps, r.accepted, r.finish) for r in round_.seqs if r.steps]
-                    if streamer is not None and news:
-                        streamer.put(torch.tensor(news[0].token_ids))
-                    if stream:
-                        yield news
-        finally:
-            self.seconds = clock() - began
-        if streamer is not None:
-            streamer.end()
-        self.result = self._result()
-        return self.result
-
-    def _step(self) -> AbstractContextManager[None]:
-        """What keeps the target's passes in step with those of other processes, where they wait for one another."""
+    def _in_step(self) -> AbstractContextManager[None]:
+        """A context in which the target's passes run in step with processes that wait for one another."""
         if not (dist.is_available() and dist.is_initialized()):
             if self.options.synced_gpus:
                 way = "start the script with torchrun or accelerate, or leave it out"
@@ -218,141 +167,20 @@ class Call:
 
         if not waits_for_others(self.target, self.options.synced_gpus):
             return nullcontext()
-        drafter = self.drafter
-        return (
-            InStep(self.target)
-            if drafter is None
-            else InStep(self.target, drafter.models, reading=bool(drafter.hidden_layers))
-        )
-
-    @plain_modes()
-    def so_far(self) -> Generation | None:
-        """The texts of a call that has ended, as far as they came; None of choices that only its end would have made.
-
-        A sequence that was cut off has the finish reason "cancelled".
-        """
-        if self.options.at_the_end:
-            return None
-        keys = [seq.id for seq in self.seqs]
-        new = self._recorder.tokens(keys)
-        out = Generation(sequences=sequences(self.prompts.padded, new, pad_id(self.options)).to(self.seqs[0].device))
-        return self._told(out, self.seqs, new)
-
-    @plain_modes()
-    def _result(self) -> Generation:
-        """What came of the finished request."""
-        o, seqs, pad = self.options, self._best(), pad_id(self.options)
-        new = [text for seq in seqs for text in seq.texts]
-        padded = self.prompts.padded[:: o.copies].repeat_interleave(self._returned, 0)
-        out = Generation(sequences=sequences(padded, new, pad).to(seqs[0].device))
-        if o.output_scores:
-            out.scores = per_token(seqs, "scores", pad)
-        if o.output_logits:
-            out.logits = per_token(seqs, "logits", pad)
-        self._add_traces(out, seqs)
-        self._add_beams(out)
-        if o.num_samples is not None:
-            out.sequences_scores = torch.tensor([self._rank(seq) for seq in seqs], device=seqs[0].device)
-        return self._told(out, seqs, new)
-
-    def _told(self, out: Generation, seqs: Sequence[RunningSequence], new: Sequence[list[int]]) -> Generation:
-        """`out` with what is known of its `new` texts beside their tokens: origins, statistics, words."""
-        if self.options.beams == 1:
-            out.drafted = self._recorder.drafted([seq.id for seq in seqs])
-        schedule = self.request.pacing.schedule
-        out.stats = self._recorder.stats(
-            [seq.id for seq in self.seqs],
-            cached_prompt_tokens=self.request.cached_prompt_tokens,
-            num_target_passes=self.request.passes,
-            seconds=self.seconds,
-            lengths=list(map(len, new)),
-            settings={
-                "strategy": self._strategies[0].name,
-                "schedule": type(schedule).__name__.lower() if self.drafter is not None else "none",
-                "backend": self.target.backend,
-                **self._draft_backend(),
-            },
-            exactness=self.exactness,
-        )
-        if self.extras.tokenizer is not None:
-            out.word(self.extras.tokenizer, self.stops)
-        return out
-
-    def _draft_backend(self) -> dict[str, str]:
-        """The backend of the draft's models, where it has some."""
-        models = [] if self.drafter is None else self.drafter.models
-        return {"draft_backend": ", ".join(dict.fromkeys(model.backend for model in models))} if models else {}
-
-    @property
-    def _returned(self) -> int:
-        """How many texts come of every prompt."""
-        o = self.options
-        return (o.num_return_sequences or 1) if o.at_the_end else o.copies
-
-    def _best(self) -> list[RunningSequence]:
-        """All sequences; of samples that are ranked, the best of every prompt, the earlier of equals first."""
-        if self.options.num_samples is None:
-            return self.seqs
-        groups = [self.seqs[i : i + self.options.copies] for i in range(0, len(self.seqs), self.options.copies)]
-        return [seq for group in groups for seq in sorted(group, key=self._rank, reverse=True)[: self._returned]]
-
-    def _rank(self, seq: RunningSequence) -> float:
-        """The log-probability of a sample under the target, per token unless the ranking is "sum"."""
-        total = sum(step.log_prob or 0.0 for step in seq.steps)
-        return total if self.options.ranking == "sum" else total / len(seq.steps)
-
-    def _add_beams(self, out: Generation) -> None:
-        """Scores of hypotheses and the beams that they went through; as in transformers, where scores are asked for."""
-        if self.options.beams == 1:
-            return
-        found = [h for seq in self.seqs if isinstance(seq, SearchSequence) for h in seq.state.finished[: seq.returned]]
-        device = self.seqs[0].device
-        beams, returned = self.options.beams, self._returned
-        out.beam_indices = beam_indices([h.origins for h in found], beams, returned).to(device)
-        if self.options.output_trace:
-            out.trace = [seq.history for seq in self.seqs if isinstance(seq, SearchSequence)]
-        if self.options.output_scores:
-            out.sequences_scores = torch.tensor([h.score for h in found], device=device)
-
-    def _add_traces(self, out: Generation, seqs: list[RunningSequence]) -> None:
-        prefix = "" if self.request.encoding is None else "decoder_"
-        if self.options.output_hidden_states:
-            out[f"{prefix}hidden_states"] = traces(seqs, "hidden_states")
-        if self.options.output_attentions:
-            out[f"{prefix}attentions"] = traces(seqs, "attentions")
-            if prefix:
-                out.cross_attentions = traces(seqs, "cross_attentions")
-        if self.request.encoding is not None:
-            for name in ("hidden_states", "attentions"):
-                if (layers := getattr(self.request.encoding, name)) is not None:
-                    out[f"encoder_{name}"] = layers
-
-    def _check(self) -> None:
-        """Raises for a draft beside a strategy that takes none, and for attentions that cannot be had."""
-        branched = self.options.beams > 1 or self.options.contrastive
-        if self.drafter is not None and self.options.contrastive:
-            raise OptionError(
-                "`penalty_alpha` selects contrastive search, which looks at the target's own candidates and takes no "
-                "draft: use a SpecGenerator without one, or leave out `penalty_alpha`"
-            )
-        if self.options.output_attentions:
-            self.target.check_attentions(drafted=self.drafter is not None, branched=branched)
+        if self.drafter is None:
+            return InStep(self.target)
+        return InStep(self.target, self.drafter.models, reading=bool(self.drafter.hidden_layers))
 
     def _encode(self) -> Encoding:
-        """What the encoder makes of its inputs, unless the caller has that already."""
-        o, inputs = self.options, self.prompts.encoder
+        """The encoder's output, or the caller's own."""
         if self.prompts.encoding is not None:
             return self.prompts.encoding
-        assert inputs is not None
-        traced = {name: bool(getattr(o, name)) for name in ("output_hidden_states", "output_attentions")}
-        return self.target.encode(inputs, **traced)
+        assert self.prompts.encoder is not None
+        traced = {name: bool(getattr(self.options, name)) for name in ("output_hidden_states", "output_attentions")}
+        return self.target.encode(self.prompts.encoder, **traced)
 
     def _share(self, seq: RunningSequence, prompt: RowPrompt, place: int) -> None:
-        """Lets the sequence continue what was read before, and be continued, unless nobody knows what its
-        encoder read.
-        """
-        if not self.reuses_prefixes or self.request.traced or self.prompts.encoding is not None:
-            return
+        """Lets the sequence fork from cached prompts, and others from it, within the same model state and salt."""
         model, salt = self.state.digest, self.extras.cache_salt or ""
         inputs = [value[place] for _, value in sorted((self.prompts.encoder or {}).items())]
         if prompt.embeds is not None:
@@ -382,7 +210,7 @@ class Call:
             return SearchSequence(search=strategy, state=strategy.begin(), returned=returned, **common)
         return TextSequence(selector=strategy, stop=stop, **common)
 
-    def _make_strategy(self, key: int, prompt: RowPrompt, seed: int, stop: Stopping) -> Selector | Search:
+    def _make_strategy(self, row: int, prompt: RowPrompt, seed: int, stop: Stopping) -> Selector | Search:
         o, device = self.options, self.target.device
         source = prompt.encoder_ids if self.target.is_encoder_decoder else prompt.tokens
         if prompt.embeds is not None:
@@ -395,7 +223,7 @@ class Call:
             encoder_ids=None if source is None else torch.tensor([source], device=device),
             extra=self.extras.logits_processor,
             prefix_allowed_tokens_fn=self.extras.prefix_allowed_tokens_fn,
-            row=key,
+            row=row,
             device=device,
             vocab_size=self.target.model.config.get_text_config().vocab_size,
         )
@@ -405,64 +233,27 @@ class Call:
             stop=stop,
             width=self.target.vocab_size,
             seed=seed,
-            prompt=[*self.prompts.padded[key, : prompt.padding].tolist(), *prompt.tokens],
+            prompt=[*self.prompts.padded[row, : prompt.padding].tolist(), *prompt.tokens],
             padding=prompt.padding,
             pad_id=pad_id(o),
             guidance_scale=None if prompt.negative is None else o.guidance_scale,
         )
         return make_strategy(setup)
 
-    def _make_criteria(self) -> list[Any]:
+    def _criteria(self) -> list[Any]:
         """transformers' criteria that look at more than the last token, then the caller's own."""
-        o, tokenizer = self.options, self.extras.tokenizer
-        made: list[Any] = [] if self._time_limit is None else [self._time_limit]
+        o = self.options
+        made: list[Any] = [] if self.time_limit is None else [self.time_limit]
         if o.stop_strings is not None:
-            if tokenizer is None:
-                raise OptionError("`stop_strings` needs a tokenizer: pass `tokenizer=`")
-            made.append(StopStringCriteria(stop_strings=o.stop_strings, tokenizer=tokenizer))
+            made.append(StopStringCriteria(stop_strings=o.stop_strings, tokenizer=self.extras.tokenizer))
         return [*made, *self.extras.stopping_criteria]
 
 
 def row_seeds(options: Options, count: int) -> list[int]:
-    """One seed per row: as given, or folded from one; None takes one from torch's global generator, to sample only."""
+    """One seed per row: as given, or folded from one number; None draws that from torch's generator when sampling."""
     seed = options.seed
     if isinstance(seed, Sequence):
-        if len(seed) != count:
-            raise OptionError.of("seed", f"one number, or one for each of {count} rows", list(seed))
         return list(seed)
     if seed is None:
         seed = int(torch.randint(2**62, ())) if options.samples else 0
-    return [fold(seed, r) for r in range(count)]
-
-
-@dataclass(frozen=True)
-class Job:
-    """A call that one thread follows round by round and any other may end; `SpecGenerator.submit` makes it."""
-
-    call: Call
-    dispatcher: Dispatcher
-
-    def follow(self, *, stream: bool = True) -> Generator[list[News], None, Generation]:
-        """Runs the call: every round's news with `stream`, none where only its end tells the text; then the result.
-
-        Raises what ended it early, CancelledError after `cancel`; `result` has the texts so far. Closing the iterator
-        ends the call.
-        """
-        return self.call.run(self.dispatcher, stream=stream and not self.call.options.at_the_end)
-
-    @property
-    def result(self) -> Generation | None:
-        """What came of the call, once `follow` has ended; of one that was cancelled or closed, the texts so far.
-
-        Those have no scores and traces, and the finish reason "cancelled" where they were cut off. None before, where
-        the call failed, and of cancelled beams and ranked samples, whose texts are chosen at the end.
-        """
-        call = self.call
-        if call.result is not None or call.seconds is None:
-            return call.result
-        failed = call.request.error is not None and not isinstance(call.request.error, CancelledError)
-        return None if failed else call.so_far()
-
-    def cancel(self) -> None:
-        """Ends the call within a round; nothing where it is over."""
-        self.dispatcher.cancel(self.call.request)
+    return [fold(seed, row) for row in range(count)]

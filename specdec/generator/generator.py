@@ -19,7 +19,9 @@ from specdec.engine.engine import Engine
 from specdec.engine.openmp import release_helpers
 from specdec.engine.prefix_cache import Prefixes
 from specdec.errors import OptionError
-from specdec.generator.build_request import Call, Extras, Job
+from specdec.generator.build_request import Call, Extras
+from specdec.generator.checks import check_draft
+from specdec.generator.detokenizer import Detokenizer
 from specdec.generator.drafts_by_name import NAMES as DRAFT_NAMES
 from specdec.generator.drafts_by_name import (
     Draft,
@@ -31,12 +33,12 @@ from specdec.generator.drafts_by_name import (
     named_drafts,
     names_model,
 )
+from specdec.generator.generation import Event, Generation
 from specdec.generator.inputs import NAMES as MODEL_INPUTS
 from specdec.generator.inputs import Prompt, check_tokenizer, read_prompts, tokenizer_beside, with_predictions
-from specdec.generator.result import Detokenizer, Event, Generation
+from specdec.generator.job import Job
 from specdec.models import LanguageModel, ModelState, plain_modes
 from specdec.models.exactness import Exactness
-from specdec.options.checks import warn_of_idle
 from specdec.options.generate import Options, check_defaults, resolve
 from specdec.options.load import Loading, Vocabulary, check_loaded
 from specdec.parallel.load import leading, on_own_device
@@ -45,8 +47,6 @@ _EXTRAS = tuple(Extras.__dataclass_fields__)
 _OBJECTS = (*_EXTRAS, "generation_config", *DRAFT_NAMES)
 PREFIX_BYTES = 2**28
 """What the keys and values of earlier texts may take, where nobody says."""
-_BRANCHING = ("schedule", "num_assistant_branches")
-_DRAFTING = (*_BRANCHING, "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
 
 
 class SpecGenerator:
@@ -184,13 +184,11 @@ class SpecGenerator:
         """
         call = self._prepare(prompt, messages, options)
         call.request.waited = call.extras.streamer is None
-        run = call.run(self._dispatcher)
-        while True:
-            try:
-                next(run)
-            except StopIteration as end:
-                out: Generation = end.value
-                return out
+        job = Job(call, self._dispatcher)
+        for _ in job.follow(stream=False):
+            pass
+        assert job.result is not None
+        return job.result
 
     def stream(
         self, prompt: Prompt = None, *, messages: Sequence[Any] | None = None, **options: Any
@@ -207,19 +205,15 @@ class SpecGenerator:
         return Job(self._prepare(prompt, messages, options), self._dispatcher)
 
     def _events(self, call: Call) -> Generator[Event, None, Generation]:
-        tokenizer = call.extras.tokenizer
+        tokenizer, job = call.extras.tokenizer, Job(call, self._dispatcher)
         texts = [Detokenizer(tokenizer, call.stops) for _ in call.seqs] if tokenizer is not None else None
-        run = call.run(self._dispatcher, stream=not call.options.at_the_end)
-        with closing(run):
-            while True:
-                try:
-                    news = next(run)
-                except StopIteration as end:
-                    out: Generation = end.value
-                    break
-                for row, steps, accepted, finish in news:
-                    ids = [step.token for step in steps]
-                    yield Event(texts[row].push(ids, last=finish is not None) if texts else "", ids, accepted, row)
+        with closing(job.follow()) as rounds:
+            for deltas in rounds:
+                for one in deltas:
+                    text = texts[one.row].push(one.token_ids, last=one.finish is not None) if texts else ""
+                    yield Event(text, one.token_ids, one.accepted, one.row)
+        out = job.result
+        assert out is not None
         if call.options.at_the_end:
             for row, ids in enumerate(out.new_tokens()):
                 yield Event(out.texts[row] if out.texts else "", ids, 0, row)
@@ -247,22 +241,10 @@ class SpecGenerator:
         exactness = self.target.exactness_of(state)
         for model in () if drafter is None else drafter.models:
             model.state("draft")
-        if not named or any(name in given for name in _BRANCHING):
-            _check_branches(drafter, options)
+        check_draft(drafter, options, given, extras.prediction, named=bool(named))
         prompts = read_prompts(prompt, messages, inputs, options, self.target, extras.tokenizer)
-        if extras.prediction is not None and (drafter is None or not drafter.reads_predictions):
-            raise OptionError(
-                f"`prediction` is for drafts that copy, and this one is {drafter!r}: "
-                "use draft='suffix', or a pair of 'suffix' and a model, or leave it out"
-            )
         prompts = with_predictions(prompts, extras.prediction, self.target, extras.tokenizer)
         prompts = prompts.repeat(options.copies)
-        if drafter is None and (idle := [name for name in _DRAFTING if name in given]):
-            warn_of_idle(f"`{idle[0]}` says how much to draft, and there is no draft: name one")
-        if extras.streamer is not None and options.at_the_end:
-            raise OptionError("`streamer` shows text as it comes, but beams and ranked samples are final at the end")
-        if extras.streamer is not None and len(prompts.rows) > 1:
-            raise OptionError(f"`streamer` shows one row, and this call has {len(prompts.rows)}: use gen.stream()")
         schedule = partial(
             make_schedule,
             options,
@@ -312,18 +294,6 @@ def _prefixes(wanted: bool | int | None) -> Prefixes | None:
     if wanted is False:
         return None
     return Prefixes(PREFIX_BYTES if wanted in (None, True) else wanted)
-
-
-def _check_branches(drafter: BatchDrafter | None, options: Options) -> None:
-    """Raises where trees are asked of a draft that guesses chains."""
-    own = options.schedule is not None and not isinstance(options.schedule, str)
-    asked = options.schedule.max_branches if own else options.num_assistant_branches or 1
-    if drafter is not None and asked > 1 and not drafter.guesses_trees:
-        name = f"`schedule`={options.schedule!r}" if own else f"`num_assistant_branches`={asked}"
-        raise OptionError(
-            f"{name} asks for trees of guesses, but {drafter!r} guesses one continuation at a time: "
-            "leave the branches out, or draft with a model that has the target's vocabulary"
-        )
 
 
 def inherited(model: PreTrainedModel, task: str | None) -> dict[str, Any]:

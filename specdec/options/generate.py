@@ -149,6 +149,11 @@ class Options(BaseModel):
         return 1 if self.beams > 1 else self.num_samples or self.num_return_sequences or 1
 
     @property
+    def returned(self) -> int:
+        """How many texts of each prompt are returned."""
+        return (self.num_return_sequences or 1) if self.at_the_end else self.copies
+
+    @property
     def at_the_end(self) -> bool:
         """Whether only the end of the call tells which text was chosen."""
         return self.beams > 1 or self.num_samples is not None

@@ -54,15 +54,16 @@ class Prompts:
 
     `padded` `[rows, width]` are their ids with padding, as the result returns them; `encoder` holds the encoder's
     arguments, `encoding` what it made of them where the caller has that already. Where only embeddings were given,
-    `padded` has no columns and `unseen` counts theirs: processors, criteria and drafts see the new ids alone, as in
-    transformers, and only lengths count the prompt. (A draft that should know the prompt needs its `input_ids` too.)
+    `padded` has no columns and `num_embeds_only` is their number: processors, criteria and drafts see the new ids
+    alone, as in transformers, and only lengths count the prompt. (A draft that should know the prompt needs its
+    `input_ids` too.)
     """
 
     rows: list[RowPrompt]
     padded: Tensor
     is_text: bool = False
     encoder: dict[str, Tensor] | None = None
-    unseen: int = 0
+    num_embeds_only: int = 0
     encoding: Encoding | None = None
 
     def repeat(self, copies: int) -> Prompts:
@@ -176,7 +177,7 @@ def _embedded(value: Any, given: Mapping[str, Any], options: Options, target: La
         raise OptionError("`attention_mask` leaves a row of `inputs_embeds` empty: keep at least one position")
     if value is None:
         rows = [RowPrompt([], embeds=row) for row in kept]
-        return Prompts(rows, torch.empty(count, 0, dtype=torch.long), unseen=length)
+        return Prompts(rows, torch.empty(count, 0, dtype=torch.long), num_embeds_only=length)
     ids = _read(value, given, options, target, tokenizer)
     if list(map(len, ids.kept)) != list(map(len, kept)):
         raise UnsupportedError(

@@ -15,8 +15,8 @@ from specdec.core.stats import Stats
 from specdec.decoding.noise import fold
 from specdec.errors import OptionError
 from specdec.generator.drafts_by_name import NAMES as DRAFT_NAMES
+from specdec.generator.generation import Generation
 from specdec.generator.generator import SpecGenerator
-from specdec.generator.result import Generation
 from specdec.models import Encoding
 from specdec.options.fields import BEAMS_ONLY, DRAWING
 from specdec.pipelines.speech.settings import Settings
