@@ -43,6 +43,7 @@ class Dispatcher:
         self._driver: int | None = None
         self._thread: threading.Thread | None = None  # the latest that was started to drive
         self._ended = False
+        self._closed = False
 
     def rounds(self, request: Request, *, stream: bool = False) -> Generator[Round]:
         """Every round of a request, one after the other as they come with `stream`, otherwise all at its end.
@@ -53,6 +54,7 @@ class Dispatcher:
         self._check()
         self.engine.budget.check(request)
         with self._lock:
+            self.check_open()
             self._open.add(request)
             self._arrived.append(request)
         try:
@@ -70,7 +72,7 @@ class Dispatcher:
         if request.error is not None:
             raise request.error
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: Request, why: str = "the call was cancelled") -> None:
         """Ends a request before the next round, from any thread and at once; whoever follows it gets CancelledError.
 
         One that is over stays as it is, and one that nobody follows yet will not begin.
@@ -78,12 +80,37 @@ class Dispatcher:
         with self._lock:
             if request.done:
                 return
-            request.error = CancelledError("the call was cancelled")
+            request.error = CancelledError(why)
             if request in self._open:
                 self._cancelled.append(request)
                 self._work.notify_all()
             else:
                 request.done = True
+
+    def close(self) -> None:
+        """Cancels all calls, ends the thread that runs them, and frees keys and values; later calls raise EngineError.
+
+        Waits for the pass under way. Raises EngineError inside a call's own processor, criterion, draft or schedule.
+        """
+        self._check()
+        with self._lock:
+            self._closed = True
+            for request in list(self._open):
+                self.cancel(request, "the generator was closed")
+            self._work.notify_all()
+            self._work.wait_for(lambda: self._driver is None)
+            self._driver = threading.get_ident()
+        try:
+            self.engine.abort(CancelledError("the generator was closed"))
+        finally:
+            self._stop_driving()
+        if self._thread is not None:
+            self._thread.join()
+
+    def check_open(self) -> None:
+        """Raises EngineError after `close`."""
+        if self._closed:
+            raise EngineError("this SpecGenerator is closed: make another one")
 
     def end(self) -> None:
         """Ends the thread that runs requests, where there is one, and those that others wait for: CancelledError."""
@@ -163,6 +190,7 @@ class Dispatcher:
                 self._driver = me
                 return False
             self._wake()
+            self._work.notify_all()
             return True
 
     def _drive_all(self) -> None:
@@ -172,7 +200,7 @@ class Dispatcher:
         def wanted() -> bool:
             with self._lock:
                 while not self._cancelled and all(ready() for _, ready in self._waiting.values()):
-                    if self._ended:
+                    if self._ended or self._closed:
                         return False
                     came = self._work.wait(_SOON)
                     if not came:

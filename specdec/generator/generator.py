@@ -150,6 +150,24 @@ class SpecGenerator:
         """What runs all calls; to be looked at, not to be driven."""
         return self._dispatcher.engine
 
+    def close(self) -> None:
+        """Ends what the generator runs and frees what it keeps; it may be called twice, and by any thread.
+
+        Calls under way raise CancelledError, after the pass under way; later ones raise EngineError. Compilers of its
+        models are stopped, and cached prompts are dropped. Inside a call (in a processor, say) this raises EngineError.
+        """
+        self._dispatcher.close()
+        for model in self._models:
+            model.stop_compiling()
+        if self._prefixes is not None:
+            self._prefixes.clear()
+
+    def __enter__(self) -> SpecGenerator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "a SpecGenerator cannot be pickled or copied, as it holds the buffers of running calls: make another one "
@@ -165,9 +183,13 @@ class SpecGenerator:
         They are compiled beside the work; until then passes run as in `backend`="packed". At the most so many seconds
         for each model.
         """
-        drafts = () if self.drafter is None else self.drafter.models
-        ready = [model.wait_until_compiled(timeout) for model in (self.target, *drafts)]
+        ready = [model.wait_until_compiled(timeout) for model in self._models]
         return all(ready)
+
+    @property
+    def _models(self) -> Sequence[LanguageModel]:
+        """The target and the models of the draft."""
+        return [self.target, *(() if self.drafter is None else self.drafter.models)]
 
     def options(self, **given: Any) -> Options:
         """What a call of `generate` with these arguments would go by; raises as the call itself does."""
@@ -221,6 +243,7 @@ class SpecGenerator:
 
     def _prepare(self, prompt: Prompt, messages: Sequence[Any] | None, given: Mapping[str, Any]) -> Call:
         """A call with all its parts named and checked."""
+        self._dispatcher.check_open()
         if torch.is_autocast_enabled(self.target.device.type):
             what = "load the model in the type to compute in, SpecGenerator.from_pretrained(…, dtype=…)"
             warnings.warn(f"torch.autocast does not reach specdec's passes: {what}", RuntimeWarning, stacklevel=3)
