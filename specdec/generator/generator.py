@@ -39,8 +39,9 @@ from specdec.generator.inputs import Prompt, check_tokenizer, read_prompts, toke
 from specdec.generator.job import Job
 from specdec.models import LanguageModel, ModelState, plain_modes
 from specdec.models.exactness import Exactness
-from specdec.options.generate import Options, check_defaults, resolve
+from specdec.options.generate import Options
 from specdec.options.load import Loading, Vocabulary, check_loaded
+from specdec.options.resolve import check_defaults, resolve
 from specdec.parallel.load import leading, on_own_device
 
 _EXTRAS = tuple(Extras.__dataclass_fields__)

@@ -18,7 +18,8 @@ from specdec.cli.request import FLAGS
 from specdec.core.draft_schedules import Constant
 from specdec.decoding.strategies import PhrasalConstraint
 from specdec.options.fields import IDLE, INSTEAD, REFUSED, SYNONYMS
-from specdec.options.generate import Options, resolve
+from specdec.options.generate import Options
+from specdec.options.resolve import resolve
 from specdec.pipelines import Summarizer, Text
 from tests.folders import WIDTH, byte_tokenizer
 from tests.tiny import tiny

@@ -9,7 +9,7 @@ import pytest
 
 from specdec import SpecGenerator
 from specdec.cli.commands import run
-from specdec.options.generate import read_yaml, resolve
+from specdec.options.resolve import read_yaml, resolve
 from tests.folders import saved_model
 
 PRESETS = sorted((Path(__file__).parents[2] / "configs" / "strategies").glob("*.yaml"))

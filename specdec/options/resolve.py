@@ -1,0 +1,204 @@
+"""The options of a call, merged from keyword arguments, a generation config, a generator's defaults and a checkpoint.
+
+What the caller sets is honoured, or a warning where it changes no text, or an error; what a checkpoint's generation
+config sets is honoured where possible and never raises.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from specdec.core.draft_schedules import SCHEDULES
+from specdec.errors import OptionError
+from specdec.options.checks import warn_of_idle
+from specdec.options.fields import EXPECTED, IDLE, REFUSED, SEARCHES
+from specdec.options.generate import Options
+from specdec.options.refusals import (
+    EITHER,
+    check_contradictions,
+    check_effect,
+    check_known,
+    check_lengths,
+    check_search,
+)
+
+DEFAULTS = {"top_k": 50, "temperature": 1.0, "num_return_sequences": 1, "num_beams": 1}
+_OF_GROUPS = ("num_beam_groups", "diversity_penalty")
+
+
+def resolve(
+    given: Mapping[str, Any],
+    *,
+    config: Mapping[str, Any] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    inherited: Mapping[str, Any] | None = None,
+) -> Options:
+    """The options of a call: `given` one by one over a generation `config`, over a generator's `defaults`, over what is
+    `inherited` from the checkpoint.
+
+    As in transformers, each field is the strongest layer's, and `max_new_tokens` then counts, not `max_length`. Raises
+    OptionError for a given name that is unknown, a value out of range, and contradictions; UnsupportedError for a field
+    that would change the text and that specdec does not honour (`REFUSED`), unless it was inherited. What a person set
+    and changes no text is a warning.
+    """
+    given, defaults, config = _checked(given), _checked(defaults or {}), _understood(config or {})
+    defaults = _waiting(defaults, {**config, **given})
+    options = _grouped(_valid(_merged([DEFAULTS, _followed(inherited or {}), defaults, config, given])))
+    check_lengths(options, {**defaults, **config, **given})
+    check_search(options)
+    check_effect(options, given, config, defaults)
+    return _settled(options)
+
+
+def _waiting(defaults: Mapping[str, Any], call: Mapping[str, Any]) -> dict[str, Any]:
+    """A generator's defaults without lengths and ways of searching that the call replaces: these wait for another."""
+    idle = {name for pair in EITHER if any(one in call for one in pair) for name in pair}
+    if call.get("do_sample"):
+        idle |= {*SEARCHES}
+    if call.get("num_beams") == 1:
+        idle |= {*SEARCHES} - {"penalty_alpha"}
+    if call.get("num_beams", 1) != 1:
+        idle.add("penalty_alpha")
+    return {name: value for name, value in defaults.items() if name not in idle}
+
+
+def check_defaults(defaults: Mapping[str, Any]) -> None:
+    """Raises OptionError for what no call could use, UnsupportedError for what specdec does not honour."""
+    _valid(_checked(defaults))
+
+
+def _merged(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The strongest value of each field; of two fields for one length, the first, whichever layer it comes from."""
+    merged = {name: value for layer in layers for name, value in layer.items()}
+    hidden = {second for first, second in EITHER if first in merged}
+    return {name: value for name, value in merged.items() if name not in hidden}
+
+
+def _grouped(options: Options) -> Options:
+    """The options without settings of groups, of which it warns, where there is one beam or one group."""
+    if options.beams > 1 and options.groups > 1:
+        return options
+    idle = [name for name in _OF_GROUPS if getattr(options, name) not in SEARCHES[name]]
+    for name in idle:
+        needed = " and ".join(f"`{one}`" for one in ("num_beams", *_OF_GROUPS) if one != name)
+        warn_of_idle(f"`{name}`={getattr(options, name)} changes nothing without {needed}: set them, or leave it out")
+    return options.model_copy(update=dict.fromkeys(idle))
+
+
+def _settled(options: Options) -> Options:
+    """The options with what does not apply left out."""
+    if options.beams > 1:
+        returned = min(options.num_return_sequences or 1, options.beams)
+        branches = options.num_assistant_branches
+        enough = branches if (branches or 0) >= options.beams else None
+        settled = {"sampling": None, "num_return_sequences": returned, "num_assistant_branches": enough}
+        return options.model_copy(update=settled)
+    if options.samples:
+        return options
+    return options.model_copy(update={"sampling": None, "num_return_sequences": 1, "num_samples": None})
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The options in a YAML file, as keyword arguments; raises OptionError where the file is not a mapping of names."""
+    try:
+        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise OptionError.of("config", "a readable YAML file", str(path), str(error)) from None
+    except UnicodeDecodeError as error:
+        raise OptionError.of("config", "a YAML file in UTF-8", str(path), str(error)) from None
+    except yaml.YAMLError as error:
+        raise OptionError.of("config", "valid YAML", str(path), str(error)) from None
+    if not isinstance(loaded, dict) or not all(isinstance(k, str) for k in loaded):
+        raise OptionError.of("config", "a YAML mapping of option names to values", type(loaded).__name__)
+    return loaded
+
+
+def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields that a person wrote: known ones, under one name each, without contradictions among them."""
+    given = _renamed({k: v for k, v in given.items() if v is not None})
+    for name, value in given.items():
+        check_known(name, value)
+    check_contradictions(given)
+    return {k: v for k, v in given.items() if k in Options.model_fields}
+
+
+def _understood(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A generation config's fields; raises for those that would change the result and cannot be honoured."""
+    fields = _renamed({k: v for k, v in config.items() if v is not None})
+    for name in (*REFUSED, *IDLE):
+        if name in fields:
+            check_known(name, fields[name])
+    return {k: v for k, v in fields.items() if k in Options.model_fields}
+
+
+def _followed(inherited: Mapping[str, Any]) -> dict[str, Any]:
+    """The checkpoint's fields that specdec knows; a warning names those of consequence that it cannot follow."""
+    given = {k: v for k, v in inherited.items() if v is not None}
+    content = repr(sorted(given.items()))  # what is compared when a checkpoint comes again
+    if content not in _CHECKPOINTS:
+        if len(_CHECKPOINTS) >= _MOST_CHECKPOINTS:
+            _CHECKPOINTS.clear()
+        _CHECKPOINTS[content] = _settings(given)
+    fields, complaints = _CHECKPOINTS[content]
+    for complaint in complaints:
+        warnings.warn(f"the checkpoint's generation config asks for {complaint}", stacklevel=3)
+    return fields
+
+
+_CHECKPOINTS: dict[str, tuple[dict[str, Any], list[str]]] = {}
+_MOST_CHECKPOINTS = 32
+
+
+def _settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """A checkpoint's fields that are valid options, and what it asks for in vain."""
+    complaints = [
+        f"{name}={given[name]!r}, which specdec does not follow: {rule.why}"
+        for name, rule in REFUSED.items()
+        if given.get(name) not in rule.neutral
+    ]
+    complaints += [
+        f"{name}={given[name]!r}, which specdec follows only where the call sets it"
+        for name, neutral in SEARCHES.items()
+        if given.get(name) not in neutral and name != "diversity_penalty"
+    ]
+    known = {k: v for k, v in given.items() if k in Options.model_fields and k not in SEARCHES}
+    return {k: v for k, v in known.items() if _is_valid(k, v)}, complaints
+
+
+def _renamed(given: dict[str, Any]) -> dict[str, Any]:
+    """`num_assistant_tokens_schedule` is transformers' name for `schedule`."""
+    alias = given.pop("num_assistant_tokens_schedule", None)
+    if alias is None:
+        return given
+    if alias not in (*SCHEDULES, "heuristic_transient"):
+        raise OptionError.of("num_assistant_tokens_schedule", f"one of {', '.join(SCHEDULES)}", alias)
+    if given.get("schedule", alias) != alias:
+        raise OptionError(
+            f"`schedule`={given['schedule']!r} and `num_assistant_tokens_schedule`={alias!r} contradict: pass one"
+        )
+    return {**given, "schedule": "heuristic" if alias == "heuristic_transient" else alias}
+
+
+def _is_valid(name: str, value: Any) -> bool:
+    try:
+        Options(**{name: value})
+    except ValidationError:
+        return False
+    return True
+
+
+def _valid(fields: Mapping[str, Any]) -> Options:
+    """The options with these values; the first complaint of pydantic becomes one of ours."""
+    try:
+        return Options(**fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+    name = str(first["loc"][0])
+    expected = EXPECTED.get(name, first["msg"].removeprefix("Input should be "))
+    raise OptionError.of(name, expected, fields[name])
