@@ -24,7 +24,7 @@ from specdec.options.fields import (
 
 
 class Options(BaseModel):
-    """What one call of `generate` does; the call turns it into processors, a strategy, a schedule and criteria."""
+    """What one call of `generate` does: processors, strategy, schedule and criteria are made from it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
@@ -40,7 +40,7 @@ class Options(BaseModel):
     eos_token_id: TokenIds = None
     pad_token_id: TokenId | None = None
     decoder_start_token_id: TokenIds = None
-    # choice
+    # processors, sampling and search
     do_sample: Flag | None = None
     temperature: Annotated[Number, Field(ge=0)] | None = None
     top_k: Count | None = None
@@ -103,17 +103,17 @@ class Options(BaseModel):
 
     @property
     def beams(self) -> int:
-        """How many texts are followed at once."""
+        """The number of beams; 1 without beam search."""
         return self.num_beams or 1
 
     @property
     def groups(self) -> int:
-        """Into how many groups the beams are divided."""
+        """The number of groups of beams."""
         return self.num_beam_groups or 1
 
     @property
     def constrained(self) -> bool:
-        """Whether texts must contain given words."""
+        """Whether the search is constrained: texts must contain given words."""
         return self.constraints is not None or self.force_words_ids is not None
 
     @property
@@ -123,46 +123,46 @@ class Options(BaseModel):
 
     @property
     def copies(self) -> int:
-        """How often a prompt is continued on its own; beams of one prompt are one search."""
+        """The number of sequences of each prompt; all its beams are one."""
         return 1 if self.beams > 1 else self.num_samples or self.num_return_sequences or 1
 
     @property
     def returned(self) -> int:
-        """How many texts of each prompt are returned."""
+        """The number of texts that are returned for each prompt."""
         return (self.num_return_sequences or 1) if self.at_the_end else self.copies
 
     @property
     def at_the_end(self) -> bool:
-        """Whether only the end of the call tells which text was chosen."""
+        """Whether texts are chosen when the call ends: beams and ranked samples."""
         return self.beams > 1 or self.num_samples is not None
 
     @property
     def cuts_stop_strings(self) -> bool:
-        """Whether the stop string that ended a text is left out of it; as in transformers it stays by default."""
+        """Whether texts end before their stop string; by default they include it, as in transformers."""
         return self.include_stop_str_in_output is False
 
     @property
     def needs_q(self) -> bool:
-        """Whether verification looks at the distributions that the draft drew from, and not only at its tokens."""
+        """Whether verification needs q, the distributions that the draft drew from."""
         return SAMPLING.get(self.sampling or "", False)
 
     @property
     def family(self) -> tuple[Any, ...]:
-        """What calls have in common whose drafts may be expected to cost and to bring alike."""
+        """A key of calls that share a learning schedule: their drafts cost alike and are accepted alike."""
         sampling = (self.sampling or "coupled") if self.samples else None
         return sampling, self.beams, self.groups, self.constrained, self.num_assistant_branches
 
     @property
     def eos_ids(self) -> list[int]:
-        """All ids that end a row."""
+        """The ids that end a text."""
         return listed(self.eos_token_id)
 
     @property
     def start_ids(self) -> list[int]:
-        """The first decoder ids of an encoder-decoder model: one for all rows, or one each."""
+        """The first decoder id of an encoder-decoder model: one for all rows, or one each."""
         return listed(self.decoder_start_token_id if self.decoder_start_token_id is not None else self.bos_token_id)
 
 
 def listed(value: int | list[int] | None) -> list[int]:
-    """No id, one or several, as a list."""
+    """None, one id or several, as a list."""
     return [] if value is None else [value] if isinstance(value, int) else list(value)

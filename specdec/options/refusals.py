@@ -22,7 +22,7 @@ _SCHEDULE = ("plan", "after", "max_branches")  # attributes of a schedule object
 
 
 def check_known(name: str, value: object) -> None:
-    """Raises for a name that is no option and for a value that would change the text; warns of one that would not."""
+    """Raises for an unknown name and for a value that specdec does not support; warns of a value without effect."""
     if name in REFUSED and value not in REFUSED[name].neutral:
         raise UnsupportedError(f"`{name}`={value!r} is not supported: {REFUSED[name].why}")
     if name in IDLE and value not in IDLE[name].neutral:
@@ -38,6 +38,7 @@ def check_known(name: str, value: object) -> None:
 
 
 def check_contradictions(given: Mapping[str, Any]) -> None:
+    """Raises OptionError for an unknown schedule, and for options that contradict the schedule."""
     schedule = given.get("schedule")
     if isinstance(schedule, str):
         if schedule not in SCHEDULES:
@@ -56,7 +57,7 @@ def check_contradictions(given: Mapping[str, Any]) -> None:
 
 
 def check_lengths(options: Options, asked: Mapping[str, Any]) -> None:
-    """Warns of a length that a person set and another one, of a checkpoint perhaps, stands before."""
+    """Warns of a length in `asked` that another length overrides, for example the checkpoint's."""
     for first, second in EITHER:
         if second in asked and (stronger := getattr(options, first)) is not None:
             warn_of_idle(
@@ -65,7 +66,7 @@ def check_lengths(options: Options, asked: Mapping[str, Any]) -> None:
 
 
 def check_search(options: Options) -> None:
-    """Raises where ways of searching contradict one another, or lack what they need."""
+    """Raises OptionError where ways of searching contradict one another, or lack a field."""
     kinds = {
         f"`num_beam_groups`={options.groups}": options.groups > 1,
         f"`{'force_words_ids' if options.constraints is None else 'constraints'}`": options.constrained,
@@ -73,7 +74,9 @@ def check_search(options: Options) -> None:
     }
     asked = [name for name, wanted in kinds.items() if wanted]
     if options.top_logprobs is not None and (options.beams > 1 or options.contrastive):
-        raise OptionError("`top_logprobs` tells of every token as it is chosen, which a search does not: leave it out")
+        raise OptionError(
+            "`top_logprobs` needs tokens that are chosen one by one, and a search chooses whole texts: leave it out"
+        )
     if options.beams > 1 and type(options.watermarking_config).__name__.startswith("SynthID"):
         raise UnsupportedError(
             "`watermarking_config` of the kind SynthIDTextWatermarkingConfig follows one text and no search: "
@@ -98,10 +101,12 @@ def check_search(options: Options) -> None:
 def check_effect(
     options: Options, given: Mapping[str, Any], config: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> None:
-    """Warns of what a person set and this kind of decoding does not read; raises where a text less would come back."""
+    """Warns of options that this kind of decoding does not read; raises where fewer texts would be returned
+    than asked.
+    """
 
     def asked(*choices: str) -> Mapping[str, Any]:
-        """`given` over `defaults`, which may wait for another call where this one makes the choice itself."""
+        """`given` over `defaults`; `given` alone where the call itself sets one of `choices`."""
         chosen = any(name in given or name in config for name in choices)
         return given if chosen else {**defaults, **given}
 

@@ -39,13 +39,11 @@ def resolve(
     defaults: Mapping[str, Any] | None = None,
     inherited: Mapping[str, Any] | None = None,
 ) -> Options:
-    """The options of a call: `given` one by one over a generation `config`, over a generator's `defaults`, over what is
-    `inherited` from the checkpoint.
+    """The options of a call: `given` over a generation `config`, over a generator's `defaults`, over a checkpoint's.
 
-    As in transformers, each field is the strongest layer's, and `max_new_tokens` then counts, not `max_length`. Raises
-    OptionError for a given name that is unknown, a value out of range, and contradictions; UnsupportedError for a field
-    that would change the text and that specdec does not honour (`REFUSED`), unless it was inherited. What a person set
-    and changes no text is a warning.
+    `inherited` are the checkpoint's. Each field is taken from the first layer that sets it; then `max_new_tokens`
+    overrides `max_length`, as in transformers. Raises OptionError for unknown names, values out of range and
+    contradictions; UnsupportedError for fields in `REFUSED`, unless they are inherited. Options without effect warn.
     """
     given, defaults, config = _checked(given), _checked(defaults or {}), _understood(config or {})
     defaults = _waiting(defaults, {**config, **given})
@@ -57,7 +55,7 @@ def resolve(
 
 
 def _waiting(defaults: Mapping[str, Any], call: Mapping[str, Any]) -> dict[str, Any]:
-    """A generator's defaults without lengths and ways of searching that the call replaces: these wait for another."""
+    """A generator's defaults without the lengths and ways of searching that the `call` replaces."""
     idle = {name for pair in EITHER if any(one in call for one in pair) for name in pair}
     if call.get("do_sample"):
         idle |= {*SEARCHES}
@@ -69,19 +67,19 @@ def _waiting(defaults: Mapping[str, Any], call: Mapping[str, Any]) -> dict[str, 
 
 
 def check_defaults(defaults: Mapping[str, Any]) -> None:
-    """Raises OptionError for what no call could use, UnsupportedError for what specdec does not honour."""
+    """Raises OptionError for a generator's defaults that no call can use, UnsupportedError for fields in `REFUSED`."""
     _valid(_checked(defaults))
 
 
 def _merged(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The strongest value of each field; of two fields for one length, the first, whichever layer it comes from."""
+    """The last layer's value of each field; of two fields for one length, the first, whatever its layer."""
     merged = {name: value for layer in layers for name, value in layer.items()}
     hidden = {second for first, second in EITHER if first in merged}
     return {name: value for name, value in merged.items() if name not in hidden}
 
 
 def _grouped(options: Options) -> Options:
-    """The options without settings of groups, of which it warns, where there is one beam or one group."""
+    """The options; with one beam or one group without settings of groups, of which it warns."""
     if options.beams > 1 and options.groups > 1:
         return options
     idle = [name for name in _OF_GROUPS if getattr(options, name) not in SEARCHES[name]]
@@ -92,7 +90,7 @@ def _grouped(options: Options) -> Options:
 
 
 def _settled(options: Options) -> Options:
-    """The options with what does not apply left out."""
+    """The options without those that the strategy does not read."""
     if options.beams > 1:
         returned = min(options.num_return_sequences or 1, options.beams)
         branches = options.num_assistant_branches
@@ -105,7 +103,7 @@ def _settled(options: Options) -> Options:
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The options in a YAML file, as keyword arguments; raises OptionError where the file is not a mapping of names."""
+    """The options in a YAML file, as keyword arguments; raises OptionError unless it is a mapping of names."""
     try:
         loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -120,7 +118,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields that a person wrote: known ones, under one name each, without contradictions among them."""
+    """Fields that the caller set, checked, under one name each."""
     given = _renamed({k: v for k, v in given.items() if v is not None})
     for name, value in given.items():
         check_known(name, value)
@@ -129,7 +127,7 @@ def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _understood(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A generation config's fields; raises for those that would change the result and cannot be honoured."""
+    """A generation config's fields; raises for those in `REFUSED`."""
     fields = _renamed({k: v for k, v in config.items() if v is not None})
     for name in (*REFUSED, *IDLE):
         if name in fields:
@@ -138,9 +136,9 @@ def _understood(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _followed(inherited: Mapping[str, Any]) -> dict[str, Any]:
-    """The checkpoint's fields that specdec knows; a warning names those of consequence that it cannot follow."""
+    """The checkpoint's fields that are options; warns of those in `REFUSED` and of ways of searching."""
     given = {k: v for k, v in inherited.items() if v is not None}
-    content = repr(sorted(given.items()))  # what is compared when a checkpoint comes again
+    content = repr(sorted(given.items()))  # the key: dictionaries are not hashable
     if content not in _CHECKPOINTS:
         if len(_CHECKPOINTS) >= _MOST_CHECKPOINTS:
             _CHECKPOINTS.clear()
@@ -156,7 +154,7 @@ _MOST_CHECKPOINTS = 32
 
 
 def _settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A checkpoint's fields that are valid options, and what it asks for in vain."""
+    """A checkpoint's valid options, and what to warn of."""
     complaints = [
         f"{name}={given[name]!r}, which specdec does not follow: {rule.why}"
         for name, rule in REFUSED.items()
@@ -172,7 +170,7 @@ def _settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _renamed(given: dict[str, Any]) -> dict[str, Any]:
-    """`num_assistant_tokens_schedule` is transformers' name for `schedule`."""
+    """The fields with transformers' `num_assistant_tokens_schedule` under its name here, `schedule`."""
     alias = given.pop("num_assistant_tokens_schedule", None)
     if alias is None:
         return given
@@ -194,7 +192,7 @@ def _is_valid(name: str, value: Any) -> bool:
 
 
 def _valid(fields: Mapping[str, Any]) -> Options:
-    """The options with these values; the first complaint of pydantic becomes one of ours."""
+    """The options with these values; raises OptionError for pydantic's first complaint."""
     try:
         return Options(**fields)
     except ValidationError as error:

@@ -362,7 +362,7 @@ def test_wrong_targets() -> None:
 @pytest.mark.parametrize("option", [{"dtype": "float32"}, {"draft_options": {}}])
 def test_options_of_loading_have_their_place(kind: Any, option: dict[str, Any]) -> None:
     """Each class names its own. (All named SpecGenerator's.)"""
-    way_out = re.escape(f"`{next(iter(option))}` says how to load a model: pass it to {kind.__name__}.from_pretrained")
+    way_out = re.escape(f"`{next(iter(option))}` is an option of loading: pass it to {kind.__name__}.from_pretrained")
     with pytest.raises(OptionError, match=way_out):
         kind("some/model", **option)
 

@@ -1,4 +1,4 @@
-"""What a call reads: prompts of every shape, as rows of token ids without padding, and tokenizers."""
+"""Prompts of every shape as rows of token ids without padding, and tokenizers."""
 
 from specdec.generator.inputs.predictions import with_predictions
 from specdec.generator.inputs.prompts import FEATURES, NAMES, Prompt, Prompts, RowPrompt, pad_id, read_prompts
