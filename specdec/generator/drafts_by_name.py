@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -54,8 +54,6 @@ NAMES = (*ALIASES, *(detail for details in ALIASES.values() for detail in detail
 _WORDS = ", ".join(map(repr, DRAFTS))
 _KINDS = f"a model, an id or path, one of {_WORDS}, a Drafter, a pair of a draft that copies and a model, or None"
 _KEPT = 2  # drafts named in calls; each may hold a model
-
-T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -102,7 +100,8 @@ class Drafts:
     def __init__(self, target: LanguageModel, *, backend: str = "auto") -> None:
         self._target = target
         self._how = Loading(backend=backend)
-        self._recent = Recent(_KEPT)
+        self._lock = threading.Lock()
+        self._recent: list[tuple[tuple[Any, ...], Draft]] = []  # with the arguments that name them; the last first
 
     def make(
         self, draft: Any, tokenizer: Any, assistant_tokenizer: Any = None, *, name: str = "draft"
@@ -143,7 +142,13 @@ class Drafts:
         if len(named) > 1:
             raise OptionError(f"{' and '.join(named)} each name a draft: pass one of them")
         parts = (tokenizer, *(given.get(name) for name in NAMES))
-        return self._recent.get(parts, lambda: Draft(self._of_call(named[0], given, tokenizer)))
+        with self._lock:
+            found = next((entry for entry in self._recent if all(map(_same, entry[0], parts))), None)
+            # The oldest is freed before another one is loaded.
+            self._recent = [entry for entry in self._recent if entry is not found][: _KEPT - 1]
+            found = found or (parts, Draft(self._of_call(named[0], given, tokenizer)))
+            self._recent.insert(0, found)
+            return found[1]
 
     def _of_call(self, name: str, given: Mapping[str, Any], tokenizer: Any) -> BatchDrafter | None:
         match name:
@@ -198,26 +203,6 @@ class Drafts:
         model = self.make(pair[1], tokenizer, assistant_tokenizer, name=name)
         assert model is not None
         return HybridDrafter(DRAFTS[pair[0]].of(self._target, None), model)
-
-
-class Recent:
-    """The last `count` objects made, by the parts they were made of; parts stay alive as long as their object."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._lock = threading.Lock()
-        self._entries: list[tuple[tuple[Any, ...], Any]] = []  # the last first
-
-    def get(self, parts: tuple[Any, ...], make: Callable[[], T]) -> T:
-        """The object made of the same parts (identical objects, equal names or numbers), or else of `make`."""
-        with self._lock:
-            found = next((e for e in self._entries if all(map(_same, e[0], parts))), None)
-            others = [entry for entry in self._entries if entry is not found][: self._count - 1]
-            self._entries = others  # the oldest is freed before another one is loaded
-            found = found or (parts, make())
-            self._entries = [found, *others]
-            value: T = found[1]
-            return value
 
 
 def named_drafts(given: Mapping[str, Any], config: Any) -> dict[str, Any]:
@@ -309,6 +294,7 @@ def _check_spelling(draft: Any, name: str) -> None:
 
 
 def _same(mine: Any, theirs: Any) -> bool:
+    """Whether two arguments are the same object, or equal names or numbers."""
     return mine is theirs or (
         isinstance(mine, str | PathLike | int) and type(mine) is type(theirs) and bool(mine == theirs)
     )

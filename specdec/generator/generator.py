@@ -37,8 +37,7 @@ from specdec.generator.generation import Event, Generation
 from specdec.generator.inputs import NAMES as MODEL_INPUTS
 from specdec.generator.inputs import Prompt, check_tokenizer, read_prompts, tokenizer_beside, with_predictions
 from specdec.generator.job import Job
-from specdec.models import LanguageModel, ModelState, plain_modes
-from specdec.models.exactness import Exactness
+from specdec.models import LanguageModel, plain_modes
 from specdec.options.generate import Options
 from specdec.options.load import Loading, Vocabulary, check_loaded
 from specdec.options.resolve import check_defaults, resolve
@@ -58,7 +57,7 @@ class SpecGenerator:
     copies and a model (hybrid), or None for plain decoding. `options` are the defaults of every `generate` call. `task`
     names settings in the checkpoint's `task_specific_params`, which then override its generation config.
     `kv_budget` limits the keys and values of all running calls, in bytes or as a share of the free memory (0.5: half);
-    further calls wait. `prefix_cache` keeps keys and values of finished texts, in so many bytes (True: 256 MiB), for
+    further calls wait. `prefix_cache` keeps keys and values of finished texts in that many bytes (True: 256 MiB), for
     prompts that begin alike; None: in float32, where it changes no text. `backend` and `exactness` are those of
     `Loading`; for a model object, "packed" keeps a second copy of its weights, and "auto" leaves it as it is.
 
@@ -117,9 +116,8 @@ class SpecGenerator:
         """
         how, options = Loading.split(options)
         check_defaults(options)
-        leads = leading(how) is not None
         draft_how = how.of_draft(draft_options)
-        if leads:
+        if leading(how) is not None:
             draft_how = on_own_device(draft_how)
         if draft_options and not names_model(draft) and not (is_head(draft) and [*draft_options] == ["vocabulary"]):
             raise OptionError("`draft_options` load a draft model, and `draft` is no id or path: leave them out")
@@ -129,15 +127,18 @@ class SpecGenerator:
             tokenizer = tokenizer_beside(str(target), **how.beside)
         if assistant_tokenizer is None and tokenizer is not None:
             assistant_tokenizer = beside
-        tokenizers = {"tokenizer": tokenizer, "assistant_tokenizer": assistant_tokenizer}
-        shared: dict[str, Any] = {
-            "backend": how.backend,
-            "exactness": how.exactness,
-            "task": task,
-            "kv_budget": kv_budget,
-            "prefix_cache": prefix_cache,
-        }
-        return cls(model, draft, **tokenizers, **shared, **options)
+        return cls(
+            model,
+            draft,
+            tokenizer=tokenizer,
+            assistant_tokenizer=assistant_tokenizer,
+            backend=how.backend,
+            exactness=how.exactness,
+            task=task,
+            kv_budget=kv_budget,
+            prefix_cache=prefix_cache,
+            **options,
+        )
 
     @property
     def drafter(self) -> BatchDrafter | None:
@@ -266,7 +267,6 @@ class SpecGenerator:
         check_draft(drafter, options, given, extras.prediction, named=bool(named))
         prompts = read_prompts(prompt, messages, inputs, options, self.target, extras.tokenizer)
         prompts = with_predictions(prompts, extras.prediction, self.target, extras.tokenizer)
-        prompts = prompts.repeat(options.copies)
         schedule = partial(
             make_schedule,
             options,
@@ -274,39 +274,34 @@ class SpecGenerator:
             trees=self.target.capability.store == "kv",
             lookup_tokens=named.get("prompt_lookup_num_tokens"),
         )
+        # By default only prompts whose text the cache cannot change use it.
+        cached = self._wants_prefixes or (exactness in ("exact", "strict") and state.is_readable)
         return Call(
             self.target,
             options,
-            prompts,
+            prompts.repeat(options.copies),
             extras,
             draft,
             drafter,
             make_schedule=lambda learned: schedule(learned=learned),
             state=state,
             exactness=exactness,
-            reuses_prefixes=self._reuses_prefixes(exactness, state),
+            reuses_prefixes=self._prefixes is not None and cached,
         )
-
-    def _reuses_prefixes(self, exactness: Exactness, state: ModelState) -> bool:
-        """Whether prompts may use the prefix cache: the caller asked for it, or it changes no text."""
-        changes_none = exactness in ("exact", "strict") and state.is_readable
-        return self._prefixes is not None and (self._wants_prefixes or changes_none)
 
     def _options(self, given: Mapping[str, Any], config: Any) -> Options:
         """The caller's options over a generation config's, the generator's and the checkpoint's."""
         if config is not None and not isinstance(config, GenerationConfig):
             raise OptionError.of("generation_config", "a transformers GenerationConfig", type(config).__name__)
+        model = self.target.model
+        tasks = getattr(model.config, "task_specific_params", None) or {}
         return resolve(
             given,
             # `to_dict` turns a watermarking config into its fields, which lose its class.
             config=None if config is None else config.to_dict() | {"watermarking_config": config.watermarking_config},
             defaults=self._defaults,
-            inherited=self._inherited(),
+            inherited=model.generation_config.to_dict() | tasks.get(self._task, {}),
         )
-
-    def _inherited(self) -> dict[str, Any]:
-        """The checkpoint's generation settings."""
-        return inherited(self.target.model, self._task)
 
 
 def _prefixes(wanted: bool | int | None) -> Prefixes | None:
@@ -316,10 +311,3 @@ def _prefixes(wanted: bool | int | None) -> Prefixes | None:
     if wanted is False:
         return None
     return Prefixes(PREFIX_BYTES if wanted in (None, True) else wanted)
-
-
-def inherited(model: PreTrainedModel, task: str | None) -> dict[str, Any]:
-    """A checkpoint's generation settings: its generation config, overridden by its settings of the task."""
-    settings: dict[str, Any] = model.generation_config.to_dict()
-    tasks = getattr(model.config, "task_specific_params", None) or {}
-    return settings | tasks.get(task, {})

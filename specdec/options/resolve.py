@@ -136,37 +136,24 @@ def _understood(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _followed(inherited: Mapping[str, Any]) -> dict[str, Any]:
-    """The checkpoint's fields that are options; warns of those in `REFUSED` and of ways of searching."""
-    given = {k: v for k, v in inherited.items() if v is not None}
-    content = repr(sorted(given.items()))  # the key: dictionaries are not hashable
-    if content not in _CHECKPOINTS:
-        if len(_CHECKPOINTS) >= _MOST_CHECKPOINTS:
-            _CHECKPOINTS.clear()
-        _CHECKPOINTS[content] = _settings(given)
-    fields, complaints = _CHECKPOINTS[content]
-    for complaint in complaints:
-        warnings.warn(f"the checkpoint's generation config asks for {complaint}", stacklevel=3)
-    return fields
+    """The checkpoint's valid options; warns of fields in `REFUSED` and of ways of searching."""
+    for name, rule in REFUSED.items():
+        if inherited.get(name) not in rule.neutral:
+            _warn_of_inherited(name, inherited[name], f"which specdec does not follow: {rule.why}")
+    for name, neutral in SEARCHES.items():
+        if inherited.get(name) not in neutral and name != "diversity_penalty":
+            _warn_of_inherited(name, inherited[name], "which specdec follows only where the call sets it")
+    known = {k: v for k, v in inherited.items() if v is not None and k in Options.model_fields and k not in SEARCHES}
+    try:
+        Options(**known)
+    except ValidationError as error:
+        wrong = {item["loc"][0] for item in error.errors()}
+        return {k: v for k, v in known.items() if k not in wrong}
+    return known
 
 
-_CHECKPOINTS: dict[str, tuple[dict[str, Any], list[str]]] = {}
-_MOST_CHECKPOINTS = 32
-
-
-def _settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A checkpoint's valid options, and what to warn of."""
-    complaints = [
-        f"{name}={given[name]!r}, which specdec does not follow: {rule.why}"
-        for name, rule in REFUSED.items()
-        if given.get(name) not in rule.neutral
-    ]
-    complaints += [
-        f"{name}={given[name]!r}, which specdec follows only where the call sets it"
-        for name, neutral in SEARCHES.items()
-        if given.get(name) not in neutral and name != "diversity_penalty"
-    ]
-    known = {k: v for k, v in given.items() if k in Options.model_fields and k not in SEARCHES}
-    return {k: v for k, v in known.items() if _is_valid(k, v)}, complaints
+def _warn_of_inherited(name: str, value: object, why: str) -> None:
+    warnings.warn(f"the checkpoint's generation config asks for {name}={value!r}, {why}", stacklevel=4)
 
 
 def _renamed(given: dict[str, Any]) -> dict[str, Any]:
@@ -181,14 +168,6 @@ def _renamed(given: dict[str, Any]) -> dict[str, Any]:
             f"`schedule`={given['schedule']!r} and `num_assistant_tokens_schedule`={alias!r} contradict: pass one"
         )
     return {**given, "schedule": "heuristic" if alias == "heuristic_transient" else alias}
-
-
-def _is_valid(name: str, value: Any) -> bool:
-    try:
-        Options(**{name: value})
-    except ValidationError:
-        return False
-    return True
 
 
 def _valid(fields: Mapping[str, Any]) -> Options:
