@@ -31,7 +31,7 @@ def check_draft(
     `given` are the call's own options. Without a draft, options of drafting are a warning.
     """
     if drafter is None and (idle := [name for name in _DRAFTING if name in given]):
-        warn_of_idle(f"`{idle[0]}` says how much to draft, and there is no draft: name one")
+        warn_of_idle(f"`{idle[0]}` sets how much to draft, and the call has no draft: name one")
     if drafter is not None and (not named or any(name in given for name in _BRANCHING)):
         _check_branches(drafter, options)
     if prediction is not None and (drafter is None or not drafter.reads_predictions):

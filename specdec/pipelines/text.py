@@ -100,7 +100,7 @@ def _check_form(full: bool | None, text: bool | None, tensors: bool | None) -> N
     given = {"return_full_text": full, "return_text": text, "return_tensors": tensors}
     named = [name for name, value in given.items() if value is not None]
     if len(named) > 1:
-        raise OptionError(f"`{named[0]}` and `{named[1]}` each choose what is returned: pass one of them")
+        raise OptionError(f"`{named[0]}` and `{named[1]}` each say what is returned: pass one of them")
     if text is False:
         raise OptionError("`return_text`=False leaves nothing to return: pass `return_tensors=True`")
 

@@ -147,7 +147,7 @@ def _check_sources(prompt: Any, messages: Any, given: Mapping[str, Any], target:
 
 
 def _chat(messages: Sequence[Any], tokenizer: Any) -> list[list[int]]:
-    """Ids of one conversation or of several, through the tokenizer's chat template."""
+    """Ids of one conversation or several, by the tokenizer's chat template."""
     if not hasattr(tokenizer, "apply_chat_template"):
         raise OptionError("`messages` needs a tokenizer with a chat template: pass `tokenizer=` to SpecGenerator")
     if getattr(tokenizer, "chat_template", "") is None:
@@ -269,7 +269,7 @@ def _with_negatives(prompts: Prompts, given: Mapping[str, Any], options: Options
 
 
 def _prompts(ids: Ids, options: Options) -> Prompts:
-    """Rows of ids, padded on the left where they are not equally long already."""
+    """Prompts of rows of ids, padded on the left to equal length."""
     width, pad = max(map(len, ids.given)), pad_id(options)
     padded = torch.tensor([[pad] * (width - len(row)) + row for row in ids.given], dtype=torch.long)
     return Prompts([RowPrompt(row, width - len(row)) for row in ids.kept], padded, ids.is_text)
@@ -313,8 +313,8 @@ def _tensor(name: str, value: Any) -> Tensor:
 def _decoder_ids(count: int, given: Mapping[str, Any], options: Options, target: LanguageModel) -> Ids:
     """Decoder prompts: the start id of each row, before the caller's `decoder_input_ids` where they all lack it.
 
-    Padding that `decoder_attention_mask` names is left out, so that a row equals the row alone. (transformers counts
-    it: most decoders take its slots for positions, and the start id stands before it.)
+    Padding marked by `decoder_attention_mask` is removed, so that a row's text equals that of the row alone. (In
+    transformers most decoders count its columns as positions, and the start id precedes it.)
     """
     starts = options.start_ids
     if len(starts) not in (0, 1, count):
@@ -337,7 +337,7 @@ def _decoder_ids(count: int, given: Mapping[str, Any], options: Options, target:
 
 
 def _read(value: Any, given: Mapping[str, Any], options: Options, target: LanguageModel, tokenizer: Any) -> Ids:
-    """The prompt's ids: those of text, those given, or the start id where nothing is."""
+    """The prompt's ids: of text, as given, or the start id without a prompt."""
     if value is None:
         if not isinstance(options.bos_token_id, int):
             raise OptionError("no prompt was given, and the model has no `bos_token_id` to start from: pass a prompt")

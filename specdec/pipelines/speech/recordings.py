@@ -124,12 +124,12 @@ class Recording:
     def _segments(self, whisper: Whisper, timestamps: bool, language: bool) -> tuple[str, Chunks]:
         """The only track's segments as chunks; without timestamps its text is one chunk."""
         track = self.tracks[0]
-        said: dict[str, Any] = {"language": whisper.language(track.opening)} if language else {}
+        named: dict[str, Any] = {"language": whisper.language(track.opening)} if language else {}
         if not timestamps:
             text = whisper.decode(track.tokens)
-            return text, [{**said, "text": text}] if text else []
+            return text, [{**named, "text": text}] if text else []
         chunks = [
-            {**said, "timestamp": (round(s.start, 2), round(self._end(s, whisper), 2)), "text": text}
+            {**named, "timestamp": (round(s.start, 2), round(self._end(s, whisper), 2)), "text": text}
             for s in track.segments
             if (text := whisper.decode(s.tokens))
         ]

@@ -157,7 +157,7 @@ class Transcriber:
         Takes the options of a call, and raises its errors with the first piece. The pieces add up to the whole text;
         text that a later window may change (overlapping chunks, words with times) is one piece at the end.
         """
-        request, recordings, told = self._request(options), list[Recording](), ""
+        request, recordings, yielded = self._request(options), list[Recording](), ""
         is_final = request.chunking is None and request.settings.return_timestamps != "word"
         windows = self._windows([source], recordings, request, progress, None)
         while True:
@@ -167,10 +167,10 @@ class Transcriber:
                 [found] = end.value
                 break
             text = self._text(recordings[0], request)["text"] if is_final else ""
-            if text != told and text.startswith(told):
-                yield text[len(told) :]
-                told = text
-        if rest := found["text"][len(told) :]:
+            if text != yielded and text.startswith(yielded):
+                yield text[len(yielded) :]
+                yielded = text
+        if rest := found["text"][len(yielded) :]:
             yield rest
         return found
 
@@ -197,9 +197,9 @@ class Transcriber:
         options = {**(options.pop("generate_kwargs", None) or {}), **options}
         options = {name: value for name, value in options.items() if value is not None and name not in _IGNORED}
         own = {name: options.pop(name) for name in _CALL if name in options}
-        said = {name: options.pop(name) for name in NAMES if name in options}
+        own_settings = {name: options.pop(name) for name in NAMES if name in options}
         if options.pop("do_sample", False):
-            said.setdefault("temperature", 1.0)  # `generate` samples at this temperature by default
+            own_settings.setdefault("temperature", 1.0)  # `generate` samples at this temperature by default
         if "seed" not in options:
             options["seed"] = int(torch.randint(2**62, ()))
         if not isinstance(options["seed"], int):
@@ -214,7 +214,7 @@ class Transcriber:
         if not isinstance(batch_size, int) or batch_size < 1:
             raise OptionError.of("batch_size", "a whole number of at least 1", batch_size)
         chunking = read_chunking(own.get("chunk_length_s"), own.get("stride_length_s"), self._extractor)
-        settings = read_settings(said, self._whisper)
+        settings = read_settings(own_settings, self._whisper)
         return _Request(settings, chunking, batch_size, bool(own.get("return_language")), options)
 
     def _stream(

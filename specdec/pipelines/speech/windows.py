@@ -68,8 +68,8 @@ class Track:
         """A prediction of the next window: tokens already decoded from the same sound, with their old timestamps."""
         if self.seek or self.before is None or not self.before.done:
             return self.ahead
-        said = self.before.tokens
-        return said[int(self.shared_from * len(said)) :]
+        tokens = self.before.tokens
+        return tokens[int(self.shared_from * len(tokens)) :]
 
     def window(self, frames: int) -> Tensor:
         """The next window `[mels, frames]`, padded at the end of the sound."""
@@ -156,11 +156,11 @@ class Listener:
         before = whisper.start_of_previous
         if not (s.condition_on_prev_tokens and track.trusted and (track.segments or (given and first))):
             return [*given, *track.opening]
-        said = [token for segment in track.segments for token in _once(segment.tokens, whisper.timestamp_begin)]
+        context = [token for segment in track.segments for token in _once(segment.tokens, whisper.timestamp_begin)]
         if first:
-            said = given[given[:1] == [before] :] + said
+            context = given[given[:1] == [before] :] + context
         start = given if given and not first else [] if before is None else [before]
-        return [*start, *said[1 - self._positions // 2 :], *track.opening]
+        return [*start, *context[1 - self._positions // 2 :], *track.opening]
 
     def _heard(self, batch: _Batch) -> list[_Heard]:
         """The decoded text of each row, at the first temperature whose text is accepted, else at the last."""

@@ -290,8 +290,8 @@ def _context(target: Any, tokenizer: Any) -> int | None:
         config = getattr(target.model.config, "encoder", config)
     known = [getattr(config, name, None) for name in _POSITIONS]
     length = getattr(tokenizer, "model_max_length", None)
-    told = [next((n for n in known if n is not None), None), length]
-    return min((int(n) for n in told if n is not None and n < _UNKNOWN), default=None)
+    lengths = [next((n for n in known if n is not None), None), length]
+    return min((int(n) for n in lengths if n is not None and n < _UNKNOWN), default=None)
 
 
 def _piece_seeds(seeds: Sequence[int] | None, options: Options, pieces: Sequence[tuple[int, int]]) -> list[int] | None:
