@@ -104,7 +104,7 @@ class Dispatcher:
             self.engine.abort(CancelledError("the generator was closed"))
         finally:
             self._stop_driving()
-        if self._thread is not None:
+        if self._thread is not None and self._thread.is_alive():
             self._thread.join()
 
     def check_open(self) -> None:

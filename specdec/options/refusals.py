@@ -101,9 +101,7 @@ def check_search(options: Options) -> None:
 def check_effect(
     options: Options, given: Mapping[str, Any], config: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> None:
-    """Warns of options that this kind of decoding does not read; raises where fewer texts would be returned
-    than asked.
-    """
+    """Warns of options that the strategy ignores; raises OptionError where it cannot return as many texts as asked."""
 
     def asked(*choices: str) -> Mapping[str, Any]:
         """`given` over `defaults`; `given` alone where the call itself sets one of `choices`."""

@@ -157,22 +157,19 @@ class Transcriber:
         Takes the options of a call, and raises its errors with the first piece. The pieces add up to the whole text;
         text that a later window may change (overlapping chunks, words with times) is one piece at the end.
         """
-        request, recordings, yielded = self._request(options), list[Recording](), ""
+        request, yielded = self._request(options), ""
+        recordings, found = list[Recording](), list[Transcription | None]()
         is_final = request.chunking is None and request.settings.return_timestamps != "word"
-        windows = self._windows([source], recordings, request, progress, None)
-        while True:
-            try:
-                next(windows)
-            except StopIteration as end:
-                [found] = end.value
-                break
+        for _ in self._windows([source], recordings, found, request, progress, None):
             text = self._text(recordings[0], request)["text"] if is_final else ""
             if text != yielded and text.startswith(yielded):
                 yield text[len(yielded) :]
                 yielded = text
-        if rest := found["text"][len(yielded) :]:
+        [transcription] = found
+        assert transcription is not None
+        if rest := transcription["text"][len(yielded) :]:
             yield rest
-        return found
+        return transcription
 
     def error_rate(self, texts: Iterable[str], references: Iterable[str], *, language: str | None = None) -> float:
         """Word errors per word of the references, after Whisper's normalisation, by default for English."""
@@ -226,23 +223,21 @@ class Transcriber:
     def _transcribe(
         self, inputs: Iterable[Any], request: _Request, progress: Progress | None, on_error: OnError | None
     ) -> list[Transcription | None]:
-        windows = self._windows(inputs, [], request, progress, on_error)
-        while True:
-            try:
-                next(windows)
-            except StopIteration as end:
-                found: list[Transcription | None] = end.value
-                return found
+        found: list[Transcription | None] = []
+        for _ in self._windows(inputs, [], found, request, progress, on_error):
+            pass
+        return found
 
     def _windows(
         self,
         inputs: Iterable[Any],
         recordings: list[Recording],
+        found: list[Transcription | None],
         request: _Request,
         progress: Progress | None,
         on_error: OnError | None,
-    ) -> Generator[None, None, list[Transcription | None]]:
-        """Transcribes all inputs, yields after each window, and fills `recordings` on the way."""
+    ) -> Iterator[None]:
+        """Transcribes all inputs; yields after each window, and fills `recordings`, and at the end `found`."""
         began, done = clock(), 0.0
 
         def report(seconds: float) -> None:
@@ -269,10 +264,9 @@ class Transcriber:
         yield from listener.listen(tracks(), request.batch_size)
         seconds, stats = clock() - began, total(listener.stats)
         whole = sum(recording.duration for recording in recordings) or 1.0
-        found = [None if recording.failed else self._finished(recording, request) for recording in recordings]
+        found += [None if recording.failed else self._finished(recording, request) for recording in recordings]
         for transcription in filter(None, found):
             transcription.seconds, transcription.stats = seconds * transcription.duration / whole, stats
-        return found
 
     def _finished(self, recording: Recording, request: _Request) -> Transcription:
         """The result of a recording that was decoded to its end; warns where a long one has no words."""
