@@ -34,7 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
 @contextmanager
 def before() -> Iterator[None]:
     """As where no kernels are."""
-    with patch.object(kernels, "is_loaded", return_value=False), patch.object(CoupledRule, "choice", return_value=None):
+    with patch.object(kernels, "available", return_value=False), patch.object(CoupledRule, "choice", return_value=None):
         yield
 
 

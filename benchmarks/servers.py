@@ -4,12 +4,13 @@
     python benchmarks/servers.py --target MODEL --draft suffix --chat --prompts chats.jsonl --clients 4
 
 `transformers serve` needs `pip install 'transformers[serving]'`. Requests are greedy and streamed, measured as
-`specdec bench --url` does. No prompt is asked twice of a server, and a server whose turn it is not is stopped.
+`server_load.py` does. No prompt is asked twice of a server, and a server whose turn it is not is stopped.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import signal
 import socket
@@ -24,9 +25,8 @@ from tempfile import TemporaryDirectory
 
 import httpx
 from measure import Watch, read_prompts, table
+from server_load import Load, Measured, measure
 
-from specdec.bench.remote import Load, Measured, Workload, measure
-from specdec.bench.remote_report import remote_results
 from specdec.options.bundled_models import pair
 
 _PATIENCE = 120.0  # seconds until a server listens
@@ -109,23 +109,17 @@ def main() -> None:
                 own, prompts = prompts[: count + 1], prompts[count + 1 :]  # one for the request that does not count
                 for name in sorted(servers, reverse=bool(turn % 2)):
                     model = args.target if name == "transformers" else "model"
-                    workload = Workload(
-                        servers[name].url,
-                        model,
-                        own,
-                        [load],
-                        chat=args.chat,
-                        max_new_tokens=args.tokens,
-                        requests=count,
+                    work = measure(
+                        servers[name].url, model, own, [load], requests=count, tokens=args.tokens, chat=args.chat
                     )
                     watch.look()
                     with servers[name].asked():
-                        found[name, load] += measure(workload)
+                        found[name, load] += asyncio.run(work)
                     watch.look()
     rows = []
     for (name, load), measured in found.items():
         base = _speed(found["transformers", load])
-        figures = [one for m in measured for one in remote_results(workload, [m])["loads"]]
+        figures = [one.figures() for one in measured]
         first, each = (_middle([one[key] for one in figures]) for key in ("first_token_ms", "per_token_ms"))
         errors, speed = sum(one["errors"] for one in figures), _speed(measured)
         rows.append([f"{load.concurrency}, {name}", f"{speed:.0f}", f"{speed / base:.2f}x", first, each, f"{errors}"])

@@ -1,13 +1,22 @@
-"""Benchmarks and scripts of the documentation run on names that there are."""
+"""Benchmarks and scripts of the documentation run on names that exist; one measures a server."""
 
 from __future__ import annotations
 
 import ast
 import importlib
 import importlib.util
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import uvicorn
+
+from tests.server.served import app, model_of
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted([*ROOT.glob("benchmarks/**/*.py"), *ROOT.glob("docs/**/*.py")])
@@ -27,3 +36,46 @@ def test_imports(file: Path) -> None:
 def test_there_are_some() -> None:
     """The folders are where they are looked for."""
     assert len(FILES) > 20
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """The address of a server of the tiny model, in a thread."""
+    server = uvicorn.Server(uvicorn.Config(app(model_of("suffix")), port=0, log_config=None, ws="none"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server.should_exit = True
+    thread.join(10)
+
+
+def server_load(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """What `benchmarks/server_load.py` prints."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "server_load.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_server_load(url: str, tmp_path: Path) -> None:
+    """Every request of every load is counted once, with its tokens and latencies; plain loads draft nothing."""
+    (tmp_path / "prompts.txt").write_text("abab abab\n\nxyz\n")
+    given = ["--prompts", str(tmp_path / "prompts.txt"), "--json", str(tmp_path / "load.json"), "--beside-plain"]
+    size = ["--requests", "4", "--tokens", "8", "--repeats", "2"]
+    done = server_load(f"{url}/v1", *given, *size, "--concurrency", "1", "3", "--rate", "50")
+    assert done.returncode == 0, done.stderr
+    assert "| 3 at a time, plain |" in done.stdout
+    loads = json.loads((tmp_path / "load.json").read_text())["loads"]
+    assert [load["requests"] for load in loads] == [8, 8, 12, 12, 8, 8]
+    for load in loads:
+        assert load["errors"] == 0, load["first_error"]
+        assert 0 < load["first_token_ms"]["p50"] <= load["request_ms"]["p50"] <= load["request_ms"]["p99"]
+        assert load["requests_per_second"] < load["tokens_per_second"] <= 8 * load["requests_per_second"]
+        assert (load["mean_acceptance_length"] is None) == load["plain"]
+
+
+def test_server_load_tells_a_refusal(url: str) -> None:
+    """The first request's error ends the script."""
+    done = server_load(url, "--model", "no-such-model")
+    assert done.returncode == 1
+    assert "refused the first request: 404" in done.stderr

@@ -12,6 +12,7 @@ from specdec.core.stats import Stats
 from specdec.errors import OptionError, SpecdecError
 from specdec.generator.generation import Generation
 from specdec.generator.generator import SpecGenerator
+from specdec.generator.inputs.tokenizers import ids_of
 from specdec.options import bundled_models
 from specdec.options.checks import plain
 from specdec.options.generate import listed
@@ -68,7 +69,7 @@ class Generate(Task):
     def _ids(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, list):
             return prompt
-        ids: list[int] = self._generator.tokenizer(prompt, verbose=False)["input_ids"]
+        ids = ids_of(self._generator.tokenizer, prompt, verbose=False)
         return ids or listed(self._generator.target.model.generation_config.bos_token_id)[:1]
 
 

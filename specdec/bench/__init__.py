@@ -10,7 +10,6 @@
 | `samples.py`, `compare.py` | `samples.jsonl`, and what differs from plain decoding's text |
 | `figures.py`, `results.py` | intervals, percentiles, acceptance; `results.json` and the table |
 | `plots.py`, `report.py`, `report.html.j2`, `report.css.j2` | pictures and the page |
-| `remote.py`, `remote_report.py`, `remote.html.j2` | a running server under load, and its page |
 | `duel.py` | plain and assisted decoding of one prompt, timed in turn |
 | `tune.py` | the best schedule of one pair |
 | `machine.py`, `extras.py` | where it ran; the libraries that it needs |

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from specdec.errors import SpecdecError
 
-NAMES = ("scipy", "matplotlib", "jinja2", "httpx")
+NAMES = ("scipy", "matplotlib", "jinja2")
 
 
 def check_extras() -> None:

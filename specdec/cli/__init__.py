@@ -7,7 +7,6 @@
 | `summarize.py` | `summarize`: files in, summaries out |
 | `bench.py` | `bench` and `tune`: what they measure, the bar, the outcome in words |
 | `compile.py` | `compile`: passes compiled before they are needed |
-| `remote.py` | `bench --url`: a running server under load |
 | `doctor.py` | `doctor`: machine, installation and a pair, looked at |
 | `distill.py` | `distill`: a draft for any target |
 | `pair.py` | `demo` and `zoo`: the models that come with the package |

@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.table import Table
 
 from specdec.cli.flags import Backend, Dtype, ExactnessName, GgufFile, Offload, OffloadFolder, Quantization
-from specdec.cli.remote import KEY, check_flags, measure_server
 from specdec.cli.request import COPYING, WORDS
 from specdec.cli.show import write
 from specdec.cli.terminal import FAILED, MISMATCH, OK, Debug, Quiet, counting, fail, loading, say
@@ -84,36 +83,14 @@ def bench(
     ] = None,
     out: Out = None,
     restart: Annotated[bool, typer.Option("--restart", help="Forget the samples in the folder.")] = False,
-    url: Annotated[
-        str | None, typer.Option(help=f"Measure a running server instead, ours or another's; its key is in ${KEY}.")
-    ] = None,
-    model: Annotated[str | None, typer.Option(help="One of the server's models.")] = None,
-    concurrency: Annotated[
-        list[int] | None, typer.Option(min=1, help="Requests at a time, for --url; repeatable.")
-    ] = None,
-    rate: Annotated[
-        list[float] | None, typer.Option(min=0.001, help="Requests a second whatever becomes of them; repeatable.")
-    ] = None,
-    requests: Annotated[int | None, typer.Option(min=1, help="How many for each of these; 16 by default.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Ask the server for chats instead of completions.")] = False,
-    beside_plain: Annotated[
-        bool, typer.Option("--beside-plain", help="Each also without the draft, in turn; specdec's server alone can.")
-    ] = False,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> int:
-    """Measure drafts beside plain decoding, or a server (--url). The texts are compared, too, and a report is written.
+    """Measure drafts beside plain decoding. The texts are compared, too, and a report is written.
 
     A run that was killed goes on where it stopped when the same command is given again. Exit code 3: a text differs
     from plain decoding's, and neither --near-tie nor a row-dependent target excuses it.
     """
-    check_flags(ctx.params)
-    if url is not None:
-        with loading("reading the prompts", quiet=quiet):
-            from specdec.bench.extras import check_extras
-
-            check_extras()
-        return measure_server(ctx.params, counting(quiet=quiet), out or Path("bench-server"))
     keys = suite_keys(ctx.params)
     with loading("reading the suite", quiet=quiet):
         from specdec.bench import exit_state, read_suite, results, run, write_report

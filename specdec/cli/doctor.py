@@ -1,15 +1,21 @@
-"""`specdec doctor`: what this machine, this installation and a pair are fit for."""
+"""`specdec doctor`: what this machine, this installation and a pair are fit for, and what mends the bad findings."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from statistics import median
+from time import perf_counter as clock
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from packaging.requirements import Requirement
 from rich.console import Console
 from rich.style import Style
 
@@ -32,11 +38,241 @@ from specdec.errors import SpecdecError
 from specdec.options.versions import versions
 
 if TYPE_CHECKING:
-    from specdec.bench.doctor import Finding
+    from specdec.bench.duel import Duel
+    from specdec.bench.machine import Watch
+    from specdec.generator.generator import SpecGenerator
+    from specdec.models import LanguageModel
+
+State = Literal["good", "note", "bad"]
+_DISTRIBUTION = "specdec-runtime"
+_EXTRAS = {
+    "audio": "recordings in any format and word errors",
+    "bench": "reports with plots",
+    "gguf": "GGUF files",
+    "harness": "lm-evaluation-harness",
+    "parquet": "Parquet files in specdec batch",
+    "quant": "INT8, NF4 and FP4 of bitsandbytes",
+    "ray": "clusters: specdec batch --ray, specdec serve --ray",
+    "serve": "specdec serve",
+    "summaries": "ROUGE",
+}
+"""Extras of the package, and what they bring."""
+_SECONDS = 10.0
+_TOKENS = (8, 96)  # new ones of an estimate's texts, at least and at most
+_LEAST = 3  # prompts of an estimate
+_TEXTS = 4 * _LEAST  # that are written for them, warm-ups aside
+_FASTER = "specdec tune finds the best schedule, specdec bench measures with intervals"
+_SLOWER = "--method suffix for text that copies, a smaller draft, or specdec distill; specdec tune tries schedules"
+_MARKS = {"good": ("✓", Style(color="green")), "note": ("·", PROMPT), "bad": ("✗", Style(color="red", bold=True))}
+_WIDTH = 16  # of names
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the examination: what was looked at, what was found, and what mends it where it is not good."""
+
+    section: str
+    name: str
+    text: str
+    state: State = "good"
+    remedy: str | None = None
+
+
+def machine() -> Iterator[Finding]:
+    """The processor, its memory and how fast that is read, accelerators."""
+    import torch
+
+    from specdec.bench.machine import FEWER_THREADS, memory_bandwidth, provenance, waiting_threads
+    from specdec.models import free_bytes
+
+    found = provenance()
+    yield Finding("machine", "processor", f"{found['processor']}: {found['cores']} cores, {found['threads']} threads")
+    yield Finding("machine", "instructions", " ".join(found["flags"]) or "not told by the system", "note")
+    waiting = waiting_threads()
+    remedy = None if waiting is None else FEWER_THREADS
+    text = waiting or f"torch uses {found['threads']}, which do not wait for cores"
+    yield Finding("machine", "threads", text, "good" if waiting is None else "note", remedy)
+    free = free_bytes(torch.device("cpu")) / 2**30
+    speed = memory_bandwidth() / 1e9
+    yield Finding("machine", "memory", f"{found['memory_gib']} GiB, {free:.1f} free; read at {speed:.0f} GB/s")
+    yield _accelerator(found["accelerator"])
+
+
+def _accelerator(name: str | None) -> Finding:
+    import torch
+
+    if name is not None:
+        free, whole = torch.cuda.mem_get_info()
+        return Finding("machine", "accelerator", f"{name}: {whole / 2**30:.1f} GiB, {free / 2**30:.1f} free")
+    if shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia").exists():
+        remedy = "pip install torch, without a CPU build's index or constraints"
+        return Finding("machine", "accelerator", "there is one, which this torch does not see", "bad", remedy)
+    return Finding("machine", "accelerator", "none: models run on the processor", "note")
+
+
+def installation() -> Iterator[Finding]:
+    """Versions beside those that were tested, the kernels, and the extras."""
+    from specdec import kernels
+
+    needed = [Requirement(text) for text in _requirements()]
+    core = [one for one in needed if one.marker is None]
+    wrong = [one for one in core if _lacks(one)]
+    found = ", ".join(f"{one.name} {_version(one.name) or 'missing'}" for one in core)
+    if wrong:
+        remedy = f"pip install {' '.join(repr(str(one)) for one in wrong)}"
+        yield Finding("installation", "packages", f"{found}: others were tested", "bad", remedy)
+    else:
+        yield Finding("installation", "packages", found)
+    kernels.try_again()
+    missing = kernels.lack()
+    if missing is None:
+        yield Finding("installation", "kernels", f"of our own, built for this processor in {kernels.folder()}")
+    else:
+        text = f"none, so passes stay torch's: {missing.reason}"
+        yield Finding("installation", "kernels", text, "bad", missing.way_out or None)
+    for extra, brings in _EXTRAS.items():
+        own = [one for one in needed if one.marker is not None and one.marker.evaluate({"extra": extra})]
+        if not own:  # an older installation does not know it
+            continue
+        lacking = [one.name for one in own if _lacks(one)]
+        if lacking:
+            remedy = f"pip install -e '.[{extra}]'"
+            yield Finding("installation", f"[{extra}]", f"{brings}: no {', '.join(lacking)}", "note", remedy)
+        else:
+            yield Finding("installation", f"[{extra}]", brings)
+
+
+def _requirements() -> list[str]:
+    """What the package says that it needs; nothing where it runs from its folder, uninstalled."""
+    try:
+        return requires(_DISTRIBUTION) or []
+    except PackageNotFoundError:
+        return []
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _lacks(needed: Requirement) -> bool:
+    """Whether a package is missing, or of a version that was not tested."""
+    found = _version(needed.name)
+    return found is None or not needed.specifier.contains(found, prereleases=True)
+
+
+def models(generator: SpecGenerator) -> Iterator[Finding]:
+    """The target, its backend, and whether its draft fits it."""
+    drafter = generator.drafter
+    parts = [("target", generator.target), *(("draft", one) for one in (drafter.models if drafter else ()))]
+    for role, model in parts:
+        yield Finding("models", role, _described(model))
+        yield _backend(role, model)
+    if generator.target.capability.store != "kv":
+        yield Finding("models", "cache", f"{generator.target.capability.reason}: guesses cost more here", "note")
+    if drafter is None:
+        remedy = "name one: --draft-model, or --method suffix for text that copies"
+        yield Finding("models", "draft", "none", "note", remedy)
+    else:
+        yield _fit(generator)
+
+
+def _described(model: LanguageModel) -> str:
+    weights = f"{model.weight_bytes / 2**20:.0f} MiB of weights"
+    kind = type(model.model).__name__
+    return f"{kind}, {model.num_layers} layers, {str(model.dtype).removeprefix('torch.')}, {weights}"
+
+
+def _backend(role: str, model: LanguageModel) -> Finding:
+    """The backend of a model that was loaded here, and the reason for it."""
+    from specdec import kernels
+    from specdec.models.backends.packed_layers import why_not_packed
+
+    remedy: str | None = None
+    if model.backend == "compiled":
+        reason = "compiled code for it was kept here"
+    elif model.backend == "packed":
+        reason = "short passes over packed weights are faster on this processor, which was measured"
+        remedy = "specdec compile may make it faster still"
+    elif unpackable := why_not_packed(model.model):
+        reason = f"it {unpackable}"
+    else:
+        reason = kernels.why_not() or "packed weights were not faster on this processor, or there are few of them"
+    state: State = "good" if model.backend in ("compiled", "packed") else "note"
+    return Finding("models", f"{role}'s backend", f"{model.backend}: {reason}", state, remedy)
+
+
+def _fit(generator: SpecGenerator) -> Finding:
+    """How target and draft understand each other; where they do not, loading them failed."""
+    from specdec.proposers.model import ModelDrafter
+    from specdec.proposers.other_tokenizer.by_text import TextBridge
+
+    drafter, target = generator.drafter, generator.target
+    assert drafter is not None
+    if not drafter.models:
+        return Finding("models", "fit", f"{drafter!r} reads the text alone and fits any target")
+    if isinstance(drafter, ModelDrafter):
+        widths = {model.vocab_size for model in (target, *drafter.models)}
+        known = len(generator.tokenizer) if generator.tokenizer is not None else min(widths)
+        return Finding("models", "fit", f"one vocabulary of {known:,} tokens: guesses are checked as they are")
+    if isinstance(drafter, TextBridge):
+        words = "another tokenizer: guesses travel as text, which costs time"
+        return Finding("models", "fit", words, "note", "a draft with the target's tokenizer, if there is one")
+    return Finding("models", "fit", "guesses are checked as they are")
+
+
+def estimate(generator: SpecGenerator, texts: Sequence[str], *, seconds: float = _SECONDS) -> Iterator[Finding]:
+    """Plain and assisted greedy decoding of held-out code, or of `texts`, in turn, for about `seconds`."""
+    from specdec.bench.duel import PROMPTS, prompt
+    from specdec.bench.machine import Watch
     from specdec.generator.generator import SpecGenerator
 
-MARKS = {"good": ("✓", Style(color="green")), "note": ("·", PROMPT), "bad": ("✗", Style(color="red", bold=True))}
-_WIDTH = 16  # of names
+    if generator.drafter is None:
+        return
+    if generator.tokenizer is None or generator.target.model.main_input_name != "input_ids":
+        yield Finding("estimate", "speed", "only of models that read text: specdec transcribe --stats tells", "note")
+        return
+    plain = SpecGenerator(generator.target, tokenizer=generator.tokenizer)
+    watch = Watch()
+    runs = list(_duels(generator, plain, texts or [prompt(seed) for seed in range(PROMPTS)], seconds, watch))
+    speedup = median(one.speedup for one in runs)
+    slow, fast = (median(rates) for rates in zip(*((one.plain_rate, one.assisted_rate) for one in runs), strict=True))
+    length = median(one.assisted.stats.mean_acceptance_length for one in runs if one.assisted.stats is not None)
+    words = f"{speedup:.2f}x: {slow:.0f} tokens/s plain, {fast:.0f} with the draft, {length:.2f} tokens per round"
+    source = f"{len(runs)} {'of your prompts' if texts else 'prompt(s) of held-out code'}, greedy"
+    pays = speedup > 1.02 and length > 1.05  # where nothing is accepted, nothing is gained but by chance
+    yield Finding("estimate", "speed", f"{words}; {source}", "good" if pays else "note", _FASTER if pays else _SLOWER)
+    yield _compared(generator.target, runs)
+    yield Finding("estimate", "machine", watch.verdict(), "note")
+
+
+def _compared(target: LanguageModel, runs: Sequence[Duel]) -> Finding:
+    """Whether the texts are the same with the draft and without."""
+    different = f"{sum(one.difference is not None for one in runs)} of {len(runs)}"
+    if all(one.difference is None for one in runs):
+        return Finding("estimate", "texts", "the same with the draft and without")
+    if target.exactness in ("exact", "strict"):
+        return Finding("estimate", "texts", f"{different} differ, which must not be", "bad", "please report it")
+    remedy = "--exactness strict, or --dtype float32, makes them the same"
+    return Finding("estimate", "texts", f"{different} part at a near-tie", "note", remedy)
+
+
+def _duels(
+    assisted: SpecGenerator, plain: SpecGenerator, texts: Sequence[str], seconds: float, watch: Watch
+) -> Iterator[Duel]:
+    """Runs of one prompt after another, of lengths that let a few of them fit into the time."""
+    from specdec.bench.duel import WARM_UP, duel
+
+    options: dict[str, Any] = {"eos_token_id": []}
+    first = plain.generate(texts[0], max_new_tokens=WARM_UP, **options)
+    began, rate = clock(), first.stats.tokens_per_second if first.stats is not None else 1.0
+    tokens = int(min(max(rate * seconds / _TEXTS, _TOKENS[0]), _TOKENS[1]))
+    for number, text in enumerate(texts):
+        if number and clock() - began > seconds * (1 - 1 / _LEAST):
+            break
+        yield duel(assisted, plain, text, watch=watch, repeats=2, max_new_tokens=tokens, **options)
 
 
 def doctor(
@@ -54,7 +290,7 @@ def doctor(
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", "-p", help="Text for the estimate; repeatable. Else code.")
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0.1, help="How long the estimate may take, about.")] = 10.0,
+    seconds: Annotated[float, typer.Option(min=0.1, help="How long the estimate may take, about.")] = _SECONDS,
     dtype: Dtype = None,
     quantization: Quantization = None,
     gguf_file: GgufFile = None,
@@ -86,9 +322,7 @@ def doctor(
 def _examine(params: Mapping[str, Any], *, quiet: bool) -> Iterator[Finding]:
     """Findings as they come, with a sign of life before each."""
     with loading("looking at the machine", quiet=quiet):
-        from specdec.bench import doctor
-
-        here = [*doctor.machine(), *doctor.installation()]
+        here = [*machine(), *installation()]
     yield from here
     if params["target"] is None:
         return
@@ -97,18 +331,18 @@ def _examine(params: Mapping[str, Any], *, quiet: bool) -> Iterator[Finding]:
     try:
         generator: SpecGenerator = load(request, quiet=quiet, schedule="cost")
     except SpecdecError as error:
-        yield doctor.Finding("models", "loading", " ".join(str(error).split()), "bad")
+        yield Finding("models", "loading", " ".join(str(error).split()), "bad")
         return
-    yield from doctor.models(generator)
+    yield from models(generator)
     with loading(f"decoding for {params['seconds']:.0f} seconds", quiet=quiet):
-        measured = list(doctor.estimate(generator, params["prompt"] or (), seconds=params["seconds"]))
+        measured = list(estimate(generator, params["prompt"] or (), seconds=params["seconds"]))
     yield from measured
 
 
 def _show(finding: Finding, *, headed: bool) -> None:
     """One line, with the way out below it; under a heading where a section begins."""
     out = Console()
-    mark, style = MARKS[finding.state]
+    mark, style = _MARKS[finding.state]
     if headed:
         write(out, f"{finding.section}\n", Style(bold=True))
     write(out, f"  {mark} ", style)

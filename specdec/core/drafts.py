@@ -1,4 +1,4 @@
-"""What a draft is asked, what it answers, and what it is told."""
+"""The interface of a draft, its instructions and its messages."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ if TYPE_CHECKING:
 
 
 class Branch(NamedTuple):
-    """A path that a draft considers: its tokens after the sequence's shared text, and the sum of their
-    log-probabilities.
+    """A path that a draft considers: its tokens after the sequence's text, and the sum of their log-probabilities.
 
-    `confidence` is the draft's probability of the last token, `chances` those of all tokens, where the path is a guess
-    for its own sake and not one of a search's branches. `q` `[vocab]` is what the last token was drawn from, if it was
-    drawn. `groups` are the groups of beams that a group beam search would use the path for.
+    `confidence`: the draft's probability of the last token; `chances`: those of all tokens, empty for branches of a
+    search. `q` `[vocab]`: the distribution that the last token was drawn from, if it was drawn. `groups`: the groups of
+    beams that would use the path.
     """
 
     tokens: list[int]
@@ -32,10 +31,10 @@ class Branch(NamedTuple):
 
 
 class Until(NamedTuple):
-    """Where a chain ends, in numbers, so that nobody has to be asked after every guess.
+    """The condition on which a chain goes on, in numbers, for code that is compiled.
 
-    A guess of probability p, in bin b of the bins between `edges`, is right with the chance min(p * rates[b], 1). The
-    chain goes on while the product of the chances of its guesses is at least `least`.
+    A guess of probability p, in bin b of those between `edges`, is right with probability min(p * rates[b], 1). The
+    chain goes on while the product of these is at least `least`.
     """
 
     edges: Sequence[float] = ()
@@ -51,10 +50,9 @@ class Filter(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """How guesses are chosen from logits, in numbers: what filters they go through, one after the other, and the noise.
+    """How a guess is chosen from logits, in numbers: `filters` in this order, then argmax or a draw.
 
-    Without an `address` the likeliest token is chosen; guess i is drawn with the noise of place `first + i` below it
-    (`specdec.decoding.noise`).
+    With an `address`, guess i is drawn with the noise at index `first + i` below it (`specdec.decoding.noise`).
     """
 
     filters: Sequence[Filter] = ()
@@ -63,10 +61,10 @@ class Choice(NamedTuple):
 
 
 class ChainRule(NamedTuple):
-    """How a chain of guesses is made in one call: at most `most` of them, chosen as `choice` says of `width` tokens.
+    """How one call makes a whole chain: at most `most` guesses, by `choice` over `width` tokens.
 
-    It ends where `until` says, and with a token of `ends`. Probabilities are told as 1 unless they must be known
-    (`confident`); whole distributions where a strategy looks at them (`needs_q`).
+    It ends by `until`, and after a token of `ends`. Unless `confident`, every probability is returned as 1. With
+    `needs_q`, q is returned as well.
     """
 
     most: int
@@ -79,9 +77,9 @@ class ChainRule(NamedTuple):
 
 
 class Chained(NamedTuple):
-    """What came of chains: each sequence's guesses and their probabilities, NaN where there is no guess.
+    """Chains: per sequence its (guess, probability) pairs, with NaN where the draft has no guess, and q.
 
-    `q` are each sequence's distributions `[guesses, vocab]`, where its rule needs them.
+    `q`: `[guesses, vocab]` where the sequence's rule needs it.
     """
 
     guesses: Sequence[Sequence[tuple[int, float]]]
@@ -89,17 +87,17 @@ class Chained(NamedTuple):
 
 
 class DraftRule(Protocol):
-    """How a draft turns its own logits into a guess, so that it tends to agree with the strategy.
+    """How a draft turns its logits into a guess that tends to agree with the strategy.
 
-    A rule may tell it in numbers, with a method `choice(seq)`; one that answers None, or has none, is asked for every
-    guess.
+    A rule may have a method `choice(seq)` that returns itself in numbers (`Choice`); without it, or where that returns
+    None, `pick` is called for every guess.
     """
 
     @property
     def needs_q(self) -> bool:
-        """Whether the strategy looks at the draft's distribution (rejection) or only at its tokens (match).
+        """Whether the strategy reads q (rejection) or only tokens (match).
 
-        Under rejection a node drawn at random must never be dropped after it was seen.
+        Under rejection, a drawn node must not be dropped depending on its token.
         """
 
     def pick(
@@ -107,58 +105,56 @@ class DraftRule(Protocol):
     ) -> tuple[int, float, Tensor | None]:
         """From draft `logits` `[vocab]` after `guesses`: a token, its probability, and q `[vocab]` if `needs_q`.
 
-        Unless it must be `confident`, the probability is told as 1, which spares a sum over the vocabulary. A
-        probability of NaN says that the draft has no guess.
+        Unless `confident`, the probability is returned as 1, which saves a sum over the vocabulary. NaN: no guess.
         """
 
 
 class BranchRule(Protocol):
-    """How a draft turns its own logits into several guesses; for a search it runs the search's own steps on them."""
+    """How a draft turns its logits into several guesses; for a search, by the search's own steps."""
 
     def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
-        """From draft `logits` `[ends, vocab]`: nodes worth a look next, best first, each with the end it continues.
+        """From draft `logits` `[ends, vocab]`: new paths, best first, each with the number of the end it continues.
 
-        `ends` are equally long. Only the first `plan.branches` will be continued, all of them where that is None.
+        `ends` have one length. The draft continues only the first `plan.branches` paths; None: all.
         """
 
 
 class Plan(Protocol):
     """How much one sequence may draft in this round, as its schedule decided.
 
-    A plan whose `go_on` says of a chain what an `Until` says may tell it, as its `until`; None says nothing.
+    A plan may have an attribute `until`: an `Until` that equals its `go_on` for chains, or None.
     """
 
     @property
     def limit(self) -> int:
-        """The most nodes on a path; 0 means no draft."""
+        """The most nodes on a path; 0: no draft."""
 
     @property
     def branches(self) -> int | None:
-        """The most nodes that one draft pass continues; None leaves that to the strategy, one for most."""
+        """The most nodes that one draft pass continues; None: the strategy's number, mostly 1."""
 
     @property
     def needs_confidence(self) -> bool:
-        """Whether the answers below depend on the draft's confidence."""
+        """Whether `go_on` and `keep` depend on the draft's confidence."""
 
     def go_on(self, paths: Sequence[Sequence[float]], width: int = 1) -> bool:
-        """Whether the next draft pass pays, given the confidence of the nodes on the paths that it would continue.
+        """Whether a further draft pass pays; `paths`: the confidence of each node on the paths that it continues.
 
-        `width` is how many nodes the pass brings. The branches of a search count as one path.
+        `width`: how many nodes the pass adds. The branches of a search count as one path.
         """
 
     def keep(self, confidence: Sequence[float]) -> bool:
-        """Whether the last of these nodes is worth the target's time (match verification and one-hot drafts only)."""
+        """Whether a path's last node is worth verifying; not asked of drawn nodes."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class DraftTask:
-    """What a sequence's request wants of a draft.
+    """A draft's instructions for one sequence.
 
-    `allowed` tells how many of some tokens may follow a text, where processors know that without the target's logits.
-    `rule` turns the draft's logits into a guess, `branching` into several (None: proposals are chains). What is guessed
-    after one of `ends`, the tokens that end a text, is lost. Sequences of one `source` continue the same input;
-    `inputs` are those of its encoder, `[inputs, ...]`, of which it is number `place`, for a draft with an encoder of
-    its own.
+    `rule` turns the draft's logits into a guess, `branching` into several (None: chains only). `ends`: tokens that end
+    a text, after which a guess is useless. Sequences of one `source` continue the same input. `inputs` `[inputs, ...]`:
+    the encoder's inputs, of which the sequence has number `place`, for a draft with its own encoder. `allowed(text,
+    tokens)`: how many of `tokens` processors allow after a text, where they need no logits for that.
     """
 
     rule: DraftRule
@@ -171,10 +167,10 @@ class DraftTask:
 
 
 class Hidden(NamedTuple):
-    """The target's hidden states of what it has read, for a draft that asked for them (`BatchDrafter.hidden_layers`).
+    """The target's hidden states of one pass, for a draft with `hidden_layers`.
 
-    `states` `[tokens, layers, width]`, on the target's device: of the sequence's tokens from number `first` on that it
-    had not read, and of those nodes of the commit's path, from number `num_cached` on, that are new to it.
+    `states` `[tokens, layers, width]`, on the target's device: of the sequence's newly read tokens from number `first`
+    on, followed by the new nodes of the commit's path, which have numbers from `num_cached` on.
     """
 
     first: int
@@ -183,13 +179,11 @@ class Hidden(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """What became of a sequence's branches and proposal: nodes `path` are kept, the first `text` of them as the
-    sequence's text.
+    """Which of a sequence's branches and proposed nodes stay: `path`, of which the first `text` have become text.
 
-    Nodes are numbered as in a `RowPass`; the others are forgotten. The sequence has taken all this in already: its own
-    branches are the rest of the path, in this order, and new leaves. A draft that asked for hidden states gets them
-    with every commit, and a commit with an empty path for each chunk of a prompt that was read; None where the target
-    has computed nothing for the sequence, and of a sequence that has ended.
+    Nodes are numbered as in a `RowPass`. The sequence is up to date: its tree is the rest of the path, in this order,
+    and new leaves. A draft with `hidden_layers` gets `hidden` with every commit, and one commit with an empty path per
+    chunk of a prompt; None if the target computed nothing, or the sequence has ended.
     """
 
     seq: SequenceView
@@ -199,10 +193,8 @@ class Commit(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Kept:
-    """What was read of the first `length` tokens of a text whose sequence has left: `state`, which takes so
-    many `bytes`.
-    """
+class SavedState:
+    """A copy of what a cache or draft holds of the first `length` tokens of a text; `state` takes `bytes` bytes."""
 
     length: int
     state: Any
@@ -210,63 +202,58 @@ class Kept:
 
 
 class DraftSession(ABC):
-    """A draft at work on sequences of one target, which come and go; all its buffers are its own.
+    """A draft at work on sequences of one target, which come and go; it owns all its buffers.
 
-    `guesses_branches`: proposals look after all branches of a search. (Others are asked to continue the best one.)
+    `guesses_branches`: it proposes for all branches of a search; otherwise it is asked to continue the best one.
     """
 
     guesses_branches = False
 
     @property
     def cache(self) -> Any:
-        """The `specdec.models.Session` that holds its keys and values, if it has one."""
+        """The `specdec.models.Session` with its keys and values, if it has one."""
         return None
 
     @abstractmethod
     def propose(self, seqs: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
-        """One tree per sequence, possibly empty, growing from the sequence's leaves; no path is longer than
-        `plan.limit`.
+        """One tree per sequence, possibly empty, from the sequence's leaves, with paths of at most `plan.limit` nodes.
 
-        A sequence that was never seen before joins; `seq.id` says which sequence it is.
+        A sequence with an unknown `seq.id` is new.
         """
 
-    def join(self, seq: SequenceView, source: int | Kept, length: int) -> int:
-        """Learns that a new sequence could begin with the first `length` tokens of sequence `source`, which is not told
-        of them.
+    def join(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
+        """Returns how many of the first `length` tokens of `source` the draft can continue in a new sequence.
 
-        Where that sequence has left, `source` is what a session of the same draft kept of it. Returns how many tokens
-        the draft can do without hearing of their hidden states; the target reads the others again. Only asked of drafts
-        that want hidden states.
+        Of these the draft gets no hidden states; the target reads the others again. `source` is the id of a running
+        sequence, or a state that a session of the same draft saved. Only called for drafts with `hidden_layers`.
         """
         return 0
 
-    def keep(self, seq: SequenceView, length: int) -> Kept | None:
-        """Copies what was read of a sequence that leaves, of its first `length` tokens at most; None where that is
-        nothing.
+    def keep(self, seq: SequenceView, length: int) -> SavedState | None:
+        """A copy of the draft's state of at most the first `length` tokens of a sequence that leaves, or None.
 
-        `join` may get it for later sequences, also in other sessions. Only asked of drafts that want hidden states,
-        before `release`.
+        `join` gets it for later sequences, also of other sessions. Only called for drafts with `hidden_layers`, before
+        `release`.
         """
         return None
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        """Learns what became of sequences in the round, whoever made their proposals."""
+        """Takes in a round's results, also of sequences that another draft proposed for."""
 
     def rewind(self, seq: SequenceView, length: int) -> None:
-        """Learns that a sequence's text was written anew from its first `length` tokens on."""
+        """Forgets a sequence's text beyond its first `length` tokens, which has been replaced."""
 
     def release(self, keys: Sequence[int]) -> None:
-        """Forgets sequences, which may be unknown."""
+        """Forgets sequences; unknown ids are ignored."""
 
 
 class BatchDrafter(ABC):
     """A kind of draft: starts sessions, and describes itself.
 
-    `models` are the language models that it runs, `guesses_trees` says whether it may propose several continuations of
-    one text, `reads_predictions` whether it looks for its guesses in given texts, and `instant` that it guesses from
-    the text alone in next to no time. `hidden_layers` are the layers of the target whose hidden states it wants to hear
-    of after every round (`Commit.hidden`), in this order: layer i is what decoder layer i reads, so that 0 are the
-    embeddings, and the number of layers is what the head reads.
+    `models`: the language models that it runs. `guesses_trees`: it may propose several continuations of one text.
+    `reads_predictions`: it searches given texts for its guesses. `instant`: it runs no model, and takes next to no
+    time. `hidden_layers`: the layers of the target whose hidden states it gets after every round (`Commit.hidden`), in
+    this order; state i is the input of decoder layer i (0: the embeddings), the last one the input of the output head.
     """
 
     models: Sequence[Any] = ()
@@ -280,11 +267,11 @@ class BatchDrafter(ABC):
         """A session without sequences, for a target with logits of this width."""
 
     def for_sampling(self, sampling: str | None) -> BatchDrafter:
-        """The draft for a call's kind of sampling ("rejection", "block", …), None where nothing is sampled."""
+        """The draft for a call's kind of sampling: "rejection", "block", …, or None (no sampling)."""
         return self
 
 
 class Drafter(Protocol):
-    """The simplest draft a user can write: from the text so far to at most `k` tokens that may follow."""
+    """The simplest draft that a user can write: from the text so far, at most `k` tokens that may follow."""
 
     def propose(self, tokens: list[int], k: int) -> list[int]: ...

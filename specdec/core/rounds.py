@@ -1,4 +1,4 @@
-"""Sequences, their part of a target pass, and what a round came to."""
+"""A sequence as plugins see it, its part of a target pass, and the results of a round."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class Context(NamedTuple):
-    """What a text's keys and values depend on besides its tokens, as digests: equal where these are equal.
+    """What keys and values depend on besides the tokens: sequences share them only where their contexts are equal.
 
-    `model` is the target's state, `salt` the caller's, `inputs` embeddings or what an encoder reads, if any.
+    `model`: digest of the target's state; `salt`: the caller's; `inputs`: digest of embeddings or encoder inputs.
     """
 
     model: bytes
@@ -28,12 +28,11 @@ class Context(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RowPass:
-    """One sequence's part of a target pass: text that it has not read, its branches, the draft's proposal, in this
-    order.
+    """One sequence's part of a target pass: uncached text, then its branches, then the proposal.
 
-    Branches and proposal are numbered together, from 0 on (-1 is the end of the text); a node's number in the `tree` of
-    the pass is `node(number)`. The first `num_cached` branches are in the cache. `leaves` are the branches that the
-    proposal grows from. A part that is not `complete` leaves text unread, and asks for no scores.
+    Nodes of branches and proposal are numbered together, from 0 on (-1 is the end of the text); `node(number)` is the
+    number in the pass's `tree`. The first `num_cached` branches are cached. The proposal grows from `leaves`. A part
+    that is not `complete` is a chunk of a prompt, and needs no logits.
     """
 
     text: list[int]
@@ -45,42 +44,41 @@ class RowPass:
 
     @property
     def tree(self) -> Tree:
-        """All nodes of the pass."""
+        """All nodes of the pass, cached branches included."""
         tree = Tree.chain(self.text)
         if self.branches.tokens:
             tree = tree.graft(self.branches)
-        if not self.proposal.tokens:
-            return tree
-        return tree.graft(self.proposal, [self.node(leaf) for leaf in self.leaves])
+        if self.proposal.tokens:
+            tree = tree.graft(self.proposal, [self.node(leaf) for leaf in self.leaves])
+        return tree
 
     @property
     def keep(self) -> int:
-        """How many nodes, at the end of the tree, need scores."""
+        """How many nodes, at the end of the tree, need logits."""
         return (len(self.branches) - self.num_cached or 1) + len(self.proposal) if self.complete else 0
 
     @property
     def cost(self) -> int:
-        """How many nodes the target computes."""
+        """How many nodes the pass computes."""
         return len(self.text) + len(self.branches) - self.num_cached + len(self.proposal)
 
     def node(self, number: int) -> int:
-        """The number in the tree of the pass."""
+        """The number of a node in the pass's tree."""
         return len(self.text) + number
 
     def path(self, numbers: Sequence[int] = ()) -> list[int]:
-        """The unread text and these nodes after it, in the numbers of the tree."""
-        text = len(self.text)
-        return [*range(text), *(text + number for number in numbers)]
+        """The uncached text followed by these nodes, in numbers of the pass's tree."""
+        return [*range(len(self.text)), *map(self.node, numbers)]
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceRound:
-    """What a round came to for one sequence.
+    """The result of a round for one sequence.
 
-    `drafted` counts proposed nodes and `depth` the longest path of them; the first `accepted` of `steps` were decided
-    by proposed nodes; `finish` says why the sequence ended, if it did. `tested` are the draft's beliefs in the nodes
-    that came into question, and whether they came true; they lay on `levels` levels of the proposal. `prefill` says
-    that a prompt was read in this round, by the target or the draft.
+    `drafted`: nodes of the proposal; `depth`: its longest path. The proposal's nodes decided the first `accepted` of
+    `steps`. `finish`: why the sequence ended, or None. `tested`: the confidence of each node that the strategy reached,
+    and whether it was accepted; these nodes lie on `levels` levels of the proposal. `prefill`: the target or the draft
+    read a prompt in this round.
     """
 
     id: int
@@ -97,10 +95,9 @@ class SequenceRound:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One turn of the loop: what it came to for every sequence, the nodes of its target passes, and where the seconds
-    went.
+    """One turn of the loop: each sequence's result, the nodes that the target computed, and the seconds.
 
-    A request's rounds have its own `seqs`; `others` took part in the same passes, whose nodes and seconds are all told.
+    A request gets rounds with its own `seqs`; `others` shared the passes. Nodes and seconds cover both.
     """
 
     seqs: list[SequenceRound]
@@ -113,13 +110,12 @@ class Round:
 
 
 class SequenceView(Protocol):
-    """One sequence or search as drafts and strategies may see it: its id, its text so far, where the prompt ends.
+    """One sequence or search as drafts and strategies see it.
 
-    A search has a text that all its branches share, and a tree of branches that grow from it; `leaves` are the nodes
-    that will be continued, best first, with their `leaf_scores`. One sequence has the leaf -1, the end of its text.
-    `remaining` is how many tokens may still follow a leaf. `encoder_tokens` are the ids an encoder-decoder target read,
-    `encoding` is what its encoder made of its input, `prediction` are ids that the output may resemble. `task` is what
-    the sequence's request wants of a draft.
+    `tokens`: its text; of a search, the text that all its branches share, from which `tree` grows. `leaves`: the nodes
+    to continue, best first, with their `leaf_scores`; of a text only -1, its end. `remaining`: how many tokens may
+    follow a leaf. `encoder_tokens`: the ids that the encoder read; `encoding`: its output. `prediction`: ids that the
+    output may resemble. `task`: the draft's instructions.
     """
 
     id: int
@@ -139,4 +135,4 @@ class SequenceView(Protocol):
     def remaining(self) -> int: ...
 
     def prefix(self, extra: Sequence[int] = ()) -> Tensor:
-        """The text so far, followed by `extra`, as ids `[1, length]` where the logits are, to be read at once."""
+        """The text followed by `extra`, as ids `[1, length]` on the logits' device; valid until the next call."""

@@ -1,22 +1,22 @@
-"""What a call came to, in numbers."""
+"""A call's statistics."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
 class Stats:
-    """How a call went; counts are sums over rounds and sequences.
+    """A call's statistics; counts are sums over rounds and sequences.
 
-    *Mean acceptance length* is 1 + accepted / speculative steps (a sequence's share of a target pass that had something
-    drafted; prefill passes without a draft do not count). *Target passes per token* counts every pass. A search's
-    tokens are its steps; `lengths` are the new tokens of every text that was returned. `cached_prompt_tokens` were read
-    in an earlier call or for another sequence, and not again. Seconds are those of rounds, which sequences of other
-    calls may have shared. `exactness` says what holds of the text beside that of the same call without a draft:
-    "strict" and "exact", it is the same; "rounding", the same but for near-ties in half precision;
-    "sequence-dependent", it may differ, as layers of the target look at all tokens of a pass.
+    *Mean acceptance length* is 1 + accepted / speculative steps; a speculative step is one sequence's part of a target
+    pass with a proposal. *Target passes per token* counts every pass. A search's tokens are its steps; `lengths` are
+    the new tokens of every returned text. `cached_prompt_tokens` were read in an earlier call or for another sequence.
+    Seconds are those of rounds, which sequences of other calls may have shared. `exactness` compares the text with that
+    of the same call without a draft: "strict" and "exact": equal; "rounding": equal but for near-ties in half
+    precision; "sequence-dependent": it may differ, since layers of the target look at all tokens of a pass.
     """
 
     num_new_tokens: int = 0
@@ -50,10 +50,8 @@ class Stats:
     @property
     def acceptance_histogram(self) -> list[int]:
         """`[n]`: how many speculative steps accepted exactly n draft tokens."""
-        histogram = [0] * (max(self.per_step_accepted, default=-1) + 1)
-        for accepted in self.per_step_accepted:
-            histogram[accepted] += 1
-        return histogram
+        counts = Counter(self.per_step_accepted)
+        return [counts[n] for n in range(max(counts, default=-1) + 1)]
 
     @property
     def target_passes_per_token(self) -> float:
@@ -62,7 +60,7 @@ class Stats:
 
     @property
     def weight_passes_per_token(self) -> float:
-        """How often the target's weights were read per new token, prompts included; one pass reads them once."""
+        """How often the target's weights were read per new token: once per pass, prompts included."""
         return self.target_passes_per_token
 
     @property

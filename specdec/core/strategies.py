@@ -1,4 +1,4 @@
-"""What every way of decoding says about itself, and how it is asked for the next step."""
+"""The interface of a strategy, and what it gets of the target's output."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class Strategy(Protocol):
-    """What every way of decoding says about itself: its name, and what it needs of the engine and of a draft.
+    """What every strategy has: a name, and its needs.
 
-    `is_search`: it has several live branches and is a `Search`, otherwise a `Selector` of one text. `needs_hidden`: it
-    reads the target's last hidden states. One that no proposals may help has no `rule` and no `branching`.
+    A strategy with several live branches (`is_search`) is a `Search`, any other a `Selector`. `needs_hidden`: it reads
+    the target's last hidden states. Without `rule` and `branching` it takes no proposals.
     """
 
     name: ClassVar[str]
@@ -25,7 +25,7 @@ class Strategy(Protocol):
 
     @property
     def rule(self) -> DraftRule | None:
-        """How a draft guesses one token after the other; for a search, after its best branch."""
+        """How a draft guesses token by token; for a search, after its best branch."""
 
     @property
     def branching(self) -> BranchRule | None:
@@ -33,18 +33,18 @@ class Strategy(Protocol):
 
 
 class Selector(Strategy, Protocol):
-    """A strategy of one text: turns genuine target scores into tokens, one ordinary step at a time."""
+    """A strategy of one text: turns the target's logits into tokens, one at a time."""
 
     is_search: ClassVar[Literal[False]]
 
     def advance(self, seq: SequenceView, new: list[int], scores: Scores, node: int) -> Step:
-        """The next token after `node`, where `new` are the tokens already emitted in this round."""
+        """The next token, after `node`; `new` are the tokens that this round has emitted so far."""
 
 
 class Trace(NamedTuple):
-    """Per layer, the hidden states `[nodes, width]` and attentions `[heads, nodes, length]` that led to one token.
+    """The hidden states `[nodes, width]` and attentions `[heads, nodes, length]` of one step, per layer.
 
-    Of a search they are `[leaves, nodes, width]` and `[leaves, heads, nodes, length]`.
+    Of a search: `[leaves, nodes, width]` and `[leaves, heads, nodes, length]`.
     """
 
     hidden_states: tuple[Tensor, ...] | None
@@ -53,10 +53,10 @@ class Trace(NamedTuple):
 
 
 class NodeOutput(NamedTuple):
-    """What the target said at one node: logits `[vocab]`, those of the unconditional sequence, and what led to them.
+    """The target's output at one node: logits `[vocab]`, and those of the unconditional sequence.
 
-    They are number `at` of the logits of a `whole` pass, where that is told: a search may then look at all of them at
-    once, and leave what it found in the cache there.
+    They are row `at` of `whole.logits`, the pass's output for the whole tree, whose `cache` keeps what a search
+    computes for all nodes at once.
     """
 
     logits: Tensor
@@ -67,11 +67,11 @@ class NodeOutput(NamedTuple):
 
 
 class SearchStep(NamedTuple):
-    """One step of a search: its state afterwards, and its new leaves.
+    """One step of a search: the state after it, and the new leaves.
 
-    New leaf i is `tokens[i]` after the old leaf number `parents[i]`. `step` is what the step emitted, None where the
-    search only asks for more nodes. `shown` are the numbers of the old leaves whose traces belong to the step, one for
-    each row of the outputs, -1 for a row of zeros; all old leaves if None.
+    New leaf i is `tokens[i]` after old leaf `parents[i]`. `step`: the emitted token, None if the search only needs
+    further nodes. `shown`: the old leaves whose traces belong to the step, one per row of the outputs, -1 for a row of
+    zeros; None: all.
     """
 
     state: Any
@@ -82,7 +82,7 @@ class SearchStep(NamedTuple):
 
 
 class Search(Strategy, Protocol):
-    """A strategy with several live branches; its states are values, with `finish`, `length` and `leaf_scores`."""
+    """A strategy with several live branches; a state is a value with `finish`, `length` and `leaf_scores`."""
 
     is_search: ClassVar[Literal[True]]
 
@@ -93,4 +93,4 @@ class Search(Strategy, Protocol):
         """The state before the first token."""
 
     def advance(self, seq: SequenceView, state: Any, outputs: Sequence[NodeOutput]) -> SearchStep:
-        """The next state, from what the target said at every leaf."""
+        """The next step, from the target's output at every leaf."""

@@ -1,4 +1,4 @@
-"""Trees of candidate tokens, what the target says of their nodes, and the steps that come of it."""
+"""Trees of candidate tokens, the target's logits at their nodes, and the steps that these decide."""
 
 from __future__ import annotations
 
@@ -9,19 +9,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_NO_Q = torch.empty(0)  # known text was not drawn
+_NO_Q = torch.empty(0)  # of text, which was not drawn
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Candidate tokens of one sequence, parents before children; `-1` is the parent of nodes that continue the known
-    text.
+    """Candidate tokens of one sequence, parents before children.
 
-    In a draft's proposal for a sequence with several leaves, the parent `-1 - i` stands for leaf i.
-
-    `confidence` is the draft's probability of each node; `q[node]` `[vocab]` its whole distribution (float32, after
-    processors) where the node was drawn from one; `q=None` stands for a one-hot draft, which is certain of its guess.
-    `source` names who proposed it.
+    A node with parent `-1` follows the text. In a proposal for a sequence with several leaves, parent `-1 - i` is leaf
+    i. `confidence` is the draft's probability of each node. `q[node]` `[vocab]` is the distribution that the node was
+    drawn from (float32, after processors); `q=None`: the draft is one-hot, certain of its guess. `source` names the
+    proposer.
     """
 
     tokens: list[int]
@@ -50,7 +48,7 @@ class Tree:
         return self.parents == list(range(-1, len(self.parents) - 1))
 
     def graft(self, other: Tree, leaves: Sequence[int] = ()) -> Tree:
-        """This tree with `other` growing from its nodes `leaves`; without any, from the last one."""
+        """This tree with `other` growing from its nodes `leaves`, by default from its last node."""
         n = len(self.tokens)
         ends = leaves or (n - 1,)
         return Tree(
@@ -62,7 +60,7 @@ class Tree:
         )
 
     def part(self, nodes: Sequence[int], text: int = 0) -> Tree:
-        """Of these `nodes`, parents before children, those after the first `text`, as a tree that grows from them."""
+        """The tree of `nodes` (parents before children) once the first `text` of them have become text."""
         number = {node: i - text for i, node in enumerate(nodes)}
         kept = nodes[text:]
         return Tree(
@@ -72,33 +70,33 @@ class Tree:
         )
 
     def children(self) -> dict[tuple[int, int], int]:
-        """`(parent, token) -> node`, the first of equal siblings."""
+        """`(parent, token) -> node`; of equal siblings the first."""
         found: dict[tuple[int, int], int] = {}
         for node, key in enumerate(zip(self.parents, self.tokens, strict=True)):
             found.setdefault(key, node)
         return found
 
     def follow(self, tokens: Sequence[int]) -> tuple[int, bool]:
-        """How many of `tokens` are on one path from the known text, and whether the tree guessed another one next."""
-        children, node, count = self.children(), -1, 0
-        for token in tokens:
+        """How many of `tokens` form a path from the root, and whether the tree has another node after that path."""
+        children, node = self.children(), -1
+        for count, token in enumerate(tokens):
             after = children.get((node, token))
             if after is None:
                 return count, node in self.parents
-            node, count = after, count + 1
-        return count, False
+            node = after
+        return len(tokens), False
 
     def depths(self) -> list[int]:
-        """Distance of every node from the known text; its direct continuation has depth 0."""
+        """How many ancestors each node has; a node that follows the text has depth 0."""
         return depths_of(self.parents)
 
     @property
     def depth(self) -> int:
-        """How many tokens its longest path has."""
+        """The length of its longest path, in tokens."""
         return max(self.depths(), default=-1) + 1
 
     def best_confidence(self) -> list[float] | None:
-        """The draft's belief in the likeliest node of every depth, where it has one."""
+        """The highest confidence at every depth; None without confidences."""
         if self.confidence is None:
             return None
         best = [0.0] * self.depth
@@ -107,7 +105,7 @@ class Tree:
         return best
 
     def path(self, node: int) -> list[int]:
-        """The nodes from the known text to `node`, both ends of the walk included."""
+        """The nodes from the root to `node`, `node` included."""
         nodes = []
         while node >= 0:
             nodes.append(node)
@@ -128,14 +126,13 @@ EMPTY = Tree([], [])
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What one target pass said about one sequence's tree.
+    """The target's output for one sequence's tree.
 
-    `logits` `[nodes - first, vocab]` are the target's own, for the nodes from `first` on (inner positions of a prompt
-    are not kept). `unconditional` has the same shape when guidance runs a paired sequence. `hidden_states` and
-    `attentions` hold, per layer, `[nodes, width]` and `[heads, nodes, known + nodes]` when they were asked for (None
-    for layers that were not); the first `num_cached` nodes of the tree were computed in an earlier pass and have none.
-    `passes` are the numbers of the forwards that the sequence took part in. `cache` is where the sequence's strategy
-    keeps what it worked out for all nodes at once.
+    `logits` `[nodes - first, vocab]`: unprocessed, of the nodes from `first` on (inner positions of a prompt need
+    none). `unconditional`: the same of the unconditional sequence, under guidance. `hidden_states` and `attentions`:
+    per requested layer `[nodes, width]` and `[heads, nodes, text + nodes]`, None for other layers; without the first
+    `num_cached` nodes of the tree, which an earlier pass computed. `passes`: the numbers of the forwards that computed
+    it. `cache`: results that the strategy computed for all nodes at once.
     """
 
     tree: Tree
@@ -151,7 +148,7 @@ class Scores:
 
 
 class TopTokens(NamedTuple):
-    """The likeliest tokens at one node, the first the likeliest, and their log-probabilities under the target."""
+    """The likeliest tokens at one node, best first, and their log-probabilities under the target."""
 
     tokens: list[int]
     log_probs: list[float]
@@ -159,11 +156,10 @@ class TopTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One emitted token, the tree node whose scores decided it, and what was asked to be kept about it.
+    """One emitted token, and the tree node whose logits decided it; of a search, the best leaf's token.
 
-    `logits` and `scores` `[vocab]` are the target's own and the processed ones, None unless they were asked for; of a
-    search they are `[leaves, vocab]`, the token is the best live leaf's. `log_prob` is the target's own, and `top` the
-    likeliest tokens beside it, where they are asked for.
+    On request: `logits` and `scores` `[vocab]` (of a search `[leaves, vocab]`), before and after processors; `log_prob`
+    of the token under the target, and the `top` tokens beside it.
     """
 
     token: int

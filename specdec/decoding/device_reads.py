@@ -1,4 +1,4 @@
-"""Where numbers are, and how they are read: whoever looks at a value on an accelerator waits for all work before it."""
+"""Reading values from a device: each read of an accelerator waits for all work queued before it."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from torch import Tensor
 
 
 def is_local(values: Tensor) -> bool:
-    """Whether values can be looked at one by one: they are in the processor's own memory."""
+    """Whether values are in the CPU's memory, where reading them one by one is cheap."""
     return values.device.type == "cpu"
 
 
 def read(*parts: Tensor) -> list[list[float]]:
-    """The numbers of several vectors of one length, in one transfer; float64 holds any float32 and token id exactly."""
+    """The values of several vectors of one length, in one transfer; float64 holds any float32 and token id exactly."""
     exact = torch.float32 if parts[0].device.type == "mps" else torch.float64
     values: list[list[float]] = torch.stack([part.to(exact) for part in parts]).tolist()
     return values
 
 
-def whole(numbers: Sequence[float]) -> list[int]:
-    """Ids among numbers that were read."""
+def as_ints(numbers: Sequence[float]) -> list[int]:
+    """Token ids from values that were read."""
     return [int(number) for number in numbers]
 
 
 def first_best(values: Tensor) -> int:
-    """The first of the largest of `values` `[vocab]`."""
-    if is_local(values):  # on one row numpy takes a tenth of torch's time
+    """The index of the largest of `values` `[vocab]`; of equals the first."""
+    if is_local(values):  # numpy takes a tenth of torch's time for one row
         return int(values.detach().float().numpy().argmax())
     return int(values.argmax())
 
 
 def first_bests(values: Tensor) -> list[int]:
-    """The first of the largest of every row of local `values` `[rows, vocab]`."""
+    """The same for every row of local `values` `[rows, vocab]`."""
     best: list[int] = values.detach().float().numpy().argmax(axis=-1).tolist()
     return best

@@ -37,7 +37,7 @@ _REACH = 41.0
 """No two values of G differ by more than 36.8 + 3.7: logits further below the largest never win."""
 NONE_LEFT = "no token is left to draw: the logits processors forbid all of them; leave one out, or loosen it"
 NOT_A_NUMBER = "the scores to sample from contain NaN"
-_EMPTY, _BROKEN = -1, -2  # in place of tokens, where the one or the other is the matter; as in choice.cpp
+_EMPTY, _BROKEN = -1, -2  # in place of a token: nothing left to draw, NaN among the scores; as in choice.cpp
 _HEAD = 4.0
 _FEW = 1024
 
@@ -49,12 +49,12 @@ def _mix64(z: int) -> int:
 
 
 def fold(seed: int, index: int) -> int:
-    """A new 64-bit seed from a seed and an index, as for the rows of a batch or the samples of a row."""
+    """A 64-bit seed from a seed and an index (a row of a batch, a sample of a row)."""
     return _mix64((_mix64((seed + 0x9E3779B97F4A7C15) & _MASK64) + (index + 1) * 0x9E3779B97F4A7C15) & _MASK64)
 
 
 def key(seed: int, stream: int, *where: int) -> int:
-    """The 64-bit address of the draws of one stream at one place, such as a position."""
+    """The 64-bit address of one stream's draws at these indices, for example a position."""
     address = fold(seed, stream)
     for index in where:
         address = fold(address, index)
@@ -79,7 +79,7 @@ def _mix32(x: Tensor) -> Tensor:
 
 
 def _halves(address: int | Sequence[int], ids: Tensor) -> tuple[int | Tensor, int | Tensor]:
-    """The low and high 32 bits of one address, or `[n, 1]` of several, where the `ids` are."""
+    """The low and high 32 bits of one address, or of several as `[n, 1]` on the device of `ids`."""
     if isinstance(address, int):
         return address & _MASK32, address >> 32
     both = torch.tensor([[a & _MASK32, a >> 32] for a in address], device=ids.device)
@@ -87,7 +87,7 @@ def _halves(address: int | Sequence[int], ids: Tensor) -> tuple[int | Tensor, in
 
 
 def _hash(address: int | Sequence[int], ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The hash h and its forerunner x per token id, 32 bits each in int64."""
+    """The hashes h and x (see the module) per token id, 32 bits each in int64."""
     low, high = _halves(address, ids)
     x = _mix32((ids * _GOLDEN + low) & _MASK32)
     return _mix32(x ^ high), x
@@ -108,12 +108,12 @@ def uniforms(address: int | Sequence[int], ids: Tensor) -> Tensor:
 
 
 def gumbel(address: int | Sequence[int], ids: Tensor) -> Tensor:
-    """Standard Gumbel noise per token id, float64, shaped as `uniforms` says."""
+    """Standard Gumbel noise per token id, float64, of the shape of `uniforms`."""
     return uniforms(address, ids).log_().neg_().log_().neg_()
 
 
 def _hash_cpu(address: int, ids: NDArray[np.uint32]) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-    """`_hash` in 32-bit arithmetic, which torch does not offer: a quarter of its time."""
+    """`_hash` in 32-bit arithmetic, which torch lacks; takes a quarter of its time."""
     x = ids * np.uint32(_GOLDEN & _MASK32)
     x += np.uint32(address & _MASK32)
     _mix32_cpu(x)
@@ -136,7 +136,7 @@ def _gumbel_cpu(h: NDArray[np.uint32], x: NDArray[np.uint32]) -> NDArray[np.floa
 
 
 def _draw_cpu(logits: NDArray[np.float32], address: int) -> int:
-    """The draw from `logits` `[vocab]`, with logarithms only for those tokens that can win it."""
+    """The draw from `logits` `[vocab]`; computes logarithms only for tokens that can win it."""
     top = logits.max()
     if top == -np.inf:
         raise SpecdecError(NONE_LEFT)
@@ -145,7 +145,7 @@ def _draw_cpu(logits: NDArray[np.float32], address: int) -> int:
         raise SpecdecError(NOT_A_NUMBER)
     h, x = _hash_cpu(address, ids)
     if len(ids) > _FEW:
-        # Tokens near the top reach some best value; below the top by _HEAD, only loud enough noise can beat it.
+        # Tokens within _HEAD of the top reach some best value; any other token needs loud noise to beat it.
         kept = logits[ids]
         near = kept >= top - np.float32(_HEAD)
         best = float((_gumbel_cpu(h[near], x[near]) + kept[near]).max())
@@ -165,9 +165,9 @@ def draw(logits: Tensor, address: int) -> int:
 
 
 def draws(logits: Tensor, addresses: Sequence[int]) -> Tensor:
-    """The tokens `[n]` that `draw` takes from each of `logits` `[n, vocab]`, where these are; nothing is read.
+    """The tokens `[n]` that `draw` takes from `logits` `[n, vocab]`, on their device, without reading any value.
 
-    A token below 0 says that there was none to draw: `checked` tells why.
+    A token below 0 means that none could be drawn; `checked` raises then.
     """
     if logits.device.type == "mps":  # no float64 there
         logits = logits.cpu()
@@ -177,7 +177,7 @@ def draws(logits: Tensor, addresses: Sequence[int]) -> Tensor:
 
 
 def checked(token: int) -> int:
-    """A token of `draws` that was read; raises SpecdecError where there was none."""
+    """A token of `draws`; raises SpecdecError for one below 0."""
     if token < 0:
         raise SpecdecError(NONE_LEFT if token == _EMPTY else NOT_A_NUMBER)
     return token

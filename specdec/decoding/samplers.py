@@ -1,4 +1,4 @@
-"""Draft rules: how draft logits become a guess that tends to agree with the target's strategy."""
+"""Draft rules: from draft logits to a guess that tends to agree with the target's strategy."""
 
 from __future__ import annotations
 
@@ -24,23 +24,21 @@ def generated(seq: SequenceView) -> int:
 
 
 def process(processors: Processors, seq: SequenceView, extra: Sequence[int], logits: Tensor) -> Tensor:
-    """Processed `logits` `[vocab]` after the sequence's text and `extra`, float32; the input is not written to."""
+    """Processed `logits` `[vocab]`, float32, after the sequence's text and `extra`; the input stays as it is."""
     if not processors.reads_ids:
         return processors(None, logits[None])[0]
     return processors(seq.prefix(extra), logits[None], texts=[[*seq.tokens, *extra]])[0]
 
 
 def process_all(processors: Processors, seq: SequenceView, extras: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
-    """The same of `logits` `[n, vocab]` after the sequence's text and each of `extras`, in one call where that
-    will do.
-    """
+    """The same for `logits` `[n, vocab]`, each after the sequence's text and one of `extras`."""
     if not processors.reads_ids:
         return processors(None, logits)
     return torch.stack([process(processors, seq, extra, one) for extra, one in zip(extras, logits, strict=True)])
 
 
 def fit(logits: Tensor, width: int | None) -> Tensor:
-    """`logits` `[vocab]` cropped, or padded with -inf, to the target's `width`: padded vocabularies differ in size."""
+    """`logits` `[..., vocab]`, cropped or padded with -inf to the target's `width`."""
     have = logits.shape[-1]
     if width is None or have == width:
         return logits
@@ -50,24 +48,24 @@ def fit(logits: Tensor, width: int | None) -> Tensor:
 
 
 def likeliest(scores: Tensor, *, confident: bool = True) -> tuple[int, float]:
-    """The first of the likeliest tokens of `scores` `[vocab]` float32, and its probability, as `DraftRule.pick` says.
+    """The likeliest token of `scores` `[vocab]` float32 (of equals the first), and its probability.
 
-    A probability of NaN stands for scores that hold one, or that are infinite.
+    The probability is 1 unless `confident`, and NaN where the largest score is not finite.
     """
-    if device_reads.is_local(scores):  # numpy's calls cost a tenth of torch's on one sequence
+    if device_reads.is_local(scores):  # numpy takes a tenth of torch's time for one row
         values = scores.detach().numpy()
         token = int(values.argmax())
         if not (confident and math.isfinite(values[token])):
-            return token, _told(values[token])
+            return token, _unless_infinite(values[token])
         return token, float(1.0 / np.exp(values - values[token]).sum())
     best = scores.max(dim=-1)
     prob = torch.exp(best.values - scores.logsumexp(-1)) if confident else best.values
     [number], [sure] = device_reads.read(best.indices[None], prob[None])
-    return int(number), sure if confident else _told(sure)
+    return int(number), sure if confident else _unless_infinite(sure)
 
 
 def drawn(scores: Tensor, address: int, *, confident: bool = True) -> tuple[int, float]:
-    """The draw from `scores` `[vocab]` float32 at `address`, and its probability, as `likeliest` tells it."""
+    """The draw from `scores` `[vocab]` float32 at `address`, and its probability as in `likeliest`."""
     if device_reads.is_local(scores):
         if not math.isfinite(float(scores.detach().numpy().max())):
             return 0, math.nan
@@ -82,8 +80,8 @@ def drawn(scores: Tensor, address: int, *, confident: bool = True) -> tuple[int,
     return int(number), sure if confident else 1.0
 
 
-def _told(value: float) -> float:
-    """The probability that is told of a guess where nobody asks for it: NaN where there is none."""
+def _unless_infinite(value: float) -> float:
+    """1 for the score of a guess, NaN where that is not finite and so there is no guess."""
     return 1.0 if math.isfinite(value) else math.nan
 
 
@@ -96,7 +94,7 @@ class GreedyRule:
     needs_q: ClassVar[bool] = False
 
     def choice(self, seq: SequenceView) -> Choice | None:
-        """How it chooses what comes after a sequence's text, in numbers, if these say it."""
+        """Itself in numbers, after the sequence's text; None for subclasses of others, and some processors."""
         known = type(self) in (GreedyRule, CoupledRule, SampledRule)
         return self.processors.in_numbers(seq.tokens) if known else None
 
@@ -115,13 +113,13 @@ class GreedyRule:
         return process(self.processors, seq, guesses, fit(logits, self.width))
 
     def _after_all(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor) -> Tensor:
-        """The same of `logits` `[ends, vocab]`."""
+        """The same for `logits` `[ends, vocab]`."""
         return process_all(self.processors, seq, [end.tokens for end in ends], fit(logits, self.width))
 
 
 @dataclass(frozen=True)
 class CoupledRule(GreedyRule):
-    """Guesses with the very noise the target will use: `argmax(log q + G)` (arXiv 2408.07978)."""
+    """Guesses with the noise that the target will use: `argmax(log q + G)` (arXiv 2408.07978)."""
 
     seed: int = 0
 
@@ -138,14 +136,14 @@ class CoupledRule(GreedyRule):
         return *drawn(self._after(seq, guesses, logits), address, confident=confident), None
 
     def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
-        """The continuations of `ends` that the target's own noise favours, from draft `logits` `[ends, vocab]`."""
+        """The continuations of `ends` that the target's noise favours, from draft `logits` `[ends, vocab]`."""
         address = noise.key(self.seed, noise.COUPLED, generated(seq) + len(ends[0].tokens))
         return likeliest_children(noisy(self._after_all(seq, ends, logits), address), ends, plan)
 
 
 @dataclass(frozen=True)
 class SampledRule(GreedyRule):
-    """Draws from q with its own stream, and tells q."""
+    """Draws from q with a stream of its own, and returns q."""
 
     seed: int = 0
     needs_q: ClassVar[bool] = True
@@ -165,6 +163,6 @@ class SampledRule(GreedyRule):
         return token, prob, None if math.isnan(prob) else torch.softmax(scores, dim=-1)
 
     def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
-        """Draws from q after every one of `ends`, without replacement, from draft `logits` `[ends, vocab]`."""
+        """Draws without replacement after each of `ends`, from draft `logits` `[ends, vocab]`."""
         address = noise.key(self.seed, noise.DRAFT, generated(seq))
         return drawn_children(self._after_all(seq, ends, logits), ends, plan, address)

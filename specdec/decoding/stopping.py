@@ -1,4 +1,4 @@
-"""When a sequence ends: asked after every emitted token, also in the middle of an accepted block."""
+"""When a sequence ends; checked after every emitted token, also within a round."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def _holds(answer: Any) -> bool:
 
 @dataclass(frozen=True)
 class Stopping:
-    """Ends a sequence at one of `eos_ids`, at `max_length` tokens (prompt included, padding not), or when a criterion
-    holds.
+    """Ends a sequence at one of `eos_ids`, at `max_length` tokens (with the prompt, without padding), or by a
+    criterion.
 
-    `criteria` are transformers stopping criteria; each sees `ids` `[1, length]` once per emitted token, in order.
+    `criteria`: transformers' stopping criteria; each gets `ids` `[1, length]` once per emitted token, in order.
     """
 
     eos_ids: frozenset[int] = frozenset()
@@ -40,21 +40,21 @@ class Stopping:
     criteria: Sequence[Any] | None = None
 
     def __call__(self, seq: SequenceView, new: list[int], scores: tuple[Tensor, ...] | None = None) -> str | None:
-        """Why the sequence ends with the last token of `new`: "eos", "length", "stop", "time", "criteria", or None."""
+        """Why the sequence ends after the last token of `new`: "eos", "length", "stop", "time", "criteria", or None."""
         ids = seq.prefix(new) if self.reads_ids else None
         [reason] = self.each(new[-1:], len(seq.tokens) + len(new), ids, scores)
         return reason
 
     @property
     def reads_ids(self) -> bool:
-        """Whether anything looks at more than the last token."""
+        """Whether it needs the ids of the whole text."""
         return bool(self.criteria)
 
     def each(self, tokens: Sequence[int], length: int, ids: Tensor | None, scores: Any = None) -> list[str | None]:
-        """Why each of several texts of `length` ends with its last token, the criteria asked about all in one call.
+        """Why each of several texts of `length` ends after its last token, or None.
 
-        `ids` `[texts, length]` may be None unless `reads_ids`. All criteria are asked, since they may count their calls
-        as in plain decoding; the first that holds tells the reason.
+        `ids` `[texts, length]` may be None unless `reads_ids`. Every criterion is called, once for all texts, since it
+        may count its calls; the first that holds gives the reason.
         """
         asked: list[str | None] = [None] * len(tokens)
         for criterion in self.criteria or ():

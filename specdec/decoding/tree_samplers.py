@@ -1,4 +1,4 @@
-"""How a draft model's logits become trees of guesses: the likeliest children by joint probability, or drawn ones."""
+"""From a draft's logits to trees of guesses: the likeliest children by joint probability, or drawn ones."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from specdec.core.drafts import Branch, Plan
 from specdec.decoding import device_reads, noise
 
 WIDER = 2
-"""Of the nodes that are proposed at a depth, every second one is continued (arXiv 2406.16858 reranks likewise)."""
+"""Of the nodes proposed at a depth, every second one is continued (arXiv 2406.16858 reranks likewise)."""
 _CANDIDATES = 512
 _ACCEPTED = 0.7
 
 
 def likeliest_children(scores: Tensor, ends: Sequence[Branch], plan: Plan) -> list[tuple[int, Branch]]:
-    """The children of `ends` with the largest joint probability, from log-probabilities `[ends, vocab]`, as planned."""
+    """The children of `ends` with the largest joint probability, from log-probabilities `scores` `[ends, vocab]`."""
     total = scores + torch.tensor([end.score for end in ends], device=scores.device)[:, None]
     count = WIDER * (plan.branches or 1)
     top, places = total.flatten().topk(min(count, total.numel()))
@@ -35,9 +35,9 @@ def likeliest_children(scores: Tensor, ends: Sequence[Branch], plan: Plan) -> li
 
 
 def noisy(scores: Tensor, address: int) -> Tensor:
-    """`scores` `[ends, vocab]` with the noise of the target's draw at `address`, as log-probabilities.
+    """`scores` `[ends, vocab]` plus the noise of the target's draw at `address`, as log-probabilities.
 
-    Only a sequence's likeliest tokens keep theirs; the draft may guess, the target may not.
+    Only each row's `_CANDIDATES` likeliest tokens are considered; a draft may approximate.
     """
     kept, ids = scores.topk(min(_CANDIDATES, scores.shape[1]))
     loud = kept + noise.gumbel(address, ids).to(kept.dtype)
@@ -47,9 +47,9 @@ def noisy(scores: Tensor, address: int) -> Tensor:
 def drawn_children(scores: Tensor, ends: Sequence[Branch], plan: Plan, address: int) -> list[tuple[int, Branch]]:
     """Children drawn without replacement (arXiv 2402.12374), from log-probabilities `[ends, vocab]`.
 
-    How many each end gets is settled before any is drawn, by the odds of its path and of an n-th child alone: no child
-    may be dropped after it was seen. What was drawn above, anywhere in the tree, may well decide it: given that, fresh
-    children of a node change neither the chance that the text ends below it nor what it then is.
+    How many each end gets is decided before any is drawn, by the odds of its path and of an n-th child: dropping a
+    child because of its token would change the distribution of the text. Tokens drawn above may decide it: given these,
+    children of a node change neither the chance that the text goes through it nor what follows.
     """
     found = []
     for i, (end, share) in enumerate(zip(ends, _shares(ends, plan), strict=True)):
@@ -68,7 +68,7 @@ def _drawn(scores: Tensor, end: Branch, share: int, address: int) -> list[tuple[
         token = torch.tensor([noise.draw(left, key)]) if local else noise.draws(left[None], [key]).to(left.device)
         pairs.append((token, torch.softmax(left, dim=-1)))
         left = left.scatter(0, token.clamp(min=0), -torch.inf)
-    # Read once: below 0 is what was drawn of nothing.
+    # One read for all; below 0: nothing was left to draw.
     tokens = torch.cat([token for token, _ in pairs]).tolist() if pairs else []
     count = next((i for i, token in enumerate(tokens) if token < 0), len(tokens))
     return [(token, q) for token, (_, q) in zip(tokens[:count], pairs, strict=False)]
@@ -81,12 +81,12 @@ def _child(end: Branch, order: int, token: int, q: Tensor) -> Branch:
 
 
 def _order_chance(order: int) -> float:
-    """What is known of the n-th child before it is drawn: it is accepted where the elder ones were not."""
+    """The chance of the n-th child before it is drawn: it is accepted, and the earlier ones are not."""
     return _ACCEPTED * (1.0 - _ACCEPTED) ** order
 
 
 def _shares(ends: Sequence[Branch], plan: Plan) -> list[int]:
-    """How many children every end gets: those with the best odds."""
+    """How many children every end gets, by the best odds."""
     most = plan.branches or 1
     odds = [
         (end.score + math.log(_order_chance(order)), i, order) for i, end in enumerate(ends) for order in range(most)

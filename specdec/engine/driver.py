@@ -1,4 +1,4 @@
-"""Lets threads share one engine: a caller alone runs it itself, those that overlap have one thread run it for all."""
+"""Shares one engine among threads: a lone caller runs it itself, overlapping callers have one thread run it for all."""
 
 from __future__ import annotations
 
@@ -15,41 +15,40 @@ from specdec.engine.request import Request
 from specdec.errors import CancelledError, EngineError
 from specdec.models import plain_modes
 
-_SOON, _IDLE = 0.01, 1.0  # seconds without anything to do until helper threads end, and until the thread itself does
-_PATIENCE = 10.0  # seconds that a program which ends waits for the step that is under way
+_SOON, _IDLE = 0.01, 1.0  # seconds without work after which helper threads end, and after which the thread ends
+_PATIENCE = 10.0  # seconds that the interpreter waits at its end for the current step
 
 
-class Dispatcher:
-    """Callers wait for their requests, and one thread at a time drives `Engine.step`.
+class Driver:
+    """Callers wait for their requests while one thread at a time runs `Engine.step` (it *drives*).
 
-    That is the caller's own while it is alone. Callers that overlap get a thread for all of them: every thread that
-    computes has helper threads of its own in the libraries below, which are in one another's way. So whatever runs
-    inside a request (a processor, say) must not wait for another call of the same generator: called directly it raises
-    EngineError, but one that waits for another thread's call waits for itself.
+    A lone caller drives in its own thread. Overlapping callers share one further thread, since the OpenMP helpers of
+    several computing threads would slow one another down. Code that runs inside a request (a processor, say) must not
+    wait for another call of the same generator: a direct call raises EngineError; one in another thread deadlocks.
 
-    Only the thread that drives touches the engine, and never under the lock: dropping a request may copy all its keys
-    and values, and whoever cancels one (an event loop, say) must not wait for that.
+    Only the driving thread touches the engine, and never while it holds the lock: dropping a request may copy all its
+    keys and values, and a caller that cancels it (an event loop, say) must not wait for that.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        # Reentrant: a stream may be collected, and so closed, while its thread is in here.
+        # Reentrant: garbage collection may close a stream while its thread holds the lock.
         self._lock = threading.RLock()
         self._work = threading.Condition(self._lock)
         self._arrived: list[Request] = []
         self._cancelled: list[Request] = []
-        self._open: set[Request] = set()  # those that callers follow
+        self._open: set[Request] = set()  # whose rounds a caller reads
         self._waiting: dict[Request, tuple[threading.Condition, Callable[[], bool]]] = {}
-        self._driver: int | None = None
-        self._thread: threading.Thread | None = None  # the latest that was started to drive
+        self._driving_thread: int | None = None
+        self._thread: threading.Thread | None = None  # the last one that was started to drive
         self._ended = False
         self._closed = False
 
     def rounds(self, request: Request, *, stream: bool = False) -> Generator[Round]:
-        """Every round of a request, one after the other as they come with `stream`, otherwise all at its end.
+        """Yields a request's rounds: with `stream` as they come, otherwise all at its end.
 
-        Raises what ended the request early, and EngineError for a call from within the engine. Closing the generator
-        cancels the request.
+        Raises the error that ended the request early, and EngineError for a call from within the engine. Closing the
+        generator cancels the request.
         """
         self._check()
         self.engine.budget.check(request)
@@ -73,9 +72,9 @@ class Dispatcher:
             raise request.error
 
     def cancel(self, request: Request, why: str = "the call was cancelled") -> None:
-        """Ends a request before the next round, from any thread and at once; whoever follows it gets CancelledError.
+        """Ends a request before its next round, without waiting; its caller gets CancelledError.
 
-        One that is over stays as it is, and one that nobody follows yet will not begin.
+        A request that is done stays as it is; one without a caller yet will not begin.
         """
         with self._lock:
             if request.done:
@@ -98,8 +97,8 @@ class Dispatcher:
             for request in list(self._open):
                 self.cancel(request, "the generator was closed")
             self._work.notify_all()
-            self._work.wait_for(lambda: self._driver is None)
-            self._driver = threading.get_ident()
+            self._work.wait_for(lambda: self._driving_thread is None)
+            self._driving_thread = threading.get_ident()
         try:
             self.engine.abort(CancelledError("the generator was closed"))
         finally:
@@ -113,7 +112,7 @@ class Dispatcher:
             raise EngineError("this SpecGenerator is closed: make another one")
 
     def end(self) -> None:
-        """Ends the thread that runs requests, where there is one, and those that others wait for: CancelledError."""
+        """Ends the shared thread, if one is alive, and its requests, whose callers get CancelledError."""
         if self._thread is None or not self._thread.is_alive():
             return
         with self._lock:
@@ -124,7 +123,7 @@ class Dispatcher:
         self._thread.join(_PATIENCE)
 
     def _wait(self, request: Request, stream: bool) -> None:
-        """Returns when the request is done or, of a stream, has news; drives the engine where nobody else would."""
+        """Returns when the request is done or, with `stream`, has rounds; drives the engine if no other thread does."""
 
         def ready() -> bool:
             return request.done or (stream and bool(request.rounds))
@@ -132,23 +131,23 @@ class Dispatcher:
         self._check()
         with self._lock:
             if self._ended and threading.current_thread() is not threading.main_thread():
-                raise CancelledError("the program is ending")  # a thread that computes then would abort it
+                raise CancelledError("the program is ending")  # a computing daemon thread would abort it
             news = threading.Condition(self._lock)
             self._waiting[request] = (news, ready)
             self._work.notify_all()
             try:
                 while not ready():
-                    if self._driver is None and len(self._open) == 1:
-                        self._driver = threading.get_ident()
+                    if self._driving_thread is None and len(self._open) == 1:
+                        self._driving_thread = threading.get_ident()
                         break
-                    if self._driver is None:
+                    if self._driving_thread is None:
                         self._thread = threading.Thread(target=self._drive_all, name="specdec-engine", daemon=True)
-                        self._driver = -1  # until it has begun
+                        self._driving_thread = -1  # until it has started
                         _end_at_exit(self)
                         try:
                             self._thread.start()
                         except BaseException:
-                            self._driver = None
+                            self._driving_thread = None
                             raise
                     release_helpers()
                     news.wait()
@@ -159,7 +158,7 @@ class Dispatcher:
         self._drive(lambda: not ready())
 
     def _drive(self, wanted: Callable[[], bool]) -> None:
-        """Takes steps while they are `wanted`; whatever interrupts that ends all requests."""
+        """Takes steps while `wanted()`; an exception ends all requests."""
         try:
             with plain_modes():
                 while wanted():
@@ -174,7 +173,7 @@ class Dispatcher:
             self._stop_driving()
 
     def _stop_driving(self) -> None:
-        """Lets others drive, once everything that was given up is dropped."""
+        """Drops what was cancelled, and lets another thread drive."""
         try:
             while not self._let_go():
                 self._drop_cancelled()
@@ -183,19 +182,20 @@ class Dispatcher:
             raise
 
     def _let_go(self, *, anyway: bool = False) -> bool:
-        """Whether this thread drives no more; it still does where something given up is left, unless it must stop."""
+        """Stops driving, and returns True; False if cancelled requests are left, unless it stops `anyway`."""
         with self._lock:
-            me, self._driver = self._driver, None  # a stream that is collected from here on is dropped at once
+            # a stream closed from here on drops its own request
+            me, self._driving_thread = self._driving_thread, None
             if self._cancelled and not anyway:
-                self._driver = me
+                self._driving_thread = me
                 return False
             self._wake()
             self._work.notify_all()
             return True
 
     def _drive_all(self) -> None:
-        """Drives the engine for callers that overlap, until none has come for a while."""
-        self._driver = threading.get_ident()
+        """Drives the engine for overlapping callers, until none has come for `_IDLE` seconds."""
+        self._driving_thread = threading.get_ident()
 
         def wanted() -> bool:
             with self._lock:
@@ -210,21 +210,21 @@ class Dispatcher:
                         return False
                 return True
 
-        with suppress(BaseException):  # its callers are told
+        with suppress(BaseException):  # its callers raise it
             self._drive(wanted)
 
     def _check(self) -> None:
-        """Raises where the thread that runs the engine would wait for itself."""
-        if self._driver == threading.get_ident():
+        """Raises EngineError in the driving thread, which would wait for itself."""
+        if self._driving_thread == threading.get_ident():
             raise EngineError(
                 "a processor, criterion, draft or schedule called the generator that it runs in: use another "
                 "SpecGenerator there (models can be shared)"
             )
 
     def _step(self) -> None:
-        """Takes in what has come and what was given up, and runs one step."""
+        """Submits new requests, drops cancelled ones, and runs one step."""
         while self._arrived:
-            if not self._arrived[0].done:  # it may have been cancelled before it came
+            if not self._arrived[0].done:  # cancelled before it arrived
                 self.engine.submit(self._arrived[0])
             self._arrived.pop(0)
         self._drop_cancelled()
@@ -234,19 +234,19 @@ class Dispatcher:
                 self._wake()
 
     def _wake(self) -> None:
-        """Wakes those whose request has come further, and everyone where nobody drives."""
+        """Wakes callers that can return, and all of them when no thread drives."""
         for news, ready in self._waiting.values():
-            if self._driver is None or ready():
+            if self._driving_thread is None or ready():
                 news.notify_all()
 
     def _drop(self, request: Request) -> None:
-        """Ends a request whose caller goes; at once where nobody drives, else before the next step."""
+        """Cancels a request whose caller left: at once if no thread drives, else before the next step."""
         with self._lock:
             self._cancelled.append(request)
             self._work.notify_all()
-            if self._driver is not None:
+            if self._driving_thread is not None:
                 return
-            self._driver = threading.get_ident()
+            self._driving_thread = threading.get_ident()
         self._stop_driving()
 
     def _drop_cancelled(self) -> None:
@@ -257,19 +257,19 @@ class Dispatcher:
             self.engine.cancel(gone)
 
 
-_shared: WeakSet[Dispatcher] = WeakSet()  # those that had a thread
+_shared: WeakSet[Driver] = WeakSet()  # drivers that had a thread
 
 
-def _end_at_exit(dispatcher: Dispatcher) -> None:
-    """Lets a dispatcher's thread end before the interpreter does, and before what was registered until now.
+def _end_at_exit(driver: Driver) -> None:
+    """Ends a driver's thread at exit, before all handlers that are registered by now.
 
-    A thread that frees a tensor while the interpreter ends is ended in there, and that ends the program by SIGABRT.
+    A daemon thread that frees a tensor while the interpreter ends is killed there, and the program ends by SIGABRT.
     """
-    _shared.add(dispatcher)
+    _shared.add(driver)
     atexit.unregister(_end_all)
     atexit.register(_end_all)
 
 
 def _end_all() -> None:
-    for dispatcher in list(_shared):
-        dispatcher.end()
+    for driver in list(_shared):
+        driver.end()

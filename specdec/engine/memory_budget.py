@@ -1,4 +1,4 @@
-"""How much memory keys and values may take, and which requests fit into it."""
+"""The memory for keys and values, and which requests fit into it."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from specdec.engine.request import Request
 from specdec.errors import OptionError
 from specdec.models import LanguageModel, free_bytes
 
-_MOST_NODES = 1024  # of a tree in one pass
+_MOST_NODES = 1024  # nodes of one tree in a pass
 
 
-class KvBudget:
-    """A limit on the keys and values of a running set, target and drafts together.
+class MemoryBudget:
+    """A limit on the keys and values of all running sequences, target and drafts together.
 
-    `limit`: bytes, or a share of the memory that is free when the first request comes; None: no limit. What a request
-    needs is counted as if every sequence grew to its greatest length.
+    `limit`: bytes (int), or a share of the memory that is free at the first request (float); None: no limit. A request
+    counts as if every sequence grew to its maximal length.
     """
 
     def __init__(self, limit: int | float | None, model: LanguageModel) -> None:
-        whole = isinstance(limit, int) and not isinstance(limit, bool) and limit > 0
-        if not (limit is None or whole or (isinstance(limit, float) and 0 < limit <= 1)):
+        is_bytes = isinstance(limit, int) and not isinstance(limit, bool) and limit > 0
+        if not (limit is None or is_bytes or (isinstance(limit, float) and 0 < limit <= 1)):
             raise OptionError.of(
-                "kv_budget", "a number of bytes, or a share of what is free (above 0, up to 1.0)", limit
+                "kv_budget", "a number of bytes, or a share of the free memory (above 0, up to 1.0)", limit
             )
         self._limit, self._model = limit, model
-        self._kept = (0, 0)  # rows and columns that stores may hold on to
-        self.kept_bytes = 0  # what these take
+        self._kept = (0, 0)  # rows and columns that buffers may keep allocated
+        self.kept_bytes = 0  # their bytes
 
     @property
     def limit(self) -> int | None:
-        """Bytes."""
+        """In bytes; None: no limit."""
         if isinstance(self._limit, float):
             self._limit = int(self._limit * free_bytes(self._model.device))
         return self._limit
 
     def check(self, request: Request) -> None:
-        """Raises OptionError for a request that does not fit even alone."""
+        """Raises OptionError for a request that does not even fit alone."""
         if self.limit is not None and (needed := self.bytes([request])) > self.limit:
             raise OptionError(
                 f"the request may need {needed:,} bytes of keys and values, and `kv_budget` allows {self.limit:,}: "
@@ -49,16 +49,16 @@ class KvBudget:
         return self.limit is None or self.bytes([*running, request]) <= self.limit
 
     def bounds(self, requests: Sequence[Request]) -> tuple[int, int]:
-        """The most rows, and the most columns, that the store of these requests may need."""
+        """The most rows and columns of a cache that these requests may need."""
         seqs = [seq for request in requests for seq in request.seqs]
         longest = max((one.most_positions for seq in seqs for one in seq.batch_seqs), default=0)
         widest = max((_nodes(request, seq) for request in requests for seq in request.seqs), default=1)
         return sum(len(seq.batch_seqs) for seq in seqs), longest + widest + 2
 
     def ample(self, requests: Sequence[Request]) -> tuple[int, int]:
-        """The bounds, or those of earlier requests while they take no more than half of what is allowed.
+        """The bounds, or earlier, larger ones while they take at most half of the limit.
 
-        Stores that shrank and grew with every request that leaves and comes would be copied each time.
+        Otherwise buffers would shrink and grow, and be copied, with every request that leaves and comes.
         """
         rows, columns = self.bounds(requests)
         kept = max(rows, self._kept[0]), max(columns, self._kept[1])
@@ -70,7 +70,7 @@ class KvBudget:
         return self._kept
 
     def bytes(self, requests: Sequence[Request]) -> int:
-        """What the target's and the drafts' keys and values of these requests may take."""
+        """The most bytes of keys and values of these requests, in the target and in drafts."""
         rows, columns = self.bounds(requests)
         total = rows * columns * self._model.kv_bytes
         total += sum(len(request.seqs) * self._model.cross_bytes(request.frames) for request in requests)
@@ -82,7 +82,7 @@ class KvBudget:
 
 
 def _nodes(request: Request, seq: RunningSequence) -> int:
-    """The most nodes that a sequence brings to a pass, prompts left out."""
+    """The most nodes of a sequence in one pass, without its prompt."""
     if request.drafter is None:
         return seq.width
     level = 1 if seq.task.branching is None else 2 * max(seq.width, request.pacing.schedule.max_branches)

@@ -1,4 +1,4 @@
-"""The helper threads that OpenMP gives to every thread that computes."""
+"""OpenMP's helper threads, of which every computing thread gets its own."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-_SOFT = 1  # omp_pause_soft: what the program has set stays as it is
+_SOFT = 1  # omp_pause_soft: keeps the program's settings
 
 
 @cache
 def _openmp() -> Any:
-    """torch's own copy of GNU's OpenMP; None where it has another one, or comes without."""
+    """torch's own copy of GNU's OpenMP; None if it has another one, or none."""
     for path in (Path(torch.__file__).parent / "lib").glob("libgomp*"):
         library = ctypes.CDLL(str(path))
         if hasattr(library, "omp_pause_resource_all"):
@@ -23,10 +23,10 @@ def _openmp() -> Any:
 
 
 def release_helpers() -> None:
-    """Ends the helper threads of the calling thread; its next parallel operation makes new ones (some 0.1 ms).
+    """Ends the calling thread's helper threads; its next parallel operation starts new ones (about 0.1 ms).
 
-    GNU's OpenMP counts those of all threads: where they are more than the processors, helpers sleep between operations,
-    and every operation of whichever thread computes takes up to twice as long.
+    If all threads together have more helpers than there are processors, GNU's OpenMP lets helpers sleep between
+    operations, and every parallel operation takes up to twice as long.
     """
     if (library := _openmp()) is not None:
         library.omp_pause_resource_all(_SOFT)

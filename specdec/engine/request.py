@@ -1,4 +1,4 @@
-"""What was asked of the engine, and what has come of it."""
+"""A request to the engine, and its results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specdec.models import Encoding
 
 @dataclass(eq=False)
 class Pacing:
-    """How much to draft, as all sequences that go by it have learned so far; `users` requests do at present."""
+    """The draft schedule that all requests of one family share; `users` counts those in flight."""
 
     schedule: Schedule
     users: int = 0
@@ -23,16 +23,16 @@ class Pacing:
 
 @dataclass(eq=False, kw_only=True)
 class Request:
-    """Sequences that were asked for together, and everything that belongs to them alone.
+    """Sequences of one call, with their options, draft and results.
 
-    `encode` runs the encoder, `[inputs, ...]`, of which sequence r reads number `seq.task.place`. `prefill_chunk`
-    bounds the prompt tokens of one pass; None leaves that to the engine. `output_hidden_states` and `output_attentions`
-    keep those of all layers, and prompts are then read in one pass; `last_hidden` keeps hidden states of the last
-    layer. `frames` are the positions of its encoder's output. `model_state` is the target's when the call was made; its
-    caller has `waited` since then, and has not changed the model.
+    `encode` runs the encoder over `[inputs, ...]`; a sequence reads input number `seq.task.place`. `prefill_chunk`: the
+    most prompt tokens of one pass; None: the engine's. `output_hidden_states` and `output_attentions` keep those of all
+    layers, `last_hidden` the last layer's hidden states; prompts are then read in one pass. `frames`: positions of the
+    encoder's output. `model_state`: the target's at the time of the call. `waited`: the caller blocks until the end,
+    and so cannot change the model meanwhile.
 
-    `rounds` are those that nobody has looked at yet. `error` is what ended the request early; `done` says that nothing
-    more will come. `passes` counts target passes that any of its sequences took part in.
+    `rounds`: those that the caller has not taken yet. `error`: what ended the request early. `done`: nothing more will
+    come. `passes` counts target passes in which any of its sequences took part.
     """
 
     seqs: list[RunningSequence]
@@ -50,16 +50,16 @@ class Request:
     rounds: deque[Round] = field(default_factory=deque)
     error: BaseException | None = None
     done: bool = False
-    counted: bool = False  # among its pacing's users
+    counted: bool = False  # in `pacing.users`
     passes: int = 0
     cached_prompt_tokens: int = 0
 
     @property
     def traced(self) -> bool:
-        """Whether what led to a token is kept."""
+        """Whether it keeps hidden states or attentions."""
         return self.output_hidden_states or self.output_attentions or self.last_hidden
 
     @property
     def layers(self) -> slice:
-        """Which layers' hidden states are wanted, where any are."""
+        """The layers whose hidden states it keeps, if it keeps any."""
         return slice(None) if self.output_hidden_states else slice(-1, None)

@@ -1,9 +1,8 @@
-"""The places of sequences in the target's cache: whose keys and values a new sequence continues, and what stays of one
-that left.
+"""The rows of the target's cache: which sequence gets one, what it continues, and what is kept when it leaves.
 
-A prompt is read once: sequences of one request that continue the same prompt wait for the first of them, and a prompt
-that begins like the text of another sequence, or of one that has left, continues from a copy of its keys and values, as
-far as its draft can do the same. It is not read while another sequence is reading what both have in common.
+A prompt is read once. Sequences of one request with equal prompts wait for the first of them, and fork its row. A
+prompt that begins like the text of another sequence, or of one that has left, continues from a copy of its keys and
+values, as far as its draft can continue too; while another sequence is reading what both have in common, it waits.
 """
 
 from __future__ import annotations
@@ -13,15 +12,15 @@ from contextlib import suppress
 from functools import cache
 from typing import NamedTuple
 
-from specdec.core.drafts import BatchDrafter, DraftSession, Kept
+from specdec.core.drafts import BatchDrafter, DraftSession, SavedState
 from specdec.core.rounds import Context
 from specdec.core.sequence import RunningSequence
-from specdec.engine.prefix_cache import LEAST, Prefixes, Reader, Text
+from specdec.engine.prefix_cache import LEAST, DrafterRef, PrefixCache, PrefixKey
 from specdec.engine.request import Request
 from specdec.models import LanguageModel, prefix_bytes
 from specdec.options.checks import common_length
 
-_WORTH_WAITING = 64  # tokens in common: computing them takes about as long as the pass more that waiting costs
+_WORTH_WAITING = 64  # common tokens whose computation takes about as long as the extra pass that waiting costs
 
 
 class OpenDraft(NamedTuple):
@@ -32,28 +31,25 @@ class OpenDraft(NamedTuple):
 
 
 class Scheduler:
-    """Gives the sequences of a running set their places in the `target`'s session, and takes them back.
+    """Gives running sequences their rows of the cache of `target`, and takes them back.
 
-    `prefixes` keeps texts whose sequences have left; None where every prompt is read anew. Only models whose keys and
-    values can be cut anywhere, and mean the same in any text, can share them between requests. `drafts` are those that
-    are open, by the identity of the drafter: nobody tells those that read hidden states of what a sequence continues,
-    so they must continue it, too.
+    `prefix_cache` keeps texts of sequences that have left; None: every prompt is read anew. Sequences share keys and
+    values only where the model's can be cut at any position and do not depend on the text around them. `drafts`: the
+    open drafts by the drafter's identity. One that reads hidden states gets none of positions that a sequence
+    continues, so it must continue them as well.
     """
 
-    def __init__(self, model: LanguageModel, prefixes: Prefixes | None, drafts: Mapping[int, OpenDraft]) -> None:
+    def __init__(self, model: LanguageModel, prefix_cache: PrefixCache | None, drafts: Mapping[int, OpenDraft]) -> None:
         self.target = model.session()
         self._shares = self.target.keeps_prefixes and model.capability.boundary is None
-        self._keeps = self._shares and not model.is_encoder_decoder
-        self.prefixes = prefixes if self._keeps else None
+        self.prefix_cache = prefix_cache if self._shares and not model.is_encoder_decoder else None
         self._model, self._drafts = model, drafts
-        # whose reading of the same prompt a sequence waits for
-        self._leaders: dict[RunningSequence, RunningSequence] = {}
-        # by key: sequences that have no place yet, and wait for nobody's prompt
-        self._arrived: dict[int, RunningSequence] = {}
-        self._open: dict[int, RunningSequence] = {}  # by key: sequences whose texts others may continue
+        self._leaders: dict[RunningSequence, RunningSequence] = {}  # by sequence, the one whose equal prompt it awaits
+        self._arrived: dict[int, RunningSequence] = {}  # by id: without a row, and without a leader
+        self._open: dict[int, RunningSequence] = {}  # by id: with a row that others may continue
 
     def add(self, request: Request) -> None:
-        """Takes in the sequences of a request, which get their places when they are read (`follow`)."""
+        """Takes in a request's sequences; `follow` gives each its row when it is to be read."""
         self._part(request)
         first: dict[object, RunningSequence] = {}
         for seq in request.seqs:
@@ -67,21 +63,21 @@ class Scheduler:
             self._arrived[seq.id] = seq
 
     def _part(self, request: Request) -> None:
-        """Sequences that read on under another state of the model than they began with share with nobody any more."""
+        """Sequences that began under another state of the model than the request's no longer share anything."""
         for seq in [*self._open.values(), *self._arrived.values(), *self._leaders]:
             if seq.context is not None and seq.context.model != request.model_state:
                 for one in seq.batch_seqs:
                     one.context = None
 
     def follow(self, seq: RunningSequence, request: Request) -> bool:
-        """Whether a sequence has its place by now: it gets one once what it continues was read."""
+        """Gives the sequence its row once everything that it continues was read; returns whether it has one."""
         if seq.id in self._arrived:
             if self._awaits(seq):
                 return False
             request.cached_prompt_tokens += self._continue(seq, self._draft_of(request))
             del self._arrived[seq.id]
-            for beside in seq.batch_seqs[1:]:
-                self._continue(beside)
+            for other in seq.batch_seqs[1:]:
+                self._continue(other)
             return True
         leader = self._leaders.get(seq)
         if leader is None:
@@ -96,28 +92,27 @@ class Scheduler:
         return True
 
     def leads(self, seq: RunningSequence) -> bool:
-        """Whether others wait for this sequence."""
+        """Whether other sequences wait for this one."""
         return seq in self._leaders.values()
 
     def unread(self, seq: RunningSequence) -> int:
         """Positions of the sequence's text that are not in the cache."""
-        assert seq.cache_row is not None
-        return seq.length - self.target.length(seq.cache_row)
+        return seq.length - self.target.length(_row(seq))
 
     def remove(self, seqs: Sequence[RunningSequence], request_of: dict[int, Request]) -> None:
-        """Takes the places of sequences back; their texts may stay, and who waited for one of them reads for itself."""
-        now = cache(lambda: self._model.look()[0].digest)  # of several sequences it is read once
+        """Takes rows back, and keeps their texts where that pays; sequences that waited for them go on without."""
+        state = cache(lambda: self._model.look()[0].digest)  # read once for all sequences
         for seq in seqs:
             self._leaders.pop(seq, None)
             self._arrived.pop(seq.id, None)
-            kept, request = seq.context, request_of[seq.id]
-            if self.prefixes is None or kept is None or seq.cache_row is None:
+            context, request = seq.context, request_of[seq.id]
+            if self.prefix_cache is None or context is None or seq.cache_row is None:
                 continue
-            if request.waited or kept.model == now():  # not changed while the sequence ran
-                self._retain(seq, kept, self.prefixes, self._draft_of(request))
-        cache_rows = [one.cache_row for seq in seqs for one in seq.batch_seqs if one.cache_row is not None]
-        if cache_rows:
-            self.target.remove(cache_rows)
+            if request.waited or context.model == state():  # the model did not change while the sequence ran
+                self._retain(seq, context, self.prefix_cache, self._draft_of(request))
+        rows = [one.cache_row for seq in seqs for one in seq.batch_seqs if one.cache_row is not None]
+        if rows:
+            self.target.remove(rows)
         for seq in seqs:
             self._open.pop(seq.id, None)
             for one in seq.batch_seqs:
@@ -125,7 +120,7 @@ class Scheduler:
         self._promote({seq.id for seq in seqs})
 
     def _promote(self, gone: Collection[int]) -> None:
-        """Of the sequences that waited for one that has left, the first is read for the others."""
+        """Of the sequences that waited for one that is gone, the first becomes the others' leader."""
         heirs: dict[int, RunningSequence] = {}
         for seq, leader in list(self._leaders.items()):
             if leader.id not in gone:
@@ -138,105 +133,100 @@ class Scheduler:
                 self._arrived[seq.id] = seq
 
     def _draft_of(self, request: Request) -> OpenDraft | None:
-        """The draft of a request, where it reads hidden states."""
+        """The request's draft, if it reads hidden states."""
         draft = self._drafts.get(id(request.drafter))
         return draft if draft is not None and draft.drafter.hidden_layers else None
 
-    def _set(self, seq: RunningSequence, cache_row: int) -> None:
-        seq.cache_row, seq.cache_reset_length = cache_row, self.target.cache_reset_length
+    def _set(self, seq: RunningSequence, row: int) -> None:
+        seq.cache_row, seq.cache_reset_length = row, self.target.cache_reset_length
         if seq.id >= 0:
             self._open[seq.id] = seq
 
     def _awaits(self, seq: RunningSequence) -> bool:
-        """Whether a sequence that is being read will have more in common with this one than could be continued now."""
+        """Whether another sequence is reading a prompt that `seq` could continue much further than what exists now."""
         now = self._nearest(seq)[1]
         return any(
             _shared(seq, other, other.length - 1) >= now + _WORTH_WAITING
             for other in self._open.values()
-            if not other.prefilled and other.max_length - len(other.tokens) > 1  # it stays for a round at least
+            if not other.prefilled and other.max_length - len(other.tokens) > 1  # it outlives the round of its prompt
         )
 
-    def _nearest(self, seq: RunningSequence) -> tuple[RunningSequence | Kept | None, int]:
-        """What the sequence's text has most in common with, another sequence or else a kept text, and how much
-        that is.
-        """
+    def _nearest(self, seq: RunningSequence) -> tuple[RunningSequence | SavedState | None, int]:
+        """The running sequence or saved text with the longest common beginning, and its length in positions."""
         if seq.context is None or not self._shares:
             return None, 0
-        lengths = {key: _shared(seq, one, self.target.length(_slot(one))) for key, one in self._open.items()}
-        key = max(lengths, key=lambda key: lengths[key], default=None)
-        kept, length = (
-            (None, 0) if self.prefixes is None else self.prefixes.find(_text(seq, seq.context, seq.length - 1))
-        )
-        if key is not None and lengths[key] >= max(LEAST, length):
-            return self._open[key], lengths[key]
-        return kept, length
+        lengths = {id_: _shared(seq, one, self.target.length(_row(one))) for id_, one in self._open.items()}
+        best = max(lengths, key=lambda id_: lengths[id_], default=None)
+        saved, length = None, 0
+        if self.prefix_cache is not None:
+            saved, length = self.prefix_cache.find(_prefix_key(seq, seq.context, seq.length - 1))
+        if best is not None and lengths[best] >= max(LEAST, length):
+            return self._open[best], lengths[best]
+        return saved, length
 
     def _continue(self, seq: RunningSequence, draft: OpenDraft | None = None) -> int:
-        """Gives a sequence a place, where it continues what was read for another one, if there is such; how
-        much that is.
-        """
+        """Gives a sequence a row, with what it can continue; returns how many positions these are."""
         source, length = self._nearest(seq)
         length = self._joined(seq, source, length, draft)
         if not length:
             self._set(seq, self.target.add(1, seq.encoding)[0])
         elif isinstance(source, RunningSequence):
-            self._set(seq, self.target.fork(_slot(source), length))
+            self._set(seq, self.target.fork(_row(source), length))
         elif source is not None:
             self._set(seq, self.target.read_from(source.state, length))
         return length
 
     def _joined(
-        self, seq: RunningSequence, source: RunningSequence | Kept | None, length: int, draft: OpenDraft | None
+        self, seq: RunningSequence, source: RunningSequence | SavedState | None, length: int, draft: OpenDraft | None
     ) -> int:
-        """How many of the first `length` positions of `source` the sequence may continue, as far as its draft goes."""
+        """How many of the first `length` positions of `source` the sequence's draft can continue as well."""
         if draft is None or not length:
             return length
-        if seq.unseen:
+        if seq.num_embeds_only:
             return 0
         joined = draft.session.join(seq, source.id, length) if isinstance(source, RunningSequence) else 0
-        if joined or self.prefixes is None or seq.context is None:
+        if joined or self.prefix_cache is None or seq.context is None:
             return joined
-        kept, length = self.prefixes.find(_text(seq, seq.context, length, Reader(draft.drafter)))
-        return 0 if kept is None else draft.session.join(seq, kept, length)
+        saved, length = self.prefix_cache.find(_prefix_key(seq, seq.context, length, DrafterRef(draft.drafter)))
+        return 0 if saved is None else draft.session.join(seq, saved, length)
 
-    def _retain(self, seq: RunningSequence, context: Context, prefixes: Prefixes, draft: OpenDraft | None) -> None:
-        """Keeps the text of a sequence that leaves, where there is room for it, and what its draft has read of it."""
-        length = self.target.length(_slot(seq))
-        if length * self._model.kv_bytes > min(prefixes.limit, prefixes.room):
+    def _retain(
+        self, seq: RunningSequence, context: Context, prefix_cache: PrefixCache, draft: OpenDraft | None
+    ) -> None:
+        """Saves the text of a sequence that leaves, if there is room: its draft's state, then its keys and values."""
+        length = self.target.length(_row(seq))
+        if length * self._model.kv_bytes > min(prefix_cache.limit, prefix_cache.room):
             return
-        if draft is not None and not seq.unseen:
-            with suppress(Exception):  # of a draft that cannot, which is no reason for anything else to fail
-                _retain_draft(seq, context, prefixes, draft, length)
-        text = _text(seq, context, length)
-        if prefixes.wants(text):
-            with suppress(RuntimeError, MemoryError, OSError):  # what cannot be copied is not kept
-                prefix = self.target.keep_prefix(_slot(seq), length)
-                prefixes.keep(text, Kept(length, prefix, prefix_bytes(prefix)))
+        if draft is not None and not seq.num_embeds_only:
+            with suppress(Exception):  # a draft that cannot save its state ends no request
+                saved = draft.session.keep(seq, length)
+                if saved is not None:
+                    key = _prefix_key(seq, context, saved.length, DrafterRef(draft.drafter))
+                    if prefix_cache.wants(key):
+                        prefix_cache.keep(key, saved)
+        key = _prefix_key(seq, context, length)
+        if prefix_cache.wants(key):
+            with suppress(RuntimeError, MemoryError, OSError):  # no memory for the copy
+                prefix = self.target.keep_prefix(_row(seq), length)
+                prefix_cache.keep(key, SavedState(length, prefix, prefix_bytes(prefix)))
 
 
-def _retain_draft(seq: RunningSequence, context: Context, prefixes: Prefixes, draft: OpenDraft, length: int) -> None:
-    """Keeps what a sequence's draft has read; before the target's, so that where room is short it goes first."""
-    kept = draft.session.keep(seq, length)
-    if kept is not None and prefixes.wants(text := _text(seq, context, kept.length, Reader(draft.drafter))):
-        prefixes.keep(text, kept)
-
-
-def _slot(seq: RunningSequence) -> int:
+def _row(seq: RunningSequence) -> int:
     assert seq.cache_row is not None
     return seq.cache_row
 
 
 def _shared(seq: RunningSequence, other: RunningSequence, most: int) -> int:
-    """How many of the first `most` positions of another sequence this one begins with, its last position left out."""
+    """How many of the first `most` positions of `other` `seq` begins with; never its last, whose pass needs logits."""
     if seq.context is None or seq.context != other.context:
         return 0
-    same = min(seq.unseen, other.unseen)
-    if seq.unseen == other.unseen:
+    same = min(seq.num_embeds_only, other.num_embeds_only)
+    if seq.num_embeds_only == other.num_embeds_only:
         same += common_length(seq.tokens, other.tokens)
     return min(same, most, seq.length - 1)
 
 
-def _text(seq: RunningSequence, context: Context, length: int, reader: Reader | None = None) -> Text:
+def _prefix_key(seq: RunningSequence, context: Context, length: int, drafter: DrafterRef | None = None) -> PrefixKey:
     """The first `length` positions of a sequence."""
-    unseen = min(seq.unseen, length)
-    return Text(tuple(seq.tokens[: length - unseen]), context, unseen, reader)
+    embeds_only = min(seq.num_embeds_only, length)
+    return PrefixKey(tuple(seq.tokens[: length - embeds_only]), context, embeds_only, drafter)

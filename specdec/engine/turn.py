@@ -1,4 +1,4 @@
-"""One round as it is under way: a sequence's turn in it, and where its seconds go."""
+"""The state of one round: each sequence's turn in it, and its seconds by phase."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specdec.core.tree import Scores
 
 
 class Stopwatch:
-    """The seconds of a round, and what they went into."""
+    """The seconds of a round, by phase."""
 
     def __init__(self, device: torch.device) -> None:
         self.spent = {"draft": 0.0, "verify": 0.0, "select": 0.0}
@@ -24,7 +24,7 @@ class Stopwatch:
         self._began = self._last = clock()
 
     def lap(self, phase: str) -> None:
-        """Counts the time since the last lap for `phase`, kernels that are still under way included."""
+        """Adds the time since the last lap to `phase`, after waiting for the device's kernels."""
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
         now = clock()
@@ -32,16 +32,18 @@ class Stopwatch:
         self._last = now
 
     def round(self, seqs: list[SequenceRound], nodes: int) -> Round:
-        """What the round came to."""
+        """The finished round."""
         total = clock() - self._began
         return Round(seqs, nodes, self.spent["draft"], self.spent["verify"], self.spent["select"], total)
 
 
 @dataclass(eq=False, slots=True)
 class Turn:
-    """One sequence's round, step by step: its cache rows in the target, the text held there, its parts of the pass.
+    """One sequence's round: its rows of the target's cache (one, or two under guidance), and its part of the pass in
+    each.
 
-    `passes` are the numbers of those that it took part in, `hidden` what they said of the layers that its draft reads.
+    `num_cached`: positions of text cached per row. `passes`: the numbers of the target passes that computed it.
+    `hidden`: hidden states per layer that its draft reads. `asked`: a draft was asked for a proposal.
     """
 
     seq: RunningSequence
@@ -57,7 +59,7 @@ class Turn:
 
     @property
     def complete(self) -> bool:
-        """Whether the pass comes to the end of the text."""
+        """Whether the pass includes the end of the text."""
         return self.parts[0].complete
 
     @property
@@ -67,26 +69,24 @@ class Turn:
 
     @property
     def batch_seqs(self) -> list[tuple[RunningSequence, RowPass, int]]:
-        """The sequence and its unconditional sequence, with their parts and the text held of each."""
+        """The sequence, and its unconditional sequence, each with its part and its cached length."""
         return list(zip(self.seq.batch_seqs, self.parts, self.num_cached, strict=True))
 
     @property
     def committed(self) -> list[tuple[int, list[int], int]]:
-        """What the target is to hold of the pass: cache row, nodes, and how many of these are text."""
+        """What stays in the target's cache: row, path of the pass, and how many nodes of the path are text."""
         path, text = ((), 0) if self.walk is None else (self.walk.path, self.walk.text)
-        return [
-            (cache_row, p.path(path), len(p.text) + text)
-            for cache_row, p in zip(self.cache_rows, self.parts, strict=True)
-        ]
+        rows = zip(self.cache_rows, self.parts, strict=True)
+        return [(row, part.path(path), len(part.text) + text) for row, part in rows]
 
     def commit(self) -> Commit:
-        """What its draft is told, before or after the sequence takes its walk."""
+        """The message to its draft."""
         path, text, ends = ([], 0, False) if self.walk is None else (*self.walk[1:3], self.walk.finish is not None)
-        return Commit(self.seq, path, text, None if ends or not self.hidden else self._told(path))
+        return Commit(self.seq, path, text, None if ends or not self.hidden else self._hidden(path))
 
-    def _told(self, path: list[int]) -> Hidden:
-        """The hidden states of the text that was read and of new nodes on the path; of tokens that have ids."""
-        part, first = self.parts[0], self.num_cached[0] - self.seq.unseen
+    def _hidden(self, path: list[int]) -> Hidden:
+        """The hidden states of the new text and of new nodes on the path, without positions that have no ids."""
+        part, first = self.parts[0], self.num_cached[0] - self.seq.num_embeds_only
         nodes = part.path([node for node in path if node >= part.num_cached])[max(-first, 0) :]
         assert self.scores is not None
         own = [node - self.scores.num_cached for node in nodes]
@@ -94,7 +94,7 @@ class Turn:
         return Hidden(max(first, 0), part.num_cached, states)
 
     def share(self, prefill: bool) -> SequenceRound:
-        """What the round came to; before the sequence takes its walk."""
+        """The round's result for this sequence; call it before the sequence takes the walk."""
         assert self.walk is not None
         walk, proposal = self.walk, self.parts[0].proposal
         tested, levels = self.seq.tested(proposal, walk)
@@ -113,6 +113,6 @@ class Turn:
 
 
 def _run(numbers: list[int]) -> list[int] | slice:
-    """These numbers as a slice, which copies nothing, where they follow one another."""
+    """Consecutive numbers as a slice, which copies nothing."""
     together = numbers and numbers == list(range(numbers[0], numbers[0] + len(numbers)))
     return slice(numbers[0], numbers[-1] + 1) if together else numbers

@@ -14,10 +14,10 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from specdec.core.draft_schedules import make_schedule
 from specdec.core.drafts import BatchDrafter
-from specdec.engine.driver import Dispatcher
+from specdec.engine.driver import Driver
 from specdec.engine.engine import Engine
 from specdec.engine.openmp import release_helpers
-from specdec.engine.prefix_cache import Prefixes
+from specdec.engine.prefix_cache import PrefixCache
 from specdec.errors import OptionError
 from specdec.generator.build_request import Call, Extras
 from specdec.generator.checks import check_draft
@@ -87,7 +87,7 @@ class SpecGenerator:
         self._drafts = Drafts(self.target, backend=backend)
         self._draft = Draft(self._drafts.make(draft, self.tokenizer, assistant_tokenizer))
         self._prefixes, self._wants_prefixes = _prefixes(prefix_cache), prefix_cache is not None
-        self._dispatcher = Dispatcher(Engine(self.target, kv_budget=kv_budget, prefixes=self._prefixes))
+        self._driver = Driver(Engine(self.target, kv_budget=kv_budget, prefix_cache=self._prefixes))
         release_helpers()  # loading started OpenMP workers here; decoding may run in another thread
 
     @classmethod
@@ -148,7 +148,7 @@ class SpecGenerator:
     @property
     def engine(self) -> Engine:
         """The engine that runs all calls; read only."""
-        return self._dispatcher.engine
+        return self._driver.engine
 
     def close(self) -> None:
         """Ends what the generator runs and frees what it keeps; it may be called twice, and by any thread.
@@ -156,7 +156,7 @@ class SpecGenerator:
         Calls under way raise CancelledError, after the pass under way; later ones raise EngineError. Compilers of its
         models are stopped, and cached prompts are dropped. Inside a call (in a processor, say) this raises EngineError.
         """
-        self._dispatcher.close()
+        self._driver.close()
         for model in self._models:
             model.stop_compiling()
         if self._prefixes is not None:
@@ -206,7 +206,7 @@ class SpecGenerator:
         """
         call = self._prepare(prompt, messages, options)
         call.request.waited = call.extras.streamer is None
-        job = Job(call, self._dispatcher)
+        job = Job(call, self._driver)
         for _ in job.follow(stream=False):
             pass
         assert job.result is not None
@@ -224,10 +224,10 @@ class SpecGenerator:
 
     def submit(self, prompt: Prompt = None, *, messages: Sequence[Any] | None = None, **options: Any) -> Job:
         """The same call as a `Job`, checked and not begun, for programs that follow and cancel it themselves."""
-        return Job(self._prepare(prompt, messages, options), self._dispatcher)
+        return Job(self._prepare(prompt, messages, options), self._driver)
 
     def _events(self, call: Call) -> Generator[Event, None, Generation]:
-        tokenizer, job = call.extras.tokenizer, Job(call, self._dispatcher)
+        tokenizer, job = call.extras.tokenizer, Job(call, self._driver)
         texts = [Detokenizer(tokenizer, call.stops) for _ in call.seqs] if tokenizer is not None else None
         with closing(job.follow()) as rounds:
             for deltas in rounds:
@@ -243,7 +243,7 @@ class SpecGenerator:
 
     def _prepare(self, prompt: Prompt, messages: Sequence[Any] | None, given: Mapping[str, Any]) -> Call:
         """A checked call."""
-        self._dispatcher.check_open()
+        self._driver.check_open()
         if torch.is_autocast_enabled(self.target.device.type):
             what = "load the model in the type to compute in, SpecGenerator.from_pretrained(…, dtype=…)"
             warnings.warn(f"torch.autocast does not reach specdec's passes: {what}", RuntimeWarning, stacklevel=3)
@@ -304,10 +304,10 @@ class SpecGenerator:
         )
 
 
-def _prefixes(wanted: bool | int | None) -> Prefixes | None:
+def _prefixes(wanted: bool | int | None) -> PrefixCache | None:
     """The prefix cache; None without one. Raises OptionError for a wrong `prefix_cache`."""
     if wanted is not None and not isinstance(wanted, bool) and (not isinstance(wanted, int) or wanted <= 0):
         raise OptionError.of("prefix_cache", "True, False or a number of bytes", wanted)
     if wanted is False:
         return None
-    return Prefixes(PREFIX_BYTES if wanted in (None, True) else wanted)
+    return PrefixCache(PREFIX_BYTES if wanted in (None, True) else wanted)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from specdec.core.tree import Step
-from specdec.engine.driver import Dispatcher
+from specdec.engine.driver import Driver
 from specdec.errors import CancelledError
 from specdec.generator.build_request import Call
 from specdec.generator.generation import Generation
@@ -36,9 +36,9 @@ class Delta(NamedTuple):
 class Job:
     """A call that one thread follows round by round and any other may cancel; `SpecGenerator.submit` makes it."""
 
-    def __init__(self, call: Call, dispatcher: Dispatcher) -> None:
+    def __init__(self, call: Call, driver: Driver) -> None:
         self.call = call
-        self._dispatcher = dispatcher
+        self._driver = driver
         self._recorder = Recorder()
         self._seconds: float | None = None  # that it ran, once it has ended
         self._result: Generation | None = None
@@ -56,7 +56,7 @@ class Job:
         if streamer is not None:
             streamer.put(call.prompts.padded)
         index: dict[int, int] = {}
-        rounds = self._dispatcher.rounds(call.request, stream=stream or streamer is not None)
+        rounds = self._driver.rounds(call.request, stream=stream or streamer is not None)
         try:
             with call.in_step, closing(rounds):
                 for round_ in rounds:
@@ -91,4 +91,4 @@ class Job:
 
     def cancel(self) -> None:
         """Ends the call within a round; does nothing once it has ended."""
-        self._dispatcher.cancel(self.call.request)
+        self._driver.cancel(self.call.request)

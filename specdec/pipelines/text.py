@@ -7,6 +7,7 @@ from typing import Any
 
 from specdec.errors import OptionError, UnsupportedError
 from specdec.generator.generator import SpecGenerator
+from specdec.generator.inputs.tokenizers import ids_of
 from specdec.options.generate import listed
 from specdec.pipelines.batching import BATCH, check_call, decode, make_generator, row_seeds
 
@@ -84,8 +85,7 @@ class Text:
     def _ids(self, item: Any, go_on: bool | None, tools: Sequence[Any] | None) -> list[int]:
         """A prompt's ids; messages go through the chat template."""
         if isinstance(item, str):
-            ids: list[int] = self._tokenizer(item, verbose=False)["input_ids"]
-            return ids
+            return ids_of(self._tokenizer, item, verbose=False)
         go_on = _goes_on(item, go_on)
         how = {"add_generation_prompt": not go_on, "continue_final_message": go_on, "return_dict": True}
         try:

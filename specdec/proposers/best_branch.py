@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.core.drafts import Commit, DraftSession, DraftTask, Kept, Plan
+from specdec.core.drafts import Commit, DraftSession, DraftTask, Plan, SavedState
 from specdec.core.rounds import SequenceView
 from specdec.core.tree import EMPTY, Tree
 from specdec.options.checks import common_length
@@ -55,10 +55,10 @@ class BestLeaf(DraftSession):
     def cache(self) -> Any:
         return self._session.cache
 
-    def join(self, seq: SequenceView, source: int | Kept, length: int) -> int:
+    def join(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
         return self._session.join(seq, source, length)
 
-    def keep(self, seq: SequenceView, length: int) -> Kept | None:
+    def keep(self, seq: SequenceView, length: int) -> SavedState | None:
         """Passed on for sequences that are no searches."""
         return None if seq.id in self._texts else self._session.keep(seq, length)
 

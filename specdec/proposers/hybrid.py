@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import Any
 
 from specdec.core.draft_schedules.estimates import Acceptance
-from specdec.core.drafts import BatchDrafter, Commit, DraftSession, Kept, Plan
+from specdec.core.drafts import BatchDrafter, Commit, DraftSession, Plan, SavedState
 from specdec.core.rounds import SequenceView
 from specdec.core.tree import EMPTY, Tree
 from specdec.errors import OptionError
@@ -125,10 +125,10 @@ class HybridSession(DraftSession):
     def cache(self) -> Any:
         return self._model.cache
 
-    def join(self, seq: SequenceView, source: int | Kept, length: int) -> int:
+    def join(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
         return self._model.join(seq, source, length)
 
-    def keep(self, seq: SequenceView, length: int) -> Kept | None:
+    def keep(self, seq: SequenceView, length: int) -> SavedState | None:
         return self._model.keep(seq, length)
 
     def commit(self, commits: Sequence[Commit]) -> None:

@@ -106,7 +106,7 @@ class Hosts:
         if found is None:
             names = ", ".join(repr(host.model.name) for host in fitting)
             known = f"models for {task} are {names}" if fitting else f"no model of this server is for {task}"
-            message = f"there is no model {name!r} here; {known}"
+            message = known if name is None else f"there is no model {name!r} here; {known}"
             raise ApiError(404, message, param="model", code="model_not_found")
         if found.model.task != task:
             message = f"the model {name!r} is for {found.model.task}, and this endpoint is for {task}"

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec import SpecGenerator
-from specdec.bench import doctor
+from specdec import SpecGenerator, kernels
 from specdec.bench.machine import memory_bandwidth, waiting_threads
+from specdec.cli import doctor
 from specdec.cli.commands import run
 from specdec.kernels import Lack
 from specdec.options.bundled_models import Pair
@@ -75,7 +75,7 @@ def test_an_untested_version_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr(doctor, "_requirements", lambda: NEEDED)
     monkeypatch.setattr(doctor, "_version", lambda name: "99.0" if name == "transformers" else "1.0")
     lack = Lack("there is no C++ compiler (c++)", "apt install g++, or name one in CXX")
-    monkeypatch.setattr(doctor.kernels, "lack", lambda: lack)
+    monkeypatch.setattr(kernels, "lack", lambda: lack)
     assert run(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "✗ packages" in out

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from specdec.core.draft_schedules import WIDEST, Confidence, Constant, Cost, Heuristic
-from specdec.core.draft_schedules.estimates import Acceptance, Line
+from specdec.core.draft_schedules.estimates import Acceptance, LinearFit
 from specdec.core.rounds import Round, SequenceRound
 from specdec.core.tree import Step
 from specdec.errors import OptionError
@@ -347,10 +347,10 @@ def test_wide_drafts_pay_for_all_their_nodes() -> None:
 
 def fitted(node: float, **more: Any) -> Cost:
     """The rule where a pass takes a second over one node, so many more over each other one."""
-    passes, drafts = Line(), Line()
+    passes, drafts = LinearFit(), LinearFit()
     for nodes in (1, 4, 9, 16, 25):
         passes, drafts = passes.add(nodes, 1.0 + node * (nodes - 1)), drafts.add(1, 0.01)
-    return Cost(k=16, passes=passes, drafts={"model": drafts}, plain=Line().add(1, 1.0), probe_rounds=1, **more)
+    return Cost(k=16, passes=passes, drafts={"model": drafts}, plain=LinearFit().add(1, 1.0), probe_rounds=1, **more)
 
 
 @pytest.mark.parametrize(("node", "branches"), [(0.001, 8), (0.05, 1)])
@@ -399,7 +399,7 @@ def test_a_look_of_asked_branches_has_them_all() -> None:
 
 def test_wide_passes_are_no_stalls() -> None:
     """Ten times the nodes may take ten times as long. (They counted as three passes, and trees went on for long.)"""
-    passes = Line()
+    passes = LinearFit()
     for nodes in (4, 5, 6) * 5:
         passes = passes.add(nodes, 1.0)
     assert passes.add(200, 20.0).at(200) == pytest.approx(20.0, rel=0.1)
@@ -428,11 +428,11 @@ def test_rows_of_other_requests_share_passes_and_nothing_else() -> None:
     assert (cost.passes.nodes, cost.passes.seconds) == (14, 1.1)
     assert cost.acceptance == Cost().acceptance.after(own.tested, own.levels)
     assert (dict(cost.drafts), cost.plain.weight) == ({}, 0)
-    assert (cost.other_rows, cost.drafting_rows) == (1, 0)
+    assert (cost.other_seqs, cost.drafting_seqs) == (1, 0)
     shared = Cost().after(Round([own], 8, 0.3, 1.0, 0.0, 1.3, others=[replace(own, id=1)]))
     assert shared.drafts["model"].at(1) == pytest.approx(0.1)
-    assert (shared.other_rows, shared.drafting_rows) == (1, 1)
+    assert (shared.other_seqs, shared.drafting_seqs) == (1, 1)
     alone = shared.after(outcome(3, 3))
-    assert (alone.other_rows, alone.drafting_rows) == (0, 0)
+    assert (alone.other_seqs, alone.drafting_seqs) == (0, 0)
     reading = Cost().after(Round([own], 8, 0.3, 1.0, 0.0, 1.3, others=[replace(other, prefill=True)]))
     assert reading.passes.weight == 0

@@ -316,7 +316,7 @@ def test_a_stream_that_is_closed_makes_room() -> None:
     next(closed)
     closed.close()
     assert text + [token for event in open_ for token in event.token_ids] == alone
-    assert generator._dispatcher.engine.idle
+    assert generator._driver.engine.idle
 
 
 def test_threads_share_a_generator() -> None:

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from specdec import LanguageModel, OptionError, SpecGenerator
-from specdec.core.drafts import BatchDrafter, Kept
+from specdec.core.drafts import BatchDrafter, SavedState
 from specdec.core.rounds import Context
 from specdec.core.tree import Tree
-from specdec.engine.prefix_cache import Prefixes, Reader, Text
+from specdec.engine.prefix_cache import DrafterRef, PrefixCache, PrefixKey
 from specdec.models import free_bytes
 from tests.heads import eagle_folder
 from tests.tiny import DECODERS, NAMES, tiny, tiny_inputs
@@ -73,7 +73,7 @@ def test_what_arrives_together_is_read_once(seeds: list[int]) -> None:
     """Prompts that begin alike wait for the first of them, whoever asked; nobody waits who has little to gain."""
     model = tiny("llama")
     generator = SpecGenerator(model)
-    engine = generator._dispatcher.engine
+    engine = generator._driver.engine
     shared = [(5 * i) % 50 + 5 for i in range(100)]
     prompts = [[[*shared, seed + 6, 7, 8]] for seed in seeds] + [[[9, 9, *shared]], [shared[:30]]]
     calls = [generator._prepare(torch.tensor(prompt), None, dict(COMMON)) for prompt in prompts]
@@ -281,13 +281,13 @@ def test_only_where_it_changes_no_text() -> None:
 
 def test_the_least_recently_used_gives_way() -> None:
     """Texts go when room is short, and one that goes on takes the place of what it continues."""
-    kept = Prefixes(4 * 40)
+    kept = PrefixCache(4 * 40)
 
-    def text(begin: int, count: int = 20) -> Text:
-        return Text(tuple(range(begin, begin + count)), Context(b""))
+    def text(begin: int, count: int = 20) -> PrefixKey:
+        return PrefixKey(tuple(range(begin, begin + count)), Context(b""))
 
-    def read(count: int) -> Kept:
-        return Kept(count, None, 4 * count)
+    def read(count: int) -> SavedState:
+        return SavedState(count, None, 4 * count)
 
     kept.keep(text(0), read(20))
     kept.keep(text(100), read(20))
@@ -311,18 +311,18 @@ def test_readers_keep_what_they_have_read() -> None:
         def start(self, vocab_size: int) -> Any: ...
 
     one, other = Equal(), Equal()
-    kept, tokens = Prefixes(1000), tuple(range(20))
-    for reader in (None, Reader(one), Reader(other)):
-        kept.keep(Text(tokens, Context(b""), reader=reader), Kept(20, reader, 10))
+    kept, tokens = PrefixCache(1000), tuple(range(20))
+    for reader in (None, DrafterRef(one), DrafterRef(other)):
+        kept.keep(PrefixKey(tokens, Context(b""), drafter=reader), SavedState(20, reader, 10))
     for drafter in (one, other):
-        found, length = kept.find(Text(tokens, Context(b""), reader=Reader(drafter)))
+        found, length = kept.find(PrefixKey(tokens, Context(b""), drafter=DrafterRef(drafter)))
         assert found is not None
-        assert (found.state, length) == (Reader(drafter), 20)
-    assert kept.find(Text(tokens, Context(b""), reader=Reader(Equal()))) == (None, 0)
+        assert (found.state, length) == (DrafterRef(drafter), 20)
+    assert kept.find(PrefixKey(tokens, Context(b""), drafter=DrafterRef(Equal()))) == (None, 0)
     del drafter, other
-    kept.keep(Text((*tokens, 1), Context(b"")), Kept(21, None, 10))
+    kept.keep(PrefixKey((*tokens, 1), Context(b"")), SavedState(21, None, 10))
     assert (len(kept), kept.bytes) == (2, 20)
-    assert kept.find(Text(tokens, Context(b""), reader=Reader(one)))[1] == 20
+    assert kept.find(PrefixKey(tokens, Context(b""), drafter=DrafterRef(one)))[1] == 20
 
 
 @pytest.mark.parametrize("kind", ["model", "head"])
@@ -332,7 +332,7 @@ def test_a_budget_is_kept(kind: str, tmp_path: Path) -> None:
     draft = tiny("llama", seed=1) if kind == "model" else eagle_folder(tmp_path / "head")
     budget = 180_000
     generator = SpecGenerator(model, draft, kv_budget=budget, schedule="constant", num_assistant_tokens=3)
-    engine, step, seen = generator._dispatcher.engine, generator._dispatcher.engine.step, []
+    engine, step, seen = generator._driver.engine, generator._driver.engine.step, []
 
     def counted() -> None:
         step()
@@ -363,12 +363,12 @@ def test_what_never_fits_is_an_error_at_once() -> None:
     generator = SpecGenerator(model, kv_budget=20_000)
     with pytest.raises(OptionError, match=r"may need [\d,]+ bytes.*kv_budget.* allows 20,000"):
         generator.generate(FIRST, **{**COMMON, "max_new_tokens": 400})
-    assert generator._dispatcher.engine.target.passes == 0
+    assert generator._driver.engine.target.passes == 0
     assert generator.generate([[5, 6]], **COMMON).stats.num_new_tokens == 12
     for wrong in (0, -5, 1.5, True, "much"):
         with pytest.raises(OptionError, match="kv_budget"):
             SpecGenerator(model, kv_budget=wrong)
-    assert SpecGenerator(model, kv_budget=0.5)._dispatcher.engine.budget.limit <= free_bytes(torch.device("cpu"))
+    assert SpecGenerator(model, kv_budget=0.5)._driver.engine.budget.limit <= free_bytes(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -51,7 +51,7 @@ def submit(generator: SpecGenerator, prompt: Any, **options: Any) -> Call:
 
 def engine_of(generator: SpecGenerator) -> Engine:
     """Its engine."""
-    return generator._dispatcher.engine
+    return generator._driver.engine
 
 
 def finish(engine: Engine) -> None:

@@ -152,7 +152,7 @@ def possible(name: str, asked: Asked) -> Asked:
 
 
 class Recorded:
-    """Stands in for the dispatcher: a request that has been stepped already."""
+    """Stands in for the driver: a request that has been stepped already."""
 
     def rounds(self, request: Request, *, stream: bool = False) -> Generator[Round]:
         """What came of it."""
@@ -269,7 +269,7 @@ class Requests(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.generator = SpecGenerator(models(self.name)[0])
-        self.engine: Engine = self.generator._dispatcher.engine
+        self.engine: Engine = self.generator._driver.engine
         self.drafters = {kind: drafter(self.name, kind) for kind in DRAFTS}
         self.live: list[tuple[Asked, Call, Trouble | None]] = []
 

@@ -108,14 +108,14 @@ def streamed(generator: SpecGenerator, prompt: Any, **options: Any) -> list[list
 
 def is_clean(generator: SpecGenerator) -> bool:
     """Whether no row is left in its engine, once the thread that runs it, where there is one, has seen to that."""
-    dispatcher, end = generator._dispatcher, time.monotonic() + PATIENCE
-    engine = dispatcher.engine
+    driver, end = generator._driver, time.monotonic() + PATIENCE
+    engine = driver.engine
 
     def clean() -> bool:
-        left = (engine._requests, rows_in_drafts(engine), engine.target._rows, dispatcher._waiting)  # type: ignore[attr-defined]
+        left = (engine._requests, rows_in_drafts(engine), engine.target._rows, driver._waiting)  # type: ignore[attr-defined]
         return engine.idle and not any(left)
 
-    while not clean() and dispatcher._driver is not None and time.monotonic() < end:
+    while not clean() and driver._driving_thread is not None and time.monotonic() < end:
         time.sleep(0.001)
     return clean()
 
@@ -229,7 +229,7 @@ def test_what_one_thread_raises_is_its_own(draft: Any) -> None:
 def test_closing_a_stream_frees_its_rows() -> None:
     """While another thread drives, the rows of a closed stream are gone after a round or two."""
     generator = SpecGenerator(tiny("llama"), "suffix")
-    engine = generator._dispatcher.engine
+    engine = generator._driver.engine
     alone = generated(generator, [[5, 9, 12]], max_new_tokens=300)
     seen: list[int] = []
     closed = threading.Event()
@@ -348,7 +348,7 @@ def test_an_interrupt_is_one_thread_s() -> None:
             return threading.get_ident(), error
 
     def wait_and_see(i: int) -> Any:
-        if len(generator._dispatcher._arrived) >= 2:
+        if len(generator._driver._arrived) >= 2:
             ready.set()
         return call(i)
 
@@ -377,14 +377,14 @@ class Interrupting(BatchDrafter):
 def test_an_interrupt_while_another_s_request_is_admitted() -> None:
     """The one that was just about to join is told as well. (It went on waiting for ever.)"""
     generator = SpecGenerator(tiny("llama"))
-    dispatcher = generator._dispatcher
+    driver = generator._driver
     joined = threading.Event()
 
     def wait(ids: torch.Tensor, scores: Any) -> torch.Tensor:
         if ids.shape[1] > 4:
             joined.set()
             for _ in range(3000):
-                if dispatcher._arrived:
+                if driver._arrived:
                     break
                 threading.Event().wait(0.01)
         return torch.tensor([False])

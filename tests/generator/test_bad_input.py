@@ -317,6 +317,19 @@ def test_wrong_prompts(generator: SpecGenerator, prompt: Any, options: dict[str,
         generator.generate(prompt, **{"max_new_tokens": 4, **options})
 
 
+@pytest.mark.parametrize("kind", ["generator", "text", "summarizer"])
+def test_half_of_a_character(kind: str) -> None:
+    """A text with a lone surrogate is refused in a sentence. (The tokenizer raised a TypeError about its own types.)"""
+    model = tiny("llama", vocab_size=WIDTH)
+    calls: dict[str, Any] = {
+        "generator": lambda: SpecGenerator(model, tokenizer=byte_tokenizer()).generate("a\ud800", max_new_tokens=4),
+        "text": lambda: Text(model, tokenizer=byte_tokenizer())("a\ud800", max_new_tokens=4),
+        "summarizer": lambda: Summarizer(model, tokenizer=byte_tokenizer())("a\ud800", max_new_tokens=4),
+    }
+    with pytest.raises(OptionError, match=r"half of a character \(the lone surrogate '\\ud800', at \d+\)"):
+        calls[kind]()
+
+
 def test_positions_run_out() -> None:
     """Learned positions are a limit that is told before any work."""
     with pytest.raises(OptionError, match="positions"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 
 from specdec import SpecGenerator
 from specdec.cli.commands import run
+from specdec.decoding.strategies import STRATEGIES, Greedy
+from specdec.options.generate import Options
 from specdec.options.resolve import read_yaml, resolve
 from tests.folders import saved_model
 
@@ -16,12 +19,16 @@ PRESETS = sorted((Path(__file__).parents[2] / "configs" / "strategies").glob("*.
 IDS: dict[str, Any] = {"ids": lambda path: path.stem}
 
 
-def test_all_presets_are_there() -> None:
-    """The folder holds what the documentation lists."""
-    published = {"gpt2", "gpt3", "llama", "lamda", "meena", "beam-search", "beam-summary", "beam-sample"}
-    published |= {"group-beam-search", "constrained-beam-search", "contrastive-search"}
-    published |= {"coupled", "match", "rejection", "block"}
-    assert {path.stem for path in PRESETS} >= published
+def options(path: Path) -> Options:
+    """What a preset asks of the library."""
+    return resolve({name: value for name, value in read_yaml(path).items() if name != "method"})
+
+
+def test_every_strategy_has_a_preset() -> None:
+    """One each; greedy decoding needs none, and two presets are variants of a strategy."""
+    variants = ("beam-sample", "sample-and-rank")
+    kinds = [next(kind for kind in STRATEGIES if kind.serves(options(p))) for p in PRESETS if p.stem not in variants]
+    assert Counter(kinds) == Counter(set(STRATEGIES) - {Greedy})
 
 
 @pytest.mark.parametrize("path", PRESETS, **IDS)
@@ -35,7 +42,7 @@ def test_a_preset_names_its_source(path: Path) -> None:
 @pytest.mark.parametrize("path", PRESETS, **IDS)
 def test_a_preset_runs(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its keys are options of the library, and a tiny model decodes with it."""
-    resolve({name: value for name, value in read_yaml(path).items() if name != "method"})
+    options(path)
     model = saved_model(tmp_path / "model")
     arguments = ["generate", model, "-p", "ab", "--config", str(path), "--max-new-tokens", "4", "--seed", "1"]
     assert run([*arguments, "--quiet"]) == 0
@@ -45,8 +52,8 @@ def test_a_preset_runs(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize("name", ["coupled", "match", "rejection", "block"])
 def test_a_way_of_sampling_runs_with_a_draft_model(name: str, tmp_path: Path) -> None:
     """With trees of guesses too, and the strategy is the one that the preset names."""
-    options = read_yaml(PRESETS[0].parent / f"{name}.yaml")
-    generator = SpecGenerator(saved_model(tmp_path / "target"), saved_model(tmp_path / "draft", seed=1), **options)
+    given = read_yaml(PRESETS[0].parent / f"{name}.yaml")
+    generator = SpecGenerator(saved_model(tmp_path / "target"), saved_model(tmp_path / "draft", seed=1), **given)
     for branches in (1, 3):
         out = generator.generate("ab", max_new_tokens=6, eos_token_id=[], seed=1, num_assistant_branches=branches)
         assert out.stats.settings["strategy"] == name

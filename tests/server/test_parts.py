@@ -435,6 +435,17 @@ def form(content: bytes) -> bytes:
     return head.encode() + content + f"\r\n--{_BOUNDARY}--\r\n".encode()
 
 
+def test_no_model_of_the_kind() -> None:
+    """A request that names no model reads what kind is missing. ("There is no model None here", it said.)"""
+
+    async def ask() -> str:
+        async with client(app()) as c:
+            answer = await c.post(_PATH, files={"file": ("a.wav", b"no sound")})
+            return str(answer.json()["error"]["message"])
+
+    assert run(ask()) == "no model of this server is for speech"
+
+
 def test_recordings_wait_on_disk_or_unread() -> None:
     """Of those that wait few have arrived, and none is in memory. (All were, and on disk: 20 took 480 MiB twice.)"""
     body, size = form(b"no sound" * 2**19), 2**22

@@ -1,7 +1,7 @@
 """How much to draft next: schedules are values, and `after(round)` gives the next one.
 
-A new schedule is a class like those in `fixed.py`, and a line in `SCHEDULES`; options, the command line and the
-benchmark take its name from there. Nothing here loads torch.
+A new schedule is a class like those in `fixed.py`, and a line in `SCHEDULES`, from which options, the command line and
+the benchmark take its name. Nothing here loads torch.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def make_schedule(
 ) -> Schedule:
     """The schedule that the call's `options` name, or the caller's own.
 
-    `offloaded`, `learned`: as in `ScheduleSetup`. `trees`: whether the target verifies a tree in one pass.
-    `lookup_tokens` is transformers' `prompt_lookup_num_tokens`, which drafts as much as it says in every round.
+    `offloaded`, `learned`: as in `ScheduleSetup`. `trees`: the target verifies a tree in one pass. `lookup_tokens`:
+    transformers' `prompt_lookup_num_tokens`, a constant number of tokens per round.
     """
     if not isinstance(options.schedule, str | None):
         own: Schedule = options.schedule
@@ -46,7 +46,7 @@ def make_schedule(
         options.num_assistant_branches,
         options.assistant_confidence_threshold,
         offloaded,
-        # Trees that are drawn node by node bring less, and the branches of beams are theirs to choose.
+        # Drawn trees bring less, and searches choose their branches themselves.
         trees and options.beams == 1 and not options.needs_q,
         learned,
     )
@@ -54,7 +54,7 @@ def make_schedule(
 
 
 def learns(options: Any) -> bool:
-    """Whether what the schedule of a request with these `options` found out serves the next one of its family."""
+    """Whether the schedule of these `options` passes on what it learned to the next request of its family."""
     return isinstance(options.schedule, str) and SCHEDULES[options.schedule].learns
 
 

@@ -1,4 +1,4 @@
-"""What schedules share: what they decide and learn from, how they are made from options, and the simplest plan."""
+"""The interface of schedules, how they are made from options, and the simplest plan."""
 
 from __future__ import annotations
 
@@ -13,16 +13,13 @@ if TYPE_CHECKING:  # names of schedules are read where torch is not loaded
     from specdec.core.rounds import Round, SequenceView
 
 MOST_NODES = 1024
-"""Of one sequence's tree in one pass: beyond it the work around the nodes outweighs whatever a pass over
-weights costs.
-"""
+"""The most nodes of one sequence's tree in a pass; beyond it, the work per node outweighs the pass over the weights."""
 
 
 class Schedule(Protocol):
-    """Decides how much every sequence may draft; a value: `after` returns the next one and changes nothing.
+    """Decides how much every sequence may draft; a value: `after` returns the next one.
 
-    `max_branches` is the most nodes that its plans let one draft pass continue: above 1 a text gets trees of guesses,
-    with 1 it gets chains.
+    `max_branches`: the most nodes that its plans let one draft pass continue; with 1, a text gets chains only.
     """
 
     @property
@@ -32,14 +29,14 @@ class Schedule(Protocol):
         """One plan per sequence for the coming round."""
 
     def after(self, round: Round) -> Schedule:
-        """The schedule that has learned from this round."""
+        """The schedule after this round."""
 
 
 class NamedSchedule(Schedule, Protocol):
     """A schedule that callers choose by its name in `SCHEDULES`.
 
-    `takes_threshold`: `assistant_confidence_threshold` means something to it. `grows_trees`: it may take trees where
-    nobody asked for branches. `learns`: what it found out is worth handing to the next request of the same family.
+    `takes_threshold`: it uses `assistant_confidence_threshold`. `grows_trees`: it may use trees where the options name
+    no branches. `learns`: what it learned goes to the next request of the same family.
     """
 
     takes_threshold: ClassVar[bool]
@@ -53,12 +50,11 @@ class NamedSchedule(Schedule, Protocol):
 
 @dataclass(frozen=True)
 class ScheduleSetup:
-    """What a schedule is made from; None stands for what was not asked for.
+    """What a schedule is made from; None: not given.
 
     `tokens` on a path, `branches` that one draft pass continues, `threshold` of the draft's confidence. `offloaded`: a
-    target pass reads weights that are not in memory. `trees`: trees of guesses may pay, as the target keeps them in
-    one cache and the strategy neither draws them node by node nor has branches of its own. `learned` is the schedule
-    with which the last request of the same family ended.
+    target pass reads weights that are not in memory. `trees`: trees may pay: the target verifies one in a single pass,
+    and the strategy neither draws nodes nor has branches of its own. `learned`: the last schedule of the same family.
     """
 
     tokens: int | None = None
@@ -69,13 +65,13 @@ class ScheduleSetup:
     learned: Schedule | None = None
 
     def tokens_or(self, usual: int) -> int:
-        """The tokens asked for, or the usual number, as far as so many branches leave room for it."""
+        """`tokens`, or by default `usual`, at most as many as `MOST_NODES` allows with these branches."""
         return self.tokens or max(min(usual, MOST_NODES // (self.branches or 1)), 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A plan with a fixed length, and if `threshold` is set, no further node after one the draft believes in less."""
+    """A plan with a fixed length; with a `threshold`, no node follows one of lower confidence."""
 
     limit: int
     threshold: float = 0.0
@@ -83,16 +79,16 @@ class Limit:
 
     @property
     def needs_confidence(self) -> bool:
-        """Without a threshold all guesses are alike."""
+        """Only a threshold needs it."""
         return self.threshold > 0
 
     def go_on(self, paths: Sequence[Sequence[float]], width: int = 1) -> bool:
-        """Whether another node may follow any of these."""
+        """Whether a node may follow any of these paths."""
         return any(len(path) < self.limit and (not path or path[-1] >= self.threshold) for path in paths)
 
     @property
     def until(self) -> Until | None:
-        """The threshold: of what lies below it the chance is 0. None for others with a `go_on` of their own."""
+        """The same in numbers: a guess below the threshold has chance 0. None for a subclass with its own `go_on`."""
         from specdec.core.drafts import Until
 
         if type(self).go_on is not Limit.go_on:
@@ -100,7 +96,7 @@ class Limit:
         return Until((self.threshold,), (0.0, 2 / self.threshold), 0.5) if self.threshold > 0 else Until()
 
     def keep(self, confidence: Sequence[float]) -> bool:
-        """Every drafted node is kept, down to the first one that the draft believes in less than the threshold."""
+        """Keeps all nodes of a path up to the first one of lower confidence than the threshold, that one included."""
         return len(confidence) < 2 or confidence[-2] >= self.threshold
 
 

@@ -1,14 +1,14 @@
-"""The cost rule: a node is drafted while the tokens that it is expected to bring are worth its seconds.
+"""The cost rule: a node is drafted while its expected tokens are worth its seconds.
 
 Let R be the tokens per second of decoding so far. A node whose path is accepted with probability P brings P tokens and
-costs c seconds more; it raises R exactly when P >= R * c (Dinkelbach's condition for the best ratio). P comes from how
-often the draft's confidence was borne out (`Acceptance`), c from lines fitted to the seconds of passes (`Line`).
+costs c seconds more; it raises R exactly when P >= R * c (Dinkelbach's condition for the best ratio). P is estimated
+from earlier guesses by their confidence (`Acceptance`), c from the seconds of passes (`LinearFit`).
 
-What is predicted may be wrong, so drafting is also judged by what it brings: the seconds of rounds with a draft are
-compared with those that the same tokens take without one, and drafting that wasted too many is suspended for a while.
+Predictions may be wrong, so drafting is also judged by its results: the seconds of rounds with a draft are compared
+with those that the same tokens take without one; drafting that wasted too many is suspended for a while.
 
-The rule is asked in every round, drafted or not, and its time counts beside passes of a few milliseconds: while
-drafting waits, most rounds that take as long as usual go by without another look (`rest`).
+The rule runs in every round, and its own time counts beside passes of a few milliseconds: while drafting waits, most
+rounds of about the usual length skip it (`rest`).
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from specdec.core.draft_schedules.budget import MOST_NODES, ScheduleSetup, check_nodes
-from specdec.core.draft_schedules.estimates import Acceptance, Line
+from specdec.core.draft_schedules.estimates import Acceptance, LinearFit
 
 if TYPE_CHECKING:
     from specdec.core.drafts import Plan, Until
     from specdec.core.rounds import Round, SequenceRound, SequenceView
 
 WIDEST = 32
-"""Nodes that one draft pass continues at most, where nobody asked for a number."""
+"""The most nodes that one draft pass continues, where the options name no number."""
 _MOST_WASTE = 3  # plain rounds' seconds that drafting may waste before it is suspended
 _MOST_CREDIT = 12  # plain rounds' seconds of gains that offset later waste: texts have easy parts and hard ones
-_DRAFT_PASSES = 15  # a target pass must cost as much as so many draft passes before trees are taken
+_DRAFT_PASSES = 15  # trees are used where a target pass costs as much as this many draft passes
 _CARRIED = 0.1  # weight of the last request's tokens per second in the next one
-_GROWTH = 4  # a tree has at most so many times the nodes of the widest pass of late
-_PATIENCE = (16, 256)  # rounds without a draft before drafting is looked at again: at first, and at most
-_LOOK = 0.005  # of the time without a draft a look may take; what it costs to catch up with the text counts
-_LONGEST = 1024  # rounds until the next look, whatever the last one cost: that may have been a stall
-_REST = 7  # rounds that go by without a look at the rule, while drafting waits
-_NOTICEABLE = 0.02  # of a pass: a draft that took longer is charged even where it proposed nothing
-_SUSPENSION = (32, 512)  # the same after drafting was seen to lose
+_GROWTH = 4  # a tree has at most this many times the nodes of the widest recent pass
+_PATIENCE = (16, 256)  # rounds without a draft before the next try: at first, and at most
+_LOOK = 0.005  # the share of the time without a draft that tries may take, reading the text included
+_LONGEST = 1024  # the most rounds until the next try, whatever the last one cost: that may have been a stall
+_REST = 7  # rounds that skip the rule, while drafting waits
+_NOTICEABLE = 0.02  # the share of a pass above which a draft's time counts even if it proposed nothing
+_SUSPENSION = (32, 512)  # rounds without a draft after drafting was slower: at first, and at most
 
 
 class _Prior(NamedTuple):
-    """What is assumed of a target before its passes were measured.
+    """Assumptions about a target before its passes were measured.
 
     `draft_cost` and `verify_cost`: tokens that decoding makes during a draft pass, and during the extra time of one
-    more verified node. `steepness`, `trust`: see `Line`. `free_nodes`: trees are taken where a pass costs as much as
-    so many nodes, since side branches bring fewer tokens than their confidence promises.
+    more verified node. `steepness`, `trust`: see `LinearFit`. `free_nodes`: trees are taken where a pass costs as much
+    as so many nodes, since side branches bring fewer tokens than their confidence promises.
     """
 
     draft_cost: float
@@ -56,17 +56,16 @@ class _Prior(NamedTuple):
 
 
 _IN_MEMORY = _Prior(0.3, 0.1, 0.02, 1.0, 100)
-# A pass that reads its weights from elsewhere hardly takes longer for more nodes, and its seconds vary too much to
-# conclude otherwise from a few passes.
+# A pass over offloaded weights hardly takes longer for more nodes, and its seconds vary too much to conclude otherwise
+# from a few passes.
 _OFFLOADED = _Prior(0.05, 0.01, 0.003, 64.0, 30)
 
 
 @dataclass(frozen=True)
 class CostPlan:
-    """One sequence's part of the rule: `limit` tokens on a path, `branches` that one draft pass continues.
+    """One sequence's plan: `limit` tokens on a path, `branches` that one draft pass continues.
 
-    `draft_cost` of a draft pass and `verify_cost` of one more node are counted in the tokens that decoding makes in the
-    same seconds.
+    `draft_cost` of a draft pass and `verify_cost` of one more node: in tokens that decoding makes in the same seconds.
     """
 
     limit: int
@@ -78,7 +77,7 @@ class CostPlan:
     _chances: dict[tuple[float, ...], float] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def go_on(self, paths: Sequence[Sequence[float]], width: int = 1) -> bool:
-        """Whether the next draft pass pays: the tokens to come, of unknown confidence, must be worth all their cost."""
+        """Whether the next draft pass pays: its tokens, of unknown confidence, must be worth their whole cost."""
         if max(map(len, paths)) >= self.limit:
             return False
         cost = self.draft_cost + width * self.verify_cost
@@ -86,18 +85,18 @@ class CostPlan:
 
     @property
     def until(self) -> Until:
-        """The same of a chain."""
+        """The same for a chain, in numbers."""
         from specdec.core.drafts import Until
 
         least = (self.draft_cost + self.verify_cost) / self.acceptance.mean
         return Until(self.acceptance.edges, self.acceptance.rates, least)
 
     def keep(self, confidence: Sequence[float]) -> bool:
-        """Whether a drafted token is worth verifying; the draft pass is paid for already."""
+        """Whether a drafted token is worth verifying; its draft pass is done."""
         return self._chance(confidence) >= self.verify_cost
 
     def _chance(self, path: Sequence[float]) -> float:
-        """The chance that a whole path is accepted, from that of the path before its last token where it is known."""
+        """The chance that a whole path is accepted."""
         if not path:
             return 1.0
         whole = tuple(path)
@@ -109,7 +108,7 @@ class CostPlan:
 
 @dataclass(frozen=True)
 class Cost:
-    """Tokens per second decide (see the module). It may draft nothing at all, and then tries again, ever more rarely.
+    """Drafts while it raises tokens per second (see the module); where nothing pays, it tries ever more rarely.
 
     `k` bounds the tokens of a path, `branches` the nodes that one draft pass continues. Without `branches`, texts get
     trees with up to `widest` branches where target passes are dear beside nodes and draft passes, and chains elsewhere.
@@ -126,11 +125,11 @@ class Cost:
     offloaded: bool = False
     # Of the draft: how often it is right, and the seconds of its passes over the nodes of one level, by source.
     acceptance: Acceptance = field(default_factory=Acceptance)
-    drafts: Mapping[str, Line] = field(default_factory=dict)
+    drafts: Mapping[str, LinearFit] = field(default_factory=dict)
     # Seconds of a target pass over its nodes, of a whole round without a draft over its sequences, and those of a round
     # that are neither the draft's nor the target's.
-    passes: Line = field(default_factory=Line)
-    plain: Line = field(default_factory=Line)
+    passes: LinearFit = field(default_factory=LinearFit)
+    plain: LinearFit = field(default_factory=LinearFit)
     other_seconds: float = 0.0
     # Nodes of one sequence: without a draft (its live branches), in the widest pass of late, and per level of its
     # draft.
@@ -138,8 +137,8 @@ class Cost:
     recent_nodes: float = 1.0
     level_nodes: float = 1.0
     # Sequences of other requests in the last round, and how many of them shared the last draft passes.
-    other_rows: int = 0
-    drafting_rows: int = 0
+    other_seqs: int = 0
+    drafting_seqs: int = 0
     # Fading sums over rounds, for the rate of tokens per second.
     tokens: float = 0.0
     seconds: float = 0.0
@@ -156,7 +155,7 @@ class Cost:
     wasted_seconds: float = 0.0
     suspended: bool = False
     suspension: int = _SUSPENSION[0]
-    baseline: Line = field(default_factory=Line)
+    baseline: LinearFit = field(default_factory=LinearFit)
 
     takes_threshold: ClassVar[bool] = False
     grows_trees: ClassVar[bool] = True
@@ -167,7 +166,7 @@ class Cost:
 
     @classmethod
     def of(cls, setup: ScheduleSetup) -> Cost:
-        """With what the last request of the same family learned."""
+        """A schedule that begins with what the last request of the same family learned."""
         k = setup.tokens_or(cls.k)
         widest = max(min(WIDEST, MOST_NODES // k), 1) if setup.trees else None
         learned = setup.learned if isinstance(setup.learned, Cost) else cls()
@@ -178,9 +177,9 @@ class Cost:
         return self.branches or self.widest or 1
 
     def fresh(self, k: int, branches: int | None = None, widest: int | None = None, *, offloaded: bool = False) -> Cost:
-        """All that was learned, for a request with these bounds; of the last rate only a little, as texts differ.
+        """All that was learned, for a request with these bounds; little of the last rate, since texts differ.
 
-        Rounds without a draft add up over requests: however short these are, the next try comes.
+        Rounds without a draft add up over requests, so that short requests try again too.
         """
         found = replace(
             self,
@@ -188,8 +187,8 @@ class Cost:
             branches=branches,
             widest=widest,
             offloaded=offloaded,
-            other_rows=0,
-            drafting_rows=0,
+            other_seqs=0,
+            drafting_seqs=0,
             idle=max(self.idle, self.patience // 2),
             rest=0,
             tokens=_CARRIED * self.tokens,
@@ -201,9 +200,7 @@ class Cost:
     # deciding
 
     def plan(self, seqs: Sequence[SequenceView]) -> list[Plan]:
-        """One plan for each of the request's sequences; all of limit 0 while plain decoding is predicted to be
-        faster.
-        """
+        """One plan per sequence, with limit 0 while plain decoding is predicted to be faster."""
         plan = self._plan_of(len(seqs))
         return [plan] * len(seqs)
 
@@ -214,25 +211,25 @@ class Cost:
             return self._plan(0, 0.0, 0.0)
         if not self._pays(seqs):
             return self._plan(int(self.idle >= self.patience), 0.0, 0.0)
-        rate = max(self.tokens / self.seconds if self.seconds else 0.0, self._plain_rate(seqs + self.other_rows))
-        # A draft that asks before each pass is the dearest; one that copies has nothing to ask.
+        rate = max(self.tokens / self.seconds if self.seconds else 0.0, self._plain_rate(seqs + self.other_seqs))
+        # Only the slowest source asks before each pass; text drafts have no passes.
         dearest = max(self.drafts.values(), key=lambda line: line.at(1))
-        draft_pass, node = dearest.at(0) / (seqs + self._drafting_rows), self.passes.slope + dearest.slope
+        draft_pass, node = dearest.at(0) / (seqs + self._drafting_seqs), self.passes.slope + dearest.slope
         return self._plan(self.k, rate * draft_pass, rate * node)
 
     def _plan(self, limit: int, draft_cost: float, verify_cost: float) -> CostPlan:
-        # A look at a single token need not be a wide one.
+        # A try of a single token needs no tree.
         if self.branches or not self.widest or limit <= 1 or not self._nodes_are_cheap:
             branches = self.branches or (1 if self.widest else None)
             return CostPlan(limit, self.acceptance, draft_cost, verify_cost, branches)
-        # What a wide pass costs is a guess until one was seen, so trees grow step by step.
+        # The cost of a wide pass is unknown until one was measured, so trees grow step by step.
         nodes = int(_GROWTH * self.recent_nodes)
         branches = min(self.widest, max(2, nodes // limit))
         return CostPlan(min(limit, max(nodes // branches, 4)), self.acceptance, draft_cost, verify_cost, branches)
 
     @property
     def _nodes_are_cheap(self) -> bool:
-        """Whether trees may pay: for their nodes, and for the draft passes that look at several of them."""
+        """Whether trees may pay: their nodes, and draft passes over several of them, are cheap beside a target pass."""
         if not self._measured:
             return False
         draft_pass = min(line.at(1) for line in self.drafts.values())
@@ -248,20 +245,20 @@ class Cost:
         return bool(self.passes.weight and self.drafts)
 
     @property
-    def _drafting_rows(self) -> int:
+    def _drafting_seqs(self) -> int:
         """Other requests' sequences that may be expected to share the next draft passes."""
-        return min(self.drafting_rows, self.other_rows)
+        return min(self.drafting_seqs, self.other_seqs)
 
     @property
     def _wants_plain_rounds(self) -> bool:
-        """Whether to look what a round without a draft costs: at once where the draft is poor, else now and then."""
+        """Whether to measure a round without a draft: at once where the draft is poor, else now and then."""
         looks = self.plain.weight
         due = self.probe_rounds >= 8 * (looks + 1) or (self.acceptance.mean < 0.6 and not looks)
         return looks < 2.5 and due and self.passes.weight > 1.5
 
     def _pays(self, seqs: int) -> bool:
         """Whether some number of tokens per sequence is predicted to beat plain decoding."""
-        everyone, drafting = seqs + self.other_rows, seqs + self._drafting_rows
+        everyone, drafting = seqs + self.other_seqs, seqs + self._drafting_seqs
         plain, mean = self._plain_rate(everyone), self.acceptance.mean
         seconds = self.passes.at(everyone * self.roots) + self.other_seconds
         # One more token for every sequence that drafts, from the cheapest source.
@@ -278,20 +275,20 @@ class Cost:
         return False
 
     def _plain_rate(self, seqs: int) -> float:
-        """Tokens per second without a draft: as measured, or where there was no such round yet, as predicted."""
+        """Tokens per second without a draft: measured, or before the first such round, predicted."""
         predicted = self.passes.at(seqs * self.roots) + self.other_seconds
         return seqs / (self.plain.at(seqs) if self.plain.weight else predicted)
 
     # learning
 
     def after(self, round: Round) -> Cost:
-        """With this round's outcomes, seconds and rate; of a round that reads a prompt only what the draft came to."""
+        """With this round's outcomes, seconds and rate; of a round that reads a prompt, only the draft's outcomes."""
         everyone = _everyone(round)
         if self.rest and self._is_usual(round, everyone):
             return self._changed(idle=self.idle + 1, rest=self.rest - 1)
         tried, acceptance = _was_tried(round), self.acceptance
         for seq in round.seqs:
-            # A dear draft with nothing to propose brought as little as one that was wrong.
+            # A slow draft with nothing to propose counts as one that was wrong.
             acceptance = acceptance.after(seq.tested, seq.levels or float(tried and not seq.depth))
         reads = any(seq.prefill for seq in everyone)
         learned = self._changed(
@@ -307,22 +304,22 @@ class Cost:
         return learned._changed(rest=0 if tried else learned._rest_after(round))
 
     def _changed(self, **values: Any) -> Cost:
-        """With these values; `replace` takes ten times as long, which adds up over rounds."""
+        """With these values; ten times as fast as `replace`."""
         changed = object.__new__(Cost)
         changed.__dict__.update(self.__dict__, **values)
         return changed
 
     def _is_usual(self, round: Round, everyone: Sequence[SequenceRound]) -> bool:
-        """Whether the round shows nothing new: the same company, no draft, about the seconds of other rounds."""
+        """Whether the round shows nothing new: the same sequences, no draft, about the mean seconds."""
         usual = self.plain.seconds / self.plain.weight
         return (
             usual / 2 < round.seconds < 2 * usual
-            and len(round.others) == self.other_rows
+            and len(round.others) == self.other_seqs
             and not any(seq.prefill or seq.depth for seq in everyone)
         )
 
     def _rest_after(self, round: Round) -> int:
-        """How many rounds may go by: fewer than are left until drafting is looked at again, none where it pays."""
+        """How many rounds may skip the rule: fewer than are left until the next try, 0 where drafting pays."""
         if not self._measured or not self.plain.weight or self._wants_plain_rounds:
             return 0
         if self.suspended:
@@ -332,9 +329,9 @@ class Cost:
         return max(min(_REST, left), 0)
 
     def _costs(self, round: Round, everyone: Sequence[SequenceRound], tried: bool) -> dict[str, Any]:
-        """What the seconds of the round change."""
+        """The fields that the seconds of the round change."""
         count, nodes = len(everyone), sum(seq.drafted for seq in everyone)
-        # Where kernels run by themselves, the pass ends when its results are first looked at, which is in selection.
+        # Kernels run asynchronously: a pass ends with the first read of its results, which is in selection.
         pass_seconds = round.verify_seconds + round.select_seconds
         other_seconds = round.seconds - round.draft_seconds - pass_seconds
         found = {
@@ -342,7 +339,7 @@ class Cost:
             "other_seconds": _fading(self.other_seconds, other_seconds),
             "roots": _fading(self.roots, (round.nodes - nodes) / count),
             "recent_nodes": max(round.nodes / count, 0.95 * self.recent_nodes),
-            "other_rows": len(round.others),
+            "other_seqs": len(round.others),
             "tokens": 0.9 * self.tokens + _tokens(everyone),
             "seconds": 0.9 * self.seconds + round.seconds,
             "idle": self.idle + 1,
@@ -352,7 +349,7 @@ class Cost:
         if tried:
             found |= {
                 "drafts": self._with_draft(round),
-                "drafting_rows": self._sharing(round),
+                "drafting_seqs": self._sharing(round),
                 "probe_rounds": self.probe_rounds + 1,
             }
         if own_levels := sum(seq.depth for seq in round.seqs):
@@ -361,7 +358,7 @@ class Cost:
         return found
 
     def _judged(self, round: Round, everyone: Sequence[SequenceRound], tried: bool) -> Cost:
-        """With the verdict on drafting by what it was seen to bring, not by what was predicted (CUSUM, Page 1954)."""
+        """With the verdict on drafting, by its measured and not its predicted gain (CUSUM, Page 1954)."""
         count = len(everyone)
         if self.suspended:
             dearer = self.plain.at(count) > 1.3 * self.baseline.at(count)
@@ -386,27 +383,27 @@ class Cost:
             wasted_seconds=0.0,
         )
 
-    def _with_draft(self, round: Round) -> Mapping[str, Line]:
-        """Draft passes by source; where several sources drafted, only the longest draft tells what its passes cost.
+    def _with_draft(self, round: Round) -> Mapping[str, LinearFit]:
+        """Seconds of draft passes by source; of several sources, only the longest draft counts.
 
-        Of a draft that proposed nothing one pass is known.
+        A draft that proposed nothing counts as one pass.
         """
         longest = max(_everyone(round), key=lambda seq: (seq.depth, seq.source in _sources(round)))
         if longest.source not in _sources(round):
             return self.drafts
-        line, levels = self.drafts.get(longest.source, Line()), max(longest.depth, 1)
+        line, levels = self.drafts.get(longest.source, LinearFit()), max(longest.depth, 1)
         nodes, seconds = max(longest.drafted, 1) / levels, round.draft_seconds / levels
         return {**self.drafts, longest.source: line.add(nodes, seconds)}
 
     def _sharing(self, round: Round) -> int:
-        """How many sequences of other requests had something drafted by the same sources."""
+        """How many sequences of other requests had a proposal of the same sources."""
         sources = _sources(round)
         return sum(seq.depth > 0 and seq.source in sources for seq in round.others)
 
     def _patience_after(self, round: Round) -> int:
-        """A try that brought nothing doubles the wait for the next one; anything accepted makes it short again.
+        """A try without an accepted token doubles the wait for the next one; an accepted token resets it.
 
-        A dear try waits longer: it may take so much of the time without a draft, all reading before it included.
+        A slow try waits longer, so that tries, with the reading before them, take at most the share `_LOOK` of time.
         """
         shortest, longest = _PATIENCE
         if any(seq.accepted for seq in round.seqs):
@@ -425,17 +422,17 @@ def _everyone(round: Round) -> list[SequenceRound]:
 
 
 def _sources(round: Round) -> set[str]:
-    """What drafted for the schedule's own sequences, where anything was proposed by what proposed it."""
+    """The sources of the own sequences' proposals; if all are empty, the sources that were asked."""
     return {seq.source for seq in round.seqs if seq.depth} or {seq.source for seq in round.seqs if seq.source}
 
 
 def _is_noticed(round: Round) -> bool:
-    """Whether drafting took a part of the round that counts."""
+    """Whether drafting took a noticeable share of the round."""
     return round.draft_seconds > _NOTICEABLE * (round.verify_seconds + round.select_seconds)
 
 
 def _was_tried(round: Round) -> bool:
-    """Whether own sequences had something drafted, or a draft took its time and had nothing to propose."""
+    """Whether own sequences had a proposal, or a draft took noticeable time without one."""
     return any(seq.depth for seq in round.seqs) or (_is_noticed(round) and any(seq.source for seq in round.seqs))
 
 
@@ -444,6 +441,6 @@ def _tokens(seqs: Sequence[SequenceRound]) -> int:
 
 
 def _fading(old: float, new: float) -> float:
-    """A mean that forgets, and that stalls move but little (see `Line.add`)."""
+    """A fading mean, which stalls change little (see `LinearFit.add`)."""
     new = max(new, 0.0)  # differences of clocks may round below it
     return new if not old or new < old / 3 else 0.8 * old + 0.2 * min(new, 3 * old)

@@ -1,4 +1,4 @@
-"""What the cost rule learns from rounds: how often a draft is right, and what passes cost."""
+"""What the cost rule learns from rounds: how often guesses are accepted, and the seconds of passes."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from typing import ClassVar, NamedTuple
 
 _EDGES = (0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.4, 0.55, 0.7, 0.85, 0.95)
 BINS = len(_EDGES) + 1
-_LEAST = 0.001  # of a pass: no number of passes proves that a node costs nothing
+_LEAST = 0.001  # the least cost of a node, as a share of a pass
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """How often the guesses of a draft are accepted, by the draft's confidence in them; only tested ones count.
+    """How often guesses are accepted, by the draft's confidence in them; only tested guesses count.
 
-    `accepted` are the accepted guesses and `believed` the summed confidence of all, both per bin of confidence with
-    fading weights. `levels` are the depths that were tested: of several guesses at one depth at most one is accepted.
+    Per bin of confidence, with fading weights: `accepted` guesses, and `believed`, the summed confidence of all.
+    `levels`: how many depths were tested; of several guesses at one depth at most one is accepted.
 
-    The rate of a bin, accepted / believed, is shrunk towards that of all bins with the weight of two tokens *expected*:
-    unlikely guesses are not given up after a few misses, which is what they are mostly. Before any guess was tested,
-    two levels with an acceptance of 0.8 are assumed.
+    The rate of a bin, accepted / believed, is shrunk towards that of all bins with the weight of two *expected* tokens,
+    so that a few misses of unlikely guesses change little. The prior is two levels with an acceptance of 0.8.
     """
 
     accepted: tuple[float, ...] = (0.0,) * BINS
@@ -32,21 +31,21 @@ class Acceptance:
 
     @cached_property
     def mean(self) -> float:
-        """The acceptance of the next level, when nothing is known of its tokens."""
+        """The acceptance of a level whose tokens are not known yet."""
         return (sum(self.accepted) + 0.8 * 2) / (self.levels + 2)
 
     @cached_property
     def rates(self) -> list[float]:
-        """Per bin, the chance of a guess relative to the draft's confidence in it."""
+        """Per bin, the chance of a guess divided by the draft's confidence in it."""
         overall = (sum(self.accepted) + 0.8 * 2) / (sum(self.believed) + 0.8 * 2)
         return [(a + overall * 2) / (b + 2) for a, b in zip(self.accepted, self.believed, strict=True)]
 
     def of(self, confidence: float) -> float:
-        """The acceptance of a token that the draft believes in this much."""
+        """The chance of a guess of this confidence."""
         return min(confidence * self.rates[_bin(confidence)], 1.0)
 
     def after(self, tested: Sequence[tuple[float, bool]], levels: float) -> Acceptance:
-        """With the outcome of guesses on so many more levels; old outcomes fade with a memory of about 200 of them."""
+        """With these (confidence, accepted) guesses on `levels` levels; the memory is about 200 levels long."""
         if not (tested or levels):
             return self
         accepted, believed = list(self.accepted), list(self.believed)
@@ -59,13 +58,12 @@ class Acceptance:
         return Acceptance(tuple(n * fade for n in accepted), tuple(n * fade for n in believed), levels * fade)
 
 
-class Line(NamedTuple):
-    """Seconds of a pass as `fixed + slope * nodes`, by least squares over passes whose weights fade.
+class LinearFit(NamedTuple):
+    """Seconds of a pass as `fixed + slope * nodes`, by least squares over passes with fading weights.
 
-    `weight` is the sum of the weights; `nodes`, `seconds`, `squares` (of nodes) and `products` (nodes times seconds)
-    are weighted sums. The slope is always positive: beforehand a node is taken to cost the share `steepness` of a pass,
-    which counts as `trust` passes whose numbers of nodes differ by one. By default that is little, so that it only
-    matters while all passes have about the same size.
+    `weight`: the sum of weights; `nodes`, `seconds`, `squares` (of nodes), `products` (nodes * seconds): weighted sums.
+    The prior of the slope is the share `steepness` of a pass per node, with the weight of `trust` passes that differ by
+    one node; by default it only matters while all passes have about the same size. The slope is always positive.
     """
 
     weight: float = 0.0
@@ -76,19 +74,19 @@ class Line(NamedTuple):
     steepness: float = 0.02
     trust: float = 1.0
 
-    def add(self, nodes: float, seconds: float) -> Line:
+    def add(self, nodes: float, seconds: float) -> LinearFit:
         """With one more pass; each older one loses 5% of its weight.
 
-        A stall (a compilation, another program) must not count in full: seconds are cut to three times those of a usual
-        pass, in proportion to the nodes where there are more than usual. A pass of less than a third of the usual time
-        says that what was measured before was the stall, which is then forgotten.
+        A stall (a compilation, another program) must not count in full: seconds are cut to three times those of a mean
+        pass, more in proportion for more nodes. A pass of less than a third of the mean time shows that the earlier
+        ones were stalls: they are dropped.
         """
         usual = self.seconds / self.weight if self.weight else seconds
         if seconds < usual / 3:
-            return Line(steepness=self.steepness, trust=self.trust).add(nodes, seconds)
+            return LinearFit(steepness=self.steepness, trust=self.trust).add(nodes, seconds)
         wider = max(nodes * self.weight / self.nodes, 1.0) if self.nodes else 1.0
         f, seconds = 0.95, min(seconds, 3 * wider * usual)
-        return Line(
+        return LinearFit(
             f * self.weight + 1,
             f * self.nodes + nodes,
             f * self.seconds + seconds,

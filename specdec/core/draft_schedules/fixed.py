@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Constant:
-    """`k` tokens in every round, fewer where the draft believes in one less than `threshold`.
+    """`k` tokens in every round; a path ends after a token of lower confidence than `threshold`.
 
-    With `branches` a draft model guesses as many nodes as that many chains have, where they are likeliest; OptionError
-    where these are more than `MOST_NODES`.
+    With `branches`, a draft model guesses as many nodes as that many chains have, where they are likeliest. Raises
+    OptionError for more than `MOST_NODES` nodes.
     """
 
     k: int = 5
@@ -57,10 +57,9 @@ class Confidence(Constant):
 
 @dataclass(frozen=True)
 class Heuristic(Constant):
-    """The dynamic rule of the original report, per sequence: all drafted tokens accepted, +2; otherwise −1, at least 1.
+    """The dynamic rule of the original report, per sequence: +2 tokens if all were accepted, else −1, at least 1.
 
-    A sequence begins with `k` tokens; `lengths` are what it may draft next, by its key. A tree never grows beyond
-    `MOST_NODES`.
+    A sequence begins with `k` tokens; `lengths`: its next number, by its id. A tree never exceeds `MOST_NODES`.
     """
 
     lengths: Mapping[int, int] = field(default_factory=dict)
@@ -69,7 +68,7 @@ class Heuristic(Constant):
         return [Limit(self.lengths.get(seq.id, self.k), self.threshold, self.branches) for seq in seqs]
 
     def after(self, round: Round) -> Heuristic:
-        """Lengths after this round; sequences that had nothing drafted keep theirs, and those that ended leave."""
+        """With the lengths after this round; sequences without a proposal keep theirs."""
         lengths, most = dict(self.lengths), MOST_NODES // (self.branches or 1)
         for seq in round.seqs:
             if seq.finish is not None:

@@ -1,6 +1,6 @@
-"""Processors in numbers, for code that asks nobody while it writes: what they do after a text, and after its guesses.
+"""Processors in numbers, for compiled chains: their effect after a text and after each guess that follows it.
 
-`specdec/kernels/filters.h` has the other side of each.
+`specdec/kernels/filters.h` applies them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ Text = list[int]
 
 
 def in_numbers(item: Any, text: Text) -> list[Filter] | None:
-    """What a processor does after a text, and after every guess that goes on with it; None where numbers do not say it.
-
-    Subclasses are not trusted to do the same.
-    """
-    return None if (kind := _KINDS.get(type(item))) is None else kind(item, text)
+    """A processor's filters after a text; None where it has no numeric form, as every subclass."""
+    kind = _KINDS.get(type(item))
+    return None if kind is None else kind(item, text)
 
 
 def _suppressed(item: Suppress, text: Text) -> list[Filter]:

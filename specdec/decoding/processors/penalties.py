@@ -1,4 +1,4 @@
-"""Penalties by how often a token was written already."""
+"""Penalties for tokens that were generated before."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class OutputPenalty:
-    """Takes `presence` from the logit of every token after the prompt, and `frequency` for each time that it came.
+    """Lowers the logit of every generated token by `presence`, and by `frequency` for each of its occurrences.
 
     The prompt's `length` tokens do not count. These are the penalties of OpenAI's interface.
     """

@@ -1,4 +1,4 @@
-"""The logits processors of one row, as one callable on genuine target scores."""
+"""The logits processors of one row, as one callable."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from specdec.errors import OptionError
 class Processors:
     """Logits processors in order: `(ids [n, length] or None, logits [n, vocab]) -> [n, vocab]` in float32.
 
-    `device` is where their tensors live; logits from elsewhere, such as a draft's, are brought there.
+    `device`: where their tensors are; logits from another device, such as a draft's, are copied there.
     """
 
     items: tuple[Any, ...] = ()
@@ -42,8 +42,8 @@ class Processors:
     ) -> Tensor:
         """`logits` `[n, vocab]` after all processors; `ids` `[n, length]` may be None unless `reads_ids`.
 
-        `texts` are the ids as lists, where the caller has them, for `Timestamps`: nothing waits for a device then.
-        `groups` are told to `HammingDiversityLogitsProcessor`.
+        `texts`: the ids as lists, if the caller has them, so that `Timestamps` need not read them from a device.
+        `groups`: further arguments of `HammingDiversityLogitsProcessor`.
         """
         if not self.items:
             return logits.float()
@@ -51,12 +51,12 @@ class Processors:
         if not self.pure and scores.data_ptr() == logits.data_ptr():
             scores = scores.clone()  # a user's processor may write in place
         for item in self.items:
-            told: dict[str, Any] = {}
+            extra: dict[str, Any] = {}
             if isinstance(item, HammingDiversityLogitsProcessor):
-                told = groups
+                extra = groups
             elif isinstance(item, Timestamps):
-                told = {"texts": texts}
-            made = item(ids, scores, **told)
+                extra = {"texts": texts}
+            made = item(ids, scores, **extra)
             if not isinstance(made, Tensor) or made.shape != scores.shape:
                 raise _not_scores(item, scores, made)
             scores = made
@@ -64,16 +64,16 @@ class Processors:
 
     @cached_property
     def reads_ids(self) -> bool:
-        """Whether any processor looks at the ids."""
+        """Whether any processor reads the ids."""
         return any(type(item) not in table.WITHOUT_IDS for item in self.items)
 
     @cached_property
     def pure(self) -> bool:
-        """Whether all are known functions of ids and logits, which may be asked about text that never comes true."""
+        """Whether all are functions of ids and logits, which may also be called for text that is never emitted."""
         return all(map(_is_pure, self.items))
 
     def in_numbers(self, text: list[int]) -> Choice | None:
-        """What they do after a text and its guesses; None where numbers do not say it."""
+        """All filters after a text; None if a processor has no numeric form."""
         found = [in_numbers(item, text) for item in self.items]
         if any(filters is None for filters in found):
             return None
@@ -81,7 +81,7 @@ class Processors:
 
     @cached_property
     def drafting(self) -> Processors:
-        """Those that may be applied to draft logits: the pure ones, never a user's own code."""
+        """Those that are applied to draft logits: the pure ones, never a user's code."""
         return Processors(tuple(filter(_is_pure, self.items)), self.device)
 
 
@@ -100,13 +100,14 @@ def build_processors(
 ) -> Processors:
     """The processors of one row from `options`, an object with `GenerationConfig`'s attribute names.
 
-    `prompt_length` counts `padding` left-padded tokens, which the ids given later do not hold: lengths mean what they
-    mean in transformers for the padded row. `encoder_ids` `[1, n]` are the encoder's input (or a decoder-only model's
-    prompt). `extra` are the user's own processors: one of a kind that the options make takes its place, others follow,
-    before the warpers. `row` is the batch number told to `prefix_allowed_tokens_fn`, `vocab_size` the width that a
-    watermark divides. Guidance is not made here.
+    `prompt_length` includes `padding` tokens on the left, which later ids lack: lengths mean the same as in
+    transformers for the padded row. `encoder_ids` `[1, n]`: the encoder's input (or a decoder-only model's prompt).
+    `extra`: the user's processors; one of a kind that the options make replaces it, others follow, before the warpers.
+    `row`: the batch index for `prefix_allowed_tokens_fn`. `vocab_size`: the width that a watermark divides. Guidance is
+    not made here.
 
-    Raises `OptionError` for a value that its processor refuses and for a processor that needs more than ids and logits.
+    Raises `OptionError` for a value that its processor rejects, and for a processor that needs more than ids and
+    logits.
     """
     request = Request(
         options,
@@ -128,7 +129,7 @@ def build_processors(
 
 
 def _is_pure(item: Any) -> bool:
-    """Whether this is known to be a function of ids and logits, or its own class says so (`pure = True`)."""
+    """Whether it is known to be a function of ids and logits, or its own class has `pure = True`."""
     return type(item) in table.PURE or vars(type(item)).get("pure") is True
 
 
@@ -137,13 +138,13 @@ def _not_scores(processor: Any, scores: Tensor, made: Any) -> OptionError:
     got = f"shape {list(made.shape)}" if isinstance(made, Tensor) else type(made).__name__
     name = getattr(processor, "__name__", type(processor).__name__)
     return OptionError(
-        f"`logits_processor` {name} must return scores of shape {list(scores.shape)}, the one that it gets, got {got}: "
-        "mend its return value"
+        f"`logits_processor` {name} must return scores of shape {list(scores.shape)}, the shape of its input, got "
+        f"{got}: correct its return value"
     )
 
 
 def _merge(made: list[Any], extra: Sequence[Any]) -> list[Any]:
-    """`made` with the user's own in the places of their kind, and the rest of `extra` behind."""
+    """`made`, with the user's processors in place of those of their kind, and the rest of `extra` after them."""
     merged = []
     for item in made:
         kind = getattr(item, "stands_for", type(item))
@@ -155,7 +156,7 @@ def _merge(made: list[Any], extra: Sequence[Any]) -> list[Any]:
 
 
 def _check(options: Any, extra: Sequence[Any]) -> None:
-    """Raises for processors of the user that cannot be called with ids and logits, or would guide twice."""
+    """Raises for a user's processor that cannot be called with ids and logits, or would apply guidance twice."""
     for own in extra:
         if not callable(own):
             raise OptionError.of("logits_processor", "callables of (ids, logits)", own)

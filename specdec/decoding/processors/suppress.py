@@ -1,6 +1,6 @@
-"""Tokens that may not come: never, at the begin, or before a text has its least length.
+"""Suppressed tokens: everywhere, at the beginning, or before a minimal length.
 
-transformers' processors look for their tokens in the whole vocabulary in every step; here their ids are known.
+transformers' processors search the whole vocabulary for their tokens in every step; these index them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transformers.generation import logits_process as stock
 
 
 class Suppress:
-    """These `tokens` never come; ids beyond the vocabulary are none."""
+    """Suppresses `tokens` everywhere; ids beyond the vocabulary are ignored."""
 
     stands_for: ClassVar[type] = stock.SuppressTokensLogitsProcessor
 
@@ -28,15 +28,15 @@ class Suppress:
         return f"{type(self).__name__}({self.tokens})"
 
     def acts(self, ids: Tensor | None) -> bool:
-        """Whether they are suppressed after texts `ids` `[n, length]`."""
+        """Whether it suppresses after texts `ids` `[n, length]`."""
         return True
 
     def acts_on(self, length: int) -> tuple[float, float]:
-        """Which tokens after a text of so many they cannot be, counted from 0: a first one, and one past the last."""
+        """The range of tokens after a text of `length` where it suppresses: first, and one past the last, from 0."""
         return 0, math.inf
 
     def __call__(self, ids: Tensor | None, logits: Tensor) -> Tensor:
-        """`logits` `[n, vocab]`, the tokens at -inf; the very tensor where all of them may come."""
+        """`logits` `[n, vocab]` with the tokens at -inf; the same tensor where it does not suppress."""
         if not self.acts(ids):
             return logits
         vocab = logits.shape[-1]

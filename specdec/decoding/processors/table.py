@@ -22,9 +22,9 @@ PrefixFn = Callable[[int, Tensor], list[int]]
 
 @dataclass(frozen=True)
 class Request:
-    """What is known of one row besides the value of an option.
+    """One row, as arguments of processors depend on it.
 
-    `prompt_length` is the padded one, as transformers counts; `padding` of its tokens are not in the ids of the row.
+    `prompt_length` includes `padding` tokens, which the row's ids lack, as transformers counts.
     """
 
     options: Any
@@ -39,22 +39,22 @@ class Request:
 
     @property
     def own_length(self) -> int:
-        """Prompt tokens that are in the ids of the row."""
+        """The prompt's tokens in the row's ids."""
         return self.prompt_length - self.padding
 
     @property
     def eos(self) -> Tensor | None:
-        """The end-of-sequence ids `[n]`, or None without any, as transformers prepares them."""
+        """The end-of-sequence ids `[n]`, or None, as transformers prepares them."""
         return torch.tensor(list(self.eos_ids), device=self.device) if self.eos_ids else None
 
     @property
     def least(self) -> int:
-        """How many tokens a warper must leave: of beams one at least that goes on."""
+        """How many tokens a warper must keep: with beams, at least one that ends no text."""
         return max(len(self.eos_ids), 1) + 1 if (getattr(self.options, "num_beams", None) or 1) > 1 else 1
 
 
 class RowPrefix:
-    """`prefix_allowed_tokens_fn` for the row alone, which keeps the number it has in the batch."""
+    """`prefix_allowed_tokens_fn` for one row, with its index in the batch."""
 
     stands_for = stock.PrefixConstrainedLogitsProcessor
 
@@ -63,12 +63,12 @@ class RowPrefix:
         self.row = row
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
-        """Allows what the function allows after `ids` `[n, length]`; the n hypotheses belong to one row."""
+        """`logits` with only the ids allowed after `ids` `[n, length]`; the n hypotheses belong to one row."""
         constrained = stock.PrefixConstrainedLogitsProcessor(lambda _, text: self._ids(text), len(ids))
         return constrained(ids, logits)
 
     def _ids(self, text: Tensor) -> Any:
-        """What may follow `text` `[length]`; raises OptionError where that is nothing, or no list of ids."""
+        """The ids allowed after `text` `[length]`; raises OptionError for an empty list, or no list."""
         found = self.allowed(self.row, text)
         if not hasattr(found, "__len__") or not len(found):
             way_out = "return [eos_token_id] where the text is complete, all ids where anything may follow"
@@ -78,7 +78,7 @@ class RowPrefix:
 
 
 class EncoderPenalty(stock.EncoderRepetitionPenaltyLogitsProcessor):  # type: ignore[misc]
-    """Penalises repeating what the encoder read, for any number of texts of the row; stock wants one copy for each."""
+    """transformers' penalty for repeating encoder ids, for any number of texts of the row with one copy of these."""
 
     stands_for = stock.EncoderRepetitionPenaltyLogitsProcessor
 
@@ -88,7 +88,7 @@ class EncoderPenalty(stock.EncoderRepetitionPenaltyLogitsProcessor):  # type: ig
 
 
 def _number(value: Any) -> Any:
-    """Integers where transformers insists on floats: `temperature=2` is clear enough."""
+    """Integers as floats, which transformers insists on (`temperature=2`)."""
     return float(value) if isinstance(value, int) else value
 
 
@@ -108,7 +108,7 @@ def _cutoff(r: Request, value: float) -> Arguments:
 
 
 def _top_k_top_p(k: int, p: float | None, least: int) -> Any:
-    """One warper for both; a value that does nothing leaves its part out."""
+    """One warper for both; a value without effect is left out."""
     if k == 0:
         return None if p is None or p >= 1.0 else TopP(p, min_tokens_to_keep=least)
     if p is None or p >= 1.0:
@@ -118,7 +118,7 @@ def _top_k_top_p(k: int, p: float | None, least: int) -> Any:
 
 Arguments = tuple[Any, ...] | None
 Entry = tuple[str, Callable[..., Any], Callable[[Request, Any], Arguments]]
-"""An option, what it makes, and from which arguments, None where the option's value does nothing."""
+"""An option, what it makes, and its arguments; None where the option's value has no effect."""
 
 PROCESSORS: tuple[Entry, ...] = (
     ("sequence_bias", stock.SequenceBiasLogitsProcessor, lambda r, v: (v,)),
@@ -157,7 +157,7 @@ PROCESSORS: tuple[Entry, ...] = (
         lambda r, v: None if v <= 0 or r.eos is None else (r.own_length, v, r.eos, r.device),
     ),
     ("prefix_allowed_tokens_fn", RowPrefix, lambda r, v: (v, r.row)),
-    # It acts when one token is known. Padding counts, so a padded row never gets there.
+    # It acts after the first token. Padding counts, so it never acts on a padded row.
     ("forced_bos_token_id", stock.ForcedBOSTokenLogitsProcessor, lambda r, v: None if r.padding else (v,)),
     (
         "forced_eos_token_id",
@@ -169,7 +169,7 @@ PROCESSORS: tuple[Entry, ...] = (
     ("suppress_tokens", Suppress, lambda r, v: (v, r.device)),
     ("begin_suppress_tokens", SuppressAtBegin, _begin_suppress),
 )
-"""Before the user's own; guidance, the first of all, is a paired row and lives with the strategies."""
+"""Before the user's own. Guidance, which comes first, is part of the strategies."""
 
 WARPERS: tuple[Entry, ...] = (
     ("temperature", stock.TemperatureLogitsWarper, lambda r, v: (_number(v),) if v != 1.0 else None),
@@ -210,11 +210,11 @@ PURE: frozenset[Any] = (
     | {one for _, kind, _ in PROCESSORS if kind is not RowPrefix for one in (kind, getattr(kind, "stands_for", kind))}
     | {Timestamps, stock.WhisperTimeStampLogitsProcessor}
 )
-"""Functions of ids and logits: they may be asked about text that never comes true. Subclasses are not trusted."""
+"""Functions of ids and logits, which may be called for text that is never emitted; subclasses do not count."""
 
 
 def build(entries: Sequence[Entry], request: Request) -> list[Any]:
-    """The processors that the options of `request` ask for; a bad value raises `OptionError` with its option's name."""
+    """The processors of the options of `request`; raises `OptionError`, with the option's name, for a bad value."""
     made = []
     for name, kind, arguments in entries:
         value = getattr(request, name) if name == "prefix_allowed_tokens_fn" else getattr(request.options, name, None)

@@ -16,10 +16,10 @@ _NEVER = float("-inf")
 _COLUMN = 256
 _FIRST = 256
 _TIES = 16
-"""So many ties of the k-th logit are looked at besides it; bfloat16 logits often have a few."""
+"""The number of ties of the k-th logit that top-k followed by top-p reads; bfloat16 logits often have a few."""
 _BINS = 4096
 _SPAN = 24.0
-"""The histogram covers this much below the largest logit; e^-24 of the largest probability is next to nothing."""
+"""The histogram covers this range below the largest logit; e^-24 of the largest probability is negligible."""
 
 
 def top_values(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -55,7 +55,7 @@ def _only(like: Tensor, values: Tensor, ids: Tensor, kept: Tensor) -> Tensor:
 
 
 def _compiled(logits: Tensor, k: int, p: float, least: int) -> Tensor | None:
-    """What stays of `logits`, where compiled code, which knows no gradients, can say that."""
+    """The filtered logits, by compiled code where that applies (it computes no gradients)."""
     fits = device_reads.is_local(logits) and logits.dtype == torch.float32 and not logits.requires_grad
     if fits and kernels.available():
         return kernels.keep_top(logits, k, p, least)  # type: ignore[no-any-return]
@@ -102,12 +102,12 @@ class TopP:
         if (found := _compiled(logits, 0, self.p, self.min_tokens_to_keep)) is not None:
             return found
         probs = torch.softmax(logits, dim=-1)
-        if not device_reads.is_local(logits):  # sorting costs less than looking whether it is necessary
+        if not device_reads.is_local(logits):  # sorting costs less than a read that decides whether it is needed
             places = torch.arange(logits.shape[-1], device=logits.device).expand_as(logits)
             values, places = _ordered(logits, places)
             return _only(logits, values, places, self.kept(probs.gather(-1, places)))
         first = min(max(_FIRST, self.min_tokens_to_keep), logits.shape[-1])
-        # One more than is decided upon: it shows whether a tie of the last one was left out.
+        # One more than needed: it shows whether a tie of the last one was left out.
         values, places = _ordered(*top_values(logits, min(first + 1, logits.shape[-1])))
         mass = probs.gather(-1, places)
         kept = self.kept(mass)
@@ -116,7 +116,7 @@ class TopP:
         return torch.stack([self._cut(*row) for row in zip(logits, probs, strict=True)])
 
     def kept(self, probs: Tensor, before: float = 0.0) -> Tensor:
-        """Which of the descending `probs` `[n, k]` stay, where the larger tokens have the mass `before`."""
+        """Which of the descending `probs` `[n, k]` stay; `before`: the mass of larger tokens."""
         above = probs.double().cumsum(-1) - probs
         kept = above + before < self.p
         if before == 0.0:
@@ -124,10 +124,10 @@ class TopP:
         return kept
 
     def _cut(self, logits: Tensor, probs: Tensor) -> Tensor:
-        """Filtered copy of one row `[vocab]`, of which more than the first 256 tokens stay."""
+        """Filtered copy of one row `[vocab]` that keeps more than 256 tokens."""
         most = logits.max()
         if not most.isfinite():
-            return logits.clone()  # whoever chooses from them finds out
+            return logits.clone()  # the sampler raises
         below = (most - logits).mul_(_BINS / _SPAN).clamp_(max=_BINS - 1)
         bins = below.long()
         mass = torch.bincount(bins, probs, _BINS).double().cumsum(0)

@@ -11,11 +11,11 @@ _NEVER = -torch.inf
 
 
 class Timestamps:
-    """Timestamps come in pairs, never go back, and take over where together they are likelier than any other token.
+    """Timestamps come in pairs, never decrease, and are forced where their sum is likelier than any other token.
 
-    `first` is the token of 0.00 seconds, which all later ones follow, and the one before it is never written; the rules
-    are about what follows `begin` tokens. `end` ends a text. The first timestamp is at most number `most_initial`.
-    Without `by_probability` only the order of tokens counts.
+    `first`: the token of 0.00 seconds, followed by all later timestamps; the token before it is never written. The
+    rules hold after the first `begin` tokens. `end`: ends a text. `most_initial`: the largest index of the first
+    timestamp. Without `by_probability`, timestamps are never forced.
 
     Source: `ApplyTimestampRules` of Whisper (arXiv 2212.04356), as in transformers' `WhisperTimeStampLogitsProcessor`.
     """
@@ -50,11 +50,11 @@ class Timestamps:
         return scores
 
     def newest(self, said: list[int]) -> int:
-        """The last timestamp of what was said, -1 where there is none."""
+        """The last timestamp of `said`, or -1."""
         return next((token for token in reversed(said) if token >= self.first), -1)
 
     def _keep_order(self, said: list[int], text: Tensor, stamps: Tensor) -> None:
-        """Takes out of `text` `[first]` and `stamps` `[others]` what may not follow `said`."""
+        """Sets to -inf in `text` `[first]` and `stamps` `[others]` what may not follow `said`."""
         newest = self.newest(said)
         if newest < 0:
             return

@@ -1,7 +1,7 @@
 """Decoding strategies, the draft rules that agree with them, and when a sequence ends.
 
-A new strategy is a class that says which options it serves and how it is made of a `RowSetup`, and a line in
-`STRATEGIES`; a way of sampling has its name in `specdec.options.fields.SAMPLING` besides.
+A new strategy is a class with `serves(options)` and `of(setup)`, and a line in `STRATEGIES`; a way of sampling has its
+name in `specdec.options.fields.SAMPLING` as well.
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ STRATEGIES: tuple[type[Selector | Search], ...] = (
 
 
 def make_strategy(setup: RowSetup) -> Selector | Search:
-    """The strategy of one sequence; raises OptionError where its parts do not go together, or nothing serves
-    its options.
-    """
+    """The strategy of one sequence; raises OptionError for contradicting options, or if no strategy serves them."""
     kind: Any
     for kind in STRATEGIES:
         if kind.serves(setup.options):

@@ -1,6 +1,4 @@
-"""What the one-sequence strategies share: from genuine target logits to processed scores, and the step that
-keeps them.
-"""
+"""What strategies share: from the target's logits to processed scores, and the step that keeps them."""
 
 from __future__ import annotations
 
@@ -21,16 +19,16 @@ from specdec.decoding.stopping import Stopping
 from specdec.options.generate import Options
 
 SMALL = 1 << 16
-"""Logits of a round that are looked at all at once, as that costs less than one call for each."""
+"""Up to this many logits, one call for all nodes costs less than a call per accepted node."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowSetup:
-    """What the strategy of one sequence is made from.
+    """What one sequence's strategy is made from.
 
-    `options` are settled: lengths and ids are known. `prompt` are the sequence's ids, the first `padding` of them
-    padding that is not in the sequence's text. `width` is the target's vocabulary, `seed` the sequence's own.
-    `guidance_scale` is None where no unconditional sequence runs beside this one.
+    `options`: with all defaults filled in. `prompt`: the sequence's ids, of which the first `padding` are padding that
+    its text lacks. `width`: the target's vocabulary. `seed`: the sequence's own. `guidance_scale`: None without an
+    unconditional sequence.
     """
 
     options: Options
@@ -50,12 +48,12 @@ class RowSetup:
 
     @property
     def end_id(self) -> int:
-        """The token that is written where a text ends."""
+        """The token that ends a text."""
         return (self.options.eos_ids or [0])[0]
 
     @property
     def common(self) -> dict[str, Any]:
-        """What every strategy takes as it is, besides processors."""
+        """Arguments of every strategy, besides processors."""
         return {
             "width": self.width,
             "guidance_scale": self.guidance_scale,
@@ -66,11 +64,11 @@ class RowSetup:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class StrategyBase:
-    """What all strategies are made of.
+    """Base of all strategies.
 
-    `width` is the target's vocabulary, to which draft logits are cropped or padded. `guidance_scale` combines the
-    target's logits with those of the unconditional sequence before all processors; `keep_scores` and `keep_logits` put
-    copies of the processed and of the target's own logits into every step.
+    `width`: the target's vocabulary, to which draft logits are cropped or padded. `guidance_scale`: combines the logits
+    with those of the unconditional sequence, before processors. `keep_scores`, `keep_logits`: put copies of the
+    processed and of the target's own logits into every step.
     """
 
     processors: Processors
@@ -87,11 +85,11 @@ class StrategyBase:
 
     @property
     def rule(self) -> DraftRule | None:
-        """How a draft guesses so that it tends to agree: unless a subclass knows better, its likeliest token."""
+        """How a draft guesses so that it tends to agree: by default, its likeliest token."""
         return GreedyRule(self.processors.drafting, self.width)
 
     def guided(self, logits: Tensor, unconditional: Tensor | None) -> Tensor:
-        """`logits` `[..., vocab]`, away from the unconditional ones where there is guidance (arXiv 2306.17806)."""
+        """Classifier-free guidance (arXiv 2306.17806): `logits` `[..., vocab]`, away from the unconditional ones."""
         if unconditional is None or self.guidance_scale is None:
             return logits
         known = torch.log_softmax(unconditional.float(), dim=-1)
@@ -100,11 +98,10 @@ class StrategyBase:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TextStrategy(StrategyBase):
-    """Base of the strategies that follow one text.
+    """Base of the strategies of one text.
 
-    `seed` is the sequence's own. `ranked` puts the log-probability of its token under the target, before all
-    processors, into every step, and `top` those of so many likeliest tokens too. A subclass says its `name` and which
-    options it serves.
+    `seed`: the sequence's own. `ranked`: puts its token's log-probability under the target, before processors, into
+    every step; `top`: also those of this many likeliest tokens. A subclass has a `name` and `serves(options)`.
     """
 
     seed: int = 0
@@ -132,18 +129,18 @@ class TextStrategy(StrategyBase):
         return rule
 
     def choose(self, seq: SequenceView, new: list[int], scores: Scores, node: int, processed: Tensor) -> int:
-        """The token after `node`, from the processed logits `[vocab]` there; for logits that are local."""
+        """The token after `node`, from the processed logits `[vocab]` there, which are local."""
         raise NotImplementedError
 
     def choose_all(self, seq: SequenceView, scores: Scores, processed: Tensor) -> Tensor:
-        """The tokens `[nodes]` after all nodes that have `processed` logits `[nodes, vocab]`; nothing is read.
+        """The tokens `[nodes]` after all nodes with `processed` logits `[nodes, vocab]`, without reading any value.
 
-        A token below 0 stands for an error that is raised if the walk comes there (`noise.checked`).
+        A token below 0 stands for an error, which is raised if the walk reaches it (`noise.checked`).
         """
         raise NotImplementedError
 
     def advance(self, seq: SequenceView, new: list[int], scores: Scores, node: int) -> Step:
-        """The next token after `node`, where `new` are the tokens already emitted in this round."""
+        """The next token, after `node`; `new` are the tokens that this round has emitted so far."""
         processed = self.processed(seq, new, scores, node)
         if self.reads_once(scores):
             token = noise.checked(self._decided(seq, scores)[0][node - scores.first])
@@ -152,19 +149,18 @@ class TextStrategy(StrategyBase):
         return self.step(token, scores, node, processed)
 
     def reads_once(self, scores: Scores) -> bool:
-        """Whether all nodes of the round are decided together, as each look at a result would wait for the device.
+        """Whether all nodes of the round are decided in one read, since every read waits for the device.
 
-        Processors that may not be asked about text that never comes true are asked as the walk goes.
+        Impure processors are called during the walk instead, for text that is emitted.
         """
         return not device_reads.is_local(scores.logits) and self.processors.pure
 
     def processed(self, seq: SequenceView, new: Sequence[int], scores: Scores, node: int) -> Tensor:
-        """The target's logits `[vocab]` after `node`, guided and processed, float32; read only."""
+        """The target's logits `[vocab]` at `node`, guided and processed, float32; read only."""
         at = node - scores.first
         guides = scores.unconditional is not None and self.guidance_scale is not None
         if not (len(self.processors) or guides):
             return scores.logits[at].float()
-        # One call for all nodes may cost less than one for each that the walk comes to.
         is_small = not self.processors.reads_ids and scores.logits.numel() <= SMALL
         if is_small or self.reads_once(scores):
             return self.all_processed(seq, scores)[at]
@@ -172,7 +168,7 @@ class TextStrategy(StrategyBase):
         return process(self.processors, seq, new, self.guided(scores.logits[at], unconditional))
 
     def all_processed(self, seq: SequenceView, scores: Scores) -> Tensor:
-        """The same of all nodes that have logits, `[nodes, vocab]`, worked out once in a round."""
+        """The same for all nodes with logits, `[nodes, vocab]`, computed once per round."""
         if "processed" not in scores.cache:
             guided = self.guided(scores.logits, scores.unconditional)
             scores.cache["processed"] = process_all(self.processors, seq, paths(scores), guided)
@@ -180,7 +176,7 @@ class TextStrategy(StrategyBase):
         return found
 
     def _decided(self, seq: SequenceView, scores: Scores) -> tuple[list[int], list[float] | None]:
-        """The tokens after all nodes, and their log-probabilities if they are `ranked`, read once in a round."""
+        """The tokens after all nodes, and their log-probabilities if `ranked`, read once per round."""
         if "decided" not in scores.cache:
             tokens = self.choose_all(seq, scores, self.all_processed(seq, scores))
             if not self.ranked:
@@ -188,12 +184,12 @@ class TextStrategy(StrategyBase):
             else:
                 own, at = scores.logits.float(), tokens.clamp(min=0).to(scores.logits.device)[:, None]
                 read, log_probs = device_reads.read(tokens.to(own.device), own.gather(-1, at)[:, 0] - own.logsumexp(-1))
-                scores.cache["decided"] = device_reads.whole(read), log_probs
+                scores.cache["decided"] = device_reads.as_ints(read), log_probs
         found: tuple[list[int], list[float] | None] = scores.cache["decided"]
         return found
 
     def step(self, token: int, scores: Scores, node: int, processed: Tensor) -> Step:
-        """The step that emits `token`, with copies of what was asked to be kept."""
+        """The step that emits `token`, with copies of what it keeps."""
         if not self.keeps:
             return Step(token, node)
         logits = scores.logits[node - scores.first].float()
@@ -207,7 +203,7 @@ class TextStrategy(StrategyBase):
         if log_probs is not None and tokens[node - scores.first] == token:
             known: float = log_probs[node - scores.first]
             return known
-        if "own" in scores.cache:  # a copy near at hand
+        if "own" in scores.cache:  # a local copy
             logits = scores.cache["own"][node - scores.first]
         return float(logits[token] - logits.logsumexp(-1))
 
@@ -219,7 +215,7 @@ def top_tokens(logits: Tensor, count: int) -> TopTokens:
 
 
 def paths(scores: Scores) -> list[list[int]]:
-    """For every node that has logits, the tokens after the sequence's text that lead to it, its own included."""
+    """The tokens from the sequence's text to each node with logits, its own included."""
     tree, found = scores.tree, {scores.first: list[int]()}
     for node in range(scores.first + 1, len(tree)):
         found[node] = [*found[tree.parents[node]], tree.tokens[node]]

@@ -1,7 +1,7 @@
 """Beam search: the likeliest few texts at once, token by token (semantics of transformers 5).
 
-A step takes the best continuations of all live beams together, sets those that end apart as hypotheses, and goes on
-with the best of the others. A draft only decides how many steps one target pass is enough for.
+A step takes the best continuations of all live beams together, keeps those that end as hypotheses, and goes on with
+the best of the others. A draft only decides how many steps one target pass allows.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class BeamSearch(Scoring):
         return SearchStep(after, leaves, [found.tokens[i] for i in chosen], step)
 
     def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
-        """The draft's own beams: by default twice as many as the target's, of texts that go on."""
+        """The draft's beams: by default twice as many as the target's, without ended texts."""
         ahead = self.ahead(plan)
         scores = self.draft_scores(seq, ends, logits)
         running = [end.score for end in ends]
@@ -88,7 +88,7 @@ class BeamSearch(Scoring):
         return branches(found, ends)[:ahead]
 
     def _scores(self, ids: Tensor | None, outputs: Sequence[NodeOutput]) -> Tensor | None:
-        """Processed log-probabilities `[beams, vocab]`; None where the logits themselves will do."""
+        """Processed log-probabilities `[beams, vocab]`; None where unprocessed logits give the same order."""
         guides = outputs[0].unconditional is not None and self.guidance_scale is not None
         if not (len(self.processors) or guides or self.keep_scores or self.seed is not None):
             return None
@@ -109,7 +109,7 @@ class BeamSearch(Scoring):
         return best_of_leaves(self.leaders(self.logits(outputs, len(outputs)), None, count), running, count)
 
     def _after(self, state: Beams, found: Candidates, ends: list[str | None]) -> tuple[Beams, list[int]]:
-        """The next state, and which candidates are its live beams."""
+        """The next state, and the candidates that are its live beams."""
         [pool], beams, length = state.pools, self.num_beams, state.length + 1
         running = [
             float(np.float32(score) + np.float32(FAR if end else 0))
@@ -154,7 +154,7 @@ def drawn(scores: Tensor, running: Sequence[float], count: int, address: int) ->
 
 
 def _drawn_afar(total: Tensor, count: int, address: int) -> Candidates:
-    """The same from `total` `[beams, vocab]` on an accelerator, in one look."""
+    """The same from `total` `[beams, vocab]` on an accelerator, in one read."""
     vocab, keys = total.shape[1], [noise.fold(address, beam) for beam in range(len(total))]
     near = total.cpu() if total.device.type == "mps" else total  # no float64 there
     noisy = near + noise.gumbel(keys, torch.arange(vocab, device=near.device))

@@ -1,4 +1,4 @@
-"""What all searches over beams share: candidates and hypotheses, the beams' log-probabilities, a draft's look ahead."""
+"""What all searches over beams share: candidates, hypotheses, log-probabilities, and the branches of a draft."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from specdec.decoding.strategies.constraints import Progress
 
 EarlyStopping = bool | Literal["never", "exhaustive"]
 FAR = -1e9
-"""What makes a beam a spare one: before the first token, all but one are, and after an end its continuation."""
+"""The score of a spare beam: all but one before the first token, and the continuation of a text that ended."""
 
 LOOK = 2
-"""A draft's level has by default so many times as many branches as the search has beams."""
+"""By default, a level of a draft's tree has this many times as many branches as the search has beams."""
 
 
 class Hypothesis(NamedTuple):
-    """A text that ended: its new tokens, its score after the length penalty, the beam of every step, and why."""
+    """A text that ended: new tokens, score after the length penalty, the beam of every step, finish reason."""
 
     tokens: tuple[int, ...]
     score: float
@@ -39,7 +39,7 @@ class Hypothesis(NamedTuple):
 
 
 class Beam(NamedTuple):
-    """A live text: its new tokens, the sum of their processed log-probabilities, the beam that each continued."""
+    """A live text: new tokens, sum of their processed log-probabilities, the beam that each continued."""
 
     tokens: tuple[int, ...] = ()
     score: float = 0.0
@@ -47,7 +47,7 @@ class Beam(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """Continuations of live beams, in the order in which they were chosen: score, beam, token."""
+    """Continuations of live beams, in the order of choice: score, beam, token."""
 
     scores: list[float]
     parents: list[int]
@@ -55,9 +55,9 @@ class Candidates(NamedTuple):
 
     @classmethod
     def read(cls, scores: Tensor, parents: Tensor, tokens: Tensor) -> Candidates:
-        """Candidates that were found where the logits are, all `[count]`."""
+        """Candidates from tensors `[count]`, in one read."""
         values, beams, ids = device_reads.read(scores, parents, tokens)
-        return cls(values, device_reads.whole(beams), device_reads.whole(ids))
+        return cls(values, device_reads.as_ints(beams), device_reads.as_ints(ids))
 
     def part(self, kept: Sequence[int]) -> Candidates:
         """Some of them, in this order."""
@@ -67,10 +67,10 @@ class Candidates(NamedTuple):
 
 @dataclass(frozen=True)
 class Pool:
-    """Beams that compete with one another, and the texts of theirs that ended, in the order they came.
+    """Beams that compete with one another, and their texts that ended, in this order.
 
-    `offset` is the number of its first beam in the whole search. A pool that is `done` takes part no more. `progress`
-    is how far every beam is with its constraints.
+    `offset`: the number of its first beam in the search. A pool that is `done` no longer takes part. `progress`: each
+    beam's progress with its constraints.
     """
 
     live: tuple[Beam, ...]
@@ -81,7 +81,7 @@ class Pool:
 
     @classmethod
     def of(cls, size: int, offset: int = 0, progress: Progress | None = None) -> Pool:
-        """A pool before its first token: one beam, and spare ones that count where it has too few continuations."""
+        """A pool before its first token: one beam, and spare ones in case that it has too few continuations."""
         spare = Beam(score=FAR)
         return cls(
             (Beam(), *[spare] * (size - 1)), offset=offset, progress=() if progress is None else (progress,) * size
@@ -101,10 +101,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class Beams:
-    """Where a search stands: its pools in order.
-
-    `ids` `[beams of open pools, length]` are kept where processors or criteria read them.
-    """
+    """The state of a search: its pools in order, and `ids` `[beams of open pools, length]` if anything reads them."""
 
     pools: tuple[Pool, ...]
     finish: str | None = None
@@ -112,12 +109,12 @@ class Beams:
 
     @property
     def live(self) -> tuple[Beam, ...]:
-        """The live beams of all pools; of one that is done, the last."""
+        """The live beams of all pools; of a pool that is done, its last ones."""
         return tuple(beam for pool in self.pools for beam in pool.live)
 
     @property
     def finished(self) -> tuple[Hypothesis, ...]:
-        """The hypotheses of all pools, best first; of equals the later."""
+        """The hypotheses of all pools, best first; of equals the later first."""
         return tuple(sorted((found for pool in self.pools for found in pool.ended), key=lambda h: h.score)[::-1])
 
     @property
@@ -127,7 +124,7 @@ class Beams:
 
     @property
     def leaf_scores(self) -> list[float]:
-        """The scores of the open pools' beams; before the first token they have one leaf in common."""
+        """The scores of the open pools' beams; before the first token they share one leaf."""
         return [score for pool in self.pools if not pool.done for score in pool.running] if self.length else [0.0]
 
 
@@ -139,7 +136,7 @@ LeafCandidates = tuple[NDArray[np.float32], list[int]]
 class Scoring(StrategyBase):
     """Base of the searches over beams.
 
-    A hypothesis is scored by its sum of log-probabilities over (generated tokens, end included) ** `length_penalty`.
+    A hypothesis's score: its sum of log-probabilities / (number of new tokens, end included) ** `length_penalty`.
     """
 
     stop: Stopping
@@ -152,7 +149,7 @@ class Scoring(StrategyBase):
 
     @classmethod
     def parts(cls, setup: RowSetup) -> dict[str, Any]:
-        """The arguments that all searches over beams have in common."""
+        """The common arguments of all searches over beams."""
         o = setup.options
         return {
             "processors": setup.processors,
@@ -167,7 +164,7 @@ class Scoring(StrategyBase):
 
     @property
     def size(self) -> int:
-        """Beams of one pool."""
+        """The number of beams of a pool."""
         return self.num_beams // self.groups
 
     def begin(self) -> Beams:
@@ -181,11 +178,11 @@ class Scoring(StrategyBase):
         return search
 
     def candidates(self, beams: int) -> int:
-        """So many continuations are looked at, that `beams` go on even if the best all end."""
+        """How many continuations to consider, so that `beams` go on even if the best ones end."""
         return max(2, 1 + len(self.stop.eos_ids)) * beams
 
     def ahead(self, plan: Plan) -> int:
-        """How many branches a draft looks at."""
+        """How many branches a draft considers."""
         return plan.branches or LOOK * self.num_beams
 
     def horizon(self, length: int) -> int:
@@ -193,13 +190,13 @@ class Scoring(StrategyBase):
         return self.max_new_tokens if self.early_stopping == "never" and self.length_penalty > 0 else length
 
     def texts(self, seq: SequenceView, ids: Tensor | None) -> Tensor | None:
-        """The beams' ids `[beams, length]`, where anything reads them; before the first token they are the prompt."""
+        """The beams' ids `[beams, length]` if anything reads them; before the first token, the prompt's."""
         if not (self.stop.reads_ids or self.processors.reads_ids):
             return None
         return ids if ids is not None else seq.prefix()[:, : seq.prompt_length].expand(self.num_beams, -1).clone()
 
     def logits(self, outputs: Sequence[NodeOutput], beams: int) -> Tensor:
-        """The target's own `[beams, vocab]` float32; before the first token all beams have the prompt's."""
+        """The target's logits `[beams, vocab]` float32; before the first token all beams share the prompt's."""
         return torch.stack([output.logits for output in outputs]).float().expand(beams, -1)
 
     def log_probs(self, outputs: Sequence[NodeOutput], beams: int) -> Tensor:
@@ -212,38 +209,35 @@ class Scoring(StrategyBase):
         return torch.log_softmax(logits, dim=-1) if guided is logits else guided
 
     def leading(self, outputs: Sequence[NodeOutput], count: int) -> list[LeafCandidates] | None:
-        """The `count` best tokens of every leaf, read once for all nodes of a target pass.
+        """The `count` best tokens of every leaf, in one read for all nodes of a target pass.
 
-        None where values are looked at for nothing, and where they depend on the texts that led to the leaves.
+        None for local logits, which need no such read, and where processors read the leaves' texts.
         """
-        wholes = [
-            whole
-            for output in outputs
-            if (whole := output.whole) is not None and not device_reads.is_local(whole.logits)
-        ]
-        if len(wholes) < len(outputs) or self.processors.reads_ids:
+        passes = [output.whole for output in outputs if output.whole is not None]
+        is_local = any(device_reads.is_local(scores.logits) for scores in passes)
+        if len(passes) < len(outputs) or is_local or self.processors.reads_ids:
             return None
-        for whole in wholes:
-            if "leading" not in whole.cache:
-                whole.cache["leading"] = self.leaders(whole.logits.float(), whole.unconditional, count)
-        return [whole.cache["leading"][output.at] for whole, output in zip(wholes, outputs, strict=True)]
+        for scores in passes:
+            if "leading" not in scores.cache:
+                scores.cache["leading"] = self.leaders(scores.logits.float(), scores.unconditional, count)
+        return [scores.cache["leading"][output.at] for scores, output in zip(passes, outputs, strict=True)]
 
     def leaders(self, logits: Tensor, unconditional: Tensor | None, count: int) -> list[LeafCandidates]:
-        """The `count` best tokens after each of `logits` `[leaves, vocab]`, by processors that read no ids."""
+        """The `count` best tokens after each of `logits` `[leaves, vocab]`; the processors must read no ids."""
         count = min(count, logits.shape[-1])
         if len(self.processors) or (unconditional is not None and self.guidance_scale is not None):
             values, ids = self.processors(None, self._log_probs(logits, unconditional)).topk(count, dim=-1)
-        else:  # only the best are normalised, from one logsumexp each
+        else:  # normalise only the best
             values, ids = logits.topk(count, dim=-1)
             values = values - logits.logsumexp(-1, keepdim=True)
         flat, numbers = device_reads.read(values.flatten(), ids.flatten())
         return [
-            (np.array(flat[i : i + count], dtype=np.float32), device_reads.whole(numbers[i : i + count]))
+            (np.array(flat[i : i + count], dtype=np.float32), device_reads.as_ints(numbers[i : i + count]))
             for i in range(0, len(flat), count)
         ]
 
     def draft_scores(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor) -> Tensor:
-        """A draft's log-probabilities `[ends, vocab]` of texts that go on, after the processors that may see them."""
+        """A draft's log-probabilities `[ends, vocab]` after pure processors; tokens that end a text are -inf."""
         drafting = self.processors.drafting
         scores = torch.log_softmax(fit(logits, self.width).float(), dim=-1)
         if len(drafting):
@@ -253,7 +247,7 @@ class Scoring(StrategyBase):
 
 
 def best_of_leaves(leaves: Sequence[LeafCandidates], running: Sequence[float], count: int) -> Candidates:
-    """The `count` best continuations of beams with these sums so far, the first of equals; one leaf may serve all."""
+    """The `count` best continuations of beams with sums `running`, of equals the first; one leaf may serve all."""
     own = [leaves[i if len(leaves) > 1 else 0] for i in range(len(running))]
     total = np.stack([values + np.float32(score) for (values, _), score in zip(own, running, strict=True)])
     places = np.argsort(-total, axis=None, kind="stable")[:count].tolist()
@@ -263,7 +257,7 @@ def best_of_leaves(leaves: Sequence[LeafCandidates], running: Sequence[float], c
 
 
 def branches(found: Candidates, ends: Sequence[Branch]) -> list[tuple[int, Branch]]:
-    """What was found as a draft's next level, best first."""
+    """Candidates as a draft's next level, best first."""
     finite = [
         (parent, Branch([*ends[parent].tokens, token], score, math.exp(min(score - ends[parent].score, 0.0))))
         for score, parent, token in zip(*found, strict=True)
@@ -273,12 +267,12 @@ def branches(found: Candidates, ends: Sequence[Branch]) -> list[tuple[int, Branc
 
 
 def best_of(scores: Tensor, running: Sequence[float], count: int) -> Candidates:
-    """The `count` best by `scores + running`, `scores` `[beams, vocab]` float32."""
+    """The `count` best entries of `scores` `[beams, vocab]` float32 plus `running`."""
     return best_totals(totals(scores, running), count)
 
 
 def totals(scores: Tensor, running: Sequence[float]) -> Tensor:
-    """`scores` `[beams, vocab]` float32 with every beam's sum so far."""
+    """`scores` `[beams, vocab]` float32 plus every beam's sum so far."""
     return scores + torch.tensor(running, device=scores.device)[:, None]
 
 
@@ -290,7 +284,7 @@ def best_totals(total: Tensor, count: int) -> Candidates:
 
 
 def extended(ids: Tensor, parents: Sequence[int], tokens: Sequence[int]) -> Tensor:
-    """`ids` `[beams, length]` of `parents`, each with one of `tokens` behind `[candidates, length + 1]`."""
+    """`[candidates, length + 1]`: the rows `parents` of `ids` `[beams, length]`, each followed by one of `tokens`."""
     return torch.cat((ids[list(parents)], torch.tensor(tokens, device=ids.device)[:, None]), dim=1)
 
 

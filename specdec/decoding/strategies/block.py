@@ -1,8 +1,8 @@
-"""Block verification: decides about all tokens of a round together, and accepts never fewer than the token rule.
+"""Block verification: decides about all tokens of a round together, and never accepts fewer than the token rule.
 
-On a chain this is the rule of arXiv 2403.10444 (Algorithm 2), on a tree traversal verification (arXiv 2505.12398): from
-the deepest first child upwards, every node is either the end of the accepted path or is taken out of the tree, and what
-the target has beyond its distribution goes to its younger siblings and to its parent.
+Source: on a chain, arXiv 2403.10444 (Algorithm 2); on a tree, traversal verification (arXiv 2505.12398). From the
+deepest first child upwards, each node either ends the accepted path or is removed from the tree; the target's mass
+beyond its distribution then goes to its later siblings and its parent.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from specdec.errors import OptionError
 
 @dataclass
 class _Verdict:
-    """What a round will emit, decided at its first step: `tokens`, after `base` others.
+    """What a round emits, decided at its first step: `tokens`, after `base` earlier ones.
 
-    `copies` `[nodes, vocab]` are the processed logits in the processor's own memory, where they had to be copied.
+    `copies` `[nodes, vocab]`: the processed logits in the CPU's memory, if they had to be copied.
     """
 
     scores: Scores
@@ -35,7 +35,7 @@ class _Verdict:
     copies: Tensor | None = None
 
     def near(self, node: int, processed: Tensor | None) -> Tensor:
-        """The `processed` logits `[vocab]` at `node`, or their copy where there is one."""
+        """The copy of the logits `[vocab]` at `node` if there are copies, else `processed`."""
         if self.copies is not None:
             return self.copies[node - self.scores.first]
         assert processed is not None
@@ -44,9 +44,9 @@ class _Verdict:
 
 @dataclass
 class _Stop:
-    """A node on the way: its weight, its `children` to come, and p `[vocab]` of what may still follow it.
+    """A node of the current path: its weight, its remaining `children`, and p `[vocab]` of the tokens after it.
 
-    `left` is p as log-probabilities, up to a constant.
+    `left`: p as log-probabilities, up to a constant.
     """
 
     node: int
@@ -58,19 +58,19 @@ class _Stop:
 
     @classmethod
     def at(cls, tree: Tree, node: int, weight: float, processed: Tensor) -> _Stop:
-        """`node` when the way first comes there."""
+        """`node` when the path first reaches it."""
         children = iter(drawn_children(tree, node))
         return cls(node, weight, processed, children, processed, torch.softmax(processed, dim=-1))
 
 
 def child_weight(weight: float, p: Tensor, q: Tensor, token: int) -> float:
-    """The chance that the path goes on through `token`, which was drawn from `q`, given its parent's weight and p."""
+    """The weight of the child `token`, which was drawn from `q`, given its parent's weight and p."""
     ours, theirs = weight * float(p[token]), float(q[token])
     return min(ours / theirs, 1.0) if theirs > 0 else float(ours > 0)
 
 
 def without_child(weight: float, p: Tensor, q: Tensor) -> tuple[float, Tensor]:
-    """A node's weight and p once a child that was drawn from `q` is out."""
+    """A node's weight and p after the removal of a child that was drawn from `q`."""
     excess = (weight * p - q).clamp_(min=0.0)
     mass = float(excess.sum())
     rest = mass + 1.0 - weight
@@ -79,9 +79,9 @@ def without_child(weight: float, p: Tensor, q: Tensor) -> tuple[float, Tensor]:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Block(Rejection):
-    """Block verification of drawn chains, traversal verification of drawn trees; the token rule on guesses.
+    """Block verification of drawn chains, traversal verification of drawn trees; the token rule for guesses.
 
-    The first step of a round looks ahead along the tree, so the processors must be pure, or OptionError is raised.
+    The first step of a round processes nodes that may not be emitted; OptionError if a processor is not pure.
     """
 
     name: ClassVar[str] = "block"
@@ -89,7 +89,7 @@ class Block(Rejection):
     def __post_init__(self) -> None:
         if not self.processors.pure:
             raise OptionError(
-                f'`sampling="block"` asks processors about text that may not come true, which {self.processors!r} may '
+                f'`sampling="block"` calls processors for text that may not be emitted, which {self.processors!r} may '
                 'not allow: use `sampling="rejection"`'
             )
 
@@ -103,16 +103,16 @@ class Block(Rejection):
         processed = self.processed(seq, new, scores, node)
         if at < len(verdict.tokens):
             return self.step(verdict.tokens[at], scores, node, processed)
-        # The last token came from the residual and happened to be the draft's: its target scores are there, but
-        # the rest of the tree has been judged already and may not be looked at again.
+        # The last token was drawn from the residual and equals the draft's: its logits exist, but the nodes below were
+        # judged already and may not be used again.
         key = noise.key(self.seed, noise.DRAW, generated(seq), len(new))
         return self.step(noise.draw(verdict.near(node, processed), key), scores, node, processed)
 
     def _judge(self, seq: SequenceView, new: list[int], scores: Scores, root: int) -> _Verdict:
-        """What is emitted after `root`, before which `new` are emitted already.
+        """The tokens after `root`, before which this round has emitted `new`.
 
-        The way leads down to the eldest children, and back up from where the path does not end. What it looks at next
-        depends on every look before, so it goes over copies where each look would wait for the device.
+        The path goes down to first children, and back up where it does not end. Each step depends on values of the one
+        before, so logits on an accelerator are copied first, in one read.
         """
         tree, start, verdict = scores.tree, generated(seq), _Verdict(scores, len(new))
         if self.reads_once(scores):
@@ -139,7 +139,7 @@ class Block(Rejection):
             else:
                 path.pop()
                 way.pop()
-                # The path does not end at this node or below it, which is out of the tree.
+                # The path ends neither at this node nor below it: it leaves the tree.
                 parent, q_ = way[-1], draft_distribution(tree, here.node)
                 assert q_ is not None
                 parent.weight, parent.p = without_child(parent.weight, parent.p, q_.to(parent.p.device))
@@ -147,7 +147,7 @@ class Block(Rejection):
 
 
 def _copied(tree: Tree, first: int, kinds: Sequence[Tensor]) -> tuple[Any, ...]:
-    """The tree with its distributions, and `kinds` of logits `[nodes, vocab]`, near at hand from one transfer."""
+    """The tree with its distributions, and `kinds` of logits `[nodes, vocab]`, copied to the CPU in one transfer."""
     drawn = [(node, q) for node in range(first, len(tree)) if (q := draft_distribution(tree, node)) is not None]
     near = torch.cat([*kinds, *(q.to(kinds[0])[None] for _, q in drawn)]).cpu()
     parts = torch.split(near, len(kinds[0]))
@@ -157,6 +157,6 @@ def _copied(tree: Tree, first: int, kinds: Sequence[Tensor]) -> tuple[Any, ...]:
 
 
 def _is_drawn(tree: Tree, node: int) -> bool:
-    """Whether there are nodes after `node`, and all were drawn from the draft."""
+    """Whether nodes follow `node`, and all of them were drawn."""
     after = range(node + 1, len(tree))
     return bool(after) and all(draft_distribution(tree, one) is not None for one in after)

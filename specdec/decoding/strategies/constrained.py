@@ -1,7 +1,7 @@
-"""Constrained beam search: beams that are on their way to contain given words (semantics of transformers 4.49).
+"""Constrained beam search: texts that contain given words (semantics of transformers 4.49).
 
-Besides the best continuations, a step looks at those that bring a beam forward with its constraints, and lets beams
-compete with those that have come as far.
+Besides the best continuations, a step considers those that advance a beam's constraints; beams compete with beams that
+have advanced as far.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from specdec.decoding.strategies.legacy_beams import PoolSearch, Turn
 from specdec.options.generate import Options
 
 _STEP = 100
-"""What a step towards the constraints weighs against a beam's log-probability."""
+"""The weight of one step of the constraints against a beam's log-probability."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ConstrainedSearch(PoolSearch):
-    """Beam search for texts that fulfil constraints; `progress` is that of the prompt, which counts towards them.
+    """Beam search for texts that fulfil constraints; `progress`: that of the prompt, which counts towards them.
 
     If fewer open beams than `returned` fulfil them at the end, the others are hypotheses as well.
     """
@@ -52,7 +52,7 @@ class ConstrainedSearch(PoolSearch):
         return Beams((Pool.of(self.num_beams, progress=self.progress),))
 
     def turns(self, pools: Sequence[Pool], ids: Tensor | None, own: Tensor) -> Iterator[Turn]:
-        """The one pool's step, with continuations that bring a beam forward."""
+        """The pool's step, with continuations that advance constraints."""
         [pool] = pools
         total = totals(self.processors(ids, own), pool.running)
         found = best_totals(total, self.candidates(self.num_beams))
@@ -64,14 +64,14 @@ class ConstrainedSearch(PoolSearch):
         yield Turn(replace(self.step(pool, chosen, found.scores[0]), progress=progress), chosen, total)
 
     def closed(self, pool: Pool, beams: Iterable[tuple[Beam, str]]) -> Pool:
-        """Those that fulfil the constraints first, and the others where these are too few."""
+        """Adds beams that fulfil the constraints, and the others if these are too few."""
         fulfilled, others = list[tuple[Beam, str]](), list[tuple[Beam, str]]()
         for beam, progress in zip(beams, pool.progress, strict=True):
             (fulfilled if progress.fulfilled else others).append(beam)
         return super().closed(pool, fulfilled + (others if len(fulfilled) < self.returned else []))
 
     def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
-        """The draft's own beams: by default twice as many as the target's, of texts that go on, forced ones too."""
+        """The draft's beams: by default twice as many as the target's, without ended texts, with forced tokens."""
         ahead = self.ahead(plan)
         total = totals(self.draft_scores(seq, ends, logits), [end.score for end in ends])
         generated = seq.tokens[seq.prompt_length :]
@@ -84,9 +84,9 @@ class ConstrainedSearch(PoolSearch):
 def _pushed(
     found: Candidates, beams: Sequence[tuple[int, ...]], progress: Sequence[Progress], total: Tensor, count: int
 ) -> Candidates:
-    """The `count` live beams to come: of the best candidates and the forced ones, the best of every bank in turn.
+    """The next `count` live beams: of the best and the forced candidates, the best of every bank in turn.
 
-    A bank are those candidates that are equally far with the constraints. `total` `[beams, vocab]` are their scores.
+    A bank holds candidates whose constraints have advanced equally far. `total`: scores `[beams, vocab]`.
     """
     pairs = list(zip(found.parents, found.tokens, strict=True))
     ranks = [progress[beam].after([token]).bank for beam, token in pairs]
@@ -108,7 +108,7 @@ def _pushed(
 
 
 def _places(banks: Sequence[int]) -> list[int]:
-    """Everyone's place in its run of equal banks."""
+    """Each element's index in its run of equal banks."""
     places: list[int] = []
     for i, bank in enumerate(banks):
         places.append(places[-1] + 1 if i and bank == banks[i - 1] else 0)

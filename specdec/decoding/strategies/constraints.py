@@ -1,4 +1,4 @@
-"""What a text must contain: phrases, and how far it has come with them. Everything is a value.
+"""The phrases that a text must contain, and its progress with them, as values.
 
 Semantics of transformers 4.49. transformers 5 dropped constrained search (Fast Lexically Constrained Decoding,
 arXiv 1804.06609; Guided Generation of Cause and Effect, 2107.09846).
@@ -15,7 +15,7 @@ from specdec.options.checks import is_list, is_whole, plain
 
 
 class Constraint:
-    """One of several phrases must occur; a text is as far with it as the ids `begun` of one of them."""
+    """One of several phrases must occur; `begun` are the ids of a phrase that the text ends with."""
 
     def __init__(self, phrases: Sequence[tuple[int, ...]]) -> None:
         following: dict[tuple[int, ...], dict[int, None]] = {}
@@ -30,16 +30,16 @@ class Constraint:
         return self._longest
 
     def advance(self, begun: tuple[int, ...] = ()) -> tuple[int, ...]:
-        """The ids that would be a step; none where it is complete."""
+        """The ids that would advance it; none when it is complete."""
         return self._following.get(begun, ())
 
     def remaining(self, begun: tuple[int, ...]) -> int:
-        """How many steps are left, of the longest phrase until one is complete."""
+        """How many ids are missing, of the longest phrase; 0 when one is complete."""
         return len(self) - len(begun) if self.advance(begun) else 0
 
 
 class PhrasalConstraint(Constraint):
-    """The text must contain the ids `token_ids`, one after the other."""
+    """The text must contain the ids `token_ids` in a row."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self.token_ids = _phrase("token_ids", token_ids)
@@ -52,7 +52,7 @@ class PhrasalConstraint(Constraint):
 class DisjunctiveConstraint(Constraint):
     """The text must contain one of several phrases, `nested_token_ids`.
 
-    Raises OptionError where one phrase begins with another: the longer one could never be completed.
+    Raises OptionError if one phrase begins with another, since the longer one could never be completed.
     """
 
     def __init__(self, nested_token_ids: Sequence[Sequence[int]]) -> None:
@@ -71,28 +71,28 @@ class DisjunctiveConstraint(Constraint):
 
 
 class Begun(NamedTuple):
-    """A constraint in the middle, and the ids of it that the text ends with."""
+    """A constraint that is not complete, and its ids that the text ends with."""
 
     constraint: Constraint
     tokens: tuple[int, ...]
 
     def advance(self) -> tuple[int, ...]:
-        """The ids that would be a step."""
+        """The ids that would advance it."""
         return self.constraint.advance(self.tokens)
 
     def step(self, token: int) -> Begun:
-        """After one of `advance()`."""
+        """The same after one of `advance()`."""
         return Begun(self.constraint, (*self.tokens, token))
 
     @property
     def remaining(self) -> int:
-        """How many steps are left."""
+        """How many ids are missing."""
         return self.constraint.remaining(self.tokens)
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a text is with all constraints: those not begun, the one in the middle, how many are complete."""
+    """A text's constraints: those not begun, the one in progress, and how many are complete."""
 
     pending: tuple[Constraint, ...]
     now: Begun | None = None
@@ -106,33 +106,33 @@ class Progress:
 
     @property
     def fulfilled(self) -> bool:
-        """Whether nothing is left to do."""
+        """Whether all are complete."""
         return not self.pending and self.now is None
 
     @property
     def bank(self) -> int:
-        """Steps made; beams are compared with those that made as many."""
+        """How many steps the text has made; beams compete with beams of the same number."""
         begun = self.longest - self.now.remaining if self.now is not None else 0
         return self.complete * self.longest + begun
 
     def advance(self) -> list[int]:
-        """The ids that would be a step, in order, with repetitions."""
+        """The ids that would advance a constraint, in order, with repetitions."""
         if self.now is not None:
             return list(self.now.advance())
         return [token for constraint in self.pending for token in constraint.advance()]
 
     def after(self, tokens: Iterable[int]) -> Progress:
-        """The progress when `tokens` follow."""
+        """The progress after `tokens`."""
         progress = self
         for token in tokens:
             progress = progress._add(token)
         return progress
 
     def forced(self) -> list[tuple[int, Progress]]:
-        """Every step and the progress after it.
+        """Every id that advances a constraint, and the progress after it.
 
-        In 4.49 copies of a disjunction in the middle share one list of its ids: what one tries the next ones find
-        begun, and all that do not end with their step are in the end as far as the list.
+        As in 4.49, where copies of a disjunction in progress share one list of ids: an id that one copy tries is begun
+        for the next ones, and all copies that their id does not complete end up with the whole list.
         """
         found, shared = [], self
         for token in self.advance():
@@ -147,7 +147,7 @@ class Progress:
         if self.now is not None:
             if token in self.now.advance():
                 return self._begun(self.now.step(token), self.pending)
-            # What breaks a phrase is not tried as the beginning of another.
+            # An id that breaks a phrase does not begin another one.
             return replace(self, pending=(*self.pending, self.now.constraint), now=None)
         for i, constraint in enumerate(self.pending):
             if token in constraint.advance():
@@ -161,7 +161,7 @@ class Progress:
 
 
 def wanted(constraints: Any, force_words_ids: Any) -> list[Constraint]:
-    """All constraints of a call, objects first; raises OptionError for what is none."""
+    """All constraints of a call, objects first; raises OptionError for anything else."""
     objects = [] if constraints is None else constraints
     if not is_list(objects) or not all(isinstance(item, Constraint) for item in objects):
         expected = "a list of specdec.PhrasalConstraint and specdec.DisjunctiveConstraint"

@@ -1,4 +1,4 @@
-"""Contrastive search: the likeliest few tokens, less their likeness to what is there (arXiv 2202.06417).
+"""Contrastive search: the likeliest few tokens, less their similarity to the text (arXiv 2202.06417).
 
 Semantics of transformers 4.49. The candidates of the next token are leaves of one search: the choice between them
 needs the target's last hidden state at each.
@@ -26,10 +26,10 @@ from specdec.options.generate import Options
 
 @dataclass(frozen=True)
 class Contrast:
-    """Where a search stands: the text so far, and the candidates for the next token.
+    """The state of a search: the text so far, and the candidates for the next token.
 
-    `context` `[length, width]` are the directions of all hidden states, `probs` `[candidates]` float32 the candidates'
-    probabilities. `step` is what will be known of the next token; `scores` are those kept of all steps.
+    `context` `[length, width]`: the directions of all hidden states. `probs` `[candidates]` float32: the candidates'
+    probabilities. `step`: logits and scores of the next token's step. `scores`: those of all steps, where kept.
     """
 
     tokens: tuple[int, ...] = ()
@@ -50,7 +50,7 @@ class Contrast:
 
     @property
     def finished(self) -> tuple[Hypothesis, ...]:
-        """The text, as a search's only one."""
+        """The text, as the only hypothesis."""
         return (Hypothesis(self.tokens, 0.0, (), self.finish or ""),)
 
 
@@ -58,7 +58,7 @@ class Contrast:
 class Contrastive(StrategyBase):
     """Picks the best of `top_k` by (1 - `penalty_alpha`) * probability - `penalty_alpha` * largest cosine.
 
-    `keep_traces` says that hidden states or attentions are wanted as outputs.
+    `keep_traces`: hidden states or attentions are outputs of the call.
     """
 
     stop: Stopping
@@ -87,7 +87,7 @@ class Contrastive(StrategyBase):
         return Contrast()
 
     def advance(self, seq: SequenceView, state: Contrast, outputs: Sequence[NodeOutput]) -> SearchStep:
-        """Emits one of the candidates that were computed, and asks for those of the next token; at first only asks."""
+        """Emits one of the computed candidates, and chooses those of the next token; the first step only chooses."""
         if state.context is None:
             after = self._ask(seq, Contrast(context=_directions(outputs[0])), outputs[0])
             return SearchStep(after, [0] * len(after.candidates), list(after.candidates), None, self._shown(0))
@@ -108,7 +108,7 @@ class Contrastive(StrategyBase):
         return SearchStep(after, [pick] * len(after.candidates), list(after.candidates), step, self._shown(pick))
 
     def _ask(self, seq: SequenceView, state: Contrast, output: NodeOutput) -> Contrast:
-        """The state with the candidates for its next token, by what the target said of its text."""
+        """The state with the candidates for its next token, from the target's output at the end of its text."""
         logits = self.guided(output.logits, output.unconditional)
         processed = process(self.processors, seq, _new(seq, state.tokens), logits)
         probs, ids = torch.softmax(processed, dim=-1).topk(min(self.top_k, processed.shape[-1]))
@@ -121,7 +121,7 @@ class Contrastive(StrategyBase):
         return Contrast(state.tokens, tuple(ids.tolist()), state.context, probs, step, state.scores)
 
     def _pick(self, state: Contrast, ahead: Tensor) -> int:
-        """Which candidate, of directions `ahead` `[candidates, width]`; of equals the likeliest."""
+        """The best candidate, given directions `ahead` `[candidates, width]`; of equals the likeliest."""
         assert state.context is not None
         assert state.probs is not None
         likeness = (ahead @ state.context.T).max(dim=-1).values.to(state.probs.device)
@@ -132,11 +132,11 @@ class Contrastive(StrategyBase):
 
 
 def _directions(output: NodeOutput) -> Tensor:
-    """The last hidden states `[nodes, width]` that led to an output, float32, each of length 1."""
+    """The last hidden states `[nodes, width]` of an output, float32, normalised to length 1."""
     assert output.trace.hidden_states is not None
     return normalize(output.trace.hidden_states[-1].float(), dim=-1)
 
 
 def _new(seq: SequenceView, tokens: Sequence[int]) -> list[int]:
-    """Those of the generated `tokens` that are not yet the sequence's text."""
+    """The generated `tokens` that are not yet in the sequence's text."""
     return list(tokens[len(seq.tokens) - seq.prompt_length :])

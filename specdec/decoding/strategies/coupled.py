@@ -24,7 +24,7 @@ class Coupled(TextStrategy):
 
     @classmethod
     def serves(cls, options: Options) -> bool:
-        """Sampling by the class's own name, which for coupled sampling goes without saying."""
+        """Sampling by the class's name; coupled sampling is the default."""
         return options.samples and (options.sampling or "coupled") == cls.name
 
     @property
@@ -41,7 +41,7 @@ class Coupled(TextStrategy):
 
 
 class Match(Coupled):
-    """Samples as `Coupled` does, the same text for the same seed, while the draft guesses its likeliest token."""
+    """Samples as `Coupled` does, the same text for the same seed; the draft guesses its likeliest token."""
 
     name = "match"
 

@@ -27,7 +27,7 @@ class Greedy(TextStrategy):
         return super().advance(seq, new, scores, node)
 
     def _best(self, scores: Scores, at: int) -> int:
-        """The first of the likeliest tokens of logits number `at`; of a small pass all are looked for at once."""
+        """The likeliest token of logits number `at` (of equals the first); in small passes computed for all at once."""
         if scores.logits.numel() > SMALL:
             return device_reads.first_best(scores.logits[at])
         if "best" not in scores.cache:

@@ -1,4 +1,4 @@
-"""Group beam search: groups of beams that keep away from what earlier groups say (Diverse Beam Search, 1610.02424).
+"""Group beam search: groups of beams that avoid what earlier groups chose (Diverse Beam Search, arXiv 1610.02424).
 
 Semantics of transformers 4.49. The beams of all groups are leaves of one search, so one target pass serves them all;
 the groups of a step choose one after the other.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from specdec.options.generate import Options
 class GroupSearch(PoolSearch):
     """`groups` beam searches of `num_beams / groups` beams, each of which pays for tokens that earlier ones chose.
 
-    The penalty is a processor (`specdec.HammingDiversityLogitsProcessor`) that is told what was chosen in this step.
+    The penalty is a processor (`specdec.HammingDiversityLogitsProcessor`), which gets the tokens chosen in this step.
     """
 
     diversity_penalty: float
@@ -41,7 +41,7 @@ class GroupSearch(PoolSearch):
         return cls(diversity_penalty=penalty, pad_id=setup.pad_id, end_id=setup.end_id, **cls.parts(setup))
 
     def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, plan: Plan) -> list[tuple[int, Branch]]:
-        """Every group's own beams by the draft's scores, by default twice the target's, of texts that go on.
+        """Every group's beams by the draft's scores, by default twice the target's, without ended texts.
 
         A branch's `groups` holds the groups that it serves.
         """
@@ -65,17 +65,17 @@ class GroupSearch(PoolSearch):
         return sorted(found.values(), key=lambda branch: -branch[1].score)
 
     def turns(self, pools: Sequence[Pool], ids: Tensor | None, own: Tensor) -> Iterator[Turn]:
-        """The open groups' steps, each with penalties for what was chosen before."""
+        """The open groups' steps, each with penalties for the choices of earlier groups."""
         at, chosen = 0, list[int]()
         for group, pool in enumerate(pools):
             if pool.done:
-                # As in transformers, what follows a finished text counts as chosen too.
+                # As in transformers, the padding of finished texts counts as chosen too.
                 chosen += [self.pad_id] * self.size
                 continue
             mine = slice(at, at + self.size)
             known = torch.tensor([*chosen, *[0] * (self.num_beams - len(chosen))], device=own.device)
-            told: dict[str, Any] = {"current_tokens": known, "beam_group_idx": group}
-            scores = self.processors(None if ids is None else ids[mine], own[mine], **told)
+            mine_ids = None if ids is None else ids[mine]
+            scores = self.processors(mine_ids, own[mine], current_tokens=known, beam_group_idx=group)
             found = best_of(scores, pool.running, self.candidates(self.size))
             going, pool = self.walk(pool, found)
             best = found.part(going)
@@ -83,7 +83,7 @@ class GroupSearch(PoolSearch):
             chosen, at = chosen + best.tokens, at + self.size
 
     def _served(self, end: Branch, i: int, ends: int) -> Collection[int]:
-        """The groups of a draft's end; of the target's own leaves it is told by their order."""
+        """The groups that a draft's end serves; the target's leaves are in the order of their groups."""
         if end.groups is not None:
             return end.groups
         return range(self.groups) if ends == 1 else (i // self.size,)

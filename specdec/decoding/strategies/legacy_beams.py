@@ -1,4 +1,4 @@
-"""The bookkeeping of transformers 4.49's beam scorers, on which group and constrained beam search stand.
+"""The bookkeeping of transformers 4.49's beam scorers, for group and constrained beam search.
 
 It differs from that of transformers 5: candidates that end make room, a search is judged by its best candidate even
 where that one ends, and of equal hypotheses the later wins.
@@ -21,7 +21,7 @@ from specdec.decoding.strategies.beam_scoring import Beam, Beams, Candidates, Hy
 
 
 class Turn(NamedTuple):
-    """What one pool made of a step: itself afterwards, its beams as continuations of former ones, its scores."""
+    """One pool's step: the pool after it, its beams as continuations of earlier ones, its scores."""
 
     pool: Pool
     found: Candidates
@@ -32,15 +32,15 @@ class Turn(NamedTuple):
 class PoolSearch(Scoring):
     """Base of the searches that are scored as in transformers 4.49.
 
-    `end_id` is written at the end of a text, whichever of several it chose: transformers does so. `pad_id` follows the
-    texts of a pool that is done.
+    `end_id` ends every text, whichever end token it chose, as in transformers. `pad_id` follows the texts of a pool
+    that is done.
     """
 
     end_id: int = 0
     pad_id: int = 0
 
     def turns(self, pools: Sequence[Pool], ids: Tensor | None, own: Tensor) -> Iterator[Turn]:
-        """The open pools' steps in order; `ids` and `own` log-probabilities are those of all their beams."""
+        """The open pools' steps in order, from `ids` and log-probabilities `own` of all their beams."""
         raise NotImplementedError
 
     def advance(self, seq: SequenceView, state: Beams, outputs: Sequence[NodeOutput]) -> SearchStep:
@@ -64,7 +64,7 @@ class PoolSearch(Scoring):
         return SearchStep(after, leaves, [tokens[i] for i in kept], step, shown)
 
     def walk(self, pool: Pool, found: Candidates) -> tuple[list[int], Pool]:
-        """Which candidates go on, best first, and the pool with what ended before them."""
+        """The candidates that go on, best first, and the pool with the texts that ended before them."""
         going: list[int] = []
         for rank, (parent, token) in enumerate(zip(found.parents, found.tokens, strict=True)):
             if token not in self.stop.eos_ids:
@@ -82,13 +82,13 @@ class PoolSearch(Scoring):
         return replace(pool, live=live, done=self._is_done(pool.ended, best, len(live[0].tokens)))
 
     def closed(self, pool: Pool, beams: Iterable[tuple[Beam, str]]) -> Pool:
-        """The pool with these of its `beams` among its hypotheses, each with why it ends."""
+        """The pool with these `beams` among its hypotheses, each with its finish reason."""
         for beam, reason in beams:
             pool = self._ended(pool, beam, reason)
         return pool
 
     def _ended(self, pool: Pool, beam: Beam, reason: str) -> Pool:
-        """The pool with `beam` among its hypotheses, if it is better than the worst of as many as there are beams."""
+        """The pool with `beam` among its hypotheses, of which it keeps the best `size`."""
         score = beam.score / len(beam.tokens) ** self.length_penalty
         kept = pool.ended
         if len(kept) >= self.size:
@@ -106,7 +106,7 @@ class PoolSearch(Scoring):
         return min(h.score for h in ended) >= best / self.horizon(length) ** self.length_penalty
 
     def _after(self, state: Beams, stepped: list[Pool], ends: list[str | None], ids: Tensor | None) -> Beams:
-        """The next state, from the open pools after their step and why each of their beams would end here."""
+        """The next state, from the open pools after their step and each beam's finish reason, if it ends here."""
         reasons = [end for end in ends if end is not None]
         if len(reasons) == len(ends):
             stepped = [
@@ -120,12 +120,12 @@ class PoolSearch(Scoring):
 
     def _placed(self, open_: Sequence[Pool], values: Tensor) -> Tensor:
         """`values` `[open beams, vocab]` as rows of all beams; a finished pool is certain of its padding."""
-        whole = values.new_full((self.num_beams, values.shape[1]), -torch.inf)
-        whole[:, self.pad_id : self.pad_id + 1] = 0.0
-        whole[[pool.offset + i for pool in open_ for i in range(self.size)]] = values
-        return whole
+        rows = values.new_full((self.num_beams, values.shape[1]), -torch.inf)
+        rows[:, self.pad_id : self.pad_id + 1] = 0.0
+        rows[[pool.offset + i for pool in open_ for i in range(self.size)]] = values
+        return rows
 
     def _shown(self, pools: Sequence[Pool]) -> list[int]:
-        """For every beam the leaf that it is, -1 in pools that are done."""
+        """The leaf of every beam; -1 in pools that are done."""
         leaves = count()
         return [-1 if pool.done else next(leaves) for pool in pools for _ in pool.live]

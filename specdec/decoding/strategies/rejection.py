@@ -1,4 +1,4 @@
-"""Rejection sampling: accepts draws from the draft so that what comes out is distributed as the target."""
+"""Rejection sampling: accepts draws from the draft such that the text has the target's distribution."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from specdec.decoding.strategies.coupled import Coupled
 
 
 def draft_distribution(tree: Tree, node: int) -> Tensor | None:
-    """q `[vocab]` that `node` was drawn from, None for a guess."""
+    """The q `[vocab]` that `node` was drawn from; None for a guess."""
     if tree.q is None or not tree.q[node].numel():
         return None
     return tree.q[node]
 
 
 def drawn_children(tree: Tree, node: int) -> list[tuple[int, Tensor]]:
-    """The nodes that were drawn to continue `node`, in order, each with its q; a guess and what follows it is none."""
+    """The children of `node` up to the first guess, in order, each with the q that it was drawn from."""
     found = []
     for child in range(node + 1, len(tree)):
         if tree.parents[child] == node:
@@ -33,7 +33,7 @@ def drawn_children(tree: Tree, node: int) -> list[tuple[int, Tensor]]:
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """What p has beyond q, normalised, `[..., vocab]`; p itself where rounding leaves nothing."""
+    """The positive part of p - q, normalised, `[..., vocab]`; p where rounding leaves nothing."""
     rest = (p - q).clamp_(min=0.0)
     mass = rest.sum(dim=-1, keepdim=True)
     return torch.where(mass > 0, rest / mass, p)
@@ -42,10 +42,10 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 class Rejection(Coupled):
     """The token rule (arXiv 2211.17192, 2302.01318), with several children per node (arXiv 2305.09781, 2402.12374).
 
-    `tree.q[c]` must be the distribution child c was drawn from given its elder siblings, and every drawn child must be
-    in the tree. Guesses (`q=None`) are one-hot: then a draw from p that equals the guess accepts it, which is the same
-    law as accepting with probability p[x] and falling back to p without x. Random numbers are functions of the seed,
-    the tokens generated before the round and the place in it.
+    `tree.q[c]` must be the distribution that child c was drawn from given its earlier siblings, and every drawn child
+    must be in the tree. Guesses (`q=None`) are one-hot: a draw from p that equals the guess accepts it, which has the
+    same distribution as accepting with probability p[x] and else drawing from p without x. Random numbers depend on the
+    seed, the number of tokens generated before the round, and the position in the round.
     """
 
     name = "rejection"
@@ -55,9 +55,9 @@ class Rejection(Coupled):
         return SampledRule(self.processors.drafting, self.width, self.seed)
 
     def choose(self, seq: SequenceView, new: list[int], scores: Scores, node: int, processed: Tensor) -> int:
-        """The first accepted child's token, or a draw from what p has beyond the children's distributions."""
+        """The first accepted child's token, or a draw from the residual of p after all children."""
         tree, place, left = scores.tree, (generated(seq), len(new)), processed
-        for order, (child, q) in enumerate(drawn_children(tree, node)):  # left: log-probabilities of what may come
+        for order, (child, q) in enumerate(drawn_children(tree, node)):  # left: the residual's log-probabilities
             token = tree.tokens[child]
             p, q = torch.softmax(left, dim=-1), q.to(left.device)
             r = noise.uniform(noise.key(self.seed, noise.ACCEPT, *place, order))
@@ -67,7 +67,7 @@ class Rejection(Coupled):
         return noise.draw(left, noise.key(self.seed, noise.DRAW, *place))
 
     def choose_all(self, seq: SequenceView, scores: Scores, processed: Tensor) -> Tensor:
-        """The same after every node at once: the eldest children of all nodes, then the second ones, and so on."""
+        """The same for all nodes at once: the first children of all nodes, then the second ones, and so on."""
         tree, start, depths = scores.tree, generated(seq), [len(path) for path in paths(scores)]
         children = [drawn_children(tree, scores.first + at) for at in range(len(processed))]
         left, chosen = processed.clone(), torch.full((len(processed),), -1, device=processed.device)

@@ -12,6 +12,7 @@ from transformers.utils import ModelOutput
 
 from specdec.errors import OptionError, UnsupportedError
 from specdec.generator.inputs.token_ids import MASKS, Ids, read_ids, read_mask
+from specdec.generator.inputs.tokenizers import ids_of
 from specdec.models import Encoding, LanguageModel
 from specdec.options.checks import warn_of_idle
 from specdec.options.generate import Options
@@ -351,5 +352,5 @@ def _read(value: Any, given: Mapping[str, Any], options: Options, target: Langua
         raise OptionError("a text prompt needs a tokenizer: pass `tokenizer=` to SpecGenerator, or token ids")
     if "attention_mask" in given:
         raise OptionError("`attention_mask` goes with token ids: text is never padded, leave it out")
-    rows = [tokenizer(text)["input_ids"] for text in texts]
+    rows = [ids_of(tokenizer, text) for text in texts]
     return read_ids("prompt", rows, {}, target)._replace(is_text=True)

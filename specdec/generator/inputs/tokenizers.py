@@ -21,6 +21,17 @@ def check_tokenizer(name: str, tokenizer: Any) -> None:
         raise OptionError.of(name, "a transformers tokenizer", tokenizer, way_out)
 
 
+def ids_of(tokenizer: Any, text: str, **how: Any) -> list[int]:
+    """The ids of a text; raises OptionError for one with half of a character, as JSON and names of files may hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"half of a character (the lone surrogate {text[error.start]!r}, at {error.start})"
+        raise OptionError(f"the text holds {half}: leave it out") from None
+    ids: list[int] = tokenizer(text, **how)["input_ids"]
+    return ids
+
+
 def tokenizer_beside(source: str, *, gguf_file: str | PathLike[str] | None = None, **options: Any) -> Any:
     """The tokenizer in the folder or hub repository of a model, or of a `zoo:` pair; None where none exists.
 

@@ -166,6 +166,8 @@ class _Reading:
 
     def _module(self, number: int, module: nn.Module) -> None:
         kind: Any = type(module)
+        if kind not in self._forwards and _is_known(kind):  # a caller may have put another one into a known class
+            self._trust(kind.forward)
         self._forwards[kind] = kind.forward
         self._modules += (id(kind), _serial(kind.forward), *module._modules)
         for held in (vars(module), module._modules, module._parameters, module._buffers):
@@ -227,9 +229,10 @@ class _Reading:
     def _trust(self, value: Any) -> None:
         """Code and objects of the libraries below are known; others may depend on anything."""
         value = value.func if isinstance(value, partial) else value
-        module = getattr(value, "__module__", None) or type(value).__module__
-        if str(module).partition(".")[0] not in _KNOWN:
-            self.readable = False
+        while value is not None:
+            if not _is_known(value):
+                self.readable = False
+            value = getattr(value, "__wrapped__", None)
 
 
 class _Sample:
@@ -296,6 +299,13 @@ def plain_modes() -> Iterator[None]:
         if torch.get_default_device().type != "cpu":
             modes.enter_context(torch.device("cpu"))
         yield
+
+
+def _is_known(value: Any) -> bool:
+    """Whether a function, class or object is of the libraries that are known; `functools.wraps` lends others' names."""
+    named = getattr(value, "__module__", None) or type(value).__module__
+    lies = getattr(getattr(value, "__func__", value), "__globals__", {}).get("__name__", named)
+    return all(str(module).partition(".")[0] in _KNOWN for module in (named, lies))
 
 
 def _serial(function: Any) -> int:

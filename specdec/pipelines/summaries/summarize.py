@@ -13,6 +13,7 @@ from specdec.core.stats import Stats
 from specdec.decoding.noise import fold
 from specdec.errors import OptionError, SpecdecError
 from specdec.generator.generator import SpecGenerator
+from specdec.generator.inputs.tokenizers import ids_of
 from specdec.options.generate import Options
 from specdec.pipelines.batching import BATCH, Decoded, check_call, decode, make_generator, row_seeds
 from specdec.pipelines.stats import total
@@ -205,7 +206,7 @@ class Summarizer:
             cut = (
                 {} if most is None or not self._target.is_encoder_decoder else {"truncation": True, "max_length": most}
             )
-            return [self._tokenizer(text, verbose=False, **cut)["input_ids"] for text in filled]
+            return [ids_of(self._tokenizer, text, verbose=False, **cut) for text in filled]
         chats = [[{"role": "user", "content": text}] for text in filled]
         how = {"add_generation_prompt": True, "return_dict": True, "tokenizer_kwargs": {"verbose": False}}
         return [self._tokenizer.apply_chat_template(chat, **how)["input_ids"] for chat in chats]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specdec.core.drafts import BatchDrafter, Chained, ChainRule, Commit, Hidden, Kept, Plan
+from specdec.core.drafts import BatchDrafter, Chained, ChainRule, Commit, Hidden, Plan, SavedState
 from specdec.core.rounds import SequenceView
 from specdec.core.tree import EMPTY, Scores, Tree
 from specdec.models import prefix_bytes
@@ -98,12 +98,12 @@ class HeadSession(ModelSession):
                 known.own = len(seq.tree)
         return super().propose(seqs, plans)
 
-    def join(self, seq: SequenceView, source: int | Kept, length: int) -> int:
+    def join(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
         """A copy of what was read of the other text, all but the last token of it, whose feature is gone."""
-        count = min(length, source.length if isinstance(source, Kept) else self._read_of(source))
+        count = min(length, source.length if isinstance(source, SavedState) else self._read_of(source))
         if count < 2:
             return 0
-        if isinstance(source, Kept):
+        if isinstance(source, SavedState):
             prefix, known = source.state
             cache_row = self._session.read_from(prefix, count)
         else:
@@ -112,13 +112,13 @@ class HeadSession(ModelSession):
         self._known[seq.id] = known.beginning(count)
         return count - 1
 
-    def keep(self, seq: SequenceView, length: int) -> Kept | None:
+    def keep(self, seq: SequenceView, length: int) -> SavedState | None:
         """A copy of what is in the cache by now; nothing is read for that."""
         cached, known = self._cached.get(seq.id), self._known.get(seq.id)
         if cached is None or known is None or cached.open or (count := min(length, cached.text)) < 2:
             return None
         prefix, known = self._session.keep_prefix(cached.cache_row, count), known.beginning(count)
-        return Kept(count, (prefix, known), prefix_bytes(prefix) + known.bytes)
+        return SavedState(count, (prefix, known), prefix_bytes(prefix) + known.bytes)
 
     def commit(self, commits: Sequence[Commit]) -> None:
         """Takes in the features of new text; what was guessed goes. Prompts are read as they come, in chunks."""

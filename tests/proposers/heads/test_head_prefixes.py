@@ -169,7 +169,7 @@ def test_room_for_heads_too(tmp_path: Path) -> None:
     for prompt in prompts:
         generator.generate([prompt], **RUN)
         entries = prefixes._entries.items()
-        sizes = [prefix_bytes(kept.state if text.reader is None else kept.state[0]) for text, kept in entries]
+        sizes = [prefix_bytes(kept.state if key.drafter is None else kept.state[0]) for key, kept in entries]
         assert sum(sizes) == sum(kept.bytes for kept in prefixes._entries.values()) == prefixes.bytes
         assert each < prefixes.bytes <= prefixes.limit
     for prompt, kept in zip(prompts[::-1], (True, True, False, False), strict=True):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec import LanguageModel, SpecGenerator, UnsupportedError
-from specdec.core.drafts import BatchDrafter, Commit, DraftSession, Kept, Plan
+from specdec.core.drafts import BatchDrafter, Commit, DraftSession, Plan, SavedState
 from specdec.core.rounds import SequenceView
 from specdec.core.tree import Tree
 from specdec.errors import OptionError
@@ -63,8 +63,8 @@ class Listening(DraftSession):
                 parents.append(-1 - i)
         return Tree(tokens, parents, [0.5] * len(tokens), source="listener")
 
-    def join(self, row: SequenceView, source: int | Kept, length: int) -> int:
-        if isinstance(source, Kept):
+    def join(self, row: SequenceView, source: int | SavedState, length: int) -> int:
+        if isinstance(source, SavedState):
             tokens, states = source.state
         else:
             tokens, states = self.rows[source].tokens, self.text[source]
@@ -74,9 +74,9 @@ class Listening(DraftSession):
         self.drafter.joined.append(len(self.text[row.id]))
         return len(self.text[row.id])
 
-    def keep(self, row: SequenceView, length: int) -> Kept | None:
+    def keep(self, row: SequenceView, length: int) -> SavedState | None:
         states = self.text[row.id][:length].clone()
-        return Kept(len(states), (row.tokens[: len(states)], states), states.nbytes)
+        return SavedState(len(states), (row.tokens[: len(states)], states), states.nbytes)
 
     def commit(self, commits: Sequence[Commit]) -> None:
         for row, path, text, hidden in commits:

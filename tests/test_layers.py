@@ -1,0 +1,96 @@
+"""The folders are layers: imports point upwards in this list, and nowhere in a circle."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import specdec
+
+ROOT = Path(specdec.__file__).parent
+# A folder imports itself and what stands above it.
+LAYERS = [
+    *("errors", "core", "options", "kernels", "models", "decoding", "proposers", "engine", "parallel", "generator"),
+    *("pipelines", "integrations", "bench", "distill", "server", "batch", "cli"),
+]
+# Programs do not import each other, nor do strategies import models: what stands here does not import what follows.
+APART = {
+    "decoding": {"models"},
+    "distill": {"bench"},
+    "server": {"bench", "distill"},
+    "batch": {"bench", "distill"},
+}
+MODULES = {
+    ".".join(("specdec", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): path
+    for path in sorted(ROOT.rglob("*.py"))
+}
+
+
+def imports(module: str) -> set[str]:
+    """The modules of the package that one imports: in functions and for type hints, too."""
+    found = set()
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in MODULES else node.module for name in names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found & MODULES.keys() - {module, "specdec"}
+
+
+IMPORTS = {module: imports(module) for module in MODULES}
+
+
+def folder(module: str) -> str:
+    return module.split(".")[1]
+
+
+@pytest.mark.parametrize("module", sorted(MODULES.keys() - {"specdec", "specdec.__main__"}))
+def test_a_folder_imports_what_stands_above_it(module: str) -> None:
+    own = folder(module)
+    for other in {folder(name) for name in IMPORTS[module]} - {own}:
+        assert LAYERS.index(other) < LAYERS.index(own), f"{module} imports {other}"
+        assert other not in APART.get(own, ()), f"{module} imports {other}"
+
+
+def test_there_are_no_circles() -> None:
+    """Modules that import nothing that is left go, and those that nothing left imports, until only circles are left."""
+    left = dict(IMPORTS)
+    size = len(left) + 1
+    while len(left) < size:
+        size, needed = len(left), set().union(*left.values())
+        left = {module: own & left.keys() for module, own in left.items() if own & left.keys() and module in needed}
+    assert not left, "\n".join(f"{module} imports {', '.join(sorted(own))}" for module, own in left.items())
+
+
+def test_the_top_has_folders_and_little_else() -> None:
+    entries = {path.name for path in ROOT.iterdir() if path.name != "__pycache__"}
+    assert entries == {"__init__.py", "__main__.py", "errors.py", "py.typed", "zoo", *LAYERS[1:]}
+
+
+def test_options_load_without_torch() -> None:
+    """The names of schedules are among them, and what `specdec --help` shows."""
+    modules = "specdec.options.generate, specdec.core.draft_schedules, specdec.cli.commands"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT.parent, check=False).returncode == 0
+
+
+def imported_at_once(path: Path) -> set[str]:
+    """The top-level names of what a file imports outside of functions and type hints."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {a.name for a in node.names} if isinstance(node, ast.Import) else {node.module or ""}
+    return {name.partition(".")[0] for name in found}
+
+
+def test_options_and_commands_import_no_torch() -> None:
+    for path in (ROOT / "errors.py", *(ROOT / "options").glob("*.py"), *(ROOT / "cli").glob("*.py")):
+        assert not imported_at_once(path) & {"torch", "transformers"}, path
+
+
+def test_ray_and_pyarrow_are_imported_where_they_are_used() -> None:
+    for path in (ROOT / "batch").rglob("*.py"):
+        assert not imported_at_once(path) & {"ray", "pyarrow"}, path
