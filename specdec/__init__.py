@@ -23,9 +23,9 @@ if TYPE_CHECKING:
         UnsupportedError,
         VocabularyError,
     )
-    from specdec.generator.call import Job
+    from specdec.generator.generation import Event, Generation
     from specdec.generator.generator import SpecGenerator
-    from specdec.generator.output import Event, Generation
+    from specdec.generator.job import Job
     from specdec.integrations.custom_generate import custom_generate
     from specdec.models import LanguageModel
     from specdec.options.generate import Options
@@ -41,9 +41,9 @@ _HOMES = {
     "DisjunctiveConstraint": "decoding.strategies",
     "DraftError": "errors",
     "Drafter": "core.drafts",
-    "Event": "generator.output",
-    "Generation": "generator.output",
-    "Job": "generator.call",
+    "Event": "generator.generation",
+    "Generation": "generator.generation",
+    "Job": "generator.job",
     "HammingDiversityLogitsProcessor": "decoding.processors",
     "LanguageModel": "models",
     "LoadError": "errors",

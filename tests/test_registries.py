@@ -25,8 +25,9 @@ from specdec.errors import OptionError, UnsupportedError
 from specdec.models.loading import quantizers
 from specdec.models.loading.quantizers import BitsAndBytes, Quantizer, make_quantizer
 from specdec.options.fields import DRAFT_WORDS, SAMPLING
-from specdec.options.generate import Options, resolve
+from specdec.options.generate import Options
 from specdec.options.load import QUANTIZATIONS, Quantization
+from specdec.options.resolve import resolve
 from specdec.pipelines import PIPELINES, Pipeline, Text, pipeline, text
 from specdec.pipelines.summaries import summarize
 from specdec.proposers import COPYING, DRAFTS

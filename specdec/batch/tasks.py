@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from specdec.core.stats import Stats
 from specdec.errors import OptionError, SpecdecError
+from specdec.generator.generation import Generation
 from specdec.generator.generator import SpecGenerator
 from specdec.generator.inputs.tokenizers import ids_of
-from specdec.generator.output import Generation
 from specdec.options import bundled_models
 from specdec.options.checks import plain
 from specdec.options.generate import listed

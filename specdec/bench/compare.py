@@ -7,8 +7,8 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from specdec.bench.samples import Mismatch, Sample
+from specdec.generator.generation import Generation
 from specdec.generator.generator import SpecGenerator
-from specdec.generator.output import Generation
 
 
 class Difference(NamedTuple):

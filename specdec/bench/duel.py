@@ -10,8 +10,8 @@ from typing import Any
 from specdec.bench.compare import Difference, differences
 from specdec.bench.corpus import held_out_prompts
 from specdec.bench.machine import Watch
+from specdec.generator.generation import Generation
 from specdec.generator.generator import SpecGenerator
-from specdec.generator.output import Generation
 from specdec.options.bundled_models import Pair
 
 PROMPTS = 12

@@ -18,7 +18,7 @@ from specdec.bench.parts import MARK, Count, Drafting, Mode, Part, Prompts, Synt
 from specdec.core.draft_schedules import SCHEDULES
 from specdec.errors import OptionError
 from specdec.options.fields import SAMPLING
-from specdec.options.generate import read_yaml, resolve
+from specdec.options.resolve import read_yaml, resolve
 from specdec.proposers import COPYING, DRAFTS
 
 PRESETS: dict[str, dict[str, Any]] = {"greedy": {"do_sample": False}, "sample": {"do_sample": True}}

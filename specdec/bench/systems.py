@@ -16,8 +16,8 @@ from specdec.core.drafts import BatchDrafter, Commit, DraftSession, Plan
 from specdec.core.rounds import SequenceView
 from specdec.core.tree import EMPTY, Tree
 from specdec.errors import OptionError
+from specdec.generator.generation import Generation
 from specdec.generator.generator import SpecGenerator
-from specdec.generator.output import Generation
 from specdec.options import bundled_models
 from specdec.proposers import COPYING, is_word
 

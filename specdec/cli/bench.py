@@ -143,7 +143,7 @@ def concluded(found: Mapping[str, Any], state: str) -> int:
 
 def suite_keys(params: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a suite: flags over the file of --config."""
-    from specdec.options.generate import read_yaml
+    from specdec.options.resolve import read_yaml
 
     file = read_yaml(params["config"]) if params["config"] is not None else {}
     keys: dict[str, Any] = {key: params[flag] for flag, key in FLAGS.items() if params.get(flag) not in (None, [], ())}

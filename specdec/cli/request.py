@@ -102,7 +102,8 @@ def read_config(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     from specdec.options.fields import IDLE, REFUSED
-    from specdec.options.generate import Options, read_yaml
+    from specdec.options.generate import Options
+    from specdec.options.resolve import read_yaml
 
     file = read_yaml(path)
     known = {
@@ -150,7 +151,7 @@ def read_options(
     params: Mapping[str, Any], file: Mapping[str, Any], new_tokens: int | None, seed: int | None = None
 ) -> dict[str, Any]:
     """The options of the call: flags and --set over the file's, with a length limit, and a seed for sampling."""
-    from specdec.options.generate import resolve
+    from specdec.options.resolve import resolve
 
     flags = {name: params[flag] for flag, name in FLAGS.items() if params[flag] not in (None, [], ())}
     drawing = [flag for flag in SAMPLING_FLAGS if params[flag] is not None]

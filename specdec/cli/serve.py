@@ -170,7 +170,7 @@ def on_cluster(address: str, keys: Mapping[str, Any], params: Mapping[str, Any])
 
 def settings_keys(params: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of the settings: flags over the file of --config."""
-    from specdec.options.generate import read_yaml
+    from specdec.options.resolve import read_yaml
 
     keys = read_yaml(params["config"]) if params["config"] is not None else {}
     named = [option for option, given in (("TARGET", params["target"]), ("--demo", params["demo"])) if given]

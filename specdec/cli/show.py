@@ -17,7 +17,7 @@ from specdec.options.versions import versions
 
 if TYPE_CHECKING:
     from specdec.core.stats import Stats
-    from specdec.generator.output import Event, Generation
+    from specdec.generator.generation import Event, Generation
 
 ACCEPTED, TARGET, PROMPT = Style(color="green"), Style(), Style(dim=True)
 EXACTNESS = {
@@ -54,7 +54,7 @@ class Printer:
     """Writes one row's text as it becomes certain, and can tell the draft's tokens from the target's."""
 
     def __init__(self, out: Console, tokenizer: Any, *, show_draft: bool, marks: bool = True) -> None:
-        from specdec.generator.output import Detokenizer
+        from specdec.generator.detokenizer import Detokenizer
 
         self._out, self._pieces = out, Detokenizer(tokenizer)
         self._show_draft = show_draft

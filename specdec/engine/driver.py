@@ -42,6 +42,7 @@ class Driver:
         self._driving_thread: int | None = None
         self._thread: threading.Thread | None = None  # the last one that was started to drive
         self._ended = False
+        self._closed = False
 
     def rounds(self, request: Request, *, stream: bool = False) -> Generator[Round]:
         """Yields a request's rounds: with `stream` as they come, otherwise all at its end.
@@ -52,6 +53,7 @@ class Driver:
         self._check()
         self.engine.budget.check(request)
         with self._lock:
+            self.check_open()
             self._open.add(request)
             self._arrived.append(request)
         try:
@@ -69,7 +71,7 @@ class Driver:
         if request.error is not None:
             raise request.error
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: Request, why: str = "the call was cancelled") -> None:
         """Ends a request before its next round, without waiting; its caller gets CancelledError.
 
         A request that is done stays as it is; one without a caller yet will not begin.
@@ -77,12 +79,37 @@ class Driver:
         with self._lock:
             if request.done:
                 return
-            request.error = CancelledError("the call was cancelled")
+            request.error = CancelledError(why)
             if request in self._open:
                 self._cancelled.append(request)
                 self._work.notify_all()
             else:
                 request.done = True
+
+    def close(self) -> None:
+        """Cancels all calls, ends the thread that runs them, and frees keys and values; later calls raise EngineError.
+
+        Waits for the pass under way. Raises EngineError inside a call's own processor, criterion, draft or schedule.
+        """
+        self._check()
+        with self._lock:
+            self._closed = True
+            for request in list(self._open):
+                self.cancel(request, "the generator was closed")
+            self._work.notify_all()
+            self._work.wait_for(lambda: self._driving_thread is None)
+            self._driving_thread = threading.get_ident()
+        try:
+            self.engine.abort(CancelledError("the generator was closed"))
+        finally:
+            self._stop_driving()
+        if self._thread is not None and self._thread.is_alive():
+            self._thread.join()
+
+    def check_open(self) -> None:
+        """Raises EngineError after `close`."""
+        if self._closed:
+            raise EngineError("this SpecGenerator is closed: make another one")
 
     def end(self) -> None:
         """Ends the shared thread, if one is alive, and its requests, whose callers get CancelledError."""
@@ -163,6 +190,7 @@ class Driver:
                 self._driving_thread = me
                 return False
             self._wake()
+            self._work.notify_all()
             return True
 
     def _drive_all(self) -> None:
@@ -172,7 +200,7 @@ class Driver:
         def wanted() -> bool:
             with self._lock:
                 while not self._cancelled and all(ready() for _, ready in self._waiting.values()):
-                    if self._ended:
+                    if self._ended or self._closed:
                         return False
                     came = self._work.wait(_SOON)
                     if not came:

@@ -1,4 +1,4 @@
-"""Whatever a caller names as a draft, in all spellings, as one that serves batches of one target."""
+"""A draft by any name that a caller gives it, as a `BatchDrafter` of one target."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -43,7 +43,7 @@ from specdec.proposers.function import refuse_class
 from specdec.proposers.heads import kind_of, load_head, load_mtp
 from specdec.proposers.shared_encoder import on_encoder_of
 
-# transformers' names for the draft of a call -> the arguments that go with each.
+# transformers' arguments that name a call's draft -> the arguments that belong to each.
 ALIASES: dict[str, tuple[str, ...]] = {
     "assistant_model": ("assistant_tokenizer",),
     "prompt_lookup_num_tokens": ("max_matching_ngram_size",),
@@ -55,12 +55,10 @@ _WORDS = ", ".join(map(repr, DRAFTS))
 _KINDS = f"a model, an id or path, one of {_WORDS}, a Drafter, a pair of a draft that copies and a model, or None"
 _KEPT = 2  # drafts named in calls; each may hold a model
 
-T = TypeVar("T")
-
 
 @dataclass(eq=False)
 class Draft:
-    """A draft of one target, and the pacings of its requests: what they learned serves the next ones of a family."""
+    """A draft of one target, and the pacings of its requests, which requests of one family share."""
 
     drafter: BatchDrafter | None
     pacings: dict[Hashable, Pacing] = field(default_factory=dict)
@@ -68,9 +66,9 @@ class Draft:
     _lock: Any = field(default_factory=threading.Lock)
 
     def pacing(self, options: Options, make: Callable[[Schedule | None], Schedule]) -> Pacing:
-        """The pacing of a request: one of its own, or for schedules that learn, that of its family.
+        """The pacing of a request: its own, or its family's where the schedule learns.
 
-        `make` makes a schedule from the one with which the family's last request ended.
+        `make` makes a schedule from the one with which the family's last request ended, or None.
         """
         if not learns(options):
             return Pacing(make(None))
@@ -89,7 +87,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class HeadAt:
-    """A head at a folder or hub id, or by a word, which comes in once its target has."""
+    """A head by folder, hub id or word, which is loaded after its target."""
 
     source: str
     how: Loading
@@ -97,12 +95,13 @@ class HeadAt:
 
 
 class Drafts:
-    """Makes drafts for one target, and keeps the last two that calls have named, with their models."""
+    """Makes the drafts of one target, and keeps the last two that calls named, with their models."""
 
     def __init__(self, target: LanguageModel, *, backend: str = "auto") -> None:
         self._target = target
         self._how = Loading(backend=backend)
-        self._recent = Recent(_KEPT)
+        self._lock = threading.Lock()
+        self._recent: list[tuple[tuple[Any, ...], Draft]] = []  # with the arguments that name them; the last first
 
     def make(
         self, draft: Any, tokenizer: Any, assistant_tokenizer: Any = None, *, name: str = "draft"
@@ -135,7 +134,7 @@ class Drafts:
                 return _own(draft, name)
 
     def of_call(self, given: Mapping[str, Any], tokenizer: Any) -> Draft:
-        """The draft that a call names in transformers' words, `given` by these names.
+        """The draft that a call names by transformers' arguments.
 
         Raises OptionError where several name one.
         """
@@ -143,7 +142,13 @@ class Drafts:
         if len(named) > 1:
             raise OptionError(f"{' and '.join(named)} each name a draft: pass one of them")
         parts = (tokenizer, *(given.get(name) for name in NAMES))
-        return self._recent.get(parts, lambda: Draft(self._of_call(named[0], given, tokenizer)))
+        with self._lock:
+            found = next((entry for entry in self._recent if all(map(_same, entry[0], parts))), None)
+            # The oldest is freed before another one is loaded.
+            self._recent = [entry for entry in self._recent if entry is not found][: _KEPT - 1]
+            found = found or (parts, Draft(self._of_call(named[0], given, tokenizer)))
+            self._recent.insert(0, found)
+            return found[1]
 
     def _of_call(self, name: str, given: Mapping[str, Any], tokenizer: Any) -> BatchDrafter | None:
         match name:
@@ -166,7 +171,7 @@ class Drafts:
         return HeadDrafter(load_head(draft.source, target, draft.how, argument=name, choose=choose))
 
     def _model(self, draft: Any, tokenizer: Any, assistant_tokenizer: Any, name: str) -> BatchDrafter:
-        """A draft model, behind a bridge where its tokenizer is another one."""
+        """A draft model; with another tokenizer than the target's, behind a `TextBridge`."""
         if tokenizer is not None and assistant_tokenizer is None and is_name(draft):
             assistant_tokenizer = tokenizer_beside(str(draft))
         target = self._target
@@ -200,30 +205,10 @@ class Drafts:
         return HybridDrafter(DRAFTS[pair[0]].of(self._target, None), model)
 
 
-class Recent:
-    """The last few things that were made, by what they were made of; both stay alive as long as they are among them."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._lock = threading.Lock()
-        self._entries: list[tuple[tuple[Any, ...], Any]] = []  # the last first
-
-    def get(self, parts: tuple[Any, ...], make: Callable[[], T]) -> T:
-        """What was made of these very objects, or of equal names, or else what `make` makes."""
-        with self._lock:
-            found = next((e for e in self._entries if all(map(_same, e[0], parts))), None)
-            others = [entry for entry in self._entries if entry is not found][: self._count - 1]
-            self._entries = others  # what must go does so before anything is loaded in its place
-            found = found or (parts, make())
-            self._entries = [found, *others]
-            value: T = found[1]
-            return value
-
-
 def named_drafts(given: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """The draft that a call, or else its generation config, names in transformers' words, and what goes with it.
+    """The arguments of `ALIASES` in a call or else its generation config.
 
-    Warns of a call's own arguments that go with another name.
+    Warns of a call's details without the argument that they belong to.
     """
     found = {name: value for name in NAMES if (value := given.get(name, getattr(config, name, None))) is not None}
     if found.get("use_mtp") is False:
@@ -238,14 +223,14 @@ def named_drafts(given: Mapping[str, Any], config: Any) -> dict[str, Any]:
 
 
 def is_name(draft: object) -> bool:
-    """Whether this is an id or path of a model."""
+    """Whether `draft` is an id or path of a model."""
     return isinstance(draft, str | PathLike) and not is_word(draft)
 
 
 def language_model(model: Any, name: str, how: Loading | None = None) -> LanguageModel:
-    """The model that the caller's argument `name` is, or that it names by id or path, loaded as `how` says.
+    """The model that is the argument `name`, or is loaded by it with `how`.
 
-    Raises OptionError for what is none, and for one that is wrapped already in another backend or exactness.
+    Raises OptionError for other types, and for a `LanguageModel` in another backend or exactness than `how` has.
     """
     how, model = how or Loading(), unwrapped(model, name)
     if isinstance(model, LanguageModel) and not how.given.keys() - set(PASSES):
@@ -263,9 +248,9 @@ def language_model(model: Any, name: str, how: Loading | None = None) -> Languag
 
 
 def loaded(draft: Any, how: Loading, vocabulary: Vocabulary | None = None) -> tuple[Any, Any]:
-    """`draft` with its model loaded as `how` says, where that is an id or path, and the tokenizer beside the model.
+    """`draft` with its models loaded where they are ids or paths, and the tokenizer beside the model.
 
-    The model guesses the tokens of its `vocabulary` alone, where that is given.
+    With a `vocabulary`, the model guesses these tokens only.
     """
     if isinstance(draft, tuple | list):
         parts = [loaded(part, how, vocabulary) for part in draft]
@@ -280,7 +265,7 @@ def loaded(draft: Any, how: Loading, vocabulary: Vocabulary | None = None) -> tu
 
 
 def _cut(name: str, vocabulary: Vocabulary | None, tokenizer: Any, model: LanguageModel) -> None:
-    """Leaves a draft model the vocabulary that is given, or the one that its checkpoint names."""
+    """Cuts a draft model's vocabulary to the given one, or to its checkpoint's."""
     if vocabulary is None:
         cut_as_saved(model)
     elif getattr(model.config, "draft_vocabulary", None) is not None:
@@ -290,17 +275,17 @@ def _cut(name: str, vocabulary: Vocabulary | None, tokenizer: Any, model: Langua
 
 
 def names_model(draft: Any) -> bool:
-    """Whether an id or path of a model is, or is part of, this draft."""
+    """Whether `draft` is, or contains, an id or path of a model."""
     return any(map(names_model, draft)) if isinstance(draft, tuple | list) else is_name(draft)
 
 
 def is_head(draft: Any) -> bool:
-    """Whether this is the word for a head that comes with the target."""
+    """Whether `draft` is the word for a head of the target's checkpoint."""
     return isinstance(draft, str) and draft in DRAFTS and issubclass(DRAFTS[draft], HeadDrafter)
 
 
 def _check_spelling(draft: Any, name: str) -> None:
-    """Raises OptionError for what is nearly a draft's word and no folder, before a hub is asked for it."""
+    """Raises OptionError for a misspelt word, which the hub would be searched for."""
     if isinstance(draft, str) and not is_word(draft) and not Path(draft).exists():
         near = closest_name(draft.partition(":")[0], DRAFTS)
         if near is not None:
@@ -309,13 +294,14 @@ def _check_spelling(draft: Any, name: str) -> None:
 
 
 def _same(mine: Any, theirs: Any) -> bool:
+    """Whether two arguments are the same object, or equal names or numbers."""
     return mine is theirs or (
         isinstance(mine, str | PathLike | int) and type(mine) is type(theirs) and bool(mine == theirs)
     )
 
 
 def _own(draft: Any, name: str) -> BatchDrafter:
-    """The caller's own drafter or function."""
+    """The caller's drafter or function; raises OptionError for other objects."""
     refuse_class(name, draft)
     if isinstance(draft, BatchDrafter):
         return draft
@@ -337,7 +323,7 @@ def _lookup(prompt_lookup_num_tokens: Any, max_matching_ngram_size: Any = 2) -> 
 
 
 def _check_bridge(draft: Any, tokenizer: Any, name: str) -> None:
-    """Raises where an `assistant_tokenizer` beside this draft could have no effect."""
+    """Raises OptionError where an `assistant_tokenizer` has no effect."""
     model = draft[-1] if isinstance(draft, tuple | list) and draft else draft
     if not is_name(model) and not isinstance(model, PreTrainedModel | LanguageModel):
         kind = repr(draft) if draft is None or isinstance(draft, str) else type(draft).__name__
@@ -355,7 +341,7 @@ def _vocabulary(tokenizer: Any, name: str) -> Any:
 
 
 def _check_widths(draft: LanguageModel, target: LanguageModel, tokenizer: Any) -> None:
-    """Raises where the two cannot have one vocabulary, as far as widths of logits tell; paddings may differ."""
+    """Raises VocabularyError where the widths of logits differ by more than padding."""
     widths = (draft.vocab_size, target.vocab_size)
     known = len(tokenizer) if hasattr(tokenizer, "__len__") else None
     padded = known is not None and known <= min(widths) and max(widths) <= 1.05 * known

@@ -1,4 +1,4 @@
-"""`SpecGenerator`: prompts in, text out; whatever a caller names, in all spellings, becomes the parts of a call."""
+"""`SpecGenerator`: prompts in, text out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from specdec.engine.engine import Engine
 from specdec.engine.openmp import release_helpers
 from specdec.engine.prefix_cache import PrefixCache
 from specdec.errors import OptionError
-from specdec.generator.call import Call, Extras, Job
+from specdec.generator.build_request import Call, Extras
+from specdec.generator.checks import check_draft
+from specdec.generator.detokenizer import Detokenizer
 from specdec.generator.drafts_by_name import NAMES as DRAFT_NAMES
 from specdec.generator.drafts_by_name import (
     Draft,
@@ -31,37 +33,33 @@ from specdec.generator.drafts_by_name import (
     named_drafts,
     names_model,
 )
+from specdec.generator.generation import Event, Generation
 from specdec.generator.inputs import NAMES as MODEL_INPUTS
 from specdec.generator.inputs import Prompt, check_tokenizer, read_prompts, tokenizer_beside, with_predictions
-from specdec.generator.output import Detokenizer, Event, Generation
-from specdec.models import LanguageModel, ModelState, plain_modes
-from specdec.models.exactness import Exactness
-from specdec.options.checks import warn_of_idle
-from specdec.options.generate import Options, check_defaults, resolve
+from specdec.generator.job import Job
+from specdec.models import LanguageModel, plain_modes
+from specdec.options.generate import Options
 from specdec.options.load import Loading, Vocabulary, check_loaded
+from specdec.options.resolve import check_defaults, resolve
 from specdec.parallel.load import leading, on_own_device
 
 _EXTRAS = tuple(Extras.__dataclass_fields__)
 _OBJECTS = (*_EXTRAS, "generation_config", *DRAFT_NAMES)
 PREFIX_BYTES = 2**28
-"""What the keys and values of earlier texts may take, where nobody says."""
-_BRANCHING = ("schedule", "num_assistant_branches")
-_DRAFTING = (*_BRANCHING, "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
+"""The default size of the prefix cache."""
 
 
 class SpecGenerator:
     """Decodes with a target model and a draft; the text is what the target alone would have written.
 
     `target`: a transformers model, or a hub id or path to load. `draft`: a smaller model (object, id or path),
-    `"ngram"`, `"suffix"`, `"early_exit:N"`, a `Drafter` or a function `(tokens, k) -> tokens`, a pair of a text draft
-    and a model (hybrid), or None for plain decoding. `options` become the defaults of every `generate` call. `task`
-    names settings among the checkpoint's `task_specific_params`, which then stand over its generation config.
-    `kv_budget` limits the keys and values of all calls under way, in bytes or as a share of the memory that is free
-    (0.5: half); calls beyond it wait for their turn. `prefix_cache` keeps keys and values of texts (True, or as many
-    bytes), so that a prompt which begins like one of them is not read again; None: in float32, where that changes no
-    text. `backend` is what passes run on (`Loading`): "packed" keeps a second copy of the weights of a model that was
-    handed over, which is not changed, and "auto" leaves such a model as it is; `exactness`="strict" promises the text
-    of plain decoding bit for bit (`Loading`).
+    `"ngram"`, `"suffix"`, `"early_exit:N"`, a `Drafter` or a function `(tokens, k) -> tokens`, a pair of a draft that
+    copies and a model (hybrid), or None for plain decoding. `options` are the defaults of every `generate` call. `task`
+    names settings in the checkpoint's `task_specific_params`, which then override its generation config.
+    `kv_budget` limits the keys and values of all running calls, in bytes or as a share of the free memory (0.5: half);
+    further calls wait. `prefix_cache` keeps keys and values of finished texts in that many bytes (True: 256 MiB), for
+    prompts that begin alike; None: in float32, where it changes no text. `backend` and `exactness` are those of
+    `Loading`; for a model object, "packed" keeps a second copy of its weights, and "auto" leaves it as it is.
 
     Raises OptionError for what cannot be a target or draft, VocabularyError where the two do not share a vocabulary.
     """
@@ -90,7 +88,7 @@ class SpecGenerator:
         self._draft = Draft(self._drafts.make(draft, self.tokenizer, assistant_tokenizer))
         self._prefixes, self._wants_prefixes = _prefixes(prefix_cache), prefix_cache is not None
         self._driver = Driver(Engine(self.target, kv_budget=kv_budget, prefix_cache=self._prefixes))
-        release_helpers()  # loading had some, and another thread may be the one that decodes
+        release_helpers()  # loading started OpenMP workers here; decoding may run in another thread
 
     @classmethod
     def from_pretrained(
@@ -108,51 +106,71 @@ class SpecGenerator:
     ) -> SpecGenerator:
         """A generator whose target, and draft if it is an id or path, are loaded from the hub or a folder.
 
-        `options` are those of `Loading`, for the target, and the defaults of `generate`. The draft stays in memory and
-        takes over `dtype`, `device_map` and `trust_remote_code`; `draft_options` are its own (`Loading`
-        again), and a `vocabulary`: the number of tokens that it may guess, the likeliest by their ids, the path of a
-        text whose tokens they are, or a pair of a number and a text in which they are counted.
-        With `tp_plan` this returns in the first process of a job alone, which also has the draft; the others work for
-        it, and leave the program (SystemExit) when it ends. Raises EngineError in those that lose it.
-        Raises OptionError, UnsupportedError and LoadError where something cannot be loaded as asked.
+        `options` are fields of `Loading`, for the target, and defaults of `generate`. The draft has the target's
+        `dtype`, `backend`, `device_map` and `trust_remote_code`, and is never offloaded. `draft_options` override
+        these, and may hold a `vocabulary`, the tokens that the draft may guess: a number (the lowest ids), the path of
+        a text (its tokens), or a pair of both (the most frequent). With `tp_plan` this returns in the first process of
+        a job only, which has the draft; the others work for it and leave the program (SystemExit) when it ends, or
+        raise EngineError when they lose it. Raises OptionError, UnsupportedError and LoadError where something cannot
+        be loaded as asked.
         """
         how, options = Loading.split(options)
         check_defaults(options)
-        leads = leading(how) is not None
         draft_how = how.of_draft(draft_options)
-        if leads:
+        if leading(how) is not None:
             draft_how = on_own_device(draft_how)
         if draft_options and not names_model(draft) and not (is_head(draft) and [*draft_options] == ["vocabulary"]):
             raise OptionError("`draft_options` load a draft model, and `draft` is no id or path: leave them out")
         draft, beside = loaded(draft, draft_how, Vocabulary.of((draft_options or {}).get("vocabulary")))
         model = language_model(target, "target", how)
-        if tokenizer is None and is_name(target):  # after the model, which says why nothing can be read
+        if tokenizer is None and is_name(target):  # after the model, whose error gives the reason
             tokenizer = tokenizer_beside(str(target), **how.beside)
         if assistant_tokenizer is None and tokenizer is not None:
             assistant_tokenizer = beside
-        tokenizers = {"tokenizer": tokenizer, "assistant_tokenizer": assistant_tokenizer}
-        shared: dict[str, Any] = {
-            "backend": how.backend,
-            "exactness": how.exactness,
-            "task": task,
-            "kv_budget": kv_budget,
-            "prefix_cache": prefix_cache,
-        }
-        return cls(model, draft, **tokenizers, **shared, **options)
+        return cls(
+            model,
+            draft,
+            tokenizer=tokenizer,
+            assistant_tokenizer=assistant_tokenizer,
+            backend=how.backend,
+            exactness=how.exactness,
+            task=task,
+            kv_budget=kv_budget,
+            prefix_cache=prefix_cache,
+            **options,
+        )
 
     @property
     def drafter(self) -> BatchDrafter | None:
-        """What drafts where a call names nobody else."""
+        """The generator's draft; a call may name another."""
         return self._draft.drafter
 
     @property
     def engine(self) -> Engine:
-        """What runs all calls; to be looked at, not to be driven."""
+        """The engine that runs all calls; read only."""
         return self._driver.engine
+
+    def close(self) -> None:
+        """Ends what the generator runs and frees what it keeps; it may be called twice, and by any thread.
+
+        Calls under way raise CancelledError, after the pass under way; later ones raise EngineError. Compilers of its
+        models are stopped, and cached prompts are dropped. Inside a call (in a processor, say) this raises EngineError.
+        """
+        self._driver.close()
+        for model in self._models:
+            model.stop_compiling()
+        if self._prefixes is not None:
+            self._prefixes.clear()
+
+    def __enter__(self) -> SpecGenerator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a SpecGenerator cannot be pickled or copied, as it holds the buffers of running calls: make another one "
+            "a SpecGenerator cannot be pickled or copied, since it holds the buffers of running calls: make another "
             "with SpecGenerator(generator.target, draft, tokenizer=generator.tokenizer); models can be shared"
         )
 
@@ -160,17 +178,21 @@ class SpecGenerator:
         return f"SpecGenerator({self.target!r}, draft={self.drafter!r})"
 
     def wait_until_compiled(self, timeout: float | None = None) -> bool:
-        """Waits until target and draft models run on compiled code, in `backend`="compiled"; whether all of them do.
+        """Waits until target and draft models run compiled code (`backend`="compiled"); returns whether all do.
 
-        They are compiled beside the work; until then passes run as in `backend`="packed". At the most so many seconds
-        for each model.
+        Models are compiled in the background; until then passes run as in `backend`="packed". `timeout`: seconds for
+        each model.
         """
-        drafts = () if self.drafter is None else self.drafter.models
-        ready = [model.wait_until_compiled(timeout) for model in (self.target, *drafts)]
+        ready = [model.wait_until_compiled(timeout) for model in self._models]
         return all(ready)
 
+    @property
+    def _models(self) -> Sequence[LanguageModel]:
+        """The target and the models of the draft."""
+        return [self.target, *(() if self.drafter is None else self.drafter.models)]
+
     def options(self, **given: Any) -> Options:
-        """What a call of `generate` with these arguments would go by; raises as the call itself does."""
+        """The resolved options of a call of `generate` with these arguments; raises as the call does."""
         given = {name: value for name, value in given.items() if value is not None}
         fields = {name: value for name, value in given.items() if name not in (*_OBJECTS, *MODEL_INPUTS)}
         return self._options(fields, given.get("generation_config"))
@@ -178,55 +200,50 @@ class SpecGenerator:
     def generate(self, prompt: Prompt = None, *, messages: Sequence[Any] | None = None, **options: Any) -> Generation:
         """Decodes `prompt`: text, a list of texts, or ids `[rows, length]`; `messages` go through the chat template.
 
-        Takes whatever `model.generate` takes, and the options of specdec (`Options`). The last two assistants named in
-        calls are kept. Several threads may call at once and share the target's passes; each text is the same as alone.
-        Raises OptionError before any work is done, also for what would have no effect (a `seed` may always be given).
+        Takes the arguments of `model.generate` and the fields of `Options`. The last two drafts named by calls stay
+        loaded. Several threads may call at once and share the target's passes; each text equals that of its call alone.
+        Raises OptionError before any pass for options that are wrong, contradict or have no effect (a `seed` may).
         """
         call = self._prepare(prompt, messages, options)
         call.request.waited = call.extras.streamer is None
-        run = call.run(self._driver)
-        while True:
-            try:
-                next(run)
-            except StopIteration as end:
-                out: Generation = end.value
-                return out
+        job = Job(call, self._driver)
+        for _ in job.follow(stream=False):
+            pass
+        assert job.result is not None
+        return job.result
 
     def stream(
         self, prompt: Prompt = None, *, messages: Sequence[Any] | None = None, **options: Any
     ) -> Generator[Event, None, Generation]:
-        """The same as `generate`, as events of new text, with the `Generation` as the value that the iterator returns.
+        """Yields the new text of `generate` as events, and returns the `Generation`.
 
-        Beams and ranked samples come at the end, each as one event. Options are checked at once, work begins with the
-        first event, and closing the iterator ends it.
+        Beams and ranked samples are one event each, at the end. Options are checked at once, decoding begins with the
+        first event, and closing the iterator cancels the call.
         """
         return self._events(self._prepare(prompt, messages, options))
 
     def submit(self, prompt: Prompt = None, *, messages: Sequence[Any] | None = None, **options: Any) -> Job:
-        """The same call, checked and ready, for programs that follow it themselves and may cancel it."""
+        """The same call as a `Job`, checked and not begun, for programs that follow and cancel it themselves."""
         return Job(self._prepare(prompt, messages, options), self._driver)
 
     def _events(self, call: Call) -> Generator[Event, None, Generation]:
-        tokenizer = call.extras.tokenizer
+        tokenizer, job = call.extras.tokenizer, Job(call, self._driver)
         texts = [Detokenizer(tokenizer, call.stops) for _ in call.seqs] if tokenizer is not None else None
-        run = call.run(self._driver, stream=not call.options.at_the_end)
-        with closing(run):
-            while True:
-                try:
-                    news = next(run)
-                except StopIteration as end:
-                    out: Generation = end.value
-                    break
-                for row, steps, accepted, finish in news:
-                    ids = [step.token for step in steps]
-                    yield Event(texts[row].push(ids, last=finish is not None) if texts else "", ids, accepted, row)
+        with closing(job.follow()) as rounds:
+            for deltas in rounds:
+                for one in deltas:
+                    text = texts[one.row].push(one.token_ids, last=one.finish is not None) if texts else ""
+                    yield Event(text, one.token_ids, one.accepted, one.row)
+        out = job.result
+        assert out is not None
         if call.options.at_the_end:
             for row, ids in enumerate(out.new_tokens()):
                 yield Event(out.texts[row] if out.texts else "", ids, 0, row)
         return out
 
     def _prepare(self, prompt: Prompt, messages: Sequence[Any] | None, given: Mapping[str, Any]) -> Call:
-        """A call with all its parts named and checked."""
+        """A checked call."""
+        self._driver.check_open()
         if torch.is_autocast_enabled(self.target.device.type):
             what = "load the model in the type to compute in, SpecGenerator.from_pretrained(…, dtype=…)"
             warnings.warn(f"torch.autocast does not reach specdec's passes: {what}", RuntimeWarning, stacklevel=3)
@@ -247,22 +264,9 @@ class SpecGenerator:
         exactness = self.target.exactness_of(state)
         for model in () if drafter is None else drafter.models:
             model.state("draft")
-        if not named or any(name in given for name in _BRANCHING):
-            _check_branches(drafter, options)
+        check_draft(drafter, options, given, extras.prediction, named=bool(named))
         prompts = read_prompts(prompt, messages, inputs, options, self.target, extras.tokenizer)
-        if extras.prediction is not None and (drafter is None or not drafter.reads_predictions):
-            raise OptionError(
-                f"`prediction` is for drafts that copy, and this one is {drafter!r}: "
-                "use draft='suffix', or a pair of 'suffix' and a model, or leave it out"
-            )
         prompts = with_predictions(prompts, extras.prediction, self.target, extras.tokenizer)
-        prompts = prompts.repeat(options.copies)
-        if drafter is None and (idle := [name for name in _DRAFTING if name in given]):
-            warn_of_idle(f"`{idle[0]}` says how much to draft, and there is no draft: name one")
-        if extras.streamer is not None and options.at_the_end:
-            raise OptionError("`streamer` shows text as it comes, but beams and ranked samples are final at the end")
-        if extras.streamer is not None and len(prompts.rows) > 1:
-            raise OptionError(f"`streamer` shows one row, and this call has {len(prompts.rows)}: use gen.stream()")
         schedule = partial(
             make_schedule,
             options,
@@ -270,64 +274,40 @@ class SpecGenerator:
             trees=self.target.capability.store == "kv",
             lookup_tokens=named.get("prompt_lookup_num_tokens"),
         )
+        # By default only prompts whose text the cache cannot change use it.
+        cached = self._wants_prefixes or (exactness in ("exact", "strict") and state.is_readable)
         return Call(
             self.target,
             options,
-            prompts,
+            prompts.repeat(options.copies),
             extras,
             draft,
             drafter,
             make_schedule=lambda learned: schedule(learned=learned),
             state=state,
             exactness=exactness,
-            reuses_prefixes=self._reuses_prefixes(exactness, state),
+            reuses_prefixes=self._prefixes is not None and cached,
         )
-
-    def _reuses_prefixes(self, exactness: Exactness, state: ModelState) -> bool:
-        """Whether prompts continue what was read before: where that is asked for, or can change no text."""
-        changes_none = exactness in ("exact", "strict") and state.is_readable
-        return self._prefixes is not None and (self._wants_prefixes or changes_none)
 
     def _options(self, given: Mapping[str, Any], config: Any) -> Options:
-        """The caller's fields over a generation config's, over this generator's, over the checkpoint's."""
+        """The caller's options over a generation config's, the generator's and the checkpoint's."""
         if config is not None and not isinstance(config, GenerationConfig):
             raise OptionError.of("generation_config", "a transformers GenerationConfig", type(config).__name__)
+        model = self.target.model
+        tasks = getattr(model.config, "task_specific_params", None) or {}
         return resolve(
             given,
-            # A watermark of another kind would be one by its fields.
+            # `to_dict` turns a watermarking config into its fields, which lose its class.
             config=None if config is None else config.to_dict() | {"watermarking_config": config.watermarking_config},
             defaults=self._defaults,
-            inherited=self._inherited(),
+            inherited=model.generation_config.to_dict() | tasks.get(self._task, {}),
         )
-
-    def _inherited(self) -> dict[str, Any]:
-        """The settings that come with the checkpoint."""
-        return inherited(self.target.model, self._task)
 
 
 def _prefixes(wanted: bool | int | None) -> PrefixCache | None:
-    """The texts that a generator keeps."""
+    """The prefix cache; None without one. Raises OptionError for a wrong `prefix_cache`."""
     if wanted is not None and not isinstance(wanted, bool) and (not isinstance(wanted, int) or wanted <= 0):
         raise OptionError.of("prefix_cache", "True, False or a number of bytes", wanted)
     if wanted is False:
         return None
     return PrefixCache(PREFIX_BYTES if wanted in (None, True) else wanted)
-
-
-def _check_branches(drafter: BatchDrafter | None, options: Options) -> None:
-    """Raises where trees are asked of a draft that guesses chains."""
-    own = options.schedule is not None and not isinstance(options.schedule, str)
-    asked = options.schedule.max_branches if own else options.num_assistant_branches or 1
-    if drafter is not None and asked > 1 and not drafter.guesses_trees:
-        name = f"`schedule`={options.schedule!r}" if own else f"`num_assistant_branches`={asked}"
-        raise OptionError(
-            f"{name} asks for trees of guesses, but {drafter!r} guesses one continuation at a time: "
-            "leave the branches out, or draft with a model that has the target's vocabulary"
-        )
-
-
-def inherited(model: PreTrainedModel, task: str | None) -> dict[str, Any]:
-    """The generation settings that come with a checkpoint: its own, and over them those of a task, where it has any."""
-    settings: dict[str, Any] = model.generation_config.to_dict()
-    tasks = getattr(model.config, "task_specific_params", None) or {}
-    return settings | tasks.get(task, {})

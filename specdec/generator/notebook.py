@@ -1,4 +1,4 @@
-"""A result as a notebook shows it: its text, with what the draft guessed in colour, and one line of figures."""
+"""A result in a notebook: its texts, guessed tokens in colour, and a line of statistics."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from html import escape
 from specdec.core.stats import Stats
 
 _BOX = "font-family:monospace;white-space:pre-wrap;line-height:1.5"
-_DRAFTED = "background:rgba(47,158,119,.28);border-bottom:2px solid rgb(47,158,119)"  # told by more than its colour
+# underlined for readers who see no colour
+_DRAFTED = "background:rgba(47,158,119,.28);border-bottom:2px solid rgb(47,158,119)"
 _QUIET = "opacity:.75;font-size:90%"
 
 
 def as_html(rows: Sequence[Sequence[tuple[str, bool]]], stats: Stats | None) -> str:
-    """HTML of texts, each as pieces that came from the draft or did not, over what `stats` say in one line.
+    """HTML of texts, each in pieces with whether the draft guessed them, and a line of `stats`.
 
-    It takes over the page's colours, light or dark.
+    The colours work on light and dark pages.
     """
     texts = [f'<div style="{_BOX}">{"".join(_piece(*piece) for piece in row)}</div>' for row in rows]
     if len(texts) > 1:
@@ -28,7 +29,7 @@ def _piece(text: str, drafted: bool) -> str:
 
 
 def _figures(stats: Stats) -> str:
-    """The line: speed and passes, and where there was a draft what became of its guesses."""
+    """Speed, passes, and with a draft how many of its guesses were accepted."""
     facts = [
         f"{stats.num_new_tokens} tokens in {stats.seconds:.2f} s",
         f"{stats.tokens_per_second:.0f} tokens/s",

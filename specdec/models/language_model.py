@@ -317,6 +317,11 @@ class LanguageModel:
                 self.backend = "compiled"
         return ragged
 
+    def stop_compiling(self) -> None:
+        """Stops the compiler where it still runs: passes stay as they are."""
+        if self.ragged is not None and self.ragged.compiled is not None:
+            self.ragged.compiled.stop()
+
     def wait_until_compiled(self, timeout: float | None = None) -> bool:
         """Waits, for so many seconds at the most, until it is known whether passes run compiled; whether they do."""
         compiled = None if self.ragged is None else self.ragged.compiled

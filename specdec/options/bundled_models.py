@@ -1,6 +1,6 @@
-"""Small trained pairs that come with the package, so that it can be tried, tested and measured offline.
+"""Small trained pairs of the package, to try, test and measure it offline.
 
-Pairs that the user made with the repository's recipes lie in a cache folder and go by the same kind of name.
+Pairs that the user made with the repository's recipes are in a cache folder; both kinds are named `zoo:NAME`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NAMES = ("python-code", "speech", "python-summary")
 
 @dataclass(frozen=True)
 class Pair:
-    """A target and its draft, as folders that `from_pretrained` reads; `card` records how good they are."""
+    """A target and its draft, as folders for `from_pretrained`; `card` holds their measured quality."""
 
     name: str
     target: Path
@@ -28,20 +28,20 @@ class Pair:
 
 
 def cache() -> Path:
-    """Where pairs are that this user made: `specdec/zoo` in `$XDG_CACHE_HOME`, by default `~/.cache`."""
+    """The folder of pairs that this user made: `specdec/zoo` in `$XDG_CACHE_HOME`, by default `~/.cache`."""
     root = os.environ.get("XDG_CACHE_HOME")
     return (Path(root) if root else Path.home() / ".cache") / "specdec" / "zoo"
 
 
 def folders() -> dict[str, Path]:
-    """All pairs by name: those of the package, and the finished ones of the cache."""
+    """All pairs by name: those of the package, and the finished ones in the cache."""
     own = {name: _ROOT / name.replace("-", "_") for name in NAMES}
     made = {card.parent.name: card.parent for card in sorted(cache().glob("*/card.json")) if _card(card) is not None}
     return own | {name: folder for name, folder in made.items() if name not in own}
 
 
 def _card(file: Path) -> dict[str, Any] | None:
-    """What a card says; None where it was cut short."""
+    """A card's content; None for an incomplete file."""
     try:
         card = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError):
@@ -50,7 +50,7 @@ def _card(file: Path) -> dict[str, Any] | None:
 
 
 def pair(name: str = "python-code") -> Pair:
-    """The pair of this name; raises OptionError for an unknown one, SpecdecError where the weights are missing."""
+    """The pair of this name; raises OptionError for an unknown name, SpecdecError for missing weights."""
     known = folders()
     if name not in known:
         raise OptionError.of("name", f"one of {', '.join(known)}", name)
@@ -61,9 +61,9 @@ def pair(name: str = "python-code") -> Pair:
 
 
 def locate(name: str, role: str, argument: str | None = None) -> str:
-    """The folder of `zoo:NAME`'s target or draft (`role`); any other id or path as it is.
+    """The folder of the target or draft (`role`) of `zoo:NAME`; any other id or path unchanged.
 
-    Raises OptionError about `argument` (the role, by default) for a pair that does not exist.
+    Raises OptionError for an unknown pair, about `argument`, by default the role.
     """
     if not name.startswith("zoo:"):
         return name
@@ -75,7 +75,7 @@ def locate(name: str, role: str, argument: str | None = None) -> str:
 
 
 def recordings() -> list[tuple[Path, str]]:
-    """Speech that comes with the package: wav files (16 kHz, mono, a few seconds each) and what they say."""
+    """The package's recordings, wav files (16 kHz, mono, a few seconds each), and their transcripts."""
     folder = _ROOT / "speech" / "demo"
     if not (folder / "transcripts.json").exists():
         raise SpecdecError(f"the recordings are not in {folder}: install the package with its data files")

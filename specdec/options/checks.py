@@ -1,4 +1,4 @@
-"""What kind of value a caller handed in, and what to do about one that has no effect."""
+"""Kinds of values, and warnings of options without effect."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _refusing = ContextVar("refusing", default=False)
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """While it lasts, an option without effect is an error: a program that answers others has nobody to warn."""
+    """Within this context an option without effect raises instead of warning: clients of a server see no warnings."""
     before = _refusing.set(True)
     try:
         yield
@@ -25,36 +25,36 @@ def refusing() -> Iterator[None]:
 
 
 def warn_of_idle(message: str) -> None:
-    """Warns of an option that changes no text; raises OptionError while `refusing`."""
+    """Warns of an option without effect; raises OptionError within `refusing`."""
     if _refusing.get():
         raise OptionError(message)
-    warnings.warn(message, stacklevel=2)  # one line in every program's log: the place is this one, whoever calls
+    warnings.warn(message, stacklevel=2)  # a fixed place, so that Python shows each message once
 
 
 def plain(value: Any) -> Any:
-    """Numbers and arrays of numpy and torch as Python's own; everything else as it is."""
+    """Numbers and arrays of numpy and torch as Python objects; other values unchanged."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def is_list(value: object) -> bool:
-    """Whether this is a sequence, and no text."""
+    """Whether `value` is a sequence other than text."""
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def is_whole(value: object) -> bool:
-    """Whether this is a whole number, of Python's, numpy's or torch's, and no truth value."""
+    """Whether `value` is an integer of Python, numpy or torch, not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> bool:
-    """Whether this is a number of Python's, and no truth value."""
+    """Whether `value` is an int or float, not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two texts have in common at their beginning."""
+    """The length of the longest common prefix of two texts, in tokens."""
     least, most = 0, min(len(one), len(other))
-    while least < most:  # comparing slices is fast
+    while least < most:  # binary search: comparing slices is fast
         middle = (least + most + 1) // 2
         least, most = (middle, most) if one[least:middle] == other[least:middle] else (least, middle - 1)
     return least

@@ -1,4 +1,4 @@
-"""What is known of single fields of a call: kinds of values, which are refused, which belong to one strategy."""
+"""Tables of single options: their types, which are refused, which belong to one strategy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from specdec.options.checks import plain
 
 
 class Rule(NamedTuple):
-    """Of a field that has no effect here: the values at which it has none anywhere, and the reason or the way out."""
+    """A field without effect in specdec: its values without effect in transformers either, and the reason or
+    way out.
+    """
 
     neutral: tuple[object, ...]
     why: str
@@ -21,18 +23,18 @@ _ANY_CACHE = (
     *("dynamic", "dynamic_full", "offloaded", "paged", "static", "offloaded_static"),
     *("sliding_window", "hybrid", "hybrid_chunked", "offloaded_hybrid", "offloaded_hybrid_chunked"),
 )
-_OWN_STORE = "specdec keeps keys and values in its own store"
-# Fields that would change the text, and are errors. docs/reference/models.md lists them; a test compares.
+_OWN_STORE = "specdec keeps keys and values in buffers of its own"
+# Fields that would change the text: errors. docs/reference/models.md lists them, and a test compares.
 REFUSED: dict[str, Rule] = {
     "assistant_ensemble_weight": Rule((None,), "specdec never mixes the draft into the target's distribution"),
     "cache_implementation": Rule((None, *_ANY_CACHE), f"{_OWN_STORE}, as they are; leave it out"),
     "custom_generate": Rule((None,), "specdec is the decoding method; call `model.generate` for another one"),
     "dola_layers": Rule((None,), "DoLa is not available"),
-    "is_assistant": Rule((None, False), "it is transformers' own marker for a draft's inner call"),
+    "is_assistant": Rule((None, False), "transformers sets it for calls of a draft"),
     "past_key_values": Rule((None,), f"{_OWN_STORE}; pass the whole text, and `prefix_cache=True` to SpecGenerator"),
     "token_healing": Rule((None, False), "heal the prompt before the call"),
 }
-# Fields that change no text, and are warnings. The same list, in the same place.
+# Fields that change no text: warnings. Listed in the same place.
 IDLE: dict[str, Rule] = {
     "assistant_lookbehind": Rule((None,), "the text bridge aligns by text and needs no window"),
     "cache_config": Rule((None,), _OWN_STORE),
@@ -40,15 +42,15 @@ IDLE: dict[str, Rule] = {
     "compile_config": Rule((None,), "`backend='compiled'` of SpecGenerator compiles"),
     "continuous_batching_config": Rule((None,), "a list of prompts is a batch, and calls that overlap share passes"),
     "disable_compile": Rule((None, False), "`backend='compiled'` of SpecGenerator compiles, other backends do not"),
-    "labels": Rule((None,), "they are for training"),
+    "labels": Rule((None,), "labels are for training"),
     "low_memory": Rule((None, False), "the candidates of contrastive search share one cache already"),
-    "max_cache_len": Rule((None,), "the store grows by itself"),
+    "max_cache_len": Rule((None,), "buffers grow by themselves"),
     "speculation_type": Rule((None,), "`draft=` of SpecGenerator and `assistant_model=` name the draft"),
     "target_lookbehind": Rule((None,), "the text bridge aligns by text and needs no window"),
     "trust_remote_code": Rule((None, False), "models are loaded before the call, by SpecGenerator.from_pretrained"),
     "use_cache": Rule((None, True), "specdec always keeps keys and values"),
 }
-# What others call an option -> its name here, or what to do instead.
+# Another library's name of an option -> its name here (SYNONYMS), or what to do instead (INSTEAD).
 SYNONYMS = {
     # flags of the command line
     "num_draft_branches": "num_assistant_branches",
@@ -85,7 +87,7 @@ INSTEAD = {
     "system": "pass `messages=`",
     "use_beam_search": "pass `num_beams=`",
 }
-# Field that names a way of searching -> the values at which it does nothing. A checkpoint does not choose one.
+# Field of a way of searching -> its values without effect. A checkpoint cannot choose one.
 SEARCHES: dict[str, tuple[object, ...]] = {
     "constraints": (None,),
     "diversity_penalty": (None, 0),
@@ -93,9 +95,9 @@ SEARCHES: dict[str, tuple[object, ...]] = {
     "num_beam_groups": (None, 1),
     "penalty_alpha": (None, 0),
 }
-# Way of sampling -> whether it looks at the distributions that the draft drew from, and not only at its tokens.
+# Way of sampling -> whether it needs q, the distributions that the draft drew from.
 SAMPLING = {"coupled": False, "match": False, "rejection": True, "block": True}
-# Field of sampling alone -> the values at which it does nothing there, or nothing that is not done anyway.
+# Field of sampling -> its values without effect, or with the default's effect.
 DRAWING: dict[str, tuple[object, ...]] = {
     "temperature": (0, 1),
     "top_k": (0, 50),
@@ -109,22 +111,22 @@ DRAWING: dict[str, tuple[object, ...]] = {
     "num_samples": (1,),
     "ranking": (),
 }
-# The same for fields of beam search alone.
+# The same for fields of beam search.
 BEAMS_ONLY: dict[str, tuple[object, ...]] = {
     "early_stopping": (False,),
     "length_penalty": (1.0,),
     "output_trace": (False,),
 }
-# Those of both that only specdec has: who sets one in vain has made a mistake, and no script for transformers has.
+# Fields of both that transformers lacks. Set without effect they raise: no script for transformers sets them.
 OWN = frozenset({"sampling", "num_samples", "ranking", "output_trace"})
 
 
 class DraftWord(NamedTuple):
-    """What is known of a word for a draft before torch is loaded.
+    """A word for a draft, as it is known before torch is loaded.
 
-    `module` and `kind` are the module in `specdec.proposers` and the class in it. `argument` is what follows the word
-    behind a colon, "N" for a number, None where nothing may. `copies`: it copies from the text, so that it can stand
-    beside a model in a pair, and looks for its guesses in a given text.
+    `module` and `kind`: the module in `specdec.proposers` and its class. `argument`: what follows the word after a
+    colon, "N" for a number, None for nothing. `copies`: it copies from the text, so it may be the first of a pair and
+    takes a `prediction`.
     """
 
     module: str
@@ -133,20 +135,20 @@ class DraftWord(NamedTuple):
     copies: bool = False
 
     def takes(self, argument: str | None) -> bool:
-        """Whether this may stand behind the word's colon; None where there is no colon."""
+        """Whether `argument` may follow the word's colon; None: no colon."""
         if self.argument is None or argument is None:
             return self.argument is argument
         return argument.isdecimal() if self.argument == "N" else bool(argument)
 
 
-# Every word for a draft; `specdec.proposers.DRAFTS` has the classes. The first that copies is the usual one.
+# Every word for a draft; `specdec.proposers.DRAFTS` has the classes. The first that copies is the default.
 DRAFT_WORDS: dict[str, DraftWord] = {
     "suffix": DraftWord("suffix", "SuffixDrafter", copies=True),
     "ngram": DraftWord("ngram", "NgramDrafter", copies=True),
     "early_exit": DraftWord("early_exit", "EarlyExitDrafter", argument="N"),
     "mtp": DraftWord("heads.mtp", "MtpDrafter"),
 }
-# What a value with parts must look like, where pydantic would only tell about one part.
+# What a value with parts must be; pydantic would name one part only.
 EXPECTED = {
     **dict.fromkeys(
         ("bos_token_id", "eos_token_id", "decoder_start_token_id", "forced_eos_token_id"),
@@ -163,7 +165,7 @@ EXPECTED = {
 
 
 def _one(value: object) -> object:
-    """A single id, also from a list or tensor of one."""
+    """A single id, also out of a list or tensor of one."""
     value = plain(value)
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
@@ -175,7 +177,7 @@ def _sampling(name: str) -> str:
 
 
 def _watermark(value: Any) -> Any:
-    """A watermark by its fields, as configs in files have it, as transformers' object."""
+    """transformers' watermarking config, also from its fields, as in a config file."""
     if isinstance(value, Mapping):
         from transformers import SynthIDTextWatermarkingConfig, WatermarkingConfig
 

@@ -1,4 +1,4 @@
-"""How a model's weights are brought in: one frozen value that keyword arguments, flags and YAML files fill in alike."""
+"""How a model is loaded: one frozen value, filled by keyword arguments, flags and YAML files."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from specdec.errors import OptionError, UnsupportedError
 OFFLOADS = ("cpu", "disk")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 BACKENDS = ("auto", "eager", "packed", "compiled")
-"""What passes run on: layers as they are, packed weights, compiled code; "auto" measures."""
+"""How passes run: layers as they are, packed weights, compiled code; "auto" measures."""
 PASSES = ("backend", "exactness")
-"""Options of passes, which models that are loaded already take as well."""
+"""Options that also apply to models that are already loaded."""
 EXACTNESS = ("auto", "strict")
-"""What is promised of texts: what the dtype allows, or equality bit for bit."""
+"""What is promised: as much as the dtype allows, or texts equal bit for bit."""
 _WHOLE = ("quantization", "gguf_file", "device_map", "max_memory", "offload", "offload_folder")
-"""Options that say of all weights where they are, or what they are made into."""
+"""Options that place or convert all weights."""
 _BY_HAND = "load the model with transformers and pass it, `SpecGenerator(model, tokenizer=tokenizer)`"
-# transformers' words for what is called otherwise here, or must be done there -> the way out.
+# transformers' argument that has another name here, or none -> the way out.
 FOREIGN = {
     "torch_dtype": "call it `dtype`",
     "load_in_8bit": "pass `quantization='int8'`",
@@ -35,11 +35,10 @@ FOREIGN = {
 
 @dataclass(frozen=True)
 class Quantization:
-    """What must be known of a way to quantize before torch is loaded.
+    """A way to quantize, as it is known before torch is loaded.
 
-    `kind` does it: a `specdec.models.loading.quantizers.Quantizer` class, or "module:Class", which is imported when a
-    model is loaded with it. `package` is what it needs, and `install` what stands behind `pip install` for that.
-    `offloads`: it goes with `offload`.
+    `kind`: a `specdec.models.loading.quantizers.Quantizer` class, or "module:Class" to import when it is used.
+    `package`: what it needs; `install`: the argument of `pip install` for it. `offloads`: it works with `offload`.
     """
 
     kind: str | type[Any]
@@ -63,9 +62,9 @@ QUANTIZATIONS: dict[str, Quantization] = {
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokens that a draft may guess: the `size` likeliest, by how often they come in a `text` file, or else by id.
+    """The tokens that a draft may guess: the `size` most frequent in a `text` file, or without one the lowest ids.
 
-    Of a text without a size it is all tokens that come.
+    Without a size: all tokens of the text.
     """
 
     size: int | None = None
@@ -73,7 +72,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, given: Any) -> Vocabulary | None:
-        """A number, the path of a text, or both; raises OptionError for anything else, and where there is no text."""
+        """From a number, the path of a text, or both; raises OptionError for other values and for a missing file."""
         parts = given if isinstance(given, tuple | list) and len(given) == 2 else (given, None)
         size, text = parts if isinstance(parts[0], int) else (None, parts[0])
         if given is None:
@@ -87,25 +86,25 @@ class Vocabulary:
 
 @dataclass(frozen=True, kw_only=True)
 class Loading:
-    """What to do with a checkpoint on its way into memory; the defaults leave it as it is.
+    """How a checkpoint is loaded; the defaults leave it as it is.
 
-    `dtype`: "auto", a name or a torch.dtype; "auto" is the checkpoint's own, but float32 for float16 weights that a CPU
-    computes with: it holds the same numbers, and float16 is at least twice as slow there. `quantization`: a name in
-    `QUANTIZATIONS`: "int8" (LLM.int8() of bitsandbytes), "int8-weight" or "int4-weight" (ours, rows independent),
-    "nf4" or "fp4" (bitsandbytes). `gguf_file`: the name of a GGUF file in the folder or repository, whose weights are
-    quantized already. `device_map`, `max_memory` (most memory per device, a number of bytes or text like "2GiB"),
-    `revision` and `trust_remote_code` mean what they mean in transformers. `offload` keeps weights in host
-    memory ("cpu") or on disk ("disk") and reads them in every pass: all layers, or with `max_memory` those that do not
-    fit; `offload_folder` is for weights that must be written again, a temporary one by default. `tp_plan` shares the
-    weights among the processes of a job (torchrun): "auto", by transformers' plan for the model, or a plan of your own
-    as transformers takes it; the first process goes on alone, the others work for it. `backend` is what passes
-    run on: "eager", the layers as they are; "packed", weights in the order in which short passes on a CPU read them;
-    "compiled", one compiled function for all passes on a CPU; "auto" packs where that is faster here, which is measured
-    once, and takes compiled code that is there from an earlier time. `exactness`="strict" promises, whatever the dtype,
-    the text of plain decoding bit for bit, with any draft and beside any other calls: it is tried when the model is
-    loaded.
+    `dtype`: "auto", a name or a torch.dtype. "auto" is the checkpoint's dtype, but float32 for float16 weights on a
+    CPU, where float16 takes at least twice as long and float32 holds the same numbers.
+    `quantization`: a name in `QUANTIZATIONS`: "int8" (LLM.int8() of bitsandbytes), "nf4" or "fp4" (bitsandbytes),
+    "int8-weight" or "int4-weight" (specdec's own, with independent rows). `gguf_file`: the name of a GGUF file, which
+    is quantized already, in the folder or repository.
+    `device_map`, `max_memory` (per device, bytes or text like "2GiB"), `revision` and `trust_remote_code`: as in
+    transformers. `offload` keeps weights in host memory ("cpu") or on disk ("disk") and reads them in every pass: all
+    layers, or with `max_memory` those that do not fit. `offload_folder`: for weights that must be rewritten; by default
+    a temporary folder. `tp_plan` divides the weights among the processes of a job (torchrun): "auto" by transformers'
+    plan for the model, or a plan in transformers' form; the first process returns, the others work for it.
+    `backend`: "eager" runs the layers as they are; "packed" stores weights in the order in which short passes on a CPU
+    read them; "compiled" runs one compiled function for all passes on a CPU; "auto" measures once whether packing is
+    faster, and uses compiled code that exists already.
+    `exactness`="strict" promises the text of plain decoding bit for bit, in any dtype, with any draft and beside any
+    calls; it is verified when the model is loaded.
 
-    Raises OptionError for unknown values and for fields that contradict, or do nothing without, one another.
+    Raises OptionError for unknown values, and for fields that contradict one another or lack another.
     """
 
     dtype: Any = "auto"
@@ -137,12 +136,12 @@ class Loading:
         if self.tp_plan is not None:
             self._check_plan()
         if self.offload is not None and self.device_map is not None:
-            raise OptionError("`device_map` and `offload` both say where weights live: pass one of them")
+            raise OptionError("`device_map` and `offload` both place the weights: pass one of them")
         placed = self.offload is not None or self.device_map is not None
         if self.max_memory is not None and not placed:
-            raise OptionError("`max_memory` needs something that it limits: pass `offload` or `device_map` too")
+            raise OptionError("`max_memory` limits `offload` or `device_map`: pass one of them too")
         if self.offload_folder is not None and (self.offload == "cpu" or not placed):
-            raise OptionError("`offload_folder` needs weights that go to disk: pass `offload='disk'` too")
+            raise OptionError("`offload_folder` is for weights on disk: pass `offload='disk'` too")
         if self.offload is not None and self.quantization and not QUANTIZATIONS[self.quantization].offloads:
             others = ", ".join(repr(name) for name, kind in QUANTIZATIONS.items() if kind.offloads)
             raise OptionError(
@@ -155,8 +154,8 @@ class Loading:
             raise OptionError.of("tp_plan", "'auto', or a mapping of modules to transformers' styles", self.tp_plan)
         if idle := [name for name in _WHOLE if getattr(self, name) is not None]:
             raise OptionError(
-                f"`tp_plan` shares weights among processes as they are in the checkpoint, and `{idle[0]}` wants them "
-                "otherwise: leave out one of them"
+                f"`tp_plan` divides the checkpoint's own weights among processes, and `{idle[0]}` places or converts "
+                "them: leave out one of them"
             )
         if self.backend not in ("auto", "eager") or self.exactness != "auto":
             name = "backend" if self.backend not in ("auto", "eager") else "exactness"
@@ -181,9 +180,9 @@ class Loading:
 
     @classmethod
     def split(cls, options: Mapping[str, Any]) -> tuple[Loading, dict[str, Any]]:
-        """The fields of this value among `options`, and the other options; None stands for a field's default.
+        """A `Loading` of the fields in `options`, and the other options; None is a field's default.
 
-        Raises UnsupportedError for transformers' loading arguments that have another name here, or none.
+        Raises UnsupportedError for arguments of transformers that have another name here, or none.
         """
         if foreign := [name for name in options if name in FOREIGN and options[name] is not None]:
             raise UnsupportedError(f"`{foreign[0]}` is no loading option of specdec: {FOREIGN[foreign[0]]}")
@@ -193,20 +192,20 @@ class Loading:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The fields that are not at their defaults."""
+        """The fields that differ from their defaults."""
         return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
 
     @property
     def beside(self) -> dict[str, Any]:
-        """What finds other files of the same checkpoint, its tokenizer for one."""
+        """The fields that locate other files of the checkpoint, such as its tokenizer."""
         return {name: getattr(self, name) for name in ("gguf_file", "revision", "trust_remote_code")}
 
     def of_draft(self, options: Mapping[str, Any] | None) -> Loading:
-        """How the draft of a target that is loaded like this comes in: all of it stays in memory.
+        """The loading of a draft whose target is loaded like this; a draft is never offloaded.
 
-        It takes over the target's `dtype`, `backend` and `trust_remote_code` and, unless the target is offloaded,
-        `device_map`; `options` are its own fields, and a `vocabulary` (`Vocabulary.of`), which is only checked here.
-        Raises OptionError for unknown ones and for `offload`.
+        It has the target's `dtype`, `backend`, `trust_remote_code` and, unless the target is offloaded, `device_map`,
+        where `options` do not set them. A `vocabulary` in `options` is only checked (`Vocabulary.of`). Raises
+        OptionError for unknown options and for `offload`.
         """
         if options is not None and not isinstance(options, Mapping):
             raise OptionError.of("draft_options", "a mapping of loading options", options)
@@ -216,7 +215,7 @@ class Loading:
             raise OptionError.of("draft_options", f"fields among {', '.join(NAMES)}, vocabulary", unknown[0])
         if "offload" in options:
             raise OptionError("`draft_options` cannot offload: a draft is read for every token and stays in memory")
-        # A draft is loaded first, when its device is still free.
+        # A draft is loaded first: "auto" finds its device still free.
         whole = not isinstance(self.device_map, Mapping) or self.device_map.keys() == {""}
         place = self.device_map if self.offload is None and whole else "auto"
         taken = {
@@ -232,20 +231,20 @@ NAMES = tuple(field.name for field in fields(Loading))
 
 
 def check_loaded(kind: str, options: Mapping[str, Any]) -> None:
-    """Raises OptionError for options of loading that were given to the class `kind`, which takes a model as it is."""
+    """Raises OptionError for options of loading passed to the class `kind`, whose model is loaded already."""
     of_loading = {*NAMES, "draft_options"} - {"backend", "exactness"}
     if early := [name for name in options if name in of_loading]:
-        raise OptionError(f"`{early[0]}` says how to load a model: pass it to {kind}.from_pretrained")
+        raise OptionError(f"`{early[0]}` is an option of loading: pass it to {kind}.from_pretrained")
 
 
 def split_gguf(source: str) -> tuple[str, str | None]:
-    """The folder and the name of the GGUF file that `source` is a path of; any other source as it is, and None."""
+    """Folder and name of a GGUF file by its path; any other source unchanged, and None."""
     path = Path(source)
     return (str(path.parent), path.name) if is_gguf(path) else (source, None)
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether this is a file that begins as GGUF files do."""
+    """Whether this is a GGUF file, by its first bytes."""
     try:
         with path.open("rb") as file:
             return file.read(4) == b"GGUF"

@@ -1,4 +1,4 @@
-"""Which versions ran."""
+"""Versions of the software."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _PACKAGES = ("torch", "transformers", "accelerate", "bitsandbytes", "numpy")
 
 
 def versions() -> dict[str, str]:
-    """The package, Python, and the libraries that decide about numbers and speed, as far as they are installed."""
+    """Versions of specdec, Python, and the installed libraries that affect results and speed."""
     from specdec import __version__
 
     found = {"specdec": __version__, "python": platform.python_version()}

@@ -1,6 +1,6 @@
-"""Work that models are used for, on top of `SpecGenerator`: text and sound in, text out.
+"""Tasks on top of `SpecGenerator`: text and sound in, text out.
 
-A new pipeline is a class like these, and a line in `PIPELINES`. Names are imported when they are first used.
+A new pipeline is a class and a line in `PIPELINES`. Names are imported when they are first used.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PIPELINES: dict[str, str | type[Any]] = {
     "summarization": "summaries.summarize:Summarizer",
     "automatic-speech-recognition": "speech.transcribe:Transcriber",
 }
-"""Every pipeline by its task, in transformers' words: its class, or "module:Class" in this room."""
+"""Pipelines by transformers' name of their task: a class, or "module:Class" in this package."""
 _HOMES = {
     **{kind.partition(":")[2]: kind.partition(":")[0] for kind in PIPELINES.values() if isinstance(kind, str)},
     "Summaries": "summaries.summarize",
@@ -46,7 +46,7 @@ __all__ = [
 
 
 class Pipeline(Protocol):
-    """What all pipelines have: the generator that they decode with, and a call that takes inputs of their kind."""
+    """A pipeline: its generator, and a call."""
 
     generator: SpecGenerator
 
@@ -58,8 +58,8 @@ class Pipeline(Protocol):
 def pipeline(task: str, target: Any, draft: Any = None, **options: Any) -> Pipeline:
     """The pipeline of a task in `PIPELINES`, for a target and a draft.
 
-    A target by id or path is loaded: `options` are those of the class's `from_pretrained`. Any other one is a model or
-    a `SpecGenerator`, and `options` are those of the class. Raises OptionError for an unknown task.
+    `target`: an id or path to load, with the `options` of the class's `from_pretrained`; or a model or `SpecGenerator`,
+    with the `options` of the class. Raises OptionError for an unknown task.
     """
     if task not in PIPELINES:
         raise OptionError.of("task", f"one of {', '.join(PIPELINES)}", task)

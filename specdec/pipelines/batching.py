@@ -1,4 +1,4 @@
-"""What pipelines over text share: a generator, and prompts decoded in batches."""
+"""Shared by pipelines over text: making a generator, and decoding prompts in batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NO_PLACE = ("streamer", "return_dict_in_generate")
 
 @dataclass(frozen=True)
 class Decoded:
-    """`new[prompt][copy]` are new ids, `starts[prompt]` the decoder's ids before them (encoder-decoder targets)."""
+    """`new[prompt][copy]`: new ids; `starts[prompt]`: the prompt's ids, of encoder-decoder targets the decoder's."""
 
     new: list[list[list[int]]]
     starts: list[list[int]]
@@ -30,13 +30,13 @@ class Decoded:
 def make_generator(
     target: Any, draft: Any, task: str, options: Mapping[str, Any], *, kind: str = "SpecGenerator"
 ) -> SpecGenerator:
-    """The generator that was given as `target`, or one of these parts; `kind` is the class whose options they are.
+    """The generator that is `target`, or one made of these parts for the class `kind`.
 
-    Raises OptionError for one without a tokenizer.
+    Raises OptionError for a generator without a tokenizer, and for parts beside a generator.
     """
     if isinstance(target, SpecGenerator):
         if idle := [name for name, given in {"draft": draft is not None, **options}.items() if given]:
-            raise OptionError(f"`{idle[0]}` is the SpecGenerator's own matter: set it there, or pass the model")
+            raise OptionError(f"`{idle[0]}` belongs to the SpecGenerator: set it there, or pass the model")
         generator = target
     else:
         check_loaded(kind, options)
@@ -47,7 +47,7 @@ def make_generator(
 
 
 def check_call(batch_size: int, options: Mapping[str, Any]) -> None:
-    """Raises OptionError for what a pipeline's result has no place for, and for a batch size that is none."""
+    """Raises OptionError for a wrong batch size and for options whose outputs a pipeline does not return."""
     if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
         raise OptionError.of("batch_size", "a whole number of at least 1", batch_size)
     if options.get("prediction") is not None:
@@ -58,7 +58,7 @@ def check_call(batch_size: int, options: Mapping[str, Any]) -> None:
 
 
 def row_seeds(options: Options, prompts: int) -> list[int] | None:
-    """One seed per row of all batches, so that a text does not depend on its batch; None where none was given."""
+    """One seed per row of all batches, so that a text does not depend on its batch; None without a seed."""
     if options.seed is None:
         return None
     rows = prompts * options.copies
@@ -77,7 +77,7 @@ def decode(
     batch_size: int,
     seeds: Sequence[int] | None,
 ) -> Decoded:
-    """Continues prompts of ids, so many at a time; `seeds` are those of all rows, `given` the call's other options."""
+    """Decodes prompts of ids, `batch_size` at a time; `seeds` of all rows, and the call's other options (`given`)."""
     found = Decoded([], [], Stats())
     stats = []
     for first in range(0, len(prompts), batch_size):

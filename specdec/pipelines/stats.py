@@ -1,4 +1,4 @@
-"""The statistics of several calls as one."""
+"""Statistics of several calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specdec.core.stats import Stats
 
 
 def total(parts: Sequence[Stats]) -> Stats:
-    """The statistics of several calls of one generator: counts and seconds in sum, rows one after the other."""
+    """The statistics of several calls of one generator: sums of counts and seconds, rows one after the other."""
     joined: dict[str, Any] = {}
     for field in fields(Stats) if parts else ():
         values = [getattr(part, field.name) for part in parts]

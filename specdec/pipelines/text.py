@@ -1,4 +1,4 @@
-"""`Text`: prompts and conversations in, their continuations out; in the shapes of transformers' text generation."""
+"""`Text`: continues prompts and conversations, with the call and results of transformers' text generation."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Message = Mapping[str, Any]
 class Text:
     """Continues texts and conversations with a target and a draft, as `transformers.pipeline("text-generation")` does.
 
-    `target`, `draft` and `options` are those of `SpecGenerator`, which may also be given itself, as `target`. Unlike in
-    transformers nothing is sampled and no length assumed unless the checkpoint or the caller says so.
+    `target`, `draft` and `options` are those of `SpecGenerator`; `target` may also be a `SpecGenerator`. Unlike
+    transformers it samples, and limits the length, only where the checkpoint or the caller does.
     """
 
     def __init__(self, target: Any, draft: Any = None, **options: Any) -> None:
@@ -30,7 +30,7 @@ class Text:
 
     @classmethod
     def from_pretrained(cls, target: str, draft: Any = None, **options: Any) -> Text:
-        """A pipeline of models loaded by id or path; `options` are those of `SpecGenerator.from_pretrained`."""
+        """A pipeline of models by id or path; `options` are those of `SpecGenerator.from_pretrained`."""
         return cls(SpecGenerator.from_pretrained(target, draft, task=TASK, **options))
 
     def __call__(
@@ -50,9 +50,9 @@ class Text:
     ) -> list[Any]:
         """`[{"generated_text": …}]` for a text or a list of messages, and a list of such lists for several.
 
-        The text holds the prompt, and messages the conversation with its answer, unless `return_full_text` is False;
-        `return_tensors` gives `generated_token_ids` instead, prompt included. A conversation that ends with the
-        assistant is continued there, unless `continue_final_message` says otherwise. `options` are those of
+        The text includes the prompt, or is the conversation with its answer, unless `return_full_text` is False.
+        `return_tensors` returns `generated_token_ids` instead, prompt included. An assistant's message at the end of a
+        conversation is continued, unless `continue_final_message` is False. `options` are those of
         `SpecGenerator.generate`. Raises OptionError.
         """
         check_call(batch_size, options)
@@ -90,23 +90,23 @@ class Text:
         how = {"add_generation_prompt": not go_on, "continue_final_message": go_on, "return_dict": True}
         try:
             found: list[int] = self._tokenizer.apply_chat_template(list(item), tools=tools, **how)["input_ids"]
-        except Exception as error:  # whatever a template raises
+        except Exception as error:  # of any class: templates are code of the checkpoint
             raise OptionError(f"the tokenizer's chat template refused the messages: {error}") from error
         return found
 
 
 def _check_form(full: bool | None, text: bool | None, tensors: bool | None) -> None:
-    """Raises where what is to come back contradicts itself, as in transformers."""
+    """Raises OptionError where these contradict, as in transformers."""
     given = {"return_full_text": full, "return_text": text, "return_tensors": tensors}
     named = [name for name, value in given.items() if value is not None]
     if len(named) > 1:
-        raise OptionError(f"`{named[0]}` and `{named[1]}` each say what comes back: pass one of them")
+        raise OptionError(f"`{named[0]}` and `{named[1]}` each say what is returned: pass one of them")
     if text is False:
         raise OptionError("`return_text`=False leaves nothing to return: pass `return_tensors=True`")
 
 
 def _items(inputs: Any) -> tuple[list[Any], bool]:
-    """Texts and conversations, one by one, and whether there is one alone, not in a list."""
+    """Texts and conversations as a list, and whether `inputs` is a single one."""
     if isinstance(inputs, str):
         return [inputs], True
     items = list(inputs) if isinstance(inputs, Iterable) and not isinstance(inputs, bytes | Mapping) else None
@@ -133,7 +133,7 @@ def _goes_on(messages: Sequence[Message], asked: bool | None) -> bool:
 
 
 def _whole(item: Any, text: str, go_on: bool | None) -> Any:
-    """The prompt or the conversation together with what came."""
+    """The prompt with its continuation, or the conversation with its answer."""
     if isinstance(item, str):
         return item + text
     if not _goes_on(item, go_on):

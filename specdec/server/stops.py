@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.generator.output import decode
+from specdec.generator.detokenizer import decode
 
 _MOST_BYTES = 4  # of a character, each of which may be a token
 _SILENT = 8  # tokens without text that may stand between

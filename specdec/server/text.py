@@ -12,9 +12,9 @@ from typing import Any
 from specdec.core.stats import Stats
 from specdec.core.tree import Step
 from specdec.errors import OptionError
-from specdec.generator.call import News
+from specdec.generator.detokenizer import Detokenizer, before_stop, decode
 from specdec.generator.generator import SpecGenerator
-from specdec.generator.output import Detokenizer, before_stop, decode
+from specdec.generator.job import Delta
 from specdec.options.checks import refusing
 from specdec.options.generate import listed
 from specdec.server.cancellation import Cancel
@@ -253,7 +253,7 @@ class _Row:
         self._pending: list[tuple[Step, bool]] = []  # with whether the draft guessed it
         self.told = False
 
-    def pieces(self, news: News) -> Iterator[Piece]:
+    def pieces(self, news: Delta) -> Iterator[Piece]:
         """What a round brought, or as much of it as makes whole chunks."""
         self.told = True
         self._pending += [(step, place < news.accepted) for place, step in enumerate(news.steps)]

@@ -11,7 +11,7 @@ import yaml
 
 from specdec.bench.suite import read_suite
 from specdec.errors import OptionError
-from specdec.options.generate import read_yaml
+from specdec.options.resolve import read_yaml
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "bench").glob("*.yaml"))
 

@@ -34,7 +34,7 @@ from specdec.cli.request import read_request
 from specdec.cli.show import Printer, write
 from specdec.cli.terminal import BROKEN_PIPE, EXAMPLES, Interrupt, loading
 from specdec.errors import OptionError, SpecdecError
-from specdec.generator.output import Event, Generation
+from specdec.generator.generation import Event, Generation
 from specdec.options import bundled_models
 from tests.folders import WIDTH, byte_tokenizer, saved_gguf, saved_model
 from tests.pipelines.models import CHAT

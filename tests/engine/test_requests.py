@@ -11,7 +11,7 @@ import torch
 
 from specdec import CancelledError, LanguageModel, SpecGenerator
 from specdec.engine.engine import Engine
-from specdec.generator.call import Call
+from specdec.generator.build_request import Call
 from specdec.models.backends.kv_session import KvSession
 from specdec.proposers import ModelDrafter
 from tests.engine.test_requests_stateful import Trouble, failing, result

@@ -20,7 +20,8 @@ from specdec.core.rounds import Round, RowPass
 from specdec.core.sequence import RunningSequence
 from specdec.engine.engine import Engine
 from specdec.engine.request import Request
-from specdec.generator.call import Call
+from specdec.generator.build_request import Call
+from specdec.generator.job import Job
 from specdec.proposers import EarlyExitDrafter, FunctionDrafter, HybridDrafter, ModelDrafter, SuffixDrafter
 from tests.oracle import oracle, rows_in_drafts
 from tests.test_exact import noisy
@@ -162,12 +163,10 @@ class Recorded:
 
 def result(call: Call) -> Any:
     """What `generate` would return for a request that is done."""
-    run = call.run(Recorded())  # type: ignore[arg-type]
-    while True:
-        try:
-            next(run)
-        except StopIteration as end:
-            return end.value
+    job = Job(call, Recorded())  # type: ignore[arg-type]
+    for _ in job.follow(stream=False):
+        pass
+    return job.result
 
 
 @cache

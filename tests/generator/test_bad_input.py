@@ -18,7 +18,8 @@ from specdec.cli.request import FLAGS
 from specdec.core.draft_schedules import Constant
 from specdec.decoding.strategies import PhrasalConstraint
 from specdec.options.fields import IDLE, INSTEAD, REFUSED, SYNONYMS
-from specdec.options.generate import Options, resolve
+from specdec.options.generate import Options
+from specdec.options.resolve import resolve
 from specdec.pipelines import Summarizer, Text
 from tests.folders import WIDTH, byte_tokenizer
 from tests.tiny import tiny
@@ -374,7 +375,7 @@ def test_wrong_targets() -> None:
 @pytest.mark.parametrize("option", [{"dtype": "float32"}, {"draft_options": {}}])
 def test_options_of_loading_have_their_place(kind: Any, option: dict[str, Any]) -> None:
     """Each class names its own. (All named SpecGenerator's.)"""
-    way_out = re.escape(f"`{next(iter(option))}` says how to load a model: pass it to {kind.__name__}.from_pretrained")
+    way_out = re.escape(f"`{next(iter(option))}` is an option of loading: pass it to {kind.__name__}.from_pretrained")
     with pytest.raises(OptionError, match=way_out):
         kind("some/model", **option)
 

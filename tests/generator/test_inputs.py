@@ -15,7 +15,8 @@ from transformers.modeling_outputs import BaseModelOutput
 from specdec import LanguageModel, OptionError, SpecGenerator, UnsupportedError
 from specdec.core.drafts import BatchDrafter, DraftSession
 from specdec.core.tree import Tree
-from specdec.generator.inputs import Prompts, RowPrompt, limits
+from specdec.generator import checks
+from specdec.generator.inputs import Prompts, RowPrompt
 from tests.oracle import oracle
 from tests.tiny import ENCODER_DECODERS, tiny, tiny_inputs
 
@@ -357,7 +358,7 @@ def test_repeated_prompts_keep_all_their_parts() -> None:
     assert copies.padded.tolist() == [[0], [0], [1], [1]]
     assert copies.encoder is not None
     assert copies.encoder["input_ids"].tolist() == [[0, 1], [2, 3]]
-    assert (copies.is_text, copies.unseen) == (True, 4)
+    assert (copies.is_text, copies.num_embeds_only) == (True, 4)
 
 
 # --- errors, before any forward
@@ -543,7 +544,7 @@ def test_rotary_models_go_beyond_their_training(name: str) -> None:
 )
 def test_what_rotary_models_were_made_for(rope: Any, reach: int | None) -> None:
     """Scaling that stretches positions counts, by layer or for all."""
-    assert limits._made_for(SimpleNamespace(rope_parameters=rope, max_position_embeddings=16)) == reach
+    assert checks._made_for(SimpleNamespace(rope_parameters=rope, max_position_embeddings=16)) == reach
 
 
 def test_unsupported_is_not_wrong() -> None:

@@ -25,15 +25,15 @@ def followed(generator: SpecGenerator, prompt: Any, **options: Any) -> tuple[lis
     follow, tokens = generator.submit(prompt, **{**COMMON, **options}).follow(), []
     while True:
         try:
-            news = next(follow)
+            deltas = next(follow)
         except StopIteration as end:
             return tokens, end.value
-        tokens += [token for one in news if one.row == 0 for token in one.token_ids]
+        tokens += [token for one in deltas if one.row == 0 for token in one.token_ids]
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_a_job_is_the_call(draft: str) -> None:
-    """Its news spell the text of `generate`, and its result is the same."""
+    """Its deltas are the text of `generate`, and its result is the same."""
     generator = SpecGenerator(tiny("llama"), DRAFTS[draft])
     expected = generator.generate([[5, 9, 12]], **COMMON)
     tokens, out = followed(generator, [[5, 9, 12]])
@@ -201,7 +201,7 @@ def test_log_probabilities(draft: str, sampling: dict[str, Any]) -> None:
     call = {**COMMON, **sampling}
     out = generator.generate([[5, 9, 12]], output_logits=True, **call)
     follow = generator.submit([[5, 9, 12]], top_logprobs=3, **call).follow()
-    steps = [step for news in follow for one in news for step in one.steps]
+    steps = [step for deltas in follow for one in deltas for step in one.steps]
     assert [step.token for step in steps] == out.new_tokens()[0]
     assert out.logits is not None
     for step, logits in zip(steps, out.logits, strict=True):
@@ -297,6 +297,6 @@ def test_drafts_are_cut_where_a_processor_says_so(draft: Any) -> None:
         return verify(slots, trees, keep, **more)
 
     generator.engine.target.forward = spy  # type: ignore[method-assign]
-    tokens = [token for news in job.follow() for one in news for token in one.token_ids]
+    tokens = [token for deltas in job.follow() for one in deltas for token in one.token_ids]
     assert tokens == expected.new_tokens()[0]
     assert all(token % 2 == 0 for token in seen)

@@ -11,7 +11,8 @@ import pytest
 from specdec import SpecGenerator
 from specdec.cli.commands import run
 from specdec.decoding.strategies import STRATEGIES, Greedy
-from specdec.options.generate import Options, read_yaml, resolve
+from specdec.options.generate import Options
+from specdec.options.resolve import read_yaml, resolve
 from tests.folders import saved_model
 
 PRESETS = sorted((Path(__file__).parents[2] / "configs" / "strategies").glob("*.yaml"))

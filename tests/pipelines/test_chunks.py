@@ -87,7 +87,7 @@ def test_pieces_that_are_longer_together() -> None:
 
 def test_no_room() -> None:
     """What is put around a text may leave no room, or less than a character takes."""
-    with pytest.raises(OptionError, match="5 tokens leave no room for text, since what is put around it takes 6"):
+    with pytest.raises(OptionError, match="5 tokens leave no room for text, since the template takes 6"):
         chunked("some text", 5, lambda texts: [len(t) + 6 for t in texts])
     with pytest.raises(OptionError, match="a single character takes 4"):
         chunked("\U0001f600\U0001f600", 3, lambda texts: [len(t.encode()) for t in texts])

@@ -326,7 +326,7 @@ def test_lengths_that_leave_no_room() -> None:
     summarize = Summarizer(never(model("gpt2")), tokenizer=tokenizer())
     with pytest.raises(OptionError, match="512 new tokens leave no room for a text before them"):
         summarize("a", max_new_tokens=512)
-    with pytest.raises(OptionError, match="12 tokens leave no room for text, since what is put around it takes 41"):
+    with pytest.raises(OptionError, match="12 tokens leave no room for text, since the template takes 41"):
         summarize("a", max_new_tokens=500)
 
 
@@ -351,7 +351,7 @@ def test_a_generator_brings_its_own_settings() -> None:
     generator = SpecGenerator(model("t5", **T5), tokenizer=tokenizer(ends=True), max_new_tokens=5)
     assert Summarizer(generator).summarize(TEXTS[:1], eos_token_id=[]).stats.num_new_tokens == 5
     for options in ({"draft": "suffix"}, {"tokenizer": tokenizer()}, {"num_beams": 2}):
-        with pytest.raises(OptionError, match=f"`{next(iter(options))}` is the SpecGenerator's own matter"):
+        with pytest.raises(OptionError, match=f"`{next(iter(options))}` belongs to the SpecGenerator"):
             Summarizer(generator, **options)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.generator.output import decode
+from specdec.generator.detokenizer import decode
 from tests.server.served import DRAFTS, TOKENIZER, app, client, events, model_of, run
 
 PROMPT = "abc abc abc ab"

@@ -16,7 +16,7 @@ import torch
 
 from specdec import SpecGenerator
 from specdec.errors import OptionError
-from specdec.options.generate import read_yaml
+from specdec.options.resolve import read_yaml
 from specdec.server import create_app, read_settings
 from specdec.server import keys as keys_module
 from specdec.server.app import ROUTERS

@@ -1,6 +1,5 @@
-"""What a call reads: prompts of every shape, as rows of token ids without padding, and tokenizers."""
+"""Prompts of every shape as rows of token ids without padding, and tokenizers."""
 
-from specdec.generator.inputs.limits import check_least, check_vocabulary, length_limit
 from specdec.generator.inputs.predictions import with_predictions
 from specdec.generator.inputs.prompts import FEATURES, NAMES, Prompt, Prompts, RowPrompt, pad_id, read_prompts
 from specdec.generator.inputs.tokenizers import check_tokenizer, tokenizer_beside
@@ -11,10 +10,7 @@ __all__ = [
     "Prompt",
     "Prompts",
     "RowPrompt",
-    "check_least",
     "check_tokenizer",
-    "check_vocabulary",
-    "length_limit",
     "pad_id",
     "read_prompts",
     "tokenizer_beside",

@@ -1,4 +1,4 @@
-"""Texts that outputs may resemble, for drafts that copy."""
+"""`prediction`: texts that outputs may resemble, for drafts that copy."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from specdec.models import LanguageModel
 
 
 def with_predictions(prompts: Prompts, prediction: Any, target: LanguageModel, tokenizer: Any) -> Prompts:
-    """The rows with their predictions: one text or row of ids, or a list with one or None for each prompt.
+    """The prompts with their predictions: one text or row of ids, or a list with one or None for each prompt.
 
-    Raises OptionError for what is neither, for another number of them, and for text without a tokenizer.
+    Raises OptionError for another type or number of predictions, and for text without a tokenizer.
     """
     if prediction is None:
         return prompts

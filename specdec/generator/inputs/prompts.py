@@ -1,4 +1,4 @@
-"""Prompts of every shape, read into rows of token ids without padding, and what an encoder needs beside them."""
+"""Prompts of every shape as rows of token ids without padding, and the inputs of an encoder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from specdec.options.checks import warn_of_idle
 from specdec.options.generate import Options
 
 _NEGATIVES = ("negative_prompt_ids", MASKS["negative_prompt_ids"])
-FEATURES = {"input_features": 3, "input_values": 2, "pixel_values": 4}  # what encoders read besides ids: dimensions
+# inputs of encoders other than ids -> dimensions
+FEATURES = {"input_features": 3, "input_values": 2, "pixel_values": 4}
 NAMES = frozenset({"inputs", "input_ids", "inputs_embeds", "encoder_outputs", *FEATURES, *MASKS, *MASKS.values()}) - {
     "prompt"
 }
@@ -27,12 +28,12 @@ Prompt = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Mapping
 
 @dataclass(frozen=True)
 class RowPrompt:
-    """What one row begins with.
+    """The prompt of one row.
 
-    `tokens` are its decoder ids without padding, `padding` the columns of the padded prompt that they leave free.
-    `encoder_ids` is what its encoder reads. `embeds` `[length, width]` are read in place of the tokens, of which there
-    are as many, or none where only embeddings were given. `negative` is what guidance steers away from, `prediction`
-    what the output may resemble.
+    `tokens`: decoder ids without padding; `padding`: how many columns of the padded prompt they leave free.
+    `encoder_ids`: ids that the encoder reads. `embeds` `[length, width]` are read in place of the tokens, which are as
+    many, or none where only embeddings were given. `negative`: the prompt that guidance steers away from. `prediction`:
+    ids that the output may resemble.
     """
 
     tokens: list[int]
@@ -44,30 +45,30 @@ class RowPrompt:
 
     @property
     def positions(self) -> int:
-        """How many the model needs before the first new token, for the longer of the prompt and its negative."""
+        """Positions before the first new token, of the longer of the prompt and its negative."""
         own = self.tokens if self.embeds is None else self.embeds
         return max(len(own), len(self.negative or ()))
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Rows ready for decoding.
+    """The prompts of a call.
 
-    `padded` `[rows, width]` are their ids with padding, as the result returns them; `encoder` holds the encoder's
-    arguments, `encoding` what it made of them where the caller has that already. Where only embeddings were given,
-    `padded` has no columns and `unseen` counts theirs: processors, criteria and drafts see the new ids alone, as in
-    transformers, and only lengths count the prompt. (A draft that should know the prompt needs its `input_ids` too.)
+    `padded` `[rows, width]`: ids with padding, as the result returns them. `encoder`: the encoder's arguments;
+    `encoding`: its output, where the caller passed that. Where only embeddings were given, `padded` has no columns and
+    `num_embeds_only` is their number: lengths count them, but processors, criteria and drafts see the new ids alone, as
+    in transformers. (A draft that should see the prompt needs its `input_ids` too.)
     """
 
     rows: list[RowPrompt]
     padded: Tensor
     is_text: bool = False
     encoder: dict[str, Tensor] | None = None
-    unseen: int = 0
+    num_embeds_only: int = 0
     encoding: Encoding | None = None
 
     def repeat(self, copies: int) -> Prompts:
-        """Every row so many times, copies side by side; the encoder's inputs stay as they are."""
+        """Each row `copies` times, side by side; the encoder's inputs are not repeated."""
         rows = [row for row in self.rows for _ in range(copies)]
         return replace(self, rows=rows, padded=self.padded.repeat_interleave(copies, 0))
 
@@ -80,9 +81,9 @@ def read_prompts(
     target: LanguageModel,
     tokenizer: Any,
 ) -> Prompts:
-    """Prompts of a call; `given` are the model inputs among its keyword arguments.
+    """The prompts of a call; `given` are the model inputs among its keyword arguments.
 
-    `prompt` may be what a tokenizer returns, a mapping with `input_ids` and `attention_mask`. Raises OptionError for
+    `prompt` may be a tokenizer's output, a mapping with `input_ids` and `attention_mask`. Raises OptionError for
     prompts that are empty, of a wrong type or shape, outside the vocabulary, or given twice, and for inputs that the
     target does not read.
     """
@@ -103,7 +104,7 @@ def read_prompts(
 
 
 def _check_no_messages(prompt: Any) -> None:
-    """Raises for a conversation, or several, in the place of a prompt: whether a template is used must be said."""
+    """Raises OptionError for conversations passed as the prompt: `messages=` makes the use of a template explicit."""
     first = prompt
     while isinstance(first, list | tuple) and first:
         first = first[0]
@@ -112,7 +113,7 @@ def _check_no_messages(prompt: Any) -> None:
 
 
 def _unpacked(prompt: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The keyword arguments with those of a mapping, which name the prompt in both places at most once."""
+    """The keyword arguments with those of a mapping; raises OptionError for unknown names and names in both."""
     if odd := sorted(map(str, set(prompt) - NAMES)):
         raise OptionError(f"the prompt is a mapping with {odd}, which no model input is called: leave that out")
     if twice := sorted(set(prompt) & set(given)):
@@ -121,7 +122,7 @@ def _unpacked(prompt: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, 
 
 
 def _without_idle(given: Mapping[str, Any], options: Options) -> Mapping[str, Any]:
-    """The inputs without negative prompts, of which it warns, where no guidance reads them."""
+    """The inputs; without guidance those other than negative prompts, of which it warns."""
     idle = [name for name in _NEGATIVES if name in given and options.guidance_scale in (None, 1)]
     if idle:
         warn_of_idle(f"`{idle[0]}` changes nothing without `guidance_scale`: pass both")
@@ -129,7 +130,7 @@ def _without_idle(given: Mapping[str, Any], options: Options) -> Mapping[str, An
 
 
 def _check_sources(prompt: Any, messages: Any, given: Mapping[str, Any], target: LanguageModel) -> None:
-    """Raises unless the prompt was given once at most, with inputs that this kind of target reads."""
+    """Raises OptionError for a prompt given twice, UnsupportedError for inputs that the target does not read."""
     sources = [name for name, value in (("prompt", prompt), ("messages", messages)) if value is not None]
     sources += [name for name in ("inputs", "input_ids", *FEATURES) if name in given]
     if len(sources) > 1:
@@ -143,11 +144,11 @@ def _check_sources(prompt: Any, messages: Any, given: Mapping[str, Any], target:
     named = {*given, "prompt"} if known else {*given}
     for name, mask in MASKS.items():
         if mask in named and name not in named:
-            raise OptionError(f"`{mask}` says which tokens count, but there are none: pass `{name}` with it")
+            raise OptionError(f"`{mask}` marks tokens that count, but no tokens were given: pass `{name}` with it")
 
 
 def _chat(messages: Sequence[Any], tokenizer: Any) -> list[list[int]]:
-    """Ids of one conversation or of several, through the tokenizer's chat template."""
+    """Ids of one conversation or several, by the tokenizer's chat template."""
     if not hasattr(tokenizer, "apply_chat_template"):
         raise OptionError("`messages` needs a tokenizer with a chat template: pass `tokenizer=` to SpecGenerator")
     if getattr(tokenizer, "chat_template", "") is None:
@@ -177,7 +178,7 @@ def _embedded(value: Any, given: Mapping[str, Any], options: Options, target: La
         raise OptionError("`attention_mask` leaves a row of `inputs_embeds` empty: keep at least one position")
     if value is None:
         rows = [RowPrompt([], embeds=row) for row in kept]
-        return Prompts(rows, torch.empty(count, 0, dtype=torch.long), unseen=length)
+        return Prompts(rows, torch.empty(count, 0, dtype=torch.long), num_embeds_only=length)
     ids = _read(value, given, options, target, tokenizer)
     if list(map(len, ids.kept)) != list(map(len, kept)):
         raise UnsupportedError(
@@ -192,8 +193,8 @@ def _encoder_decoder(
 ) -> Prompts:
     """Encoder inputs as given, padding included, and decoder prompts that begin with the start id.
 
-    Where an encoder's positions count slots (BART and its kin), padding on the left changes what it reads, as in
-    transformers; drafts and processors see its ids without padding.
+    Where an encoder's positions count columns (BART and similar), padding on the left changes its output, as in
+    transformers. Drafts and processors see its ids without padding.
     """
     main = target.model.main_input_name
     if main in FEATURES and value is not None:
@@ -224,12 +225,12 @@ def _encoder_decoder(
 
 
 def _is_text(value: Any) -> bool:
-    """Whether a prompt is a string, or a list that begins with one."""
+    """Whether a prompt is text, or a list that begins with text."""
     return isinstance(value[0] if isinstance(value, list | tuple) and value else value, str)
 
 
 def _encoding(given: Mapping[str, Any], inputs: Mapping[str, Tensor], target: LanguageModel) -> Encoding | None:
-    """The caller's own `encoder_outputs`, an `Encoding` or as transformers returns them, with the mask beside them."""
+    """The caller's `encoder_outputs`, an `Encoding` or as transformers returns them, with their mask."""
     outputs = given.get("encoder_outputs")
     if outputs is None:
         return None
@@ -251,7 +252,7 @@ def _encoding(given: Mapping[str, Any], inputs: Mapping[str, Tensor], target: La
 
 
 def _with_negatives(prompts: Prompts, given: Mapping[str, Any], options: Options, target: LanguageModel) -> Prompts:
-    """The rows with their negative prompts where guidance is on; without any it is the prompt's last token."""
+    """With guidance, the rows with their negative prompts, by default the prompt's last token."""
     if options.guidance_scale in (None, 1):
         return prompts
     if target.is_encoder_decoder:
@@ -269,14 +270,14 @@ def _with_negatives(prompts: Prompts, given: Mapping[str, Any], options: Options
 
 
 def _prompts(ids: Ids, options: Options) -> Prompts:
-    """Rows of ids, padded on the left where they are not equally long already."""
+    """Prompts of rows of ids, padded on the left to equal length."""
     width, pad = max(map(len, ids.given)), pad_id(options)
     padded = torch.tensor([[pad] * (width - len(row)) + row for row in ids.given], dtype=torch.long)
     return Prompts([RowPrompt(row, width - len(row)) for row in ids.kept], padded, ids.is_text)
 
 
 def pad_id(options: Options) -> int:
-    """The padding id; 0 is one as good as any other."""
+    """The padding id: the pad id, else the first end id, else 0."""
     return options.pad_token_id if options.pad_token_id is not None else (options.eos_ids or [0])[0]
 
 
@@ -313,8 +314,8 @@ def _tensor(name: str, value: Any) -> Tensor:
 def _decoder_ids(count: int, given: Mapping[str, Any], options: Options, target: LanguageModel) -> Ids:
     """Decoder prompts: the start id of each row, before the caller's `decoder_input_ids` where they all lack it.
 
-    Padding that `decoder_attention_mask` names is left out, so that a row equals the row alone. (transformers counts
-    it: most decoders take its slots for positions, and the start id stands before it.)
+    Padding marked by `decoder_attention_mask` is removed, so that a row's text equals that of the row alone. (In
+    transformers most decoders count its columns as positions, and the start id precedes it.)
     """
     starts = options.start_ids
     if len(starts) not in (0, 1, count):
@@ -337,7 +338,7 @@ def _decoder_ids(count: int, given: Mapping[str, Any], options: Options, target:
 
 
 def _read(value: Any, given: Mapping[str, Any], options: Options, target: LanguageModel, tokenizer: Any) -> Ids:
-    """The prompt's ids: those of text, those given, or the start id where nothing is."""
+    """The prompt's ids: of text, as given, or the start id without a prompt."""
     if value is None:
         if not isinstance(options.bos_token_id, int):
             raise OptionError("no prompt was given, and the model has no `bos_token_id` to start from: pass a prompt")

@@ -1,4 +1,4 @@
-"""Token ids as callers give them: tensors, lists, lists of lists, with or without masks; checked rows come out."""
+"""Token ids from tensors, lists and lists of lists, with or without masks, as checked rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MASKS = {
 
 
 class Ids(NamedTuple):
-    """Rows of ids as they were given, without their padding, and which of those given were kept."""
+    """Rows of ids: as `given`, without padding (`kept`), and the `mask` of which given ids were kept."""
 
     given: list[list[int]]
     kept: list[list[int]]
@@ -29,7 +29,7 @@ class Ids(NamedTuple):
 
 
 def read_ids(name: str, value: Any, given: Mapping[str, Any], target: LanguageModel, pad: int | None = None) -> Ids:
-    """Rows of ids, one row, or a tensor `[rows, length]`, without what their mask, or else `pad`, marks as padding."""
+    """Rows of ids from rows, one row, or a tensor `[rows, length]`; their mask, or else `pad`, marks padding."""
     rows = _lists(value)
     if rows is None or not all(map(is_whole, itertools.chain(*rows))):
         got = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
@@ -48,7 +48,7 @@ def read_ids(name: str, value: Any, given: Mapping[str, Any], target: LanguageMo
 
 
 def _lists(value: Any) -> list[Any] | None:
-    """Rows, or one row alone, as lists; None for what is neither."""
+    """Rows, or one row, as lists; None for other types."""
     value = plain(value)
     rows = [plain(row) for row in value] if is_list(value) else None
     if rows and not any(map(is_list, rows)):
@@ -57,7 +57,7 @@ def _lists(value: Any) -> list[Any] | None:
 
 
 def read_mask(mask: Any, lengths: list[int], name: str) -> list[list[bool]]:
-    """Which tokens of rows of these lengths count; all of them without a mask."""
+    """The mask of rows of these `lengths`; without one, all tokens count."""
     rows = [[1] * length for length in lengths] if mask is None else _lists(mask)
     if rows is None or list(map(len, rows)) != lengths or any(map(is_list, itertools.chain(*rows))):
         got = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
@@ -66,7 +66,7 @@ def read_mask(mask: Any, lengths: list[int], name: str) -> list[list[bool]]:
 
 
 def _check_ids(row: list[int], name: str, target: LanguageModel) -> None:
-    """Raises where a row is empty or holds ids that the target does not know."""
+    """Raises OptionError for an empty row and for ids outside the target's vocabulary."""
     if not row:
         raise OptionError(f"{name} is empty: pass at least one token, for example the bos id")
     wrong = next((token for token in (min(row), max(row)) if not 0 <= token < target.vocab_size), None)

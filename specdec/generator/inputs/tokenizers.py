@@ -1,4 +1,4 @@
-"""Tokenizers that callers hand in, or that lie beside a model which they name."""
+"""Tokenizers: checked, or loaded from the folder or repository of a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specdec.options.load import split_gguf
 
 
 def check_tokenizer(name: str, tokenizer: Any) -> None:
-    """Raises OptionError unless `tokenizer`, the caller's argument `name`, is None or can encode and decode."""
+    """Raises OptionError about the argument `name` unless `tokenizer` is None or can decode."""
     if tokenizer is not None and (isinstance(tokenizer, bytes) or not hasattr(tokenizer, "decode")):
         way_out = "load it with transformers.AutoTokenizer.from_pretrained"
         raise OptionError.of(name, "a transformers tokenizer", tokenizer, way_out)
@@ -33,9 +33,9 @@ def ids_of(tokenizer: Any, text: str, **how: Any) -> list[int]:
 
 
 def tokenizer_beside(source: str, *, gguf_file: str | PathLike[str] | None = None, **options: Any) -> Any:
-    """The tokenizer in the folder or hub repository of a model, or of a pair of the zoo; None where there is none.
+    """The tokenizer in the folder or hub repository of a model, or of a `zoo:` pair; None where none exists.
 
-    Where nothing lies beside a GGUF file, it is the one in the file.
+    For a GGUF file without a tokenizer beside it: the one in the file.
     """
     folder, own = split_gguf(bundled_models.locate(source, "target"))  # a pair has one tokenizer
     file = own or gguf_file

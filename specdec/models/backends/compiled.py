@@ -14,12 +14,14 @@ import logging
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import cache, cached_property, partial
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -65,6 +67,9 @@ class CompiledForward:
         self._ragged: RaggedForward | None = ragged  # until `start`
         self._passes: Any = None
         self._done = threading.Event()
+        self._compiler: subprocess.Popen[str] | None = None
+        self._stopped = False
+        self._starting = threading.Lock()  # of the compiler
 
     @cached_property
     def _key(self) -> str:
@@ -103,6 +108,15 @@ class CompiledForward:
     def ready(self) -> bool:
         """Whether passes run on it."""
         return self._passes is not None
+
+    def stop(self) -> None:
+        """Stops the compiler where it runs, and keeps it from starting."""
+        with self._starting:
+            self._stopped = True
+            compiler = self._compiler
+        if compiler is not None:
+            _kill(compiler)
+            self._done.wait()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until it is known whether passes run on it, for so many seconds; whether they do."""
@@ -153,7 +167,7 @@ class CompiledForward:
                     _log.warning("the passes of %s are compiled, after %.0f s", self._name, time.perf_counter() - began)
                     self._passes = self._loaded()
         except Exception as error:
-            if threading.main_thread().is_alive():  # or else nobody is left to read it
+            if threading.main_thread().is_alive() and not self._stopped:  # else there is no reader
                 _log.warning("the passes of %s are not compiled, they run as before: %s", self._name, error)
         finally:
             self._done.set()
@@ -166,16 +180,20 @@ class CompiledForward:
             known = {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)), "PYTHONSAFEPATH": "1"}
             # Files of the compiler's own that another process left half-written break nothing.
             known |= {"CXX": _program(compiler, Path(folder)), "TORCHINDUCTOR_CACHE_DIR": str(Path(folder) / "cache")}
-            process = subprocess.Popen(
-                [sys.executable, "-m", __name__, folder],
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-                env={**os.environ, **known},
-            )
-            atexit.register(process.kill)
+            with self._starting:
+                if self._stopped:
+                    raise UnsupportedError("their compiler was stopped")
+                process = self._compiler = subprocess.Popen(
+                    [sys.executable, "-m", __name__, folder],
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    env={**os.environ, **known},
+                    start_new_session=True,
+                )
+            kill = atexit.register(partial(_kill, process))
             _, said = process.communicate()
-            atexit.unregister(process.kill)
+            atexit.unregister(kill)
             if process.returncode:
                 raise UnsupportedError(_reason(said, shlex.join(compiler)) or f"exit {process.returncode}")
             for file in (_CONSTANTS, _CODE):
@@ -200,6 +218,13 @@ class CompiledForward:
         if not alike(said, logits) or not all(map(alike, hidden, states)):
             raise UnsupportedError("compiled code gives other logits")
         return passes
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """Ends a process and those that it started."""
+    if process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _numbers(rule: ChainRule) -> tuple[object, ...]:

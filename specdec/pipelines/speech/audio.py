@@ -1,4 +1,4 @@
-"""Sound from wherever it comes, as one channel at the rate that a model hears."""
+"""Sound from files, bytes and arrays, as one channel at a model's sampling rate."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SUFFIXES = (".wav", ".flac", ".mp3", ".ogg")
 
 @dataclass(frozen=True)
 class Audio:
-    """Mono `samples` `[n]`, about -1 to 1, of which `rate` are a second; `extra` is what came beside them."""
+    """Mono `samples` `[n]`, about -1 to 1, `rate` per second; `extra`: other fields of the input."""
 
     samples: Samples
     rate: int
@@ -72,12 +72,12 @@ def read_audio(source: Any, rate: int) -> Audio:
 
 
 def sounds_in(folder: Path) -> list[Path]:
-    """All sound files in a folder and the folders in it, by their endings."""
+    """All sound files in a folder and its subfolders, by their endings."""
     return sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
 
 
 def _from_mapping(source: Mapping[str, Any], rate: int) -> Audio:
-    """As datasets and transformers write it; `path` is not looked at, and everything else is kept."""
+    """Sound in the form of datasets and transformers; `path` is ignored, other fields are kept in `extra`."""
     samples = source.get("raw", source.get("array"))
     if samples is None or "sampling_rate" not in source:
         raise OptionError.of("inputs", "a mapping with `array` (or `raw`) and `sampling_rate`", sorted(source))
@@ -90,7 +90,7 @@ def _from_mapping(source: Mapping[str, Any], rate: int) -> Audio:
 
 
 def _mono(source: Any) -> Samples:
-    """One channel of an array or tensor, in floats."""
+    """An array or tensor as one channel of floats."""
     if hasattr(source, "detach"):
         source = source.detach().cpu().float().numpy()
     if not isinstance(source, np.ndarray) or source.dtype.kind not in "iuf":
@@ -130,7 +130,7 @@ def _blocks(file: Any, name: str) -> Iterator[Samples]:
 
 
 def _resampled(blocks: Any, given: float, rate: int) -> Samples:
-    """Blocks of samples one after the other, at `rate`."""
+    """The blocks of samples, joined, at `rate`."""
     if given == rate:
         parts = list(blocks)
     else:

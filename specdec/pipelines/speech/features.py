@@ -1,4 +1,4 @@
-"""Log-mel features of sound: what a Whisper encoder reads, computed in pieces where the sound is long."""
+"""Log-mel features of sound, the input of a Whisper encoder; of long sound computed in blocks."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _BLOCK = 6000  # frames at a time
 
 
 def window_features(samples: Samples, extractor: Any) -> Tensor:
-    """Features `[mels, frames]` of at most one window, filled up with silence to a whole one."""
+    """Features `[mels, frames]` of at most one window, padded with silence to a whole one."""
     found: Tensor = extractor(samples, sampling_rate=extractor.sampling_rate, return_tensors="pt").input_features[0]
     return found
 
 
 def long_features(samples: Samples, extractor: Any) -> Tensor:
-    """Features `[mels, samples // hop]` of all of a long recording, equal to the extractor's.
+    """Features `[mels, samples // hop]` of a long recording, equal to the extractor's.
 
-    The extractor's own spectrogram of an hour takes more than a gigabyte; this one is made block by block.
+    The extractor needs more than a gigabyte for an hour of sound; this function works block by block.
     """
     if extractor.dither:
         rate = extractor.sampling_rate

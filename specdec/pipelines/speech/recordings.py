@@ -1,4 +1,4 @@
-"""From one recording to the stretches that are read by themselves, and from what was heard in them to its text."""
+"""One recording: cut into tracks, which are decoded on their own, and their texts joined."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Chunks = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Chunking:
-    """Chunks of so many samples, which overlap by `left` and `right`."""
+    """Chunks of `length` samples, which overlap by `left` and `right`."""
 
     length: int
     left: int
     right: int
 
     def cut(self, samples: int) -> Iterator[tuple[int, int, int, int]]:
-        """Begin and end of every chunk, and how much of it the chunks beside it hear too, left and right."""
+        """Begin and end of each chunk, and its overlap with the chunks before and after; in samples."""
         for begin in range(0, samples, self.length - self.left - self.right):
             end = min(begin + self.length, samples)
             last = begin + self.length >= samples
@@ -37,13 +37,13 @@ class Chunking:
 
 
 def read_chunking(length: Any, stride: Any, extractor: Any) -> Chunking | None:
-    """The chunking that a call asks for in seconds; None where there is none.
+    """The chunking of a call, given in seconds; None without a length.
 
-    Raises OptionError for lengths that do not fit together, or the model's window.
+    Raises OptionError for lengths that do not fit one another or the model's window.
     """
     if not length:
         if stride is not None:
-            raise OptionError("`stride_length_s` says how chunks overlap, which need `chunk_length_s`: pass both")
+            raise OptionError("`stride_length_s` is the overlap of chunks, which need `chunk_length_s`: pass both")
         return None
     window = extractor.n_samples / extractor.sampling_rate
     if not isinstance(length, int | float) or not 0 < length <= window:
@@ -56,10 +56,10 @@ def read_chunking(length: Any, stride: Any, extractor: Any) -> Chunking | None:
 
 @dataclass
 class Recording:
-    """One recording of a call: its name and seconds, what came beside its sound, and its tracks in order.
+    """One recording of a call: its name, `duration` in seconds, other fields of the input, and its tracks in order.
 
-    `strides` are, per track, seconds: its length, and how much of it the tracks before and after hear too. One that
-    `failed` could not be read.
+    `strides`, in seconds per track: its length, and its overlap with the tracks before and after. `failed`: it could
+    not be read.
     """
 
     name: str = "the input"
@@ -72,9 +72,9 @@ class Recording:
     def read(
         self, source: Any, extractor: Any, chunking: Chunking | None, number: int, timestamps: bool
     ) -> Iterator[Track]:
-        """The tracks of its sound, the first one with this number; none where there is no sound at all.
+        """The tracks of its sound, numbered from `number`; none for empty sound.
 
-        A track of several windows needs timestamps, whether they are wanted or not.
+        A track of several windows always decodes timestamps, which tell where the next window begins.
         """
         audio = read_audio(source, extractor.sampling_rate)
         self.name, self.duration, self.extra = audio.name, audio.seconds, audio.extra
@@ -86,7 +86,7 @@ class Recording:
             for begin, end, left, right in chunking.cut(len(samples)):
                 self.strides.append(((end - begin) / audio.rate, left / audio.rate, right / audio.rate))
                 features, heard = window_features(samples[begin:end], extractor), -(-(end - begin) // hop)
-                again = chunking.left + chunking.right if begin else 0  # heard in the chunk before
+                again = chunking.left + chunking.right if begin else 0  # samples that the chunk before has too
                 pace = FRAME_SECONDS * (end - begin - again) / (end - begin)
                 track = Track(number + len(self.tracks), features, heard, timestamps, pace)
                 if begin:
@@ -106,7 +106,7 @@ class Recording:
     def text(
         self, whisper: Whisper, *, timestamps: bool | str | None, language: bool, seconds: float
     ) -> dict[str, Any]:
-        """Text and chunks, in the words of transformers' pipeline; `seconds` of sound are one timestamp token."""
+        """Text and chunks as transformers' pipeline returns them; `seconds` of sound per timestamp token."""
         if not self.tracks:
             return {"text": "", **({"chunks": []} if timestamps or language else {}), **self._extra()}
         if self.strides is None and timestamps != "word":
@@ -118,30 +118,30 @@ class Recording:
         return {"text": text, **({"chunks": chunks} if timestamps or language else {}), **self._extra()}
 
     def _extra(self) -> dict[str, list[Any]]:
-        """What came beside the sound, in the lists that the pipeline makes of it."""
+        """Other fields of the input, each in a list, as transformers' pipeline returns them."""
         return {name: [value] for name, value in self.extra.items()}
 
     def _segments(self, whisper: Whisper, timestamps: bool, language: bool) -> tuple[str, Chunks]:
-        """The one track's segments as chunks; without timestamps, its text is one."""
+        """The only track's segments as chunks; without timestamps its text is one chunk."""
         track = self.tracks[0]
-        said: dict[str, Any] = {"language": whisper.language(track.opening)} if language else {}
+        named: dict[str, Any] = {"language": whisper.language(track.opening)} if language else {}
         if not timestamps:
             text = whisper.decode(track.tokens)
-            return text, [{**said, "text": text}] if text else []
+            return text, [{**named, "text": text}] if text else []
         chunks = [
-            {**said, "timestamp": (round(s.start, 2), round(self._end(s, whisper), 2)), "text": text}
+            {**named, "timestamp": (round(s.start, 2), round(self._end(s, whisper), 2)), "text": text}
             for s in track.segments
             if (text := whisper.decode(s.tokens))
         ]
         return "".join(chunk["text"] for chunk in chunks), chunks
 
     def _end(self, segment: Segment, whisper: Whisper) -> float:
-        """Where a segment ends; one without a timestamp at its end goes on to the window's, or the recording's."""
+        """A segment's end in seconds; without a closing timestamp the end of the window, or of the recording."""
         stamped = segment.tokens[-1] >= whisper.timestamp_begin
         return segment.end if stamped else max(min(segment.end, self.duration), segment.start)
 
     def _piece(self, i: int, whisper: Whisper, timestamps: bool | str | None, language: bool) -> dict[str, Any]:
-        """A track as transformers merges them."""
+        """A track in the form that transformers merges."""
         track = self.tracks[i]
         heard = whisper.language_token(track.opening) if language else []
         piece: dict[str, Any] = {"tokens": heard + track.tokens}

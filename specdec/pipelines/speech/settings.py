@@ -1,4 +1,4 @@
-"""How a recording is to be heard: Whisper's own settings of a call, apart from those of the decoding."""
+"""Whisper's own options of a call, beside those of `SpecGenerator.generate`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FALLBACK: dict[str, Any] = {
     "logprob_threshold": -1.0,
     "no_speech_threshold": 0.6,
 }
-"""The reference's rules for windows that were misheard; the ratio is transformers', which compresses ids, not text."""
+"""The reference's fallback for misheard windows; the ratio is transformers', which compresses ids, not text."""
 _FROM_CHECKPOINT = (
     *("return_timestamps", "compression_ratio_threshold", "logprob_threshold", "no_speech_threshold"),
     "condition_on_prev_tokens",
@@ -26,11 +26,12 @@ _FROM_CHECKPOINT = (
 
 @dataclass(frozen=True)
 class Settings:
-    """Names and meanings are those of transformers' `WhisperForConditionalGeneration.generate`.
+    """Options with the names and meanings of transformers' `WhisperForConditionalGeneration.generate`.
 
-    `temperature` may be several, tried in this order until the text passes: its ids must not compress better than
-    `compression_ratio_threshold`, its mean log-probability must reach `logprob_threshold`. Below the latter a window is
-    skipped where silence is likelier than `no_speech_threshold`. Above temperature 0, tokens are drawn by seed.
+    Several values of `temperature` are tried in order until the text is accepted: its ids compress at most
+    `compression_ratio_threshold` times, and its mean log-probability is at least `logprob_threshold`. Below the latter,
+    a window whose probability of silence exceeds `no_speech_threshold` is skipped. Above temperature 0, tokens are
+    drawn by seed.
     """
 
     return_timestamps: bool | str | None = None
@@ -47,18 +48,18 @@ class Settings:
 
     @property
     def temperatures(self) -> tuple[float, ...]:
-        """All temperatures, in the order in which they are tried."""
+        """The temperatures to try, in order."""
         if self.temperature is None or isinstance(self.temperature, int | float):
             return (float(self.temperature or 0),)
         return tuple(self.temperature)
 
     def distrusts(self, tokens: Sequence[int], log_prob: float | None, vocab_size: int) -> bool:
-        """Whether a text must be tried again: too repetitive, or too unlikely in the mean."""
+        """Whether a text must be decoded again: it is too repetitive, or its mean log-probability too low."""
         limit = self.compression_ratio_threshold
         return self._unlikely(log_prob) or (limit is not None and compression_ratio(tokens, vocab_size) > limit)
 
     def skips(self, silence: float | None, log_prob: float | None) -> bool:
-        """Whether a window is taken to be silent."""
+        """Whether a window is skipped as silent."""
         limit = self.no_speech_threshold
         return silence is not None and limit is not None and self._unlikely(log_prob) and silence > limit
 
@@ -70,7 +71,7 @@ NAMES = tuple(field.name for field in fields(Settings))
 
 
 def read_settings(given: Mapping[str, Any], whisper: Whisper) -> Settings:
-    """The settings of a call over the checkpoint's; raises OptionError for what does not go together."""
+    """The settings of a call over the checkpoint's; raises OptionError for wrong values and contradictions."""
     found = {name: value for name in _FROM_CHECKPOINT if (value := whisper.setting(name)) is not None}
     found |= {name: value for name, value in given.items() if value is not None}
     if "prompt_ids" in found:
@@ -85,7 +86,7 @@ def read_settings(given: Mapping[str, Any], whisper: Whisper) -> Settings:
     if not settings.temperatures or not all(isinstance(t, int | float) and t >= 0 for t in settings.temperatures):
         raise OptionError.of("temperature", "a number of at least 0, or several", settings.temperature)
     if settings.no_speech_threshold is not None and settings.logprob_threshold is None:
-        raise OptionError("`no_speech_threshold` is asked where the text is unlikely: pass `logprob_threshold` with it")
+        raise OptionError("`no_speech_threshold` applies to unlikely texts: pass `logprob_threshold` with it")
     if settings.prompt_condition_type not in ("first-segment", "all-segments"):
         kinds = "'first-segment' or 'all-segments'"
         raise OptionError.of("prompt_condition_type", kinds, settings.prompt_condition_type)
@@ -96,7 +97,7 @@ def read_settings(given: Mapping[str, Any], whisper: Whisper) -> Settings:
 
 
 def compression_ratio(tokens: Sequence[int], vocab_size: int) -> float:
-    """How many times shorter the ids get when zlib packs them: repetitive text packs well."""
+    """The length of the ids over their length compressed by zlib; high for repetitive text."""
     width = int(log2(vocab_size) / 8) + 1
     ids = b"".join(token.to_bytes(width, "little") for token in tokens)
     return len(ids) / len(zlib.compress(ids))

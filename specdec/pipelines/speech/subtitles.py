@@ -13,13 +13,13 @@ def srt(chunks: Iterable[Mapping[str, Any]]) -> str:
 
 
 def vtt(chunks: Iterable[Mapping[str, Any]]) -> str:
-    """WebVTT: `HH:MM:SS.mmm`, with what the format reserves escaped."""
+    """WebVTT: cues with `HH:MM:SS.mmm`, reserved characters escaped."""
     cues = [f"{times}\n{_escaped(text)}\n\n" for times, text in _cues(chunks, ".")]
     return "WEBVTT\n\n" + "".join(cues)
 
 
 def _cues(chunks: Iterable[Mapping[str, Any]], mark: str) -> list[tuple[str, str]]:
-    """The line of times and the text, on one line, of every chunk that says something."""
+    """The line of times and the text, in one line, of each chunk that has text."""
     found = []
     for chunk in chunks:
         start, end = chunk["timestamp"]

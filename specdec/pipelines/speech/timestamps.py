@@ -1,4 +1,4 @@
-"""What the timestamps in a window's tokens say: where its segments begin and end, and where the next window starts."""
+"""Segments of a window by the timestamps in its tokens, and the begin of the next window."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from specdec.pipelines.speech.whisper import TOKEN_SECONDS
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of speech: seconds from the beginning of the recording, and its tokens with their timestamps.
+    """A stretch of speech: begin and end in seconds of the recording, and its tokens with their timestamps.
 
-    `token_times` are the seconds at which each token ends, where they were asked for.
+    `token_times`: the second at which each token ends; None without word timestamps.
     """
 
     start: float
@@ -30,10 +30,11 @@ def split(
     stride: int,
     times: Sequence[float] | None = None,
 ) -> tuple[list[Segment], int]:
-    """The segments of a window's tokens, and how many of its frames they cover (Whisper's paper, section 3.8).
+    """The segments of a window's tokens, and how many of its frames they cover (Radford et al. 2022, section 3.8).
 
-    `begin` is the token of 0.00 seconds, `offset` the window's start in seconds, `frames` its sound. Text after the
-    last pair of timestamps is left for the next window, unless one timestamp alone ends the tokens.
+    `begin`: the token of 0.00 seconds; `offset`: the window's begin in seconds; `frames`: its length, `stride` per
+    timestamp token. Text after the last pair of timestamps is left to the next window, unless the tokens end with a
+    single timestamp.
     """
     stamped = [token >= begin for token in tokens]
     cuts = [i + 1 for i in range(len(tokens) - 1) if stamped[i] and stamped[i + 1]]
@@ -48,7 +49,7 @@ def split(
     if single:
         cuts.append(len(tokens))
     else:
-        cuts[-1] += 1  # the last segment keeps both timestamps, which tell that it did not end the window
+        cuts[-1] += 1  # the last segment keeps both timestamps: it does not end the window
     segments = []
     for first, last in zip([0, *cuts], cuts, strict=False):
         closing = last - 1 if single or last != cuts[-1] else last - 2

@@ -1,4 +1,4 @@
-"""`Transcriber`: sound in, text out, called like transformers' pipeline for speech recognition."""
+"""`Transcriber`: sound to text, with the call of transformers' pipeline for speech recognition."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from specdec.pipelines.stats import total
 Progress = Callable[[float, float], None]
 OnError = Callable[[Any, SpecdecError], None]
 _CALL = ("chunk_length_s", "stride_length_s", "batch_size", "return_language", "generate_kwargs")
-_WORDLESS = 10.0  # seconds of sound from which on it is odd that nothing is said
+_WORDLESS = 10.0  # seconds of sound; a longer recording without a word is a warning
 _IGNORED = ("ignore_warning", "decoder_kwargs")  # of transformers' pipeline, about models of another kind
 
 
 class Transcription(dict[str, Any]):
-    """`text` and, where asked for, `chunks` of `text` and `timestamp`, as transformers' pipeline returns them.
+    """`text`, and on request `chunks` of `text` and `timestamp`, as transformers' pipeline returns them.
 
-    Beside them, as attributes: the `segments` of every stretch that was read by itself (the recording, or each of its
-    chunks), with their tokens; the `language`, where the prompt names one; the recording's `duration` in seconds.
-    `stats` and `seconds` are of the whole call, the latter shared among its recordings by duration.
+    Attributes: `segments` of each track (the recording, or each of its chunks) with their tokens; `language`, or None
+    where the prompt has none; `duration` of the recording in seconds; `stats` of the whole call; `seconds`: the call's
+    time, divided among its recordings by duration.
     """
 
     segments: list[list[Segment]]
@@ -51,7 +51,7 @@ class Transcription(dict[str, Any]):
 
     @property
     def tokens(self) -> list[int]:
-        """All tokens, with timestamps, one stretch after the other."""
+        """All tokens with timestamps, track by track."""
         return [token for stretch in self.segments for segment in stretch for token in segment.tokens]
 
     @property
@@ -62,7 +62,7 @@ class Transcription(dict[str, Any]):
 
 @dataclass(frozen=True)
 class _Request:
-    """What a call asks for beside the decoding."""
+    """The options of a call; `options` are those of `SpecGenerator.generate`."""
 
     settings: Settings
     chunking: Chunking | None
@@ -72,14 +72,14 @@ class _Request:
 
 
 class Transcriber:
-    """Writes down speech with a Whisper-family target and a draft; the text is what the target alone would write.
+    """Transcribes speech with a target of the Whisper family and a draft; the text is that of the target alone.
 
     `target`: a model, id or folder, or a `SpecGenerator`, which has its draft. `draft`: a smaller Whisper; a distilled
-    decoder that reads the target's encoder (a whole model with equal encoder weights, or a `WhisperForCausalLM`); a
-    draft by text; or None. `processor` may be left out where the target is named. `options` are those of a call, as its
-    defaults, or of `SpecGenerator`.
+    decoder that shares the target's encoder (a whole model with equal encoder weights, or a `WhisperForCausalLM`); a
+    draft that copies; or None. `processor`: by default the one beside a target that is named. `options`: defaults of
+    the call, and options of `SpecGenerator`.
 
-    Raises OptionError for parts that do not fit together, UnsupportedError for a target that is no Whisper model.
+    Raises OptionError for parts that do not fit together, UnsupportedError for a target other than Whisper.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Transcriber:
         if isinstance(target, SpecGenerator):
             if draft is not None or options:
                 own = "draft" if draft is not None else next(iter(options))
-                raise OptionError(f"`{own}` is the SpecGenerator's own matter: set it there, or pass the model")
+                raise OptionError(f"`{own}` belongs to the SpecGenerator: set it there, or pass the model")
             self.generator = target
         else:
             self.generator = SpecGenerator(target, draft, tokenizer=tokenizer, **options)
@@ -113,7 +113,7 @@ class Transcriber:
 
     @classmethod
     def from_pretrained(cls, target: str | PathLike[str], draft: Any = None, **options: Any) -> Transcriber:
-        """A transcriber whose target, and draft if it is an id or folder, are loaded as `SpecGenerator` loads them."""
+        """A transcriber with target and draft by id or folder; `options` as in `SpecGenerator.from_pretrained`."""
         own = {
             name: options.pop(name) for name in (*_CALL, *NAMES, "processor", "feature_extractor") if name in options
         }
@@ -129,17 +129,18 @@ class Transcriber:
     def __call__(
         self, inputs: Any, *, progress: Progress | None = None, on_error: OnError | None = None, **options: Any
     ) -> Any:
-        """What was said: a `Transcription` for one recording, a list for a list, an iterator for an iterator.
+        """The `Transcription` of one recording, a list for a list, an iterator for an iterator.
 
         `inputs`: a file name, bytes, a binary file, an array at the model's rate (`[samples]` or
-        `[channels, samples]`), or `{"array", "sampling_rate"}`. What is longer than the model's window is read window
-        by window, or with `chunk_length_s` (and `stride_length_s`, a sixth of it, on both sides) in overlapping chunks;
-        `batch_size` windows or chunks at a time. `return_timestamps`: True for segments, "word" for words;
-        `return_language` adds that to chunks. `generate_kwargs`, which may also be written out: `language`, `task` and
-        the other `Settings`, and what `SpecGenerator.generate` takes. `progress(done, known)` hears of seconds.
+        `[channels, samples]`), or `{"array", "sampling_rate"}`. Recordings longer than the model's window are decoded
+        window by window, or with `chunk_length_s` in chunks that overlap by `stride_length_s` on both sides (by default
+        a sixth); `batch_size` windows or chunks at a time. `return_timestamps`: True for segments, "word" for words;
+        `return_language` adds the language to chunks. `generate_kwargs`, whose items may also be passed as arguments:
+        the fields of `Settings` and the options of `SpecGenerator.generate`. `progress(done, known)` is called with
+        seconds of sound.
 
-        Raises OptionError before anything is decoded for wrong options, and for a recording that cannot be read when
-        its turn comes, unless there is `on_error(input, error)`: then None is in its place, and the others go on.
+        Raises OptionError for wrong options before decoding, and for an unreadable recording when it is reached; with
+        `on_error(input, error)` its result is None instead, and the others are transcribed.
         """
         request = self._request(options)
         if isinstance(inputs, list | tuple):
@@ -151,36 +152,33 @@ class Transcriber:
     def stream(
         self, source: Any, *, progress: Progress | None = None, **options: Any
     ) -> Generator[str, None, Transcription]:
-        """The text of one recording window by window, with the `Transcription` as the value that the iterator returns.
+        """Yields the text of one recording window by window, and returns the `Transcription`.
 
-        Takes what a call takes, and raises what it raises once it is begun. The pieces add up to the whole text. What a
-        later window may change (overlapping chunks, words with times) is one piece, at the end.
+        Takes the options of a call, and raises its errors with the first piece. The pieces add up to the whole text;
+        text that a later window may change (overlapping chunks, words with times) is one piece at the end.
         """
-        request, recordings, told = self._request(options), list[Recording](), ""
+        request, yielded = self._request(options), ""
+        recordings, found = list[Recording](), list[Transcription | None]()
         is_final = request.chunking is None and request.settings.return_timestamps != "word"
-        windows = self._windows([source], recordings, request, progress, None)
-        while True:
-            try:
-                next(windows)
-            except StopIteration as end:
-                [found] = end.value
-                break
+        for _ in self._windows([source], recordings, found, request, progress, None):
             text = self._text(recordings[0], request)["text"] if is_final else ""
-            if text != told and text.startswith(told):
-                yield text[len(told) :]
-                told = text
-        if rest := found["text"][len(told) :]:
+            if text != yielded and text.startswith(yielded):
+                yield text[len(yielded) :]
+                yielded = text
+        [transcription] = found
+        assert transcription is not None
+        if rest := transcription["text"][len(yielded) :]:
             yield rest
-        return found
+        return transcription
 
     def error_rate(self, texts: Iterable[str], references: Iterable[str], *, language: str | None = None) -> float:
-        """Word errors per word of the references, after Whisper's normalisation, for English unless told otherwise."""
+        """Word errors per word of the references, after Whisper's normalisation, by default for English."""
         from specdec.pipelines.speech.word_errors import error_rate
 
         return error_rate(list(texts), list(references), self._whisper.normalizer(language))
 
     def _check_parts(self) -> None:
-        """Raises where extractor, target and draft do not hear the same features."""
+        """Raises OptionError where extractor, target and draft read different features."""
         whisper, extractor = self._whisper, self._extractor
         heard = (extractor.feature_size, extractor.nb_max_frames)
         if heard != (whisper.mels, whisper.frames):
@@ -191,29 +189,29 @@ class Transcriber:
             _check_draft(model, whisper)
 
     def _request(self, given: Mapping[str, Any]) -> _Request:
-        """A call's options over the defaults, sorted and checked."""
+        """A call's options over the defaults, checked."""
         options = {**self._defaults, **given}
         options = {**(options.pop("generate_kwargs", None) or {}), **options}
         options = {name: value for name, value in options.items() if value is not None and name not in _IGNORED}
         own = {name: options.pop(name) for name in _CALL if name in options}
-        said = {name: options.pop(name) for name in NAMES if name in options}
+        own_settings = {name: options.pop(name) for name in NAMES if name in options}
         if options.pop("do_sample", False):
-            said.setdefault("temperature", 1.0)  # as where only the decoding is told to draw
+            own_settings.setdefault("temperature", 1.0)  # `generate` samples at this temperature by default
         if "seed" not in options:
             options["seed"] = int(torch.randint(2**62, ()))
         if not isinstance(options["seed"], int):
             raise OptionError.of("seed", "one number for all inputs", options["seed"])
         if "prediction" in options:
-            raise OptionError("`prediction` goes with one prompt, and a Transcriber has its own for every window")
+            raise OptionError("`prediction` is set by the Transcriber for each window: leave it out")
         if options.get("num_return_sequences", 1) != 1:
             raise OptionError(
-                "`num_return_sequences` above 1 has no place in a transcription: call SpecGenerator for it"
+                "`num_return_sequences` above 1 is not supported by a Transcriber: call SpecGenerator for it"
             )
         batch_size = own.get("batch_size", 1)
         if not isinstance(batch_size, int) or batch_size < 1:
             raise OptionError.of("batch_size", "a whole number of at least 1", batch_size)
         chunking = read_chunking(own.get("chunk_length_s"), own.get("stride_length_s"), self._extractor)
-        settings = read_settings(said, self._whisper)
+        settings = read_settings(own_settings, self._whisper)
         return _Request(settings, chunking, batch_size, bool(own.get("return_language")), options)
 
     def _stream(
@@ -225,23 +223,21 @@ class Transcriber:
     def _transcribe(
         self, inputs: Iterable[Any], request: _Request, progress: Progress | None, on_error: OnError | None
     ) -> list[Transcription | None]:
-        windows = self._windows(inputs, [], request, progress, on_error)
-        while True:
-            try:
-                next(windows)
-            except StopIteration as end:
-                found: list[Transcription | None] = end.value
-                return found
+        found: list[Transcription | None] = []
+        for _ in self._windows(inputs, [], found, request, progress, on_error):
+            pass
+        return found
 
     def _windows(
         self,
         inputs: Iterable[Any],
         recordings: list[Recording],
+        found: list[Transcription | None],
         request: _Request,
         progress: Progress | None,
         on_error: OnError | None,
-    ) -> Generator[None, None, list[Transcription | None]]:
-        """Reads all inputs, with a stop after every window; `recordings` are filled meanwhile."""
+    ) -> Iterator[None]:
+        """Transcribes all inputs; yields after each window, and fills `recordings`, and at the end `found`."""
         began, done = clock(), 0.0
 
         def report(seconds: float) -> None:
@@ -268,18 +264,17 @@ class Transcriber:
         yield from listener.listen(tracks(), request.batch_size)
         seconds, stats = clock() - began, total(listener.stats)
         whole = sum(recording.duration for recording in recordings) or 1.0
-        found = [None if recording.failed else self._finished(recording, request) for recording in recordings]
+        found += [None if recording.failed else self._finished(recording, request) for recording in recordings]
         for transcription in filter(None, found):
             transcription.seconds, transcription.stats = seconds * transcription.duration / whole, stats
-        return found
 
     def _finished(self, recording: Recording, request: _Request) -> Transcription:
-        """What was said in a recording, once all of it was read."""
+        """The result of a recording that was decoded to its end; warns where a long one has no words."""
         found = Transcription(self._text(recording, request))
         if recording.duration >= _WORDLESS and not found["text"].strip():
             warnings.warn(
-                f"{recording.name} is {recording.duration:.0f} s of sound, and not a word was heard in it: if somebody "
-                "speaks, pass `language=`, or take a larger model",
+                f"{recording.name} is {recording.duration:.0f} s of sound, and not a word was heard in it: if it has "
+                "speech, pass `language=`, or a larger model",
                 stacklevel=2,
             )
         found.segments = [track.segments for track in recording.tracks]
@@ -288,7 +283,7 @@ class Transcriber:
         return found
 
     def _text(self, recording: Recording, request: _Request) -> dict[str, Any]:
-        """Text and chunks of a recording, as far as it was read."""
+        """Text and chunks of a recording, as far as it is decoded."""
         return recording.text(
             self._whisper,
             timestamps=request.settings.return_timestamps,
@@ -318,7 +313,7 @@ def processor_beside(target: Any, revision: str | None = None, *, trust_remote_c
 
 
 def _check_draft(model: LanguageModel, whisper: Whisper) -> None:
-    """Raises where a draft's own encoder would hear something else."""
+    """Raises OptionError where a draft's own encoder reads other features than the target's."""
     if not model.is_encoder_decoder or model.config.model_type != "whisper":
         return
     heard = (model.config.num_mel_bins, model.config.max_source_positions)

@@ -1,4 +1,4 @@
-"""What only Whisper models have: windows, prompts of language and task, a token for silence, heads that align."""
+"""What only Whisper models have: windows, prompts of language and task, a token for silence, alignment heads."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ FRAME_SECONDS = 0.01
 
 
 class Whisper:
-    """A Whisper-family model with its tokenizer; what it knows of speech comes from its generation config.
+    """A model of the Whisper family with its tokenizer and the speech settings of its generation config.
 
-    Windows are `frames` of features long; `stride` frames make one position of the encoder, and one timestamp token.
-    Raises UnsupportedError for another kind of model.
+    A window has `frames` frames of features; `stride` frames are one position of the encoder and one timestamp token.
+    Raises UnsupportedError for other models.
     """
 
     def __init__(self, model: LanguageModel, tokenizer: Any) -> None:
@@ -42,24 +42,24 @@ class Whisper:
         self.end = int(self.settings.eos_token_id)
 
     def setting(self, name: str) -> Any:
-        """A value of the checkpoint's generation config, None where it has none."""
+        """A value of the checkpoint's generation config; None where it is not set."""
         return getattr(self.settings, name, None)
 
     @property
     def timestamp_begin(self) -> int:
-        """The token of 0.00 seconds; beyond the vocabulary where the checkpoint does not tell."""
+        """The token of 0.00 seconds; an id beyond the vocabulary where the checkpoint does not name it."""
         without = self.setting("no_timestamps_token_id")
         return self.model.vocab_size + 1 if without is None else int(without) + 1
 
     @property
     def start_of_previous(self) -> int | None:
-        """The token before text of an earlier window."""
+        """The token that precedes the text of earlier windows in a prompt."""
         suppressed = self.setting("suppress_tokens") or []
         named: int | None = self.setting("prev_sot_token_id")
         return suppressed[-2] if named is None and len(suppressed) >= 2 else named
 
     def check(self, language: str | None, task: str | None, timestamps: Any, multilingual: bool | None) -> None:
-        """Raises OptionError for what this checkpoint cannot be asked."""
+        """Raises OptionError for options that the checkpoint cannot serve."""
         multilingual = self.setting("is_multilingual") if multilingual is None else multilingual
         if multilingual is False and (language or task):
             raise OptionError("`language` and `task` do not apply to an English-only model: leave them out")
@@ -80,7 +80,7 @@ class Whisper:
             )
 
     def language_id(self, language: str) -> int:
-        """The token of a language by name, code or token."""
+        """The token of a language, by its name, code or token; raises OptionError for an unknown one."""
         known: dict[str, int] = self.setting("lang_to_id")
         word = language.lower()
         token = word if word in known else f"<|{TO_LANGUAGE_CODE.get(word, word)}|>"
@@ -90,12 +90,12 @@ class Whisper:
         return known[token]
 
     def language_token(self, prompt: Sequence[int]) -> list[int]:
-        """The token in a prompt that names a language, if there is one."""
+        """The language token of a prompt, as a list of at most one."""
         known = set((self.setting("lang_to_id") or {}).values())
         return [token for token in prompt if token in known][:1]
 
     def language(self, prompt: Sequence[int]) -> str | None:
-        """The language that a prompt names, in English."""
+        """The English name of a prompt's language; None without a language token."""
         names = {token: name[2:-2] for name, token in (self.setting("lang_to_id") or {}).items()}
         code = next((names[token] for token in self.language_token(prompt)), None)
         return None if code is None else LANGUAGES.get(code, code)
@@ -103,10 +103,10 @@ class Whisper:
     def prompts(
         self, encoding: Encoding, *, language: str | None, task: str | None, timestamps: Sequence[bool]
     ) -> list[list[int]]:
-        """What the decoder begins with in each row: start, language, task, and whether `timestamps[row]` follow.
+        """The decoder's prompt of each row: start, language, task, and a token where `timestamps[row]` is False.
 
-        Where neither call nor checkpoint names the language, it is the one likeliest by the sound, as in transformers.
-        Where nothing names the task, it is to transcribe; without one a model repeats words, or is silent.
+        A language that neither the call nor the checkpoint names is detected, as in transformers. The default task is
+        to transcribe: without a task, models repeat words or write nothing.
         """
         language, task = language or self.setting("language"), task or self.setting("task")
         begin: list[int | None] = [self.settings.decoder_start_token_id]
@@ -138,12 +138,12 @@ class Whisper:
         return [token for token in row if token is not None]
 
     def _forced(self) -> list[int | None]:
-        """What older checkpoints put between the start and the text."""
+        """The tokens after the start that older checkpoints force."""
         forced = self.setting("forced_decoder_ids") or getattr(self.model.config, "forced_decoder_ids", None) or []
         return [token for _, token in sorted(forced, key=lambda pair: pair[0])]
 
     def detect(self, encoding: Encoding) -> list[int]:
-        """The likeliest language's token of each row."""
+        """The token of the likeliest language, for each row."""
         heard = BaseModelOutput(last_hidden_state=encoding.hidden)
         found: list[int] = self.model.model.detect_language(
             encoder_outputs=heard, generation_config=self.settings
@@ -152,7 +152,7 @@ class Whisper:
 
     @torch.no_grad()
     def silence(self, encoding: Encoding, prompts: Sequence[Sequence[int]], start: int) -> list[float]:
-        """How likely each row holds no speech, by what follows the start token, `start` tokens before the end."""
+        """The probability of no speech in each row, after its start token, which is `start` tokens before the end."""
         ids = torch.tensor([list(prompt[: len(prompt) - start + 1]) for prompt in prompts], device=self.model.device)
         heard = BaseModelOutput(last_hidden_state=encoding.hidden)
         logits = self.model.model(encoder_outputs=heard, decoder_input_ids=ids).logits[:, -1]
@@ -160,9 +160,9 @@ class Whisper:
         return found
 
     def timestamp_rules(self, begin: int) -> Timestamps:
-        """The rules by which timestamps come in pairs and never go back, for text that begins after `begin` tokens.
+        """The processor that keeps timestamps in pairs and in order, for text that begins after `begin` tokens.
 
-        Raises UnsupportedError where the checkpoint does not tell timestamps from other tokens.
+        Raises UnsupportedError where the checkpoint does not name its timestamps.
         """
         if self.setting("no_timestamps_token_id") is None:
             raise UnsupportedError(
@@ -178,7 +178,7 @@ class Whisper:
         )
 
     def times(self, encoding: Encoding, prompt: Sequence[int], tokens: Sequence[int], frames: int) -> list[float]:
-        """When each of `tokens` of one row ends, in seconds, by the heads that align text with `frames` of sound."""
+        """The second at which each of one row's `tokens` ends, by the alignment heads, within `frames` of sound."""
         heads = self.setting("alignment_heads")
         ids = torch.tensor([[*prompt, *tokens[:-1]]], device=self.model.device)
         maps = attention_maps(self.model.model, encoding.hidden, ids, heads)[:, len(prompt) :, : max(frames // 2, 1)]
@@ -186,7 +186,7 @@ class Whisper:
         return [*times.tolist(), *([times[-1]] if len(times) else [0.0])] if len(tokens) else []
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, without timestamps and everything special."""
+        """The text of tokens, without timestamps and special tokens."""
         special = {*self.tokenizer.all_special_ids}
         text: str = self.tokenizer.decode([t for t in tokens if t < self.timestamp_begin and t not in special])
         return text
@@ -194,7 +194,7 @@ class Whisper:
     def merged(
         self, pieces: Sequence[Mapping[str, Any]], *, timestamps: bool | str | None, language: bool, seconds: float
     ) -> tuple[str, dict[str, Any]]:
-        """The text and chunks of overlapping pieces; `seconds` lie between two timestamp tokens. transformers' own."""
+        """Text and chunks of overlapping pieces, merged by transformers; `seconds` per timestamp token."""
         outputs = [
             {name: np.array([value]) if name in ("tokens", "token_timestamps") else value for name, value in p.items()}
             for p in pieces
@@ -202,7 +202,7 @@ class Whisper:
         return transcript(self.tokenizer, outputs, timestamps=timestamps, language=language, seconds=seconds)
 
     def normalizer(self, language: str | None) -> Any:
-        """What makes texts comparable before words are counted: Whisper's English rules, or those for any language."""
+        """The normaliser of texts before words are compared: Whisper's English rules, or those for other languages."""
         if language not in (None, "english"):
             return BasicTextNormalizer()
         return EnglishTextNormalizer(getattr(self.tokenizer, "english_spelling_normalizer", None) or {})

@@ -1,4 +1,4 @@
-"""Long recordings, window after window: each begins where the timestamps of the one before it end."""
+"""Recordings window by window: each begins at the last timestamp of the window before (Radford et al. 2022, 3.8)."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from specdec.core.stats import Stats
 from specdec.decoding.noise import fold
 from specdec.errors import OptionError
 from specdec.generator.drafts_by_name import NAMES as DRAFT_NAMES
+from specdec.generator.generation import Generation
 from specdec.generator.generator import SpecGenerator
-from specdec.generator.output import Generation
 from specdec.models import Encoding
 from specdec.options.fields import BEAMS_ONLY, DRAWING
 from specdec.pipelines.speech.settings import Settings
 from specdec.pipelines.speech.timestamps import Segment, split
 from specdec.pipelines.speech.whisper import FRAME_SECONDS, TOKEN_SECONDS, Whisper
 
-_WARM = 0.5  # text that was drawn at this temperature or above is no context for the next window
+_WARM = 0.5  # text of this temperature or above is no context for the next window
 
 
 @dataclass
 class Track:
-    """A recording on its way: `features` `[mels, frames]`, of which `heard` are sound, and what was understood.
+    """Sound that is decoded on its own, and its text so far.
 
-    A short one was filled up to a window. `timestamps` are predicted with the text, or not. `pace` is the seconds of
-    new sound in a frame, less than its length where tracks overlap. `seek` is the frame at which the next window
-    begins, `opening` the tokens that tell language and task; a `trusted` text is context for the next window. `ahead`
-    was heard beyond the last window's last timestamp, and will be heard again. The track `before` hears the same sound
-    as this one from its part `shared_from` on.
+    `features` `[mels, frames]`, of which `heard` are sound and the rest padding to a window. `timestamps`: whether they
+    are decoded with the text. `pace`: seconds of new sound per frame, fewer where tracks overlap. `seek`: the frame at
+    which the next window begins. `opening`: the prompt's tokens of language and task. `trusted`: the last text may be
+    context for the next window. `ahead`: tokens after the last window's last timestamp, whose sound the next window
+    has again. `before`: the track that has the same sound as this one, from its fraction `shared_from` on.
     """
 
     number: int
@@ -55,31 +55,31 @@ class Track:
 
     @property
     def done(self) -> bool:
-        """Whether it was read to its end."""
+        """Whether it is decoded to its end."""
         return self.seek >= self.frames
 
     @property
     def tokens(self) -> list[int]:
-        """All text, with its timestamps."""
+        """All tokens, with timestamps."""
         return [token for segment in self.segments for token in segment.tokens]
 
     @property
     def expected(self) -> list[int]:
-        """What the next window may say, as far as it was heard before; timestamps are those of that time."""
+        """A prediction of the next window: tokens already decoded from the same sound, with their old timestamps."""
         if self.seek or self.before is None or not self.before.done:
             return self.ahead
-        said = self.before.tokens
-        return said[int(self.shared_from * len(said)) :]
+        tokens = self.before.tokens
+        return tokens[int(self.shared_from * len(tokens)) :]
 
     def window(self, frames: int) -> Tensor:
-        """The next window `[mels, frames]`, filled up at the recording's end."""
+        """The next window `[mels, frames]`, padded at the end of the sound."""
         piece = self.features[:, self.seek : self.seek + frames]
         return functional.pad(piece, (0, frames - piece.shape[1]))
 
 
 @dataclass
 class _Heard:
-    """What was decoded in one window: its tokens up to the end token, and at which temperature."""
+    """One decoded window: its tokens up to the end token, and the temperature; `skip`: it is silent."""
 
     tokens: list[int]
     temperature: float
@@ -87,9 +87,9 @@ class _Heard:
 
 
 class Listener:
-    """Reads tracks to their ends, several windows at a time; every track is read as if it were alone.
+    """Decodes tracks, several windows at a time; each track's text equals that of the track alone.
 
-    `options` are those of `SpecGenerator.generate`, `progress` is told the seconds of sound that each round brought.
+    `options` are those of `SpecGenerator.generate`; `progress` is called with the seconds of sound of each round.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Listener:
         self.stats: list[Stats] = []
 
     def listen(self, tracks: Iterable[Track], batch_size: int) -> Iterator[None]:
-        """Reads all tracks, a window of so many of them before every stop; a finished one makes room for the next."""
+        """Decodes all tracks; yields after each window of `batch_size` of them."""
         waiting = iter(tracks)
         active = list(islice(waiting, batch_size))
         while active:
@@ -122,7 +122,7 @@ class Listener:
             active += islice(waiting, batch_size - len(active))
 
     def _round(self, tracks: Sequence[Track]) -> None:
-        """One window of every track."""
+        """Decodes one window of each track."""
         before = [min(track.seek, track.heard) for track in tracks]
         features = torch.stack([track.window(self._whisper.frames) for track in tracks])
         encoding = self._whisper.model.encode({"input_features": features})
@@ -139,7 +139,7 @@ class Listener:
             self._progress(sum((min(t.seek, t.heard) - old) * t.pace for t, old in zip(tracks, before, strict=True)))
 
     def _open(self, tracks: Sequence[Track], encoding: Encoding) -> None:
-        """Language and task, by a track's first window."""
+        """Sets language and task of new tracks by their first window."""
         new = [i for i, track in enumerate(tracks) if not track.opening]
         if new:
             s = self._settings
@@ -149,21 +149,21 @@ class Listener:
                 tracks[i].opening = opening
 
     def _prompt(self, track: Track) -> list[int]:
-        """The decoder's prompt: what went before, as far as it is wanted, and the opening."""
+        """The decoder's prompt: `prompt_ids` and earlier text, as far as the settings want them, and the opening."""
         s, whisper = self._settings, self._whisper
         given = list(s.prompt_ids or ())
         first = s.prompt_condition_type == "first-segment"
         before = whisper.start_of_previous
         if not (s.condition_on_prev_tokens and track.trusted and (track.segments or (given and first))):
             return [*given, *track.opening]
-        said = [token for segment in track.segments for token in _once(segment.tokens, whisper.timestamp_begin)]
+        context = [token for segment in track.segments for token in _once(segment.tokens, whisper.timestamp_begin)]
         if first:
-            said = given[given[:1] == [before] :] + said
+            context = given[given[:1] == [before] :] + context
         start = given if given and not first else [] if before is None else [before]
-        return [*start, *said[1 - self._positions // 2 :], *track.opening]
+        return [*start, *context[1 - self._positions // 2 :], *track.opening]
 
     def _heard(self, batch: _Batch) -> list[_Heard]:
-        """What was decoded in each row: colder temperatures first, warmer ones where the text is not to be trusted."""
+        """The decoded text of each row, at the first temperature whose text is accepted, else at the last."""
         s = self._settings
         silence: list[float] | list[None] = [None] * len(batch.tracks)
         if s.no_speech_threshold is not None:
@@ -190,7 +190,7 @@ class Listener:
             seeds = [fold(fold(self._seed, track.number), track.seek) for track in batch.tracks]
             options = {name: value for name, value in options.items() if name not in BEAMS_ONLY}
             options |= {"do_sample": True, "temperature": temperature, "seed": seeds, "num_beams": 1}
-        elif any(self._settings.temperatures):  # what is about drawing waits for a warmer try
+        elif any(self._settings.temperatures):  # options of sampling are for the warmer tries
             options = {name: value for name, value in options.items() if name not in DRAWING}
         if self._settings.logprob_threshold is not None:
             options["output_scores"] = True
@@ -212,7 +212,7 @@ class Listener:
         return out
 
     def _room(self, prompt: int, options: dict[str, Any]) -> int:
-        """How many tokens may follow a prompt of this length."""
+        """The number of tokens that may follow a prompt of this length; removes the lengths from `options`."""
         most = self._positions - prompt
         limits = self._generator.options(**{name: options.pop(name, None) for name in ("max_length", "max_new_tokens")})
         limit = limits.max_new_tokens or limits.max_length or most
@@ -221,7 +221,7 @@ class Listener:
         return min(limit, most)
 
     def _advance(self, batch: _Batch, row: int, heard: _Heard) -> None:
-        """Takes what was heard into the track, and goes on to where it ends."""
+        """Adds a decoded window to its track, and moves on to the end of its segments."""
         track, whisper = batch.tracks[row], self._whisper
         frames = min(track.frames - track.seek, whisper.frames)
         track.trusted = heard.temperature < _WARM
@@ -245,14 +245,14 @@ class Listener:
         track.ahead = [whisper.timestamp_begin, *self._sooner(rest, covered)] if rest else []
 
     def _sooner(self, tokens: list[int], frames: int) -> list[int]:
-        """The tokens with their timestamps so many frames earlier."""
+        """The tokens, with timestamps `frames` earlier."""
         begin, steps = self._whisper.timestamp_begin, frames // self._whisper.stride
         return [token if token < begin else max(token - steps, begin) for token in tokens]
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """Windows that are decoded together: their prompts are equally long."""
+    """Windows decoded together, with prompts of equal length."""
 
     tracks: list[Track]
     features: Tensor
@@ -272,12 +272,12 @@ class _Batch:
 
 
 def _once(tokens: list[int], begin: int) -> list[int]:
-    """Tokens of a segment as context: of two timestamps at the end only the first."""
+    """A segment's tokens as context: without the second of two timestamps at the end."""
     return tokens[:-1] if len(tokens) > 2 and tokens[-2] >= begin else tokens
 
 
 def _mean_log_prob(out: Generation, row: int, tokens: Sequence[int], temperature: float) -> float:
-    """The mean log-probability of a row's new tokens at temperature 1, after processors, the end token included."""
+    """The mean log-probability of a row's new tokens at temperature 1, after processors, end token included."""
     assert out.scores is not None
     rows = [row] * len(tokens) if out.beam_indices is None else out.beam_indices[row].tolist()
     scale = temperature or 1.0

@@ -1,4 +1,4 @@
-"""How many words of a reference were misheard."""
+"""The word error rate."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from specdec.errors import OptionError, SpecdecError
 def error_rate(texts: Sequence[str], references: Sequence[str], normalize: Callable[[str], str]) -> float:
     """Word errors (wrong, missing, added) of all texts per word of their references, both normalised, by jiwer.
 
-    Raises OptionError where texts and references differ in number or no word is left of a reference, SpecdecError where
-    jiwer is not installed.
+    Raises OptionError for another number of references and for one without words, SpecdecError without jiwer.
     """
     if len(texts) != len(references) or not references:
         raise OptionError.of("references", f"one text for each of {len(texts)} transcriptions", len(references))

@@ -1,4 +1,4 @@
-"""When words are said, from the attention that a Whisper decoder's aligning heads pay to the sound."""
+"""Times of words, from the cross-attention of a Whisper decoder's alignment heads."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from transformers.modeling_outputs import BaseModelOutput
 
 @torch.no_grad()
 def attention_maps(model: Any, hidden: Tensor, ids: Tensor, heads: Sequence[Sequence[int]]) -> Tensor:
-    """Cross-attention `[heads, tokens, positions]` of `(layer, head)` pairs, while `ids` `[1, tokens]` are read.
+    """Cross-attention `[heads, tokens, positions]` of `(layer, head)` pairs in a pass over `ids` `[1, tokens]`.
 
-    `hidden` is the encoder's output. Computed beside the ordinary pass, which need not be one that returns attentions.
+    `hidden`: the encoder's output. Hooks compute it, since not every attention implementation returns attentions.
     """
     layers = model.get_decoder().layers
     found: dict[int, Tensor] = {}
@@ -48,7 +48,7 @@ def _attention(module: nn.Module, states: Tensor, hidden: Tensor) -> Tensor:
 
 
 def token_times(maps: Tensor, width: int) -> np.ndarray[Any, Any]:
-    """The position at which each token is said, from attention `[heads, tokens, positions]`, smoothed over `width`."""
+    """The position of each token, from attention `[heads, tokens, positions]` smoothed over `width` positions."""
     if maps.shape[1] == 0:
         return np.empty(0)
     maps = maps.float()
@@ -69,7 +69,7 @@ def _median(values: Tensor, width: int) -> Tensor:
 def _warped(costs: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """The cheapest monotonic path through `costs` `[tokens, positions]` (dynamic time warping), as pairs of indices.
 
-    One diagonal after the other; of equal ways the one along the positions is taken, as in Whisper.
+    Computed diagonal by diagonal; of equal paths the step along the positions is taken, as in Whisper.
     """
     rows, columns = costs.shape
     total = np.full((rows + 1, columns + 1), np.inf, dtype=np.float32)

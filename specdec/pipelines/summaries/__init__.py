@@ -1,1 +1,1 @@
-"""Long texts to short ones."""
+"""Summaries of texts of any length."""

@@ -1,4 +1,4 @@
-"""How much of a reference's wording a summary has."""
+"""ROUGE: how much of a reference's wording a summary has."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ KINDS = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 def rouge(summaries: Sequence[str], references: Sequence[str]) -> dict[str, float]:
     """Mean ROUGE F1 of summaries against one reference each, stemmed, by the package rouge-score (Lin 2004).
 
-    It knows the letters a to z and digits alone: other scripts score 0. Raises OptionError for unequal numbers,
-    SpecdecError where rouge-score is not installed.
+    It reads only the letters a to z and digits: other scripts score 0. Raises OptionError for another number of
+    references, SpecdecError without rouge-score.
     """
     if len(summaries) != len(references) or not references:
         raise OptionError.of("references", f"one text for each of {len(summaries)} summaries", len(references))
@@ -26,7 +26,7 @@ def rouge(summaries: Sequence[str], references: Sequence[str]) -> dict[str, floa
 
 
 def scorer() -> Any:
-    """What measures; raises SpecdecError where rouge-score is not installed."""
+    """The scorer; raises SpecdecError without rouge-score."""
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError:
@@ -35,5 +35,5 @@ def scorer() -> Any:
 
 
 def _lines(text: str) -> str:
-    """A sentence per line, as rougeLsum wants them."""
+    """The text with one sentence per line, as rougeLsum needs it."""
     return "\n".join(" ".join(sentence.split()) for sentence in sentences(text))

@@ -1,4 +1,4 @@
-"""`Summarizer`: texts of any length in, summaries out; in the shapes of the pipeline that transformers 5 dropped."""
+"""`Summarizer`: summaries of texts of any length, with the results of transformers 4's pipeline."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TASK = "summarization"
 PLACE = "{text}"
 INSTRUCTION = f"Summarize the following text.\n\n{PLACE}"
 _POSITIONS = ("max_encoder_position_embeddings", "max_position_embeddings", "n_positions", "max_seq_len")
-_UNKNOWN = 10**9  # tokenizers without a limit of their own give one beyond all models
+_UNKNOWN = 10**9  # tokenizers without a limit return a larger number
 _LENGTHS = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}
 _CUT = (True, "longest_first", "only_first")
 _WHOLE = (False, None, "do_not_truncate")
@@ -31,7 +31,7 @@ _WHOLE = (False, None, "do_not_truncate")
 
 @dataclass(frozen=True)
 class Summary:
-    """One text's summaries, as many as were asked for; `parts` tells in how many pieces each pass read the text."""
+    """One text's summaries; `parts`: the number of pieces that each pass read."""
 
     texts: list[str]
     token_ids: list[Tensor]
@@ -40,7 +40,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Summaries:
-    """The summaries of several texts, and the statistics of everything that was decoded for them."""
+    """The summaries of several texts, and the statistics of all their calls."""
 
     documents: list[Summary]
     stats: Stats
@@ -48,7 +48,7 @@ class Summaries:
 
 @dataclass(frozen=True)
 class _Plan:
-    """How a call reads and decodes: `budget` tokens of input, None for any number, and at most `limit` new ones."""
+    """A call's options: at most `budget` input tokens (None: any number) and `limit` new ones per pass."""
 
     options: Options
     given: dict[str, Any]
@@ -60,15 +60,15 @@ class _Plan:
 
 
 class Summarizer:
-    """Summarises texts with a target and a draft; the summaries are what the target alone would have written.
+    """Summarises texts with a target and a draft; the summaries are those of the target alone.
 
-    `target`, `draft` and `options` are those of `SpecGenerator`, which may also be given itself, as `target`.
-    Checkpoints' own settings for the task are followed (`task_specific_params["summarization"]`: lengths, beams, the
-    prefix of T5). `template` is what the target reads, with `{text}` in it: by default the prefix and the text, or an
-    instruction where the target has no encoder, as a user's message where its tokenizer has a chat template.
+    `target`, `draft` and `options` are those of `SpecGenerator`; `target` may also be a `SpecGenerator`. The
+    checkpoint's settings for the task apply (`task_specific_params["summarization"]`: lengths, beams, T5's prefix).
+    `template`: the target's input, with `{text}` in it; by default the prefix and the text, or without an encoder an
+    instruction, sent as a user's message where the tokenizer has a chat template.
 
-    A text that is longer than the target reads at once, or than `chunk_tokens` with all that is put around it, is
-    summarised in pieces of whole sentences, and then the summaries of the pieces are, until one is left.
+    A text longer than the target's context, or than `chunk_tokens` (template included), is summarised in pieces of
+    whole sentences; then their summaries are summarised together, until one piece is left.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Summarizer:
         chunk_tokens: int | None = None,
         **options: Any,
     ) -> Summarizer:
-        """A summarizer of models loaded by id or path; `options` are those of `SpecGenerator.from_pretrained`."""
+        """A summarizer of models by id or path; `options` are those of `SpecGenerator.from_pretrained`."""
         generator = SpecGenerator.from_pretrained(target, draft, task=TASK, **options)
         return cls(generator, template=template, chunk_tokens=chunk_tokens)
 
@@ -114,8 +114,8 @@ class Summarizer:
     ) -> list[Any]:
         """One dict per text, `[{"summary_text": …}]`, also for a single text; `options` are those of `summarize`.
 
-        With `return_tensors` the dicts hold `summary_token_ids` `[length]`, and no text unless `return_text` is given
-        too. With `num_return_sequences` above 1, several texts give a list of lists. Raises OptionError.
+        `return_tensors` adds `summary_token_ids` `[length]`, `return_text=False` omits the text. With
+        `num_return_sequences` above 1, several texts return a list of lists. Raises OptionError.
         """
         if not (return_text or return_tensors):
             raise OptionError("`return_text` and `return_tensors` are both off, which leaves nothing: turn one on")
@@ -143,10 +143,9 @@ class Summarizer:
     ) -> Summaries:
         """The summaries of several texts, with their ids, parts and statistics.
 
-        `options` are those of `SpecGenerator.generate`; for a target without an encoder, too, `max_length` and
-        `min_length` count the summary alone. `truncation` reads the beginning of a long text instead of all its pieces.
-        Raises OptionError before any work, for texts that are empty and settings that make no sense; SpecdecError where
-        the summaries of a text's pieces are no shorter than the text.
+        `options` are those of `SpecGenerator.generate`; `max_length` and `min_length` count the summary alone for any
+        target. `truncation` reads only the beginning of a long text. Raises OptionError before any pass for empty texts
+        and wrong options, SpecdecError where the summaries of a text's pieces are no shorter than the text.
         """
         texts = _checked(documents)
         if truncation not in (*_CUT, *_WHOLE):
@@ -159,7 +158,7 @@ class Summarizer:
         return self._reduced(parts, plan)
 
     def _reduced(self, parts: list[list[str]], plan: _Plan) -> Summaries:
-        """Summaries of parts, of what these say together, and so on, until every text has one part."""
+        """Summarises parts, then their joined summaries, and so on until each text has one part."""
         counts, stats = [[len(pieces)] for pieces in parts], []
         seeds = row_seeds(plan.options, len(parts))
         while long := [d for d, pieces in enumerate(parts) if len(pieces) > 1]:
@@ -201,7 +200,7 @@ class Summarizer:
         return f"{prefix or ''}{PLACE}"
 
     def _ids(self, texts: Sequence[str], most: int | None = None) -> list[list[int]]:
-        """What the target reads of each text; with `most`, an encoder reads so many tokens of it."""
+        """The target's input ids for each text; an encoder's are cut to `most` tokens."""
         filled = [self.template.replace(PLACE, text) for text in texts]
         if not self._chat:
             cut = (
@@ -218,7 +217,7 @@ class Summarizer:
         return text
 
     def _plan(self, given: dict[str, Any], truncate: bool, batch_size: int, clean_up: bool) -> _Plan:
-        """The call's settings, with the lengths of a target without an encoder counted from the summary's beginning."""
+        """The call's options; lengths count the summary alone."""
         options = self.generator.options(**given)
         limit = options.max_new_tokens or options.max_length
         if limit is None:
@@ -244,7 +243,7 @@ class Summarizer:
         return list(map(len, self._ids(texts)))
 
     def _parts(self, text: str, plan: _Plan) -> list[str]:
-        """The pieces in which a text is read; where it is truncated, the one, which an encoder's tokenizer cuts."""
+        """The pieces of a text; only the first when it is truncated, which for an encoder its tokenizer does."""
         if plan.budget is None or (plan.truncate and self._target.is_encoder_decoder):
             return [text]
         if self._count([text])[0] <= plan.budget:
@@ -253,7 +252,7 @@ class Summarizer:
         return parts[:1] if plan.truncate else parts
 
     def _check_shrinks(self, parts: int, plan: _Plan) -> None:
-        """Raises where the summaries of two pieces would not fit into one."""
+        """Raises OptionError where the summaries of two pieces do not fit into one."""
         if parts > 1 and plan.budget is not None and self._count([""])[0] + 2 * plan.limit > plan.budget:
             raise OptionError(
                 f"a text is read in {parts} pieces, but of their summaries, {plan.limit} tokens each, two do not fit "
@@ -261,7 +260,7 @@ class Summarizer:
             )
 
     def _check_least(self, texts: Sequence[str], given: Mapping[str, Any]) -> None:
-        """Raises where the call wants a summary longer than the text."""
+        """Raises OptionError where the least length is more than the text has."""
         name = next((name for name in ("min_length", "min_new_tokens") if given.get(name)), None)
         if name is None:
             return
@@ -273,7 +272,7 @@ class Summarizer:
 
 
 def _checked(documents: Any) -> list[str]:
-    """The texts as a list; raises OptionError for what is no text, and for texts without a word."""
+    """The texts as a list; raises OptionError for other types and for empty texts."""
     if isinstance(documents, str | bytes | Mapping) or not isinstance(documents, Iterable):
         raise OptionError.of("documents", "text, or texts one after the other", type(documents).__name__)
     texts = list(documents)
@@ -286,18 +285,18 @@ def _checked(documents: Any) -> list[str]:
 
 
 def _context(target: Any, tokenizer: Any) -> int | None:
-    """How many tokens the target can read, by its config and its tokenizer; None where neither tells."""
+    """The target's context in tokens, by its config and tokenizer; None where neither names it."""
     config = target.config
     if target.is_encoder_decoder:
         config = getattr(target.model.config, "encoder", config)
     known = [getattr(config, name, None) for name in _POSITIONS]
     length = getattr(tokenizer, "model_max_length", None)
-    told = [next((n for n in known if n is not None), None), length]
-    return min((int(n) for n in told if n is not None and n < _UNKNOWN), default=None)
+    lengths = [next((n for n in known if n is not None), None), length]
+    return min((int(n) for n in lengths if n is not None and n < _UNKNOWN), default=None)
 
 
 def _piece_seeds(seeds: Sequence[int] | None, options: Options, pieces: Sequence[tuple[int, int]]) -> list[int] | None:
-    """Seeds for every piece, given as its text and its number, that depend on nothing else."""
+    """Seeds of the pieces, each by its text and its number in it."""
     if seeds is None:
         return None
     own = [fold(seeds[d * options.copies], i + 1) for d, i in pieces]

@@ -1,0 +1,259 @@
+"""From options and prompts to the engine's `Request`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import MaxTimeCriteria, StopStringCriteria
+
+from specdec.core.draft_schedules import Schedule
+from specdec.core.drafts import BatchDrafter, DraftTask
+from specdec.core.rounds import Context
+from specdec.core.sequence import RunningSequence, SearchSequence, TextSequence
+from specdec.core.strategies import Search, Selector
+from specdec.decoding.noise import fold
+from specdec.decoding.processors import build_processors
+from specdec.decoding.stopping import Stopping
+from specdec.decoding.strategies import RowSetup, make_strategy
+from specdec.engine.request import Request
+from specdec.errors import OptionError
+from specdec.generator.checks import check_call
+from specdec.generator.drafts_by_name import Draft
+from specdec.generator.inputs import Prompts, RowPrompt, check_tokenizer, pad_id
+from specdec.models import Encoding, LanguageModel, ModelState, digest
+from specdec.models.exactness import Exactness
+from specdec.options.generate import Options
+
+_SERIAL = count()  # of calls
+_NO_RULE: Any = None
+
+
+@dataclass(frozen=True)
+class Extras:
+    """Arguments of a call that are objects: processors and criteria (one or several), a streamer, a prefix function.
+
+    `prediction`: text or ids that the output may resemble, or one per prompt, for drafts that copy. `cache_salt`: calls
+    with different salts share no cached prompts. A processor with a method `allowed(text, tokens)`, which returns how
+    many of `tokens` may follow `text`, shortens proposals.
+    """
+
+    logits_processor: Any = ()
+    stopping_criteria: Any = ()
+    streamer: Any = None
+    prefix_allowed_tokens_fn: Any = None
+    tokenizer: Any = None
+    prediction: Any = None
+    cache_salt: Any = None
+
+    def __post_init__(self) -> None:
+        check_tokenizer("tokenizer", self.tokenizer)
+        for name, arguments in (("logits_processor", "(ids, logits)"), ("stopping_criteria", "(ids, scores)")):
+            value = getattr(self, name)
+            # A LogitsProcessorList is iterable and callable: its items are used.
+            items = list(value) if isinstance(value, Iterable) else [value]
+            for item in items:
+                if not callable(item):
+                    raise OptionError.of(name, f"callables of {arguments}", item)
+            object.__setattr__(self, name, items)
+        if self.prefix_allowed_tokens_fn is not None and not callable(self.prefix_allowed_tokens_fn):
+            raise OptionError.of("prefix_allowed_tokens_fn", "a function of (row, ids)", self.prefix_allowed_tokens_fn)
+        if not isinstance(self.cache_salt, str | None):
+            raise OptionError.of("cache_salt", "text", type(self.cache_salt).__name__)
+        if self.streamer is not None and not (hasattr(self.streamer, "put") and hasattr(self.streamer, "end")):
+            raise OptionError.of("streamer", "an object with `put` and `end`", self.streamer)
+
+
+@dataclass
+class Call:
+    """One call, checked when it is made, and the engine's `request` built from it.
+
+    `make_schedule` makes a schedule from the one with which the last request of the family ended. `state` and
+    `exactness` are the target's. `strategy` is the name of the strategy.
+    """
+
+    target: LanguageModel
+    options: Options
+    prompts: Prompts
+    extras: Extras
+    draft: Draft
+    drafter: BatchDrafter | None
+    make_schedule: Callable[[Schedule | None], Schedule]
+    state: ModelState
+    exactness: Exactness
+    reuses_prefixes: bool = False
+    request: Request = field(init=False)
+    strategy: str = field(init=False)
+    time_limit: MaxTimeCriteria | None = field(init=False)
+    in_step: AbstractContextManager[None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        drafted, extras = self.drafter is not None, self.extras
+        limit = check_call(self.options, self.prompts, extras.streamer, extras.tokenizer, self.target, drafted=drafted)
+        # Embeddings without ids count in these lengths, but processors will not see them.
+        least = max((self.options.min_length or 0) - self.prompts.num_embeds_only, 0)
+        resolved = {"max_length": limit, "min_length": least, "do_sample": self.options.samples}
+        o = self.options = self.options.model_copy(update=resolved)
+        self.time_limit = None if o.max_time is None else MaxTimeCriteria(o.max_time)
+        self.in_step = self._in_step()
+        criteria, eos_ids = self._criteria(), frozenset(o.eos_ids)
+        pacing = self.draft.pacing(o, self.make_schedule)
+        seeds, serial = row_seeds(o, len(self.prompts.rows)), next(_SERIAL)
+        allowed = next((p.allowed for p in self.extras.logits_processor if hasattr(p, "allowed")), None)
+        seqs: list[RunningSequence] = []
+        needs_hidden = False
+        for r, prompt in enumerate(self.prompts.rows):
+            stop = Stopping(eos_ids, limit - prompt.padding, criteria)
+            strategy = self._make_strategy(r, prompt, seeds[r], stop)
+            self.strategy, needs_hidden = strategy.name, needs_hidden or strategy.needs_hidden
+            branching = strategy.branching if strategy.is_search or pacing.schedule.max_branches > 1 else None
+            place = r // o.copies  # of its prompt
+            task = DraftTask(
+                strategy.rule or _NO_RULE,  # a strategy without a rule takes no draft
+                branching,
+                eos_ids,
+                (serial, place),
+                self.prompts.encoder,
+                place,
+                allowed,
+            )
+            seqs.append(self._sequence(prompt, strategy, stop, task))
+        self.request = Request(
+            seqs=seqs,
+            pacing=pacing,
+            drafter=self.drafter,
+            encode=self._encode if self.target.is_encoder_decoder else None,
+            prefill_chunk=o.prefill_chunk_size,
+            output_hidden_states=bool(o.output_hidden_states),
+            output_attentions=bool(o.output_attentions),
+            last_hidden=needs_hidden,
+            frames=self._frames(),
+            model_state=self.state.digest,
+        )
+        if self.reuses_prefixes and not self.request.traced and self.prompts.encoding is None:
+            for r, (seq, prompt) in enumerate(zip(seqs, self.prompts.rows, strict=True)):
+                self._share(seq, prompt, r // o.copies)
+
+    @property
+    def seqs(self) -> list[RunningSequence]:
+        """The sequences of the request."""
+        return self.request.seqs
+
+    @property
+    def stops(self) -> Sequence[str]:
+        """The strings before which texts end; empty where texts keep them."""
+        strings = self.options.stop_strings
+        if strings is None or not self.options.cuts_stop_strings:
+            return ()
+        return [strings] if isinstance(strings, str) else strings
+
+    def _in_step(self) -> AbstractContextManager[None]:
+        """A context in which the target's passes run in step with processes that wait for one another."""
+        if not (dist.is_available() and dist.is_initialized()):
+            if self.options.synced_gpus:
+                way = "start the script with torchrun or accelerate, or leave it out"
+                raise OptionError(
+                    f"`synced_gpus`=True needs processes in a group of torch.distributed, got none: {way}"
+                )
+            return nullcontext()
+        if self.options.synced_gpus is False:
+            return nullcontext()
+        from specdec.parallel.synced import InStep, waits_for_others
+
+        if not waits_for_others(self.target, self.options.synced_gpus):
+            return nullcontext()
+        if self.drafter is None:
+            return InStep(self.target)
+        return InStep(self.target, self.drafter.models, reading=bool(self.drafter.hidden_layers))
+
+    def _encode(self) -> Encoding:
+        """The encoder's output, or the caller's own."""
+        if self.prompts.encoding is not None:
+            return self.prompts.encoding
+        assert self.prompts.encoder is not None
+        traced = {name: bool(getattr(self.options, name)) for name in ("output_hidden_states", "output_attentions")}
+        return self.target.encode(self.prompts.encoder, **traced)
+
+    def _share(self, seq: RunningSequence, prompt: RowPrompt, place: int) -> None:
+        """Lets the sequence fork from cached prompts, and others from it, within the same model state and salt."""
+        model, salt = self.state.digest, self.extras.cache_salt or ""
+        inputs = [value[place] for _, value in sorted((self.prompts.encoder or {}).items())]
+        if prompt.embeds is not None:
+            inputs = [prompt.embeds]
+        seq.context = Context(model, salt, b"".join(map(digest, inputs)))
+        if seq.unconditional is not None:
+            seq.unconditional.context = Context(model, salt)
+
+    def _frames(self) -> int:
+        """The most positions that the encoder's output has."""
+        if self.prompts.encoding is not None:
+            return self.prompts.encoding.hidden.shape[1]
+        most = getattr(self.target.model.config, "max_source_positions", None) or 2**31
+        lengths = [tensor.shape[-1] for tensor in (self.prompts.encoder or {}).values()]
+        return min(max(lengths, default=0), most)
+
+    def _sequence(
+        self, prompt: RowPrompt, strategy: Selector | Search, stop: Stopping, task: DraftTask
+    ) -> RunningSequence:
+        common: dict[str, Any] = {"max_length": stop.max_length, "device": self.target.device, "task": task}
+        unconditional = None if prompt.negative is None else RunningSequence(tokens=list(prompt.negative), **common)
+        common |= {"encoder_tokens": prompt.encoder_ids, "prediction": prompt.prediction}
+        common |= {"embeds": prompt.embeds, "unconditional": unconditional, "tokens": list(prompt.tokens)}
+        if strategy.is_search:
+            returned = self.options.num_return_sequences or 1
+            common["history"] = [] if self.options.output_trace else None
+            return SearchSequence(search=strategy, state=strategy.begin(), returned=returned, **common)
+        return TextSequence(selector=strategy, stop=stop, **common)
+
+    def _make_strategy(self, row: int, prompt: RowPrompt, seed: int, stop: Stopping) -> Selector | Search:
+        o, device = self.options, self.target.device
+        source = prompt.encoder_ids if self.target.is_encoder_decoder else prompt.tokens
+        if prompt.embeds is not None:
+            source = None  # as in transformers
+        processors = build_processors(
+            o,
+            prompt_length=len(prompt.tokens) + prompt.padding,
+            padding=prompt.padding,
+            eos_ids=o.eos_ids,
+            encoder_ids=None if source is None else torch.tensor([source], device=device),
+            extra=self.extras.logits_processor,
+            prefix_allowed_tokens_fn=self.extras.prefix_allowed_tokens_fn,
+            row=row,
+            device=device,
+            vocab_size=self.target.model.config.get_text_config().vocab_size,
+        )
+        setup = RowSetup(
+            options=o,
+            processors=processors,
+            stop=stop,
+            width=self.target.vocab_size,
+            seed=seed,
+            prompt=[*self.prompts.padded[row, : prompt.padding].tolist(), *prompt.tokens],
+            padding=prompt.padding,
+            pad_id=pad_id(o),
+            guidance_scale=None if prompt.negative is None else o.guidance_scale,
+        )
+        return make_strategy(setup)
+
+    def _criteria(self) -> list[Any]:
+        """transformers' criteria that look at more than the last token, then the caller's own."""
+        o = self.options
+        made: list[Any] = [] if self.time_limit is None else [self.time_limit]
+        if o.stop_strings is not None:
+            made.append(StopStringCriteria(stop_strings=o.stop_strings, tokenizer=self.extras.tokenizer))
+        return [*made, *self.extras.stopping_criteria]
+
+
+def row_seeds(options: Options, count: int) -> list[int]:
+    """One seed per row: as given, or folded from one number; None draws that from torch's generator when sampling."""
+    seed = options.seed
+    if isinstance(seed, Sequence):
+        return list(seed)
+    if seed is None:
+        seed = int(torch.randint(2**62, ())) if options.samples else 0
+    return [fold(seed, row) for row in range(count)]

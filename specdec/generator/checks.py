@@ -1,0 +1,159 @@
+"""Refuses options of a call that contradict its draft, its prompts or its target, before any pass.
+
+What options contradict among themselves is refused by `specdec.options`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specdec.core.drafts import BatchDrafter
+from specdec.decoding.strategies import wanted
+from specdec.errors import OptionError
+from specdec.generator.inputs.prompts import Prompts
+from specdec.models import LanguageModel
+from specdec.options.checks import warn_of_idle
+from specdec.options.generate import Options, listed
+
+DEFAULT_LENGTH = 20  # tokens; transformers' default for ids without any limit
+_ID_OPTIONS = ("eos_token_id", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id")
+_BRANCHING = ("schedule", "num_assistant_branches")
+_DRAFTING = (*_BRANCHING, "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
+
+
+def check_draft(
+    drafter: BatchDrafter | None, options: Options, given: Mapping[str, Any], prediction: Any, *, named: bool
+) -> None:
+    """Raises OptionError for options that the draft cannot serve; `named`: the call named it.
+
+    `given` are the call's own options. Without a draft, options of drafting are a warning.
+    """
+    if drafter is None and (idle := [name for name in _DRAFTING if name in given]):
+        warn_of_idle(f"`{idle[0]}` sets how much to draft, and the call has no draft: name one")
+    if drafter is not None and (not named or any(name in given for name in _BRANCHING)):
+        _check_branches(drafter, options)
+    if prediction is not None and (drafter is None or not drafter.reads_predictions):
+        raise OptionError(
+            f"`prediction` is for drafts that copy, and this one is {drafter!r}: "
+            "use draft='suffix', or a pair of 'suffix' and a model, or leave it out"
+        )
+    if drafter is not None and options.contrastive:
+        raise OptionError(
+            "`penalty_alpha` selects contrastive search, which looks at the target's own candidates and takes no "
+            "draft: use a SpecGenerator without one, or leave out `penalty_alpha`"
+        )
+
+
+def _check_branches(drafter: BatchDrafter, options: Options) -> None:
+    """Raises OptionError where trees are asked of a draft that guesses chains."""
+    own = options.schedule is not None and not isinstance(options.schedule, str)
+    asked = options.schedule.max_branches if own else options.num_assistant_branches or 1
+    if asked > 1 and not drafter.guesses_trees:
+        name = f"`schedule`={options.schedule!r}" if own else f"`num_assistant_branches`={asked}"
+        raise OptionError(
+            f"{name} asks for trees of guesses, but {drafter!r} guesses one continuation at a time: "
+            "leave the branches out, or draft with a model that has the target's vocabulary"
+        )
+
+
+def check_call(
+    options: Options, prompts: Prompts, streamer: Any, tokenizer: Any, target: LanguageModel, *, drafted: bool
+) -> int:
+    """The length limit of the call (`length_limit`); raises for options that its prompts or its target cannot serve."""
+    rows = len(prompts.rows)
+    if streamer is not None and options.at_the_end:
+        raise OptionError("`streamer` shows text as it comes, but beams and ranked samples are final at the end")
+    if streamer is not None and rows > 1:
+        raise OptionError(f"`streamer` shows one row, and this call has {rows}: use gen.stream()")
+    if options.output_attentions:
+        target.check_attentions(drafted=drafted, branched=options.beams > 1 or options.contrastive)
+    limit = length_limit(options, prompts, target)
+    _check_least(options, limit, prompts, target)
+    if options.stop_strings is not None and tokenizer is None:
+        raise OptionError("`stop_strings` needs a tokenizer: pass `tokenizer=`")
+    if isinstance(options.seed, Sequence) and len(options.seed) != rows:
+        raise OptionError.of("seed", f"one number, or one for each of {rows} rows", list(options.seed))
+    _check_vocabulary(options, target)
+    return limit
+
+
+def length_limit(options: Options, prompts: Prompts, target: LanguageModel) -> int:
+    """The most ids of a row, padding included, as transformers counts them.
+
+    Raises OptionError for text without a limit, for a prompt that fills the limit, and where the text needs more
+    positions than the model has; warns where it needs more than a rotary model was trained for.
+    """
+    width = prompts.padded.shape[1]
+    if options.max_new_tokens is not None:
+        limit = width + options.max_new_tokens
+    elif options.max_length is not None:
+        limit = options.max_length - prompts.num_embeds_only
+    elif prompts.is_text:
+        raise OptionError("a text prompt needs a length limit: pass `max_new_tokens=`")
+    else:
+        limit = width + DEFAULT_LENGTH
+    if limit <= width:
+        length = width + prompts.num_embeds_only
+        asked = options.max_length
+        raise OptionError(f"`max_length`={asked} leaves no room after a prompt of {length} tokens: raise it")
+    # The last token is never read, except as a candidate of contrastive search.
+    needed = max(row.positions for row in prompts.rows) + limit - width - (not options.contrastive)
+    if target.max_positions is not None and needed > target.max_positions:
+        raise OptionError(
+            f"the prompt and its continuation may need {needed} positions, but the target has {target.max_positions}: "
+            "shorten the prompt or lower `max_new_tokens`"
+        )
+    made_for = _made_for(target.config) if target.max_positions is None else None
+    if made_for is not None and needed > made_for:
+        warnings.warn(
+            f"the prompt and its continuation may need {needed} positions, and the target was made for {made_for}: "
+            "beyond them its text is likely to fall apart",
+            stacklevel=2,
+        )
+    return limit
+
+
+def _made_for(config: Any) -> int | None:
+    """The positions that a rotary model was trained for, times its scaling; None for other models."""
+    rope, most = getattr(config, "rope_parameters", None), getattr(config, "max_position_embeddings", None)
+    if not rope or not most or getattr(config, "alibi", False):
+        return None
+    kinds = [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, Mapping)]
+    scaled = [kind for kind in kinds if kind.get("rope_type") in ("linear", "dynamic", "yarn")]
+    lengths = [(kind.get("original_max_position_embeddings") or most) * (kind.get("factor") or 1) for kind in scaled]
+    return int(max([most, *lengths]))
+
+
+def _check_vocabulary(options: Options, target: LanguageModel) -> None:
+    """Raises OptionError for ids outside the target's vocabulary, unless its checkpoint sets them."""
+    bias = options.sequence_bias or ()
+    named = {
+        "bad_words_ids": options.bad_words_ids or (),
+        "sequence_bias": bias if isinstance(bias, Mapping) else [ids for ids, _ in bias],
+        "constraints": [c.ids for c in wanted(options.constraints, None)],
+        "force_words_ids": [c.ids for c in wanted(None, options.force_words_ids)],
+        **{name: [listed(getattr(options, name))] for name in _ID_OPTIONS},
+    }
+    for name, groups in named.items():
+        wrong = next((i for ids in groups for i in ids if not 0 <= i < target.vocab_size), None)
+        if wrong is not None and getattr(options, name) != getattr(target.model.generation_config, name, None):
+            known = f"ids from 0 to {target.vocab_size - 1}, which the target knows"
+            raise OptionError.of(name, known, wrong, "pass [] for none" if name == "eos_token_id" else "")
+
+
+def _check_least(options: Options, limit: int, prompts: Prompts, target: LanguageModel) -> None:
+    """Warns of least lengths beyond the limit, unless the target's checkpoint sets them."""
+    width = prompts.padded.shape[1]
+    leasts = {
+        "min_length": (options.min_length or 0) - prompts.num_embeds_only,
+        "min_new_tokens": (options.min_new_tokens or 0) + width,
+    }
+    for name, least in leasts.items():
+        asked = getattr(options, name)
+        if least > limit and asked != getattr(target.model.generation_config, name, None):
+            warn_of_idle(
+                f"`{name}`={asked} is out of reach, as the text ends after {limit - width} new tokens: "
+                "lower it, or raise `max_new_tokens`"
+            )

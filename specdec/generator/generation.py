@@ -1,0 +1,90 @@
+"""What a call returns: a `Generation`, or the `Event`s of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from transformers.utils import ModelOutput
+
+from specdec.core.stats import Stats
+from specdec.generator.detokenizer import decode, pieces
+from specdec.generator.notebook import as_html
+
+PerToken = tuple[Tensor, ...]
+PerTokenAndLayer = tuple[tuple[Tensor, ...], ...]
+
+
+@dataclass
+class Generation(ModelOutput):  # type: ignore[misc]
+    """The result of `generate`; it indexes like a transformers `ModelOutput`.
+
+    `sequences` `[rows, length]`: ids, padded on the right; with a decoder-only target they begin with the prompt.
+    `scores` and `logits`: one `[rows, vocab]` per new token, after and before processors. `attentions` and
+    `hidden_states` (`decoder_…` and `cross_attentions` for encoder-decoder targets): a tuple of layers per new token.
+    `sequences_scores` `[rows]`: scores of hypotheses or ranked samples. `beam_indices` `[rows, tokens]`: the beam that
+    each token continued. `trace[prompt][step]`: a search's live beams and hypotheses after that step.
+    `drafted[row][i]`: whether the draft guessed the row's new token `i`; None for searches. A notebook shows the texts
+    with these tokens in colour.
+    """
+
+    sequences: Tensor | None = None
+    scores: PerToken | None = None
+    logits: PerToken | None = None
+    attentions: PerTokenAndLayer | None = None
+    hidden_states: PerTokenAndLayer | None = None
+    encoder_attentions: PerToken | None = None
+    encoder_hidden_states: PerToken | None = None
+    decoder_attentions: PerTokenAndLayer | None = None
+    cross_attentions: PerTokenAndLayer | None = None
+    decoder_hidden_states: PerTokenAndLayer | None = None
+    sequences_scores: Tensor | None = None
+    beam_indices: Tensor | None = None
+    trace: list[Any] | None = None
+    texts: list[str] | None = None
+    stats: Stats | None = None
+    drafted: list[list[bool]] | None = None
+
+    def _repr_html_(self) -> str:
+        decoding = self.__dict__.get("_decoding", _Decoding())
+        if decoding.tokenizer is not None and self.drafted is not None:
+            rows = zip(self.new_tokens(), self.drafted, strict=True)
+            html = [pieces(decoding.tokenizer, ids, origins, decoding.stops) for ids, origins in rows]
+            return as_html(html, self.stats)
+        plain = self.texts if self.texts is not None else [" ".join(map(str, ids)) for ids in self.new_tokens()]
+        return as_html([[(text, False)] for text in plain], self.stats)
+
+    def decode(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
+        """Fills in `texts`, each cut before the first of `stops`; the tokenizer is kept for notebooks."""
+        self.texts = [decode(tokenizer, ids, stops) for ids in self.new_tokens()]
+        self.__dict__["_decoding"] = _Decoding(tokenizer, stops)
+
+    def new_tokens(self) -> list[list[int]]:
+        """Each row's new ids, without prompt and padding."""
+        assert self.sequences is not None
+        assert self.stats is not None
+        counts = self.stats.lengths
+        start = self.sequences.shape[1] - max(counts)
+        return [row[start : start + n].tolist() for row, n in zip(self.sequences, counts, strict=True)]
+
+
+class _Decoding(NamedTuple):
+    """How ids become text; not part of a pickled or copied result."""
+
+    tokenizer: Any = None
+    stops: Sequence[str] = ()
+
+    def __reduce__(self) -> tuple[type[_Decoding], tuple[()]]:
+        return _Decoding, ()
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """New text of one row of a stream, its ids, and how many of these, at the front, the draft guessed."""
+
+    text: str
+    token_ids: list[int]
+    accepted: int
+    row: int = 0

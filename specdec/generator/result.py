@@ -1,0 +1,182 @@
+"""From the rounds of a request to its `Generation`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specdec.core.sequence import RunningSequence, SearchSequence
+from specdec.generator.build_request import Call
+from specdec.generator.generation import Generation, PerToken, PerTokenAndLayer
+from specdec.generator.inputs import pad_id
+from specdec.generator.recorder import Recorder
+from specdec.models import plain_modes
+
+
+@plain_modes()
+def finished(call: Call, recorder: Recorder, seconds: float) -> Generation:
+    """The result of a call that ran to its end, which took `seconds`."""
+    o, seqs, pad = call.options, _best(call), pad_id(call.options)
+    new = [text for seq in seqs for text in seq.texts]
+    padded = call.prompts.padded[:: o.copies].repeat_interleave(o.returned, 0)
+    out = Generation(sequences=_sequences(padded, new, pad).to(seqs[0].device))
+    if o.output_scores:
+        out.scores = _per_token(seqs, "scores", pad)
+    if o.output_logits:
+        out.logits = _per_token(seqs, "logits", pad)
+    _add_traces(out, call, seqs)
+    if o.beams > 1:
+        _add_beams(out, call)
+    if o.num_samples is not None:
+        out.sequences_scores = torch.tensor([_score(call, seq) for seq in seqs], device=seqs[0].device)
+    return _described(out, call, recorder, seconds, seqs, new)
+
+
+@plain_modes()
+def unfinished(call: Call, recorder: Recorder, seconds: float) -> Generation:
+    """The texts so far of a call that was cancelled; sequences that were cut off have the finish reason "cancelled"."""
+    new = recorder.tokens([seq.id for seq in call.seqs])
+    out = Generation(sequences=_sequences(call.prompts.padded, new, pad_id(call.options)).to(call.seqs[0].device))
+    return _described(out, call, recorder, seconds, call.seqs, new)
+
+
+def _described(
+    out: Generation,
+    call: Call,
+    recorder: Recorder,
+    seconds: float,
+    seqs: Sequence[RunningSequence],
+    new: Sequence[list[int]],
+) -> Generation:
+    """`out` with `drafted`, `stats` and `texts` of the `new` tokens of `seqs`."""
+    if call.options.beams == 1:
+        out.drafted = recorder.drafted([seq.id for seq in seqs])
+    request, drafter = call.request, call.drafter
+    settings = {
+        "strategy": call.strategy,
+        "schedule": "none" if drafter is None else type(request.pacing.schedule).__name__.lower(),
+        "backend": call.target.backend,
+    }
+    if drafter is not None and drafter.models:
+        settings["draft_backend"] = ", ".join(dict.fromkeys(model.backend for model in drafter.models))
+    out.stats = recorder.stats(
+        [seq.id for seq in call.seqs],
+        cached_prompt_tokens=request.cached_prompt_tokens,
+        num_target_passes=request.passes,
+        seconds=seconds,
+        lengths=list(map(len, new)),
+        settings=settings,
+        exactness=call.exactness,
+    )
+    if call.extras.tokenizer is not None:
+        out.decode(call.extras.tokenizer, call.stops)
+    return out
+
+
+def _best(call: Call) -> list[RunningSequence]:
+    """All sequences; of ranked samples the best of each prompt, the earlier of equals first."""
+    o, seqs = call.options, call.seqs
+    if o.num_samples is None:
+        return seqs
+    groups = [seqs[i : i + o.copies] for i in range(0, len(seqs), o.copies)]
+    ranked = [sorted(group, key=lambda seq: _score(call, seq), reverse=True) for group in groups]
+    return [seq for group in ranked for seq in group[: o.returned]]
+
+
+def _score(call: Call, seq: RunningSequence) -> float:
+    """The log-probability of a sample under the target: the mean over its tokens, or their sum with `ranking="sum"`."""
+    total = sum(step.log_prob or 0.0 for step in seq.steps)
+    return total if call.options.ranking == "sum" else total / len(seq.steps)
+
+
+def _add_beams(out: Generation, call: Call) -> None:
+    """Adds the beams that hypotheses went through, and with `output_scores` their scores, as transformers does."""
+    o, searches = call.options, [seq for seq in call.seqs if isinstance(seq, SearchSequence)]
+    found = [hypothesis for seq in searches for hypothesis in seq.state.finished[: seq.returned]]
+    device = call.seqs[0].device
+    out.beam_indices = _beam_indices([h.origins for h in found], o.beams, o.returned).to(device)
+    if o.output_trace:
+        out.trace = [seq.history for seq in searches]
+    if o.output_scores:
+        out.sequences_scores = torch.tensor([h.score for h in found], device=device)
+
+
+def _add_traces(out: Generation, call: Call, seqs: list[RunningSequence]) -> None:
+    encoding = call.request.encoding
+    prefix = "" if encoding is None else "decoder_"
+    if call.options.output_hidden_states:
+        out[f"{prefix}hidden_states"] = _traces(seqs, "hidden_states")
+    if call.options.output_attentions:
+        out[f"{prefix}attentions"] = _traces(seqs, "attentions")
+        if encoding is not None:
+            out.cross_attentions = _traces(seqs, "cross_attentions")
+    if encoding is not None:
+        for name in ("hidden_states", "attentions"):
+            if (layers := getattr(encoding, name)) is not None:
+                out[f"encoder_{name}"] = layers
+
+
+def _sequences(padded: Tensor, new: Sequence[list[int]], pad: int) -> Tensor:
+    """`[rows, width + longest]`: prompts as given, each row's new tokens, padding."""
+    longest = max(map(len, new))
+    return torch.cat([padded, torch.tensor([n + [pad] * (longest - len(n)) for n in new], dtype=torch.long)], 1)
+
+
+def _beam_indices(origins: Sequence[Sequence[int]], beams: int, returned: int) -> Tensor:
+    """`[rows, longest]` int32: the beam, numbered over the whole batch, that each token continued; -1 after the end."""
+    longest = max(map(len, origins))
+    offsets = [row // returned * beams for row in range(len(origins))]
+    numbered = [[o + offset for o in own] for own, offset in zip(origins, offsets, strict=True)]
+    return torch.tensor([own + [-1] * (longest - len(own)) for own in numbered], dtype=torch.int32)
+
+
+def _per_token(seqs: Sequence[RunningSequence], name: str, pad: int) -> PerToken:
+    """One `[rows, vocab]` per new token; a search has one row per beam.
+
+    A finished sequence is certain of its padding: 0 there and -inf elsewhere.
+    """
+    values = [[_rows_of(getattr(step, name), 2, seq.width) for step in seq.steps] for seq in seqs]
+    filler = torch.full_like(values[0][0], -torch.inf)  # sequences of a call have the same number of rows
+    filler[:, pad : pad + 1] = 0.0  # some checkpoints pad with an id beyond their vocabulary
+    return tuple(
+        torch.cat([value[t] if t < len(value) else filler for value in values]) for t in range(max(map(len, values)))
+    )
+
+
+def _rows_of(value: Tensor, dims: int, width: int) -> Tensor:
+    """`value` with rows as its first dimension; before the first token all beams share one."""
+    value = value if value.dim() == dims else value[None]
+    return value if len(value) == width else value.expand(width, *value.shape[1:])
+
+
+def _traces(seqs: Sequence[RunningSequence], name: str) -> PerTokenAndLayer | None:
+    """One tensor over all rows per new token and layer, aligned on the right and padded with zeros."""
+    if getattr(seqs[0].traces[0], name) is None:
+        return None
+    dims = 3 if name == "hidden_states" else 4
+    values = [
+        [[_rows_of(layer, dims, seq.width) for layer in getattr(trace, name)] for trace in seq.traces] for seq in seqs
+    ]
+    longest = max(values, key=len)
+    return tuple(
+        tuple(
+            _stacked([v[t][layer] if t < len(v) else torch.zeros_like(longest[t][layer]) for v in values])
+            for layer in range(len(longest[t]))
+        )
+        for t in range(len(longest))
+    )
+
+
+def _stacked(tensors: list[Tensor]) -> Tensor:
+    """Tensors `[rows, ...]` of different sizes one after the other, each aligned on the right in the largest size."""
+    size = [max(t.shape[d] for t in tensors) for d in range(1, tensors[0].dim())]
+    stacked = tensors[0].new_zeros(sum(map(len, tensors)), *size)
+    begin = 0
+    for t in tensors:
+        corner = tuple(slice(full - part, None) for full, part in zip(size, t.shape[1:], strict=True))
+        place = (slice(begin, begin + len(t)), *corner)
+        stacked[place] = t
+        begin += len(t)
+    return stacked

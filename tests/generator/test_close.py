@@ -1,0 +1,109 @@
+"""What a closed generator ends and frees, and what it refuses."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec import CancelledError, EngineError, SpecGenerator
+from specdec.models.backends import compiled
+from tests.engine.test_threads import PATIENCE, together
+from tests.tiny import tiny
+
+COMMON: dict[str, Any] = {"max_new_tokens": 400, "eos_token_id": [], "pad_token_id": 0}
+
+
+def driving() -> list[threading.Thread]:
+    """The threads that run engines."""
+    return [thread for thread in threading.enumerate() if thread.name == "specdec-engine"]
+
+
+def test_a_closed_generator_refuses_calls() -> None:
+    """Every entry raises at once, jobs that were ready included; closing again does nothing."""
+    with SpecGenerator(tiny("llama"), "suffix") as generator:
+        generator.generate([[5, 9]], **{**COMMON, "max_new_tokens": 4})
+        job = generator.submit([[5, 9]], **COMMON)
+    generator.close()
+    for call in (generator.generate, generator.stream, generator.submit):
+        with pytest.raises(EngineError, match="is closed: make another one"):
+            call([[5, 9]], **COMMON)
+    with pytest.raises(EngineError, match="is closed"):
+        next(job.follow())
+
+
+@pytest.mark.parametrize("calls", [1, 3])
+def test_closing_cancels_running_calls(calls: int) -> None:
+    """Alone or together they raise CancelledError, and the thread that ran them has ended."""
+    generator, before = SpecGenerator(tiny("llama"), "suffix"), len(driving())
+    reached: list[int] = []
+    closing = threading.Event()
+
+    def watch(ids: torch.Tensor, scores: Any) -> bool:
+        reached.extend([1] * (ids.shape[1] == 3))
+        return len(reached) == calls and not closing.wait(PATIENCE)
+
+    def run() -> str:
+        with pytest.raises(CancelledError, match="the generator was closed"):
+            generator.generate([[5, 9]], **{**COMMON, "max_new_tokens": 2000}, stopping_criteria=[watch])
+        return "cancelled"
+
+    def close() -> str:
+        end = time.monotonic() + PATIENCE
+        while len(reached) < calls:
+            assert time.monotonic() < end
+        closing.set()
+        generator.close()
+        return "closed"
+
+    assert together(*[run] * calls, close) == [*["cancelled"] * calls, "closed"]
+    assert len(driving()) == before
+    assert generator.engine.idle
+
+
+def test_closing_between_two_rounds() -> None:
+    """A stream that nobody reads ends, and keys, values and cached prompts are freed."""
+    generator = SpecGenerator(tiny("llama"), prefix_cache=True)
+    prompt = [list(range(3, 40))]
+    generator.generate(prompt, **{**COMMON, "max_new_tokens": 4})
+    prefixes = generator.engine.scheduler.prefix_cache
+    assert prefixes is not None
+    assert prefixes.bytes > 0
+    stream = generator.stream(prompt, **COMMON)
+    next(stream)
+    generator.close()
+    with pytest.raises(CancelledError, match="the generator was closed"):
+        next(stream)
+    assert prefixes.bytes == 0
+    assert generator.engine.idle
+
+
+def test_closing_inside_a_call() -> None:
+    """A processor that closes the generator it runs in gets an error, and the generator stays open."""
+    generator = SpecGenerator(tiny("llama"))
+    with pytest.raises(EngineError, match="called the generator that it runs in"):
+        generator.generate([[5]], logits_processor=[lambda ids, scores: generator.close()], **COMMON)
+    generator.generate([[5]], **{**COMMON, "max_new_tokens": 2})
+
+
+def test_closing_stops_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process is gone when `close` returns."""
+    started, process = threading.Event(), []
+
+    def popen(command: list[str], **options: Any) -> subprocess.Popen[str]:
+        process.append(original(["sleep", "600"], **options))
+        started.set()
+        return process[0]
+
+    original = subprocess.Popen
+    monkeypatch.setenv("SPECDEC_COMPILED", str(tmp_path))
+    monkeypatch.setattr(compiled.subprocess, "Popen", popen)
+    with SpecGenerator(tiny("llama"), backend="compiled") as generator:
+        assert started.wait(PATIENCE)
+    assert process[0].returncode == -9
+    assert not generator.wait_until_compiled(0)
