@@ -81,7 +81,7 @@ class Extras:
             raise OptionError.of("streamer", "an object with `put` and `end`", self.streamer)
 
 
-class News(NamedTuple):
+class Delta(NamedTuple):
     """What one round brought to one row: its steps, the first `accepted` from the draft; why it ended, if it did."""
 
     row: int
@@ -177,7 +177,7 @@ class Call:
             return ()
         return [strings] if isinstance(strings, str) else strings
 
-    def run(self, dispatcher: Dispatcher, *, stream: bool = False) -> Generator[list[News], None, Generation]:
+    def run(self, dispatcher: Dispatcher, *, stream: bool = False) -> Generator[list[Delta], None, Generation]:
         """Every round's news, after the streamer has had them; the value is the result."""
         began, streamer = clock(), self.extras.streamer
         if self._time_limit is not None:
@@ -191,7 +191,7 @@ class Call:
                 for round_ in rounds:
                     self._recorder.add(round_)
                     index = index or {seq.id: i for i, seq in enumerate(self.seqs)}
-                    news = [News(index[r.id], r.steps, r.accepted, r.finish) for r in round_.seqs if r.steps]
+                    news = [Delta(index[r.id], r.steps, r.accepted, r.finish) for r in round_.seqs if r.steps]
                     if streamer is not None and news:
                         streamer.put(torch.tensor(news[0].token_ids))
                     if stream:
@@ -442,7 +442,7 @@ class Job:
     call: Call
     dispatcher: Dispatcher
 
-    def follow(self, *, stream: bool = True) -> Generator[list[News], None, Generation]:
+    def follow(self, *, stream: bool = True) -> Generator[list[Delta], None, Generation]:
         """Runs the call: every round's news with `stream`, none where only its end tells the text; then the result.
 
         Raises what ended it early, CancelledError after `cancel`; `result` has the texts so far. Closing the iterator

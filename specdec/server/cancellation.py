@@ -56,12 +56,12 @@ class Work(Generic[T]):
 
     def __init__(self, pool: ThreadPoolExecutor, make: Callable[[Cancel], Iterator[T]]) -> None:
         self._loop = asyncio.get_running_loop()
-        self._news: asyncio.Queue[T | BaseException] = asyncio.Queue()
+        self._queue: asyncio.Queue[T | BaseException] = asyncio.Queue()
         self._cancel = Cancel()
         self._done = self._loop.run_in_executor(pool, self._run, make)
 
     async def __aiter__(self) -> AsyncIterator[T]:
-        while (item := await self._news.get()) is not _END:
+        while (item := await self._queue.get()) is not _END:
             if isinstance(item, BaseException):
                 raise item
             yield item
@@ -87,7 +87,7 @@ class Work(Generic[T]):
 
     def _tell(self, item: Any) -> None:
         try:
-            self._loop.call_soon_threadsafe(self._news.put_nowait, item)
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
         except RuntimeError:  # the loop is closed: nobody listens
             self._cancel.ask()
 
@@ -99,7 +99,7 @@ async def ahead(
 
     Once more than `room` bytes wait, by their `size`, the source ends, and a 408 follows what waits.
     """
-    news: asyncio.Queue[T | Exception] = asyncio.Queue()
+    queue: asyncio.Queue[T | Exception] = asyncio.Queue()
     waiting = 0
 
     async def forward(source: AsyncGenerator[T, None]) -> None:
@@ -109,15 +109,15 @@ async def ahead(
                 async for item in source:
                     if (waiting := waiting + size(item)) > room:
                         raise ApiError(408, f"the client reads too slowly: over {room:,} bytes wait", code="timeout")
-                    news.put_nowait(item)
-            news.put_nowait(_END)
+                    queue.put_nowait(item)
+            queue.put_nowait(_END)
         except Exception as error:
-            news.put_nowait(error)
+            queue.put_nowait(error)
 
     tasks = [asyncio.ensure_future(forward(source)) for source in sources]
     try:
         for _ in tasks:
-            while (item := await news.get()) is not _END:
+            while (item := await queue.get()) is not _END:
                 if isinstance(item, Exception):
                     raise item
                 waiting -= size(item)

@@ -36,7 +36,7 @@ def scored(generator: SpecGenerator, ids: Sequence[int], top: int, salt: str | N
         cache_salt=salt,
     )
     cancel.tell(job.cancel)
-    return [step for news in job.follow(stream=True) for one in news for step in one.steps]
+    return [step for deltas in job.follow(stream=True) for delta in deltas for step in delta.steps]
 
 
 class Only:

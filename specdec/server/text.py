@@ -12,7 +12,7 @@ from typing import Any
 from specdec.core.stats import Stats
 from specdec.core.tree import Step
 from specdec.errors import OptionError
-from specdec.generator.call import News
+from specdec.generator.call import Delta
 from specdec.generator.generator import SpecGenerator
 from specdec.generator.output import Detokenizer, before_stop, decode
 from specdec.options.checks import refusing
@@ -138,12 +138,12 @@ class TextModel:
         try:
             while True:
                 try:
-                    news = next(follow)
+                    deltas = next(follow)
                 except StopIteration as end:
                     out = end.value
                     break
-                for one in news:
-                    yield from rows[one.row].pieces(one)
+                for delta in deltas:
+                    yield from rows[delta.row].pieces(delta)
         finally:
             follow.close()
         if not any(row.told for row in rows):
@@ -253,15 +253,15 @@ class _Row:
         self._pending: list[tuple[Step, bool]] = []  # with whether the draft guessed it
         self.told = False
 
-    def pieces(self, news: News) -> Iterator[Piece]:
+    def pieces(self, delta: Delta) -> Iterator[Piece]:
         """What a round brought, or as much of it as makes whole chunks."""
         self.told = True
-        self._pending += [(step, place < news.accepted) for place, step in enumerate(news.steps)]
+        self._pending += [(step, place < delta.accepted) for place, step in enumerate(delta.steps)]
         size = self._chunk or len(self._pending)
-        while len(self._pending) >= size or (self._pending and news.finish is not None):
+        while len(self._pending) >= size or (self._pending and delta.finish is not None):
             group, self._pending = self._pending[:size], self._pending[size:]
-            last = news.finish is not None and not self._pending
-            yield self._piece(group, _REASONS.get(news.finish or "", "stop") if last else None)
+            last = delta.finish is not None and not self._pending
+            yield self._piece(group, _REASONS.get(delta.finish or "", "stop") if last else None)
 
     def _piece(self, group: Sequence[tuple[Step, bool]], finish: str | None) -> Piece:
         runs = [(list(run), drafted) for drafted, run in groupby(group, lambda one: self._drafted and one[1])]
