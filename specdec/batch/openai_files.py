@@ -14,7 +14,7 @@ from specdec.server.cancellation import Cancel
 from specdec.server.errors import ApiError, as_api_error
 from specdec.server.faults import invalid
 from specdec.server.protocol import ChatRequest, CompletionRequest
-from specdec.server.text import Ask, Begun, Echo, Ended, Piece, TextModel
+from specdec.server.text import Ask, Echo, Finished, Started, TextDelta, TextModel
 
 if TYPE_CHECKING:
     from specdec.batch.answer import Work
@@ -43,16 +43,16 @@ class OpenAI(Task):
             request = request.model_copy(update={"seed": seed % _NO_SEED})
         prompts = [None] if isinstance(request, ChatRequest) else request.prompts
         tallies = [Tally() for _ in prompts]
-        choices: list[list[Piece]] = [[] for _ in range(len(prompts) * request.n)]
+        choices: list[list[TextDelta]] = [[] for _ in range(len(prompts) * request.n)]
         echoes: list[Echo | None] = [None] * len(prompts)
         for at, prompt in enumerate(prompts):
             for item in self._model.run(Ask(request, prompt), Cancel()):
-                if isinstance(item, Begun):
+                if isinstance(item, Started):
                     tallies[at].prompt_tokens, echoes[at] = item.prompt_tokens, item.echo
-                elif isinstance(item, Piece):
+                elif isinstance(item, TextDelta):
                     tallies[at].new_tokens += item.tokens
                     choices[at * request.n + item.row].append(item)
-                elif isinstance(item, Ended):
+                elif isinstance(item, Finished):
                     tallies[at].stats = item.stats
         body = Answer(request, self._model.name, tallies, id=_id(seed), created=0).whole(choices, echoes)
         body["usage"] = {name: body["usage"][name] for name in _TIMELESS}

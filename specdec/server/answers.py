@@ -12,7 +12,7 @@ from typing import Any
 
 from specdec.core.stats import Stats
 from specdec.server.protocol import ChatRequest, Generate
-from specdec.server.text import Echo, Piece, TokenScore
+from specdec.server.text import Echo, TextDelta, TokenScore
 
 _UNIT = 128  # bytes; events that are filled up have a multiple of them
 
@@ -42,13 +42,13 @@ class Answer:
         """Whether a conversation is answered."""
         return isinstance(self.request, ChatRequest)
 
-    def whole(self, choices: Sequence[Sequence[Piece]], echoes: Sequence[Echo | None]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[Sequence[TextDelta]], echoes: Sequence[Echo | None]) -> dict[str, Any]:
         """The body: a choice for each list of pieces."""
         made = [self._choice(index, pieces, echoes[index // self.request.n]) for index, pieces in enumerate(choices)]
         body = {**self._head("chat.completion" if self.is_chat else "text_completion"), "choices": made}
         return {**body, "usage": self.usage(), **self._metrics()}
 
-    def chunk(self, index: int, piece: Piece, *, first: bool, echo: Echo | None = None) -> dict[str, Any]:
+    def chunk(self, index: int, piece: TextDelta, *, first: bool, echo: Echo | None = None) -> dict[str, Any]:
         """A chunk of choice `index`, after the prompt where that is told."""
         echo = echo or Echo()
         if self.is_chat:
@@ -114,7 +114,7 @@ class Answer:
         prefix = "chatcmpl" if self.is_chat else "cmpl"
         return {"id": f"{prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model}
 
-    def _choice(self, index: int, pieces: Sequence[Piece], echo: Echo | None) -> dict[str, Any]:
+    def _choice(self, index: int, pieces: Sequence[TextDelta], echo: Echo | None) -> dict[str, Any]:
         echo = echo or Echo()
         text = "".join(piece.text for piece in pieces)
         finish = next((piece.finish for piece in pieces if piece.finish), None)

@@ -14,9 +14,9 @@ from specdec.server.metrics import Metrics
 from specdec.server.models import Host
 from specdec.server.protocol import Generate
 from specdec.server.settings import ServeSettings
-from specdec.server.text import Ask, Begun, Echo, Ended, Piece, TextModel
+from specdec.server.text import Ask, Echo, Finished, Started, TextDelta, TextModel
 
-Told = Begun | Piece | Ended | bytes
+Told = Started | TextDelta | Finished | bytes
 """What a thread tells the event loop: of a stream the events that the loop has to send, instead of pieces."""
 Item = tuple[int, Told]
 
@@ -47,13 +47,13 @@ class Generation:
 
     async def whole(self) -> dict[str, Any]:
         """The body of the answer."""
-        choices: list[list[Piece]] = [[] for _ in range(len(self._prompts) * self._request.n)]
+        choices: list[list[TextDelta]] = [[] for _ in range(len(self._prompts) * self._request.n)]
         echoes: list[Echo | None] = [None] * len(self._prompts)
         async with aclosing(self._items()) as items:
             async for at, item in items:
-                if isinstance(item, Begun):
+                if isinstance(item, Started):
                     echoes[at] = item.echo
-                elif isinstance(item, Piece):
+                elif isinstance(item, TextDelta):
                     choices[at * self._request.n + item.row].append(item)
         return self._answer.whole(choices, echoes)
 
@@ -104,9 +104,9 @@ class Generation:
             for item in items:
                 self._take(self._tallies[at], item)
                 observed.item(item)
-                if isinstance(item, Begun):
+                if isinstance(item, Started):
                     echo = item.echo
-                if not (self._request.stream and isinstance(item, Piece)):
+                if not (self._request.stream and isinstance(item, TextDelta)):
                     yield item
                 elif item.text or item.finish or item.scores:
                     index = at * self._request.n + item.row
@@ -118,11 +118,11 @@ class Generation:
                     if self._wire is None or not self._wire.send(event):
                         yield event
 
-    def _take(self, tally: Tally, item: Begun | Piece | Ended) -> None:
-        if isinstance(item, Begun):
+    def _take(self, tally: Tally, item: Started | TextDelta | Finished) -> None:
+        if isinstance(item, Started):
             tally.prompt_tokens = item.prompt_tokens
             self._metrics.prompt_tokens.labels(self._model.name).inc(item.prompt_tokens)
-        elif isinstance(item, Piece):
+        elif isinstance(item, TextDelta):
             tally.new_tokens += item.tokens
         else:
             tally.stats = item.stats
@@ -144,12 +144,12 @@ class _Observed:
         """Its turn has come."""
         self._queued.observe(time.monotonic() - self._began)
 
-    def item(self, item: Begun | Piece | Ended) -> None:
+    def item(self, item: Started | TextDelta | Finished) -> None:
         """Something came."""
         now = time.monotonic()
-        if isinstance(item, Ended):
+        if isinstance(item, Finished):
             self._whole.observe(now - self._began)
-        if not isinstance(item, Piece):
+        if not isinstance(item, TextDelta):
             return
         self._host.beat()
         self._new.inc(item.tokens)

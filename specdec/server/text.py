@@ -42,7 +42,7 @@ class TokenScore:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextDelta:
     """New text of choice `row`: how many tokens it took, which parts came `drafted`, and why it ended, if it did."""
 
     row: int
@@ -62,7 +62,7 @@ class Echo:
 
 
 @dataclass(frozen=True)
-class Begun:
+class Started:
     """The prompt is read by the tokenizer, and the request is sound."""
 
     prompt_tokens: int
@@ -70,7 +70,7 @@ class Begun:
 
 
 @dataclass(frozen=True)
-class Ended:
+class Finished:
     """The request is over."""
 
     stats: Stats
@@ -124,14 +124,14 @@ class TextModel:
         """Whether a prompt is read by an encoder."""
         return self.generator.target.is_encoder_decoder
 
-    def run(self, ask: Ask, cancel: Cancel) -> Generator[Begun | Piece | Ended]:
+    def run(self, ask: Ask, cancel: Cancel) -> Generator[Started | TextDelta | Finished]:
         """What comes of a request, in order; raises OptionError and ApiError for what is wrong with it."""
         request = ask.request
         ids = self.encode(ask.prompt, request if isinstance(request, ChatRequest) else None)
         with refusing():
             job = self.generator.submit([ids], **self._options(ask, ids))
         cancel.tell(job.cancel)
-        yield Begun(len(ids), self._echo(ask, ids, cancel) if getattr(request, "echo", False) else None)
+        yield Started(len(ids), self._echo(ask, ids, cancel) if getattr(request, "echo", False) else None)
         stops = [] if request.include_stop_str_in_output else request.stops
         rows = [_Row(self, ask, row, stops) for row in range(request.n)]
         follow = job.follow(stream=request.stream or request.return_drafted or request.top is not None)
@@ -150,8 +150,8 @@ class TextModel:
             reasons = [_REASONS.get(reason, "stop") for reason in out.stats.finish_reasons]
             for row, new in enumerate(out.new_tokens()):
                 text = before_stop(decode(self.tokenizer, new), stops)
-                yield Piece(row, text, len(new), reasons[min(row, len(reasons) - 1)])
-        yield Ended(out.stats)
+                yield TextDelta(row, text, len(new), reasons[min(row, len(reasons) - 1)])
+        yield Finished(out.stats)
 
     def encode(self, prompt: str | list[int] | None, chat: ChatRequest | None) -> list[int]:
         """The ids of a prompt or a conversation."""
@@ -253,7 +253,7 @@ class _Row:
         self._pending: list[tuple[Step, bool]] = []  # with whether the draft guessed it
         self.told = False
 
-    def pieces(self, delta: Delta) -> Iterator[Piece]:
+    def pieces(self, delta: Delta) -> Iterator[TextDelta]:
         """What a round brought, or as much of it as makes whole chunks."""
         self.told = True
         self._pending += [(step, place < delta.accepted) for place, step in enumerate(delta.steps)]
@@ -263,7 +263,7 @@ class _Row:
             last = delta.finish is not None and not self._pending
             yield self._piece(group, _REASONS.get(delta.finish or "", "stop") if last else None)
 
-    def _piece(self, group: Sequence[tuple[Step, bool]], finish: str | None) -> Piece:
+    def _piece(self, group: Sequence[tuple[Step, bool]], finish: str | None) -> TextDelta:
         runs = [(list(run), drafted) for drafted, run in groupby(group, lambda one: self._drafted and one[1])]
         spans = []
         for place, (run, drafted) in enumerate(runs, 1):
@@ -272,7 +272,7 @@ class _Row:
         text = "".join(text for text, _ in spans)
         scores = [score_of(self._tokenizer, step) for step, _ in group] if self._top is not None else []
         told = [span for span in spans if span[0]] if self._drafted else []
-        return Piece(self._row, text, len(group), finish, told, scores)
+        return TextDelta(self._row, text, len(group), finish, told, scores)
 
 
 def score_of(tokenizer: Any, step: Step) -> TokenScore:
