@@ -21,7 +21,7 @@ Told = Started | TextDelta | Finished | bytes
 Item = tuple[int, Told]
 
 
-class Generation:
+class TextRequest:
     """What a request asks of a model, on its way; `prompts` has one entry for each, None for a conversation."""
 
     def __init__(

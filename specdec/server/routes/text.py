@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from specdec.server.direct_socket import wire_of
 from specdec.server.errors import ApiError
-from specdec.server.generation import Generation
+from specdec.server.generation import TextRequest
 from specdec.server.guards import GuardedRoute
 from specdec.server.options import check
 from specdec.server.protocol import ChatRequest, CompletionRequest, Generate
@@ -52,7 +52,7 @@ async def _answer(
         message = "`return_metrics` and `return_drafted` are not answered by this server: leave them out"
         raise ApiError(400, message, param="return_metrics" if asked.return_metrics else "return_drafted")
     host = state.hosts.named(asked.model, "text")
-    made = Generation(host, state.metrics, state.settings, asked, prompts, client=client_of(request))
+    made = TextRequest(host, state.metrics, state.settings, asked, prompts, client=client_of(request))
     if asked.stream:
         wire = wire_of(request.scope)
         return EventStream(state, await watched(request, made.stream(wire)), wire)
