@@ -14,7 +14,7 @@ from specdec.server.cancellation import Cancel
 from specdec.server.errors import ApiError, as_api_error
 from specdec.server.faults import invalid
 from specdec.server.protocol import ChatRequest, CompletionRequest
-from specdec.server.text import Ask, Echo, Finished, Started, TextDelta, TextModel
+from specdec.server.text import Echo, Finished, PromptRequest, Started, TextDelta, TextModel
 
 if TYPE_CHECKING:
     from specdec.batch.answer import Work
@@ -46,7 +46,7 @@ class OpenAI(Task):
         choices: list[list[TextDelta]] = [[] for _ in range(len(prompts) * request.n)]
         echoes: list[Echo | None] = [None] * len(prompts)
         for at, prompt in enumerate(prompts):
-            for item in self._model.run(Ask(request, prompt), Cancel()):
+            for item in self._model.run(PromptRequest(request, prompt), Cancel()):
                 if isinstance(item, Started):
                     tallies[at].prompt_tokens, echoes[at] = item.prompt_tokens, item.echo
                 elif isinstance(item, TextDelta):

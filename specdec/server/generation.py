@@ -14,7 +14,7 @@ from specdec.server.metrics import Metrics
 from specdec.server.models import Host
 from specdec.server.protocol import Generate
 from specdec.server.settings import ServeSettings
-from specdec.server.text import Ask, Echo, Finished, Started, TextDelta, TextModel
+from specdec.server.text import Echo, Finished, PromptRequest, Started, TextDelta, TextModel
 
 Told = Started | TextDelta | Finished | bytes
 """What a thread tells the event loop: of a stream the events that the loop has to send, instead of pieces."""
@@ -38,7 +38,9 @@ class TextRequest:
         self._host, self._model, self._metrics = host, host.model, metrics
         self._request, self._prompts, self._client = request, prompts, client
         chunk = settings.stream_chunk if request.stream else None
-        self._asks = [Ask(request, prompt, client, chunk, settings.limits.new_tokens) for prompt in prompts]
+        self._requests = [
+            PromptRequest(request, prompt, client, chunk, settings.limits.new_tokens) for prompt in prompts
+        ]
         self._tallies = [Tally() for _ in prompts]
         self._answer = Answer(request, host.model.name, self._tallies, settings.pad_events)
         self._wire: Wire | None = None
@@ -82,7 +84,7 @@ class TextRequest:
 
     def _items(self) -> AsyncGenerator[Item, None]:
         """What comes of all prompts, each with its number; their turns end with their work, whoever reads."""
-        return ahead([self._one(at) for at in range(len(self._asks))], self._room, _size)
+        return ahead([self._one(at) for at in range(len(self._requests))], self._room, _size)
 
     async def _one(self, at: int) -> AsyncGenerator[Item, None]:
         """What comes of one prompt, when its turn is there."""
@@ -100,7 +102,7 @@ class TextRequest:
         """What comes of one prompt, in the thread that decodes it."""
         begun: set[int] = set()
         echo: Echo | None = None
-        with closing(self._model.run(self._asks[at], cancel)) as items:
+        with closing(self._model.run(self._requests[at], cancel)) as items:
             for item in items:
                 self._take(self._tallies[at], item)
                 observed.item(item)

@@ -77,7 +77,7 @@ class Finished:
 
 
 @dataclass(frozen=True)
-class Ask:
+class PromptRequest:
     """One prompt of a request, as a thread is handed it.
 
     `salt` keeps clients' texts apart; `chunk` is how many tokens a piece has, where rounds shall not show; `most` are
@@ -85,7 +85,7 @@ class Ask:
     """
 
     request: Generate
-    prompt: str | list[int] | None = None
+    content: str | list[int] | None = None
     salt: str | None = None
     chunk: int | None = None
     most: int | None = None
@@ -124,16 +124,16 @@ class TextModel:
         """Whether a prompt is read by an encoder."""
         return self.generator.target.is_encoder_decoder
 
-    def run(self, ask: Ask, cancel: Cancel) -> Generator[Started | TextDelta | Finished]:
+    def run(self, prompt: PromptRequest, cancel: Cancel) -> Generator[Started | TextDelta | Finished]:
         """What comes of a request, in order; raises OptionError and ApiError for what is wrong with it."""
-        request = ask.request
-        ids = self.encode(ask.prompt, request if isinstance(request, ChatRequest) else None)
+        request = prompt.request
+        ids = self.encode(prompt.content, request if isinstance(request, ChatRequest) else None)
         with refusing():
-            job = self.generator.submit([ids], **self._options(ask, ids))
+            job = self.generator.submit([ids], **self._options(prompt, ids))
         cancel.tell(job.cancel)
-        yield Started(len(ids), self._echo(ask, ids, cancel) if getattr(request, "echo", False) else None)
+        yield Started(len(ids), self._echo(prompt, ids, cancel) if getattr(request, "echo", False) else None)
         stops = [] if request.include_stop_str_in_output else request.stops
-        rows = [_Row(self, ask, row, stops) for row in range(request.n)]
+        rows = [_Row(self, prompt, row, stops) for row in range(request.n)]
         follow = job.follow(stream=request.stream or request.return_drafted or request.top is not None)
         try:
             while True:
@@ -164,9 +164,9 @@ class TextModel:
             ids = self._chat_ids(chat)
         return ids or listed(self.generator.target.model.generation_config.bos_token_id)[:1] or [0]
 
-    def _echo(self, ask: Ask, ids: list[int], cancel: Cancel) -> Echo:
+    def _echo(self, prompt: PromptRequest, ids: list[int], cancel: Cancel) -> Echo:
         """The prompt; raises a 400 where an encoder reads it and its tokens are to be scored."""
-        text, top = decode(self.tokenizer, ids), ask.request.top
+        text, top = decode(self.tokenizer, ids), prompt.request.top
         if top is None:
             return Echo(text)
         if self.is_encoder_decoder:
@@ -175,7 +175,7 @@ class TextModel:
             )
             raise ApiError(400, message, param="echo")
         first = TokenScore(self.tokenizer.decode(ids[:1]))
-        steps = scored(self.generator, ids, top, ask.salt, cancel)
+        steps = scored(self.generator, ids, top, prompt.salt, cancel)
         return Echo(text, [first, *(score_of(self.tokenizer, step) for step in steps)])
 
     def _chat_ids(self, chat: ChatRequest) -> list[int]:
@@ -192,11 +192,11 @@ class TextModel:
         except Exception as error:  # whatever a template raises
             raise ApiError(400, f"the model's chat template refused the messages: {error}", param="messages") from error
 
-    def _options(self, ask: Ask, ids: list[int]) -> dict[str, Any]:
-        request = ask.request
+    def _options(self, prompt: PromptRequest, ids: list[int]) -> dict[str, Any]:
+        request = prompt.request
         begin = 1 if self.is_encoder_decoder else len(ids)
         options = call_options(request, self._sampling, self.generator.drafter)
-        options |= {"max_new_tokens": self._room(ask, len(ids)), "cache_salt": ask.salt}
+        options |= {"max_new_tokens": self._room(prompt, len(ids)), "cache_salt": prompt.salt}
         if request.stops:
             options["stopping_criteria"] = [StopTexts(self.tokenizer, request.stops, begin)]
         if (form := Form.of(request)) is not None:
@@ -210,15 +210,15 @@ class TextModel:
             options["prediction"] = request.prediction.text
         return options
 
-    def _room(self, ask: Ask, length: int) -> int:
+    def _room(self, prompt: PromptRequest, length: int) -> int:
         """The most new tokens; a prompt that is too long for what is asked is a 400."""
         used = 1 if self.is_encoder_decoder else length
-        room, asked, most = self.context - used, ask.request.most_tokens, ask.most or self.context
+        room, asked, most = self.context - used, prompt.request.most_tokens, prompt.most or self.context
         asked = None if asked is None else min(asked, most)
         if length > self.context or room < 1 or (asked or 0) > room:
             wanted = f"{length} tokens and {asked or 'at least one'} new"
             message = f"this model's context is {self.context} tokens, and the request has a prompt of {wanted}"
-            param = "messages" if isinstance(ask.request, ChatRequest) else "prompt"
+            param = "messages" if isinstance(prompt.request, ChatRequest) else "prompt"
             raise ApiError(400, f"{message}: shorten one of them", param=param, code="context_length_exceeded")
         return min(room, most) if asked is None else asked
 
@@ -245,11 +245,11 @@ class TextModel:
 class _Row:
     """One choice on its way."""
 
-    def __init__(self, model: TextModel, ask: Ask, row: int, stops: Sequence[str]) -> None:
+    def __init__(self, model: TextModel, prompt: PromptRequest, row: int, stops: Sequence[str]) -> None:
         self._tokenizer, self._row = model.tokenizer, row
         self._text = Detokenizer(model.tokenizer, stops)
-        self._drafted, self._top = ask.request.return_drafted, ask.request.top
-        self._chunk = ask.chunk
+        self._drafted, self._top = prompt.request.return_drafted, prompt.request.top
+        self._chunk = prompt.chunk
         self._pending: list[tuple[Step, bool]] = []  # with whether the draft guessed it
         self.told = False
 

@@ -21,7 +21,7 @@ from specdec.server import load, read_settings
 from specdec.server.cancellation import Cancel
 from specdec.server.protocol import CompletionRequest
 from specdec.server.settings import Limits, ModelSettings
-from specdec.server.text import Ask, TextDelta, TextModel
+from specdec.server.text import PromptRequest, TextDelta, TextModel
 from tests.folders import saved_model
 
 
@@ -161,6 +161,7 @@ def test_a_folder_is_loaded(tmp_path: Path) -> None:
     assert model.context == 99
     asked = CompletionRequest(prompt="ab", max_tokens=9)
     texts = [
-        "".join(p.text for p in model.run(Ask(asked, "ab"), Cancel()) if isinstance(p, TextDelta)) for _ in range(2)
+        "".join(p.text for p in model.run(PromptRequest(asked, "ab"), Cancel()) if isinstance(p, TextDelta))
+        for _ in range(2)
     ]
     assert texts[0] == texts[1]  # the settings say how a request without a temperature samples
