@@ -55,9 +55,9 @@ class Work:
         """About how long a row is; rows of alike sizes share passes well."""
         return task_class(self.task).size(row.fields, self.input)
 
-    def start(self) -> Desk:
+    def start(self) -> Worker:
         """Loads the models; raises OptionError and LoadError as `from_pretrained` does."""
-        return Desk(self, task_class(self.task)(self))
+        return Worker(self, task_class(self.task)(self))
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Line:
     tokens: int
 
 
-class Desk:
+class Worker:
     """Models at work: called with a row it returns its line; several threads may call, and share the passes."""
 
     def __init__(self, work: Work, task: Task) -> None:

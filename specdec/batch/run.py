@@ -12,7 +12,7 @@ from textwrap import shorten
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from specdec.batch.answer import Desk, Line, Work
+from specdec.batch.answer import Line, Work, Worker
 from specdec.batch.journal import Ledger, writing
 from specdec.batch.parquet import parquet, pyarrow_module, schema_of, write_parquet
 from specdec.batch.rows import Row, Source, fitting, kind_of, windows
@@ -184,12 +184,12 @@ def embedded(at_once: int = AT_ONCE) -> Start:
         raise OptionError.of("at_once", "at least 1", at_once)
 
     def start(work: Work) -> Answers:
-        desk = work.start()
+        worker = work.start()
 
         def answers(rows: Iterator[Row], stop: Stop) -> Iterator[Line]:
             pool = ThreadPoolExecutor(at_once, thread_name_prefix="specdec-batch")
             try:
-                yield from _through(pool, desk, 2 * at_once, by_length(rows, work, _WINDOW * at_once), stop)
+                yield from _through(pool, worker, 2 * at_once, by_length(rows, work, _WINDOW * at_once), stop)
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)  # who is interrupted twice does not wait for rows
 
@@ -198,14 +198,14 @@ def embedded(at_once: int = AT_ONCE) -> Start:
     return start
 
 
-def _through(pool: Executor, desk: Desk, most: int, rows: Iterator[Row], stop: Stop) -> Iterator[Line]:
+def _through(pool: Executor, worker: Worker, most: int, rows: Iterator[Row], stop: Stop) -> Iterator[Line]:
     """The lines of rows as they are finished; `most` are handed in, so that no thread waits for one."""
     running: set[Future[Line]] = set()
     try:
         for row in rows:
             if stop():
                 break
-            running.add(pool.submit(desk, row))
+            running.add(pool.submit(worker, row))
             if len(running) == most:
                 done, running = wait(running, return_when=FIRST_COMPLETED)
                 yield from (future.result() for future in done)

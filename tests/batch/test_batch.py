@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from specdec import EngineError, SpecGenerator
 from specdec.batch import Source, Work, embedded
 from specdec.batch import run as run_batch
-from specdec.batch.answer import Desk
+from specdec.batch.answer import Worker
 from specdec.batch.rows import Row
 from specdec.batch.run import failure_of
 from specdec.cli.commands import run
@@ -409,9 +409,9 @@ class Broken:
 
 def test_what_is_no_row_s_fault_ends_the_run() -> None:
     """Not every row that is left is told so: the same command goes on when the machine is well again."""
-    desk = Desk(Work("generate", "nowhere"), Broken())  # type: ignore[arg-type]
+    worker = Worker(Work("generate", "nowhere"), Broken())  # type: ignore[arg-type]
     rows = [Row(n, {"n": n}) for n in range(30)]
-    told = [desk(row) for row in rows[5:17]]  # the wrong one in between is the row's own fault
+    told = [worker(row) for row in rows[5:17]]  # the wrong one in between is the row's own fault
     assert all(line.failed for line in told)
     with pytest.raises(EngineError, match=r"device lost.*the same command goes on"):
-        desk(rows[17])
+        worker(rows[17])

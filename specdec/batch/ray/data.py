@@ -146,7 +146,7 @@ class _Lines:
     """A worker: models that are loaded once, and rows of several blocks at a time."""
 
     def __init__(self, work: Work, at_once: int) -> None:
-        self._desk, self._pool = work.start(), ThreadPoolExecutor(at_once)
+        self._worker, self._pool = work.start(), ThreadPoolExecutor(at_once)
 
     def __call__(self, block: pyarrow.Table) -> pyarrow.Table:
         """The lines of a block of rows."""
@@ -156,7 +156,7 @@ class _Lines:
         return pyarrow_module().Table.from_pylist([vars(line) for line in self._answer(rows)])
 
     def _answer(self, rows: list[Row]) -> list[Line]:
-        return list(self._pool.map(self._desk, rows))
+        return list(self._pool.map(self._worker, rows))
 
 
 class _Columns(_Lines):
