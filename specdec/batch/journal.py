@@ -18,7 +18,7 @@ from specdec.errors import EngineError, OptionError
 _DEAD = 2**24  # bytes of a journal that nobody will read again, from which on it is written anew
 
 
-class Ledger:
+class Journal:
     """Lines of the file `path`, one for each row, written in any order; `settings` are what they depend on.
 
     Goes on where another run with the same settings was ended. Raises OptionError for a file that belongs to something

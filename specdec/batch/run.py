@@ -13,7 +13,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from specdec.batch.answer import Line, Work, Worker
-from specdec.batch.journal import Ledger, writing
+from specdec.batch.journal import Journal, writing
 from specdec.batch.parquet import parquet, pyarrow_module, schema_of, write_parquet
 from specdec.batch.rows import Row, Source, fitting, kind_of, windows
 from specdec.batch.tasks import as_several, is_several
@@ -92,24 +92,24 @@ def run(
     belongs to something else, and whatever loading the models does.
     """
     output = Output(Path(out), source, work, overwrite=overwrite)
-    work, ledger = output.work, output.ledger
+    work, journal = output.work, output.journal
     try:
-        progress = Progress(source.rows, ledger.done, ledger.done)
-        for number, line in ledger.entries():
+        progress = Progress(source.rows, journal.done, journal.done)
+        for number, line in journal.entries():
             progress = progress.told(number, line)
         tell(progress)
         if progress.done < progress.total:
             answers = (start or embedded())(work)
-            missing = _misplaced((row for row in output.rows() if row.number not in ledger), work)
+            missing = _misplaced((row for row in output.rows() if row.number not in journal), work)
             began = monotonic()
             for answer in answers(missing, stop):
-                ledger.add(answer.number, answer.data)
+                journal.add(answer.number, answer.data)
                 progress = progress.after(answer, began)
                 tell(progress)
         if progress.done == progress.total:
             output.finish()
     finally:
-        ledger.close()
+        journal.close()
     return progress
 
 
@@ -131,7 +131,7 @@ class Output:
         self.work = replace(work, merges=not self._parquet and work.task != "openai")
         self._columns = self._own_columns() if self._parquet else None
         settings = {**self.work.settings, "input": source.digest}
-        self.ledger = Ledger(rows, settings, overwrite=overwrite)
+        self.journal = Journal(rows, settings, overwrite=overwrite)
 
     def rows(self) -> Iterator[Row]:
         """The input, so that it fits into the file."""
@@ -142,7 +142,7 @@ class Output:
     def finish(self) -> None:
         """All rows are done: the file takes its final form."""
         if self._columns is None:
-            return self.ledger.finish()
+            return self.journal.finish()
         new = self._path.with_name(self._path.name + ".new")
         try:
             answers = schema_of(self._answers())
@@ -150,10 +150,10 @@ class Output:
             with writing(new):
                 write_parquet(new, self._rows(answers.names), pyarrow_module().schema([*kept, *answers]))
         except OptionError as error:
-            raise OptionError(f"{error}; the answers are in {self.ledger.path}") from None
+            raise OptionError(f"{error}; the answers are in {self.journal.path}") from None
         new.replace(self._path)
-        self.ledger.finish()
-        self.ledger.path.unlink()
+        self.journal.finish()
+        self.journal.path.unlink()
 
     def _own_columns(self) -> pyarrow.Schema:
         """The columns of the input: those of a Parquet file as they are, of other rows as their values say."""
@@ -169,7 +169,7 @@ class Output:
         return map(as_several, answers) if several else answers
 
     def _told(self) -> Iterator[dict[str, Any]]:
-        return (json.loads(line) for _, line in self.ledger.entries())
+        return (json.loads(line) for _, line in self.journal.entries())
 
     def _rows(self, answered: Sequence[str]) -> Iterator[dict[str, Any]]:
         """Every row with its answer, which takes the place of all fields of these names."""
