@@ -32,7 +32,7 @@ from typing import Any
 from measure import table
 
 from specdec.batch import Work
-from specdec.batch.answer import Line
+from specdec.batch.answer import OutputLine
 
 SIZES = (1, 2, 4, 8, 16, 32)
 WORKERS = (1, 2, 4, 8, 16, 32, 64)
@@ -219,7 +219,7 @@ class Idle(Work):
 
     def start(self) -> Any:
         """What answers a row at once."""
-        return lambda row: Line(row.number, b'{"output": ""}\n', False, 1)
+        return lambda row: OutputLine(row.number, b'{"output": ""}\n', False, 1)
 
 
 def one_cpu(tokens: int) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Line:
+class OutputLine:
     """A finished row: its number, its line of the output, whether it failed, and how many tokens were written."""
 
     number: int
@@ -77,7 +77,7 @@ class Worker:
         self._work, self._task = work, task
         self._odd = 0  # rows, one after the other, that failed for none of the reasons that lie in a row
 
-    def __call__(self, row: Row) -> Line:
+    def __call__(self, row: Row) -> OutputLine:
         """The line of a row; what goes wrong with it is told there."""
         seed, tokens, failed = fold(self._work.seed, row.number), 0, False
         try:
@@ -93,7 +93,9 @@ class Worker:
         except Exception as error:  # one row's error is no other's
             self._count(error)
             result, failed = self._task.failure(row.fields, error, seed), True
-        return Line(row.number, encoded({**row.fields, **result} if self._work.merges else result), failed, tokens)
+        return OutputLine(
+            row.number, encoded({**row.fields, **result} if self._work.merges else result), failed, tokens
+        )
 
     def _count(self, error: Exception) -> None:
         """Raises EngineError where it is not the rows that are wrong: what they would be told now is no answer."""

@@ -12,7 +12,7 @@ from textwrap import shorten
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from specdec.batch.answer import Line, Work, Worker
+from specdec.batch.answer import OutputLine, Work, Worker
 from specdec.batch.journal import Journal, writing
 from specdec.batch.parquet import parquet, pyarrow_module, schema_of, write_parquet
 from specdec.batch.rows import Row, Source, fitting, kind_of, windows
@@ -31,7 +31,7 @@ _TOLD = 3  # rows that failed
 _LONGEST = 200  # letters of a reason
 _WINDOW = 16  # rows that are sorted by length together, for each that runs
 Stop = Callable[[], bool]
-Answers = Callable[[Iterator[Row], Stop], Iterator[Line]]
+Answers = Callable[[Iterator[Row], Stop], Iterator[OutputLine]]
 """From rows to their lines, in any order."""
 Start = Callable[[Work], Answers]
 
@@ -61,7 +61,7 @@ class Progress:
         """Of this run."""
         return self.new_tokens / self.seconds if self.seconds else 0.0
 
-    def after(self, line: Line, began: float) -> Progress:
+    def after(self, line: OutputLine, began: float) -> Progress:
         """One row later."""
         known = self.told(line.number, line.data) if line.failed else self
         tokens = self.new_tokens + line.tokens
@@ -186,7 +186,7 @@ def embedded(at_once: int = AT_ONCE) -> Start:
     def start(work: Work) -> Answers:
         worker = work.start()
 
-        def answers(rows: Iterator[Row], stop: Stop) -> Iterator[Line]:
+        def answers(rows: Iterator[Row], stop: Stop) -> Iterator[OutputLine]:
             pool = ThreadPoolExecutor(at_once, thread_name_prefix="specdec-batch")
             try:
                 yield from _through(pool, worker, 2 * at_once, by_length(rows, work, _WINDOW * at_once), stop)
@@ -198,9 +198,9 @@ def embedded(at_once: int = AT_ONCE) -> Start:
     return start
 
 
-def _through(pool: Executor, worker: Worker, most: int, rows: Iterator[Row], stop: Stop) -> Iterator[Line]:
+def _through(pool: Executor, worker: Worker, most: int, rows: Iterator[Row], stop: Stop) -> Iterator[OutputLine]:
     """The lines of rows as they are finished; `most` are handed in, so that no thread waits for one."""
-    running: set[Future[Line]] = set()
+    running: set[Future[OutputLine]] = set()
     try:
         for row in rows:
             if stop():

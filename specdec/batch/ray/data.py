@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from specdec.batch.answer import Line, Work, encoded
+from specdec.batch.answer import OutputLine, Work, encoded
 from specdec.batch.parquet import pyarrow_module
 from specdec.batch.ray.cluster import between, ray_module
 from specdec.batch.rows import Row, windows
@@ -77,7 +77,7 @@ def over_ray(pool: Pool, total: int) -> Start:
     """
 
     def start(work: Work) -> Answers:
-        def answers(rows: Iterator[Row], stop: Stop) -> Iterator[Line]:
+        def answers(rows: Iterator[Row], stop: Stop) -> Iterator[OutputLine]:
             own = pool.settled()
             size = max(1, min(_MOST_ROWS, own.at_once // 2, total // (2 * _CALLS * (own.most or 1))))
             ordered = by_length(rows, work, _MOST_ROWS * own.at_once)
@@ -89,7 +89,7 @@ def over_ray(pool: Pool, total: int) -> Start:
     return start
 
 
-def _answered(work: Work, pool: Pool, blocks: list[Any], stop: Stop) -> Iterator[Line]:
+def _answered(work: Work, pool: Pool, blocks: list[Any], stop: Stop) -> Iterator[OutputLine]:
     """The lines of these blocks as they are finished."""
     ray = ray_module()
     found = _mapped(ray.data.from_arrow_refs(blocks), pool, _Lines, (work, pool.at_once))
@@ -97,7 +97,7 @@ def _answered(work: Work, pool: Pool, blocks: list[Any], stop: Stop) -> Iterator
         for batch in found.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
             if stop():
                 return
-            yield from (Line(**line) for line in batch.to_pylist())
+            yield from (OutputLine(**line) for line in batch.to_pylist())
     except ray.exceptions.RayError as error:
         raise EngineError(f"the cluster gave up ({_cause(error)}); the same command goes on") from error
 
@@ -155,7 +155,7 @@ class _Lines:
         ]
         return pyarrow_module().Table.from_pylist([vars(line) for line in self._answer(rows)])
 
-    def _answer(self, rows: list[Row]) -> list[Line]:
+    def _answer(self, rows: list[Row]) -> list[OutputLine]:
         return list(self._pool.map(self._worker, rows))
 
 
