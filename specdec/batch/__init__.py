@@ -12,7 +12,7 @@
 Nothing of Ray and pyarrow is imported before it is asked for.
 """
 
-from specdec.batch.answer import Work
+from specdec.batch.answer import BatchSpec
 from specdec.batch.ray.cluster import connect
 from specdec.batch.ray.data import Pool, map_batches, over_ray
 from specdec.batch.rows import Source

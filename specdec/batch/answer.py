@@ -18,7 +18,7 @@ _COUNTS = ("num_target_passes", "num_spec_steps", "num_draft_tokens", "num_accep
 
 
 @dataclass(frozen=True)
-class Work:
+class BatchSpec:
     """What is done with every row; it can be pickled, and `start` loads what it needs.
 
     `task` is one of `TASKS`; `field` names what is read of a row, if not the task's own. `options` go with every call,
@@ -73,19 +73,19 @@ class OutputLine:
 class Worker:
     """Models at work: called with a row it returns its line; several threads may call, and share the passes."""
 
-    def __init__(self, work: Work, task: Task) -> None:
-        self._work, self._task = work, task
+    def __init__(self, spec: BatchSpec, task: Task) -> None:
+        self._spec, self._task = spec, task
         self._odd = 0  # rows, one after the other, that failed for none of the reasons that lie in a row
 
     def __call__(self, row: Row) -> OutputLine:
         """The line of a row; what goes wrong with it is told there."""
-        seed, tokens, failed = fold(self._work.seed, row.number), 0, False
+        seed, tokens, failed = fold(self._spec.seed, row.number), 0, False
         try:
             if row.error is not None:
                 raise OptionError(row.error)
             result, stats = self._task.answer(row.fields, seed)
             tokens = stats.num_new_tokens
-            if self._work.row_stats:
+            if self._spec.row_stats:
                 result |= {"stats": {name: getattr(stats, name) for name in _COUNTS}}
             self._odd = 0
         except EngineError:
@@ -94,7 +94,7 @@ class Worker:
             self._count(error)
             result, failed = self._task.failure(row.fields, error, seed), True
         return OutputLine(
-            row.number, encoded({**row.fields, **result} if self._work.merges else result), failed, tokens
+            row.number, encoded({**row.fields, **result} if self._spec.merges else result), failed, tokens
         )
 
     def _count(self, error: Exception) -> None:

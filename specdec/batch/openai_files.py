@@ -17,7 +17,7 @@ from specdec.server.protocol import ChatRequest, CompletionRequest
 from specdec.server.text import Echo, Finished, PromptRequest, Started, TextDelta, TextModel
 
 if TYPE_CHECKING:
-    from specdec.batch.answer import Work
+    from specdec.batch.answer import BatchSpec
 
 ENDPOINTS: dict[str, type[ChatRequest] | type[CompletionRequest]] = {
     "/v1/chat/completions": ChatRequest,
@@ -32,9 +32,9 @@ class OpenAI(Task):
 
     field = "body"
 
-    def __init__(self, work: Work) -> None:
-        generator = load_generator(work, **work.options)
-        self._model = TextModel(work.name, generator, options=work.options)
+    def __init__(self, spec: BatchSpec) -> None:
+        generator = load_generator(spec, **spec.options)
+        self._model = TextModel(spec.name, generator, options=spec.options)
 
     def answer(self, fields: Fields, seed: int) -> tuple[dict[str, Any], Stats]:
         """The line of a request that was answered."""

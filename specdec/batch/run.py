@@ -12,7 +12,7 @@ from textwrap import shorten
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from specdec.batch.answer import OutputLine, Work, Worker
+from specdec.batch.answer import BatchSpec, OutputLine, Worker
 from specdec.batch.journal import Journal, writing
 from specdec.batch.parquet import parquet, pyarrow_module, schema_of, write_parquet
 from specdec.batch.rows import Row, Source, fitting, kind_of, windows
@@ -33,7 +33,7 @@ _WINDOW = 16  # rows that are sorted by length together, for each that runs
 Stop = Callable[[], bool]
 Answers = Callable[[Iterator[Row], Stop], Iterator[OutputLine]]
 """From rows to their lines, in any order."""
-Start = Callable[[Work], Answers]
+Start = Callable[[BatchSpec], Answers]
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Progress:
 def run(
     source: Source,
     out: str | Path,
-    work: Work,
+    spec: BatchSpec,
     *,
     start: Start | None = None,
     overwrite: bool = False,
@@ -91,16 +91,16 @@ def run(
     `stop` says so, no more rows are begun, and the rest is left to another run. Raises OptionError for an `out` that
     belongs to something else, and whatever loading the models does.
     """
-    output = Output(Path(out), source, work, overwrite=overwrite)
-    work, journal = output.work, output.journal
+    output = Output(Path(out), source, spec, overwrite=overwrite)
+    spec, journal = output.spec, output.journal
     try:
         progress = Progress(source.rows, journal.done, journal.done)
         for number, line in journal.entries():
             progress = progress.told(number, line)
         tell(progress)
         if progress.done < progress.total:
-            answers = (start or embedded())(work)
-            missing = _misplaced((row for row in output.rows() if row.number not in journal), work)
+            answers = (start or embedded())(spec)
+            missing = _misplaced((row for row in output.rows() if row.number not in journal), spec)
             began = monotonic()
             for answer in answers(missing, stop):
                 journal.add(answer.number, answer.data)
@@ -116,7 +116,7 @@ def run(
 class Output:
     """The file that a run writes, or goes on with: JSON lines as they come, Parquet when all rows are there."""
 
-    def __init__(self, path: Path, source: Source, work: Work, *, overwrite: bool) -> None:
+    def __init__(self, path: Path, source: Source, spec: BatchSpec, *, overwrite: bool) -> None:
         kind = kind_of(path, "OUT", OUT_KINDS)
         if path.resolve() == source.path.resolve():
             raise OptionError(f"{path} is the input too: take another name for OUT")
@@ -128,15 +128,15 @@ class Output:
                 path.unlink(missing_ok=True)
             elif path.exists():
                 raise OptionError(f"{path} exists: take another name for OUT, or pass --overwrite to begin anew")
-        self.work = replace(work, merges=not self._parquet and work.task != "openai")
+        self.spec = replace(spec, merges=not self._parquet and spec.task != "openai")
         self._columns = self._own_columns() if self._parquet else None
-        settings = {**self.work.settings, "input": source.digest}
+        settings = {**self.spec.settings, "input": source.digest}
         self.journal = Journal(rows, settings, overwrite=overwrite)
 
     def rows(self) -> Iterator[Row]:
         """The input, so that it fits into the file."""
-        rows = self._source.read(self.work.input)
-        typed = self._source.kind == "parquet" or self.work.task == "openai"
+        rows = self._source.read(self.spec.input)
+        typed = self._source.kind == "parquet" or self.spec.task == "openai"
         return fitting(rows) if self._parquet and not typed else rows
 
     def finish(self) -> None:
@@ -157,10 +157,10 @@ class Output:
 
     def _own_columns(self) -> pyarrow.Schema:
         """The columns of the input: those of a Parquet file as they are, of other rows as their values say."""
-        if self._source.kind == "parquet" and self.work.task != "openai":
+        if self._source.kind == "parquet" and self.spec.task != "openai":
             return parquet(self._source.path).schema_arrow
         rows = (row.fields for row in self.rows())
-        return schema_of({"custom_id": row.get("custom_id")} if self.work.task == "openai" else row for row in rows)
+        return schema_of({"custom_id": row.get("custom_id")} if self.spec.task == "openai" else row for row in rows)
 
     def _answers(self) -> Iterator[dict[str, Any]]:
         """The answer of every row; where any row has several texts, all have lists."""
@@ -174,7 +174,7 @@ class Output:
     def _rows(self, answered: Sequence[str]) -> Iterator[dict[str, Any]]:
         """Every row with its answer, which takes the place of all fields of these names."""
         for row, answer in zip(self.rows(), self._answers(), strict=True):
-            own = {} if self.work.task == "openai" else row.fields
+            own = {} if self.spec.task == "openai" else row.fields
             yield {**{name: value for name, value in own.items() if name not in answered}, **answer}
 
 
@@ -183,13 +183,13 @@ def embedded(at_once: int = AT_ONCE) -> Start:
     if at_once < 1:
         raise OptionError.of("at_once", "at least 1", at_once)
 
-    def start(work: Work) -> Answers:
-        worker = work.start()
+    def start(spec: BatchSpec) -> Answers:
+        worker = spec.start()
 
         def answers(rows: Iterator[Row], stop: Stop) -> Iterator[OutputLine]:
             pool = ThreadPoolExecutor(at_once, thread_name_prefix="specdec-batch")
             try:
-                yield from _through(pool, worker, 2 * at_once, by_length(rows, work, _WINDOW * at_once), stop)
+                yield from _through(pool, worker, 2 * at_once, by_length(rows, spec, _WINDOW * at_once), stop)
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)  # who is interrupted twice does not wait for rows
 
@@ -219,10 +219,10 @@ def _through(pool: Executor, worker: Worker, most: int, rows: Iterator[Row], sto
             future.cancel()
 
 
-def by_length(rows: Iterator[Row], work: Work, window: int) -> Iterator[Row]:
+def by_length(rows: Iterator[Row], spec: BatchSpec, window: int) -> Iterator[Row]:
     """The rows, the longest of each `window` first."""
     for some in windows(rows, window):
-        yield from sorted(some, key=work.size, reverse=True)
+        yield from sorted(some, key=spec.size, reverse=True)
 
 
 def failure_of(line: bytes) -> str | None:
@@ -236,10 +236,10 @@ def failure_of(line: bytes) -> str | None:
     return None if error is None else shorten(str(error), _LONGEST, placeholder=" …")
 
 
-def _misplaced(rows: Iterator[Row], work: Work) -> Iterator[Row]:
+def _misplaced(rows: Iterator[Row], spec: BatchSpec) -> Iterator[Row]:
     """The rows; warns of the first that has a field which is called like an option, and is data."""
-    place = "body" if work.task == "openai" else "options"
-    names, seen = {*Options.model_fields, *SYNONYMS} - {"n", work.input}, set[str]()
+    place = "body" if spec.task == "openai" else "options"
+    names, seen = {*Options.model_fields, *SYNONYMS} - {"n", spec.input}, set[str]()
     for row in rows:
         for name in sorted(row.fields.keys() & names - seen):
             seen.add(name)

@@ -18,7 +18,7 @@ from specdec.options.generate import listed
 from specdec.pipelines import Summarizer, Transcriber
 
 if TYPE_CHECKING:
-    from specdec.batch.answer import Work
+    from specdec.batch.answer import BatchSpec
 
 Fields = Mapping[str, Any]
 _NEW_TOKENS = 128  # the length limit of summaries where nothing sets one
@@ -31,8 +31,8 @@ class Task(ABC):
     field: ClassVar[str]
 
     @abstractmethod
-    def __init__(self, work: Work) -> None:
-        """Loads what `work` names; raises OptionError for options that no row could be answered with."""
+    def __init__(self, spec: BatchSpec) -> None:
+        """Loads what `spec` names; raises OptionError for options that no row could be answered with."""
 
     @abstractmethod
     def answer(self, fields: Fields, seed: int) -> tuple[dict[str, Any], Stats]:
@@ -54,16 +54,16 @@ class Generate(Task):
 
     field = "prompt"
 
-    def __init__(self, work: Work) -> None:
-        self._work, self._generator = work, load_generator(work)
+    def __init__(self, spec: BatchSpec) -> None:
+        self._spec, self._generator = spec, load_generator(spec)
         if self._generator.tokenizer is None:
-            raise OptionError(f"{work.target} has no tokenizer beside it, and a batch writes text: add one there")
-        self._generator.options(**work.options)
+            raise OptionError(f"{spec.target} has no tokenizer beside it, and a batch writes text: add one there")
+        self._generator.options(**spec.options)
 
     def answer(self, fields: Fields, seed: int) -> tuple[dict[str, Any], Stats]:
         """The text that follows."""
-        ids = self._ids(wanted(fields, self._work.input, str, list))
-        return answered(self._generator.generate([ids], **call_options(self._work, fields, seed)), len(ids))
+        ids = self._ids(wanted(fields, self._spec.input, str, list))
+        return answered(self._generator.generate([ids], **call_options(self._spec, fields, seed)), len(ids))
 
     def _ids(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, list):
@@ -79,11 +79,11 @@ class Chat(Generate):
 
     def answer(self, fields: Fields, seed: int) -> tuple[dict[str, Any], Stats]:
         """The assistant's next message."""
-        said = wanted(fields, self._work.input, str, list)
+        said = wanted(fields, self._spec.input, str, list)
         messages = [{"role": "user", "content": said}] if isinstance(said, str) else list(map(_message, said))
-        if (system := self._work.more.get("system")) is not None:
+        if (system := self._spec.more.get("system")) is not None:
             messages = [{"role": "system", "content": system}, *messages]
-        return answered(self._generator.generate(messages=messages, **call_options(self._work, fields, seed)))
+        return answered(self._generator.generate(messages=messages, **call_options(self._spec, fields, seed)))
 
     @classmethod
     def size(cls, fields: Fields, name: str) -> int:
@@ -99,19 +99,19 @@ class Summarize(Task):
 
     field = "text"
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, spec: BatchSpec) -> None:
         from specdec.pipelines.summaries.summarize import TASK
 
-        generator = load_generator(work, task=TASK)
-        limits = generator.options(**work.options)
+        generator = load_generator(spec, task=TASK)
+        limits = generator.options(**spec.options)
         unlimited = limits.max_new_tokens is None and limits.max_length is None
         self._limit = {"max_new_tokens": _NEW_TOKENS} if unlimited else {}
-        self._work, self._summarizer = work, Summarizer(generator, **work.more)
+        self._spec, self._summarizer = spec, Summarizer(generator, **spec.more)
 
     def answer(self, fields: Fields, seed: int) -> tuple[dict[str, Any], Stats]:
         """The summary."""
-        text = wanted(fields, self._work.input, str)
-        found = self._summarizer.summarize([text], **{**self._limit, **call_options(self._work, fields, seed)})
+        text = wanted(fields, self._spec.input, str)
+        found = self._summarizer.summarize([text], **{**self._limit, **call_options(self._spec, fields, seed)})
         texts, stats = found.documents[0].texts, found.stats
         return result(texts, stats.finish_reasons[-len(texts) :], {"completion_tokens": stats.num_new_tokens}), stats
 
@@ -121,15 +121,15 @@ class Transcribe(Task):
 
     field = "audio"
 
-    def __init__(self, work: Work) -> None:
-        target, draft = located(work)
-        self._transcriber = Transcriber.from_pretrained(target, draft, kv_budget=_KV_SHARE, **work.loading)
-        self._work = work
+    def __init__(self, spec: BatchSpec) -> None:
+        target, draft = located(spec)
+        self._transcriber = Transcriber.from_pretrained(target, draft, kv_budget=_KV_SHARE, **spec.loading)
+        self._spec = spec
 
     def answer(self, fields: Fields, seed: int) -> tuple[dict[str, Any], Stats]:
         """What was said, with `chunks` where timestamps are asked for."""
-        path = Path(self._work.folder) / wanted(fields, self._work.input, str)
-        found = self._transcriber(str(path), **call_options(self._work, fields, seed % 2**62))
+        path = Path(self._spec.folder) / wanted(fields, self._spec.input, str)
+        found = self._transcriber(str(path), **call_options(self._spec, fields, seed % 2**62))
         said = result([found["text"]], ["eos"], {"completion_tokens": found.stats.num_new_tokens})
         chunks = {"chunks": found["chunks"]} if "chunks" in found else {}
         return {**said, **chunks, "language": found.language, "seconds": round(found.duration, 3)}, found.stats
@@ -140,20 +140,20 @@ class Transcribe(Task):
         return 0
 
 
-def load_generator(work: Work, **more: Any) -> SpecGenerator:
+def load_generator(spec: BatchSpec, **more: Any) -> SpecGenerator:
     """The models of a task over text."""
-    target, draft = located(work)
-    return SpecGenerator.from_pretrained(target, draft, kv_budget=_KV_SHARE, **work.loading, **more)
+    target, draft = located(spec)
+    return SpecGenerator.from_pretrained(target, draft, kv_budget=_KV_SHARE, **spec.loading, **more)
 
 
-def located(work: Work) -> tuple[str, Any]:
+def located(spec: BatchSpec) -> tuple[str, Any]:
     """Target and draft, those that come with the package by their folders."""
-    draft = work.draft
+    draft = spec.draft
     if isinstance(draft, str):
         draft = bundled_models.locate(draft, "draft")
     elif isinstance(draft, tuple | list):
         draft = tuple(bundled_models.locate(part, "draft") for part in draft)
-    return bundled_models.locate(work.target, "target"), draft
+    return bundled_models.locate(spec.target, "target"), draft
 
 
 def wanted(fields: Fields, name: str, *kinds: type) -> Any:
@@ -166,11 +166,11 @@ def wanted(fields: Fields, name: str, *kinds: type) -> Any:
     return value
 
 
-def call_options(work: Work, fields: Fields, seed: int) -> dict[str, Any]:
+def call_options(spec: BatchSpec, fields: Fields, seed: int) -> dict[str, Any]:
     """The options of a row's call: its own field `options`, where that is an object, over those of all rows."""
     found = fields.get("options")
     own = found if isinstance(found, Mapping) else {}
-    return {"seed": seed, **work.options, **{name: value for name, value in own.items() if value is not None}}
+    return {"seed": seed, **spec.options, **{name: value for name, value in own.items() if value is not None}}
 
 
 def answered(out: Generation, prompt_tokens: int | None = None) -> tuple[dict[str, Any], Stats]:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from specdec.batch.answer import OutputLine, Work, encoded
+from specdec.batch.answer import BatchSpec, OutputLine, encoded
 from specdec.batch.parquet import pyarrow_module
 from specdec.batch.ray.cluster import between, ray_module
 from specdec.batch.rows import Row, windows
@@ -76,23 +76,23 @@ def over_ray(pool: Pool, total: int) -> Start:
     What a worker was doing when it was lost is done by another one.
     """
 
-    def start(work: Work) -> Answers:
+    def start(spec: BatchSpec) -> Answers:
         def answers(rows: Iterator[Row], stop: Stop) -> Iterator[OutputLine]:
             own = pool.settled()
             size = max(1, min(_MOST_ROWS, own.at_once // 2, total // (2 * _CALLS * (own.most or 1))))
-            ordered = by_length(rows, work, _MOST_ROWS * own.at_once)
+            ordered = by_length(rows, spec, _MOST_ROWS * own.at_once)
             blocks = [ray_module().put(_block(some)) for some in windows(ordered, size)]
-            yield from _answered(work, own, blocks, stop)
+            yield from _answered(spec, own, blocks, stop)
 
         return answers
 
     return start
 
 
-def _answered(work: Work, pool: Pool, blocks: list[Any], stop: Stop) -> Iterator[OutputLine]:
+def _answered(spec: BatchSpec, pool: Pool, blocks: list[Any], stop: Stop) -> Iterator[OutputLine]:
     """The lines of these blocks as they are finished."""
     ray = ray_module()
-    found = _mapped(ray.data.from_arrow_refs(blocks), pool, _Lines, (work, pool.at_once))
+    found = _mapped(ray.data.from_arrow_refs(blocks), pool, _Lines, (spec, pool.at_once))
     try:
         for batch in found.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
             if stop():
@@ -129,9 +129,9 @@ def map_batches(
     ray_module()
     if task not in (known := [name for name in TASKS if name != "openai"]):
         raise OptionError.of("task", f"one of {', '.join(known)}", task)
-    work = Work(task, target, draft, options=options, loading=loading or {}, seed=seed, field=field, merges=False)
+    spec = BatchSpec(task, target, draft, options=options, loading=loading or {}, seed=seed, field=field, merges=False)
     pool = Pool.of(workers, cpus=num_cpus, gpus=num_gpus, at_once=at_once).settled()
-    return _mapped(dataset, pool, _Columns, (work, pool.at_once, id), batch_size)
+    return _mapped(dataset, pool, _Columns, (spec, pool.at_once, id), batch_size)
 
 
 def _mapped(dataset: Dataset, pool: Pool, worker: type, given: tuple[Any, ...], size: int | None = None) -> Dataset:
@@ -145,8 +145,8 @@ def _mapped(dataset: Dataset, pool: Pool, worker: type, given: tuple[Any, ...], 
 class _Lines:
     """A worker: models that are loaded once, and rows of several blocks at a time."""
 
-    def __init__(self, work: Work, at_once: int) -> None:
-        self._worker, self._pool = work.start(), ThreadPoolExecutor(at_once)
+    def __init__(self, spec: BatchSpec, at_once: int) -> None:
+        self._worker, self._pool = spec.start(), ThreadPoolExecutor(at_once)
 
     def __call__(self, block: pyarrow.Table) -> pyarrow.Table:
         """The lines of a block of rows."""
@@ -162,8 +162,8 @@ class _Lines:
 class _Columns(_Lines):
     """The same for rows of any columns, which stay."""
 
-    def __init__(self, work: Work, at_once: int, id: str | None) -> None:
-        super().__init__(work, at_once)
+    def __init__(self, spec: BatchSpec, at_once: int, id: str | None) -> None:
+        super().__init__(spec, at_once)
         self._id = id
 
     def __call__(self, block: pyarrow.Table) -> pyarrow.Table:
