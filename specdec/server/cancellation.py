@@ -48,7 +48,7 @@ class Cancel:
 _END: Any = object()
 
 
-class Work(Generic[T]):
+class ThreadStream(Generic[T]):
     """A generator that runs in a thread of `pool`, as an async iterator; `close` gives it up and waits for its end.
 
     What it yields is never lost, and an error that it raises is raised here after that.

@@ -8,7 +8,7 @@ from contextlib import aclosing, closing
 from typing import Any
 
 from specdec.server.answers import Answer, Tally
-from specdec.server.cancellation import Cancel, Work, ahead
+from specdec.server.cancellation import Cancel, ThreadStream, ahead
 from specdec.server.direct_socket import Wire
 from specdec.server.metrics import Metrics
 from specdec.server.models import Host
@@ -91,7 +91,7 @@ class TextRequest:
         observed = _Observed(self._host, self._metrics, self._began, told=self._request.stream)
         async with self._host.turns.turn(self._client):
             observed.turn()
-            work = Work(self._host.pool, lambda cancel: self._run(at, observed, cancel))
+            work = ThreadStream(self._host.pool, lambda cancel: self._run(at, observed, cancel))
             try:
                 async for item in work:
                     yield at, item

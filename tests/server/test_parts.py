@@ -18,7 +18,7 @@ import torch
 
 from specdec.errors import CancelledError, OptionError
 from specdec.server.admission import Admission
-from specdec.server.cancellation import Cancel, Work
+from specdec.server.cancellation import Cancel, ThreadStream
 from specdec.server.errors import ApiError
 from specdec.server.grammar import Form, Grammar
 from specdec.server.speech import SpeechModel
@@ -129,7 +129,7 @@ def test_work_tells_everything_and_then_its_error() -> None:
         found = []
         with ThreadPoolExecutor(1) as pool:
             try:
-                async for item in Work(pool, work):
+                async for item in ThreadStream(pool, work):
                     found.append(item)
             except OptionError:
                 found.append(-1)
@@ -152,7 +152,7 @@ def test_work_that_is_given_up() -> None:
 
     async def ask() -> None:
         with ThreadPoolExecutor(1) as pool:
-            running = Work(pool, work)
+            running = ThreadStream(pool, work)
             async for _ in running:
                 break
             await running.close()

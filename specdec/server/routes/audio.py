@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from specdec.pipelines import Transcription
 from specdec.pipelines.speech.subtitles import srt, vtt
 from specdec.server.answers import event
-from specdec.server.cancellation import Work, ahead
+from specdec.server.cancellation import ThreadStream, ahead
 from specdec.server.errors import ApiError
 from specdec.server.guards import RecordingRoute
 from specdec.server.models import Host
@@ -104,7 +104,7 @@ async def _heard(
         metrics.queued.labels(model.name).observe(time.monotonic() - began)
         content = await file.read()
         await file.close()
-        work = Work(host.pool, lambda cancel: model.hear(content, asked, cancel))
+        work = ThreadStream(host.pool, lambda cancel: model.hear(content, asked, cancel))
         try:
             async for item in work:
                 host.beat()
