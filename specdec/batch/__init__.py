@@ -18,4 +18,4 @@ from specdec.batch.ray.data import Pool, map_batches, over_ray
 from specdec.batch.rows import Source
 from specdec.batch.run import Progress, embedded, run
 
-__all__ = ["Pool", "Progress", "Source", "Work", "connect", "embedded", "map_batches", "over_ray", "run"]
+__all__ = ["BatchSpec", "Pool", "Progress", "Source", "connect", "embedded", "map_batches", "over_ray", "run"]

@@ -47,10 +47,10 @@ class Journal:
     @property
     def done(self) -> int:
         """How many rows are finished."""
-        return self.next + len(self._held)
+        return self.next + len(self._pending)
 
     def __contains__(self, row: int) -> bool:
-        return row < self.next or row in self._held
+        return row < self.next or row in self._pending
 
     def add(self, row: int, line: bytes) -> None:
         """Takes the line of a finished row, which ends in a newline."""
@@ -65,7 +65,7 @@ class Journal:
         """The numbers and lines of all finished rows, in order where all are."""
         with self.path.open("rb") as file:
             yield from enumerate(file)
-        for row in self._held:
+        for row in self._pending:
             yield row, self._read(row)
 
     def finish(self) -> None:
@@ -104,7 +104,7 @@ class Journal:
         """Finds the rows that the journal holds."""
         self._journal = _opened(self._journal_path)
         _drop_half_line(self._journal)
-        self._held: dict[int, tuple[int, int]] = {}  # row -> where its line begins in the journal, and its bytes
+        self._pending: dict[int, tuple[int, int]] = {}  # row -> where its line begins in the journal, and its bytes
         self._end = len(self._header)
         self._live = 0  # bytes of these lines
         with self._journal_path.open("rb") as entries:
@@ -117,7 +117,7 @@ class Journal:
         number, _, line = entry.partition(b"\t")
         self._end += len(entry)
         if int(number) >= self.next:
-            self._held[int(number)] = (self._end - len(line), len(line))
+            self._pending[int(number)] = (self._end - len(line), len(line))
             self._live += len(line)
 
     def _hold(self, row: int, line: bytes) -> None:
@@ -127,20 +127,20 @@ class Journal:
 
     def _promote(self) -> None:
         """Rows of the journal whose turn has come go to the file."""
-        while self.next in self._held:
+        while self.next in self._pending:
             _write(self._file, self._read(self.next))
-            self._live -= self._held.pop(self.next)[1]
+            self._live -= self._pending.pop(self.next)[1]
             self.next += 1
         if self._end - self._live > _DEAD:
             with writing(self.path):
                 os.fsync(self._file.fileno())
-            entries = [b"%d\t%s" % (row, self._read(row)) for row in self._held]
+            entries = [b"%d\t%s" % (row, self._read(row)) for row in self._pending]
             self._journal.close()
             self._renew(entries)
             self._open_journal()
 
     def _read(self, row: int) -> bytes:
-        begin, length = self._held[row]
+        begin, length = self._pending[row]
         return os.pread(self._journal.fileno(), length, begin)
 
     def _renew(self, entries: Iterable[bytes]) -> None:

@@ -90,17 +90,17 @@ class Clients:
     """How many requests each client has under way, `most` at a time; None is any number. For one event loop."""
 
     def __init__(self, most: int | None) -> None:
-        self._most, self._held = most, Counter[str]()
+        self._most, self._in_flight = most, Counter[str]()
 
     @contextmanager
     def request(self, client: str) -> Iterator[None]:
         """Counts one request of a client; raises a 429 where that is one too many."""
-        if self._most is not None and self._held[client] >= self._most:
+        if self._most is not None and self._in_flight[client] >= self._most:
             raise busy(f"this client has {self._most} requests under way already: wait for one to end", 1)
-        self._held[client] += 1
+        self._in_flight[client] += 1
         try:
             yield
         finally:
-            self._held[client] -= 1
-            if not self._held[client]:
-                del self._held[client]
+            self._in_flight[client] -= 1
+            if not self._in_flight[client]:
+                del self._in_flight[client]

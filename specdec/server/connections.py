@@ -66,7 +66,7 @@ class Connections:
     def __init__(self, most: int, per_client: int) -> None:
         self.most, self.per_client = most, per_client
         self._client: dict[Peer, str] = {}
-        self._held: dict[str, dict[Peer, None]] = {}  # by client, the longest quiet first
+        self._by_client: dict[str, dict[Peer, None]] = {}  # by client, the longest quiet first
         self._full = Repeated(
             f"all connections are taken ({most} in all, {per_client} of one client): quiet ones were closed, or "
             "new ones refused"
@@ -77,11 +77,11 @@ class Connections:
 
     def add(self, one: Peer, client: str) -> bool:
         """Takes in a new connection; whether there is room for it."""
-        crowded = len(self._held.get(client, ())) >= self.per_client
+        crowded = len(self._by_client.get(client, ())) >= self.per_client
         if crowded or len(self) >= self.most:
             self._full()
-            largest = sorted(self._held.values(), key=len, reverse=True)
-            quiet = next(filter(None, map(_quiet, [self._held[client]] if crowded else largest)), None)
+            largest = sorted(self._by_client.values(), key=len, reverse=True)
+            quiet = next(filter(None, map(_quiet, [self._by_client[client]] if crowded else largest)), None)
             if quiet is None:
                 return False
             self.remove(quiet)
@@ -93,22 +93,22 @@ class Connections:
     def moved(self, one: Peer) -> None:
         """Something has happened on it."""
         if (client := self._client.get(one)) is not None:
-            held = self._held.pop(client, {})
-            held.pop(one, None)
-            held[one] = None
-            self._held[client] = held
+            peers = self._by_client.pop(client, {})
+            peers.pop(one, None)
+            peers[one] = None
+            self._by_client[client] = peers
 
     def remove(self, one: Peer) -> None:
         """It is closed."""
         if (client := self._client.pop(one, None)) is not None:
-            del self._held[client][one]
-            if not self._held[client]:
-                del self._held[client]
+            del self._by_client[client][one]
+            if not self._by_client[client]:
+                del self._by_client[client]
 
 
-def _quiet(held: Iterable[Peer]) -> Peer | None:
+def _quiet(peers: Iterable[Peer]) -> Peer | None:
     """Of one client's connections the one that gives way."""
-    return next((one for claim in (Claim.IDLE, Claim.STALL) for one in held if one.claim == claim), None)
+    return next((one for claim in (Claim.IDLE, Claim.STALL) for one in peers if one.claim == claim), None)
 
 
 class HttpProtocol(H11Protocol):
