@@ -9,12 +9,12 @@ from pydantic import ValidationError
 from specdec.batch.tasks import Fields, Task, explained, load_generator
 from specdec.core.stats import Stats
 from specdec.pipelines.stats import total
-from specdec.server.answers import Answer, Tally
+from specdec.server.answers import Answer
 from specdec.server.cancellation import Cancel
 from specdec.server.errors import ApiError, as_api_error
 from specdec.server.faults import invalid
 from specdec.server.protocol import ChatRequest, CompletionRequest
-from specdec.server.text import Echo, Finished, PromptRequest, Started, TextDelta, TextModel
+from specdec.server.text import PromptRequest, TextDelta, TextModel
 
 if TYPE_CHECKING:
     from specdec.batch.answer import BatchSpec
@@ -42,21 +42,15 @@ class OpenAI(Task):
         if request.seed is None:
             request = request.model_copy(update={"seed": seed % _NO_SEED})
         prompts = [None] if isinstance(request, ChatRequest) else request.prompts
-        tallies = [Tally() for _ in prompts]
-        choices: list[list[TextDelta]] = [[] for _ in range(len(prompts) * request.n)]
-        echoes: list[Echo | None] = [None] * len(prompts)
+        answer = Answer(request, self._model.name, len(prompts), id=_id(seed), created=0)
         for at, prompt in enumerate(prompts):
-            for item in self._model.run(PromptRequest(request, prompt), Cancel()):
-                if isinstance(item, Started):
-                    tallies[at].prompt_tokens, echoes[at] = item.prompt_tokens, item.echo
-                elif isinstance(item, TextDelta):
-                    tallies[at].new_tokens += item.tokens
-                    choices[at * request.n + item.row].append(item)
-                elif isinstance(item, Finished):
-                    tallies[at].stats = item.stats
-        body = Answer(request, self._model.name, tallies, id=_id(seed), created=0).whole(choices, echoes)
+            for update in self._model.run(PromptRequest(request, prompt), Cancel()):
+                answer.count(at, update)
+                if isinstance(update, TextDelta):
+                    answer.add(at, update)
+        body = answer.whole()
         body["usage"] = {name: body["usage"][name] for name in _TIMELESS}
-        return self._line(fields, seed, 200, body), total([t.stats for t in tallies if t.stats is not None])
+        return self._line(fields, seed, 200, body), total(answer.stats)
 
     def failure(self, fields: Fields, error: Exception, seed: int) -> dict[str, Any]:
         """The line of a request that was refused, or that failed; of what is no request the error alone."""

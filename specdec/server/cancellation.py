@@ -128,6 +128,23 @@ async def ahead(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def primed(source: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+    """The same items. Returns once the first exists; an error before it is raised here."""
+    try:
+        first = await anext(source)
+    except BaseException:
+        await source.aclose()
+        raise
+
+    async def items() -> AsyncGenerator[T, None]:
+        async with aclosing(source):
+            yield first
+            async for item in source:
+                yield item
+
+    return items()
+
+
 async def call(pool: ThreadPoolExecutor, function: Callable[[], T]) -> T:
     """What a function returns that takes too long for the event loop."""
     return await asyncio.get_running_loop().run_in_executor(pool, function)

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from specdec.pipelines import Transcription
 from specdec.pipelines.speech.subtitles import srt, vtt
 from specdec.server.answers import event
-from specdec.server.cancellation import ThreadStream, ahead
+from specdec.server.cancellation import ThreadStream, ahead, primed
 from specdec.server.errors import ApiError
 from specdec.server.guards import RecordingRoute
 from specdec.server.models import Host
@@ -64,7 +64,7 @@ async def transcriptions(
     if stream:
         state = state_of(request)
         pieces = ahead([heard], state.settings.limits.unread_bytes, _size)
-        return EventStream(state, await watched(request, _begun(_events(pieces))))
+        return EventStream(state, await watched(request, primed(_events(pieces))))
     found = await watched(request, _whole(heard))
     return _formed(found, host, asked, response_format, segments=not words or "segment" in timestamp_granularities)
 
@@ -144,23 +144,6 @@ async def _events(heard: AsyncGenerator[str | Transcription, None]) -> AsyncGene
 def _size(piece: str | Transcription) -> int:
     """Of a piece, in bytes; the whole is bounded by the recording."""
     return len(piece.encode()) if isinstance(piece, str) else 0
-
-
-async def _begun(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    """The same events once the first is there: until then errors are raised here."""
-    try:
-        first = await anext(events)
-    except BaseException:
-        await events.aclose()
-        raise
-
-    async def chained() -> AsyncGenerator[bytes, None]:
-        async with aclosing(events):
-            yield first
-            async for one in events:
-                yield one
-
-    return chained()
 
 
 def _usage(found: Transcription) -> dict[str, Any]:
