@@ -11,10 +11,10 @@ from itertools import accumulate
 from typing import Any
 
 from specdec.core.stats import Stats
-from specdec.server.protocol import ChatRequest, Generate
+from specdec.server.protocol import ChatRequest, Generate, StreamOptions
 from specdec.server.text import Finished, Started, TextDelta, TokenScore
 
-_UNIT = 128  # bytes; events that are filled up have a multiple of them
+_UNIT = 128  # bytes: padded events have a multiple of them
 
 
 @dataclass
@@ -34,12 +34,12 @@ class Answer:
         request: Generate,
         model: str,
         prompts: int,
-        pads: bool = False,
         *,
         id: str | None = None,
         created: int | None = None,
     ) -> None:
-        self.request, self._model, self._pads = request, model, pads
+        self.request, self._model = request, model
+        self._stream_options = request.stream_options or StreamOptions()
         self._id = secrets.token_hex(12) if id is None else id
         self._created = int(time.time()) if created is None else created
         self._counts = [Counts() for _ in range(prompts)]
@@ -89,21 +89,19 @@ class Answer:
         choice |= {"logprobs": self._logprobs(delta.scores), "finish_reason": delta.finish}
         if self.request.return_drafted:
             choice |= {"drafted": [list(span) for span in delta.spans], "tokens": delta.tokens}
-        usage = {"usage": self.usage() if self._keeps_telling else None} if self._tells_usage else {}
+        options = self._stream_options
+        usage = {"usage": self.usage() if options.continuous_usage_stats else None} if options.include_usage else {}
         return {**self._head(self._chunks), "choices": [choice], **usage}
 
     def last_chunk(self) -> dict[str, Any] | None:
-        """What follows all choices, if anything was asked for."""
-        metrics = self._metrics()
-        if not (self._tells_usage or metrics):
-            return None
-        usage = {"usage": self.usage()} if self._tells_usage else {}
-        return {**self._head(self._chunks), "choices": [], **usage, **metrics}
+        """The chunk of usage and metrics after all choices; None where the request wants neither."""
+        usage = {"usage": self.usage()} if self._stream_options.include_usage else {}
+        found = {**usage, **self._metrics()}
+        return {**self._head(self._chunks), "choices": [], **found} if found else None
 
     def event(self, content: dict[str, Any]) -> bytes:
-        """A chunk as an event; where sizes must not tell anything, of a multiple of a few bytes."""
-        options = self.request.stream_options
-        if self._pads or (options is not None and options.include_obfuscation):
+        """A chunk as an event; with `include_obfuscation`, padded to a multiple of 128 bytes."""
+        if self._stream_options.include_obfuscation:
             bare = len(encoded({**content, "obfuscation": ""}))
             content = {**content, "obfuscation": "-" * (-bare % _UNIT)}
         return event(content)
@@ -128,16 +126,6 @@ class Answer:
     @property
     def _chunks(self) -> str:
         return "chat.completion.chunk" if self.is_chat else "text_completion"
-
-    @property
-    def _tells_usage(self) -> bool:
-        options = self.request.stream_options
-        return options is not None and options.include_usage
-
-    @property
-    def _keeps_telling(self) -> bool:
-        options = self.request.stream_options
-        return options is not None and options.continuous_usage_stats
 
     def _head(self, kind: str) -> dict[str, Any]:
         prefix = "chatcmpl" if self.is_chat else "cmpl"

@@ -37,7 +37,7 @@ class TextRequest:
         self._prompts = [
             PromptRequest(request, prompt, client, chunk, settings.limits.new_tokens) for prompt in prompts
         ]
-        self._answer = Answer(request, host.model.name, len(prompts), settings.pad_events)
+        self._answer = Answer(request, host.model.name, len(prompts))
         self._wire: Wire | None = None
         self._room = settings.limits.unread_bytes
         self._began = time.monotonic()

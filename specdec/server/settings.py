@@ -98,8 +98,8 @@ class ServeSettings(_Frozen):
 
     `api_key_file` lists keys; an address that other machines reach needs one, or `insecure`. `hosts` are names under
     which browsers may reach it besides its own address. What `trusted_proxies` write into X-Forwarded-For is believed.
-    `stream_chunk` lets every event of a stream carry so many tokens, and `pad_events` fills events up, so that sizes of
-    packets do not tell what a draft guessed; `details` lets clients ask for figures about drafts.
+    With `stream_chunk`, every event of a stream has that many tokens, so that sizes and times of packets do not reveal
+    what the target accepted. `details` lets clients ask for figures about drafts.
     """
 
     models: Annotated[tuple[ModelSettings, ...], Field(min_length=1)]
@@ -110,7 +110,6 @@ class ServeSettings(_Frozen):
     hosts: tuple[HostName, ...] = ()
     trusted_proxies: tuple[IPvAnyNetwork, ...] = ()
     stream_chunk: Annotated[int, Field(ge=1, le=1024)] | None = None
-    pad_events: bool = False
     details: bool = True
     log: Literal["json", "text", "none"] = "text"
     limits: Limits = Limits()
