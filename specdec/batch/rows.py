@@ -13,13 +13,7 @@ from typing import Any
 from specdec.batch.parquet import parquet, pyarrow_module
 from specdec.errors import OptionError
 
-KINDS = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".parquet": "parquet",
-    ".pq": "parquet",
-    ".txt": "text",
-}
+KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".pq": "parquet", ".txt": "text"}
 """What a file's name says of its form."""
 _READ = 2**20  # bytes hashed at a time
 _ROWS = 256  # of Parquet, read at a time

@@ -30,13 +30,7 @@ class Answer:
     """One request's answer, sent as one body (`whole`) or in chunks."""
 
     def __init__(
-        self,
-        request: Generate,
-        model: str,
-        prompts: int,
-        *,
-        id: str | None = None,
-        created: int | None = None,
+        self, request: Generate, model: str, prompts: int, *, id: str | None = None, created: int | None = None
     ) -> None:
         self.request, self._model = request, model
         self._stream_options = request.stream_options or StreamOptions()

@@ -35,11 +35,7 @@ def create_app(settings: ServeSettings, models: Sequence[TextModel | SpeechModel
         state.close()
 
     # The schema has a guarded route.
-    closed: dict[str, Any] = {
-        "docs_url": None,
-        "redoc_url": None,
-        "openapi_url": None,
-    }
+    closed: dict[str, Any] = {"docs_url": None, "redoc_url": None, "openapi_url": None}
     app = FastAPI(title="specdec", version=__version__, lifespan=lifespan, redirect_slashes=False, **closed)
     app.router.route_class = GuardedRoute
     app.state.server = state

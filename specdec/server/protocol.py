@@ -77,15 +77,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "prompt_embeds": ((), "embeddings are not read: pass text or token ids"),
     "stop_token_ids": (([],), "pass `stop`, text"),
 }
-HINTS = (
-    "user",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "store",
-    "metadata",
-    "service_tier",
-)
+HINTS = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "store", "metadata", "service_tier")
 _TEMPLATE = ("enable_thinking",)
 # The same of messages: clients send back what they were answered, with all fields that a message can have.
 _CALLS = "leave tool calls and their answers out"

@@ -186,10 +186,7 @@ def _column(name: str, values: list[Any]) -> pyarrow.Array:
     """Values of one kind; all blocks have the same kinds, also those where nothing failed, or everything did."""
     arrow = pyarrow_module()
     count = arrow.int64()
-    kinds = {
-        "error": arrow.string(),
-        "usage": arrow.struct({"prompt_tokens": count, "completion_tokens": count}),
-    }
+    kinds = {"error": arrow.string(), "usage": arrow.struct({"prompt_tokens": count, "completion_tokens": count})}
     found = arrow.array(values, type=kinds.get(name))
     return found.cast(arrow.string()) if arrow.types.is_null(found.type) else found
 
