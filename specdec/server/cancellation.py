@@ -1,11 +1,10 @@
-"""Between the event loop and the threads that decode: work that is followed from afar, and given up from afar."""
+"""Generators that run in threads, followed and cancelled from the event loop."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any, Generic, TypeVar
 
@@ -13,45 +12,22 @@ from specdec.errors import CancelledError
 from specdec.server.errors import ApiError
 
 T = TypeVar("T")
-
-
-class Cancel:
-    """Says that nobody wants the work any more, and calls whoever asked to be told."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._calls: list[Callable[[], None]] = []
-        self.asked = False
-
-    def ask(self) -> None:
-        """Gives the work up; from any thread, and more than once."""
-        with self._lock:
-            calls = [] if self.asked else self._calls
-            self.asked = True
-        for call in calls:
-            call()
-
-    def tell(self, call: Callable[[], None]) -> None:
-        """Has `call` called when the work is given up, at once if it was already."""
-        with self._lock:
-            self._calls.append(call)
-            asked = self.asked
-        if asked:
-            call()
-
-    def check(self) -> None:
-        """Raises CancelledError where the work was given up."""
-        if self.asked:
-            raise CancelledError("the request was cancelled")
-
-
 _END: Any = object()
 
 
-class ThreadStream(Generic[T]):
-    """A generator that runs in a thread of `pool`, as an async iterator; `close` gives it up and waits for its end.
+class Cancel(Future[None]):
+    """Cancels work from any thread: `cancel()` runs what `add_done_callback` was given, at once if it came later."""
 
-    What it yields is never lost, and an error that it raises is raised here after that.
+    def check(self) -> None:
+        """Raises CancelledError once the work is cancelled."""
+        if self.cancelled():
+            raise CancelledError("the request was cancelled")
+
+
+class ThreadStream(Generic[T]):
+    """A generator that runs in a thread of `pool`, as an async iterator.
+
+    Its items are never lost, and its error is raised after them.
     """
 
     def __init__(self, pool: ThreadPoolExecutor, make: Callable[[Cancel], Iterator[T]]) -> None:
@@ -67,8 +43,8 @@ class ThreadStream(Generic[T]):
             yield item
 
     async def close(self) -> None:
-        """Ends the work if it is not over; its thread is free afterwards."""
-        self._cancel.ask()
+        """Cancels the generator and waits until its thread is free."""
+        self._cancel.cancel()
         await asyncio.shield(self._done)
 
     def _run(self, make: Callable[[Cancel], Iterator[T]]) -> None:
@@ -76,28 +52,28 @@ class ThreadStream(Generic[T]):
             self._cancel.check()
             items = make(self._cancel)
             for item in items:
-                self._tell(item)
+                self._put(item)
                 self._cancel.check()
-            self._tell(_END)
+            self._put(_END)
         except BaseException as error:
-            self._tell(error)
+            self._put(error)
         finally:
             if "items" in locals() and isinstance(items, Generator):
                 items.close()
 
-    def _tell(self, item: Any) -> None:
+    def _put(self, item: Any) -> None:
         try:
             self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
-        except RuntimeError:  # the loop is closed: nobody listens
-            self._cancel.ask()
+        except RuntimeError:  # the loop is closed
+            self._cancel.cancel()
 
 
 async def ahead(
-    sources: Sequence[AsyncGenerator[T, None]], room: int, size: Callable[[T], int] = lambda item: 0
+    sources: Sequence[AsyncGenerator[T, None]], room: int, size: Callable[[T], int]
 ) -> AsyncGenerator[T, None]:
-    """What all sources yield, as it comes: none of them waits for whoever takes it, and holds its turn meanwhile.
+    """The items of all sources as they come; none waits for the reader, so none keeps its turn meanwhile.
 
-    Once more than `room` bytes wait, by their `size`, the source ends, and a 408 follows what waits.
+    Once more than `room` bytes wait, by their `size`, a source ends, and raises a 408 after the items that wait.
     """
     queue: asyncio.Queue[T | Exception] = asyncio.Queue()
     waiting = 0
@@ -143,8 +119,3 @@ async def primed(source: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
                 yield item
 
     return items()
-
-
-async def call(pool: ThreadPoolExecutor, function: Callable[[], T]) -> T:
-    """What a function returns that takes too long for the event loop."""
-    return await asyncio.get_running_loop().run_in_executor(pool, function)

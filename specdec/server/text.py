@@ -20,10 +20,9 @@ from specdec.options.generate import listed
 from specdec.server.cancellation import Cancel
 from specdec.server.errors import ApiError
 from specdec.server.grammar import Form, Grammar
-from specdec.server.options import call_options
+from specdec.server.options import StopTexts, call_options
 from specdec.server.protocol import ChatRequest, Generate
 from specdec.server.scoring import scored
-from specdec.server.stops import StopTexts
 
 _REASONS = {"eos": "stop", "stop": "stop", "criteria": "stop", "length": "length", "time": "length"}
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
@@ -125,7 +124,7 @@ class TextModel:
         ids = self.encode(prompt.content, request if isinstance(request, ChatRequest) else None)
         with refusing():
             job = self.generator.submit([ids], **self._options(prompt, ids))
-        cancel.tell(job.cancel)
+        cancel.add_done_callback(lambda _: job.cancel())
         echo = self._echo(prompt, ids, cancel) if getattr(request, "echo", False) else ("", [])
         yield Started(len(ids))
         stops = [] if request.include_stop_str_in_output else request.stops

@@ -21,8 +21,8 @@ from specdec.server.admission import Admission
 from specdec.server.cancellation import Cancel, ThreadStream
 from specdec.server.errors import ApiError
 from specdec.server.grammar import Form, Grammar
+from specdec.server.options import StopTexts
 from specdec.server.speech import SpeechModel
-from specdec.server.stops import StopTexts
 from tests import speech
 from tests.server.served import TOKENIZER, Answered, app, asgi, client, events, idle, model_of, run, speech_model
 
@@ -139,11 +139,11 @@ def test_work_tells_everything_and_then_its_error() -> None:
 
 
 def test_work_that_is_given_up() -> None:
-    """Its generator is closed in its own thread, and whoever asked to be told is told."""
+    """Its generator is closed in its own thread, and callbacks run, also late ones."""
     told, closed = [], []
 
     def work(cancel: Cancel) -> Iterator[int]:
-        cancel.tell(lambda: told.append(threading.get_ident()))
+        cancel.add_done_callback(lambda _: told.append(threading.get_ident()))
         try:
             while True:
                 yield 1
@@ -163,8 +163,8 @@ def test_work_that_is_given_up() -> None:
     assert len(closed) == 1
     assert closed != told
     cancel = Cancel()
-    cancel.ask()
-    cancel.tell(lambda: told.append(0))
+    cancel.cancel()
+    cancel.add_done_callback(lambda _: told.append(0))
     assert told[-1] == 0
     with pytest.raises(CancelledError):
         cancel.check()
