@@ -1,4 +1,4 @@
-"""What clients are sent: bodies and chunks in OpenAI's shapes."""
+"""Bodies and chunks of responses, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Answer:
         return event(content)
 
     def usage(self) -> dict[str, Any]:
-        """Counts of tokens, over all prompts."""
+        """Token counts over all prompts."""
         prompt, new = (sum(getattr(one, name) for one in self._counts) for name in ("prompt_tokens", "new_tokens"))
         stats, predicted = self.stats, self.request.prediction is not None
         accepted = sum(s.num_accepted_draft_tokens for s in stats) if predicted else 0
@@ -142,7 +142,7 @@ class Answer:
         if self.request.top is None:
             return None
         if self.is_chat:
-            return {"content": [_told(score) for score in scores], "refusal": None}
+            return {"content": [_chat_score(score) for score in scores], "refusal": None}
         return {
             "tokens": [score.text for score in scores],
             "token_logprobs": [score.log_prob for score in scores],
@@ -156,19 +156,19 @@ class Answer:
         return {"metrics": {"speculative_decoding": speculation(self.stats)}}
 
 
-def _told(score: TokenScore) -> dict[str, Any]:
+def _chat_score(score: TokenScore) -> dict[str, Any]:
     own = {"token": score.text, "logprob": score.log_prob, "bytes": _bytes(score.text)}
     top = [{"token": text, "logprob": value, "bytes": _bytes(text)} for text, value in score.top or ()]
     return {**own, "top_logprobs": top}
 
 
 def _bytes(text: str) -> list[int] | None:
-    """The bytes of a token; None for a part of a character, whose text does not tell."""
+    """The bytes of a token; None for a part of a character, which its text does not show."""
     return None if "\ufffd" in text else list(text.encode())
 
 
 def speculation(stats: Iterable[Stats]) -> dict[str, Any]:
-    """What drafts did, in vLLM's words, and where the seconds went."""
+    """Figures about drafts, named as in vLLM, and seconds."""
     found = list(stats)
     accepted = [n for one in found for n in one.per_step_accepted]
     drafted = sum(one.num_draft_tokens for one in found)
