@@ -1,4 +1,4 @@
-"""Batch files as OpenAI defines them: every row is a request to an endpoint, every line its response."""
+"""OpenAI's batch files: every row is a request to an endpoint, every line its response."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TIMELESS = ("prompt_tokens", "completion_tokens", "total_tokens")
 
 
 class OpenAI(Task):
-    """Requests are answered as a server would, whatever model they name; nothing in an answer depends on the clock."""
+    """Answers requests as a server would, whatever model they name; answers do not depend on the clock."""
 
     field = "body"
 
@@ -37,7 +37,7 @@ class OpenAI(Task):
         self._model = TextModel(spec.name, generator, options=spec.options)
 
     def answer(self, fields: Fields, seed: int) -> tuple[dict[str, Any], Stats]:
-        """The line of a request that was answered."""
+        """The line of an answered request."""
         request = _request(fields)
         if request.seed is None:
             request = request.model_copy(update={"seed": seed % _NO_SEED})
@@ -53,12 +53,12 @@ class OpenAI(Task):
         return self._line(fields, seed, 200, body), total(answer.stats)
 
     def failure(self, fields: Fields, error: Exception, seed: int) -> dict[str, Any]:
-        """The line of a request that was refused, or that failed; of what is no request the error alone."""
+        """The line of a refused or failed request; without fields, of the error alone."""
         if not fields:
-            told = {"code": "invalid_request", "message": explained(error)}
-            return {"id": f"batch_req_{_id(seed)}", "custom_id": None, "response": None, "error": told}
+            facts = {"code": "invalid_request", "message": explained(error)}
+            return {"id": f"batch_req_{_id(seed)}", "custom_id": None, "response": None, "error": facts}
         known = as_api_error(error)
-        if known.status_code == 500:  # a server's log would say more
+        if known.status_code == 500:  # its message refers to a server's log
             known = ApiError(500, explained(error), code=known.code)
         return self._line(fields, seed, known.status_code, known.body)
 
@@ -74,7 +74,7 @@ class OpenAI(Task):
 
 
 def _request(fields: Fields) -> ChatRequest | CompletionRequest:
-    """The request of a row; raises a 400, or a 404 for an endpoint that is not served here."""
+    """The request of a row; raises a 400, or a 404 for an unknown endpoint."""
     kind = ENDPOINTS.get(str(fields.get("url")))
     if kind is None:
         named = " or ".join(ENDPOINTS)
