@@ -1,4 +1,4 @@
-"""Ray itself, which is imported where it is asked for, and the cluster that this process is connected to."""
+"""Ray, imported on first use, and the connection to a cluster."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specdec.errors import OptionError, SpecdecError
 
 
 def ray_module() -> Any:
-    """Ray; raises SpecdecError where it is missing."""
+    """The module; raises SpecdecError where it is missing."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray
@@ -21,7 +21,7 @@ def ray_module() -> Any:
 
 
 def connect(address: str) -> None:
-    """Joins the cluster at `address` ("auto": the one that this machine is in; "local": a new one on it)."""
+    """Connects to the cluster at `address` ("auto": this machine's; "local": a new one on this machine)."""
     ray = ray_module()
     own: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
     try:
@@ -33,7 +33,7 @@ def connect(address: str) -> None:
 
 
 def between(name: str, text: str, expected: str) -> tuple[int, int]:
-    """Two numbers as in 1-4, the same one twice as in 4; OptionError about `name` for anything else."""
+    """(1, 4) for "1-4", (4, 4) for "4"; raises an OptionError about `name` for anything else."""
     least, _, most = text.partition("-")
     most = most or least
     if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
