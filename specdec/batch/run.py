@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from specdec.batch.answer import BatchSpec, OutputLine, Worker
 from specdec.batch.journal import Journal, writing
 from specdec.batch.parquet import parquet, pyarrow_module, schema_of, write_parquet
-from specdec.batch.rows import Row, Source, fitting, kind_of, windows
+from specdec.batch.rows import KINDS, Row, Source, fitting, kind_of, windows
 from specdec.batch.tasks import as_several, is_several
 from specdec.errors import OptionError
 from specdec.options.fields import SYNONYMS
@@ -24,7 +24,7 @@ from specdec.options.generate import Options
 if TYPE_CHECKING:
     import pyarrow
 
-OUT_KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
+OUT_KINDS = {suffix: kind for suffix, kind in KINDS.items() if kind != "text"}
 AT_ONCE = 32
 """The default number of rows that share passes."""
 _FAILURES = 3  # failed rows that `Progress` names

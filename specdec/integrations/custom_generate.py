@@ -27,9 +27,8 @@ OPTIONS = frozenset(
 )
 """Options that `generate` lacks, or does not pass to a decoding method (`stop_strings`)."""
 
-_NEGATIVE = ("negative_prompt_ids", "negative_prompt_attention_mask")
 _WITHOUT_EFFECT = tuple({**REFUSED, **IDLE})
-_PASSED = ("prefix_allowed_tokens_fn", *_NEGATIVE)
+_PASSED = ("prefix_allowed_tokens_fn", "negative_prompt_ids", "negative_prompt_attention_mask")
 
 
 def custom_generate(

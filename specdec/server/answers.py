@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -167,23 +168,20 @@ def _bytes(text: str) -> list[int] | None:
     return None if "\ufffd" in text else list(text.encode())
 
 
-def speculation(stats: Iterable[Stats]) -> dict[str, Any]:
+def speculation(stats: Sequence[Stats]) -> dict[str, Any]:
     """Figures about drafts, named as in vLLM, and seconds."""
-    found = list(stats)
-    accepted = [n for one in found for n in one.per_step_accepted]
-    drafted = sum(one.num_draft_tokens for one in found)
-    histogram = [0] * (max(accepted, default=-1) + 1)
-    for n in accepted:
-        histogram[n] += 1
+    accepted = [n for one in stats for n in one.per_step_accepted]
+    drafted = sum(one.num_draft_tokens for one in stats)
+    counts = Counter(accepted)
     return {
         "mean_acceptance_length": 1 + sum(accepted) / len(accepted) if accepted else 1.0,
         "draft_acceptance_rate": sum(accepted) / drafted if drafted else 0.0,
-        "acceptance_histogram": histogram,
+        "acceptance_histogram": [counts[n] for n in range(max(accepted, default=-1) + 1)],
         "num_spec_steps": len(accepted),
         "num_draft_tokens": drafted,
         "num_accepted_draft_tokens": sum(accepted),
-        "num_target_passes": sum(one.num_target_passes for one in found),
-        **{name: sum(getattr(one, name) for one in found) for name in ("seconds", "draft_seconds", "verify_seconds")},
+        "num_target_passes": sum(one.num_target_passes for one in stats),
+        **{name: sum(getattr(one, name) for one in stats) for name in ("seconds", "draft_seconds", "verify_seconds")},
     }
 
 

@@ -42,6 +42,13 @@ def check(asked: Generate, limits: Limits) -> None:
             raise ApiError(400, f"`{name}` may be {most} at most on this server", param=name, code="above_limit")
 
 
+def check_length(characters: int, param: str, limits: Limits) -> None:
+    """Raises a 400 for a prompt with more characters than the server allows."""
+    if characters > limits.prompt_characters:
+        message = f"`{param}` may have {limits.prompt_characters:,} characters at most on this server"
+        raise ApiError(400, message, param=param, code="above_limit")
+
+
 def call_options(asked: Generate, checkpoint: Mapping[str, Any], draft: BatchDrafter | None) -> dict[str, Any]:
     """The options of a call, without lengths and structured output; `checkpoint`: the model's own sampling settings."""
     options: dict[str, Any] = {

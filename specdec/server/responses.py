@@ -105,8 +105,6 @@ class EventStream(Response):
                 async for event in events:
                     await self._send(send, event)
                 await self._send(send, _DONE)
-            except asyncio.CancelledError:
-                raise
             except OSError:  # the client has left
                 return
             except Exception as error:

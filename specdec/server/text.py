@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -264,7 +264,7 @@ class _Row:
     def whole(self, tokens: Sequence[int], finish: str) -> TextDelta:
         """All of the choice at once."""
         text = before_stop(decode(self._tokenizer, tokens), self._stops)
-        return self._after_echo(text, len(tokens), finish)
+        return self._after_echo(TextDelta(self._row, text, len(tokens), _REASONS.get(finish, "stop")))
 
     def _delta(self, group: Sequence[tuple[Step, bool]], finish: str | None) -> TextDelta:
         runs = [(list(run), drafted) for drafted, run in groupby(group, lambda one: self._drafted and one[1])]
@@ -274,19 +274,12 @@ class _Row:
             spans.append((self._text.push(ids, last=finish is not None and place == len(runs)), drafted))
         scores = [score_of(self._tokenizer, step) for step, _ in group] if self._top is not None else []
         text, shown = "".join(text for text, _ in spans), [span for span in spans if span[0]] if self._drafted else []
-        return self._after_echo(text, len(group), finish, shown, scores)
-
-    def _after_echo(
-        self,
-        text: str,
-        tokens: int,
-        finish: str | None,
-        spans: Sequence[tuple[str, bool]] = (),
-        scores: Sequence[TokenScore] = (),
-    ) -> TextDelta:
-        (prompt, prompt_scores), self._echo = self._echo, ("", ())
         reason = None if finish is None else _REASONS.get(finish, "stop")
-        return TextDelta(self._row, prompt + text, tokens, reason, spans, [*prompt_scores, *scores])
+        return self._after_echo(TextDelta(self._row, text, len(group), reason, shown, scores))
+
+    def _after_echo(self, delta: TextDelta) -> TextDelta:
+        (text, scores), self._echo = self._echo, ("", ())
+        return replace(delta, text=text + delta.text, scores=[*scores, *delta.scores]) if text or scores else delta
 
 
 def score_of(tokenizer: Any, step: Step) -> TokenScore:

@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from specdec.server.errors import ApiError
 from specdec.server.guards import GuardedRoute, public
 from specdec.server.models import Host
+from specdec.server.options import check_length
 from specdec.server.protocol import DetokenizeRequest, TokenizeRequest
 from specdec.server.responses import watched
 from specdec.server.state import client_of, state_of
@@ -75,17 +76,14 @@ async def load(request: Request) -> dict[str, Any]:
 @router.post("/tokenize")
 async def tokenize(request: Request, asked: TokenizeRequest) -> dict[str, Any]:
     """The token ids of a text or a conversation."""
-    most = state_of(request).settings.limits.prompt_characters
-    said = [message.plain for message in asked.messages or ()]
-    if len(asked.prompt or "") + sum(len(message["content"]) for message in said) > most:
-        param = "messages" if asked.prompt is None else "prompt"
-        message = f"`{param}` may have {most:,} characters at most on this server"
-        raise ApiError(400, message, param=param, code="above_limit")
+    messages = [message.plain for message in asked.messages or ()]
+    characters = len(asked.prompt or "") + sum(len(message["content"]) for message in messages)
+    check_length(characters, "messages" if asked.prompt is None else "prompt", state_of(request).settings.limits)
     host, text = _text_host(request, asked.model)
 
     def ids() -> list[int]:
         if asked.prompt is None:
-            return text.template(said, add_generation_prompt=asked.add_generation_prompt, return_dict=True)
+            return text.template(messages, add_generation_prompt=asked.add_generation_prompt, return_dict=True)
         how = {"add_special_tokens": asked.add_special_tokens, "verbose": False}
         return list(text.tokenizer(asked.prompt, **how)["input_ids"])
 
