@@ -6,14 +6,14 @@
 | `rows.py`, `parquet.py` | rows of JSON lines, Parquet and text |
 | `journal.py` | unfinished output, from which a killed run resumes |
 | `answer.py`, `tasks.py`, `openai_files.py` | a row's answer; tasks; OpenAI's batch files |
-| `ray/cluster.py`, `ray/data.py` | the same on a cluster, by Ray Data |
+| `ray/data.py` | the same on a cluster, by Ray Data |
 | `ray/serve.py` | replicas of the server, by Ray Serve |
 
 Ray and pyarrow are imported on first use.
 """
 
 from specdec.batch.answer import BatchSpec
-from specdec.batch.ray.cluster import connect
+from specdec.batch.ray import connect
 from specdec.batch.ray.data import Pool, map_batches, over_ray
 from specdec.batch.rows import Source
 from specdec.batch.run import Progress, embedded, run

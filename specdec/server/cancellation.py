@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from typing import Any, Generic, TypeVar
 
 from specdec.errors import CancelledError
@@ -30,7 +30,7 @@ class ThreadStream(Generic[T]):
     Its items are never lost, and its error is raised after them.
     """
 
-    def __init__(self, pool: ThreadPoolExecutor, make: Callable[[Cancel], Iterator[T]]) -> None:
+    def __init__(self, pool: ThreadPoolExecutor, make: Callable[[Cancel], Generator[T]]) -> None:
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[T | BaseException] = asyncio.Queue()
         self._cancel = Cancel()
@@ -47,19 +47,16 @@ class ThreadStream(Generic[T]):
         self._cancel.cancel()
         await asyncio.shield(self._done)
 
-    def _run(self, make: Callable[[Cancel], Iterator[T]]) -> None:
+    def _run(self, make: Callable[[Cancel], Generator[T]]) -> None:
         try:
             self._cancel.check()
-            items = make(self._cancel)
-            for item in items:
-                self._put(item)
-                self._cancel.check()
+            with closing(make(self._cancel)) as items:
+                for item in items:
+                    self._put(item)
+                    self._cancel.check()
             self._put(_END)
         except BaseException as error:
             self._put(error)
-        finally:
-            if "items" in locals() and isinstance(items, Generator):
-                items.close()
 
     def _put(self, item: Any) -> None:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import aclosing, closing
 from typing import Any
 
@@ -82,7 +82,7 @@ class TextRequest:
             finally:
                 await stream.close()
 
-    def _run(self, at: int, observed: _Observed, cancel: Cancel) -> Iterator[bytes]:
+    def _run(self, at: int, observed: _Observed, cancel: Cancel) -> Generator[bytes]:
         """Decodes one prompt in a thread: an empty event once the request is valid, then those for the event loop."""
         with closing(self._model.run(self._prompts[at], cancel)) as updates:
             for update in updates:

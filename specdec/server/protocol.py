@@ -57,6 +57,10 @@ Grammar = Annotated[Text, Field(min_length=1, max_length=_LONGEST_GRAMMAR)]
 Phrase = Annotated[Text, Field(min_length=1, max_length=_LONGEST_STOP)]
 Json = dict[str, Any] | Grammar
 Choices = Annotated[list[Phrase], Field(min_length=1, max_length=1024)]
+Biases = Annotated[dict[Annotated[str, Field(max_length=12)], Bias], Field(max_length=_ENTRIES), BeforeValidator(_few)]
+Alternatives = Annotated[list[Phrase], Field(min_length=1, max_length=64)]
+Constraints = Annotated[list[Phrase | Alternatives], Field(min_length=1, max_length=16)]
+TemplateOptions = Annotated[dict[Literal["enable_thinking"], bool], BeforeValidator(_few)]
 
 # Field -> its values without effect, and the message about any other.
 _TOOLS = "leave tool calls out, or describe the answer with `response_format`"
@@ -78,7 +82,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "stop_token_ids": (([],), "pass `stop`, text"),
 }
 HINTS = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "store", "metadata", "service_tier")
-_TEMPLATE = ("enable_thinking",)
 # Fields of messages: clients send answers back, with all fields that a message can have.
 _CALLS = "leave tool calls and their answers out"
 REFUSED_OF_MESSAGES = {
@@ -232,10 +235,7 @@ class Generate(Sent):
     presence_penalty: Penalty = 0.0
     repetition_penalty: Positive = 1.0
     no_repeat_ngram_size: Annotated[int, Field(ge=0, le=1024)] = 0
-    logit_bias: (
-        Annotated[dict[Annotated[str, Field(max_length=12)], Bias], Field(max_length=_ENTRIES), BeforeValidator(_few)]
-        | None
-    ) = None
+    logit_bias: Biases | None = None
     # structured output
     response_format: ResponseFormat | None = None
     guided_json: Json | None = None
@@ -249,13 +249,7 @@ class Generate(Sent):
     diversity_penalty: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
     length_penalty: Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)] | None = None
     early_stopping: bool | Literal["never", "exhaustive"] | None = None
-    constraints: (
-        Annotated[
-            list[Phrase | Annotated[list[Phrase], Field(min_length=1, max_length=64)]],
-            Field(min_length=1, max_length=16),
-        ]
-        | None
-    ) = None
+    constraints: Constraints | None = None
     num_samples: Annotated[int, Field(ge=1, le=1024)] | None = None
     ranking: Literal["mean", "sum"] | None = None
     penalty_alpha: Share | None = None
@@ -360,10 +354,7 @@ class ChatRequest(Generate):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
-    chat_template_kwargs: (
-        Annotated[dict[Literal[_TEMPLATE], bool], BeforeValidator(_few)]  # type: ignore[valid-type]
-        | None
-    ) = None
+    chat_template_kwargs: TemplateOptions | None = None
 
     @model_validator(mode="after")
     def _agree(self) -> ChatRequest:

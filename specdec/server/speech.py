@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,7 @@ class SpeechModel:
         self.drafts = self.generator.drafter is not None
         self._seconds = seconds
 
-    def hear(self, content: bytes, asked: Listen, cancel: Cancel) -> Iterator[str | Transcription]:
+    def hear(self, content: bytes, asked: Listen, cancel: Cancel) -> Generator[str | Transcription]:
         """The text window by window, then the `Transcription`; raises a 400 for an unreadable or long recording."""
         self._check_length(content)
         options: dict[str, Any] = {"language": asked.language, "task": asked.task, "seed": asked.seed}

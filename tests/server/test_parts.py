@@ -8,7 +8,7 @@ import json
 import tempfile
 import threading
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
@@ -121,7 +121,7 @@ def test_turns_given_up() -> None:
 def test_work_tells_everything_and_then_its_error() -> None:
     """In the order in which it came."""
 
-    def work(cancel: Cancel) -> Iterator[int]:
+    def work(cancel: Cancel) -> Generator[int]:
         yield from range(3)
         raise OptionError("no")
 
@@ -142,7 +142,7 @@ def test_work_that_is_given_up() -> None:
     """Its generator is closed in its own thread, and callbacks run, also late ones."""
     told, closed = [], []
 
-    def work(cancel: Cancel) -> Iterator[int]:
+    def work(cancel: Cancel) -> Generator[int]:
         cancel.add_done_callback(lambda _: told.append(threading.get_ident()))
         try:
             while True:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.batch.answer import BatchSpec, OutputLine, encoded
 from specdec.batch.parquet import pyarrow_module
-from specdec.batch.ray.cluster import between, ray_module
+from specdec.batch.ray import between, ray_module
 from specdec.batch.rows import Row, windows
 from specdec.batch.run import AT_ONCE, Answers, Start, Stop, by_length
 from specdec.batch.tasks import TASKS

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from specdec.batch.ray.cluster import between, connect, ray_module
+from specdec.batch.ray import between, connect, ray_module
 from specdec.errors import EngineError, OptionError
 from specdec.server import create_app, load, read_settings
 from specdec.server.http import start_log
