@@ -25,7 +25,7 @@ from typing import Any
 from measure import Watch, read_prompts, table
 
 from specdec import SpecGenerator
-from specdec.batch import Pool, Progress, Source, Work, connect, embedded, over_ray, run
+from specdec.batch import BatchSpec, Pool, Progress, Source, connect, embedded, over_ray, run
 from specdec.options import bundled_models
 
 
@@ -73,8 +73,8 @@ def main() -> None:
     options = {"max_new_tokens": args.tokens}
     loading = {"dtype": "float32"}
     generator = SpecGenerator.from_pretrained(str(pair.target), str(pair.draft), **loading)
-    work = Work("generate", str(pair.target), str(pair.draft), options=options, loading=loading)
-    ready = embedded(args.at_once)(replace(work, merges=True))
+    spec = BatchSpec("generate", str(pair.target), str(pair.draft), options=options, loading=loading)
+    ready = embedded(args.at_once)(replace(spec, merges=True))
     own, over = Paces(), Paces()
     batches: list[float] = []
     if args.ray:
@@ -85,7 +85,7 @@ def main() -> None:
         source, out = Source.of(Path(folder) / "in.jsonl"), Path(folder) / "out.jsonl"
 
         def from_file(start: Any) -> Callable[[Callable[[Progress], None]], Progress]:
-            return lambda tell: run(source, out, work, start=start, overwrite=True, tell=tell)
+            return lambda tell: run(source, out, spec, start=start, overwrite=True, tell=tell)
 
         library(generator, prompts[: args.at_once], args.at_once, options)
         for _ in range(args.repeats):

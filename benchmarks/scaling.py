@@ -31,8 +31,8 @@ from typing import Any
 
 from measure import table
 
-from specdec.batch import Work
-from specdec.batch.answer import Line
+from specdec.batch import BatchSpec
+from specdec.batch.answer import OutputLine
 
 SIZES = (1, 2, 4, 8, 16, 32)
 WORKERS = (1, 2, 4, 8, 16, 32, 64)
@@ -189,37 +189,37 @@ def measured(rows: int, tokens: int, at_once: int) -> dict[str, Any]:
         {"prompt": prompt, "options": {"max_new_tokens": length}}
         for prompt, length in zip(_prompts(rows), figures["lengths"], strict=True)
     ]
-    work = Work("generate", *_pair(), options={"eos_token_id": []}, loading={"dtype": "float32"})
+    spec = BatchSpec("generate", *_pair(), options={"eos_token_id": []}, loading={"dtype": "float32"})
     sys.path.remove(str(Path(__file__).parent))  # Ray would take requests.py beside this file for a package
     connect("local")
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
         source = Source.of(Path(folder) / "in.jsonl")
         for workers in (1, 2):
-            figures["runs"][workers] = later(_real(source, work, workers, at_once))
+            figures["runs"][workers] = later(_real(source, spec, workers, at_once))
         (Path(folder) / "in.txt").write_text("x\n" * 4000)
-        idle = _real(Source.of(Path(folder) / "in.txt"), Idle("generate", work.target), 1, at_once)
+        idle = _real(Source.of(Path(folder) / "in.txt"), Idle("generate", spec.target), 1, at_once)
         figures["driver"] = later(idle) / 3000 * block_size(4000, 1, at_once)
     return {**figures, "curves": {size: scaling(figures, size) for size in AT_ONCE}}
 
 
-def _real(source: Any, work: Any, workers: int, at_once: int) -> list[tuple[float, int]]:
+def _real(source: Any, spec: Any, workers: int, at_once: int) -> list[tuple[float, int]]:
     """When a real run had how many answers."""
     from specdec.batch import Pool, over_ray, run
 
     told: list[tuple[float, int]] = []
     start = over_ray(Pool(workers, workers, cpus=1, at_once=at_once), source.rows)
     out = source.path.with_name("out.jsonl")
-    run(source, out, work, start=start, overwrite=True, tell=lambda p: told.append((time.perf_counter(), p.done)))
+    run(source, out, spec, start=start, overwrite=True, tell=lambda p: told.append((time.perf_counter(), p.done)))
     return told
 
 
-class Idle(Work):
+class Idle(BatchSpec):
     """Work that costs its workers nothing."""
 
     def start(self) -> Any:
         """What answers a row at once."""
-        return lambda row: Line(row.number, b'{"output": ""}\n', False, 1)
+        return lambda row: OutputLine(row.number, b'{"output": ""}\n', False, 1)
 
 
 def one_cpu(tokens: int) -> dict[str, Any]:

@@ -1,21 +1,21 @@
-"""Past one process: files of rows through many models, one or a cluster of them.
+"""Batches: files of rows through models in this process or on a Ray cluster.
 
-| file | what it holds |
+| file | contents |
 | --- | --- |
-| `run.py` | a run from file to file: rows many at a time, answers in order, progress |
+| `run.py` | a run from file to file: many rows at a time, answers in order, progress |
 | `rows.py`, `parquet.py` | rows of JSON lines, Parquet and text |
-| `journal.py` | the output in the making, which a killed run leaves ready to be gone on with |
-| `answer.py`, `tasks.py`, `openai_files.py` | models loaded, a row's answer, batch files in OpenAI's form |
-| `ray/cluster.py`, `ray/data.py` | the same over a cluster, by Ray Data |
-| `ray/serve.py` | the server in several replicas, by Ray Serve |
+| `journal.py` | unfinished output, from which a killed run resumes |
+| `answer.py`, `tasks.py`, `openai_files.py` | a row's answer; tasks; OpenAI's batch files |
+| `ray/data.py` | the same on a cluster, by Ray Data |
+| `ray/serve.py` | replicas of the server, by Ray Serve |
 
-Nothing of Ray and pyarrow is imported before it is asked for.
+Ray and pyarrow are imported on first use.
 """
 
-from specdec.batch.answer import Work
-from specdec.batch.ray.cluster import connect
+from specdec.batch.answer import BatchSpec
+from specdec.batch.ray import connect
 from specdec.batch.ray.data import Pool, map_batches, over_ray
 from specdec.batch.rows import Source
 from specdec.batch.run import Progress, embedded, run
 
-__all__ = ["Pool", "Progress", "Source", "Work", "connect", "embedded", "map_batches", "over_ray", "run"]
+__all__ = ["BatchSpec", "Pool", "Progress", "Source", "connect", "embedded", "map_batches", "over_ray", "run"]

@@ -1,7 +1,7 @@
-"""The output file in the making: rows in order, those that are ahead of their turn beside it, nothing twice or lost.
+"""Unfinished output: lines in the order of rows, and a journal of the lines that are ahead of their turn.
 
-A finished row is handed to the system at once: to the file if it is its turn, else to a journal beside it. So a run
-that is killed loses only rows that were not finished, and the next one goes on from these two files.
+A finished line is written at once, to the file if it is next, else to the journal beside it. A killed run loses only
+unfinished rows, and the next run resumes from the two files.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from typing import Any, BinaryIO
 
 from specdec.errors import EngineError, OptionError
 
-_DEAD = 2**24  # bytes of a journal that nobody will read again, from which on it is written anew
+_DEAD = 2**24  # bytes of the journal's lines that are in the file, above which the journal is rewritten
 
 
-class Ledger:
-    """Lines of the file `path`, one for each row, written in any order; `settings` are what they depend on.
+class Journal:
+    """Writes one line per row to the file `path`, in any order; resumes a run of the same `settings`.
 
-    Goes on where another run with the same settings was ended. Raises OptionError for a file that belongs to something
-    else, for other settings, and where another process writes it.
+    Raises OptionError for a file that is no unfinished run's, for other settings, and while another process writes it.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], *, overwrite: bool = False) -> None:
@@ -46,42 +45,45 @@ class Ledger:
 
     @property
     def done(self) -> int:
-        """How many rows are finished."""
-        return self.next + len(self._held)
+        """The number of finished rows."""
+        return self.next + len(self._pending)
 
     def __contains__(self, row: int) -> bool:
-        return row < self.next or row in self._held
+        return row < self.next or row in self._pending
 
     def add(self, row: int, line: bytes) -> None:
-        """Takes the line of a finished row, which ends in a newline."""
+        """Writes the line of a finished row; it ends in a newline."""
         assert row not in self, row
-        if row != self.next:
-            return self._hold(row, line)
-        _write(self._file, line)
-        self.next += 1
-        self._promote()
+        if row == self.next:
+            _write(self._file, line)
+            self.next += 1
+            self._promote()
+        else:
+            entry = b"%d\t%s" % (row, line)
+            _write(self._journal, entry)
+            self._note(entry, self._journal.tell())
 
     def entries(self) -> Iterator[tuple[int, bytes]]:
-        """The numbers and lines of all finished rows, in order where all are."""
+        """Numbers and lines of finished rows; in order once all are finished."""
         with self.path.open("rb") as file:
             yield from enumerate(file)
-        for row in self._held:
+        for row in self._pending:
             yield row, self._read(row)
 
     def finish(self) -> None:
-        """The file is complete: the journal goes."""
+        """Deletes the journal: the file is complete."""
         with writing(self.path):
             os.fsync(self._file.fileno())
         self._journal_path.unlink()
         self.close()
 
     def close(self) -> None:
-        """Lets go of the files; another run may go on."""
+        """Closes the files; another run may resume."""
         self._journal.close()
         self._file.close()
 
     def _check(self, settings: Mapping[str, Any]) -> None:
-        """Raises where the file at hand is not of a run with these settings."""
+        """Raises an OptionError where the existing file is not of a run with these settings."""
         ways_out = "take another name for OUT, or pass --overwrite to begin anew"
         if not self._journal_path.exists():
             if self.path.stat().st_size:
@@ -101,50 +103,45 @@ class Ledger:
                 )
 
     def _open_journal(self) -> None:
-        """Finds the rows that the journal holds."""
+        """Opens the journal and indexes its lines."""
         self._journal = _opened(self._journal_path)
         _drop_half_line(self._journal)
-        self._held: dict[int, tuple[int, int]] = {}  # row -> where its line begins in the journal, and its bytes
-        self._end = len(self._header)
-        self._live = 0  # bytes of these lines
+        self._pending: dict[int, tuple[int, int]] = {}  # row -> offset and length of its line in the journal
+        self._dead = 0  # bytes of lines that are in the file
         with self._journal_path.open("rb") as entries:
-            entries.readline()
+            end = len(entries.readline())
             for entry in entries:
-                self._note(entry)
+                end += len(entry)
+                self._note(entry, end)
 
-    def _note(self, entry: bytes) -> None:
-        """Takes an entry into account that is at the end of the journal."""
-        number, _, line = entry.partition(b"\t")
-        self._end += len(entry)
-        if int(number) >= self.next:
-            self._held[int(number)] = (self._end - len(line), len(line))
-            self._live += len(line)
-
-    def _hold(self, row: int, line: bytes) -> None:
-        entry = b"%d\t%s" % (row, line)
-        _write(self._journal, entry)
-        self._note(entry)
+    def _note(self, entry: bytes, end: int) -> None:
+        """Indexes an entry of the journal that ends at offset `end`."""
+        row, _, line = entry.partition(b"\t")
+        if int(row) >= self.next:
+            self._pending[int(row)] = (end - len(line), len(line))
+        else:
+            self._dead += len(line)
 
     def _promote(self) -> None:
-        """Rows of the journal whose turn has come go to the file."""
-        while self.next in self._held:
+        """Copies the journal's lines that are next to the file; rewrites a journal of mostly dead lines."""
+        while self.next in self._pending:
             _write(self._file, self._read(self.next))
-            self._live -= self._held.pop(self.next)[1]
+            self._dead += self._pending.pop(self.next)[1]
             self.next += 1
-        if self._end - self._live > _DEAD:
+        if self._dead > _DEAD:
             with writing(self.path):
                 os.fsync(self._file.fileno())
-            entries = [b"%d\t%s" % (row, self._read(row)) for row in self._held]
+            entries = [b"%d\t%s" % (row, self._read(row)) for row in self._pending]
             self._journal.close()
             self._renew(entries)
             self._open_journal()
 
     def _read(self, row: int) -> bytes:
-        begin, length = self._held[row]
+        begin, length = self._pending[row]
         return os.pread(self._journal.fileno(), length, begin)
 
     def _renew(self, entries: Iterable[bytes]) -> None:
-        """A journal with these entries takes the place of the one before."""
+        """Replaces the journal by one with these entries."""
         new = self._journal_path.with_name(self._journal_path.name + ".new")
         with writing(new), new.open("wb") as file:
             file.writelines([self._header, *entries])
@@ -161,9 +158,9 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _lock(file: BinaryIO, path: Path) -> None:
-    """Keeps other processes from writing the file until it is closed."""
+    """Locks the file against other processes until it is closed."""
     try:
-        import fcntl  # not everywhere
+        import fcntl  # not on Windows
     except ImportError:
         return
     try:
@@ -173,7 +170,7 @@ def _lock(file: BinaryIO, path: Path) -> None:
 
 
 def _write(file: BinaryIO, data: bytes) -> None:
-    """All of it, as the system may take less at a time."""
+    """Writes all bytes; the system may take fewer at a time."""
     with writing(file.name):
         while data:
             data = data[file.write(data) :]
@@ -181,7 +178,7 @@ def _write(file: BinaryIO, data: bytes) -> None:
 
 @contextmanager
 def writing(path: Path | str) -> Iterator[None]:
-    """Raises EngineError, naming the file, where the system does not take what is written: a full disk, for one."""
+    """Turns an OSError, as of a full disk, into an EngineError that names the file."""
     try:
         yield
     except OSError as error:
@@ -192,7 +189,7 @@ def writing(path: Path | str) -> Iterator[None]:
 
 
 def _drop_half_line(file: BinaryIO) -> int:
-    """Cuts off a line that was not written to its end; how many are left."""
+    """Truncates the file after its last newline; returns the number of lines."""
     file.seek(0)
     lines = end = 0
     position = 0

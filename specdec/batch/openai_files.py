@@ -1,4 +1,4 @@
-"""Batch files as OpenAI defines them: every row is a request to an endpoint, every line its response."""
+"""OpenAI's batch files: every row is a request to an endpoint, every line its response."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pydantic import ValidationError
 from specdec.batch.tasks import Fields, Task, explained, load_generator
 from specdec.core.stats import Stats
 from specdec.pipelines.stats import total
-from specdec.server.answers import Answer, Tally
+from specdec.server.answers import Answer
 from specdec.server.cancellation import Cancel
 from specdec.server.errors import ApiError, as_api_error
 from specdec.server.faults import invalid
 from specdec.server.protocol import ChatRequest, CompletionRequest
-from specdec.server.text import Ask, Begun, Echo, Ended, Piece, TextModel
+from specdec.server.text import PromptRequest, TextDelta, TextModel
 
 if TYPE_CHECKING:
-    from specdec.batch.answer import Work
+    from specdec.batch.answer import BatchSpec
 
 ENDPOINTS: dict[str, type[ChatRequest] | type[CompletionRequest]] = {
     "/v1/chat/completions": ChatRequest,
@@ -28,43 +28,37 @@ _TIMELESS = ("prompt_tokens", "completion_tokens", "total_tokens")
 
 
 class OpenAI(Task):
-    """Requests are answered as a server would, whatever model they name; nothing in an answer depends on the clock."""
+    """Answers requests as a server would, whatever model they name; answers do not depend on the clock."""
 
     field = "body"
 
-    def __init__(self, work: Work) -> None:
-        generator = load_generator(work, **work.options)
-        self._model = TextModel(work.name, generator, options=work.options)
+    def __init__(self, spec: BatchSpec) -> None:
+        generator = load_generator(spec, **spec.options)
+        self._model = TextModel(spec.name, generator, options=spec.options)
 
     def answer(self, fields: Fields, seed: int) -> tuple[dict[str, Any], Stats]:
-        """The line of a request that was answered."""
+        """The line of an answered request."""
         request = _request(fields)
         if request.seed is None:
             request = request.model_copy(update={"seed": seed % _NO_SEED})
         prompts = [None] if isinstance(request, ChatRequest) else request.prompts
-        tallies = [Tally() for _ in prompts]
-        choices: list[list[Piece]] = [[] for _ in range(len(prompts) * request.n)]
-        echoes: list[Echo | None] = [None] * len(prompts)
+        answer = Answer(request, self._model.name, len(prompts), id=_id(seed), created=0)
         for at, prompt in enumerate(prompts):
-            for item in self._model.run(Ask(request, prompt), Cancel()):
-                if isinstance(item, Begun):
-                    tallies[at].prompt_tokens, echoes[at] = item.prompt_tokens, item.echo
-                elif isinstance(item, Piece):
-                    tallies[at].new_tokens += item.tokens
-                    choices[at * request.n + item.row].append(item)
-                elif isinstance(item, Ended):
-                    tallies[at].stats = item.stats
-        body = Answer(request, self._model.name, tallies, id=_id(seed), created=0).whole(choices, echoes)
+            for update in self._model.run(PromptRequest(request, prompt), Cancel()):
+                answer.count(at, update)
+                if isinstance(update, TextDelta):
+                    answer.add(at, update)
+        body = answer.whole()
         body["usage"] = {name: body["usage"][name] for name in _TIMELESS}
-        return self._line(fields, seed, 200, body), total([t.stats for t in tallies if t.stats is not None])
+        return self._line(fields, seed, 200, body), total(answer.stats)
 
     def failure(self, fields: Fields, error: Exception, seed: int) -> dict[str, Any]:
-        """The line of a request that was refused, or that failed; of what is no request the error alone."""
+        """The line of a refused or failed request; without fields, of the error alone."""
         if not fields:
-            told = {"code": "invalid_request", "message": explained(error)}
-            return {"id": f"batch_req_{_id(seed)}", "custom_id": None, "response": None, "error": told}
+            facts = {"code": "invalid_request", "message": explained(error)}
+            return {"id": f"batch_req_{_id(seed)}", "custom_id": None, "response": None, "error": facts}
         known = as_api_error(error)
-        if known.status_code == 500:  # a server's log would say more
+        if known.status_code == 500:  # its message refers to a server's log
             known = ApiError(500, explained(error), code=known.code)
         return self._line(fields, seed, known.status_code, known.body)
 
@@ -80,7 +74,7 @@ class OpenAI(Task):
 
 
 def _request(fields: Fields) -> ChatRequest | CompletionRequest:
-    """The request of a row; raises a 400, or a 404 for an endpoint that is not served here."""
+    """The request of a row; raises a 400, or a 404 for an unknown endpoint."""
     kind = ENDPOINTS.get(str(fields.get("url")))
     if kind is None:
         named = " or ".join(ENDPOINTS)

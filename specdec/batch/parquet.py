@@ -1,4 +1,4 @@
-"""Parquet by way of pyarrow, which is only imported for it."""
+"""Parquet files, by pyarrow."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
-_ROWS = 1024  # written at a time
+_ROWS = 1024  # per batch
 
 
 def pyarrow_module() -> Any:
-    """The package; raises SpecdecError where it is missing."""
+    """pyarrow; raises SpecdecError where it is missing."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -28,7 +28,7 @@ def pyarrow_module() -> Any:
 
 
 def parquet(path: Path) -> ParquetFile:
-    """A Parquet file, open to be read; raises OptionError where it is none."""
+    """Opens a Parquet file; raises OptionError for another format."""
     arrow = pyarrow_module()
     try:
         return arrow.parquet.ParquetFile(path)
@@ -37,7 +37,7 @@ def parquet(path: Path) -> ParquetFile:
 
 
 def write_parquet(path: Path, rows: Iterable[dict[str, Any]], schema: pyarrow.Schema) -> None:
-    """A Parquet file of these rows; raises OptionError where a value does not go into its column."""
+    """Writes a Parquet file; raises OptionError for a value that does not fit its column."""
     arrow = pyarrow_module()
     with _columns(), arrow.parquet.ParquetWriter(path, schema) as writer:
         for batch in _batches(rows):
@@ -45,7 +45,7 @@ def write_parquet(path: Path, rows: Iterable[dict[str, Any]], schema: pyarrow.Sc
 
 
 def schema_of(rows: Iterable[dict[str, Any]]) -> pyarrow.Schema:
-    """The columns that hold all of these rows; raises OptionError where a field has values of different kinds."""
+    """The schema of all rows; raises OptionError for a field with values of different types."""
     arrow = pyarrow_module()
     found = arrow.schema([])
     with _columns():
@@ -58,7 +58,7 @@ def schema_of(rows: Iterable[dict[str, Any]]) -> pyarrow.Schema:
 
 @contextmanager
 def _columns() -> Iterator[None]:
-    """Tells of rows that are none of one table."""
+    """Turns pyarrow's errors about types into OptionError."""
     try:
         yield
     except (pyarrow_module().ArrowException, OverflowError) as error:
@@ -72,7 +72,7 @@ def _batches(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
 
 
 def _without_empty(value: Any) -> Any:
-    """The same with null in the place of objects without fields, of which Parquet can have no column."""
+    """The value with None for empty objects, which Parquet cannot store."""
     if isinstance(value, dict):
         return {name: _without_empty(one) for name, one in value.items()} or None
     return [_without_empty(one) for one in value] if isinstance(value, list) else value

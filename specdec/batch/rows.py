@@ -1,4 +1,4 @@
-"""Where rows come from: JSON lines, Parquet or lines of text, read in order and in bounded memory."""
+"""Rows of input: JSON lines, Parquet or lines of text, read in order and in bounded memory."""
 
 from __future__ import annotations
 
@@ -13,21 +13,15 @@ from typing import Any
 from specdec.batch.parquet import parquet, pyarrow_module
 from specdec.errors import OptionError
 
-KINDS = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".parquet": "parquet",
-    ".pq": "parquet",
-    ".txt": "text",
-}
-"""What a file's name says of its form."""
+KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".pq": "parquet", ".txt": "text"}
+"""Suffix -> kind of input."""
 _READ = 2**20  # bytes hashed at a time
 _ROWS = 256  # of Parquet, read at a time
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the input: its number, its fields by name, and what is wrong with it where it could not be read."""
+    """One row: its number, its fields, and the error if it could not be read."""
 
     number: int
     fields: dict[str, Any] = field(default_factory=dict)
@@ -36,7 +30,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Source:
-    """A file of rows; `digest` tells it from any other, `rows` counts them (lines without a word are none)."""
+    """A file of `rows` rows, blank lines not counted; `digest` identifies its content."""
 
     path: Path
     kind: str
@@ -45,7 +39,7 @@ class Source:
 
     @classmethod
     def of(cls, path: str | Path) -> Source:
-        """The file, looked through once; raises OptionError for what cannot be read or is of an unknown kind."""
+        """Reads the file once; raises OptionError for an unreadable, empty or unknown kind of file."""
         path = Path(path)
         kind = kind_of(path, "IN", KINDS)
         try:
@@ -58,7 +52,7 @@ class Source:
         return cls(path, kind, rows, digest)
 
     def read(self, name: str) -> Iterator[Row]:
-        """Every row in order; a line of text is the field `name`."""
+        """All rows in order; a line of text becomes the field `name`."""
         if self.kind == "parquet":
             batches = parquet(self.path).iter_batches(batch_size=_ROWS)
             fields = (found for batch in batches for found in batch.to_pylist())
@@ -73,7 +67,7 @@ class Source:
 
 
 def kind_of(path: Path, name: str, kinds: dict[str, str]) -> str:
-    """The kind that a file's ending says; OptionError about `name` for an unknown one."""
+    """The kind of a file, by its suffix; raises an OptionError about `name` for an unknown one."""
     found = kinds.get(path.suffix.lower())
     if found is None:
         raise OptionError.of(name, f"a file that ends in {', '.join(kinds)}", str(path), "rename or convert it")
@@ -81,7 +75,7 @@ def kind_of(path: Path, name: str, kinds: dict[str, str]) -> str:
 
 
 def fitting(rows: Iterable[Row]) -> Iterator[Row]:
-    """Rows of any kinds as rows of one table: a value of another kind than in rows before it is an error of its row."""
+    """Rows for one table: a value that does not fit its column, as earlier rows set it, is an error of its row."""
     arrow = pyarrow_module()
     seen: dict[str, Any] = {}
     for row in rows:
@@ -91,7 +85,7 @@ def fitting(rows: Iterable[Row]) -> Iterator[Row]:
                 kind = arrow.array([value]).type
                 both = [arrow.schema([(name, one)]) for one in (seen.get(name, kind), kind)]
                 merged = arrow.unify_schemas(both, promote_options="permissive").field(name).type
-                arrow.array([value], merged)  # a long number may be none of the column's
+                arrow.array([value], merged)  # a large number may not fit
                 seen[name], fields[name] = merged, value
             except (arrow.ArrowException, OverflowError, ValueError):
                 wrong = f"the value of `{name}` does not fit into the column of the rows before: name OUT .jsonl"
@@ -99,13 +93,13 @@ def fitting(rows: Iterable[Row]) -> Iterator[Row]:
 
 
 def windows(rows: Iterator[Row], size: int) -> Iterator[list[Row]]:
-    """The rows, so many at a time."""
+    """The rows in lists of `size`."""
     while window := list(islice(rows, size)):
         yield window
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """The lines that have a word."""
+    """The lines that are not blank."""
     with path.open("rb") as file:
         yield from (line for line in file if line.strip())
 

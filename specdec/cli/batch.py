@@ -43,8 +43,8 @@ from specdec.cli.transcribe import read_options
 from specdec.errors import OptionError
 
 if TYPE_CHECKING:
+    from specdec.batch import BatchSpec, Source
     from specdec.batch import Progress as Done
-    from specdec.batch import Source, Work
     from specdec.batch.run import Start
 
 TaskName = Literal["generate", "chat", "summarize", "transcribe"]
@@ -130,10 +130,10 @@ def batch(
         from specdec.batch import Source, embedded, run
 
         rows = Source.of(source)
-        work = make_work(request, rows, ctx.params)
+        spec = make_spec(request, rows, ctx.params)
         start = embedded(at_once) if ray is None else cluster(ray, ctx.params, rows.rows)
         try:
-            done = run(rows, out, work, start=start, overwrite=overwrite, tell=tell, stop=lambda: interrupt.asked)
+            done = run(rows, out, spec, start=start, overwrite=overwrite, tell=tell, stop=lambda: interrupt.asked)
         except KeyboardInterrupt:  # the second one: nobody waits for the rows under way
             say("ended at once: the same command goes on")
             os._exit(INTERRUPTED)
@@ -181,9 +181,9 @@ def read_speech(params: Mapping[str, Any]) -> Request:
     return Request(target, draft, "auto", options, {**({"dtype": "float32"} if zoo else {}), **how})
 
 
-def make_work(request: Request, rows: Source, params: Mapping[str, Any]) -> Work:
+def make_spec(request: Request, rows: Source, params: Mapping[str, Any]) -> BatchSpec:
     """What is done with every row; requests in OpenAI's form are known by their first row."""
-    from specdec.batch import Work
+    from specdec.batch import BatchSpec
     from specdec.batch.tasks import is_request
 
     task = params["task"] or "generate"
@@ -197,7 +197,7 @@ def make_work(request: Request, rows: Source, params: Mapping[str, Any]) -> Work
     seed = options.pop("seed", 0)
     if not isinstance(seed, int):
         raise OptionError.of("seed", "one number, from which every row has its own", seed)
-    return Work(
+    return BatchSpec(
         task,
         locate(request.target, "target", "--model"),
         request.draft,

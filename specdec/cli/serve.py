@@ -37,7 +37,7 @@ DEMO = (
     {"name": "speech", "target": "zoo:speech", "draft": "zoo:speech"},
 )
 # Flag -> key of the settings, and of their limits.
-SERVER = ("host", "port", "api_key_file", "insecure", "stream_chunk", "pad_events", "log")
+SERVER = ("host", "port", "api_key_file", "insecure", "stream_chunk", "log")
 OF_REPLICAS = (
     "replicas",
     "replica_cpus",
@@ -95,9 +95,6 @@ def serve(
     stream_chunk: Annotated[
         int | None, typer.Option(metavar="N", help="Events of N tokens each, whatever a draft guessed.")
     ] = None,
-    pad_events: Annotated[
-        bool, typer.Option("--pad-events", help="Fill events up, so that their sizes tell nothing.")
-    ] = False,
     log: Annotated[str | None, typer.Option(help="text, json or none.")] = None,
     ray: Annotated[
         str | None, typer.Option(metavar="ADDRESS", help="On a Ray cluster: its address, auto, or local for a new one.")

@@ -1,4 +1,4 @@
-"""specdec as the decoding method of `model.generate`: for scripts, pipelines and trainers that call it already."""
+"""specdec as the decoding method of transformers' `model.generate`."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ OPTIONS = frozenset(
     | {"sampling", "seed", "num_samples", "ranking", "presence_penalty", "frequency_penalty"}
     | {"prefill_chunk_size", "stop_strings", "kv_budget"}
 )
-"""What `generate` has no argument for, or none that reaches a decoding method (`stop_strings`)."""
+"""Options that `generate` lacks, or does not pass to a decoding method (`stop_strings`)."""
 
-_NEGATIVE = ("negative_prompt_ids", "negative_prompt_attention_mask")
 _WITHOUT_EFFECT = tuple({**REFUSED, **IDLE})
-_PASSED = ("prefix_allowed_tokens_fn", *_NEGATIVE)
+_PASSED = ("prefix_allowed_tokens_fn", "negative_prompt_ids", "negative_prompt_attention_mask")
 
 
 def custom_generate(
@@ -41,12 +40,12 @@ def custom_generate(
     exactness: str = "auto",
     **options: Any,
 ) -> CustomGenerate:
-    """A decoding method for `model.generate(custom_generate=…)`: it returns what `generate` returns, in fewer passes.
+    """A decoding method for `model.generate(custom_generate=…)`, with the same results in fewer passes.
 
-    `draft` and the rest are as in `SpecGenerator`; `options` are those that `generate` has no argument for (`OPTIONS`).
-    Sampled text has the same distribution, and its seeds are specdec's own: `seed=`, or torch's generator. Everything
-    that `generate` was given is honoured or refused with an error; with `return_dict_in_generate` the result has no
-    `past_key_values`. Make one for each model and keep it: it holds the draft, and what was learned about it.
+    Arguments are as in `SpecGenerator`; `options` are `OPTIONS`, which `generate` lacks. Samples have the same
+    distribution, with specdec's own seeds: `seed=`, or torch's generator. Arguments of `generate` that cannot be
+    honoured raise; with `return_dict_in_generate` the result has no `past_key_values`. Keep one object per model: it
+    holds the draft and its statistics.
 
     Raises OptionError for options that belong to `generate`.
     """
@@ -59,7 +58,7 @@ def custom_generate(
 
 
 class CustomGenerate:
-    """The decoding method that `custom_generate` makes. `stats` are those of the last call that ended."""
+    """A decoding method; `stats` are those of the last finished call."""
 
     def __init__(self, draft: Any, options: Mapping[str, Any]) -> None:
         self._draft, self._options = draft, dict(options)
@@ -75,7 +74,7 @@ class CustomGenerate:
         return CustomGenerate, (self._draft, self._options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CustomGenerate:
-        return self  # whoever copies settings means the same draft
+        return self  # transformers copies settings; the draft stays the same
 
     def __call__(
         self,
@@ -87,9 +86,9 @@ class CustomGenerate:
         inputs_tensor: Tensor | None = None,
         **model_kwargs: Any,
     ) -> ModelOutput | Tensor:
-        """Decodes what `generate` prepared: `input_ids` `[rows, length]`, each prompt once per beam or returned text.
+        """Decodes the inputs that `generate` prepared: `input_ids` `[rows, length]`, a row per beam or returned text.
 
-        Raises OptionError or UnsupportedError for what `generate` was given and specdec cannot honour.
+        Raises OptionError or UnsupportedError for arguments of `generate` that cannot be honoured.
         """
         asked = generate_arguments.generate_arguments()
         _check(model, asked, generation_config)
@@ -125,49 +124,49 @@ class CustomGenerate:
         return generate_arguments.as_transformers(out, encoder=encoder, beams=beams)
 
     def _generator(self, model: PreTrainedModel) -> SpecGenerator:
-        """The generator of the model, as it is now; its texts may come with other weights the next time."""
+        """The model's generator; a new one if the model or its weights changed."""
         with self._lock:
             if self._made is None or self._made[0] is not model or self._made[1].target.look()[1]:
-                self._made = None  # before another one is made in its place
+                self._made = None  # frees it before the next one is made
                 self._made = (model, _Following(model, self._draft, prefix_cache=False, **self._options))
             return self._made[1]
 
 
 class _Following(SpecGenerator):
-    """A generator whose calls bring complete settings: what the checkpoint says is among them, or was overruled."""
+    """A generator that inherits nothing from the checkpoint: transformers has merged its settings into each call."""
 
     def _inherited(self) -> dict[str, Any]:
         return {}
 
 
 class _AfterPrompt:
-    """A streamer that has the prompt already."""
+    """Drops the prompt, which `generate` has passed to the streamer already."""
 
     def __init__(self, streamer: Any) -> None:
         self._streamer, self._began = streamer, False
 
     def put(self, value: Tensor) -> None:
-        """Passes on all but the first."""
+        """Passes on all but the first value."""
         if self._began:
             self._streamer.put(value)
         self._began = True
 
     def end(self) -> None:
-        """The end of the text."""
+        """Ends the stream."""
         self._streamer.end()
 
 
 def _first(value: Any, copies: int) -> Any:
-    """Every prompt's first row of a tensor that holds each prompt so many times."""
+    """Every `copies`-th row: the first of each prompt."""
     if isinstance(value, Tensor) and value.dim():
         return value[::copies]
-    if isinstance(value, ModelOutput):  # the encoder's: only its tensors were repeated
+    if isinstance(value, ModelOutput):  # of the encoder: its tensors are repeated
         return type(value)(**{name: _first(part, copies) for name, part in value.items()})
     return value
 
 
 def _check(model: PreTrainedModel, asked: Mapping[str, Any], config: Any) -> None:
-    """Raises for arguments of `generate` that have no place here."""
+    """Raises for unsupported arguments of `generate`."""
     generate_arguments.check_sharding(model, asked["synced_gpus"])
     if asked["assistant_model"] is not None:
         raise OptionError("`assistant_model` beside `custom_generate`: name it there, custom_generate(draft=…)")
@@ -177,7 +176,7 @@ def _check(model: PreTrainedModel, asked: Mapping[str, Any], config: Any) -> Non
 
 
 def _decoder_inputs(model: PreTrainedModel, ids: Tensor, rows: Mapping[str, Any], _: Any) -> dict[str, Any]:
-    """The prompts of a decoder-only model."""
+    """The inputs of a decoder-only model."""
     embeds = rows.get("inputs_embeds")
     read = ids if embeds is None else embeds
     mask = rows.get("attention_mask")
@@ -191,7 +190,7 @@ def _decoder_inputs(model: PreTrainedModel, ids: Tensor, rows: Mapping[str, Any]
 def _encoder_inputs(
     model: PreTrainedModel, ids: Tensor, rows: Mapping[str, Any], inputs: Tensor | None
 ) -> dict[str, Any]:
-    """What the encoder made of its inputs, these where drafts can read them too, and decoder prompts."""
+    """Encoder outputs, encoder inputs where known (drafts read them), and decoder prompts."""
     return {
         **_readable(model, inputs),
         "attention_mask": rows.get("attention_mask"),
@@ -202,7 +201,7 @@ def _encoder_inputs(
 
 
 def _readable(model: PreTrainedModel, inputs: Tensor | None) -> dict[str, Tensor]:
-    """Ids or features under their name; transformers gives -100 for inputs that nobody knows."""
+    """The encoder's ids or features by name; empty for transformers' -100, unknown inputs."""
     if inputs is None or not inputs.is_floating_point():
         return {} if inputs is None or bool((inputs < 0).any()) else {"input_ids": inputs}
     name = model.get_encoder().main_input_name
@@ -210,9 +209,9 @@ def _readable(model: PreTrainedModel, inputs: Tensor | None) -> dict[str, Tensor
 
 
 def _settled(config: Any, width: int, limit: int) -> Any:
-    """`config` with its lengths as numbers of new tokens after prompts of `width`, which are complete.
+    """A copy of `config` with lengths as new tokens after prompts of `width` tokens.
 
-    Where transformers' defaults stand for how much to draft, specdec's own do.
+    transformers' defaults for draft lengths become specdec's.
     """
     settled = copy.copy(config)
     settled.max_new_tokens, settled.max_length = limit - width, None
@@ -232,7 +231,7 @@ def _settled(config: Any, width: int, limit: int) -> Any:
 
 
 def _unsupported(config: Any, own: Any) -> dict[str, Any]:
-    """Fields without an effect in specdec that the call has set, to other values than checkpoint and defaults."""
+    """Fields without effect in specdec whose values the call itself has set."""
     defaults = generate_arguments.transformers_defaults()
     return {
         name: value

@@ -1,8 +1,7 @@
-"""What `model.generate` was asked, for whoever decodes in its place (`custom_generate=`).
+"""The arguments of `model.generate`, for a decoding method that replaces its own (`custom_generate=`).
 
-transformers hands a decoding method its prepared inputs, but drops the streamer, the assistant and whether a cache came
-from the caller (`GenerationMixin._extract_generation_mode_kwargs`). They are read where they still are: among the
-arguments of the call of `generate` that is under way.
+transformers passes prepared inputs, but drops the streamer, the assistant and whether a cache came from the caller
+(`GenerationMixin._extract_generation_mode_kwargs`). They are read from the running call's frame.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ GUESSES = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_c
 
 
 def generate_arguments() -> dict[str, Any]:
-    """The arguments of the innermost call of `GenerationMixin.generate` under way, by name; the free ones in `kwargs`.
+    """The arguments of the innermost running `GenerationMixin.generate`, free ones in `kwargs`.
 
-    Raises OptionError where there is none.
+    Raises OptionError outside of such a call.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not _CODE:
@@ -48,7 +47,7 @@ def generate_arguments() -> dict[str, Any]:
 
 
 def check_sharding(model: Any, synced_gpus: bool | None) -> None:
-    """Raises UnsupportedError where processes have to pass together, as each holds only a part of the weights."""
+    """Raises UnsupportedError for weights sharded over processes, which must run passes together."""
     sharded = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
     several = torch.distributed.is_available() and torch.distributed.is_initialized()
     several = several and torch.distributed.get_world_size() > 1
@@ -57,21 +56,21 @@ def check_sharding(model: Any, synced_gpus: bool | None) -> None:
 
 
 def transformers_defaults() -> dict[str, Any]:
-    """What `generate` fills into a generation config where neither caller nor checkpoint says anything."""
+    """transformers' defaults of a generation config."""
     found: dict[str, Any] = GenerationConfig()._get_default_generation_params()
     return found
 
 
 def chosen_guesses(config: Any) -> dict[str, Any]:
-    """How much to draft, as far as `config` says something else than transformers' defaults."""
+    """The options of draft lengths that differ from transformers' defaults."""
     defaults = transformers_defaults()
     return {name: value for name in GUESSES if (value := getattr(config, name, None)) != defaults.get(name)}
 
 
 def own_criteria(given: Sequence[Any], config: Any) -> list[Any]:
-    """The caller's criteria without those whose settings `config` takes over: one of a kind replaces transformers'.
+    """The caller's criteria without a MaxLengthCriteria; a MaxTimeCriteria replaces `config.max_time`.
 
-    Raises UnsupportedError for one about end-of-sequence ids beside those of `config`.
+    Raises UnsupportedError for an EosTokenCriteria beside `config.eos_token_id`.
     """
     if config.eos_token_id is not None and any(type(one) is EosTokenCriteria for one in given):
         raise UnsupportedError("`stopping_criteria` with an EosTokenCriteria: pass its ids as `eos_token_id=` instead")
@@ -81,25 +80,25 @@ def own_criteria(given: Sequence[Any], config: Any) -> list[Any]:
 
 
 def beam_filler(config: Any) -> int | None:
-    """The padding id of a search's texts: transformers takes a 0 for none, and the first end-of-sequence id instead."""
+    """The padding id of beams: transformers replaces 0 by the first end-of-sequence id."""
     ends = [config.eos_token_id] if isinstance(config.eos_token_id, int) else list(config.eos_token_id or [])
     return ends[0] if ends and config.pad_token_id == 0 else config.pad_token_id
 
 
 def split_detectors(processors: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Whisper's detectors of silence, and the other processors."""
+    """Whisper's silence detectors, and the other processors."""
     detectors = [one for one in processors if isinstance(one, WhisperNoSpeechDetection)]
     return detectors, [one for one in processors if one not in detectors]
 
 
 def detect_silence(detectors: Sequence[Any], ids: Tensor, logits: Tensor) -> None:
-    """Shows detectors the first `logits` `[rows, vocab]` after the prompts `ids`; they wait for whole batches."""
+    """Calls detectors, which need whole batches, with the first `logits` `[rows, vocab]` after the prompts `ids`."""
     for detector in detectors:
         detector(ids, logits.log_softmax(-1) if detector.is_scores_logprobs else logits)
 
 
 def as_transformers(out: ModelOutput, *, encoder: bool, beams: bool) -> ModelOutput:
-    """`out` in the class that `generate` returns; its cache is not among the fields."""
+    """`out` as the class that `generate` returns, without a cache."""
     kinds = {
         (False, False): GenerateDecoderOnlyOutput,
         (True, False): GenerateEncoderDecoderOutput,

@@ -1,9 +1,9 @@
-"""A model for EleutherAI's lm-evaluation-harness: scores are the target's own, and generative tasks take fewer passes.
+"""A model for EleutherAI's lm-evaluation-harness: the target's scores, generative tasks in fewer passes.
 
     python -m specdec.integrations.lm_eval run --model specdec --model_args pretrained=TARGET,draft=DRAFT --tasks gsm8k
 
 Beside `draft`, `model_args` are those of the harness' own `hf` model and the options of `specdec.custom_generate`.
-Log-likelihoods pass through to `hf`.
+Log-likelihoods are those of `hf`.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _LOADING = ("backend", "exactness")
 
 @register_model("specdec")
 class SpecdecLM(HFLM):  # type: ignore[misc]
-    """The harness' model over transformers, whose `generate` calls decode with a draft.
+    """The harness' `hf` model, decoding with a draft.
 
-    `pretrained` and `draft` are models, ids, folders or zoo:NAME; `options` are those of `specdec.custom_generate`, and
-    of the harness' `hf`. `runs` are the statistics of every batch that was decoded.
+    `pretrained`, `draft`: models, ids, folders or zoo:NAME; `options`: those of `specdec.custom_generate` and of `hf`.
+    `runs`: the statistics of every decoded batch.
     """
 
     def __init__(self, pretrained: Any, draft: Any = None, **options: Any) -> None:
@@ -51,7 +51,7 @@ class SpecdecLM(HFLM):  # type: ignore[misc]
         self.runs: list[Stats] = []
 
     def generate_until(self, requests: Any, *more: Any, **options: Any) -> list[str]:
-        """The texts of the harness' requests; what they took is logged."""
+        """The texts of the harness' requests; logs tokens, seconds and passes."""
         before = len(self.runs)
         texts: list[str] = super().generate_until(requests, *more, **options)
         tokens, passes, seconds = (
@@ -63,7 +63,7 @@ class SpecdecLM(HFLM):  # type: ignore[misc]
         return texts
 
     def _model_generate(self, context: Tensor, max_length: int, stop: Sequence[str], **options: Any) -> Tensor:
-        """New text `[rows, length]` after `context`, until one of `stop` is in it; the harness cuts it there."""
+        """`context` and new tokens, `[rows, length]`, until one of `stop` occurs; the harness cuts there."""
         if options.setdefault("temperature", 0.0) == 0.0:
             options["do_sample"] = False
             del options["temperature"]
@@ -83,23 +83,23 @@ class SpecdecLM(HFLM):  # type: ignore[misc]
 
 
 class Stops:
-    """Ends a row where one of `strings` is in what follows its prompt, one of `prompts`.
+    """A stopping criterion: one of `strings` occurs after the row's prompt, one of `prompts`.
 
-    The harness' own criterion waits for whole batches and counts padding; rows come here one at a time without.
+    The harness' own criterion needs whole padded batches; rows come one at a time, without padding.
     """
 
     def __init__(self, tokenizer: Any, strings: Sequence[str], prompts: Sequence[Sequence[int]]) -> None:
         self._tokenizer = tokenizer
         self._strings = [string for string in strings if string]
         self._prompts = sorted(map(list, prompts), key=len, reverse=True)
-        self._reach = 4 * max(map(len, self._strings), default=0) + 4  # tokens; a character may be four
+        self._reach = 4 * max(map(len, self._strings), default=0) + 4  # tokens: a character may take four
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        """For each of `input_ids` `[texts, length]`, whether it ends."""
+        """Whether each of `input_ids` `[n, length]` ends, `[n]`."""
         return torch.tensor([self._ends(row) for row in input_ids.tolist()], device=input_ids.device)
 
     def _ends(self, ids: list[int]) -> bool:
-        # Of prompts that begin alike the longest: an end that is missed costs time, a wrong one text.
+        # The longest matching prompt: a missed end costs time, a wrong one costs text.
         start = next((len(prompt) for prompt in self._prompts if ids[: len(prompt)] == prompt), 0)
         text = self._tokenizer.decode(ids[max(start, len(ids) - self._reach) :])
         return any(string in text for string in self._strings)

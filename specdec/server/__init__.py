@@ -1,22 +1,23 @@
-"""An HTTP server in the form of OpenAI's interface: requests in, pieces of text out.
+"""An HTTP server with OpenAI's API.
 
-| file | what it holds |
+| file | contents |
 | --- | --- |
-| `settings.py` | what a server goes by, from flags and YAML |
-| `protocol.py`, `answers.py`, `errors.py` | what clients send, and what they are sent |
-| `app.py`, `routes/`, `page/` | endpoints, the page |
-| `guards.py`, `keys.py` | keys, hosts, sizes, the log's line: what every request must pass |
-| `generation.py`, `responses.py` | one request on the event loop; answers that end when their client leaves |
-| `admission.py`, `cancellation.py` | turns among clients; threads that decode, followed from the event loop |
-| `models.py`, `text.py`, `speech.py` | models with their threads; what a thread does for a request |
-| `connections.py` | how many connections there are, and how long heads and sends may take |
-| `direct_socket.py` | streams from a thread that decodes to their socket |
-| `options.py`, `stops.py`, `grammar.py` | fields into options; texts that end an answer; answers in a given form |
-| `scoring.py` | what the tokens of a prompt score |
-| `metrics.py`, `tracing.py` | counts for Prometheus, spans for OpenTelemetry |
-| `state.py`, `http.py` | what requests share; the process and its drain |
+| `settings.py` | settings of a server, from flags and YAML |
+| `protocol.py`, `answers.py`, `errors.py`, `faults.py` | requests, responses, error messages |
+| `app.py`, `routes/`, `page/` | endpoints, web page |
+| `guards.py`, `keys.py` | checks of every request: API key, host, origin, size; its line in the log |
+| `generation.py`, `responses.py` | one text request on the event loop; responses that stop when their client
+disconnects |
+| `admission.py`, `cancellation.py` | turns, shared fairly among clients; decoding threads seen from the event loop |
+| `models.py`, `text.py`, `speech.py` | models with their threads; decoding of one prompt or recording |
+| `connections.py` | limits on connections: their number, time for heads and sends |
+| `direct_socket.py` | events written to the socket by the decoding thread |
+| `options.py`, `grammar.py` | from request fields to options: stop texts, structured output |
+| `scoring.py` | log-probabilities of a prompt's tokens |
+| `metrics.py`, `tracing.py` | metrics for Prometheus, spans for OpenTelemetry |
+| `state.py`, `http.py` | state shared by requests; the process and its shutdown |
 
-Nothing of it is imported unless a server is asked for; the extra `serve` brings what it needs.
+Needs the extra `serve`.
 """
 
 from specdec.server.app import create_app

@@ -1,4 +1,4 @@
-"""Who may run: a bounded number at a time, the next by turns among clients, the rest refused."""
+"""Admission: a bounded number of requests runs, clients take turns, the rest is refused."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from specdec.server.errors import busy
 
 
 class Admission:
-    """`running` turns at a time; `waiting` more wait, and clients take turns however much each of them asks for.
+    """Grants `running` turns at a time, round robin over clients; `waiting` more requests wait.
 
-    Where too many wait, the client with most of them loses its last one to a client with fewer.
-
-    To be used on one event loop.
+    When the queue is full, the client with the most waiting requests loses its last one to a client with fewer. For
+    one event loop.
     """
 
     def __init__(self, running: int, waiting: int) -> None:
@@ -25,12 +24,12 @@ class Admission:
 
     @property
     def running(self) -> int:
-        """Turns that are taken."""
+        """The number of turns in use."""
         return self._running - self.free
 
     @asynccontextmanager
     async def turn(self, client: str) -> AsyncIterator[None]:
-        """Waits for a turn and holds it; raises a 429 where too many wait."""
+        """Waits for a turn and holds it; raises a 429 when the queue is full."""
         await self._take(client)
         try:
             yield
@@ -54,11 +53,11 @@ class Admission:
                 self._drop_empty(client)
                 self.waiting -= 1
             elif not turn.cancelled() and turn.exception() is None:
-                self._give_back()  # it had just been called
+                self._give_back()  # the turn had just been granted
             raise
 
     def _displace(self, client: str) -> None:
-        """Makes room for one more of a client; raises a 429 where no other has more waiting than it would have."""
+        """Makes room for a client; raises a 429 unless another has more requests waiting than it would have."""
         full = busy(f"{self.waiting} requests wait already: try again later", 1 + self.waiting // 8)
         most = max(self._queues, key=lambda other: len(self._queues[other]), default=client)
         if len(self._queues.get(most, ())) <= len(self._queues.get(client, ())) + 1:
@@ -69,7 +68,7 @@ class Admission:
             last.set_exception(full)
 
     def _give_back(self) -> None:
-        """The turn goes to the first of the client that was served least recently."""
+        """Grants the turn to the client served least recently."""
         while self._queues:
             client, queue = next(iter(self._queues.items()))
             turn = queue.popleft()
@@ -87,20 +86,20 @@ class Admission:
 
 
 class Clients:
-    """How many requests each client has under way, `most` at a time; None is any number. For one event loop."""
+    """Limits each client to `most` requests in flight; None is no limit. For one event loop."""
 
     def __init__(self, most: int | None) -> None:
-        self._most, self._held = most, Counter[str]()
+        self._most, self._in_flight = most, Counter[str]()
 
     @contextmanager
     def request(self, client: str) -> Iterator[None]:
-        """Counts one request of a client; raises a 429 where that is one too many."""
-        if self._most is not None and self._held[client] >= self._most:
+        """Counts a client's request while it runs; raises a 429 at the limit."""
+        if self._most is not None and self._in_flight[client] >= self._most:
             raise busy(f"this client has {self._most} requests under way already: wait for one to end", 1)
-        self._held[client] += 1
+        self._in_flight[client] += 1
         try:
             yield
         finally:
-            self._held[client] -= 1
-            if not self._held[client]:
-                del self._held[client]
+            self._in_flight[client] -= 1
+            if not self._in_flight[client]:
+                del self._in_flight[client]

@@ -1,88 +1,110 @@
-"""What clients are sent: bodies and chunks in OpenAI's shapes."""
+"""Bodies and chunks of responses, in OpenAI's format."""
 
 from __future__ import annotations
 
 import json
 import secrets
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 from specdec.core.stats import Stats
-from specdec.server.protocol import ChatRequest, Generate
-from specdec.server.text import Echo, Piece, TokenScore
+from specdec.server.protocol import ChatRequest, Generate, StreamOptions
+from specdec.server.text import Finished, Started, TextDelta, TokenScore
 
-_UNIT = 128  # bytes; events that are filled up have a multiple of them
+_UNIT = 128  # bytes: padded events have a multiple of them
 
 
 @dataclass
-class Tally:
-    """What one prompt of a request came to."""
+class Counts:
+    """Tokens and statistics of one prompt."""
 
     prompt_tokens: int = 0
     new_tokens: int = 0
     stats: Stats | None = None
 
 
-@dataclass
 class Answer:
-    """One request's answer in the making, as a whole or in chunks."""
+    """One request's answer, sent as one body (`whole`) or in chunks."""
 
-    request: Generate
-    model: str
-    tallies: list[Tally]
-    pads: bool = False
-    id: str = field(default_factory=lambda: secrets.token_hex(12))
-    created: int = field(default_factory=lambda: int(time.time()))
+    def __init__(
+        self, request: Generate, model: str, prompts: int, *, id: str | None = None, created: int | None = None
+    ) -> None:
+        self.request, self._model = request, model
+        self._stream_options = request.stream_options or StreamOptions()
+        self._id = secrets.token_hex(12) if id is None else id
+        self._created = int(time.time()) if created is None else created
+        self._counts = [Counts() for _ in range(prompts)]
+        self._deltas: list[list[TextDelta]] = [[] for _ in range(prompts * request.n)]  # of each choice
+        self._sent: set[int] = set()  # choices that have a chunk
 
     @property
     def is_chat(self) -> bool:
-        """Whether a conversation is answered."""
+        """Whether the request is a conversation."""
         return isinstance(self.request, ChatRequest)
 
-    def whole(self, choices: Sequence[Sequence[Piece]], echoes: Sequence[Echo | None]) -> dict[str, Any]:
-        """The body: a choice for each list of pieces."""
-        made = [self._choice(index, pieces, echoes[index // self.request.n]) for index, pieces in enumerate(choices)]
-        body = {**self._head("chat.completion" if self.is_chat else "text_completion"), "choices": made}
+    @property
+    def stats(self) -> list[Stats]:
+        """The statistics of finished prompts."""
+        return [counts.stats for counts in self._counts if counts.stats is not None]
+
+    def count(self, prompt: int, update: Started | TextDelta | Finished) -> None:
+        """Adds an update to the counts of its prompt."""
+        counts = self._counts[prompt]
+        if isinstance(update, Started):
+            counts.prompt_tokens = update.prompt_tokens
+        elif isinstance(update, TextDelta):
+            counts.new_tokens += update.tokens
+        else:
+            counts.stats = update.stats
+
+    def add(self, prompt: int, delta: TextDelta) -> None:
+        """Keeps text for `whole`."""
+        self._deltas[prompt * self.request.n + delta.row].append(delta)
+
+    def whole(self) -> dict[str, Any]:
+        """The body, of all deltas added."""
+        choices = [self._choice(index, deltas) for index, deltas in enumerate(self._deltas)]
+        body = {**self._head("chat.completion" if self.is_chat else "text_completion"), "choices": choices}
         return {**body, "usage": self.usage(), **self._metrics()}
 
-    def chunk(self, index: int, piece: Piece, *, first: bool, echo: Echo | None = None) -> dict[str, Any]:
-        """A chunk of choice `index`, after the prompt where that is told."""
-        echo = echo or Echo()
+    def chunk(self, prompt: int, delta: TextDelta) -> dict[str, Any]:
+        """The chunk of a delta; the first of a choice in a chat names the role."""
+        index = prompt * self.request.n + delta.row
+        choice: dict[str, Any] = {"index": index}
         if self.is_chat:
-            delta = {"role": "assistant", "content": piece.text} if first else {"content": piece.text}
-            choice: dict[str, Any] = {"index": index, "delta": delta}
+            role = {} if index in self._sent else {"role": "assistant"}
+            choice["delta"] = {**role, "content": delta.text}
         else:
-            choice = {"index": index, "text": echo.text + piece.text}
-        choice |= {"logprobs": self._logprobs([*echo.scores, *piece.scores]), "finish_reason": piece.finish}
+            choice["text"] = delta.text
+        self._sent.add(index)
+        choice |= {"logprobs": self._logprobs(delta.scores), "finish_reason": delta.finish}
         if self.request.return_drafted:
-            choice |= {"drafted": [list(span) for span in piece.spans], "tokens": piece.tokens}
-        usage = {"usage": self.usage() if self._keeps_telling else None} if self._tells_usage else {}
+            choice |= {"drafted": [list(span) for span in delta.spans], "tokens": delta.tokens}
+        options = self._stream_options
+        usage = {"usage": self.usage() if options.continuous_usage_stats else None} if options.include_usage else {}
         return {**self._head(self._chunks), "choices": [choice], **usage}
 
     def last_chunk(self) -> dict[str, Any] | None:
-        """What follows all choices, if anything was asked for."""
-        metrics = self._metrics()
-        if not (self._tells_usage or metrics):
-            return None
-        usage = {"usage": self.usage()} if self._tells_usage else {}
-        return {**self._head(self._chunks), "choices": [], **usage, **metrics}
+        """The chunk of usage and metrics after all choices; None where the request wants neither."""
+        usage = {"usage": self.usage()} if self._stream_options.include_usage else {}
+        found = {**usage, **self._metrics()}
+        return {**self._head(self._chunks), "choices": [], **found} if found else None
 
     def event(self, content: dict[str, Any]) -> bytes:
-        """A chunk as an event; where sizes must not tell anything, of a multiple of a few bytes."""
-        options = self.request.stream_options
-        if self.pads or (options is not None and options.include_obfuscation):
+        """A chunk as an event; with `include_obfuscation`, padded to a multiple of 128 bytes."""
+        if self._stream_options.include_obfuscation:
             bare = len(encoded({**content, "obfuscation": ""}))
             content = {**content, "obfuscation": "-" * (-bare % _UNIT)}
         return event(content)
 
     def usage(self) -> dict[str, Any]:
-        """Counts of tokens, over all prompts."""
-        prompt, new = (sum(getattr(t, name) for t in self.tallies) for name in ("prompt_tokens", "new_tokens"))
-        stats = [tally.stats for tally in self.tallies if tally.stats is not None]
-        predicted = self.request.prediction is not None
+        """Token counts over all prompts."""
+        prompt, new = (sum(getattr(one, name) for one in self._counts) for name in ("prompt_tokens", "new_tokens"))
+        stats, predicted = self.stats, self.request.prediction is not None
         accepted = sum(s.num_accepted_draft_tokens for s in stats) if predicted else 0
         drafted = sum(s.num_draft_tokens for s in stats) if predicted else 0
         return {
@@ -100,40 +122,28 @@ class Answer:
     def _chunks(self) -> str:
         return "chat.completion.chunk" if self.is_chat else "text_completion"
 
-    @property
-    def _tells_usage(self) -> bool:
-        options = self.request.stream_options
-        return options is not None and options.include_usage
-
-    @property
-    def _keeps_telling(self) -> bool:
-        options = self.request.stream_options
-        return options is not None and options.continuous_usage_stats
-
     def _head(self, kind: str) -> dict[str, Any]:
         prefix = "chatcmpl" if self.is_chat else "cmpl"
-        return {"id": f"{prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model}
+        return {"id": f"{prefix}-{self._id}", "object": kind, "created": self._created, "model": self._model}
 
-    def _choice(self, index: int, pieces: Sequence[Piece], echo: Echo | None) -> dict[str, Any]:
-        echo = echo or Echo()
-        text = "".join(piece.text for piece in pieces)
-        finish = next((piece.finish for piece in pieces if piece.finish), None)
-        scores = [score for piece in pieces for score in piece.scores]
+    def _choice(self, index: int, deltas: Sequence[TextDelta]) -> dict[str, Any]:
+        text = "".join(delta.text for delta in deltas)
+        finish = next((delta.finish for delta in deltas if delta.finish), None)
         choice: dict[str, Any] = {"index": index, "finish_reason": finish}
-        choice["logprobs"] = self._logprobs([*echo.scores, *scores])
+        choice["logprobs"] = self._logprobs([score for delta in deltas for score in delta.scores])
         if self.is_chat:
             choice["message"] = {"role": "assistant", "content": text, "refusal": None}
         else:
-            choice["text"] = echo.text + text
+            choice["text"] = text
         if self.request.return_drafted:
-            choice["drafted"] = [list(span) for piece in pieces for span in piece.spans]
+            choice["drafted"] = [list(span) for delta in deltas for span in delta.spans]
         return choice
 
     def _logprobs(self, scores: Sequence[TokenScore]) -> dict[str, Any] | None:
         if self.request.top is None:
             return None
         if self.is_chat:
-            return {"content": [_told(score) for score in scores], "refusal": None}
+            return {"content": [_chat_score(score) for score in scores], "refusal": None}
         return {
             "tokens": [score.text for score in scores],
             "token_logprobs": [score.log_prob for score in scores],
@@ -144,38 +154,34 @@ class Answer:
     def _metrics(self) -> dict[str, Any]:
         if not self.request.return_metrics:
             return {}
-        stats = [tally.stats for tally in self.tallies if tally.stats is not None]
-        return {"metrics": {"speculative_decoding": speculation(stats)}}
+        return {"metrics": {"speculative_decoding": speculation(self.stats)}}
 
 
-def _told(score: TokenScore) -> dict[str, Any]:
+def _chat_score(score: TokenScore) -> dict[str, Any]:
     own = {"token": score.text, "logprob": score.log_prob, "bytes": _bytes(score.text)}
     top = [{"token": text, "logprob": value, "bytes": _bytes(text)} for text, value in score.top or ()]
     return {**own, "top_logprobs": top}
 
 
 def _bytes(text: str) -> list[int] | None:
-    """The bytes of a token; None for a part of a character, whose text does not tell."""
+    """The bytes of a token; None for a part of a character, which its text does not show."""
     return None if "\ufffd" in text else list(text.encode())
 
 
-def speculation(stats: Iterable[Stats]) -> dict[str, Any]:
-    """What drafts did, in vLLM's words, and where the seconds went."""
-    found = list(stats)
-    accepted = [n for one in found for n in one.per_step_accepted]
-    drafted = sum(one.num_draft_tokens for one in found)
-    histogram = [0] * (max(accepted, default=-1) + 1)
-    for n in accepted:
-        histogram[n] += 1
+def speculation(stats: Sequence[Stats]) -> dict[str, Any]:
+    """Figures about drafts, named as in vLLM, and seconds."""
+    accepted = [n for one in stats for n in one.per_step_accepted]
+    drafted = sum(one.num_draft_tokens for one in stats)
+    counts = Counter(accepted)
     return {
         "mean_acceptance_length": 1 + sum(accepted) / len(accepted) if accepted else 1.0,
         "draft_acceptance_rate": sum(accepted) / drafted if drafted else 0.0,
-        "acceptance_histogram": histogram,
+        "acceptance_histogram": [counts[n] for n in range(max(accepted, default=-1) + 1)],
         "num_spec_steps": len(accepted),
         "num_draft_tokens": drafted,
         "num_accepted_draft_tokens": sum(accepted),
-        "num_target_passes": sum(one.num_target_passes for one in found),
-        **{name: sum(getattr(one, name) for one in found) for name in ("seconds", "draft_seconds", "verify_seconds")},
+        "num_target_passes": sum(one.num_target_passes for one in stats),
+        **{name: sum(getattr(one, name) for one in stats) for name in ("seconds", "draft_seconds", "verify_seconds")},
     }
 
 

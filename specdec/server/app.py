@@ -1,10 +1,9 @@
-"""The application: routes, errors in OpenAI's form, and the entrance before all of it."""
+"""The ASGI application: routes, error handlers, middleware."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -26,7 +25,7 @@ ROUTERS = (text.router, audio.router, status.router, page.router)
 
 
 def create_app(settings: ServeSettings, models: Sequence[TextModel | SpeechModel]) -> FastAPI:
-    """An ASGI application that serves these models; `app.state.server` is its `State`."""
+    """The application that serves `models`; `app.state.server` is its `State`."""
     state = State(settings, Hosts(models, settings.limits))
 
     @asynccontextmanager
@@ -34,13 +33,10 @@ def create_app(settings: ServeSettings, models: Sequence[TextModel | SpeechModel
         yield
         state.close()
 
-    # The schema has a guarded route.
-    closed: dict[str, Any] = {
-        "docs_url": None,
-        "redoc_url": None,
-        "openapi_url": None,
-    }
-    app = FastAPI(title="specdec", version=__version__, lifespan=lifespan, redirect_slashes=False, **closed)
+    app = FastAPI(
+        title="specdec", version=__version__, lifespan=lifespan, redirect_slashes=False,
+        docs_url=None, redoc_url=None, openapi_url=None,  # the schema has a guarded route
+    )  # fmt: skip
     app.router.route_class = GuardedRoute
     app.state.server = state
     for router in ROUTERS:
@@ -53,14 +49,13 @@ def create_app(settings: ServeSettings, models: Sequence[TextModel | SpeechModel
 
 
 async def _invalid(request: Request, error: Exception) -> Response:
-    """A body that is not what the endpoint takes."""
+    """The response to an invalid body."""
     assert isinstance(error, RequestValidationError)
     faults = [{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]  # "body" comes first
     return await _answer(request, invalid(faults, error.body))
 
 
 async def _answer(request: Request, error: Exception) -> Response:
-    """Any error, in OpenAI's form."""
-    told = reported(error)
-    headers: Any = told.headers
-    return JSONResponse(told.body, told.status_code, headers=headers)
+    """The response to any error, in OpenAI's format."""
+    known = reported(error)
+    return JSONResponse(known.body, known.status_code, headers=dict(known.headers or {}))

@@ -1,4 +1,4 @@
-"""Connections within bounds: how many there are, how long a request's head may take, and how long a send."""
+"""Limits on connections: their number, the time for a request's head, the time for a send."""
 
 from __future__ import annotations
 
@@ -20,53 +20,53 @@ from specdec.server.errors import ApiError, unavailable
 from specdec.server.settings import address_of
 from specdec.server.state import LOG, State, is_trusted, origin_of
 
-_SAID_EVERY = 10.0  # seconds
+_WARN_SECONDS = 10.0  # at most one warning of a kind in that time
 
 
 class Repeated:
-    """A warning about what may happen thousands of times: one line, and for some seconds no other."""
+    """A warning about a frequent event, logged at most once every few seconds."""
 
     def __init__(self, message: str) -> None:
         self._message, self._times, self._last = message, 0, float("-inf")
 
     def __call__(self) -> None:
-        """Logs it, with how often it has happened, unless it was logged just now."""
+        """Counts the event; logs the warning and the count unless it was logged just now."""
         self._times += 1
-        if time.monotonic() - self._last >= _SAID_EVERY:
+        if time.monotonic() - self._last >= _WARN_SECONDS:
             self._last = time.monotonic()
             LOG.warning("%s (so far %d times)", self._message, self._times)
 
 
 class Claim(IntEnum):
-    """How much a client loses with a connection; those at `WORK` are never closed for others."""
+    """What a client loses with a connection; one at `WORK` is never closed for another."""
 
-    IDLE = 0  # there is no request
-    STALL = 1  # amid a request the server waits for the client, which is to send or to take something
+    IDLE = 0  # no request
+    STALL = 1  # the server waits for the client to send or read a part of a request
     WORK = 2
 
 
 class Peer(Protocol):
-    """A connection, as those that count it see it."""
+    """A connection as `Connections` sees it."""
 
     @property
     def claim(self) -> Claim:
-        """What it is about."""
+        """What closing it would cost."""
 
     def drop(self) -> None:
         """Closes it at once."""
 
 
 class Connections:
-    """The open connections, `most` in all and `per_client` of one address.
+    """The open connections, at most `most` in all and `per_client` of one client.
 
-    At a bound one gives way to a new one, of this client or of the one that has most: that of the least claim, of these
-    the one on which nothing has happened for longest. Where the server works for all, the new one is refused.
+    At a limit, a new connection replaces one of its client (`per_client`) or of the client with the most connections
+    (`most`): the one with the least claim, of these the longest inactive. If all are at work, the new one is refused.
     """
 
     def __init__(self, most: int, per_client: int) -> None:
         self.most, self.per_client = most, per_client
         self._client: dict[Peer, str] = {}
-        self._held: dict[str, dict[Peer, None]] = {}  # by client, the longest quiet first
+        self._by_client: dict[str, dict[Peer, None]] = {}  # the longest inactive first
         self._full = Repeated(
             f"all connections are taken ({most} in all, {per_client} of one client): quiet ones were closed, or "
             "new ones refused"
@@ -76,12 +76,12 @@ class Connections:
         return len(self._client)
 
     def add(self, one: Peer, client: str) -> bool:
-        """Takes in a new connection; whether there is room for it."""
-        crowded = len(self._held.get(client, ())) >= self.per_client
+        """Registers a new connection; False where it must be refused."""
+        crowded = len(self._by_client.get(client, ())) >= self.per_client
         if crowded or len(self) >= self.most:
             self._full()
-            largest = sorted(self._held.values(), key=len, reverse=True)
-            quiet = next(filter(None, map(_quiet, [self._held[client]] if crowded else largest)), None)
+            largest = sorted(self._by_client.values(), key=len, reverse=True)
+            quiet = next(filter(None, map(_quiet, [self._by_client[client]] if crowded else largest)), None)
             if quiet is None:
                 return False
             self.remove(quiet)
@@ -91,31 +91,31 @@ class Connections:
         return True
 
     def moved(self, one: Peer) -> None:
-        """Something has happened on it."""
+        """Notes activity on a connection."""
         if (client := self._client.get(one)) is not None:
-            held = self._held.pop(client, {})
-            held.pop(one, None)
-            held[one] = None
-            self._held[client] = held
+            peers = self._by_client.pop(client, {})
+            peers.pop(one, None)
+            peers[one] = None
+            self._by_client[client] = peers
 
     def remove(self, one: Peer) -> None:
-        """It is closed."""
+        """Forgets a closed connection."""
         if (client := self._client.pop(one, None)) is not None:
-            del self._held[client][one]
-            if not self._held[client]:
-                del self._held[client]
+            del self._by_client[client][one]
+            if not self._by_client[client]:
+                del self._by_client[client]
 
 
-def _quiet(held: Iterable[Peer]) -> Peer | None:
-    """Of one client's connections the one that gives way."""
-    return next((one for claim in (Claim.IDLE, Claim.STALL) for one in held if one.claim == claim), None)
+def _quiet(peers: Iterable[Peer]) -> Peer | None:
+    """The connection of one client to close; None where all are at work."""
+    return next((one for claim in (Claim.IDLE, Claim.STALL) for one in peers if one.claim == claim), None)
 
 
 class HttpProtocol(H11Protocol):
-    """HTTP/1.1 by h11. A client that sends no whole head, or does not take what it is sent, is hung up on in time.
+    """HTTP/1.1 by h11, with timeouts for the head of a request and for every send.
 
-    One that sends a request before the last one is answered gets that answer, and the end. Requests are handed the wire
-    that their streams go by.
+    A client that pipelines requests gets one answer, then the connection is closed. Every request's scope gets a
+    `Wire`.
     """
 
     def __init__(self, *args: Any, connections: Connections, state: State, **more: Any) -> None:
@@ -128,21 +128,21 @@ class HttpProtocol(H11Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is being answered."""
+        """Whether no request is running."""
         return self.cycle is None or self.cycle.response_complete
 
     @property
     def claim(self) -> Claim:
-        """Of a body that waits unread its client is not to send more."""
+        """While a body waits unread (`read_paused`), the client need not send."""
         if self.is_idle:
             return Claim.IDLE
         stalls = self.flow.write_paused or (self.cycle.more_body and not self.flow.read_paused)
         return Claim.STALL if stalls else Claim.WORK
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Takes the connection in, where there is room for it."""
+        """Registers the connection, or refuses it with a 503."""
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)  # so that the time of every send is known
+        transport.set_write_buffer_limits(high=0)  # `pause_writing` at the first byte that the socket does not take
         app: Any = self.app
 
         async def wired(scope: Scope, receive: Receive, send: Send) -> None:
@@ -155,12 +155,12 @@ class HttpProtocol(H11Protocol):
             self._refuse(unavailable("all connections are taken: try again later"), noted=False)
 
     def _whose(self) -> str:
-        """The client that a connection counts for: its address, but those of a trusted proxy are of many clients."""
+        """The client of the connection: its address; with a port for a trusted proxy, which has many clients."""
         host, port = self.client or ("", 0)
         return f"{host}:{port}" if is_trusted(address_of(host), self._state.settings) else origin_of(host)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forgets it."""
+        """Forgets the connection."""
         super().connection_lost(exc)
         self._lost.set()
         self._all.remove(self)
@@ -169,44 +169,44 @@ class HttpProtocol(H11Protocol):
                 timer.cancel()
 
     def data_received(self, data: bytes) -> None:
-        """Reads what came; a part of a head gains no time, a part of a body does."""
+        """Reads data; that of a body counts as activity, that of a head does not."""
         super().data_received(data)
         if not self.is_idle:
             self._all.moved(self)
-            if not self.cycle.more_body and self.conn.trailing_data[0]:  # or many of them would look like work
+            if not self.cycle.more_body and self.conn.trailing_data[0]:  # pipelined requests would look like work
                 self.cycle.keep_alive = False
 
     def on_response_complete(self) -> None:
-        """Waits for the next request, whose beginning may be there already."""
+        """Waits for the next request."""
         self._await_head()
         self._all.moved(self)
         super().on_response_complete()
 
     def pause_writing(self) -> None:
-        """The client has not taken all that it was sent."""
+        """The client did not read all that was sent: it has `send_seconds`."""
         super().pause_writing()
         self._all.moved(self)
         self._send = self.loop.call_later(self._limits.send_seconds, self._give_up_sending)
 
     def resume_writing(self) -> None:
-        """It has now."""
+        """The client has read it."""
         super().resume_writing()
         self._all.moved(self)
         if self._send is not None:
             self._send.cancel()
 
     def send_400_response(self, msg: str) -> None:
-        """Answers what h11 cannot read, and hangs up."""
+        """Refuses a request that h11 cannot parse."""
         status = getattr(sys.exc_info()[1], "error_status_hint", 400)
         message = "the headers are too large" if status == 431 else "this cannot be read as an HTTP/1.1 request"
         self._refuse(ApiError(status, message, code="too_large" if status == 431 else "invalid_http"))
 
     def drop(self) -> None:
-        """Hangs up at once."""
+        """Closes the connection at once."""
         self.transport.abort()
 
     def stop(self) -> None:
-        """Refuses a request whose body is still on its way; where its answer has begun, hangs up."""
+        """Refuses a request whose body is incomplete; closes the connection if its answer has begun."""
         if self.is_idle or not self.cycle.more_body:
             return
         if self.cycle.response_started:
@@ -228,7 +228,7 @@ class HttpProtocol(H11Protocol):
         self.drop()
 
     def _refuse(self, error: ApiError, *, noted: bool = True) -> None:
-        """Says no without asking the application, where no answer has begun, and hangs up."""
+        """Sends an error without the application, unless an answer has begun, and closes the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             own, body = secrets.token_hex(8), encoded(error.body)
             headers = {
@@ -253,4 +253,4 @@ class HttpProtocol(H11Protocol):
 
 
 _LOG = LOG.getChild("http")
-_LOG.setLevel("ERROR")  # its warnings are about single requests, which have lines of their own
+_LOG.setLevel("ERROR")  # every request has its own line in the log

@@ -1,4 +1,4 @@
-"""The way of a stream to its socket: straight from the thread that decodes, unless the event loop has to go first."""
+"""Streams written to their socket by the decoding thread, unless the event loop must write first."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ _KEY, _LOST = "specdec.wire", "specdec.lost"
 
 
 class Wire:
-    """The connection of one response, whose body goes in chunks (HTTP/1.1).
+    """The connection of one response with a chunked body (HTTP/1.1).
 
-    Python runs one thread at a time. A decoder that wakes the event loop for every token waits for it several times,
-    which costs more than all that the loop does. So the decoder's thread writes the chunk itself while nothing waits
-    for the loop. Where something does (the head, or what a slow client has not taken), its events go by the loop.
+    Python runs one thread at a time: a decoder that wakes the event loop for every token waits for it several times.
+    So the decoding thread writes the chunk itself while the loop has nothing to write; otherwise (the head, or data
+    that a slow client has not read), events go through the loop, in order.
     """
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport, self._loop = transport, asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
-        self._waiting = 0  # events that the loop has yet to write
+        self._waiting = 0  # events that the loop has not written yet
         self._full = False
         self.bytes, self.last = 0, time.monotonic()
 
     def open(self) -> None:
-        """The head has been written, on the event loop."""
+        """Opens the wire once the event loop has written the head."""
         own = self._transport.get_extra_info("socket")
         if own is not None and not self._transport.is_closing():
-            self._socket = socket.fromfd(own.fileno(), own.family, own.type)  # this one is ours until we close it
+            self._socket = socket.fromfd(own.fileno(), own.family, own.type)  # a descriptor of our own
             self._socket.setblocking(False)
             self._full = self._transport.get_write_buffer_size() > 0
 
     def close(self) -> None:
-        """Nothing more is written this way."""
+        """Ends direct writing."""
         with self._lock:
             if self._socket is not None:
                 self._socket.close()
                 self._socket = None
 
     def send(self, event: bytes) -> bool:
-        """Writes an event from any thread; False where the loop must be asked to, and `passed` is to be called then."""
+        """Writes an event, from any thread. False: the caller must send it through the loop, then call `passed`."""
         with self._lock:
             if self._socket is None or self._waiting or self._full:
                 self._waiting += 1
@@ -56,7 +56,7 @@ class Wire:
                 try:
                     sent = self._socket.send(chunk)
                 except (ConnectionError, TimeoutError):
-                    # The loop may not hear of it: it does not read on while requests wait.
+                    # The loop may not notice: it does not read while requests wait.
                     sent = len(chunk)
                     self._loop.call_soon_threadsafe(self._transport.abort)
             self.bytes, self.last = self.bytes + len(event), time.monotonic()
@@ -66,7 +66,7 @@ class Wire:
         return True
 
     def passed(self) -> None:
-        """The loop has written an event."""
+        """Notes that the loop has written an event."""
         with self._lock:
             self._waiting -= 1
             self._full = self._transport.get_write_buffer_size() > 0
@@ -77,16 +77,16 @@ class Wire:
 
 
 def wire_of(scope: Scope) -> Wire | None:
-    """The wire of a request; None where the server gives none, or chunks cannot be sent."""
+    """The wire of a request; None under another server or without chunked bodies."""
     return scope.get(_KEY) if scope.get("http_version") == "1.1" else None
 
 
 def lay(scope: Scope, transport: asyncio.Transport, lost: asyncio.Event) -> None:
-    """Gives a request its wire, and the word that its connection is lost."""
+    """Gives a request its wire, and the event that its connection is lost."""
     if scope["type"] == "http":
         scope[_KEY], scope[_LOST] = Wire(transport), lost
 
 
 async def until_lost(scope: Scope) -> None:
-    """Returns when the connection of a request is lost; never, where the server does not tell."""
+    """Returns when the connection of a request is lost; never, under another server."""
     await scope.get(_LOST, asyncio.Event()).wait()

@@ -1,4 +1,4 @@
-"""What a client is told when something goes wrong, in the form of OpenAI's interface."""
+"""Errors as clients receive them, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from specdec.errors import CancelledError, OptionError
 
 LOG = logging.getLogger(__name__)
 _SAID = {
-    404: "nothing is served at this path: /openapi.json lists what is",
-    405: "this path is not asked by this method: /openapi.json lists those that are",
+    404: "this path does not exist: /openapi.json lists all paths",
+    405: "this path does not take this method: /openapi.json lists those it takes",
 }
 
 
 class ApiError(HTTPException):
-    """An answer that is an error: HTTP `status`, a message that names the way out, the field and a short `code`."""
+    """An error response: HTTP `status`, a message with the way out, the field `param`, a short `code`."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class ApiError(HTTPException):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The error as clients read it."""
+        """The body of the response."""
         facts = {"type": _kind(self.status_code), "param": self.param, "code": self.code}
         return {"error": {"message": self.message, **facts}}
 
@@ -46,21 +46,21 @@ def _kind(status: int) -> str:
 
 
 def busy(message: str, seconds: int) -> ApiError:
-    """Too many requests, and when it is worth trying again."""
+    """A 429: too many requests, try again after `seconds`."""
     return ApiError(429, message, code="rate_limit_exceeded", headers={"Retry-After": str(seconds)})
 
 
 def unavailable(message: str, seconds: int = 5) -> ApiError:
-    """The server cannot do this now."""
+    """A 503: try again after `seconds`."""
     return ApiError(503, message, code="unavailable", headers={"Retry-After": str(seconds)})
 
 
 def too_late(seconds: float) -> ApiError:
-    """The request took longer than it may."""
+    """A 504: the request took more than `seconds`."""
     return ApiError(504, f"the request took longer than {seconds:g} s: ask for less", code="timeout")
 
 
-# The library's names -> those that clients give the same things.
+# Names of the library -> names in requests.
 _CLIENTS = {
     "`num_return_sequences`": "`n`",
     "`max_new_tokens`": "`max_tokens`",
@@ -77,28 +77,28 @@ _CLIENTS = {
 
 
 def refused(message: str) -> ApiError:
-    """What the library says of an option, as a 400 in the words of a client."""
+    """The library's message about an option as a 400, with the names of requests."""
     for ours, theirs in _CLIENTS.items():
         message = message.replace(ours, theirs)
     return ApiError(400, message, param=first_named(message), code="invalid_value")
 
 
 def first_named(message: str) -> str | None:
-    """The field that a message names first."""
+    """The first name in back-ticks; None without one."""
     found = re.search(r"`(\w+)", message)
     return found[1] if found else None
 
 
 def reported(error: Exception) -> ApiError:
-    """What a client hears about any error; the details of unexpected ones go to the log."""
-    told = as_api_error(error)
-    if told.status_code >= 500 and told is not error:
+    """As `as_api_error`; logs unexpected errors."""
+    found = as_api_error(error)
+    if found.status_code >= 500 and found is not error:
         LOG.error("a request failed", exc_info=error)
-    return told
+    return found
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """What a client hears about any error."""
+    """The response to any error."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, HTTPException):  # of the router

@@ -1,4 +1,4 @@
-"""What is wrong with a request's body, as a sentence in its client's words."""
+"""pydantic's errors about a request's body as one sentence about one field."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Place = tuple[str | int, ...]
 
 
 class FieldError(ValueError):
-    """What a request says does not go, in a sentence for its client."""
+    """A validator's error, whose message clients receive."""
 
 
-# What pydantic calls a value of another kind -> the kind that was expected.
+# pydantic's type errors -> the expected type.
 _KINDS = {
     "string_type": "text",
     "list_type": "a list",
@@ -26,7 +26,7 @@ _KINDS = {
     **dict.fromkeys(("float_type", "float_parsing"), "a number"),
     "literal_error": "{expected}",
 }
-# What else it finds -> what is said of the field, from the facts that come with it.
+# pydantic's other errors -> the predicate of the message, with pydantic's facts.
 _FAULTS = {
     "missing": "is needed: pass it",
     "extra_forbidden": "is not known here: leave it out",
@@ -44,14 +44,14 @@ _FAULTS = {
 }
 _LONGEST = 128  # characters of a field's path
 _SHOWN = 40  # characters of a value
-_WEIGHED = 100  # faults, of which a body may have as many as it has values
+_WEIGHED = 100  # faults that are compared, of as many as the body has values
 
 
 def invalid(faults: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
-    """What pydantic found in a body, as a 400 about the fault that says most.
+    """A 400 about the most informative of pydantic's faults.
 
-    A field that may be of several kinds has a fault for each: the deepest one counts, before others a wrong value of a
-    right kind, then the place that no kind fits.
+    A field of a union type has a fault for each member: the deepest path wins, then a wrong value over a wrong type,
+    then the path with the most faults.
     """
     faults = faults[:_WEIGHED]
     places = [_place(fault, body) for fault in faults]
@@ -75,7 +75,7 @@ def invalid(faults: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
 
 
 def _own(message: str, path: str, value: Any) -> ApiError:
-    """What a validator of ours says of the value at a path; a field that it names first has the path before it."""
+    """The message of a `FieldError` about the value at `path`, which precedes the first field it names."""
     named = first_named(message)
     if path and named and isinstance(value, Mapping) and named in value:
         message, named = message.replace(named, f"{path}.{named}", 1), f"{path}.{named}"
@@ -85,7 +85,7 @@ def _own(message: str, path: str, value: Any) -> ApiError:
 
 
 def _place(fault: Mapping[str, Any], body: Any) -> Place:
-    """The path to a value as its client wrote it, without the names that pydantic gives to kinds and validators."""
+    """The path in the body, without pydantic's names of union members and validators."""
     found: list[str | int] = []
     location = fault["loc"]
     *inner, last = location or ("",)
@@ -97,7 +97,7 @@ def _place(fault: Mapping[str, Any], body: Any) -> Place:
 
 
 def _facts(fault: Mapping[str, Any]) -> dict[str, Any]:
-    """What the sentences name: bounds as people write numbers, and what came."""
+    """The values for a message: formatted bounds, and the input."""
     facts = fault.get("ctx", {})
     bounds = {
         name: f"{value:,}" if isinstance(value, int) else f"{value:g}"
@@ -110,7 +110,7 @@ def _facts(fault: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    """A value as its client wrote it, as far as that is short."""
+    """A value as JSON, abbreviated."""
     if isinstance(value, list | Mapping):
         return "a list" if isinstance(value, list) else "an object"
     text = json.dumps(value[: _SHOWN + 1] if isinstance(value, str) else value)

@@ -1,7 +1,6 @@
-"""Answers in a given form: JSON schemas, regular expressions and grammars as a mask over the next token.
+"""Structured output: JSON schemas, regular expressions and grammars as a mask over the next token, by llguidance.
 
-The masks are llguidance's. A grammar is a function of the text alone, so that a draft model guesses under it too, and
-drafts that copy are cut where they leave it.
+A mask depends on the text alone, so a draft model uses it too, and copied drafts are cut where they violate it.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Form:
-    """What form an answer has: a kind of grammar, its text, and the field of the request that named it."""
+    """The form of an answer: a kind of grammar, its source, and the request's field that has it."""
 
     kind: str  # json, regex, grammar, choice
     source: Any
@@ -32,11 +31,11 @@ class Form:
 
     @classmethod
     def of(cls, asked: Generate) -> Form | None:
-        """The form that a request asks for, if it does."""
+        """The form that a request sets; None without one."""
         return next((cls(kind, source, field) for field, kind, source in asked.forms), None)
 
     def compiled(self) -> str:
-        """The grammar as llguidance reads it; raises OptionError for what is none."""
+        """llguidance's form of the grammar; raises OptionError for an invalid one."""
         from llguidance import LLMatcher
 
         try:
@@ -47,22 +46,22 @@ class Form:
             if self.kind == "choice":
                 choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in self.source)
                 return LLMatcher.grammar_from_lark(f"start: {choices}".replace("\x7f", "\\u007f"))
-            # Free whitespace is where small models run in circles.
+            # With free whitespace small models repeat it without end.
             return LLMatcher.grammar_from_json_schema(self.source, overrides={"whitespace_flexible": False})
         except (ValueError, RecursionError) as error:
             raise self.wrong(str(error)) from None
 
     def wrong(self, said: str) -> OptionError:
-        """What llguidance says of it, of an expression without the grammar that it was put in."""
+        """llguidance's message as an OptionError, without the grammar around a regular expression."""
         if self.kind == "regex":
             said = said.partition("\n   1 |")[0].rpartition("error: ")[2]
         return OptionError(f"`{self.field}`: {said}")
 
 
 class Grammar:
-    """A logits processor that lets only tokens through which the form allows; for all rows of one prompt.
+    """A logits processor that allows the tokens of a form, for all `rows` of one prompt of `begin` tokens.
 
-    `begin` is the length of the prompt. A matcher follows every row, forward and back.
+    Every row has a matcher, which advances and rolls back with its text.
     """
 
     pure = True  # a function of ids and logits
@@ -78,7 +77,7 @@ class Grammar:
         self._ends = torch.tensor(tokenizer.eos_tokens)
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
-        """`logits` `[n, vocab]` after `ids` `[n, length]`, with -inf where the form forbids the token."""
+        """`logits` `[n, vocab]` after `ids` `[n, length]`, -inf for forbidden tokens."""
         allowed = torch.stack([self._mask(text[self._begin :].tolist(), logits.shape[1]) for text in ids])
         return logits.masked_fill(~allowed.to(logits.device), -torch.inf)
 
@@ -88,7 +87,7 @@ class Grammar:
         return 0 if matcher is None else matcher.validate_tokens(list(tokens))
 
     def _mask(self, written: list[int], width: int) -> Tensor:
-        """Which tokens `[vocab]` may follow what was written; only an end where the text has left the form."""
+        """The allowed next tokens `[width]`; only end-of-sequence after a complete or a wrong text."""
         allowed = torch.zeros(width, dtype=torch.bool)
         matcher = self._at(written)
         if matcher is None or matcher.is_stopped():
@@ -102,23 +101,23 @@ class Grammar:
         return allowed
 
     def _at(self, written: list[int]) -> LLMatcher | None:
-        """A matcher that has read this; None where the text has left the form, as guesses may."""
+        """A matcher that has read `written`; None where that violates the form, as drafts may."""
         best = max(self._matchers, key=lambda one: (one.shares(written), -len(one.read)))
         return best.matcher if best.go_to(written) else None
 
 
 class _Follower:
-    """A matcher, and what it has read."""
+    """A matcher and the tokens it has read."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self.matcher, self.read = matcher, list[int]()
 
     def shares(self, written: Sequence[int]) -> int:
-        """How much of this it has read."""
+        """The length of the common prefix with `written`."""
         return common_length(self.read, written)
 
     def go_to(self, written: Sequence[int]) -> bool:
-        """Reads on, or back; whether all of it is in the form."""
+        """Reads `written`, after a rollback where needed; False where it violates the form."""
         kept = self.shares(written)
         if kept < len(self.read):
             self.matcher.rollback(len(self.read) - kept)

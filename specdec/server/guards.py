@@ -1,7 +1,6 @@
-"""What every request must pass: keys, hosts and origins, and sizes; and the line in the log that it leaves.
+"""Checks of every request: API key, host, origin, sizes; and its line in the log.
 
-Keys are asked for by the route itself, before its body is read, and not by looking at a path: a route that does not say
-that it is public is closed.
+The route itself checks the key, before it reads the body: a route that is not marked `public` is closed.
 """
 
 from __future__ import annotations
@@ -31,36 +30,36 @@ from specdec.server.state import LOG, State, client_of, state_of
 
 _ID = re.compile(r"[\w.-]{1,64}")
 _LOCAL = {"localhost", "127.0.0.1", "[::1]", "::1"}
-_FORM_BYTES = 2**16  # of a form besides its file
-_DIGITS = 20  # of a length
+_FORM_BYTES = 2**16  # of a form without its file
+_DIGITS = 20  # of a Content-Length
 _WAYS = {
     "application/json": "send JSON in UTF-8 and the header `Content-Type: application/json`",
     "multipart/form-data": "send a form with the recording as `file`, as `curl -F file=@talk.wav` does",
 }
 _PUBLIC = "_specdec_public"
-_ENDS = "specdec.ends"  # of a scope: what is given back when its request is over
+_ENDS = "specdec.ends"  # in the scope: an ExitStack that closes when the request ends
 
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
 
 def public(endpoint: Endpoint) -> Endpoint:
-    """Marks an endpoint that asks for no key."""
+    """Marks an endpoint that needs no key."""
     setattr(endpoint, _PUBLIC, True)
     return endpoint
 
 
 class GuardedRoute(APIRoute):
-    """A route that asks for a key and bounds the body, which is JSON, before anything else happens."""
+    """A route with a JSON body, which checks the key and bounds the body first."""
 
     media = "application/json"
 
     @asynccontextmanager
     async def arrival(self, request: Request, state: State) -> AsyncIterator[int]:
-        """The most bytes of the body, while it may arrive and be answered."""
+        """The limit of the body in bytes, for as long as the request may run."""
         yield state.settings.limits.body_bytes
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The endpoint behind its guards."""
+        """The guarded endpoint."""
         handler, is_public = super().get_route_handler(), hasattr(self.endpoint, _PUBLIC)
 
         async def guarded(request: Request) -> Response:
@@ -77,25 +76,25 @@ class GuardedRoute(APIRoute):
                     return await handler(Request(request.scope, _bounded(request, state, most)))
             except (ApiError, RequestValidationError):
                 raise
-            except HTTPException as error:  # FastAPI says of everything that it is the client's fault
+            except HTTPException as error:  # FastAPI blames the client for every error of the body
                 if isinstance(error.__cause__, OSError):
                     LOG.error("an upload cannot be kept in %s: %s", tempfile.gettempdir(), error.__cause__)
                     raise unavailable("the server has no room for this upload: try again later") from error
                 raise ApiError(400, f"the body cannot be read as {self.media}: {_WAYS[self.media]}") from error
-            except Exception as error:  # left to the server it would end the connection, too
+            except Exception as error:  # an uncaught error would close the connection, too
                 raise reported(error) from error
 
         return guarded
 
 
 class RecordingRoute(GuardedRoute):
-    """The same for a form with a recording, of which few arrive at a time; the others wait unread."""
+    """The same for a form with a recording; few are uploaded at a time, the others wait unread."""
 
     media = "multipart/form-data"
 
     @asynccontextmanager
     async def arrival(self, request: Request, state: State) -> AsyncIterator[int]:
-        """As for JSON."""
+        """Waits for a turn to upload."""
         async with AsyncExitStack() as stack:
             turn = state.uploads.turn(client_of(request))
             await watched(request, stack.enter_async_context(turn), unread=True)
@@ -104,7 +103,7 @@ class RecordingRoute(GuardedRoute):
 
 
 def authorise(request: Request, state: State) -> None:
-    """Raises a 401 without a known key; notes the key's name."""
+    """Raises a 401 without a valid key; puts the key's name into the scope."""
     if state.keys is None:
         return
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
@@ -116,7 +115,7 @@ def authorise(request: Request, state: State) -> None:
 
 
 def _check_media(request: Request, media: str) -> None:
-    """Raises a 415 for a body of another kind."""
+    """Raises a 415 for another content type."""
     given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if given != media:
         came = f"is {given[:64]!r}" if given else "is missing"
@@ -125,7 +124,7 @@ def _check_media(request: Request, media: str) -> None:
 
 
 def _bounded(request: Request, state: State, most: int) -> Receive:
-    """The body, as long as it has at most so many bytes and does not take too long."""
+    """The body; reading raises a 413 above `most` bytes and a 408 after `upload_seconds`."""
     limits = state.settings.limits
     declared = request.headers.get("content-length", "0")
     if not declared.isdecimal() or len(declared) > _DIGITS or int(declared) > most:
@@ -157,7 +156,7 @@ def _too_large(most: int) -> ApiError:
 
 
 def _is_at(origin: str, netloc: str) -> bool:
-    """Whether a page of this origin is served there, by a proxy that speaks TLS or without one."""
+    """Whether `origin` is `netloc` by http, or by https through a proxy."""
     return any(
         origin.removesuffix(port) == f"{scheme}://{netloc.removesuffix(port)}"
         for scheme, port in (("http", ":80"), ("https", ":443"))
@@ -165,13 +164,13 @@ def _is_at(origin: str, netloc: str) -> bool:
 
 
 class Entrance:
-    """The outermost layer: headers of a sane size, hosts and origins that belong here, an id and a line for the log."""
+    """The outermost middleware: checks headers, host and origin; adds a request id; logs the request."""
 
     def __init__(self, app: ASGIApp, state: State) -> None:
         self._app, self._state = app, state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes on what is in order."""
+        """Passes valid requests on."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         headers, began = Headers(scope=scope), time.monotonic()
@@ -210,15 +209,15 @@ class Entrance:
             self._state.note(own, scope["method"], path, status, seconds, sent, inner.get("specdec.key"))
 
     def _refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
-        """Why a request must not go further."""
+        """The error of a request that must not pass."""
         if sum(len(name) + len(value) for name, value in scope["headers"]) > self._state.settings.limits.header_bytes:
             return ApiError(431, "the headers are too large", code="too_large")
-        if "transfer-encoding" in headers and "content-length" in headers:  # what follows may be read in two ways
+        if "transfer-encoding" in headers and "content-length" in headers:  # request smuggling
             message = "a request has `Transfer-Encoding` or `Content-Length`: send one of them"
             return ApiError(400, message, code="invalid_http", headers={"Connection": "close"})
         settings, given = self._state.settings, headers.get("host", "").lower()
         known = {*map(host_of, settings.hosts), settings.host.lower(), *(_LOCAL if settings.is_local else ())}
-        # A page elsewhere may make its own name lead here (DNS rebinding).
+        # DNS rebinding: another site's name may resolve to this address.
         if settings.is_local and host_of(given) not in known:
             return ApiError(421, "this host name is not served: pass --allow-host", code="unknown_host")
         origin = headers.get("origin")

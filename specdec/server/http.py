@@ -1,4 +1,4 @@
-"""The process: uvicorn with a drain, and the log."""
+"""The process: uvicorn with a graceful shutdown, and the log."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from specdec.server.settings import Limits, ServeSettings
 from specdec.server.state import LOG, State
 from specdec.server.tracing import trace
 
-_MERCY = 3.0  # seconds after the drain in which given-up work may say so
-_ACCEPTED = 25  # connections that the loop takes in at a time
-_ON_THEIR_WAY = 4 * _ACCEPTED  # those that it has taken in and not counted, or closed and not let go of
-_TICKS = 5  # of a tenth of a second, between two looks for clients that have left
+_MERCY = 3.0  # seconds after the drain for cancelled requests to send their errors
+_ACCEPTED = 25  # connections accepted per iteration of the loop
+_ON_THEIR_WAY = 4 * _ACCEPTED  # accepted and not counted yet, or closed and not released yet
+_TICKS = 5  # tenths of a second between two checks for disconnected clients
 _BACKLOG = 1024  # connections that wait in the kernel
-_LEAST = 4  # connections, however few descriptors there are
-_OTHER_FILES = 32  # that requests may open: uploads, say
+_LEAST = 4  # connections, however few descriptors are free
+_OTHER_FILES = 32  # descriptors for other files, such as uploads
 
 
 def serve(app: FastAPI, settings: ServeSettings) -> None:
-    """Serves until a signal ends it: what runs may end first, for as long as the settings say."""
+    """Serves until a signal; running requests then have `drain_seconds`."""
     start_log(settings.log)
     trace(app)
     _allow_files()
@@ -45,7 +45,7 @@ def serve(app: FastAPI, settings: ServeSettings) -> None:
 
 
 def check_address(settings: ServeSettings) -> None:
-    """Raises SpecdecError where the host is none of this machine, or its port belongs to somebody else."""
+    """Raises SpecdecError where the host is not of this machine, or the port is taken."""
     host, port = settings.host, settings.port
     try:
         places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -55,7 +55,7 @@ def check_address(settings: ServeSettings) -> None:
         ) from None
     failures = [refusal for place in places if (refusal := _refusal(place)) is not None]
     taken = [one for one in failures if one.errno in (errno.EADDRINUSE, errno.EACCES)]
-    if taken or len(failures) == len(places):  # a name may stand for an address of a family that is not here
+    if taken or len(failures) == len(places):  # a name may have addresses of a family that this machine lacks
         raise SpecdecError(
             f"port {port} of {host} cannot be had ({(taken or failures)[0].strerror}): end what listens there, or pass "
             "another --port (0 takes a free one) or --host"
@@ -63,7 +63,7 @@ def check_address(settings: ServeSettings) -> None:
 
 
 def _refusal(place: tuple[Any, ...]) -> OSError | None:
-    """Why nothing can listen at this address; None where something can."""
+    """The error of binding to an address; None where it works."""
     family, kind, protocol, _, address = place
     try:
         with socket.socket(family, kind, protocol) as tried:
@@ -75,7 +75,7 @@ def _refusal(place: tuple[Any, ...]) -> OSError | None:
 
 
 def server_of(app: FastAPI, settings: ServeSettings) -> uvicorn.Server:
-    """What serves the application, not begun."""
+    """A server of the application, not started."""
     limits, state = settings.limits, app.state.server
     connections = _connections(limits)
     config = uvicorn.Config(
@@ -95,8 +95,8 @@ def server_of(app: FastAPI, settings: ServeSettings) -> uvicorn.Server:
 
 
 def _allow_files() -> None:
-    """Lets the process open as many files as the system grants it: shells often give less."""
-    with suppress(ImportError, OSError, ValueError):  # not on Windows; macOS may refuse its own limit
+    """Raises the limit of open files to the system's: shells often set a lower one."""
+    with suppress(ImportError, OSError, ValueError):  # no `resource` on Windows; macOS may refuse its own limit
         import resource
 
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -104,14 +104,14 @@ def _allow_files() -> None:
 
 
 def _connections(limits: Limits) -> Connections:
-    """As many as the settings say, or as there are descriptors for: each may take two of them."""
+    """Connections within the settings and the free descriptors, of which each may need two."""
     most, per_client = limits.connections, limits.connections_per_client
-    if sys.platform == "win32":  # sockets are no files there
+    if sys.platform == "win32":  # sockets are not files there
         return Connections(most, per_client)
     import resource
 
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    with open(os.devnull, "rb") as lowest:  # above those that are open
+    with open(os.devnull, "rb") as lowest:  # the lowest free descriptor
         free = limit - lowest.fileno()
     room = max((free - _ON_THEIR_WAY - _OTHER_FILES) // 2, _LEAST)
     if limit == resource.RLIM_INFINITY or room >= most:
@@ -121,7 +121,7 @@ def _connections(limits: Limits) -> Connections:
 
 
 class _Server(uvicorn.Server):
-    """Models decode before it listens. At a signal nothing new is begun, and when time is up what runs is told so."""
+    """uvicorn, listening once all models have decoded, with a drain after the first signal."""
 
     def __init__(self, config: uvicorn.Config, state: State, connections: Connections) -> None:
         super().__init__(config)
@@ -130,7 +130,7 @@ class _Server(uvicorn.Server):
         self._closes = self._ends = 0.0
 
     async def startup(self, sockets: Any = None) -> None:
-        """Listens once every model has decoded."""
+        """Warms the models up, then listens."""
         asyncio.get_running_loop().set_exception_handler(self._failed)
         if not await self._warm_up():
             return
@@ -143,13 +143,13 @@ class _Server(uvicorn.Server):
                 LOG.info("listening on http://%s:%s", host, port)
 
     async def on_tick(self, counter: int) -> bool:
-        """Whether the listener closes now."""
+        """Whether the server ends now; runs every tenth of a second."""
         if counter % _TICKS == 0:
             self._drop_left()
         return await super().on_tick(counter) and time.monotonic() >= self._closes
 
     def _drop_left(self) -> None:
-        """Ends connections whose client has left while they are not read, which the event loop does not notice."""
+        """Closes connections whose client has left while reading is paused, which the event loop does not notice."""
         unread: dict[int, HttpProtocol] = {}
         for connection in self.server_state.connections:
             assert isinstance(connection, HttpProtocol)
@@ -163,7 +163,7 @@ class _Server(uvicorn.Server):
                 unread[descriptor].drop()
 
     async def shutdown(self, sockets: Any = None) -> None:
-        """Waits for what runs, as long as the drain allows."""
+        """Waits for running requests until the drain ends."""
         self._begin_drain(0.0)
         rest = max(self._ends - time.monotonic(), 0.0)
         asyncio.get_running_loop().call_later(rest, self._stop)
@@ -171,7 +171,7 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begins the end; a second signal closes the listener at once."""
+        """Begins the drain; a second signal closes the listener at once."""
         if self._state.draining:
             self._closes = 0.0
         else:
@@ -182,7 +182,7 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     def _begin_drain(self, notice: float) -> None:
-        """Requests are refused from now on; the listener stays for a while, so that balancers see it in `/ready`."""
+        """Refuses new requests; the listener stays for `notice` seconds, so that load balancers see it in `/ready`."""
         if not self._state.draining:
             self._state.draining, now = True, time.monotonic()
             self._closes, self._ends = now + min(notice, self._limits.drain_seconds), now + self._limits.drain_seconds
@@ -194,7 +194,7 @@ class _Server(uvicorn.Server):
             connection.stop()
 
     async def _warm_up(self) -> bool:
-        """Lets every model decode, before a request waits for that; False where a signal ended the wait."""
+        """Decodes a token with every model; False if a signal ended the wait."""
         work = asyncio.gather(*(host.warm_up() for host in self._state.hosts.all.values()), return_exceptions=True)
         while not (work.done() or self.should_exit):
             await asyncio.wait({work}, timeout=0.1)
@@ -207,7 +207,7 @@ class _Server(uvicorn.Server):
         return True
 
     def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """An error that nobody caught; that of a connection which cannot be taken in comes thousands of times."""
+        """Handles uncaught errors of the loop; a failed accept may repeat thousands of times."""
         if context["message"].startswith("socket.accept()"):
             self._accepting()
         else:
@@ -215,7 +215,7 @@ class _Server(uvicorn.Server):
 
 
 def start_log(kind: str) -> None:
-    """Lines on stderr, as text or as JSON objects; "none" leaves warnings alone."""
+    """Logs to stderr, as "text" or "json"; "none": only warnings."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Json() if kind == "json" else logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     LOG.handlers = [handler]
@@ -224,7 +224,7 @@ def start_log(kind: str) -> None:
 
 
 class _Json(logging.Formatter):
-    """One object per line: the time, the level, and the facts or the message."""
+    """One JSON object per line: time, level, and the facts or the message."""
 
     def format(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03}Z"

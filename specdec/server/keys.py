@@ -1,4 +1,4 @@
-"""API keys: a file of them, read again when it changes, compared in constant time."""
+"""API keys from a file, read again when it changes, compared in constant time."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _NAMED = re.compile(r"(.+?):\s+(.+)")  # a colon without a space after it is par
 
 
 class Keys:
-    """The keys of a file: one a line, or `NAME: KEY`; lines that begin with # are comments.
+    """The keys of a file: `KEY` or `NAME: KEY` per line; lines that begin with # are comments.
 
-    Keys of one name are one client, so that a key can be replaced while its successor is valid already. Only digests
-    are held. Raises OptionError for a file that cannot be read, has no key, or has a wrong line.
+    Keys of one name are one client, so that two are valid while one replaces the other. Stores digests only. Raises
+    OptionError for a file that cannot be read, has no key, or has an invalid line.
     """
 
     def __init__(self, path: Path) -> None:
@@ -31,7 +31,7 @@ class Keys:
             raise OptionError(f"`api_key_file`: {faults[0]}")
 
     def name(self, given: str) -> str | None:
-        """The name of a key, None for one that is not in the file; all keys are compared, equal or not."""
+        """The name of a key, None for an unknown one; compares all keys, for constant time."""
         self._refresh()
         digest, found = _digest(given), None
         for known, name in self._names.items():
@@ -40,7 +40,7 @@ class Keys:
         return found
 
     def _refresh(self) -> None:
-        """Reads a changed file; what is wrong with it is logged, and opens nothing, lest a revoked key stay valid."""
+        """Reads a changed file. Invalid lines are logged and allow nothing: a revoked key must not stay valid."""
         stamp = self._stat()
         if stamp == self._stamp:
             return
@@ -51,7 +51,7 @@ class Keys:
         LOG.info("%s was read again: %d keys", self._path, len(self._names))
 
     def _stat(self) -> tuple[int, ...] | None:
-        """What changes with the file, its mode included; None where it is gone."""
+        """What changes with the file, its mode included; None without a file."""
         try:
             found = self._path.stat()
         except OSError:
@@ -59,9 +59,9 @@ class Keys:
         return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
 
     def _read(self) -> tuple[dict[bytes, str], list[str]]:
-        """Digests of the valid keys with their names, and what is wrong with the file."""
+        """Names by digest of the valid keys, and the errors of the file."""
         try:
-            if self._path.exists() and not self._path.is_file():  # a pipe would be waited for without end
+            if self._path.exists() and not self._path.is_file():  # reading a pipe may block
                 raise OSError("it is no regular file")
             lines = self._path.read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""What Prometheus reads."""
+"""Metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from specdec.core.stats import Stats
 from specdec.server.admission import Admission
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-_POSITIONS = 16  # of drafted tokens that are told apart
+_POSITIONS = 16  # in a draft, counted separately
 
 
 @dataclass(frozen=True)
 class Load:
-    """How full a model is: requests that run and wait, and tokens whose keys and values are held and still fit."""
+    """How full a model is: requests that run and wait, tokens in the KV cache, tokens that still fit (None: no
+    limit).
+    """
 
     running: int
     waiting: int
@@ -28,7 +30,7 @@ class Load:
 
 
 class Metrics:
-    """All counts of one server, in a registry of their own."""
+    """All metrics of one server, in their own registry."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -50,13 +52,13 @@ class Metrics:
         self.queued = self._histogram("request_queue_time_seconds", "From arrival to a turn.")
 
     def watch(self, loads: Callable[[], Sequence[tuple[str, Load]]], uploads: Admission) -> None:
-        """Tells how full the models are whenever it is read, and how many recordings arrive and wait."""
+        """Adds gauges of the models' loads and of uploads, which are read at every scrape."""
         self.registry.register(_Loads(loads))
         self._gauge("num_uploads_running", "Recordings that arrive or are heard.", lambda: uploads.running)
         self._gauge("num_uploads_waiting", "Recordings that wait unread.", lambda: uploads.waiting)
 
     def count(self, model: str, stats: Stats) -> None:
-        """Takes a finished request into account."""
+        """Counts a finished prompt or recording."""
         self.drafts.labels(model).inc(stats.num_spec_steps)
         self.drafted.labels(model).inc(stats.num_draft_tokens)
         self.accepted.labels(model).inc(stats.num_accepted_draft_tokens)
@@ -67,7 +69,7 @@ class Metrics:
 
     @property
     def text(self) -> bytes:
-        """All of it, in Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def _counter(self, name: str, help: str, *labels: str) -> Any:
@@ -81,19 +83,21 @@ class Metrics:
 
 
 class _Loads(Collector):
+    """Gauges of the models' loads."""
+
     def __init__(self, loads: Callable[[], Sequence[tuple[str, Load]]]) -> None:
         self._loads = loads
 
     def collect(self) -> Iterator[Metric]:
-        """Gauges as they are now."""
-        words = {
+        """The gauges' present values."""
+        gauges = {
             "running": ("num_requests_running", "Requests that run."),
             "waiting": ("num_requests_waiting", "Requests that wait for their turn."),
             "held": ("kv_tokens_held", "Tokens of running requests whose keys and values are held."),
             "free": ("kv_tokens_free", "Tokens that still fit into the model's kv_budget."),
         }
         loads = self._loads()
-        for field, (name, help) in words.items():
+        for field, (name, help) in gauges.items():
             gauge = GaugeMetricFamily(f"specdec_{name}", help, labels=["model"])
             for model, load in loads:
                 if (value := getattr(load, field)) is not None:

@@ -1,4 +1,4 @@
-"""Models at work in a server: each with its turns, its threads, and a sign of life."""
+"""Models of a server: each with its turns, its threads, and whether it decodes."""
 
 from __future__ import annotations
 
@@ -21,21 +21,20 @@ from specdec.options.load import is_gguf
 from specdec.pipelines import Transcriber
 from specdec.pipelines.speech.audio import check_readers
 from specdec.server.admission import Admission
-from specdec.server.cancellation import call
 from specdec.server.errors import ApiError
 from specdec.server.metrics import Load
-from specdec.server.settings import Limits, ModelSettings
+from specdec.server.settings import Draft, Limits, ModelSettings
 from specdec.server.speech import SpeechModel
 from specdec.server.text import TextModel
 
 FRESH = 30.0
-"""Seconds for which a sign of life counts."""
-_PATIENCE = 20.0  # seconds that a model may take to show one
-_HELPERS = 2
+"""Seconds after a decoded token in which a model counts as ready."""
+_PATIENCE = 20.0  # seconds to wait for a token
+_HELPERS = 2  # threads that tokenize
 
 
 class Host:
-    """One model with the turns of its requests, the threads that they run in, and when it last decoded."""
+    """One model, the turns and threads of its requests, and when it last decoded."""
 
     def __init__(self, model: TextModel | SpeechModel, limits: Limits) -> None:
         running = limits.running if isinstance(model, TextModel) else min(limits.recordings, limits.running)
@@ -48,12 +47,12 @@ class Host:
         self._probe: asyncio.Future[None] | None = None
 
     def beat(self) -> None:
-        """The model has just decoded."""
+        """Notes that the model has just decoded."""
         self._alive = time.monotonic()
 
     @property
     def load(self) -> Load:
-        """How full it is."""
+        """How full the model is."""
         engine = self.model.generator.engine
         rows = [*engine.running, *engine.prefilling]
         held = sum(row.length for row in rows)
@@ -62,20 +61,20 @@ class Host:
         return Load(self.turns.running, self.turns.waiting, held, free)
 
     async def is_ready(self) -> bool:
-        """Whether it has decoded lately, or does when it is asked to; one question at a time is put to it."""
+        """Whether it has decoded lately, or decodes a token now; concurrent calls share that token."""
         if time.monotonic() - self._alive < FRESH:
             return True
         if self._probe is None or self._probe.done():
             self._probe = asyncio.ensure_future(self.warm_up())
         try:
             await asyncio.wait_for(asyncio.shield(self._probe), _PATIENCE)
-        except Exception:  # whatever keeps it from decoding
+        except Exception:
             return False
         return True
 
     async def warm_up(self) -> None:
         """Decodes one token."""
-        await call(self.pool, self._decode)
+        await asyncio.get_running_loop().run_in_executor(self.pool, self._decode)
         self.beat()
 
     def _decode(self) -> None:
@@ -86,7 +85,7 @@ class Host:
             generator.generate([[0]], max_new_tokens=1, do_sample=False)
 
     def close(self) -> None:
-        """Takes no more work; what runs goes on."""
+        """Takes no more requests; running ones go on."""
         self.pool.shutdown(wait=False, cancel_futures=True)
         self.helpers.shutdown(wait=False, cancel_futures=True)
 
@@ -98,7 +97,7 @@ class Hosts:
         self.all = {model.name: Host(model, limits) for model in models}
 
     def named(self, name: str | None, task: str) -> Host:
-        """The model of this name, or the first of its task without one; raises a 404, or a 400 for another task."""
+        """The model of this name (None: the first of the task); raises a 404, or a 400 for a model of another task."""
         fitting = [host for host in self.all.values() if host.model.task == task]
         if name is None and fitting:
             return fitting[0]
@@ -114,15 +113,15 @@ class Hosts:
         return found
 
     def loads(self) -> list[tuple[str, Load]]:
-        """How full all are."""
+        """The load of every model, by name."""
         return [(name, host.load) for name, host in self.all.items()]
 
 
 def load(settings: ModelSettings, limits: Limits, share: float = 0.5) -> TextModel | SpeechModel:
-    """The model that the settings name, loaded; `share` of free memory is its `kv_budget` where they name none.
+    """Loads a model; `share` of free memory is its default `kv_budget`.
 
-    The calling thread keeps no helper threads, which would slow down those that decode.
-    Raises OptionError and LoadError as `from_pretrained` does, and SpecdecError where no recording could be read.
+    Frees the calling thread's OpenMP workers, which would slow down decoding threads. Raises OptionError and LoadError
+    as `from_pretrained` does, and SpecdecError where audio files cannot be read.
     """
     try:
         return _load(settings, limits, share)
@@ -149,16 +148,14 @@ def _how(settings: ModelSettings) -> dict[str, Any]:
     return {**({"dtype": "float32"} if settings.target.startswith("zoo:") else {}), **settings.loading}
 
 
-def _draft(draft: Any) -> Any:
-    return (
-        tuple(_draft(part) for part in draft)
-        if isinstance(draft, tuple)
-        else draft and bundled_models.locate(draft, "draft")
-    )
+def _draft(draft: Draft) -> Any:
+    if isinstance(draft, tuple):
+        return tuple(map(_draft, draft))
+    return draft and bundled_models.locate(draft, "draft")
 
 
 def _task(settings: ModelSettings, target: str, how: Mapping[str, Any]) -> str:
-    """What the settings say, or what the checkpoint's configuration tells."""
+    """The task of the settings, or of the checkpoint's config."""
     if settings.task != "auto":
         return settings.task
     if how.get("gguf_file") or is_gguf(Path(target)):
@@ -167,7 +164,7 @@ def _task(settings: ModelSettings, target: str, how: Mapping[str, Any]) -> str:
 
 
 def _kind(target: str, how: Mapping[str, Any]) -> str | None:
-    """The architecture of a checkpoint; None where that cannot be told, which loading it will explain.
+    """The checkpoint's `model_type`; None for an unreadable config, whose error loading will raise.
 
     Raises LoadError where the hub cannot be reached.
     """

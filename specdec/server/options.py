@@ -1,17 +1,21 @@
-"""From a request's fields to the options of a call."""
+"""From a request's fields to the options of a call; stop texts as a criterion."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from specdec.core.drafts import BatchDrafter
 from specdec.errors import OptionError, UnsupportedError
+from specdec.generator.detokenizer import decode
 from specdec.server.errors import ApiError
 from specdec.server.protocol import Generate
 from specdec.server.settings import Limits
 
-# Fields that are options by the same name, and the values that do nothing.
+# Fields that are options of the same name, and their values without effect.
 _SAME: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0.0,),
     "presence_penalty": (0.0,),
@@ -24,11 +28,13 @@ _SAME: dict[str, tuple[Any, ...]] = {
 _DRAFTING = ("schedule", "num_assistant_tokens", "num_assistant_branches", "assistant_confidence_threshold")
 _INHERITED = ("temperature", "top_p", "top_k")
 EVERYTHING = {"temperature": 1.0, "top_k": 0}
-"""What sampling is where neither the request nor the checkpoint says more: from the whole distribution."""
+"""Sampling where neither the request nor the checkpoint sets more: from the whole distribution."""
+_MOST_BYTES = 4  # of a character, each of which may be a token
+_SILENT = 8  # tokens without text that may stand between
 
 
 def check(asked: Generate, limits: Limits) -> None:
-    """Raises a 400 for numbers beyond this server's limits."""
+    """Raises a 400 for numbers above the server's limits."""
     bounds: dict[str, int | None] = {"n": limits.choices, "num_beams": limits.beams, "num_samples": limits.beams}
     bounds |= dict.fromkeys(("max_tokens", "max_completion_tokens", "min_tokens"), limits.new_tokens)
     for name, most in bounds.items():
@@ -36,11 +42,15 @@ def check(asked: Generate, limits: Limits) -> None:
             raise ApiError(400, f"`{name}` may be {most} at most on this server", param=name, code="above_limit")
 
 
-def call_options(asked: Generate, checkpoint: Mapping[str, Any], draft: BatchDrafter | None) -> dict[str, Any]:
-    """The options of a call, lengths and form left out.
+def check_length(characters: int, param: str, limits: Limits) -> None:
+    """Raises a 400 for a prompt with more characters than the server allows."""
+    if characters > limits.prompt_characters:
+        message = f"`{param}` may have {limits.prompt_characters:,} characters at most on this server"
+        raise ApiError(400, message, param=param, code="above_limit")
 
-    `checkpoint` are the sampling settings that the model brings along, `draft` is its draft.
-    """
+
+def call_options(asked: Generate, checkpoint: Mapping[str, Any], draft: BatchDrafter | None) -> dict[str, Any]:
+    """The options of a call, without lengths and structured output; `checkpoint`: the model's own sampling settings."""
     options: dict[str, Any] = {
         name: value for name, idle in _SAME.items() if (value := getattr(asked, name)) not in idle
     }
@@ -94,3 +104,22 @@ def _token_id(text: str) -> int:
     if not text.isascii() or not text.isdigit():
         raise OptionError.of("logit_bias", "token ids as keys", text)
     return int(text)
+
+
+class StopTexts:
+    """A stopping criterion: one of `stops` is in the text after the prompt's `begin` tokens.
+
+    Decodes only the end of the text; transformers' own criterion reads the whole vocabulary for every call.
+    """
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str], begin: int) -> None:
+        self._tokenizer, self._stops, self._begin = tokenizer, stops, begin
+        self._tail = _MOST_BYTES * max(map(len, stops)) + _SILENT
+
+    def __call__(self, ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        """Whether each of the texts `ids` `[n, length]` ends here, `[n]`."""
+        return torch.tensor([self._ends(text) for text in ids])
+
+    def _ends(self, text: Tensor) -> bool:
+        tail = decode(self._tokenizer, text[max(len(text) - self._tail, self._begin) :].tolist())
+        return any(stop in tail for stop in self._stops)

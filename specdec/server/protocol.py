@@ -1,7 +1,7 @@
-"""What clients send: OpenAI's fields, those that others added, and specdec's own; every number has bounds.
+"""Requests: OpenAI's fields, vLLM's, and specdec's own; every number has bounds.
 
-null means that a field is absent, wherever it stands. Fields that cannot be honoured are refused unless their value
-asks for nothing, and hints that would change no text are dropped.
+null means that a field is absent. Unsupported fields are refused unless their value has no effect; hints, which change
+no text, are dropped.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from specdec.server.faults import FieldError
 
 _FORMS = ("json", "regex", "grammar", "choice")
 _LIMITS = ("max_tokens", "max_completion_tokens")
-_ENTRIES = 1024  # of an object with free names
-_UNKNOWN = 10  # fields that are looked at, of those that an object does not have
+_ENTRIES = 1024  # of an object with any names
+_UNKNOWN = 10  # unknown fields of an object that are checked
 _LONGEST_NAME, _LONGEST_STOP, _LONGEST_GRAMMAR = 256, 256, 65_536
 
 
@@ -32,12 +32,12 @@ def _is_text(value: str) -> str:
 
 
 def _present(data: Any) -> Any:
-    """What an object says, without its nulls."""
+    """An object without its nulls."""
     return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
 
 
 def _few(data: Any) -> Any:
-    """What an object says, as far as one entry beyond the most: each of them could be a fault."""
+    """An object's first entries, one more than allowed: each could be a fault."""
     present = _present(data)
     return dict(islice(present.items(), _ENTRIES + 1)) if isinstance(present, dict) else present
 
@@ -57,8 +57,12 @@ Grammar = Annotated[Text, Field(min_length=1, max_length=_LONGEST_GRAMMAR)]
 Phrase = Annotated[Text, Field(min_length=1, max_length=_LONGEST_STOP)]
 Json = dict[str, Any] | Grammar
 Choices = Annotated[list[Phrase], Field(min_length=1, max_length=1024)]
+Biases = Annotated[dict[Annotated[str, Field(max_length=12)], Bias], Field(max_length=_ENTRIES), BeforeValidator(_few)]
+Alternatives = Annotated[list[Phrase], Field(min_length=1, max_length=64)]
+Constraints = Annotated[list[Phrase | Alternatives], Field(min_length=1, max_length=16)]
+TemplateOptions = Annotated[dict[Literal["enable_thinking"], bool], BeforeValidator(_few)]
 
-# Field -> the values that ask for nothing, and what is said of any other.
+# Field -> its values without effect, and the message about any other.
 _TOOLS = "leave tool calls out, or describe the answer with `response_format`"
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "tools": (([],), _TOOLS),
@@ -77,17 +81,8 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "prompt_embeds": ((), "embeddings are not read: pass text or token ids"),
     "stop_token_ids": (([],), "pass `stop`, text"),
 }
-HINTS = (
-    "user",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "store",
-    "metadata",
-    "service_tier",
-)
-_TEMPLATE = ("enable_thinking",)
-# The same of messages: clients send back what they were answered, with all fields that a message can have.
+HINTS = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "store", "metadata", "service_tier")
+# Fields of messages: clients send answers back, with all fields that a message can have.
 _CALLS = "leave tool calls and their answers out"
 REFUSED_OF_MESSAGES = {
     "tool_calls": _CALLS,
@@ -98,7 +93,7 @@ REFUSED_OF_MESSAGES = {
 
 
 class Sent(BaseModel):
-    """An object that a client sends."""
+    """An object of a request."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -109,14 +104,14 @@ class Sent(BaseModel):
             return data
         known = {field.alias or name for name, field in cls.model_fields.items()}
         present = _present(data)
-        spare = [name for name in present if name not in known][_UNKNOWN:]
-        for name in spare:  # each would be a fault
+        unknown = [name for name in present if name not in known]
+        for name in unknown[_UNKNOWN:]:  # each would be a fault
             del present[name]
         return present
 
 
 class Message(Sent):
-    """One turn of a conversation; only text is read."""
+    """A message of a conversation, text only."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | Parts | None = None
@@ -141,11 +136,9 @@ class Message(Sent):
 
     @property
     def plain(self) -> dict[str, str]:
-        """As chat templates read it."""
-        parts = self.content if isinstance(self.content, list) else None
-        text = "".join(part.text for part in parts) if parts is not None else self.content or ""
-        said = {"role": "system" if self.role == "developer" else self.role, "content": str(text)}
-        return said if self.name is None else {**said, "name": self.name}
+        """The message as chat templates take it."""
+        plain = {"role": "system" if self.role == "developer" else self.role, "content": _joined(self.content or "")}
+        return plain if self.name is None else {**plain, "name": self.name}
 
 
 class TextPart(Sent):
@@ -159,8 +152,12 @@ Parts = Annotated[list[TextPart], Field(fail_fast=True)]
 Message.model_rebuild()
 
 
+def _joined(content: str | list[TextPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
 class StreamOptions(Sent):
-    """How a stream looks: with usage at its end or in every event, and with events filled up to a common size."""
+    """Options of a stream: usage at its end, usage in every event, padding of events."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -168,19 +165,19 @@ class StreamOptions(Sent):
 
 
 class Prediction(Sent):
-    """Text that the answer may resemble."""
+    """A draft of the answer."""
 
     type: Literal["content"]
     content: Text | Parts
 
     @property
     def text(self) -> str:
-        """All of it."""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        """The whole text."""
+        return _joined(self.content)
 
 
 class JsonSchema(Sent):
-    """A named schema; answers follow it whether or not they are called strict."""
+    """A named schema; answers always follow it, whatever `strict` is."""
 
     name: Name = "schema"
     description: Text | None = None
@@ -189,7 +186,7 @@ class JsonSchema(Sent):
 
 
 class ResponseFormat(Sent):
-    """What form an answer has."""
+    """The form of an answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -202,7 +199,7 @@ class ResponseFormat(Sent):
 
 
 class StructuredOutputs(Sent):
-    """vLLM's field for the form of an answer: one of these, which are `guided_json`, `guided_regex` and so on."""
+    """vLLM's field for the form of an answer; the same as `guided_json`, `guided_regex` and so on."""
 
     json_: Json | None = Field(default=None, alias="json", description="A JSON schema that the answer fits.")
     regex: Grammar | None = Field(default=None, description="A regular expression that the whole answer matches.")
@@ -211,12 +208,12 @@ class StructuredOutputs(Sent):
 
     @property
     def forms(self) -> dict[str, Any]:
-        """Each of them, by kind."""
+        """The fields by kind."""
         return {"json": self.json_, "regex": self.regex, "grammar": self.grammar, "choice": self.choice}
 
 
 class Generate(Sent):
-    """What all requests for text share."""
+    """Fields of all requests for text."""
 
     model: Name | None = None
     max_tokens: Count | None = None
@@ -228,7 +225,7 @@ class Generate(Sent):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    # choice
+    # sampling
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Share | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**20)] | None = None
@@ -238,11 +235,8 @@ class Generate(Sent):
     presence_penalty: Penalty = 0.0
     repetition_penalty: Positive = 1.0
     no_repeat_ngram_size: Annotated[int, Field(ge=0, le=1024)] = 0
-    logit_bias: (
-        Annotated[dict[Annotated[str, Field(max_length=12)], Bias], Field(max_length=_ENTRIES), BeforeValidator(_few)]
-        | None
-    ) = None
-    # form
+    logit_bias: Biases | None = None
+    # structured output
     response_format: ResponseFormat | None = None
     guided_json: Json | None = None
     guided_regex: Grammar | None = None
@@ -255,13 +249,7 @@ class Generate(Sent):
     diversity_penalty: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
     length_penalty: Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)] | None = None
     early_stopping: bool | Literal["never", "exhaustive"] | None = None
-    constraints: (
-        Annotated[
-            list[Phrase | Annotated[list[Phrase], Field(min_length=1, max_length=64)]],
-            Field(min_length=1, max_length=16),
-        ]
-        | None
-    ) = None
+    constraints: Constraints | None = None
     num_samples: Annotated[int, Field(ge=1, le=1024)] | None = None
     ranking: Literal["mean", "sum"] | None = None
     penalty_alpha: Share | None = None
@@ -300,7 +288,7 @@ class Generate(Sent):
 
     @property
     def forms(self) -> list[tuple[str, str, Any]]:
-        """The forms that the answer is to have: the field that says so, the kind (json, regex, …), and which."""
+        """The forms that the request sets: the field, the kind (json, regex, …), and the source."""
         found = [(f"guided_{kind}", kind, getattr(self, f"guided_{kind}")) for kind in _FORMS]
         nested = self.structured_outputs.forms if self.structured_outputs is not None else {}
         found += [(f"structured_outputs.{kind}", kind, value) for kind, value in nested.items()]
@@ -312,17 +300,17 @@ class Generate(Sent):
 
     @property
     def top(self) -> int | None:
-        """How many likeliest tokens are told of every token; None where nothing is told of them."""
+        """How many most likely tokens are returned with each token; None without log-probabilities."""
         raise NotImplementedError
 
     @property
     def most_tokens(self) -> int | None:
-        """The length limit; None for all that the model can."""
+        """The length limit; None for the rest of the context."""
         raise NotImplementedError
 
     @property
     def stops(self) -> list[str]:
-        """The texts before which the answer ends."""
+        """The stop texts."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
 
@@ -331,7 +319,7 @@ def _same(value: Any, neutral: Any) -> bool:
 
 
 class CompletionRequest(Generate):
-    """A text, or several, to be continued."""
+    """Continues one text or several."""
 
     prompt: Text | Tokens | Annotated[list[Text | Tokens], Field(min_length=1, max_length=1024, fail_fast=True)]
     echo: bool = False
@@ -339,7 +327,7 @@ class CompletionRequest(Generate):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Each of them."""
+        """The prompts as a list."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
@@ -348,17 +336,17 @@ class CompletionRequest(Generate):
 
     @property
     def top(self) -> int | None:
-        """As `logprobs` says."""
+        """`logprobs`."""
         return self.logprobs
 
     @property
     def most_tokens(self) -> int | None:
-        """As `max_tokens` says; OpenAI's 16 where it says nothing."""
+        """`max_tokens`, by default OpenAI's 16."""
         return 16 if self.max_tokens is None else self.max_tokens
 
 
 class ChatRequest(Generate):
-    """A conversation to be answered."""
+    """Answers a conversation."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
     max_completion_tokens: Count | None = None
@@ -366,10 +354,7 @@ class ChatRequest(Generate):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
-    chat_template_kwargs: (
-        Annotated[dict[Literal[_TEMPLATE], bool], BeforeValidator(_few)]  # type: ignore[valid-type]
-        | None
-    ) = None
+    chat_template_kwargs: TemplateOptions | None = None
 
     @model_validator(mode="after")
     def _agree(self) -> ChatRequest:
@@ -383,17 +368,17 @@ class ChatRequest(Generate):
 
     @property
     def top(self) -> int | None:
-        """As `logprobs` says."""
+        """`top_logprobs` if `logprobs` is true."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def most_tokens(self) -> int | None:
-        """As either of its names says."""
+        """`max_completion_tokens` or `max_tokens`."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
 class TokenizeRequest(Sent):
-    """Text or a conversation to be turned into token ids."""
+    """Text or a conversation to tokenize."""
 
     model: Name | None = None
     prompt: Text | None = None
@@ -409,7 +394,7 @@ class TokenizeRequest(Sent):
 
 
 class DetokenizeRequest(Sent):
-    """Token ids to be turned into text."""
+    """Token ids to decode."""
 
     model: Name | None = None
     tokens: Annotated[list[TokenId], Field(max_length=2**20, fail_fast=True)]

@@ -1,4 +1,4 @@
-"""Answers that end when their client leaves: whole ones, and streams of events."""
+"""Responses that stop when their client disconnects: bodies, and streams of events."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from specdec.server.errors import ApiError, reported, too_late
 from specdec.server.state import State, state_of
 
 PING = 15.0
-"""Seconds of silence after which a comment shows that a stream is alive."""
+"""Seconds without an event after which a comment keeps a stream alive."""
 _DONE = b"data: [DONE]\n\n"
 
 T = TypeVar("T")
 
 
 async def watched(request: Request, work: Coroutine[Any, Any, T], *, unread: bool = False) -> T:
-    """The result of `work`, which is given up when the client leaves, time is up or the server stops.
+    """The result of `work`, which is cancelled when the client disconnects, after `request_seconds`, or at a shutdown.
 
-    The body of a request has been received, or stays `unread`.
+    `unread`: the request's body has not been received, and stays so.
     """
     state, task = state_of(request), asyncio.ensure_future(work)
     state.track(task)
@@ -45,9 +45,9 @@ async def watched(request: Request, work: Coroutine[Any, Any, T], *, unread: boo
 
 
 class EventStream(Response):
-    """Events as they come, then `[DONE]`; an error becomes the last event, and silence is filled with comments.
+    """Events as they come, then `[DONE]`; an error becomes the last event, comments fill silence.
 
-    Others may go by `wire` between the first of `events` and their end.
+    Between the first and the last of `events`, other events may be written directly through `wire`.
     """
 
     def __init__(self, state: State, events: AsyncGenerator[bytes, None], wire: Wire | None = None) -> None:
@@ -59,7 +59,7 @@ class EventStream(Response):
         self._last, self._sending = time.monotonic(), False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends everything; the work ends with the client."""
+        """Sends all events; cancels the work when the client disconnects."""
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         if self._wire is not None:
             self._wire.open()
@@ -75,7 +75,7 @@ class EventStream(Response):
                     await _ended(task)
                     late = True
                 elif not task.done() and not self._sending and self._silence >= PING:
-                    await self._show_life(send)
+                    await self._keep_alive(send)
             if task.cancelled() and not gone.done():
                 await self._fail(send, too_late(_patience(self._state)) if late else self._state.given_up())
         finally:
@@ -89,14 +89,14 @@ class EventStream(Response):
 
     @property
     def _silence(self) -> float:
-        """Seconds since something was sent."""
+        """Seconds since the last event."""
         return time.monotonic() - max(self._last, 0.0 if self._wire is None else self._wire.last)
 
-    async def _show_life(self, send: Send) -> None:
+    async def _keep_alive(self, send: Send) -> None:
         comment = b": alive\n\n"
         if self._wire is None:
             await self._send(send, comment)
-        elif not self._wire.send(comment):  # something waits already
+        elif not self._wire.send(comment):  # the loop is still writing: no comment needed
             self._wire.passed()
 
     async def _produce(self, send: Send) -> None:
@@ -105,8 +105,6 @@ class EventStream(Response):
                 async for event in events:
                     await self._send(send, event)
                 await self._send(send, _DONE)
-            except asyncio.CancelledError:
-                raise
             except OSError:  # the client has left
                 return
             except Exception as error:
@@ -129,13 +127,13 @@ def _patience(state: State) -> float:
 
 
 async def _left(receive: Receive) -> None:
-    """Returns when the client has left."""
+    """Returns when the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def _ended(task: asyncio.Future[Any]) -> None:
-    """Gives a task up and waits for its end, whatever it raises."""
+    """Cancels a task and waits for its end; ignores its error."""
     task.cancel()
     with suppress(BaseException):
         await task

@@ -1,4 +1,4 @@
-"""What a prompt's own tokens score: it is decoded again from its first token on, with nothing else let through."""
+"""Log-probabilities of a prompt's own tokens: the prompt is decoded again, with all other tokens masked out."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from specdec.generator.generator import SpecGenerator
 from specdec.options.checks import common_length
 from specdec.server.cancellation import Cancel
 
-_CHUNK = 64  # tokens of the prompt that one pass scores at most
+_CHUNK = 64  # the most tokens that one pass scores
 
 
 def scored(generator: SpecGenerator, ids: Sequence[int], top: int, salt: str | None, cancel: Cancel) -> list[Step]:
-    """The steps that lead from the first of `ids` to the others, with the target's `top` likeliest tokens of each.
+    """The steps from the first of `ids` to the last, each with the target's `top` most likely tokens.
 
-    The prompt is its own prediction, so a pass scores many of its tokens. Raises CancelledError where nobody waits.
+    The prompt is its own draft, so a pass scores many tokens. Raises CancelledError.
     """
     if len(ids) < 2:
         return []
@@ -35,25 +35,24 @@ def scored(generator: SpecGenerator, ids: Sequence[int], top: int, salt: str | N
         top_logprobs=top,
         cache_salt=salt,
     )
-    cancel.tell(job.cancel)
-    return [step for news in job.follow(stream=True) for one in news for step in one.steps]
+    cancel.add_done_callback(lambda _: job.cancel())
+    return [step for deltas in job.follow(stream=True) for delta in deltas for step in delta.steps]
 
 
 class Only:
-    """A processor that lets through nothing but the tokens of one text, `ids`."""
+    """A logits processor that allows only the text `ids`."""
 
     def __init__(self, ids: Sequence[int]) -> None:
         self._ids = list(ids)
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
-        """`logits` `[rows, vocab]` after texts `ids` `[rows, length]`, all but that of the next token out of reach."""
-        next_one = self._ids[ids.shape[1]]
-        left = torch.full_like(logits, -torch.inf)
-        left[:, next_one] = 0.0
-        return left
+        """`logits` `[rows, vocab]` after `ids` `[rows, length]`: -inf but for the text's next token."""
+        masked = torch.full_like(logits, -torch.inf)
+        masked[:, self._ids[ids.shape[1]]] = 0.0
+        return masked
 
     def allowed(self, text: Sequence[int], tokens: Sequence[int]) -> int:
-        """How many of `tokens` go on as the text does."""
+        """How many of `tokens` continue the text."""
         return common_length(self._ids[len(text) :], tokens)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""What `specdec serve` goes by: one frozen value from flags and YAML, checked before a model is loaded."""
+"""Settings of a server: one frozen value from flags and YAML, checked before a model is loaded."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Draft = str | tuple[str, str] | None
 
 
 def host_of(netloc: str) -> str:
-    """A host as names are compared: in small letters, without its port."""
+    """The host of `HOST` or `HOST:PORT`, in lower case."""
     host, _, port = netloc.rpartition(":")
     has_port = port.isdecimal() and (":" not in host or host.endswith("]"))  # ::1 has none
     return (host if has_port else netloc).lower()
 
 
 def address_of(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The address that a proxy wrote down, with a port or without; None for what is none."""
+    """The IP address of `HOST` or `HOST:PORT`; None for anything else."""
     host = host_of(text).removeprefix("[").removesuffix("]")
     try:
         address = ipaddress.ip_address(host)
@@ -48,11 +48,11 @@ class _Frozen(BaseModel):
 
 
 class ModelSettings(_Frozen):
-    """One model of a server: the `name` that clients say, what is loaded, and how.
+    """One model of a server, which clients call `name`.
 
-    `loading` are fields of `Loading`, `options` defaults of calls. `context` bounds prompt and answer in tokens, by
-    default by what the model was made for; `kv_budget` and `prefix_cache` are those of `SpecGenerator`, the former by
-    default the model's part of half of what is free.
+    `loading`: fields of `Loading`; `options`: defaults of calls; `context`: the most tokens of prompt and answer, by
+    default the model's own; `kv_budget`, `prefix_cache`: as in `SpecGenerator`; the models share half of the free
+    memory by default.
     """
 
     name: Annotated[str, Field(pattern=r"^[\w.:/@-]{1,128}$")]
@@ -67,7 +67,7 @@ class ModelSettings(_Frozen):
 
 
 class Limits(_Frozen):
-    """What clients may ask for, and how many at a time; a model runs `running` requests, `waiting` more wait."""
+    """Limits on clients; each model runs `running` requests at a time, and `waiting` more wait."""
 
     running: Annotated[int, Field(ge=1, le=1024)] = 32
     waiting: Annotated[int, Field(ge=0, le=65_536)] = 128
@@ -96,10 +96,10 @@ class Limits(_Frozen):
 class ServeSettings(_Frozen):
     """A whole server.
 
-    `api_key_file` lists keys; an address that other machines reach needs one, or `insecure`. `hosts` are names under
-    which browsers may reach it besides its own address. What `trusted_proxies` write into X-Forwarded-For is believed.
-    `stream_chunk` lets every event of a stream carry so many tokens, and `pad_events` fills events up, so that sizes of
-    packets do not tell what a draft guessed; `details` lets clients ask for figures about drafts.
+    `api_key_file` lists keys; an address that other machines reach needs one, or `insecure`. `hosts`: further names
+    that browsers may use for it. `trusted_proxies`: whose header X-Forwarded-For is believed.
+    With `stream_chunk`, every event of a stream has that many tokens, so that sizes and times of packets do not reveal
+    what the target accepted. `details`: whether clients may request figures about drafts.
     """
 
     models: Annotated[tuple[ModelSettings, ...], Field(min_length=1)]
@@ -110,7 +110,6 @@ class ServeSettings(_Frozen):
     hosts: tuple[HostName, ...] = ()
     trusted_proxies: tuple[IPvAnyNetwork, ...] = ()
     stream_chunk: Annotated[int, Field(ge=1, le=1024)] | None = None
-    pad_events: bool = False
     details: bool = True
     log: Literal["json", "text", "none"] = "text"
     limits: Limits = Limits()
@@ -130,12 +129,12 @@ class ServeSettings(_Frozen):
 
     @property
     def share(self) -> float:
-        """Of free memory, what each model's keys and values may take where nobody says."""
+        """The default `kv_budget` of each model, as a share of free memory."""
         return 0.5 / len(self.models)
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine reaches the address."""
+        """Whether only this machine can reach the address."""
         if self.host == "localhost":
             return True
         try:
@@ -145,7 +144,7 @@ class ServeSettings(_Frozen):
 
 
 def read_settings(given: Mapping[str, Any]) -> ServeSettings:
-    """The settings with these keys; raises OptionError that names the first wrong one."""
+    """The settings; raises an OptionError that names the first invalid key."""
     try:
         return ServeSettings.model_validate(given)
     except ValidationError as error:

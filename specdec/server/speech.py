@@ -1,9 +1,9 @@
-"""A model that writes down speech, as a server has it."""
+"""A speech model of a server."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from specdec.server.errors import ApiError
 
 @dataclass(frozen=True)
 class Listen:
-    """How a recording is to be heard; `stamps` are "segment", "word", or None for plain text."""
+    """Options of a transcription; `stamps`: timestamps by "segment", by "word", or None."""
 
     task: str
     language: str | None = None
@@ -27,7 +27,7 @@ class Listen:
 
 
 class SpeechModel:
-    """A transcriber; recordings of at most `seconds` are heard."""
+    """A transcriber of recordings of at most `seconds`."""
 
     task = "speech"
     chats = predicts = False
@@ -37,8 +37,8 @@ class SpeechModel:
         self.drafts = self.generator.drafter is not None
         self._seconds = seconds
 
-    def hear(self, content: bytes, asked: Listen, cancel: Cancel) -> Iterator[str | Transcription]:
-        """What is said, window by window, then all of it; raises a 400 for what is no sound, or too long."""
+    def hear(self, content: bytes, asked: Listen, cancel: Cancel) -> Generator[str | Transcription]:
+        """The text window by window, then the `Transcription`; raises a 400 for an unreadable or long recording."""
         self._check_length(content)
         options: dict[str, Any] = {"language": asked.language, "task": asked.task, "seed": asked.seed}
         if asked.stamps is not None:
@@ -49,27 +49,27 @@ class SpeechModel:
             options["temperature"] = asked.temperature
         found = yield from self.transcriber.stream(
             content,
-            stopping_criteria=[_Given(cancel)],
+            stopping_criteria=[_Cancelled(cancel)],
             progress=lambda done, known: cancel.check(),
             **{name: value for name, value in options.items() if value is not None},
         )
         yield found
 
     def silence(self) -> dict[str, Any]:
-        """What the model is given to show that it works."""
+        """Inputs to test that the model decodes."""
         config = self.generator.target.config
         return {"input_features": torch.zeros(1, config.num_mel_bins, 2 * config.max_source_positions)}
 
     def _prompt(self, text: str) -> list[int]:
-        """The ids of a text that came before, as Whisper reads them."""
+        """The ids of a prompt, as Whisper takes them; raises a 400 for special tokens."""
         tokenizer = self.generator.tokenizer
         try:
             return [int(token) for token in tokenizer.get_prompt_ids(text)]
-        except ValueError as error:  # special tokens in it
+        except ValueError as error:
             raise ApiError(400, f"`prompt`: {error}", param="prompt") from None
 
     def _check_length(self, content: bytes) -> None:
-        """Raises before anything is decoded, from what the file says of itself."""
+        """Raises a 400 from the file's header, before anything is decoded."""
         import soundfile
 
         try:
@@ -86,13 +86,13 @@ class SpeechModel:
             raise ApiError(400, message, param="file", code="invalid_audio")
 
 
-class _Given:
-    """A stopping criterion that ends a call which nobody wants any more."""
+class _Cancelled:
+    """A stopping criterion that raises once the request is cancelled."""
 
     def __init__(self, cancel: Cancel) -> None:
         self._cancel = cancel
 
     def __call__(self, ids: Any, scores: Any, **_: Any) -> bool:
-        """Never true; raises CancelledError instead."""
+        """False; raises CancelledError."""
         self._cancel.check()
         return False

@@ -1,4 +1,4 @@
-"""What all requests of a server share."""
+"""State shared by all requests of a server."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from specdec.server.models import Hosts
 from specdec.server.settings import ServeSettings, address_of
 
 LOG = logging.getLogger("specdec.server")
-_AHEAD = 6  # recordings that may arrive before their turn to be heard
+_AHEAD = 6  # recordings that may be uploaded before their turn to be transcribed
 _LONGEST = 64  # characters of a client's address
 
 
 class State:
-    """Settings, models, keys and counts; `draining` once the server is told to end, `stopping` when time is up."""
+    """Settings, models, keys and metrics; `draining`: no new requests; `stopping`: the time to drain is up."""
 
     def __init__(self, settings: ServeSettings, hosts: Hosts) -> None:
         self.settings, self.hosts, self.metrics = settings, hosts, Metrics()
@@ -38,24 +38,24 @@ class State:
         self.metrics.watch(hosts.loads, self.uploads)
 
     def track(self, task: asyncio.Task[Any]) -> None:
-        """Work that is given up when time is up, at once if it is up already."""
+        """Cancels the task when the server stops, at once if it already has."""
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        if self.stopping:  # after its first step: a task that never ran would not close what it was handed
+        if self.stopping:  # after its first step: a task that never ran would not close its generators
             task.get_loop().call_soon(task.cancel)
 
     def stop(self) -> None:
-        """Gives up all work under way."""
+        """Cancels all tasks."""
         self.stopping = True
         for task in self._tasks:
             task.cancel()
 
     def at_close(self, do: Callable[[], None]) -> None:
-        """Has this done once all requests have ended; a signal leaves the process no time after that."""
+        """Calls `do` after the last request; a signal leaves the process no time after that."""
         self._last.append(do)
 
     def close(self) -> None:
-        """Does what is due when all requests have ended, and lets go of the models' threads."""
+        """Makes the calls of `at_close` and shuts the models' threads down."""
         for do in self._last:
             do()
         for host in self.hosts.all.values():
@@ -64,7 +64,7 @@ class State:
     def note(
         self, own: str, method: str, path: str, status: int, seconds: float, sent: int, key: str | None = None
     ) -> None:
-        """One line about a request; what was asked and answered is not in it, nor are names beyond the routes'."""
+        """Logs one line about a request: never its content, and no path but a route's."""
         self.metrics.requests.labels(path, str(status)).inc()
         facts = {
             "request_id": own,
@@ -78,25 +78,25 @@ class State:
         LOG.info(json.dumps(facts), extra={"facts": facts})
 
     def admit(self) -> None:
-        """Raises a 503 once the server is on its way out."""
+        """Raises a 503 once the server is shutting down."""
         if self.draining:
             raise unavailable("the server is shutting down")
 
     def given_up(self) -> ApiError:
-        """Why work was cancelled from within."""
+        """The error of a request whose task was cancelled."""
         if self.stopping:
             return unavailable("the server is shutting down")
         return ApiError(499, "the client has left", code="cancelled")
 
 
 def state_of(request: Request) -> State:
-    """The state of the server that a request came to."""
+    """The state of the request's server."""
     found: State = request.app.state.server
     return found
 
 
 def client_of(request: Request) -> str:
-    """Who asks: the name of the key, or the address where there are no keys; texts of two clients are kept apart."""
+    """The client: the name of its key, or its address without keys. Clients share no prefix cache."""
     known: str | None = request.scope.get("specdec.key")
     if known is not None or request.client is None:
         return known or ""
@@ -106,12 +106,12 @@ def client_of(request: Request) -> str:
 
 
 def is_trusted(address: Any, settings: ServeSettings) -> bool:
-    """Whether this is the address of a proxy that speaks for its clients; None is not."""
+    """Whether `address` belongs to a trusted proxy; None does not."""
     return address is not None and any(address in network for network in settings.trusted_proxies)
 
 
 def _origin(addresses: Sequence[str], settings: ServeSettings) -> str:
-    """The last of these addresses that is no trusted proxy: those before it may be the client's invention."""
+    """The last address that is not a trusted proxy; a client can forge those before it."""
     for text in reversed(addresses):
         address = address_of(text)
         if not is_trusted(address, settings):
@@ -120,7 +120,7 @@ def _origin(addresses: Sequence[str], settings: ServeSettings) -> str:
 
 
 def origin_of(text: str) -> str:
-    """The client that an address stands for: of IPv6 a /64, which is what one host or home has."""
+    """The address, or the /64 of an IPv6 address, which one host or home owns."""
     address = address_of(text)
     if isinstance(address, IPv6Address):
         return f"{IPv6Address(int(address) >> 64 << 64)}/64"

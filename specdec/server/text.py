@@ -1,10 +1,10 @@
-"""A model that writes text, as a server has it: requests are prepared, followed and told piece by piece, in threads."""
+"""A text model of a server: decodes one prompt of a request, in a thread, into updates."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -20,10 +20,9 @@ from specdec.options.generate import listed
 from specdec.server.cancellation import Cancel
 from specdec.server.errors import ApiError
 from specdec.server.grammar import Form, Grammar
-from specdec.server.options import call_options
+from specdec.server.options import StopTexts, call_options
 from specdec.server.protocol import ChatRequest, Generate
 from specdec.server.scoring import scored
-from specdec.server.stops import StopTexts
 
 _REASONS = {"eos": "stop", "stop": "stop", "criteria": "stop", "length": "length", "time": "length"}
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
@@ -31,9 +30,9 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_
 
 @dataclass(frozen=True)
 class TokenScore:
-    """One token's text, its log-probability under the target, and the likeliest tokens with theirs.
+    """One token: its text, its log-probability under the target, and the most likely tokens with theirs.
 
-    The first token of a prompt follows nothing, and has neither.
+    A prompt's first token is not predicted, so both are None.
     """
 
     text: str
@@ -42,8 +41,19 @@ class TokenScore:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """New text of choice `row`: how many tokens it took, which parts came `drafted`, and why it ended, if it did."""
+class Started:
+    """The request is valid, and its prompt is tokenized."""
+
+    prompt_tokens: int
+
+
+@dataclass(frozen=True)
+class TextDelta:
+    """New text of choice `row`, after the prompt where the request has `echo`.
+
+    `tokens` counts its new tokens, `spans` are parts of it and whether the draft proposed them, `finish` is the finish
+    reason of the last delta.
+    """
 
     row: int
     text: str
@@ -54,48 +64,32 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Echo:
-    """A prompt that is told before its answer, with the scores of its tokens where the answer's are told."""
-
-    text: str = ""
-    scores: Sequence[TokenScore] = ()
-
-
-@dataclass(frozen=True)
-class Begun:
-    """The prompt is read by the tokenizer, and the request is sound."""
-
-    prompt_tokens: int
-    echo: Echo | None = None
-
-
-@dataclass(frozen=True)
-class Ended:
-    """The request is over."""
+class Finished:
+    """The prompt is done."""
 
     stats: Stats
 
 
 @dataclass(frozen=True)
-class Ask:
-    """One prompt of a request, as a thread is handed it.
+class PromptRequest:
+    """One prompt of a request: text, token ids, or None for the messages of a chat.
 
-    `salt` keeps clients' texts apart; `chunk` is how many tokens a piece has, where rounds shall not show; `most` are
-    the new tokens that the server allows.
+    `salt` separates clients in the prefix cache. With `chunk`, every delta has that many tokens, so that sizes do not
+    reveal what the target accepted. `max_new_tokens` is the server's limit.
     """
 
     request: Generate
-    prompt: str | list[int] | None = None
+    content: str | list[int] | None = None
     salt: str | None = None
     chunk: int | None = None
-    most: int | None = None
+    max_new_tokens: int | None = None
 
 
 class TextModel:
-    """A generator, and what requests need to know of it.
+    """A generator, and what requests must know about it.
 
-    `context` is how many tokens prompt and answer may have together (an encoder's input: the prompt alone). `options`
-    are the generator's defaults, of which requests must know how they sample.
+    `context`: the most tokens of prompt and answer together (encoder-decoder: of the prompt). `options`: the
+    generator's defaults, of which sampling settings matter here. Raises OptionError without a tokenizer.
     """
 
     task = "text"
@@ -121,40 +115,40 @@ class TextModel:
 
     @property
     def is_encoder_decoder(self) -> bool:
-        """Whether a prompt is read by an encoder."""
+        """Whether an encoder reads the prompt."""
         return self.generator.target.is_encoder_decoder
 
-    def run(self, ask: Ask, cancel: Cancel) -> Generator[Begun | Piece | Ended]:
-        """What comes of a request, in order; raises OptionError and ApiError for what is wrong with it."""
-        request = ask.request
-        ids = self.encode(ask.prompt, request if isinstance(request, ChatRequest) else None)
+    def run(self, prompt: PromptRequest, cancel: Cancel) -> Generator[Started | TextDelta | Finished]:
+        """Decodes a prompt; raises OptionError and ApiError for an invalid request."""
+        request = prompt.request
+        ids = self.encode(prompt.content, request if isinstance(request, ChatRequest) else None)
         with refusing():
-            job = self.generator.submit([ids], **self._options(ask, ids))
-        cancel.tell(job.cancel)
-        yield Begun(len(ids), self._echo(ask, ids, cancel) if getattr(request, "echo", False) else None)
+            job = self.generator.submit([ids], **self._options(prompt, ids))
+        cancel.add_done_callback(lambda _: job.cancel())
+        echo = self._echo(prompt, ids, cancel) if getattr(request, "echo", False) else ("", [])
+        yield Started(len(ids))
         stops = [] if request.include_stop_str_in_output else request.stops
-        rows = [_Row(self, ask, row, stops) for row in range(request.n)]
+        rows = [_Row(self, prompt, row, stops, echo) for row in range(request.n)]
         follow = job.follow(stream=request.stream or request.return_drafted or request.top is not None)
         try:
             while True:
                 try:
-                    news = next(follow)
+                    deltas = next(follow)
                 except StopIteration as end:
                     out = end.value
                     break
-                for one in news:
-                    yield from rows[one.row].pieces(one)
+                for delta in deltas:
+                    yield from rows[delta.row].deltas(delta)
         finally:
             follow.close()
-        if not any(row.told for row in rows):
-            reasons = [_REASONS.get(reason, "stop") for reason in out.stats.finish_reasons]
-            for row, new in enumerate(out.new_tokens()):
-                text = before_stop(decode(self.tokenizer, new), stops)
-                yield Piece(row, text, len(new), reasons[min(row, len(reasons) - 1)])
-        yield Ended(out.stats)
+        if not any(row.streamed for row in rows):
+            reasons = out.stats.finish_reasons
+            for row, tokens in enumerate(out.new_tokens()):
+                yield rows[row].whole(tokens, reasons[min(row, len(reasons) - 1)])
+        yield Finished(out.stats)
 
     def encode(self, prompt: str | list[int] | None, chat: ChatRequest | None) -> list[int]:
-        """The ids of a prompt or a conversation."""
+        """The token ids of a prompt or a conversation."""
         if isinstance(prompt, list):
             return prompt
         if prompt is not None:
@@ -164,19 +158,17 @@ class TextModel:
             ids = self._chat_ids(chat)
         return ids or listed(self.generator.target.model.generation_config.bos_token_id)[:1] or [0]
 
-    def _echo(self, ask: Ask, ids: list[int], cancel: Cancel) -> Echo:
-        """The prompt; raises a 400 where an encoder reads it and its tokens are to be scored."""
-        text, top = decode(self.tokenizer, ids), ask.request.top
+    def _echo(self, prompt: PromptRequest, ids: list[int], cancel: Cancel) -> tuple[str, list[TokenScore]]:
+        """The prompt's text, and its tokens' scores with `logprobs`; raises a 400 for scores of an encoder's input."""
+        text, top = decode(self.tokenizer, ids), prompt.request.top
         if top is None:
-            return Echo(text)
+            return text, []
         if self.is_encoder_decoder:
-            message = (
-                f"an encoder reads the prompts of {self.name!r}, and scores none of their tokens: leave out `echo`"
-            )
+            message = f"{self.name!r} is an encoder-decoder, whose prompts have no `logprobs`: leave out `echo`"
             raise ApiError(400, message, param="echo")
         first = TokenScore(self.tokenizer.decode(ids[:1]))
-        steps = scored(self.generator, ids, top, ask.salt, cancel)
-        return Echo(text, [first, *(score_of(self.tokenizer, step) for step in steps)])
+        steps = scored(self.generator, ids, top, prompt.salt, cancel)
+        return text, [first, *(score_of(self.tokenizer, step) for step in steps)]
 
     def _chat_ids(self, chat: ChatRequest) -> list[int]:
         how: dict[str, Any] = {"continue_final_message": chat.continue_final_message, "return_dict": True}
@@ -184,7 +176,7 @@ class TextModel:
         return self.template([message.plain for message in chat.messages], **how, **(chat.chat_template_kwargs or {}))
 
     def template(self, messages: Sequence[dict[str, str]], **how: Any) -> list[int]:
-        """The ids of a conversation; raises a 400 where the model has no chat template, or that refuses it."""
+        """The token ids of a conversation; raises a 400 without a chat template, or where it refuses the messages."""
         if not self.chats:
             raise ApiError(400, f"the model {self.name!r} has no chat template: use /v1/completions", code="no_chat")
         try:
@@ -192,11 +184,11 @@ class TextModel:
         except Exception as error:  # whatever a template raises
             raise ApiError(400, f"the model's chat template refused the messages: {error}", param="messages") from error
 
-    def _options(self, ask: Ask, ids: list[int]) -> dict[str, Any]:
-        request = ask.request
+    def _options(self, prompt: PromptRequest, ids: list[int]) -> dict[str, Any]:
+        request = prompt.request
         begin = 1 if self.is_encoder_decoder else len(ids)
         options = call_options(request, self._sampling, self.generator.drafter)
-        options |= {"max_new_tokens": self._room(ask, len(ids)), "cache_salt": ask.salt}
+        options |= {"max_new_tokens": self._room(prompt, len(ids)), "cache_salt": prompt.salt}
         if request.stops:
             options["stopping_criteria"] = [StopTexts(self.tokenizer, request.stops, begin)]
         if (form := Form.of(request)) is not None:
@@ -210,17 +202,17 @@ class TextModel:
             options["prediction"] = request.prediction.text
         return options
 
-    def _room(self, ask: Ask, length: int) -> int:
-        """The most new tokens; a prompt that is too long for what is asked is a 400."""
-        used = 1 if self.is_encoder_decoder else length
-        room, asked, most = self.context - used, ask.request.most_tokens, ask.most or self.context
-        asked = None if asked is None else min(asked, most)
-        if length > self.context or room < 1 or (asked or 0) > room:
-            wanted = f"{length} tokens and {asked or 'at least one'} new"
-            message = f"this model's context is {self.context} tokens, and the request has a prompt of {wanted}"
-            param = "messages" if isinstance(ask.request, ChatRequest) else "prompt"
+    def _room(self, prompt: PromptRequest, length: int) -> int:
+        """The most new tokens after a prompt of `length` tokens; raises a 400 where they do not fit the context."""
+        room = self.context - (1 if self.is_encoder_decoder else length)
+        limit, wanted = prompt.max_new_tokens or self.context, prompt.request.most_tokens
+        wanted = None if wanted is None else min(wanted, limit)
+        if length > self.context or room < 1 or (wanted or 0) > room:
+            tokens = f"{length} tokens and {wanted or 'at least one'} new"
+            message = f"this model's context is {self.context} tokens, and the request has a prompt of {tokens}"
+            param = "messages" if isinstance(prompt.request, ChatRequest) else "prompt"
             raise ApiError(400, f"{message}: shorten one of them", param=param, code="context_length_exceeded")
-        return min(room, most) if asked is None else asked
+        return min(room, limit) if wanted is None else wanted
 
     def _phrases(self, phrase: str | list[str]) -> Any:
         if isinstance(phrase, str):
@@ -234,7 +226,7 @@ class TextModel:
 
     @cached_property
     def _grammar_tokenizer(self) -> Any:
-        """The tokenizer as llguidance reads it, which takes seconds to make for a large vocabulary."""
+        """llguidance's tokenizer; making it takes seconds for a large vocabulary."""
         from llguidance.hf import from_tokenizer
 
         ends = listed(self.generator.target.model.generation_config.eos_token_id) or [self.tokenizer.eos_token_id]
@@ -243,52 +235,67 @@ class TextModel:
 
 
 class _Row:
-    """One choice on its way."""
+    """One choice: turns a sequence's tokens into text; the first delta begins with the prompt of `echo`."""
 
-    def __init__(self, model: TextModel, ask: Ask, row: int, stops: Sequence[str]) -> None:
-        self._tokenizer, self._row = model.tokenizer, row
+    def __init__(
+        self,
+        model: TextModel,
+        prompt: PromptRequest,
+        row: int,
+        stops: Sequence[str],
+        echo: tuple[str, Sequence[TokenScore]],
+    ) -> None:
+        self._tokenizer, self._row, self._stops, self._echo = model.tokenizer, row, stops, echo
         self._text = Detokenizer(model.tokenizer, stops)
-        self._drafted, self._top = ask.request.return_drafted, ask.request.top
-        self._chunk = ask.chunk
-        self._pending: list[tuple[Step, bool]] = []  # with whether the draft guessed it
-        self.told = False
+        self._drafted, self._top = prompt.request.return_drafted, prompt.request.top
+        self._chunk = prompt.chunk
+        self._pending: list[tuple[Step, bool]] = []  # and whether the draft proposed it
+        self.streamed = False
 
-    def pieces(self, news: Delta) -> Iterator[Piece]:
-        """What a round brought, or as much of it as makes whole chunks."""
-        self.told = True
-        self._pending += [(step, place < news.accepted) for place, step in enumerate(news.steps)]
+    def deltas(self, delta: Delta) -> Iterator[TextDelta]:
+        """A round's tokens, or the whole chunks among those that are pending."""
+        self.streamed = True
+        self._pending += [(step, place < delta.accepted) for place, step in enumerate(delta.steps)]
         size = self._chunk or len(self._pending)
-        while len(self._pending) >= size or (self._pending and news.finish is not None):
+        while len(self._pending) >= size or (self._pending and delta.finish is not None):
             group, self._pending = self._pending[:size], self._pending[size:]
-            last = news.finish is not None and not self._pending
-            yield self._piece(group, _REASONS.get(news.finish or "", "stop") if last else None)
+            yield self._delta(group, None if self._pending else delta.finish)
 
-    def _piece(self, group: Sequence[tuple[Step, bool]], finish: str | None) -> Piece:
+    def whole(self, tokens: Sequence[int], finish: str) -> TextDelta:
+        """All of the choice at once."""
+        text = before_stop(decode(self._tokenizer, tokens), self._stops)
+        return self._after_echo(TextDelta(self._row, text, len(tokens), _REASONS.get(finish, "stop")))
+
+    def _delta(self, group: Sequence[tuple[Step, bool]], finish: str | None) -> TextDelta:
         runs = [(list(run), drafted) for drafted, run in groupby(group, lambda one: self._drafted and one[1])]
         spans = []
         for place, (run, drafted) in enumerate(runs, 1):
             ids = [step.token for step, _ in run]
             spans.append((self._text.push(ids, last=finish is not None and place == len(runs)), drafted))
-        text = "".join(text for text, _ in spans)
         scores = [score_of(self._tokenizer, step) for step, _ in group] if self._top is not None else []
-        told = [span for span in spans if span[0]] if self._drafted else []
-        return Piece(self._row, text, len(group), finish, told, scores)
+        text, shown = "".join(text for text, _ in spans), [span for span in spans if span[0]] if self._drafted else []
+        reason = None if finish is None else _REASONS.get(finish, "stop")
+        return self._after_echo(TextDelta(self._row, text, len(group), reason, shown, scores))
+
+    def _after_echo(self, delta: TextDelta) -> TextDelta:
+        (text, scores), self._echo = self._echo, ("", ())
+        return replace(delta, text=text + delta.text, scores=[*scores, *delta.scores]) if text or scores else delta
 
 
 def score_of(tokenizer: Any, step: Step) -> TokenScore:
-    """A step as it is told."""
+    """The score of a step's token."""
     assert step.top is not None
-    told = [(tokenizer.decode([token]), _finite(value)) for token, value in zip(*step.top, strict=True)]
-    return TokenScore(tokenizer.decode([step.token]), _finite(step.log_prob), told)
+    top = [(tokenizer.decode([token]), _finite(value)) for token, value in zip(*step.top, strict=True)]
+    return TokenScore(tokenizer.decode([step.token]), _finite(step.log_prob), top)
 
 
 def _finite(value: float | None) -> float:
-    """JSON has no infinities."""
+    """A log-probability within [-9999, 0]: JSON has no infinities."""
     return max(-9999.0, min(value if value is not None else 0.0, 0.0))
 
 
 def _context(generator: SpecGenerator, wanted: int | None) -> int:
-    """How many tokens the model takes: the least of its positions, what it was made for, and what is wanted."""
+    """The context in tokens: the least of the model's positions, its config's, and the one wanted."""
     config = generator.target.model.config
     known = [generator.target.max_positions, getattr(config, "max_position_embeddings", None), wanted]
     return min((number for number in known if number), default=4096)

@@ -1,4 +1,4 @@
-"""Spans of requests for OpenTelemetry, by its own instrumentation, where a collector is named."""
+"""Spans of requests for OpenTelemetry, by its own instrumentation of FastAPI."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from fastapi import FastAPI
 from specdec.errors import SpecdecError
 
 COLLECTOR = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-"""Either of these names a collector, as in every program with OpenTelemetry."""
+"""Environment variables, either of which names the collector."""
 _SILENT = "/health$,/ready$,/metrics$"  # asked every few seconds
 
 
 def trace(app: FastAPI) -> None:
-    """Sends a span for every request to the collector that the environment names, if it names one; the last at its end.
+    """Sends a span for every request to the collector that the environment names, if it does.
 
-    OpenTelemetry's own variables say the rest (OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER). Raises SpecdecError where its
-    packages are not installed.
+    OpenTelemetry reads its other variables (OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER). Raises SpecdecError without its
+    packages.
     """
     if not any(os.environ.get(name) for name in COLLECTOR):
         return
@@ -37,7 +37,7 @@ def trace(app: FastAPI) -> None:
 
 
 def instrument(app: FastAPI, provider: Any) -> None:
-    """Has every request make a span, without one for each event of a stream; what is asked and answered is in none."""
+    """Adds one span per request, none per event of a stream; spans contain no text."""
     from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor
 
     FastAPIInstrumentor.instrument_app(

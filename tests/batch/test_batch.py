@@ -17,9 +17,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from specdec import EngineError, SpecGenerator
-from specdec.batch import Source, Work, embedded
+from specdec.batch import BatchSpec, Source, embedded
 from specdec.batch import run as run_batch
-from specdec.batch.answer import Desk
+from specdec.batch.answer import Worker
 from specdec.batch.rows import Row
 from specdec.batch.run import failure_of
 from specdec.cli.commands import run
@@ -119,9 +119,9 @@ def test_errors_stay_in_their_rows(models: list[str], tmp_path: Path, capsys: py
 def test_a_run_that_was_ended_goes_on(models: list[str], tmp_path: Path) -> None:
     """Stopped anywhere, with other settings refused in between: the same file as in one go, no row done twice."""
     rows = Source.of(prompts(tmp_path / "in.jsonl"))
-    work = Work("generate", models[1], models[3], options={"max_new_tokens": 6, "do_sample": True}, seed=5)
-    run_batch(rows, whole := tmp_path / "whole.jsonl", work)
-    out, ends = tmp_path / "out.jsonl", [run_batch(rows, tmp_path / "out.jsonl", work, stop=lambda: True)]
+    spec = BatchSpec("generate", models[1], models[3], options={"max_new_tokens": 6, "do_sample": True}, seed=5)
+    run_batch(rows, whole := tmp_path / "whole.jsonl", spec)
+    out, ends = tmp_path / "out.jsonl", [run_batch(rows, tmp_path / "out.jsonl", spec, stop=lambda: True)]
     assert (ends[0].done, out.read_bytes()) == (0, b"")
     while ends[-1].done < len(PROMPTS):
         news: list[int] = []
@@ -130,7 +130,7 @@ def test_a_run_that_was_ended_goes_on(models: list[str], tmp_path: Path) -> None
             "tell": lambda p, news=news: news.append(p.done),
             "stop": lambda news=news: len(news) > 3,
         }
-        ends.append(run_batch(rows, out, work, **some))
+        ends.append(run_batch(rows, out, spec, **some))
         assert ends[-1].before == ends[-2].done < ends[-1].done
     assert len(ends) > 3
     assert out.read_bytes() == whole.read_bytes()
@@ -409,9 +409,9 @@ class Broken:
 
 def test_what_is_no_row_s_fault_ends_the_run() -> None:
     """Not every row that is left is told so: the same command goes on when the machine is well again."""
-    desk = Desk(Work("generate", "nowhere"), Broken())  # type: ignore[arg-type]
+    worker = Worker(BatchSpec("generate", "nowhere"), Broken())  # type: ignore[arg-type]
     rows = [Row(n, {"n": n}) for n in range(30)]
-    told = [desk(row) for row in rows[5:17]]  # the wrong one in between is the row's own fault
+    told = [worker(row) for row in rows[5:17]]  # the wrong one in between is the row's own fault
     assert all(line.failed for line in told)
     with pytest.raises(EngineError, match=r"device lost.*the same command goes on"):
-        desk(rows[17])
+        worker(rows[17])

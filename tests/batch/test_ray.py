@@ -18,7 +18,7 @@ import pytest
 
 import specdec
 from specdec import SpecGenerator
-from specdec.batch import Pool, Source, Work, connect, map_batches, over_ray
+from specdec.batch import BatchSpec, Pool, Source, connect, map_batches, over_ray
 from specdec.batch import run as run_batch
 from specdec.batch.ray.serve import Replicas, deploy, withdraw
 from specdec.decoding.noise import fold
@@ -96,9 +96,9 @@ def test_a_batch_over_two_workers_one_of_which_is_killed(
     lines = [json.dumps(row) for row in rows]
     (tmp_path / "in.jsonl").write_text("\n".join([*lines[:50], "no JSON", *lines[50:]]))
     source = Source.of(tmp_path / "in.jsonl")
-    work = Work("generate", *models, options={"max_new_tokens": 24, "do_sample": sample}, seed=1)
+    spec = BatchSpec("generate", *models, options={"max_new_tokens": 24, "do_sample": sample}, seed=1)
     whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
-    run_batch(source, whole, work)
+    run_batch(source, whole, spec)
     killed: list[int] = []
 
     def kill_one(progress: Any) -> None:
@@ -106,7 +106,7 @@ def test_a_batch_over_two_workers_one_of_which_is_killed(
             killed.append(workers()[0])
             os.kill(killed[0], signal.SIGKILL)
 
-    done = run_batch(source, out, work, start=over_ray(Pool(2, 2, cpus=1, at_once=4), 200), tell=kill_one)
+    done = run_batch(source, out, spec, start=over_ray(Pool(2, 2, cpus=1, at_once=4), 200), tell=kill_one)
     assert len(killed) == 1
     assert (done.done, done.failed) == (200, 1)
     assert out.read_bytes() == whole.read_bytes()

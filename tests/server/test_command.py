@@ -21,7 +21,7 @@ from specdec.server import load, read_settings
 from specdec.server.cancellation import Cancel
 from specdec.server.protocol import CompletionRequest
 from specdec.server.settings import Limits, ModelSettings
-from specdec.server.text import Ask, Piece, TextModel
+from specdec.server.text import PromptRequest, TextDelta, TextModel
 from tests.folders import saved_model
 
 
@@ -37,7 +37,7 @@ def test_flags_of_one_model() -> None:
     found = read_settings(
         keys(
             target="org/Model-7B", draft_model="org/draft", schedule="cost", dtype="bfloat16", port=9000,
-            kv_budget=0.25, max_running=4, drain=5.0, allow_host=["Models.example.org"], pad_events=True, context=512,
+            kv_budget=0.25, max_running=4, drain=5.0, allow_host=["Models.example.org"], stream_chunk=8, context=512,
             trusted_proxy=["10.0.0.0/8"],
         )
     )  # fmt: skip
@@ -45,7 +45,7 @@ def test_flags_of_one_model() -> None:
     assert (model.name, model.target, model.draft) == ("Model-7B", "org/Model-7B", "org/draft")
     assert (model.loading, model.options) == ({"dtype": "bfloat16"}, {"schedule": "cost"})
     assert (model.kv_budget, model.context) == (0.25, 512)
-    assert (found.port, found.hosts, found.pad_events) == (9000, ("models.example.org",), True)
+    assert (found.port, found.hosts, found.stream_chunk) == (9000, ("models.example.org",), 8)
     assert [str(one) for one in found.trusted_proxies] == ["10.0.0.0/8"]
     assert (found.limits.running, found.limits.drain_seconds, found.limits.waiting) == (4, 5.0, 128)
 
@@ -160,5 +160,8 @@ def test_a_folder_is_loaded(tmp_path: Path) -> None:
     assert model.generator.options(max_new_tokens=1).schedule == "constant"
     assert model.context == 99
     asked = CompletionRequest(prompt="ab", max_tokens=9)
-    texts = ["".join(p.text for p in model.run(Ask(asked, "ab"), Cancel()) if isinstance(p, Piece)) for _ in range(2)]
+    texts = [
+        "".join(p.text for p in model.run(PromptRequest(asked, "ab"), Cancel()) if isinstance(p, TextDelta))
+        for _ in range(2)
+    ]
     assert texts[0] == texts[1]  # the settings say how a request without a temperature samples

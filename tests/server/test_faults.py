@@ -183,7 +183,7 @@ def test_bodies_that_are_none_are_told_so() -> None:
 
     errors = run(ask())
     expected = ["the body is not JSON", "the body must be an object, got a list", "the body is needed", "JSON in UTF-8"]
-    for error, said in zip(errors, [*expected, "nothing is served at this path", "this method"], strict=True):
+    for error, said in zip(errors, [*expected, "this path does not exist", "this method"], strict=True):
         assert said in error["message"]
         assert error["param"] is None
 

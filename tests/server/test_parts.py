@@ -8,7 +8,7 @@ import json
 import tempfile
 import threading
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
@@ -18,11 +18,11 @@ import torch
 
 from specdec.errors import CancelledError, OptionError
 from specdec.server.admission import Admission
-from specdec.server.cancellation import Cancel, Work
+from specdec.server.cancellation import Cancel, ThreadStream
 from specdec.server.errors import ApiError
 from specdec.server.grammar import Form, Grammar
+from specdec.server.options import StopTexts
 from specdec.server.speech import SpeechModel
-from specdec.server.stops import StopTexts
 from tests import speech
 from tests.server.served import TOKENIZER, Answered, app, asgi, client, events, idle, model_of, run, speech_model
 
@@ -121,7 +121,7 @@ def test_turns_given_up() -> None:
 def test_work_tells_everything_and_then_its_error() -> None:
     """In the order in which it came."""
 
-    def work(cancel: Cancel) -> Iterator[int]:
+    def work(cancel: Cancel) -> Generator[int]:
         yield from range(3)
         raise OptionError("no")
 
@@ -129,7 +129,7 @@ def test_work_tells_everything_and_then_its_error() -> None:
         found = []
         with ThreadPoolExecutor(1) as pool:
             try:
-                async for item in Work(pool, work):
+                async for item in ThreadStream(pool, work):
                     found.append(item)
             except OptionError:
                 found.append(-1)
@@ -139,11 +139,11 @@ def test_work_tells_everything_and_then_its_error() -> None:
 
 
 def test_work_that_is_given_up() -> None:
-    """Its generator is closed in its own thread, and whoever asked to be told is told."""
+    """Its generator is closed in its own thread, and callbacks run, also late ones."""
     told, closed = [], []
 
-    def work(cancel: Cancel) -> Iterator[int]:
-        cancel.tell(lambda: told.append(threading.get_ident()))
+    def work(cancel: Cancel) -> Generator[int]:
+        cancel.add_done_callback(lambda _: told.append(threading.get_ident()))
         try:
             while True:
                 yield 1
@@ -152,7 +152,7 @@ def test_work_that_is_given_up() -> None:
 
     async def ask() -> None:
         with ThreadPoolExecutor(1) as pool:
-            running = Work(pool, work)
+            running = ThreadStream(pool, work)
             async for _ in running:
                 break
             await running.close()
@@ -163,8 +163,8 @@ def test_work_that_is_given_up() -> None:
     assert len(closed) == 1
     assert closed != told
     cancel = Cancel()
-    cancel.ask()
-    cancel.tell(lambda: told.append(0))
+    cancel.cancel()
+    cancel.add_done_callback(lambda _: told.append(0))
     assert told[-1] == 0
     with pytest.raises(CancelledError):
         cancel.check()

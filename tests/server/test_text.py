@@ -254,11 +254,12 @@ def test_what_a_draft_did() -> None:
 
 
 def test_chunks_of_equal_size() -> None:
-    """`stream_chunk` hides what was accepted: as many tokens in every event, and equal bytes with `pad_events`."""
+    """`stream_chunk` hides what was accepted: every event has as many tokens, and `include_obfuscation` pads it."""
 
     async def ask() -> list[Any]:
-        async with client(app(model_of("suffix"), stream_chunk=3, pad_events=True)) as c:
+        async with client(app(model_of("suffix"), stream_chunk=3)) as c:
             body = asked(temperature=0, stream=True, ignore_eos=True, logprobs=0)
+            body["stream_options"] = {"include_obfuscation": True}
             text = (await c.post("/v1/completions", json=body)).text
             return [events(text), [len(line.encode()) for line in text.split("\n\n") if line.startswith("data: {")]]
 

@@ -1,4 +1,4 @@
-"""Rows over a cluster, by Ray Data: a pool of actors that hold the models, and what became of their rows."""
+"""Batches on a cluster, by Ray Data: a pool of actors with the models."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from specdec.batch.answer import Line, Work, encoded
+from specdec.batch.answer import BatchSpec, OutputLine, encoded
 from specdec.batch.parquet import pyarrow_module
-from specdec.batch.ray.cluster import between, ray_module
+from specdec.batch.ray import between, ray_module
 from specdec.batch.rows import Row, windows
 from specdec.batch.run import AT_ONCE, Answers, Start, Stop, by_length
 from specdec.batch.tasks import TASKS
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     import pyarrow
     from ray.data import ActorPoolStrategy, Dataset
 
-_CALLS = 4  # blocks that an actor has under way, so that its passes stay full while one comes to its end
+_CALLS = 4  # blocks in flight per actor, so that passes stay full while one finishes
 _MOST_ROWS = 128  # of a block
-_RETRIES = 5  # of a block whose worker was lost: a row that takes its worker along must not do so for ever
+_RETRIES = 5  # of a block whose worker was lost: a row may be the cause
 
 
 @dataclass(frozen=True)
 class Pool:
-    """Workers with the models, at least so many and at most so many; each takes `at_once` rows, and of its node this.
+    """`least` to `most` workers, each with the models, `at_once` rows, and `cpus` and `gpus` of its node.
 
-    None: one worker for each GPU, or for each node where there are none, and an equal part of the CPUs.
+    None: one worker per GPU, or per node without GPUs, and an equal share of the CPUs.
     """
 
     least: int | None = None
@@ -42,13 +42,13 @@ class Pool:
 
     @classmethod
     def of(cls, workers: str | None, **more: Any) -> Pool:
-        """The pool of so many workers, written as in 4 or 1-4."""
+        """The pool of `workers`, such as "4" or "1-4"."""
         if workers is None:
             return cls(**more)
         return cls(*between("workers", workers, "a number, or two as in 1-4"), **more)
 
     def settled(self) -> Pool:
-        """The pool as the cluster at hand has it."""
+        """The pool with the cluster's defaults in place of None."""
         ray, known = ray_module(), ray_module().cluster_resources()
         gpus, nodes = int(known.get("GPU", 0)), sum(node["Alive"] for node in ray.nodes())
         most = self.most or (gpus if self.gpus is None and gpus else nodes)
@@ -58,7 +58,7 @@ class Pool:
 
     @property
     def strategy(self) -> ActorPoolStrategy:
-        """The same as Ray Data has it."""
+        """The pool as Ray Data's strategy."""
         from ray.data import ActorPoolStrategy
 
         more = {"max_concurrent_calls_per_actor": _CALLS, "enable_true_multi_threading": True}
@@ -66,38 +66,35 @@ class Pool:
 
     @property
     def resources(self) -> dict[str, Any]:
-        """What each worker takes, and how often work goes on elsewhere that one has lost."""
+        """The resources of a worker, and the retries of lost blocks."""
         return {"num_cpus": self.cpus, "num_gpus": self.gpus, "max_restarts": -1, "max_task_retries": _RETRIES}
 
 
 def over_ray(pool: Pool, total: int) -> Start:
-    """Workers of the cluster that this process is connected to, for so many rows.
+    """Workers of the connected cluster, for `total` rows; another worker repeats a lost worker's blocks."""
 
-    What a worker was doing when it was lost is done by another one.
-    """
-
-    def start(work: Work) -> Answers:
-        def answers(rows: Iterator[Row], stop: Stop) -> Iterator[Line]:
+    def start(spec: BatchSpec) -> Answers:
+        def answers(rows: Iterator[Row], stop: Stop) -> Iterator[OutputLine]:
             own = pool.settled()
             size = max(1, min(_MOST_ROWS, own.at_once // 2, total // (2 * _CALLS * (own.most or 1))))
-            ordered = by_length(rows, work, _MOST_ROWS * own.at_once)
+            ordered = by_length(rows, spec, _MOST_ROWS * own.at_once)
             blocks = [ray_module().put(_block(some)) for some in windows(ordered, size)]
-            yield from _answered(work, own, blocks, stop)
+            yield from _answered(spec, own, blocks, stop)
 
         return answers
 
     return start
 
 
-def _answered(work: Work, pool: Pool, blocks: list[Any], stop: Stop) -> Iterator[Line]:
-    """The lines of these blocks as they are finished."""
+def _answered(spec: BatchSpec, pool: Pool, blocks: list[Any], stop: Stop) -> Iterator[OutputLine]:
+    """The lines of blocks as they finish."""
     ray = ray_module()
-    found = _mapped(ray.data.from_arrow_refs(blocks), pool, _Lines, (work, pool.at_once))
+    found = _mapped(ray.data.from_arrow_refs(blocks), pool, _Lines, (spec, pool.at_once))
     try:
         for batch in found.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
             if stop():
                 return
-            yield from (Line(**line) for line in batch.to_pylist())
+            yield from (OutputLine(**line) for line in batch.to_pylist())
     except ray.exceptions.RayError as error:
         raise EngineError(f"the cluster gave up ({_cause(error)}); the same command goes on") from error
 
@@ -119,55 +116,55 @@ def map_batches(
     loading: dict[str, Any] | None = None,
     **options: Any,
 ) -> Dataset:
-    """A Ray dataset with the columns `output`, `finish_reason`, `usage` and `error` behind its own.
+    """The Ray dataset with the further columns `output`, `finish_reason`, `usage` and `error`.
 
-    `workers` hold target and draft ("4", or "1-4" to scale by load) and take `at_once` rows each; `num_gpus` may be
-    less than 1. `task` is generate, chat, summarize or transcribe, and `field` the column that it reads. A sample
-    depends on `seed` and on the row's column `id`, or on all of the row. `loading` are options of `from_pretrained`,
-    `options` those of every call. Raises OptionError.
+    `task`: generate, chat, summarize or transcribe; `field`: the column that it reads. `workers` ("4", or "1-4" to
+    scale by load) hold target and draft, and take `at_once` rows each; `num_gpus` may be below 1. A sample depends on
+    `seed` and on the row's column `id`, or on the whole row. `loading`: options of `from_pretrained`; `options`: those
+    of every call. Raises OptionError.
     """
     ray_module()
     if task not in (known := [name for name in TASKS if name != "openai"]):
         raise OptionError.of("task", f"one of {', '.join(known)}", task)
-    work = Work(task, target, draft, options=options, loading=loading or {}, seed=seed, field=field, merges=False)
+    spec = BatchSpec(task, target, draft, options=options, loading=loading or {}, seed=seed, field=field, merges=False)
     pool = Pool.of(workers, cpus=num_cpus, gpus=num_gpus, at_once=at_once).settled()
-    return _mapped(dataset, pool, _Columns, (work, pool.at_once, id), batch_size)
+    return _mapped(dataset, pool, _Columns, (spec, pool.at_once, id), batch_size)
 
 
 def _mapped(dataset: Dataset, pool: Pool, worker: type, given: tuple[Any, ...], size: int | None = None) -> Dataset:
-    """A dataset whose batches of `size` rows (None: its blocks) go through workers of a pool, made with `given`."""
+    """The dataset mapped by `worker(*given)` in batches of `size` rows (None: blocks)."""
     how: dict[str, Any] = {"batch_size": size, "batch_format": "pyarrow", "compute": pool.strategy, **pool.resources}
-    with warnings.catch_warnings():  # retries have no other way in
+    with warnings.catch_warnings():  # Ray has no other argument for retries
         warnings.filterwarnings("ignore", message="`ray_remote_args` is deprecated")
         return dataset.map_batches(worker, fn_constructor_args=given, **how)
 
 
 class _Lines:
-    """A worker: models that are loaded once, and rows of several blocks at a time."""
+    """An actor: loads the models once, then turns blocks of rows into lines."""
 
-    def __init__(self, work: Work, at_once: int) -> None:
-        self._desk, self._pool = work.start(), ThreadPoolExecutor(at_once)
+    def __init__(self, spec: BatchSpec, at_once: int) -> None:
+        self._worker, self._pool = spec.start(), ThreadPoolExecutor(at_once)
 
     def __call__(self, block: pyarrow.Table) -> pyarrow.Table:
-        """The lines of a block of rows."""
+        """The lines of a block."""
         rows = [
             Row(number, **json.loads(row)) for number, row in zip(*(c.to_pylist() for c in block.columns), strict=True)
         ]
         return pyarrow_module().Table.from_pylist([vars(line) for line in self._answer(rows)])
 
-    def _answer(self, rows: list[Row]) -> list[Line]:
-        return list(self._pool.map(self._desk, rows))
+    def _answer(self, rows: list[Row]) -> list[OutputLine]:
+        return list(self._pool.map(self._worker, rows))
 
 
 class _Columns(_Lines):
-    """The same for rows of any columns, which stay."""
+    """The same for any columns: adds the answers' columns."""
 
-    def __init__(self, work: Work, at_once: int, id: str | None) -> None:
-        super().__init__(work, at_once)
+    def __init__(self, spec: BatchSpec, at_once: int, id: str | None) -> None:
+        super().__init__(spec, at_once)
         self._id = id
 
     def __call__(self, block: pyarrow.Table) -> pyarrow.Table:
-        """The block with the columns of its answers."""
+        """The block with its answers' columns."""
         rows = [Row(self._number(fields), fields) for fields in block.to_pylist()]
         answers = [json.loads(line.data) for line in self._answer(rows)]
         for name in dict.fromkeys(name for answer in answers for name in answer):
@@ -177,30 +174,27 @@ class _Columns(_Lines):
         return block
 
     def _number(self, fields: dict[str, Any]) -> int:
-        """What tells a row from others: its id, or all of it."""
-        told = fields if self._id is None else fields[self._id]
-        return int.from_bytes(hashlib.blake2b(encoded(told), digest_size=7).digest(), "big")
+        """A hash of the row's id, or of the whole row."""
+        known = fields if self._id is None else fields[self._id]
+        return int.from_bytes(hashlib.blake2b(encoded(known), digest_size=7).digest(), "big")
 
 
 def _column(name: str, values: list[Any]) -> pyarrow.Array:
-    """Values of one kind; all blocks have the same kinds, also those where nothing failed, or everything did."""
+    """A column of the same type in all blocks, also where no row failed, or every row."""
     arrow = pyarrow_module()
     count = arrow.int64()
-    kinds = {
-        "error": arrow.string(),
-        "usage": arrow.struct({"prompt_tokens": count, "completion_tokens": count}),
-    }
+    kinds = {"error": arrow.string(), "usage": arrow.struct({"prompt_tokens": count, "completion_tokens": count})}
     found = arrow.array(values, type=kinds.get(name))
     return found.cast(arrow.string()) if arrow.types.is_null(found.type) else found
 
 
 def _block(rows: list[Row]) -> pyarrow.Table:
-    """Rows as they are sent: what they hold as JSON, whatever its form."""
+    """Rows as a table, their fields as JSON."""
     sent = [encoded({"fields": row.fields, "error": row.error}) for row in rows]
     return pyarrow_module().table({"number": [row.number for row in rows], "row": sent})
 
 
 def _cause(error: BaseException) -> str:
-    """What a worker said at last."""
+    """The last line of a worker's error."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return lines[-1].strip() if lines else type(error).__name__

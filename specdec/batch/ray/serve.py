@@ -1,4 +1,4 @@
-"""The server on a cluster, by Ray Serve: the same application in several replicas behind one address."""
+"""The server on a cluster, by Ray Serve: several replicas of the application behind one address."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from specdec.batch.ray.cluster import between, connect, ray_module
+from specdec.batch.ray import between, connect, ray_module
 from specdec.errors import EngineError, OptionError
 from specdec.server import create_app, load, read_settings
 from specdec.server.http import start_log
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 NAME = "specdec"
 AUTO = "auto"
-_BUSY = 0.5  # share of a model's requests that may run before another replica is worth it
-_WINDOW_SECONDS = 30.0  # over which requests under way are averaged, unless replicas come and go faster
-_CHECK_SECONDS = 15.0  # between two questions whether a replica decodes; it may take twice as long to answer
+_BUSY = 0.5  # share of a replica's running requests above which another replica starts
+_WINDOW_SECONDS = 30.0  # over which requests in flight are averaged, unless replicas come and go faster
+_CHECK_SECONDS = 15.0  # between two health checks; each may take twice as long
 _METRICS_SECONDS = 5.0
 _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 
 
 class Replica:
-    """One copy of the server: its models, its application, and whether they are sound."""
+    """One copy of the server."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._settings = read_settings(settings)
@@ -37,32 +37,32 @@ class Replica:
         self._models = [load(model, limits, share) for model in self._settings.models]
 
     def __serve_build_asgi_app__(self) -> Any:
-        """The application; Ray Serve asks for it once the models are there."""
+        """The application; Ray Serve calls this once the models are loaded."""
         app = create_app(self._settings, self._models)
         self._state: State = app.state.server
         Exporter(self._state.metrics.registry).start()
         return app
 
     async def check_health(self) -> None:
-        """Raises where `/ready` would say no; Ray Serve then replaces the replica."""
+        """Raises where `/ready` would answer 503; Ray Serve then replaces the replica."""
         for name, host in self._state.hosts.all.items():
             if not await host.is_ready():
                 raise RuntimeError(f"the model {name!r} does not decode")
 
 
 class Exporter:
-    """A server's counts as metrics of Ray, which tells them by replica; told anew every few seconds."""
+    """Copies a server's metrics to Ray's, by replica, every few seconds."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
         self._gauges: dict[str, Any] = {}
 
     def start(self) -> None:
-        """Tells them from now on."""
+        """Starts the copying."""
         threading.Thread(target=self._run, name="specdec-metrics", daemon=True).start()
 
-    def tell(self) -> None:
-        """Tells them as they are now."""
+    def export(self) -> None:
+        """Copies the present values."""
         from ray.serve.metrics import Gauge
 
         for name, labels, value in samples(self._registry):
@@ -73,11 +73,11 @@ class Exporter:
     def _run(self) -> None:
         pause = threading.Event()
         while not pause.wait(_METRICS_SECONDS):
-            self.tell()
+            self.export()
 
 
 def samples(registry: CollectorRegistry) -> Iterator[tuple[str, dict[str, str], float]]:
-    """Names, labels and values of everything in a registry, without the buckets of histograms."""
+    """Names, labels and values of a registry, without buckets of histograms."""
     for family in registry.collect():
         for sample in family.samples:
             if not sample.name.endswith(("_bucket", "_created")):
@@ -86,11 +86,10 @@ def samples(registry: CollectorRegistry) -> Iterator[tuple[str, dict[str, str], 
 
 @dataclass(frozen=True)
 class Replicas:
-    """How many replicas there are, `least` to `most` by how many requests are under way, and what each of them takes.
+    """`least` to `most` replicas (None: the number of nodes), by requests in flight, each with `cpus` and `gpus`.
 
-    `most` None: as many as the cluster has nodes. Another one comes after `up_seconds` of load, and one goes after
-    `down_seconds` without. `surge`: where a replica is replaced, the new one comes before the old one goes, which needs
-    room for one more; else the other way round. Raises OptionError.
+    A replica starts after `up_seconds` of load, and stops after `down_seconds` without. With `surge`, a new replica
+    starts before the one it replaces stops, which needs room for one more. Raises OptionError.
     """
 
     least: int = 1
@@ -109,7 +108,7 @@ class Replicas:
 
     @classmethod
     def of(cls, count: int | str | None, **more: Any) -> Replicas:
-        """So many, as in 4, 1-4 or auto; `more` are other fields, None for those that nobody set."""
+        """Replicas for 4, "1-4" or "auto"; `more`: the other fields, None for unset ones."""
         given = {name: value for name, value in more.items() if value is not None}
         if count in (None, AUTO):
             return cls(**given)
@@ -118,12 +117,12 @@ class Replicas:
 
     @classmethod
     def of_keys(cls, keys: dict[str, Any]) -> Replicas:
-        """Those of `keys`, which lose them: `replicas`, and `replica_cpus` and the like for the other fields."""
+        """Pops the fields from `keys`: `replicas`, and `replica_cpus` and so on for the others."""
         more = {name: keys.pop(f"replica_{name}", None) for name in OF_EACH}
         return cls.of(keys.pop("replicas", None), **more)
 
     def options(self, running: int) -> dict[str, Any]:
-        """The same as Ray Serve has it, for replicas that run so many requests at a time."""
+        """Ray Serve's options, for replicas that run `running` requests at a time."""
         taken = {
             "ray_actor_options": {"num_cpus": self.cpus, "num_gpus": self.gpus},
             "max_surge_percent": int(self.surge),  # rounded up to one replica
@@ -142,14 +141,13 @@ class Replicas:
 
 
 OF_EACH = ("cpus", "gpus", "up_seconds", "down_seconds", "surge")
-"""Fields of `Replicas` that are `replica_cpus` and so on among the keys of a config."""
+"""Fields of `Replicas` with keys `replica_cpus` and so on in a config."""
 
 
 def application(keys: Mapping[str, Any], replicas: Replicas) -> Application:
-    """The server that these settings describe, as Ray Serve runs it.
+    """The server as an application of Ray Serve.
 
-    A conversation that names itself in the header `X-Session-Id` keeps its replica, which holds its keys and values.
-    Raises OptionError for settings that are wrong.
+    Requests with the same header `X-Session-Id` go to one replica, which has their KV cache. Raises OptionError.
     """
     ray_module()
     from ray import serve
@@ -172,8 +170,8 @@ def application(keys: Mapping[str, Any], replicas: Replicas) -> Application:
 def build(args: Mapping[str, Any]) -> Application:
     """The application of a Ray Serve config, `import_path: specdec.batch.ray.serve:build`.
 
-    `args` are the keys of `configs/serve.yaml`, with `host` as in the config's `http_options`, and beside them
-    `replicas` (4, "1-4" or "auto") and `replica_` before the other fields of `Replicas`. Raises OptionError.
+    `args`: the keys of `configs/serve.yaml`, with `host` as in the config's `http_options`; `replicas` (4, "1-4" or
+    "auto"); the other fields of `Replicas`, prefixed with `replica_`. Raises OptionError.
     """
     keys = {"host": "0.0.0.0", **args}  # where proxies listen, unless the config's http_options say otherwise
     replicas = Replicas.of_keys(keys)
@@ -181,9 +179,9 @@ def build(args: Mapping[str, Any]) -> Application:
 
 
 def deploy(keys: Mapping[str, Any], replicas: Replicas, address: str) -> None:
-    """Puts the server on the cluster at `address`, in the place of one that is there, replica by replica.
+    """Deploys the server on the cluster at `address`; replaces a running one replica by replica.
 
-    Returns when it serves. Raises OptionError, and EngineError where the replicas do not come up.
+    Returns once it serves. Raises OptionError, and EngineError where the replicas do not start.
     """
     settings = read_settings(keys)
     connect(address)
@@ -198,7 +196,7 @@ def deploy(keys: Mapping[str, Any], replicas: Replicas, address: str) -> None:
 
 
 def withdraw() -> None:
-    """Takes the server off the cluster."""
+    """Removes the server from the cluster."""
     from ray import serve
 
     serve.shutdown()

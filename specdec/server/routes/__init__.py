@@ -1,1 +1,1 @@
-"""What is served at which path."""
+"""Endpoints."""

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from specdec.pipelines import Transcription
 from specdec.pipelines.speech.subtitles import srt, vtt
 from specdec.server.answers import event
-from specdec.server.cancellation import Work, ahead
+from specdec.server.cancellation import ThreadStream, ahead, primed
 from specdec.server.errors import ApiError
 from specdec.server.guards import RecordingRoute
 from specdec.server.models import Host
@@ -50,7 +50,7 @@ async def transcriptions(
     timestamp_granularities: Granularities = [],  # noqa: B006
     stream: Annotated[bool, Form()] = False,
 ) -> Response:
-    """Writes down what is said."""
+    """Transcribes a recording."""
     await _check_fields(request, _COMMON | {"language"})
     if stream and response_format != "json":
         raise ApiError(400, "`stream` tells text alone: it needs `response_format` json", param="response_format")
@@ -64,7 +64,7 @@ async def transcriptions(
     if stream:
         state = state_of(request)
         pieces = ahead([heard], state.settings.limits.unread_bytes, _size)
-        return EventStream(state, await watched(request, _begun(_events(pieces))))
+        return EventStream(state, await watched(request, primed(_events(pieces))))
     found = await watched(request, _whole(heard))
     return _formed(found, host, asked, response_format, segments=not words or "segment" in timestamp_granularities)
 
@@ -79,7 +79,7 @@ async def translations(
     temperature: Temperature = 0.0,
     seed: Seed = 0,
 ) -> Response:
-    """Writes down in English what is said in any language."""
+    """Translates a recording into English."""
     await _check_fields(request, _COMMON - {"stream", "timestamp_granularities[]"})
     stamps = None if response_format in ("json", "text") else "segment"
     asked = Listen("translate", None, prompt, temperature, stamps, seed)
@@ -89,7 +89,7 @@ async def translations(
 
 
 async def _check_fields(request: Request, known: set[str]) -> None:
-    """Raises a 400 for fields that nobody reads."""
+    """Raises a 400 for unknown fields."""
     if unknown := [name for name in await request.form() if name not in known]:
         raise ApiError(400, f"`{unknown[0][:64]}` is not supported: leave it out", param=unknown[0][:64])
 
@@ -97,16 +97,16 @@ async def _check_fields(request: Request, known: set[str]) -> None:
 async def _heard(
     request: Request, host: Host, asked: Listen, file: UploadFile
 ) -> AsyncGenerator[str | Transcription, None]:
-    """What is said, window by window, then all of it, once it is the request's turn; until then it stays on disk."""
+    """The text window by window, then the `Transcription`; the file is read once the request has its turn."""
     metrics, model, began = state_of(request).metrics, host.model, time.monotonic()
     assert isinstance(model, SpeechModel)
     async with host.turns.turn(client_of(request)):
         metrics.queued.labels(model.name).observe(time.monotonic() - began)
         content = await file.read()
         await file.close()
-        work = Work(host.pool, lambda cancel: model.hear(content, asked, cancel))
+        stream = ThreadStream(host.pool, lambda cancel: model.hear(content, asked, cancel))
         try:
-            async for item in work:
+            async for item in stream:
                 host.beat()
                 if isinstance(item, Transcription):
                     metrics.whole.labels(model.name).observe(time.monotonic() - began)
@@ -114,7 +114,7 @@ async def _heard(
                     metrics.count(model.name, item.stats)
                 yield item
         finally:
-            await work.close()
+            await stream.close()
 
 
 async def _whole(heard: AsyncGenerator[str | Transcription, None]) -> Transcription:
@@ -126,41 +126,24 @@ async def _whole(heard: AsyncGenerator[str | Transcription, None]) -> Transcript
 
 
 async def _events(heard: AsyncGenerator[str | Transcription, None]) -> AsyncGenerator[bytes, None]:
-    """OpenAI's events of a transcription: new text after every window, then all of it."""
-    said = told = ""
+    """OpenAI's events of a transcription: new text after every window, then the whole text."""
+    text = sent = ""
     async with aclosing(heard):
         async for item in heard:
             if isinstance(item, Transcription):
-                text = item["text"].strip()
-                yield event({"type": "transcript.text.done", "text": text, "usage": _usage(item)})
+                whole = item["text"].strip()
+                yield event({"type": "transcript.text.done", "text": whole, "usage": _usage(item)})
             else:
-                said += item
-                new = said.strip()[len(told) :]
-                told += new
+                text += item
+                new = text.strip()[len(sent) :]
+                sent += new
                 if new:
                     yield event({"type": "transcript.text.delta", "delta": new})
 
 
 def _size(piece: str | Transcription) -> int:
-    """Of a piece, in bytes; the whole is bounded by the recording."""
+    """The bytes of new text; the whole is bounded by the recording."""
     return len(piece.encode()) if isinstance(piece, str) else 0
-
-
-async def _begun(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    """The same events once the first is there: until then errors are raised here."""
-    try:
-        first = await anext(events)
-    except BaseException:
-        await events.aclose()
-        raise
-
-    async def chained() -> AsyncGenerator[bytes, None]:
-        async with aclosing(events):
-            yield first
-            async for one in events:
-                yield one
-
-    return chained()
 
 
 def _usage(found: Transcription) -> dict[str, Any]:
@@ -195,7 +178,7 @@ def _timed(chunk: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _segments(found: Transcription, host: Host) -> list[dict[str, Any]]:
-    """Stretches between timestamps; scores that whisper has beside them are not worked out."""
+    """Segments between timestamps; OpenAI's scores of segments are null."""
     tokenizer = host.model.generator.tokenizer
     unknown = dict.fromkeys(("avg_logprob", "compression_ratio", "no_speech_prob"))
     made: list[dict[str, Any]] = []

@@ -1,8 +1,7 @@
-"""The page at `/`: three files of the package, which load nothing from anywhere else."""
+"""The web page at `/`: three files of the package, which load nothing from other hosts."""
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 
 from fastapi import APIRouter
@@ -19,32 +18,22 @@ _POLICY = (
 )
 
 
-@router.get("/")
-@public
-async def index() -> Response:
-    """The page; it asks for a key where the server wants one."""
-    return _file("index.html", "text/html; charset=utf-8")
+_FILES = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/page/app.js": ("app.js", "text/javascript; charset=utf-8"),
+    "/page/style.css": ("style.css", "text/css; charset=utf-8"),
+}
 
 
-@router.get("/page/app.js")
-@public
-async def script() -> Response:
-    """What it does."""
-    return _file("app.js", "text/javascript; charset=utf-8")
-
-
-@router.get("/page/style.css")
-@public
-async def style() -> Response:
-    """How it looks."""
-    return _file("style.css", "text/css; charset=utf-8")
-
-
-def _file(name: str, kind: str) -> Response:
+def _add(path: str, name: str, kind: str) -> None:
+    content = (_FOLDER / name).read_bytes()
     headers = {"Content-Security-Policy": _POLICY, "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
-    return Response(_content(name), media_type=kind, headers=headers)
+
+    @router.get(path)
+    @public
+    async def file() -> Response:
+        return Response(content, media_type=kind, headers=headers)
 
 
-@cache
-def _content(name: str) -> bytes:
-    return (_FOLDER / name).read_bytes()
+for path, (name, kind) in _FILES.items():
+    _add(path, name, kind)

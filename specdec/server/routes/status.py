@@ -1,7 +1,8 @@
-"""What a server says of itself, and its tokenizers."""
+"""Health, metrics and models of a server, and its tokenizers."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -9,10 +10,10 @@ from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
-from specdec.server.cancellation import call
 from specdec.server.errors import ApiError
 from specdec.server.guards import GuardedRoute, public
 from specdec.server.models import Host
+from specdec.server.options import check_length
 from specdec.server.protocol import DetokenizeRequest, TokenizeRequest
 from specdec.server.responses import watched
 from specdec.server.state import client_of, state_of
@@ -26,14 +27,14 @@ T = TypeVar("T")
 @router.get("/health")
 @public
 async def health() -> dict[str, str]:
-    """The process is alive; whether models decode is what `/ready` tells."""
+    """200 while the process lives; `/ready` tests the models."""
     return {"status": "ok"}
 
 
 @router.get("/ready")
 @public
 async def ready(request: Request) -> Response:
-    """200 where every model has decoded within half a minute or does so now, otherwise 503."""
+    """200 where every model has decoded within half a minute or does so now, else 503."""
     state = state_of(request)
     if state.draining:
         return JSONResponse({"status": "shutting down"}, 503)
@@ -74,18 +75,15 @@ async def load(request: Request) -> dict[str, Any]:
 
 @router.post("/tokenize")
 async def tokenize(request: Request, asked: TokenizeRequest) -> dict[str, Any]:
-    """The ids of a text or a conversation."""
-    most = state_of(request).settings.limits.prompt_characters
-    said = [message.plain for message in asked.messages or ()]
-    if len(asked.prompt or "") + sum(len(message["content"]) for message in said) > most:
-        param = "messages" if asked.prompt is None else "prompt"
-        message = f"`{param}` may have {most:,} characters at most on this server"
-        raise ApiError(400, message, param=param, code="above_limit")
+    """The token ids of a text or a conversation."""
+    messages = [message.plain for message in asked.messages or ()]
+    characters = len(asked.prompt or "") + sum(len(message["content"]) for message in messages)
+    check_length(characters, "messages" if asked.prompt is None else "prompt", state_of(request).settings.limits)
     host, text = _text_host(request, asked.model)
 
     def ids() -> list[int]:
         if asked.prompt is None:
-            return text.template(said, add_generation_prompt=asked.add_generation_prompt, return_dict=True)
+            return text.template(messages, add_generation_prompt=asked.add_generation_prompt, return_dict=True)
         how = {"add_special_tokens": asked.add_special_tokens, "verbose": False}
         return list(text.tokenizer(asked.prompt, **how)["input_ids"])
 
@@ -95,7 +93,7 @@ async def tokenize(request: Request, asked: TokenizeRequest) -> dict[str, Any]:
 
 @router.post("/detokenize")
 async def detokenize(request: Request, asked: DetokenizeRequest) -> dict[str, str]:
-    """The text of ids."""
+    """The text of token ids."""
     host, text = _text_host(request, asked.model)
     width = max(len(text.tokenizer), text.generator.target.vocab_size)
     if any(token >= width for token in asked.tokens):
@@ -105,7 +103,7 @@ async def detokenize(request: Request, asked: DetokenizeRequest) -> dict[str, st
 
 @router.get("/openapi.json", include_in_schema=False)
 async def openapi(request: Request) -> dict[str, Any]:
-    """The schema of all this."""
+    """The OpenAPI schema."""
     schema: dict[str, Any] = request.app.openapi()
     return schema
 
@@ -117,11 +115,11 @@ def _text_host(request: Request, name: str | None) -> tuple[Host, TextModel]:
 
 
 async def _lightly(request: Request, host: Host, function: Callable[[], T]) -> T:
-    """Runs what is short in a thread of its own, a few at a time."""
+    """Runs a short function in a helper thread, a few at a time."""
 
     async def turned() -> T:
         async with host.light.turn(client_of(request)):
-            return await call(host.helpers, function)
+            return await asyncio.get_running_loop().run_in_executor(host.helpers, function)
 
     return await watched(request, turned())
 

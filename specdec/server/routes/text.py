@@ -10,9 +10,9 @@ from starlette.responses import JSONResponse, Response
 
 from specdec.server.direct_socket import wire_of
 from specdec.server.errors import ApiError
-from specdec.server.generation import Generation
+from specdec.server.generation import TextRequest
 from specdec.server.guards import GuardedRoute
-from specdec.server.options import check
+from specdec.server.options import check, check_length
 from specdec.server.protocol import ChatRequest, CompletionRequest, Generate
 from specdec.server.responses import EventStream, watched
 from specdec.server.state import client_of, state_of
@@ -27,32 +27,27 @@ async def completions(request: Request, asked: CompletionRequest) -> Response:
     if len(asked.prompts) > limits.prompts:
         message = f"`prompt` may be {limits.prompts} texts at most on this server"
         raise ApiError(400, message, param="prompt", code="above_limit")
-    long = [prompt for prompt in asked.prompts if len(prompt) > limits.prompt_characters]
-    return await _answer(request, asked, asked.prompts, too_long=bool(long))
+    return await _answer(request, asked, asked.prompts, max(map(len, asked.prompts)), "prompt")
 
 
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request, asked: ChatRequest) -> Response:
     """Answers a conversation."""
-    length = sum(len(message.plain["content"]) for message in asked.messages)
-    return await _answer(request, asked, [None], too_long=length > state_of(request).settings.limits.prompt_characters)
+    characters = sum(len(message.plain["content"]) for message in asked.messages)
+    return await _answer(request, asked, [None], characters, "messages")
 
 
 async def _answer(
-    request: Request, asked: Generate, prompts: Sequence[str | list[int] | None], *, too_long: bool
+    request: Request, asked: Generate, prompts: Sequence[str | list[int] | None], characters: int, param: str
 ) -> Response:
     state = state_of(request)
     check(asked, state.settings.limits)
-    if too_long:
-        most = state.settings.limits.prompt_characters
-        param = "messages" if isinstance(asked, ChatRequest) else "prompt"
-        message = f"`{param}` may have {most:,} characters at most on this server"
-        raise ApiError(400, message, param=param, code="above_limit")
+    check_length(characters, param, state.settings.limits)
     if not state.settings.details and (asked.return_metrics or asked.return_drafted):
         message = "`return_metrics` and `return_drafted` are not answered by this server: leave them out"
         raise ApiError(400, message, param="return_metrics" if asked.return_metrics else "return_drafted")
     host = state.hosts.named(asked.model, "text")
-    made = Generation(host, state.metrics, state.settings, asked, prompts, client=client_of(request))
+    made = TextRequest(host, state.metrics, state.settings, asked, prompts, client=client_of(request))
     if asked.stream:
         wire = wire_of(request.scope)
         return EventStream(state, await watched(request, made.stream(wire)), wire)

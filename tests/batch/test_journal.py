@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from specdec.batch import journal as ledger_module
-from specdec.batch.journal import Ledger
+from specdec.batch import journal as journal_module
+from specdec.batch.journal import Journal
 from specdec.errors import OptionError
 
 SETTINGS = {"input": "abc", "options": {"seed": 0}}
@@ -17,14 +17,14 @@ LINES = [f'{{"row": {n}, "text": "é{"x" * (n % 7)}"}}\n'.encode() for n in rang
 
 def write(path: Path, order: list[int]) -> list[int]:
     """Adds the rows that are missing, in this order; which they were."""
-    ledger = Ledger(path, SETTINGS)
-    missing = [row for row in order if row not in ledger]
+    journal = Journal(path, SETTINGS)
+    missing = [row for row in order if row not in journal]
     for row in missing:
-        ledger.add(row, LINES[row])
-    if ledger.done == len(LINES):
-        ledger.finish()
+        journal.add(row, LINES[row])
+    if journal.done == len(LINES):
+        journal.finish()
     else:
-        ledger.close()
+        journal.close()
     return missing
 
 
@@ -66,16 +66,16 @@ def test_a_row_in_both_files_is_written_once(tmp_path: Path) -> None:
 
 def test_a_long_journal_is_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not grow with rows that are in the file already, and loses none that are not."""
-    monkeypatch.setattr(ledger_module, "_DEAD", 100)
+    monkeypatch.setattr(journal_module, "_DEAD", 100)
     out = tmp_path / "out.jsonl"
-    ledger, sizes = Ledger(out, SETTINGS), []
+    journal, sizes = Journal(out, SETTINGS), []
     for row in range(1, len(LINES) - 1, 2):
-        ledger.add(row, LINES[row])
-        ledger.add(row - 1, LINES[row - 1])
+        journal.add(row, LINES[row])
+        journal.add(row - 1, LINES[row - 1])
         sizes.append((tmp_path / "out.jsonl.journal").stat().st_size)
     assert max(sizes) < 400
-    ledger.add(29, LINES[29])
-    ledger.close()
+    journal.add(29, LINES[29])
+    journal.close()
     assert write(out, list(range(len(LINES)))) == [28]
     assert out.read_bytes() == b"".join(LINES)
 
@@ -85,16 +85,16 @@ def test_files_of_something_else_are_refused(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     write(out, [0, 3])
     with pytest.raises(OptionError, match=r"begun with `input`='abc', and now it is 'other'.*--overwrite"):
-        Ledger(out, {**SETTINGS, "input": "other"})
-    first = Ledger(out, SETTINGS)
+        Journal(out, {**SETTINGS, "input": "other"})
+    first = Journal(out, SETTINGS)
     with pytest.raises(OptionError, match="being written by another process"):
-        Ledger(out, SETTINGS)
+        Journal(out, SETTINGS)
     first.close()
     write(out, list(range(len(LINES))))
     with pytest.raises(OptionError, match=r"no unfinished run made it.*--overwrite"):
-        Ledger(out, SETTINGS)
-    anew = Ledger(out, SETTINGS, overwrite=True)
+        Journal(out, SETTINGS)
+    anew = Journal(out, SETTINGS, overwrite=True)
     assert anew.done == 0
     anew.close()
     with pytest.raises(OptionError, match="cannot be written"):
-        Ledger(tmp_path / "no" / "out.jsonl", SETTINGS)
+        Journal(tmp_path / "no" / "out.jsonl", SETTINGS)
