@@ -11,34 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from specdec.cli.flags import (
-    Backend,
-    ConfigFile,
-    DeviceMap,
-    DraftTokens,
-    Dtype,
-    ExactnessName,
-    Method,
-    Quantization,
-    RemoteCode,
-    ScheduleName,
-    Settings,
-)
+from specdec.cli import flags
 from specdec.cli.load import first_of_job
 from specdec.cli.request import DEFAULT_NEW_TOKENS, Request, locate, read_request
 from specdec.cli.serve import plain_name
-from specdec.cli.terminal import (
-    FAILED,
-    INTERRUPTED,
-    OK,
-    Debug,
-    Quiet,
-    counting,
-    duration,
-    loading,
-    say,
-    stop_on_interrupt,
-)
+from specdec.cli.terminal import FAILED, INTERRUPTED, OK, counting, duration, loading, say, stop_on_interrupt
 from specdec.cli.transcribe import read_options
 from specdec.errors import OptionError
 
@@ -76,10 +53,10 @@ def batch(
         ),
     ] = None,
     model: Annotated[str | None, typer.Option(help="Hub id, folder, or zoo:NAME; may come from --config.")] = None,
-    draft_model: Annotated[str | None, typer.Option(help="A smaller model: hub id, folder, or zoo:NAME.")] = None,
-    method: Method = None,
-    num_draft_tokens: DraftTokens = None,
-    schedule: ScheduleName = None,
+    draft_model: flags.DraftModel = None,
+    method: flags.Method = None,
+    num_draft_tokens: flags.DraftTokens = None,
+    schedule: flags.ScheduleName = None,
     field: Annotated[
         str | None,
         typer.Option(help="What is read of a row; prompt, messages, text or audio by default, as the task is."),
@@ -87,15 +64,11 @@ def batch(
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="A message before each chat.")] = None,
     template: Annotated[str | None, typer.Option(help="What a summary's model reads, with {text} in it.")] = None,
     chunk_tokens: Annotated[int | None, typer.Option(min=1, help="Summarise longer texts in such pieces.")] = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(help=f"Length limit, {DEFAULT_NEW_TOKENS} if nothing sets one.")
-    ] = None,
-    sample: Annotated[
-        bool | None, typer.Option("--sample/--greedy", help="Draw tokens, or take the likeliest.")
-    ] = None,
+    max_new_tokens: flags.MaxNewTokens = None,
+    sample: flags.Sample = None,
     temperature: Annotated[float | None, typer.Option(help="Implies --sample, like the next two.")] = None,
-    top_k: Annotated[int | None, typer.Option()] = None,
-    top_p: Annotated[float | None, typer.Option()] = None,
+    top_k: flags.TopK = None,
+    top_p: flags.TopP = None,
     seed: Annotated[int | None, typer.Option(help="Of sampling; 0 by default. Every row has its own by it.")] = None,
     at_once: Annotated[int, typer.Option(min=1, help="Rows that share passes.")] = 32,
     ray: Annotated[
@@ -109,16 +82,16 @@ def batch(
         bool, typer.Option("--row-stats", help="Passes, drafts and seconds in every row; they differ between runs.")
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Begin anew, whatever OUT holds.")] = False,
-    dtype: Dtype = None,
-    quantization: Quantization = None,
-    backend: Backend = None,
-    exactness: ExactnessName = None,
-    device_map: DeviceMap = None,
-    config: ConfigFile = None,
-    set_: Settings = None,
-    trust_remote_code: RemoteCode = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
+    dtype: flags.Dtype = None,
+    quantization: flags.Quantization = None,
+    backend: flags.Backend = None,
+    exactness: flags.ExactnessName = None,
+    device_map: flags.DeviceMap = None,
+    config: flags.ConfigFile = None,
+    set_: flags.Settings = None,
+    trust_remote_code: flags.RemoteCode = False,
+    quiet: flags.Quiet = False,
+    debug: flags.Debug = False,
 ) -> int:
     """Answer every row of a file. After Ctrl-C or a kill the same command goes on where it was ended.
 

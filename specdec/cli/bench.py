@@ -12,10 +12,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from specdec.cli.flags import Backend, Dtype, ExactnessName, GgufFile, Offload, OffloadFolder, Quantization
+from specdec.cli import flags
 from specdec.cli.request import COPYING, WORDS
 from specdec.cli.show import write
-from specdec.cli.terminal import FAILED, MISMATCH, OK, Debug, Quiet, counting, fail, loading, say
+from specdec.cli.terminal import FAILED, MISMATCH, OK, counting, fail, loading, say
 from specdec.core.draft_schedules import SCHEDULES
 from specdec.errors import OptionError
 
@@ -68,13 +68,13 @@ def bench(
     prompts: PromptSource = None,
     count: Number = None,
     batch: Annotated[list[int] | None, typer.Option(min=1, help="Prompts of one call; repeatable.")] = None,
-    dtype: Dtype = None,
-    quantization: Quantization = None,
-    gguf_file: GgufFile = None,
-    offload: Offload = None,
-    offload_folder: OffloadFolder = None,
-    backend: Backend = None,
-    exactness: ExactnessName = None,
+    dtype: flags.Dtype = None,
+    quantization: flags.Quantization = None,
+    gguf_file: flags.GgufFile = None,
+    offload: flags.Offload = None,
+    offload_folder: flags.OffloadFolder = None,
+    backend: flags.Backend = None,
+    exactness: flags.ExactnessName = None,
     max_new_tokens: Tokens = None,
     repeats: Repeats = None,
     seed: Annotated[int | None, typer.Option(help="Of sampling.")] = None,
@@ -83,8 +83,8 @@ def bench(
     ] = None,
     out: Out = None,
     restart: Annotated[bool, typer.Option("--restart", help="Forget the samples in the folder.")] = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
+    quiet: flags.Quiet = False,
+    debug: flags.Debug = False,
 ) -> int:
     """Measure drafts beside plain decoding. The texts are compared, too, and a report is written.
 
@@ -190,18 +190,18 @@ def tune(
     ] = None,
     temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Prompts of one call.")] = None,
-    dtype: Dtype = None,
-    quantization: Quantization = None,
-    gguf_file: GgufFile = None,
-    offload: Offload = None,
-    offload_folder: OffloadFolder = None,
-    backend: Backend = None,
-    exactness: ExactnessName = None,
+    dtype: flags.Dtype = None,
+    quantization: flags.Quantization = None,
+    gguf_file: flags.GgufFile = None,
+    offload: flags.Offload = None,
+    offload_folder: flags.OffloadFolder = None,
+    backend: flags.Backend = None,
+    exactness: flags.ExactnessName = None,
     max_new_tokens: Tokens = None,
     repeats: Repeats = None,
     out: Out = None,
-    quiet: Quiet = False,
-    debug: Debug = False,
+    quiet: flags.Quiet = False,
+    debug: flags.Debug = False,
 ) -> int:
     """Find the best schedule of a pair for your prompts. Where plain decoding is best, that is what it prints.
 

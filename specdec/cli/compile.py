@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specdec.cli.flags import Dtype, GgufFile, Quantization, RemoteCode
-from specdec.cli.terminal import FAILED, OK, Debug, Quiet, counting, duration, fail, loading, say
+from specdec.cli import flags
+from specdec.cli.terminal import FAILED, OK, counting, duration, fail, loading, say
 
 if TYPE_CHECKING:
     from specdec.generator.generator import SpecGenerator
@@ -21,13 +21,13 @@ def compile_(
     target: Annotated[
         str, typer.Argument(metavar="TARGET", help="Hub id, folder, GGUF file, or zoo:NAME (specdec zoo lists them).")
     ],
-    draft_model: Annotated[str | None, typer.Option(help="A smaller model: hub id, folder, or zoo:NAME.")] = None,
-    dtype: Dtype = None,
-    quantization: Quantization = None,
-    gguf_file: GgufFile = None,
-    trust_remote_code: RemoteCode = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
+    draft_model: flags.DraftModel = None,
+    dtype: flags.Dtype = None,
+    quantization: flags.Quantization = None,
+    gguf_file: flags.GgufFile = None,
+    trust_remote_code: flags.RemoteCode = False,
+    quiet: flags.Quiet = False,
+    debug: flags.Debug = False,
 ) -> int:
     """Compile the passes of TARGET and its draft, once and for all. It takes about a minute each."""
     from specdec import kernels

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from specdec.cli.flags import DeviceMap, Dtype, RemoteCode
+from specdec.cli import flags
 from specdec.cli.request import locate
-from specdec.cli.terminal import INTERRUPTED, OK, Debug, Quiet, counting, loading, say, stop_on_interrupt
+from specdec.cli.terminal import INTERRUPTED, OK, counting, loading, say, stop_on_interrupt
 
 _ALL = 1_000_000  # prompts
 
@@ -42,11 +42,11 @@ def distill(
     cache_gib: Annotated[
         float, typer.Option(help="Disk for what the target says, which is then asked once; with --audio as much again.")
     ] = 4.0,
-    dtype: Dtype = None,
-    device_map: DeviceMap = None,
-    trust_remote_code: RemoteCode = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
+    dtype: flags.Dtype = None,
+    device_map: flags.DeviceMap = None,
+    trust_remote_code: flags.RemoteCode = False,
+    quiet: flags.Quiet = False,
+    debug: flags.Debug = False,
 ) -> int:
     """Train a draft for TARGET, which `--draft-model` takes. Ctrl-C ends early, and the same command goes on."""
     from specdec.bench.prompts import read_prompts

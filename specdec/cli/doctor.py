@@ -19,21 +19,11 @@ from packaging.requirements import Requirement
 from rich.console import Console
 from rich.style import Style
 
-from specdec.cli.flags import (
-    Backend,
-    DeviceMap,
-    Dtype,
-    ExactnessName,
-    GgufFile,
-    Method,
-    Quantization,
-    RemoteCode,
-    own_pairs,
-)
+from specdec.cli import flags
 from specdec.cli.load import load
 from specdec.cli.request import read_request
 from specdec.cli.show import PROMPT, write
-from specdec.cli.terminal import FAILED, OK, Debug, Quiet, loading
+from specdec.cli.terminal import FAILED, OK, loading
 from specdec.errors import SpecdecError
 from specdec.options.versions import versions
 
@@ -282,25 +272,25 @@ def doctor(
         typer.Argument(
             metavar="TARGET",
             help="A model to examine too: hub id, folder, GGUF file, or zoo:NAME.",
-            autocompletion=own_pairs,
+            autocompletion=flags.own_pairs,
         ),
     ] = None,
-    draft_model: Annotated[str | None, typer.Option(help="A smaller model: hub id, folder, or zoo:NAME.")] = None,
-    method: Method = None,
+    draft_model: flags.DraftModel = None,
+    method: flags.Method = None,
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", "-p", help="Text for the estimate; repeatable. Else code.")
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="How long the estimate may take, about.")] = _SECONDS,
-    dtype: Dtype = None,
-    quantization: Quantization = None,
-    gguf_file: GgufFile = None,
-    backend: Backend = None,
-    exactness: ExactnessName = None,
-    device_map: DeviceMap = None,
-    json_: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
-    trust_remote_code: RemoteCode = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
+    dtype: flags.Dtype = None,
+    quantization: flags.Quantization = None,
+    gguf_file: flags.GgufFile = None,
+    backend: flags.Backend = None,
+    exactness: flags.ExactnessName = None,
+    device_map: flags.DeviceMap = None,
+    json_: flags.Json = False,
+    trust_remote_code: flags.RemoteCode = False,
+    quiet: flags.Quiet = False,
+    debug: flags.Debug = False,
 ) -> int:
     """Say what is here, what is missing, and how well a pair fits.
 

@@ -10,9 +10,10 @@ import typer
 from rich.console import Console
 from rich.style import Style
 
+from specdec.cli import flags
 from specdec.cli.request import DEFAULT_NEW_TOKENS
 from specdec.cli.show import ACCEPTED, PROMPT, TARGET, Printer, has_colours, write
-from specdec.cli.terminal import MISMATCH, OK, Debug, Quiet, fail, loading, say
+from specdec.cli.terminal import MISMATCH, OK, fail, loading, say
 
 if TYPE_CHECKING:
     from specdec.bench.duel import Duel
@@ -26,10 +27,10 @@ LOOKS = 20  # of a few milliseconds, at the machine
 def demo(
     seed: Annotated[int, typer.Option(help="Chooses the prompt, and the text if sampling.")] = 0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of the continuation.")] = DEFAULT_NEW_TOKENS,
-    sample: Annotated[bool, typer.Option("--sample/--greedy", help="Draw tokens, or take the likeliest.")] = False,
+    sample: flags.Sample = False,
     temperature: Annotated[float | None, typer.Option(help="Implies --sample.")] = None,
-    quiet: Quiet = False,
-    debug: Debug = False,
+    quiet: flags.Quiet = False,
+    debug: flags.Debug = False,
 ) -> int:
     """Watch a small model write code alone, then with its draft. Then see where the time went."""
     from specdec.options import bundled_models
@@ -137,7 +138,7 @@ def _compared(duel: Duel, tokenizer: Any) -> int:
     return fail(f"error: mismatch at new token {position}: plain wrote {plain}, assisted {assisted}", MISMATCH)
 
 
-def zoo(debug: Debug = False) -> None:
+def zoo(debug: flags.Debug = False) -> None:
     """List the models of the package with their cards. Pairs that you made with its recipes follow."""
     from specdec.options import bundled_models as models
 

@@ -11,22 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from specdec.cli.flags import (
-    Backend,
-    DeviceMap,
-    DraftTokens,
-    Dtype,
-    GgufFile,
-    Method,
-    Offload,
-    OffloadFolder,
-    Quantization,
-    RemoteCode,
-    ScheduleName,
-    TpPlan,
-)
+from specdec.cli import flags
 from specdec.cli.request import choose_draft
-from specdec.cli.terminal import OK, Debug, Quiet, loading, say
+from specdec.cli.terminal import OK, loading, say
 from specdec.errors import OptionError, SpecdecError
 from specdec.options.load import NAMES as LOADING
 
@@ -61,10 +48,10 @@ def serve(
         str | None,
         typer.Argument(metavar="TARGET", help="Hub id, folder, GGUF file, or zoo:NAME; or models of --config."),
     ] = None,
-    draft_model: Annotated[str | None, typer.Option(help="A smaller model: hub id, folder, or zoo:NAME.")] = None,
-    method: Method = None,
-    num_draft_tokens: DraftTokens = None,
-    schedule: ScheduleName = None,
+    draft_model: flags.DraftModel = None,
+    method: flags.Method = None,
+    num_draft_tokens: flags.DraftTokens = None,
+    schedule: flags.ScheduleName = None,
     demo: Annotated[bool, typer.Option("--demo", help="The pairs that come with the package.")] = False,
     config: Annotated[Path | None, typer.Option(help="YAML: see configs/serve.yaml. Flags win.")] = None,
     name: Annotated[str | None, typer.Option(help="What clients call the model; by default the end of its id.")] = None,
@@ -116,17 +103,17 @@ def serve(
     replica_surge: Annotated[
         bool, typer.Option("--replica-surge", help="A new replica comes before the old one goes; needs room for it.")
     ] = False,
-    dtype: Dtype = None,
-    quantization: Quantization = None,
-    gguf_file: GgufFile = None,
-    backend: Backend = None,
-    device_map: DeviceMap = None,
-    offload: Offload = None,
-    offload_folder: OffloadFolder = None,
-    tp_plan: TpPlan = None,
-    trust_remote_code: RemoteCode = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
+    dtype: flags.Dtype = None,
+    quantization: flags.Quantization = None,
+    gguf_file: flags.GgufFile = None,
+    backend: flags.Backend = None,
+    device_map: flags.DeviceMap = None,
+    offload: flags.Offload = None,
+    offload_folder: flags.OffloadFolder = None,
+    tp_plan: flags.TpPlan = None,
+    trust_remote_code: flags.RemoteCode = False,
+    quiet: flags.Quiet = False,
+    debug: flags.Debug = False,
 ) -> int:
     """Serve models over HTTP as OpenAI does. Completions, chats, transcriptions, and a page at /."""
     if missing := [module for module in NEEDS if find_spec(module) is None]:

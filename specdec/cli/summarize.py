@@ -10,24 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from specdec.cli.flags import (
-    Backend,
-    ConfigFile,
-    DeviceMap,
-    DraftTokens,
-    Dtype,
-    ExactnessName,
-    Method,
-    Quantization,
-    RemoteCode,
-    ScheduleName,
-    Settings,
-    Stats,
-)
+from specdec.cli import flags
 from specdec.cli.load import first_of_job, load
 from specdec.cli.request import DEFAULT_NEW_TOKENS, Request, read_request, read_text
 from specdec.cli.show import print_text, settings, show_stats, stats_fields, write
-from specdec.cli.terminal import INTERRUPTED, OK, Debug, Heartbeat, Quiet, loading, say
+from specdec.cli.terminal import INTERRUPTED, OK, Heartbeat, loading, say
 from specdec.errors import OptionError
 from specdec.options.versions import versions
 
@@ -44,9 +31,9 @@ def summarize(
     demo: Annotated[bool, typer.Option("--demo", help=f"Functions that come with the package, by {ZOO}.")] = False,
     model: Annotated[str | None, typer.Option(help="Hub id or folder; may come from --config.")] = None,
     draft_model: Annotated[str | None, typer.Option(help="A smaller model: hub id or folder.")] = None,
-    method: Method = None,
-    num_draft_tokens: DraftTokens = None,
-    schedule: ScheduleName = None,
+    method: flags.Method = None,
+    num_draft_tokens: flags.DraftTokens = None,
+    schedule: flags.ScheduleName = None,
     max_new_tokens: Annotated[
         int | None, typer.Option(help=f"Length limit; else the checkpoint's, or {DEFAULT_NEW_TOKENS}.")
     ] = None,
@@ -60,17 +47,17 @@ def summarize(
         list[str] | None, typer.Option(metavar="FILE", help="A good summary of each FILE, in order, for ROUGE.")
     ] = None,
     format: Annotated[Literal["text", "json"], typer.Option(help="text, or one JSON object.")] = "text",
-    dtype: Dtype = None,
-    quantization: Quantization = None,
-    backend: Backend = None,
-    exactness: ExactnessName = None,
-    device_map: DeviceMap = None,
-    config: ConfigFile = None,
-    set_: Settings = None,
-    stats: Stats = False,
-    trust_remote_code: RemoteCode = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
+    dtype: flags.Dtype = None,
+    quantization: flags.Quantization = None,
+    backend: flags.Backend = None,
+    exactness: flags.ExactnessName = None,
+    device_map: flags.DeviceMap = None,
+    config: flags.ConfigFile = None,
+    set_: flags.Settings = None,
+    stats: flags.Stats = False,
+    trust_remote_code: flags.RemoteCode = False,
+    quiet: flags.Quiet = False,
+    debug: flags.Debug = False,
 ) -> int:
     """Summarise texts of any length. The summaries are the model's own, whatever draft helps it."""
     if demo and files:

@@ -1,4 +1,4 @@
-"""What all commands share: exit codes, lines on stderr, spinners, Ctrl-C, and two flags."""
+"""What all commands share: exit codes, lines on stderr, spinners, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Column
@@ -34,9 +33,6 @@ EXAMPLES = {
     "zoo": "specdec zoo",
 }
 """A line for the help of every command; all work offline."""
-
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no warnings on stderr.")]
 
 
 def is_beside(arguments: Sequence[str]) -> bool:

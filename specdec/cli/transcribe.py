@@ -13,10 +13,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from specdec.cli.flags import Backend, DeviceMap, DraftTokens, Dtype, ExactnessName, ScheduleName, Stats
+from specdec.cli import flags
 from specdec.cli.request import FLAGS, WORDS, locate, read_settings
 from specdec.cli.show import PROMPT, show_stats, write
-from specdec.cli.terminal import FAILED, OK, Debug, Heartbeat, Quiet, loading, say
+from specdec.cli.terminal import FAILED, OK, Heartbeat, loading, say
 from specdec.errors import OptionError, SpecdecError
 from specdec.options.fields import DRAFT_WORDS
 
@@ -58,22 +58,22 @@ def transcribe(
         typer.Option("--fallback", help="Try misheard windows again, warmer; skip silent, unlikely ones."),
     ] = False,
     context: Annotated[bool, typer.Option("--context", help="Let a window know the text before it.")] = False,
-    num_draft_tokens: DraftTokens = None,
-    schedule: ScheduleName = None,
+    num_draft_tokens: flags.DraftTokens = None,
+    schedule: flags.ScheduleName = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Most tokens of a window.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of what --fallback draws.")] = None,
-    dtype: Dtype = None,
-    backend: Backend = None,
-    exactness: ExactnessName = None,
-    device_map: DeviceMap = None,
+    dtype: flags.Dtype = None,
+    backend: flags.Backend = None,
+    exactness: flags.ExactnessName = None,
+    device_map: flags.DeviceMap = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any other option of a call; repeatable.")
     ] = None,
     output_dir: Annotated[Path | None, typer.Option(help="Write NAME.txt, .json, .srt or .vtt there.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Leave out recordings that have a file there.")] = False,
-    stats: Stats = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
+    stats: flags.Stats = False,
+    quiet: flags.Quiet = False,
+    debug: flags.Debug = False,
 ) -> int:
     """Write down what is said in recordings. The text is the model's own, the draft makes it faster.
 
