@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,7 @@ import typer
 
 from specdec.cli import flags
 from specdec.cli.load import first_of_job
-from specdec.cli.request import DEFAULT_NEW_TOKENS, Request, locate, read_request
+from specdec.cli.request import DEFAULT_NEW_TOKENS, Request, loading_flags, locate, read_request
 from specdec.cli.serve import plain_name
 from specdec.cli.terminal import FAILED, INTERRUPTED, OK, counting, duration, loading, say, stop_on_interrupt
 from specdec.cli.transcribe import read_options
@@ -135,9 +134,8 @@ def read_task(params: Mapping[str, Any]) -> Request:
         )
     if task == "transcribe":
         return read_speech(params)
-    flags = defaultdict(lambda: None, {**params, "target": params["model"]})
     limit = None if task == "summarize" else DEFAULT_NEW_TOKENS
-    return read_request(flags, named="--model", new_tokens=limit, seed=0)
+    return read_request({**params, "target": params["model"]}, named="--model", new_tokens=limit, seed=0)
 
 
 def read_speech(params: Mapping[str, Any]) -> Request:
@@ -148,10 +146,8 @@ def read_speech(params: Mapping[str, Any]) -> Request:
     zoo = model.startswith("zoo:")
     draft = model if draft is None and zoo else draft
     options = read_options({**params, **_AT_REST})
-    names = ("dtype", "quantization", "backend", "exactness", "device_map", "trust_remote_code")
-    how = {name: params[name] for name in names if params[name] not in (None, False)}
     target, draft = locate(model, "target", "--model"), draft and locate(draft, "draft", "--draft-model")
-    return Request(target, draft, "auto", options, {**({"dtype": "float32"} if zoo else {}), **how})
+    return Request(target, draft, "auto", options, {**({"dtype": "float32"} if zoo else {}), **loading_flags(params)})
 
 
 def make_work(request: Request, rows: Source, params: Mapping[str, Any]) -> Work:

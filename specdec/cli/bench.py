@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specdec.cli import flags
-from specdec.cli.request import COPYING, WORDS
+from specdec.cli.request import COPYING, WORDS, loading_flags
 from specdec.cli.show import write
 from specdec.cli.terminal import FAILED, MISMATCH, OK, counting, fail, loading, say
 from specdec.core.draft_schedules import SCHEDULES
@@ -33,7 +33,6 @@ FLAGS = {
     "near_tie": "near_tie",
 }
 DRAFTS = f"Hub id, folder, zoo:python-code, {', '.join(WORDS)} or {COPYING[0]}+MODEL"
-MODE_FLAGS = ("dtype", "quantization", "gguf_file", "offload", "offload_folder", "backend", "exactness")
 
 Out = Annotated[Path | None, typer.Option(help="Folder of samples and report; bench-NAME by default.")]
 Draft = Annotated[
@@ -152,7 +151,7 @@ def suite_keys(params: Mapping[str, Any]) -> dict[str, Any]:
     constant = {"schedule": "constant", "num_assistant_tokens": params.get("num_draft_tokens")}
     if schedules := [*(params.get("schedule") or []), *([constant] if params.get("num_draft_tokens") else [])]:
         keys["schedules"] = schedules
-    if mode := {name: params[name] for name in MODE_FLAGS if params[name] is not None}:
+    if mode := loading_flags(params):
         keys["modes"] = [mode]
     if params["count"] is not None:
         sets = keys.get("prompts", file.get("prompts", "code"))

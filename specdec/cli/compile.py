@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from threading import Thread
 from time import monotonic
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from specdec.cli import flags
+from specdec.cli.request import loading_flags
 from specdec.cli.terminal import FAILED, OK, counting, duration, fail, loading, say
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ _SECONDS = 60.0  # that a model takes, about
 
 
 def compile_(
+    ctx: typer.Context,
     target: Annotated[
         str, typer.Argument(metavar="TARGET", help="Hub id, folder, GGUF file, or zoo:NAME (specdec zoo lists them).")
     ],
@@ -35,13 +37,9 @@ def compile_(
 
     if (missing := kernels.lack()) is not None:
         return fail(f"error: nothing can be compiled here, {missing}", FAILED)
-    given = {"dtype": dtype, "quantization": quantization, "gguf_file": gguf_file}
-    how: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     began = monotonic()
     with loading(f"loading {target}", quiet=quiet):
-        generator = SpecGenerator.from_pretrained(
-            target, draft_model, backend="compiled", trust_remote_code=trust_remote_code, **how
-        )
+        generator = SpecGenerator.from_pretrained(target, draft_model, backend="compiled", **loading_flags(ctx.params))
     try:
         ready = _wait(generator, quiet=quiet)
     except KeyboardInterrupt:

@@ -9,13 +9,14 @@ from typing import Annotated, Any
 import typer
 
 from specdec.cli import flags
-from specdec.cli.request import locate
+from specdec.cli.request import loading_flags, locate
 from specdec.cli.terminal import INTERRUPTED, OK, counting, loading, say, stop_on_interrupt
 
 _ALL = 1_000_000  # prompts
 
 
 def distill(
+    ctx: typer.Context,
     target: Annotated[
         str, typer.Argument(metavar="TARGET", help="Hub id, folder, or zoo:NAME (specdec zoo lists them).")
     ],
@@ -53,7 +54,6 @@ def distill(
     from specdec.distill.distill import distill
 
     asked = [prompt.text for source in prompts or [] for prompt in read_prompts(source, _ALL)]
-    how = {"dtype": dtype, "device_map": device_map, "trust_remote_code": trust_remote_code or None}
     with loading("", quiet=True), stop_on_interrupt() as interrupt, counting(quiet=quiet) as notify:
         card = distill(
             locate(target, "target", "TARGET"),
@@ -70,7 +70,7 @@ def distill(
             cache_gib=cache_gib,
             notify=notify,
             is_stopped=lambda: interrupt.asked,
-            **{name: value for name, value in how.items() if value is not None},
+            **loading_flags(ctx.params),
         )
     for line in report(card):
         print(line)

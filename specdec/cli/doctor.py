@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import textwrap
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -316,8 +315,7 @@ def _examine(params: Mapping[str, Any], *, quiet: bool) -> Iterator[Finding]:
     yield from here
     if params["target"] is None:
         return
-    flags = {**params, "set_": None}
-    request = read_request(defaultdict(lambda: None, flags))
+    request = read_request(params)
     try:
         generator: SpecGenerator = load(request, quiet=quiet, schedule="cost")
     except SpecdecError as error:

@@ -71,20 +71,20 @@ def read_request(
 ) -> Request:
     """Flags over the file of --config, checked; raises OptionError before anything is loaded.
 
-    `named` is what the command calls its target, `new_tokens` the length limit and `seed` what sampling goes by where
-    nothing sets them; None leaves the former to the model and draws the latter.
+    `params` may lack flags. `named` is what the command calls its target, `new_tokens` the length limit and `seed`
+    that of sampling where nothing sets them; None leaves the former to the model and draws the latter.
     """
-    file = read_config(params["config"])
-    target = params["target"] or file.get("target")
+    file = read_config(params.get("config"))
+    target = params.get("target") or file.get("target")
     if not target:
         raise OptionError(f"no target was named: pass {named}, or a --config file with a `target`")
-    if params["json_"] and params["show_draft"]:
+    if params.get("json_") and params.get("show_draft"):
         raise OptionError("--show-draft marks text on the screen and --json prints none: leave one of them out")
-    if params["show_draft"] and not params["stream"]:
+    if params.get("show_draft") and not params.get("stream"):
         raise OptionError("--show-draft marks text as it comes: leave out --no-stream")
     loading, rest = read_loading(params, {n: v for n, v in file.items() if n not in NAMED})
     options = read_options(params, rest, new_tokens, seed)
-    if params["show_draft"] and options.get("num_return_sequences", 1) > 1:
+    if params.get("show_draft") and options.get("num_return_sequences", 1) > 1:
         raise OptionError("--show-draft shows one text: leave out --num-return-sequences")
     locate(target, "target", named)  # the draft may have the same name, and the error would be about that
     method, draft = choose_draft(params, file, target, options)
@@ -127,16 +127,21 @@ def read_config(path: Path | None) -> dict[str, Any]:
 def read_loading(params: Mapping[str, Any], file: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """How models are loaded, flags over the file's, as `from_pretrained` takes it; and the file's other keys."""
     own = {name: value for name, value in file.items() if name in (*LOADING, "draft_options")}
-    given = {name: params[name] for name in LOADING if params[name] not in (None, [], (), False)}
+    given = loading_flags(params)
     if "max_memory" in given:
         given["max_memory"] = dict(map(_device_and_size, given["max_memory"]))
     loading = {name: value for name, value in {**own, **given}.items() if value is not None}
-    draft = {name: params[flag] for flag, name in DRAFT_FLAGS.items() if params[flag] is not None}
+    draft = {name: params.get(flag) for flag, name in DRAFT_FLAGS.items() if params.get(flag) is not None}
     if draft:
         loading["draft_options"] = {**(own.get("draft_options") or {}), **draft}
     how, _ = Loading.split({name: value for name, value in loading.items() if name != "draft_options"})
     how.of_draft(loading.get("draft_options"))
     return loading, {name: value for name, value in file.items() if name not in own}
+
+
+def loading_flags(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags about loading that were given."""
+    return {name: value for name in LOADING if (value := params.get(name)) not in (None, [], (), False)}
 
 
 def _device_and_size(text: str) -> tuple[str | int, str]:
@@ -152,13 +157,13 @@ def read_options(
     """The options of the call: flags and --set over the file's, with a length limit, and a seed for sampling."""
     from specdec.options.generate import resolve
 
-    flags = {name: params[flag] for flag, name in FLAGS.items() if params[flag] not in (None, [], ())}
-    drawing = [flag for flag in SAMPLING_FLAGS if params[flag] is not None]
-    if drawing and params["sample"] is False:
+    flags = {name: params.get(flag) for flag, name in FLAGS.items() if params.get(flag) not in (None, [], ())}
+    drawing = [flag for flag in SAMPLING_FLAGS if params.get(flag) is not None]
+    if drawing and params.get("sample") is False:
         raise OptionError(f"{_flag(drawing[0])} is about sampling and --greedy forbids it: leave one out")
     if drawing:
         flags["do_sample"] = True
-    extra = read_settings(params["set_"] or [])
+    extra = read_settings(params.get("set_") or [])
     if both := sorted(flags.keys() & extra.keys()):
         raise OptionError(f"`{both[0]}` was set by its flag and by --set: pass one of them")
     options = _over(file, {**flags, **extra})
@@ -219,16 +224,16 @@ def choose_draft(
 ) -> tuple[str, Any]:
     """The method, and the draft as SpecGenerator takes it."""
     if own := [name for name in DRAFT_OPTIONS if name in options]:
-        if params["method"] or params["draft_model"]:
+        if params.get("method") or params.get("draft_model"):
             raise OptionError(f"`{own[0]}` names a draft, and so do --method and --draft-model: pass one of them")
         return own[0], None
     from_file = file.get("method", "auto")
-    if params["draft_model"] and not _may_run_model(from_file):
+    if params.get("draft_model") and not _may_run_model(from_file):
         from_file = "auto"
-    method: str = params["method"] or from_file
-    model = params["draft_model"] or file.get("draft")
+    method: str = params.get("method") or from_file
+    model = params.get("draft_model") or file.get("draft")
     if not _may_run_model(method):
-        if params["draft_model"]:
+        if params.get("draft_model"):
             raise OptionError(f"--method {method} uses no draft model: leave out --draft-model, or pass --method draft")
         return method, _draft_without_model(method)
     if model is None and target.startswith("zoo:"):

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from specdec.cli import flags
-from specdec.cli.request import choose_draft
+from specdec.cli.request import choose_draft, loading_flags
 from specdec.cli.terminal import OK, loading, say
 from specdec.errors import OptionError, SpecdecError
 from specdec.options.load import NAMES as LOADING
@@ -185,13 +185,12 @@ def model_keys(params: Mapping[str, Any]) -> dict[str, Any]:
     target = params["target"]
     _, draft = choose_draft(params, {}, target, {})
     options = {"num_assistant_tokens": params["num_draft_tokens"], "schedule": params["schedule"]}
-    how = {name: params[name] for name in LOADING if params.get(name) not in (None, False)}
     budget = params["kv_budget"]
     keys: dict[str, Any] = {
         "name": params["name"] or plain_name(target),
         "target": target,
         "draft": draft,
-        "loading": how,
+        "loading": loading_flags(params),
         "options": {name: value for name, value in options.items() if value is not None},
         "context": params["context"],
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -62,8 +61,8 @@ def summarize(
     """Summarise texts of any length. The summaries are the model's own, whatever draft helps it."""
     if demo and files:
         raise OptionError("--demo brings texts of its own: leave out the files, or --demo")
-    flags = defaultdict(lambda: None, {**ctx.params, "target": model or (ZOO if demo and config is None else None)})
-    request = read_request(flags, named="--model", new_tokens=None)
+    target = model or (ZOO if demo and config is None else None)
+    request = read_request({**ctx.params, "target": target}, named="--model", new_tokens=None)
     if not files and not demo:
         raise OptionError("no file was named: pass FILE, - to read stdin, or --demo for texts of the package")
     first_of_job(request)

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from specdec.cli import flags
-from specdec.cli.request import FLAGS, WORDS, locate, read_settings
+from specdec.cli.request import FLAGS, WORDS, loading_flags, locate, read_settings
 from specdec.cli.show import PROMPT, show_stats, write
 from specdec.cli.terminal import FAILED, OK, Heartbeat, loading, say
 from specdec.errors import OptionError, SpecdecError
@@ -237,7 +237,7 @@ def load(params: Mapping[str, Any], *, quiet: bool) -> Transcriber:
         draft = params["model"]
     draft = draft if draft is None else locate(draft, "draft", "--draft-model")
     names = [target, *([draft] if draft is not None and draft.partition(":")[0] not in DRAFT_WORDS else [])]
-    how = {name: params[name] for name in ("dtype", "backend", "exactness", "device_map") if params[name] is not None}
+    how = loading_flags(params)
     if params["model"].startswith("zoo:"):
         how.setdefault("dtype", "float32")
     with loading(f"loading {params['model']}", quiet=quiet, downloads=not all(Path(name).exists() for name in names)):
