@@ -9,10 +9,10 @@
 | `synthetic.py` | drafts that know the text, for targets without a small sibling; always marked |
 | `samples.py`, `compare.py` | `samples.jsonl`, and what differs from plain decoding's text |
 | `figures.py`, `results.py` | intervals, percentiles, acceptance; `results.json` and the table |
-| `plots.py`, `report.py`, `report.html.j2`, `report.css.j2` | pictures and the page |
+| `plots.py`, `report.py`, `report.html.j2` | pictures and the page |
 | `duel.py` | plain and assisted decoding of one prompt, timed in turn |
 | `tune.py` | the best schedule of one pair |
-| `machine.py`, `extras.py` | where it ran; the libraries that it needs |
+| `machine.py` | where it ran |
 """
 
 from specdec.bench.report import write_report

@@ -1,13 +1,12 @@
-"""The training text of the package's pair: the standard library of the running interpreter."""
+"""The text of the package's pair: the standard library of the running interpreter, split in two."""
 
 from __future__ import annotations
 
+import re
 import sysconfig
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-
-END_OF_TEXT = "<|endoftext|>"
 
 # Generated tables and test suites are not code that a person writes.
 _SKIPPED_FOLDERS = {
@@ -50,22 +49,13 @@ def held_out_prompts(count: int, *, characters: int = 480) -> list[str]:
 
     Each prompt ends at a line end, so that the model continues with a new line.
     """
-    prompts = []
+    prompts: list[str] = []
     for _, text in source_files(held_out=True):
-        starts = [i + 1 for word in ("\ndef ", "\nclass ") for i in _occurrences(text, word)]
-        starts = [s for s in sorted(starts) if len(text) - s > 2 * characters]
-        if not starts:
-            continue
-        start = starts[len(starts) // 2]
-        end = text.find("\n", start + characters) + 1
-        prompts.append(text[start:end])
+        starts = [found.start() + 1 for found in re.finditer(r"\n(def|class) ", text)]
+        starts = [start for start in starts if len(text) - start > 2 * characters]
+        if starts:
+            start = starts[len(starts) // 2]
+            prompts.append(text[start : text.find("\n", start + characters) + 1])
         if len(prompts) == count:
             break
     return prompts
-
-
-def _occurrences(text: str, word: str) -> Iterator[int]:
-    at = text.find(word)
-    while at >= 0:
-        yield at
-        at = text.find(word, at + 1)

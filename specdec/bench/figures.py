@@ -145,11 +145,6 @@ def acceptance_by_position(drafted: Sequence[int], accepted: Sequence[int]) -> l
     ]
 
 
-def histogram(accepted: Sequence[int]) -> list[int]:
-    """`[n]`: how many rounds accepted exactly n drafted tokens."""
-    return np.bincount(accepted).tolist() if accepted else []
-
-
 class Prediction(NamedTuple):
     """What the speedup of a constant number of drafted tokens should be.
 

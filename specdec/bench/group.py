@@ -30,7 +30,7 @@ class GroupRun:
     batches: Sequence[Sequence[PromptText]]
     store: Store
     failures: list[Failure]
-    tell: Callable[[str], None]
+    report: Callable[[str], None]
     _foretold: dict[int, list[list[int]]] = field(default_factory=dict)  # the texts of batches, for synthetic drafts
 
     @property
@@ -74,7 +74,7 @@ class GroupRun:
 
     def _warm_up(self, systems: Systems, cell: Cell | None) -> None:
         """Short calls, which load a draft at first."""
-        self.tell(f"warming up: {name_of(cell)}")
+        self.report(f"warming up: {name_of(cell)}")
         generator = self._generator(systems, cell, 0)
         for _ in range(self.suite.warm_up):
             generator.generate(**self._call(cell, self.batches[0], most=WARM_UP))
@@ -83,7 +83,7 @@ class GroupRun:
         key = Key(self.group.label, name_of(cell), batch, repeat)
         if key in self.store.samples:
             return
-        self.tell(f"{self.group.label}: {name_of(cell)}")
+        self.report(f"{self.group.label}: {name_of(cell)}")
         prompts = self.batches[batch]
         generator = self._generator(systems, cell, batch)
         watch.look()

@@ -7,6 +7,7 @@ import platform
 import statistics
 import time
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -106,12 +107,14 @@ def _peak_resident() -> int | None:
     return None
 
 
+@dataclass
 class Watch:
-    """Notices contention: how much slower a fixed piece of work runs at times than at its best."""
+    """Notices contention: `spins` are the seconds that a fixed piece of work took, `load` the machine's at the
+    start.
+    """
 
-    def __init__(self) -> None:
-        self.spins: list[float] = []
-        self.load = os.getloadavg()[0]
+    spins: list[float] = field(default_factory=list)
+    load: float = field(default_factory=lambda: os.getloadavg()[0])
 
     def look(self) -> None:
         """A few milliseconds of pure Python on one core, timed."""
@@ -123,30 +126,20 @@ class Watch:
 
     @property
     def busy(self) -> bool:
-        """Whether other programs slow this down."""
-        return busy(self.spins, self.load)
+        """Whether other programs slow this one down."""
+        usual, best = statistics.median(self.spins), min(self.spins)
+        return self.load > 0.5 * (os.cpu_count() or 1) or usual > 1.3 * best or self._late > 0.1
+
+    @property
+    def _late(self) -> float:
+        """The share of tries that took more than twice the best time."""
+        return sum(spin > 2 * min(self.spins) for spin in self.spins) / len(self.spins)
 
     def verdict(self) -> str:
         """One sentence on whether the figures can be trusted."""
-        return verdict(self.spins, self.load)
-
-
-def busy(spins: list[float], load: float) -> bool:
-    """Whether other programs slowed this down, from the seconds of fixed work and the load at the start."""
-    usual, best = statistics.median(spins), min(spins)
-    return load > 0.5 * (os.cpu_count() or 1) or usual > 1.3 * best or _late(spins) > 0.1
-
-
-def _late(spins: list[float]) -> float:
-    """The share of tries that took more than twice the best time."""
-    return sum(s > 2 * min(spins) for s in spins) / len(spins)
-
-
-def verdict(spins: list[float], load: float) -> str:
-    """One sentence on whether the figures can be trusted, from what `busy` goes by."""
-    pace = f"a fixed piece of work took {statistics.median(spins) / min(spins):.2f}x its best time"
-    facts = f"load {load:.1f} on {os.cpu_count()} cores at the start, {pace}"
-    if busy(spins, load):
-        found = f"{facts} and more than twice that in {_late(spins):.0%} of all tries"
-        return f"busy machine: {found}. Other programs slowed this down: ratios are rough, and times mean little."
-    return f"quiet machine: {facts}."
+        pace = f"a fixed piece of work took {statistics.median(self.spins) / min(self.spins):.2f}x its best time"
+        facts = f"load {self.load:.1f} on {os.cpu_count()} cores at the start, {pace}"
+        if self.busy:
+            found = f"{facts} and more than twice that in {self._late:.0%} of all tries"
+            return f"busy machine: {found}. Other programs slowed this down: ratios are rough, and times mean little."
+        return f"quiet machine: {facts}."

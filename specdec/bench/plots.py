@@ -58,8 +58,8 @@ def group_plots(group: Results, stem: str) -> list[Plot]:
         caption = "Speedup by category of prompts, each draft with its fastest schedule"
         found.append(draw_plot(f"{stem}-categories", caption, height, _categories, best))
     if any(system["acceptance_by_position"] for system in best):
-        caption = "Acceptance by position in the draft, and accepted tokens per round"
-        found.append(draw_plot(f"{stem}-acceptance", caption, 3.1, _acceptance, best, panels=2))
+        caption = "Acceptance by position in the draft"
+        found.append(draw_plot(f"{stem}-acceptance", caption, 3.1, _acceptance, best))
     if group["sweeps"]:
         caption = "Speedup by constant draft length: measured, and predicted from acceptance and cost"
         found.append(draw_plot(f"{stem}-sweep", caption, 3.3, _sweep, group["sweeps"]))
@@ -67,19 +67,6 @@ def group_plots(group: Results, stem: str) -> list[Plot]:
         caption = "Where the milliseconds of a token go"
         found.append(draw_plot(f"{stem}-split", caption, _rows(group["systems"]) + 0.3, _split, group["systems"]))
     return found
-
-
-def temperature_plots(groups: Sequence[Results]) -> list[Plot]:
-    """Speedup over temperature, a line per draft, for groups that differ in temperature alone."""
-    families: dict[str, list[Results]] = {}
-    for group in groups:
-        if group["temperature"] is not None:
-            families.setdefault(group["family"], []).append(group)
-    return [
-        draw_plot(f"temperature-{n}", f"Speedup by temperature: {family}", 3.3, _temperatures, own)
-        for n, (family, own) in enumerate(families.items(), 1)
-        if len(own) > 1
-    ]
 
 
 def leaders(cells: Sequence[Results]) -> list[Results]:
@@ -96,7 +83,7 @@ def _rows(bars: Sequence[Any]) -> float:
     return _ROW * len(bars) + 0.9
 
 
-def draw_plot(name: str, caption: str, height: float, draw: Callable[..., None], data: Any, *, panels: int = 1) -> Plot:
+def draw_plot(name: str, caption: str, height: float, draw: Callable[[Axes, Any], None], data: Any) -> Plot:
     """A picture of this height in inches, drawn without global state."""
     import matplotlib
     from matplotlib.figure import Figure
@@ -116,7 +103,7 @@ def draw_plot(name: str, caption: str, height: float, draw: Callable[..., None],
     }
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
-        draw(*[figure.add_subplot(1, panels, i + 1) for i in range(panels)], data)
+        draw(figure.add_subplot(), data)
         return Plot(name, caption, _saved(figure, "png"), themed(_saved(figure, "svg").decode()))
 
 
@@ -185,58 +172,37 @@ def _categories(axes: Axes, cells: list[Results]) -> None:
     legend_below(axes, len(cells))
 
 
-def _acceptance(left: Axes, right: Axes, cells: list[Results]) -> None:
+def _acceptance(axes: Axes, cells: list[Results]) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    thick, deepest = 0.8 / len(cells), 0
+    deepest = 0
     for n, cell in enumerate(cells):
         places = [place for place in cell["acceptance_by_position"] if place["drafted"] >= _ENOUGH]
         shares = [place["accepted"] / place["drafted"] for place in places]
         deepest = max(deepest, len(places))
         at = range(1, len(places) + 1)
-        left.plot(at, shares, marker=_marker(n), markersize=4, color=_colour(n), label=short(cell["name"]))
-        counts = cell["acceptance_histogram"]
-        middle = (n - (len(cells) - 1) / 2) * thick
-        bars = [count / sum(counts) for count in counts]
-        right.bar([i + middle for i in range(len(counts))], bars, 0.95 * thick, color=_colour(n))
-    left.set(xlabel="position in the draft", ylabel="accepted share", ylim=(0, 1.04), xlim=(0.5, max(deepest, 1) + 0.5))
+        axes.plot(at, shares, marker=_marker(n), markersize=4, color=_colour(n), label=short(cell["name"]))
+    axes.set(xlabel="position in the draft", ylabel="accepted share", ylim=(0, 1.04), xlim=(0.5, max(deepest, 1) + 0.5))
     if not deepest:
         words = f"no position was drafted in {_ENOUGH} rounds"
-        left.text(0.5, 0.5, words, transform=left.transAxes, ha="center", fontsize=8)
-    right.set(xlabel="accepted tokens of a round", ylabel="share of rounds")
-    right.grid(axis="x", visible=False)
-    for axes in (left, right):
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    legend_below(left, len(cells))
+        axes.text(0.5, 0.5, words, transform=axes.transAxes, ha="center", fontsize=8)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    legend_below(axes, len(cells))
 
 
 def _sweep(axes: Axes, sweeps: list[Results]) -> None:
     for n, sweep in enumerate(sweeps):
-        _line(axes, sweep["k"], sweep["measured"], f"{short(sweep['draft'])}, measured", n)
+        found, label = sweep["measured"], f"{short(sweep['draft'])}, measured"
+        style: dict[str, Any] = {"color": _colour(n), "marker": _marker(n), "markersize": 4, "capsize": 3}
+        axes.errorbar(sweep["k"], [s["value"] for s in found], yerr=_spread(found), label=label, **style)
     for n, sweep in enumerate(sweeps):
         if sweep["theory"]:
             theory, lengths = Prediction(**sweep["theory"]), range(1, max(sweep["k"]) + 1)
             label = f"{short(sweep['draft'])}, predicted"
             axes.plot(lengths, list(map(theory.speedup, lengths)), "--", color=_colour(n), label=label)
-    _ragged(axes, "drafted tokens per round", 2)
-
-
-def _temperatures(axes: Axes, groups: list[Results]) -> None:
-    lines: dict[str, list[tuple[float, Results]]] = {}
-    for group in sorted(groups, key=lambda g: float(g["temperature"])):
-        for cell in leaders([system for system in group["systems"] if system["speedup"]]):
-            lines.setdefault(cell["draft"], []).append((group["temperature"], cell["speedup"]))
-    for n, (draft, points) in enumerate(lines.items()):
-        at, found = [t for t, _ in points], [s for _, s in points]
-        _line(axes, at, found, f"{short(draft)}, fastest schedule", n)
-    _ragged(axes, "temperature", len(lines))
-
-
-def _line(axes: Axes, at: Sequence[float], found: Sequence[Results], label: str, n: int) -> None:
-    """Speedups at these places, with their intervals: the `n`-th line of a picture."""
-    values = [s["value"] for s in found]
-    style: dict[str, Any] = {"color": _colour(n), "marker": _marker(n), "markersize": 4, "capsize": 3, "label": label}
-    axes.errorbar(at, values, yerr=_spread(found), **style)
+    axes.axhline(1, color=INK, linewidth=1, linestyle=(0, (4, 2)))
+    axes.set(xlabel="drafted tokens per round", ylabel="times plain decoding's speed", ylim=(0, None))
+    legend_below(axes, 2)
 
 
 def _spread(found: Sequence[Results]) -> list[list[float]]:
@@ -245,13 +211,6 @@ def _spread(found: Sequence[Results]) -> list[list[float]]:
         [0.0 if s["low"] is None else max(s["value"] - s["low"], 0.0) for s in found],
         [0.0 if s["high"] is None else max(s["high"] - s["value"], 0.0) for s in found],
     ]
-
-
-def _ragged(axes: Axes, label: str, count: int) -> None:
-    """The rest of a picture with the speedup upwards."""
-    axes.axhline(1, color=INK, linewidth=1, linestyle=(0, (4, 2)))
-    axes.set(xlabel=label, ylabel="times plain decoding's speed", ylim=(0, None))
-    legend_below(axes, count)
 
 
 def _split(axes: Axes, systems: list[Results]) -> None:

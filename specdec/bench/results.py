@@ -11,7 +11,6 @@ from typing import Any
 
 from specdec.bench.figures import (
     acceptance_by_position,
-    histogram,
     per_token,
     percentiles,
     predict,
@@ -20,7 +19,7 @@ from specdec.bench.figures import (
     typical,
 )
 from specdec.bench.group import name_of
-from specdec.bench.machine import verdict
+from specdec.bench.machine import Watch
 from specdec.bench.runner import Outcome
 from specdec.bench.samples import Mismatch, Sample
 from specdec.bench.suite import PLAIN, Cell, Group
@@ -41,7 +40,7 @@ def results(outcome: Outcome) -> Results:
         "groups": groups,
         "mismatches": [{**asdict(m), "excuse": _excuse(outcome, m)} for m in store.mismatches],
         "failures": [asdict(failure) for failure in outcome.failures],
-        "contention": verdict(spins, load) if spins else "nothing was measured",
+        "contention": Watch(spins, load).verdict() if spins else "nothing was measured",
         "runs": [run.provenance for run in store.runs],
         "suite": suite.model_dump(mode="json", exclude_none=True),
     }
@@ -61,7 +60,6 @@ def _group(outcome: Outcome, group: Group) -> Results:
     shown = next((asdict(strip) for strip in outcome.store.strips if strip.group == group.label), None)
     return {
         "label": group.label,
-        "family": group.family,
         "target": group.target,
         "mode": group.mode.label,
         "strategy": group.strategy.label,
@@ -105,7 +103,6 @@ def _system(outcome: Outcome, group: Group, cell: Cell | None, plain: list[Sampl
         "mean_acceptance_length": 1 + sum(accepted) / len(accepted) if accepted else None,
         "draft_acceptance_rate": sum(accepted) / sum(drafted) if sum(drafted) else None,
         "acceptance_by_position": [place._asdict() for place in places],
-        "acceptance_histogram": histogram(accepted),
         "target_passes_per_token": sum(s.passes for s in samples) / tokens,
         "weight_passes_per_token": sum(s.weight_passes for s in samples) / tokens,
         "split_ms_per_token": _split(samples),
@@ -192,7 +189,6 @@ def _sweeps(outcome: Outcome, group: Group, plain: list[Sample]) -> list[Results
                 "k": list(measured),
                 "measured": [s._asdict() for s in measured.values()],
                 "theory": None if theory is None else theory._asdict(),
-                "predicted": None if theory is None else [theory.speedup(k) for k in measured],
             }
         )
     return found

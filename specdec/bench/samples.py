@@ -24,7 +24,22 @@ class Key(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sample:
+class _Call:
+    """What belongs to one call."""
+
+    group: str
+    system: str
+    batch: int
+    repeat: int
+
+    @property
+    def key(self) -> Key:
+        """Which call it is."""
+        return Key(self.group, self.system, self.batch, self.repeat)
+
+
+@dataclass(frozen=True)
+class Sample(_Call):
     """One measured call.
 
     `tokens` are the new ids of every row. `first_token` and `seconds` are seconds from the call on; `gaps` are those
@@ -33,10 +48,6 @@ class Sample:
     `backend` what the target's passes ran on, and `draft_backend` those of the draft, None where it has no model.
     """
 
-    group: str
-    system: str
-    batch: int
-    repeat: int
     category: str
     tokens: list[list[int]]
     seconds: float
@@ -56,37 +67,23 @@ class Sample:
     draft_backend: str | None
 
     @property
-    def key(self) -> Key:
-        """Which call this is."""
-        return Key(self.group, self.system, self.batch, self.repeat)
-
-    @property
     def count(self) -> int:
         """New tokens of all rows."""
         return sum(map(len, self.tokens))
 
 
 @dataclass(frozen=True)
-class Mismatch:
+class Mismatch(_Call):
     """Where the text of a row parts from plain decoding's: the new token's position, and what each wrote (None: end).
 
     `gap` is the difference of the target's two best logits there; None for searches, which weigh whole texts.
     """
 
-    group: str
-    system: str
-    batch: int
-    repeat: int
     row: int
     position: int
     plain: int | None
     other: int | None
     gap: float | None
-
-    @property
-    def key(self) -> Key:
-        """Whose text it is."""
-        return Key(self.group, self.system, self.batch, self.repeat)
 
 
 @dataclass(frozen=True)

@@ -106,14 +106,7 @@ class Group:
     @property
     def label(self) -> str:
         """What tells it from the suite's other groups."""
-        return self._label(self.strategy.label)
-
-    @property
-    def family(self) -> str:
-        """The same without the temperature."""
-        return self._label(self.strategy.name)
-
-    def _label(self, strategy: str) -> str:
+        strategy = self.strategy.label
         return " · ".join([self.target, self.mode.label, strategy, self.prompts.label, f"batch {self.batch}"])
 
 
