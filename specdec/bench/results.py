@@ -197,19 +197,21 @@ def _sweeps(outcome: Outcome, group: Group, plain: list[Sample]) -> list[Results
 def _summary(found: Results) -> list[str]:
     """What a reader must know, in sentences."""
     cells = [(g, s) for g in found["groups"] for s in g["systems"] if s["speedup"]]
-    said = []
+    sentences = []
     if cells:
         states = [s["speedup"]["state"] for _, s in cells]
         real = [pair for pair in cells if not pair[1]["synthetic"]] or cells
         group, best = max(real, key=lambda pair: pair[1]["speedup"]["value"])
         if several := len(cells) > 1:
-            said.append(
+            sentences.append(
                 f"Of {len(cells)} assisted settings, {states.count('faster')} are faster than plain decoding, "
                 f"{states.count('slower')} SLOWER, {states.count('same')} show no clear difference."
             )
-        said.append(f"{'Best: ' if several else ''}{best['name']} ({group['label']}), {best['speedup']['words']}.")
+        sentences.append(f"{'Best: ' if several else ''}{best['name']} ({group['label']}), {best['speedup']['words']}.")
         if several:
-            said.append(f"Half of the settings reach {median(s['speedup']['value'] for _, s in cells):.2f}× or more.")
+            sentences.append(
+                f"Half of the settings reach {median(s['speedup']['value'] for _, s in cells):.2f}× or more."
+            )
     compared, identical = (sum(s[name] for _, s in cells) for name in ("compared", "identical"))
     if compared:
         excuses = [m["excuse"] for m in found["mismatches"]]
@@ -220,17 +222,17 @@ def _summary(found: Results) -> list[str]:
             *([f"{rows} part where the target is row-dependent, so that a draft can change its text"] if rows else []),
             *([f"{wrong} DIFFER"] if wrong else []),
         ]
-        said.append(f"{'; '.join(words)}.")
+        sentences.append(f"{'; '.join(words)}.")
     if count := sum(s["synthetic"] for _, s in cells):
-        said.append(
+        sentences.append(
             f"{count} of the settings have a SYNTHETIC draft, which knows the target's text and guesses it as often as "
             "it was told to: they show what such a draft would bring, and no draft that there is."
         )
     if any(not group["comparable"] for group in found["groups"]):
-        said.append("Rejection and block sampling keep the target's law, not its text: they are not compared.")
+        sentences.append("Rejection and block sampling keep the target's law, not its text: they are not compared.")
     if found["failures"]:
-        said.append(f"{len(found['failures'])} settings could not be measured.")
-    return said
+        sentences.append(f"{len(found['failures'])} settings could not be measured.")
+    return sentences
 
 
 _COLUMNS = (

@@ -51,7 +51,7 @@ def demo(
             generator.generate(text, **{**options, "max_new_tokens": 1})
     for _ in range(LOOKS):
         watch.look()
-    told = _tell_busy(watch, quiet=quiet)  # now, as what follows may take minutes
+    reported = _report_busy(watch, quiet=quiet)  # now, as what follows may take minutes
     for heading, generator in (("the target alone", plain), ("the target and its draft", assisted)):
         write(out, f"── {heading} ──\n", HEADING)
         write(out, text, PROMPT)
@@ -70,12 +70,12 @@ def demo(
         for words, style in parts:
             write(out, words, style)
     write(out, f"\n{verdict(result)}\n")
-    if not told:
-        _tell_busy(watch, quiet=quiet)
+    if not reported:
+        _report_busy(watch, quiet=quiet)
     return _compared(result, assisted.tokenizer)
 
 
-def _tell_busy(watch: Watch, *, quiet: bool) -> bool:
+def _report_busy(watch: Watch, *, quiet: bool) -> bool:
     """Whether other programs slow the demo down, of which a line on stderr tells."""
     if watch.busy and not quiet:
         say(watch.verdict())
@@ -91,8 +91,8 @@ def time_spent(duel: Duel, width: int = 40) -> Iterator[list[tuple[str, Style]]]
         line = [(f"  {name:<11}", TARGET)]
         for _, mark, style, seconds in _phases(stats):
             line.append((mark * round(width * seconds / longest), style))
-        told = f" {stats.seconds:.2f} s, {stats.num_target_passes} passes of the target\n"
-        yield [*line, (told, TARGET)]
+        figures = f" {stats.seconds:.2f} s, {stats.num_target_passes} passes of the target\n"
+        yield [*line, (figures, TARGET)]
     legend = [(f"{mark} {phase}  ", style) for phase, mark, style, _ in _phases(runs[-1][1])] if runs else []
     yield [("             ", TARGET), *legend, ("\n", TARGET)]
 

@@ -161,10 +161,10 @@ def whole_error_rate(
     transcriber: Transcriber, texts: Sequence[str | None], references: Sequence[str], language: str | None
 ) -> str:
     """The word errors of all recordings that could be read."""
-    pairs = [(text, said) for text, said in zip(texts, references, strict=True) if text is not None]
+    pairs = [(text, reference) for text, reference in zip(texts, references, strict=True) if text is not None]
     if not pairs:
         return "no recording could be read"
-    rate = transcriber.error_rate([text for text, _ in pairs], [said for _, said in pairs], language=language)
+    rate = transcriber.error_rate([text for text, _ in pairs], [reference for _, reference in pairs], language=language)
     return f"word error rate {rate:.2%}, {len(pairs)} recording{'s' * (len(pairs) > 1)}"
 
 
