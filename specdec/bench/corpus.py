@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-# Generated tables and test suites are not code that a person writes.
+# Generated tables and tests.
 _SKIPPED_FOLDERS = {
     "__pycache__",
     "encodings",
@@ -25,12 +25,12 @@ _HELD_OUT_PERCENT = 5
 
 
 def is_held_out(relative_path: str) -> bool:
-    """Whether a module is kept apart for evaluation; decided by its path, so the same on every machine."""
+    """Whether a module is kept for evaluation; its path decides, so the split is the same on every machine."""
     return zlib.crc32(relative_path.encode()) % 100 < _HELD_OUT_PERCENT
 
 
 def source_files(*, held_out: bool) -> Iterator[tuple[str, str]]:
-    """Yields `(relative path, text)` of standard-library modules in sorted order, of one side of the split."""
+    """Yields `(relative path, text)` of one side of the split, sorted by path."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
@@ -45,10 +45,7 @@ def source_files(*, held_out: bool) -> Iterator[tuple[str, str]]:
 
 
 def held_out_prompts(count: int, *, characters: int = 480) -> list[str]:
-    """The first `count` held-out code prompts: about `characters` of a module, from a top-level `def` or `class` on.
-
-    Each prompt ends at a line end, so that the model continues with a new line.
-    """
+    """At most `count` prompts of about `characters`: held-out code from a top-level `def` or `class` to a line end."""
     prompts: list[str] = []
     for _, text in source_files(held_out=True):
         starts = [found.start() + 1 for found in re.finditer(r"\n(def|class) ", text)]

@@ -1,4 +1,4 @@
-"""Where a benchmark ran: processor, memory, versions, and whether anything else was running."""
+"""Where a benchmark ran: processor, memory, versions, and whether other programs used the cores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from specdec import kernels
 from specdec.options.versions import versions
 
-# Parts of a processor's flags that decide how fast matrices are multiplied.
+# Parts of processor flags that decide the speed of matrix products.
 _FLAGS = ("avx", "amx", "vnni", "bf16", "fp16", "fma", "f16c", "neon", "asimd", "sve", "i8mm")
 _ENOUGH = 0.8  # of a core; one busy neighbour on two cores leaves 0.6 to 0.75, a quiet machine 0.98
 FEWER_THREADS = "OMP_NUM_THREADS=1, or fewer threads than there are free cores, is faster meanwhile"
@@ -24,7 +24,7 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def provenance() -> dict[str, Any]:
-    """What ran, and on what."""
+    """The machine, its load and the versions in use."""
     return {
         "time": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "processor": _processor("model name") or platform.processor() or platform.machine(),
@@ -40,18 +40,18 @@ def provenance() -> dict[str, Any]:
 
 
 def memory_bandwidth(size: int = 2**28, tries: int = 6) -> float:
-    """Bytes a second at which torch's threads read a buffer of `size` bytes, at their best."""
+    """The best rate, in bytes per second, at which torch's threads read a buffer of `size` bytes."""
     buffer = torch.ones(size // 4)
     return size / kernels.best_seconds(buffer.sum, tries)
 
 
 def core_share(seconds: float = 0.15, size: int = 2**25) -> float:
-    """The share of a core that each of torch's threads got while they read a buffer of `size` bytes again and again.
+    """The share of a core, up to 1, that each of torch's threads gets while they read a buffer of `size` bytes.
 
-    Threads that wait for each other spin, so it is close to 1 unless they wait for cores.
+    Threads that wait for each other spin, so the share falls only where they wait for cores.
     """
     buffer = torch.ones(size // 4)
-    for _ in range(3):  # helper threads are made by the first
+    for _ in range(3):  # the first makes torch's helper threads
         buffer.sum()
     began, used = time.perf_counter(), time.process_time()
     while (passed := time.perf_counter() - began) < seconds:
@@ -60,7 +60,7 @@ def core_share(seconds: float = 0.15, size: int = 2**25) -> float:
 
 
 def waiting_threads() -> str | None:
-    """One sentence where torch's threads wait for cores that other programs use; None where they do not."""
+    """A sentence if torch's threads wait for cores that other programs use, else None."""
     threads = torch.get_num_threads()
     if threads == 1 or (share := core_share()) > _ENOUGH:
         return None
@@ -70,7 +70,7 @@ def waiting_threads() -> str | None:
 
 
 def _processor(*names: str) -> str:
-    """The first line of these names in Linux' description of the processor; empty elsewhere."""
+    """The first of these entries of /proc/cpuinfo; empty without one."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             key, _, value = line.partition(":")
@@ -80,10 +80,7 @@ def _processor(*names: str) -> str:
 
 
 class PeakMemory:
-    """The most memory that was in use while it was open, in bytes: the accelerator's if there is one, else resident.
-
-    None where the system does not tell (only Linux can forget an old peak).
-    """
+    """Peak memory within the context, in bytes: the accelerator's, else resident; None except on Linux."""
 
     bytes: int | None = None
 

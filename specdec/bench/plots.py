@@ -1,4 +1,4 @@
-"""The pictures of a report, by matplotlib: as PNG files, and as SVG that follows the page's light or dark colours."""
+"""The plots of a report, by matplotlib: PNG files, and SVG in the light or dark colours of the page."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 from specdec.bench.figures import Prediction
 from specdec.bench.results import Results
 
-INK, RULE = "#1c2126", "#c8ced5"  # as such in a PNG; in the page they stand for its own colours
+INK, RULE = "#1c2126", "#c8ced5"  # the page replaces them by its own
 THEMED = {INK: "var(--ink)", RULE: "var(--rule)"}
-# Okabe and Ito's colours, which eyes that see fewer of them tell apart too; lines have markers of their own besides.
+# Okabe and Ito's palette, which colour-blind readers can distinguish; lines also differ by marker.
 SERIES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8d7f5c", "#7a78c9")
 MARKERS = "os^Dv*PX"
 REST = "#8b95a3"
 STATES = {"faster": SERIES[0], "slower": SERIES[4], "same": REST}
-# Part of the time -> what it is called, and its colour.
+# Part of the time -> label and colour.
 SPLIT = {
     "draft": ("the draft's passes", SERIES[1]),
     "verify": ("the target's passes", SERIES[0]),
@@ -32,12 +32,12 @@ SPLIT = {
 WIDTH = 8.2  # inches
 _ROW = 0.29  # inches of a bar
 _LONGEST = 46  # characters of a label
-_ENOUGH = 5  # rounds that must have drafted as far as a position that is shown
+_ENOUGH = 5  # rounds that drafted a position, for it to be shown
 
 
 @dataclass(frozen=True)
 class Plot:
-    """One picture: a name for its file, what it shows, and its data in both forms."""
+    """One plot in both formats."""
 
     name: str
     caption: str
@@ -46,7 +46,7 @@ class Plot:
 
 
 def group_plots(group: Results, stem: str) -> list[Plot]:
-    """The pictures of one group; those that its samples say nothing about are left out."""
+    """The plots of one group for which it has data."""
     cells = [system for system in group["systems"] if system["speedup"]]
     best = leaders(cells)
     found = []
@@ -70,7 +70,7 @@ def group_plots(group: Results, stem: str) -> list[Plot]:
 
 
 def leaders(cells: Sequence[Results]) -> list[Results]:
-    """Every draft with its fastest schedule."""
+    """The fastest cell of each draft."""
     best: dict[str, Results] = {}
     for cell in cells:
         known = best.get(cell["draft"])
@@ -84,7 +84,7 @@ def _rows(bars: Sequence[Any]) -> float:
 
 
 def draw_plot(name: str, caption: str, height: float, draw: Callable[[Axes, Any], None], data: Any) -> Plot:
-    """A picture of this height in inches, drawn without global state."""
+    """A plot of this height in inches, drawn without global state."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -115,7 +115,7 @@ def _saved(figure: Figure, kind: str) -> bytes:
 
 
 def themed(svg: str) -> str:
-    """The drawing as a part of a page: without a prologue, as wide as there is room, in the page's colours."""
+    """The SVG as an element of the page: without prologue or size, in the page's colours."""
     svg = svg[svg.index("<svg") :]
     for colour, variable in THEMED.items():
         svg = svg.replace(colour, variable)
@@ -124,7 +124,7 @@ def themed(svg: str) -> str:
 
 
 def short(label: str) -> str:
-    """A label that leaves room for the bars: its beginning and its end tell it from others."""
+    """The first and last characters of a long label."""
     if len(label) <= _LONGEST:
         return label
     head = _LONGEST // 2
@@ -132,7 +132,7 @@ def short(label: str) -> str:
 
 
 def _named(axes: Axes, names: Sequence[str]) -> None:
-    """Names beside horizontal bars, the first on top."""
+    """Labels horizontal bars, the first on top."""
     axes.set_yticks(range(len(names)), [short(name) for name in names])
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.grid(axis="y", visible=False)
@@ -206,7 +206,7 @@ def _sweep(axes: Axes, sweeps: list[Results]) -> None:
 
 
 def _spread(found: Sequence[Results]) -> list[list[float]]:
-    """How far the intervals reach below and above the values; nothing where there is none."""
+    """Lengths of the intervals below and above the values; 0 without an interval."""
     return [
         [0.0 if s["low"] is None else max(s["value"] - s["low"], 0.0) for s in found],
         [0.0 if s["high"] is None else max(s["high"] - s["value"], 0.0) for s in found],
@@ -228,7 +228,7 @@ def _split(axes: Axes, systems: list[Results]) -> None:
 
 
 def legend_below(axes: Axes, count: int) -> None:
-    """The legend below the picture, where it hides nothing."""
+    """Puts the legend below the axes."""
     axes.figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=min(count, 4), fontsize=8)
 
 

@@ -1,4 +1,4 @@
-"""Writes what a run came to: `results.json`, a CSV table, PNG plots, and one HTML page that needs nothing else."""
+"""Writes a run's results: `results.json`, a CSV table, PNG plots, and one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from specdec.bench.plots import Plot, group_plots
 from specdec.bench.results import Results, as_csv, backends
 
 _PAGE = Path(__file__).parent / "report.html.j2"
-_FEW = 6  # groups that are all shown unfolded
+_FEW = 6  # groups that are shown unfolded
 
 
 def write_report(found: Results, folder: Path) -> Path:
-    """Writes all files into `folder` and returns the page's path."""
+    """Writes all files into `folder`; returns the page's path."""
     plots = [group_plots(group, f"group-{n}") for n, group in enumerate(found["groups"], 1)]
     (folder / "results.json").write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     (folder / "results.csv").write_text(as_csv(found), encoding="utf-8")
@@ -39,5 +39,5 @@ def as_html(found: Results, plots: list[list[Plot]]) -> str:
 
 
 def number(value: float | None, digits: int = 2, unit: str = "") -> str:
-    """A figure with so many digits after the point, or a dash where there is none."""
+    """A figure with `digits` decimals, or a dash for None."""
     return "–" if value is None else f"{value:.{digits}f}{unit}"
