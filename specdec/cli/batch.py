@@ -1,4 +1,4 @@
-"""`specdec batch`: a file of rows in, the same rows with their answers out."""
+"""`specdec batch`: a file of rows, and the same rows with their answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 TaskName = Literal["generate", "chat", "summarize", "transcribe"]
 _TEXT = ("generate", "chat", "summarize")
-# Flag -> the tasks that it is for.
+# Flag -> the tasks that have it.
 ONLY = {
     "system": ("chat",),
     "template": ("summarize",),
@@ -33,7 +33,7 @@ ONLY = {
     **dict.fromkeys(("method", "config", "sample", "temperature", "top_k", "top_p"), _TEXT),
 }
 OF_WORKERS = ("workers", "worker_cpus", "worker_gpus")
-# What `transcribe` has flags for, and a batch --set.
+# Defaults of the flags of `transcribe` that a batch passes as --set.
 _AT_REST = {
     **dict.fromkeys(("language", "task", "chunk_length")),
     **{"format": "text", "words": False, "context": False, "fallback": False},
@@ -106,7 +106,7 @@ def batch(
         start = embedded(at_once) if ray is None else cluster(ray, ctx.params, rows.rows)
         try:
             done = run(rows, out, work, start=start, overwrite=overwrite, tell=tell, stop=lambda: interrupt.asked)
-        except KeyboardInterrupt:  # the second one: nobody waits for the rows under way
+        except KeyboardInterrupt:  # the second Ctrl-C: rows under way are lost
             say("ended at once: the same command goes on")
             os._exit(INTERRUPTED)
     if not quiet:
@@ -122,7 +122,7 @@ def batch(
 
 
 def read_task(params: Mapping[str, Any]) -> Request:
-    """What is loaded, and the options of all rows; raises OptionError for flags that another task has."""
+    """The models and the options of all rows; raises OptionError for flags of another task."""
     task = params["task"] or "generate"
     for flag, tasks in ONLY.items():
         if params[flag] is not None and params[flag] is not False and task not in tasks:
@@ -139,7 +139,7 @@ def read_task(params: Mapping[str, Any]) -> Request:
 
 
 def read_speech(params: Mapping[str, Any]) -> Request:
-    """The same for recordings, whose options have names of their own."""
+    """The same for recordings, whose options have other names."""
     model, draft = params["model"], params["draft_model"]
     if model is None:
         raise OptionError("no model was named: pass --model, a Whisper model")
@@ -151,14 +151,14 @@ def read_speech(params: Mapping[str, Any]) -> Request:
 
 
 def make_work(request: Request, rows: Source, params: Mapping[str, Any]) -> Work:
-    """What is done with every row; requests in OpenAI's form are known by their first row."""
+    """The task for every row; the first row shows whether the file has requests in OpenAI's form."""
     from specdec.batch import Work
     from specdec.batch.tasks import is_request
 
     task = params["task"] or "generate"
     if is_request(rows.first().fields):
         if params["task"] is not None:
-            raise OptionError(f"{rows.path} has requests in OpenAI's form, which say what to do: leave out --task")
+            raise OptionError(f"{rows.path} has requests in OpenAI's form, which have their own: leave out --task")
         if params["field"] is not None:
             raise OptionError(f"{rows.path} has requests in OpenAI's form, with fields of their own: leave out --field")
         task = "openai"
@@ -193,7 +193,7 @@ def cluster(address: str, params: Mapping[str, Any], rows: int) -> Start:
 
 @contextmanager
 def progress(target: str, *, quiet: bool) -> Iterator[Callable[[Done], None]]:
-    """The command line's bar, with what is done in a second."""
+    """A progress bar with rows and tokens per second."""
     with counting(quiet=quiet) as notify:
 
         def tell(done: Done) -> None:
@@ -204,12 +204,12 @@ def progress(target: str, *, quiet: bool) -> Iterator[Callable[[Done], None]]:
 
 
 def rates(done: Done) -> str:
-    """How fast a run is."""
+    """Rows and tokens per second."""
     return f"{done.rows_per_second:.1f} rows/s, {done.tokens_per_second:.0f} tokens/s"
 
 
 def summary(done: Done) -> str:
-    """A line about a run that is over."""
+    """A line about a finished run."""
     made = f"{done.done - done.before} rows in {duration(done.seconds)} ({rates(done)})"
     earlier = f", {done.before} before" if done.before else ""
     return f"{made}{earlier}, {done.failed} failed"

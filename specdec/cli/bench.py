@@ -1,4 +1,4 @@
-"""`specdec bench` measures a matrix of settings; `specdec tune` finds the best schedule of one pair."""
+"""`specdec bench` measures a matrix of settings, `specdec tune` finds the best schedule of one pair."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def bench(
         suite = read_suite(keys)
     folder = out or Path(f"bench-{suite.name}")
     if restart:
-        with suppress(NotADirectoryError):  # which the run tells
+        with suppress(NotADirectoryError):  # the run raises its own error
             (folder / "samples.jsonl").unlink(missing_ok=True)
     with resumable(folder, without=" without --restart" if restart else ""), counting(quiet=quiet) as notify:
         found = results(run(suite, folder, notify))
@@ -107,7 +107,7 @@ def bench(
 
 
 def lines(found: Mapping[str, Any]) -> Iterator[str]:
-    """The outcome as text: every system of every group, then the summary."""
+    """The outcome as lines: every system of every group, then the summary."""
     from specdec.bench import backends
 
     for group in found["groups"]:
@@ -124,7 +124,7 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def concluded(found: Mapping[str, Any], state: str) -> int:
-    """The exit code, after a line on stderr for everything that went wrong."""
+    """The exit code; prints failures and the first mismatch on stderr."""
     for failure in found["failures"]:
         say(f"error: {failure['group']}, {failure['system']}: {failure['error']}", "red")
     wrong = [m for m in found["mismatches"] if m["excuse"] is None]
@@ -141,7 +141,7 @@ def concluded(found: Mapping[str, Any], state: str) -> int:
 
 
 def suite_keys(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a suite: flags over the file of --config."""
+    """The keys of a suite: flags over those of the file of --config."""
     from specdec.options.generate import read_yaml
 
     file = read_yaml(params["config"]) if params["config"] is not None else {}
@@ -163,13 +163,13 @@ def suite_keys(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def counted(source: str | Mapping[str, Any], count: int) -> dict[str, Any]:
-    """A prompt set with this many prompts."""
+    """A prompt set with its `count`."""
     return {**({"source": source} if isinstance(source, str) else source), "count": count}
 
 
 @contextmanager
 def resumable(folder: Path | None, *, without: str = "") -> Iterator[None]:
-    """Tells at Ctrl-C how a run with this folder goes on; `without` is a flag that would forget its samples."""
+    """Prints at Ctrl-C how to resume a run in this folder; `without` names a flag that would forget its samples."""
     try:
         yield
     except KeyboardInterrupt:
@@ -227,7 +227,7 @@ def tune(
 
 
 def schedules_table(systems: list[dict[str, Any]], chosen: Mapping[str, Any]) -> Table:
-    """Every schedule, the fastest first."""
+    """The table of schedules."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("schedule", "ms per token", "speedup", "95% interval", "acceptance length", "accepted"):
         table.add_column(name, justify="left" if name == "schedule" else "right")
@@ -245,7 +245,7 @@ def schedules_table(systems: list[dict[str, Any]], chosen: Mapping[str, Any]) ->
 
 
 def verdict(chosen: Mapping[str, Any]) -> str:
-    """What was found, in words."""
+    """The result in words."""
     if chosen["speedup"] is None:
         return "no schedule is clearly faster than plain decoding here: leave the draft off"
     return str(chosen["speedup"]["words"])

@@ -1,4 +1,4 @@
-"""The `specdec` command: its entry point, `generate`, and what becomes of an error."""
+"""The `specdec` command: its entry point, `generate`, errors and exit codes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ app = typer.Typer(
 
 
 def example(command: str) -> str:
-    """The last line of a command's help, not to be broken."""
+    """The last line of a command's help, which is not wrapped."""
     return f"\b\nExample: {EXAMPLES[command]}"
 
 
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs one command and returns its exit code; errors become one line on stderr, unless --debug is given."""
+    """Runs one command and returns its exit code; an error is one line on stderr, after its traceback with --debug."""
     debug = "--debug" in arguments
     beside = is_beside(arguments)
     quiet = beside or "--quiet" in arguments or "-q" in arguments
@@ -73,7 +73,7 @@ def run(arguments: Sequence[str]) -> int:
         try:
             code = app(list(arguments), prog_name="specdec", standalone_mode=False)
             sys.stdout.flush()
-            if code == INTERRUPTED:  # where a command did not catch it, the parser did, and was silent
+            if code == INTERRUPTED:  # by the parser, in silence
                 say("interrupted")
             return code if isinstance(code, int) else OK
         except SystemExit as leaving:
@@ -92,9 +92,9 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _explain(error: Exception) -> tuple[str, int]:
-    """One line about an error, and the exit code for it."""
+    """One line about an error, and its exit code."""
     message = getattr(error, "format_message", None)
-    if message is not None:  # the parser's own
+    if message is not None:  # an error of the parser
         return f"error: {message()}", USAGE
     if isinstance(error, OptionError):
         return f"error: {error}", USAGE
@@ -104,7 +104,7 @@ def _explain(error: Exception) -> tuple[str, int]:
 
 
 def _show_warning(*, quiet: bool) -> Any:
-    shown: set[str] = set()  # options are checked before the models are loaded, and by every call
+    shown: set[str] = set()  # options are checked before models are loaded and again by every call
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
         line = "warning: " + " ".join(str(message).split())
@@ -232,13 +232,13 @@ def generate(
 
 
 def hint_at_chat(tokenizer: Any, texts: Sequence[str]) -> None:
-    """A line on stderr where a chat model ended at once, as many do after a prompt that is no message."""
+    """Hints at --chat where a chat model ended at once, as many do after a prompt without a template."""
     if not any(text.strip() for text in texts) and getattr(tokenizer, "chat_template", None):
         say("hint: the text is empty, and a plain prompt does not go through the chat template of this model: --chat")
 
 
 def messages(text: str, system: str | None) -> list[dict[str, str]]:
-    """A conversation of one message, behind what the system says."""
+    """A conversation of one message, after a system message if given."""
     before = [] if system is None else [{"role": "system", "content": system}]
     return [*before, {"role": "user", "content": text}]
 

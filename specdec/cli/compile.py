@@ -1,4 +1,4 @@
-"""`compile`: has the passes of models compiled before they are needed."""
+"""`specdec compile`: compiles the passes of models in advance."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specdec.cli.terminal import FAILED, OK, counting, duration, fail, loading, 
 if TYPE_CHECKING:
     from specdec.generator.generator import SpecGenerator
 
-_SECONDS = 60.0  # that a model takes, about
+_SECONDS = 60.0  # per model, about
 
 
 def compile_(
@@ -53,10 +53,11 @@ def compile_(
 
 
 def _wait(generator: SpecGenerator, *, quiet: bool) -> bool:
-    """Waits for compiled code, with about the time that it takes; whether all models run on it."""
+    """Waits for compiled code, with an estimated bar; returns whether all models run on it."""
     drafts = generator.drafter.models if generator.drafter is not None else ()
     models, began = (generator.target, *drafts), monotonic()
-    waiting = [Thread(target=model.wait_until_compiled, daemon=True) for model in models]  # Ctrl-C leaves them
+    # so that Ctrl-C ends the process
+    waiting = [Thread(target=model.wait_until_compiled, daemon=True) for model in models]
     for thread in waiting:
         thread.start()
     with counting(quiet=quiet) as notify:

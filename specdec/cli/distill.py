@@ -1,4 +1,4 @@
-"""`distill`: a draft for a target that has none."""
+"""`specdec distill`: trains a draft for a target."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def distill(
 
 
 def report(card: Mapping[str, Any]) -> Iterator[str]:
-    """What became of it, on held-out texts."""
+    """The figures of a draft on held-out texts."""
     yield f"steps                   {card['steps']} ({card['tokens']:,} tokens, {card['seconds']:.0f} s)"
     if card["loss"] is not None:
         yield f"loss                    {card['loss']:.3f} nats"

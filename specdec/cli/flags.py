@@ -14,13 +14,13 @@ from specdec.options.load import BACKENDS, DTYPES, EXACTNESS, OFFLOADS, QUANTIZA
 
 
 def one_of(words: Iterable[str]) -> Callable[[str], list[str]]:
-    """What completes a word in a shell: those of `words` that begin like it."""
+    """A shell completion: the `words` that begin with what was typed."""
     known = [*words]
-    return lambda incomplete: [word for word in known if word.startswith(incomplete)]  # typer goes by this name
+    return lambda incomplete: [word for word in known if word.startswith(incomplete)]  # typer needs this name
 
 
 def own_pairs(incomplete: str) -> list[str]:
-    """What completes the name of a model: the pairs of the package and of this user; files are the shell's own."""
+    """Completes the name of a pair, of the package or of this user; the shell completes files."""
     from specdec.options import bundled_models
 
     return one_of(f"zoo:{name}" for name in bundled_models.folders())(incomplete)

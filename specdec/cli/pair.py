@@ -1,4 +1,4 @@
-"""The models that come with the package: `specdec demo` shows them at work, `specdec zoo` lists them."""
+"""The models of the package: `specdec demo` runs a pair, `specdec zoo` lists them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from specdec.core.stats import Stats
 
 HEADING = Style(bold=True)
-LOOKS = 20  # of a few milliseconds, at the machine
+LOOKS = 20  # of `Watch`, a few milliseconds each
 
 
 def demo(
@@ -51,7 +51,7 @@ def demo(
             generator.generate(text, **{**options, "max_new_tokens": 1})
     for _ in range(LOOKS):
         watch.look()
-    reported = _report_busy(watch, quiet=quiet)  # now, as what follows may take minutes
+    reported = _report_busy(watch, quiet=quiet)  # now, since decoding may take minutes
     for heading, generator in (("the target alone", plain), ("the target and its draft", assisted)):
         write(out, f"── {heading} ──\n", HEADING)
         write(out, text, PROMPT)
@@ -76,14 +76,14 @@ def demo(
 
 
 def _report_busy(watch: Watch, *, quiet: bool) -> bool:
-    """Whether other programs slow the demo down, of which a line on stderr tells."""
+    """Returns whether other programs slow the demo down, and prints it on stderr."""
     if watch.busy and not quiet:
         say(watch.verdict())
     return watch.busy
 
 
 def time_spent(duel: Duel, width: int = 40) -> Iterator[list[tuple[str, Style]]]:
-    """A bar for each way of decoding, as long as it took, in parts for what took it; styled pieces of lines."""
+    """Styled pieces of lines: a bar for plain and for assisted decoding, as long as they took, in phases."""
     runs = [(name, out.stats) for name, out in (("alone", duel.plain), ("with draft", duel.assisted)) if out.stats]
     longest = max((stats.seconds for _, stats in runs), default=1.0) or 1.0
     yield [("where the time went\n", HEADING)]
@@ -98,7 +98,7 @@ def time_spent(duel: Duel, width: int = 40) -> Iterator[list[tuple[str, Style]]]
 
 
 def _phases(stats: Stats) -> list[tuple[str, str, Style, float]]:
-    """What takes the time of a call: in words, by a mark and a style, in seconds."""
+    """The phases of a call: name, mark, style, seconds."""
     rest = stats.select_seconds + stats.other_seconds
     return [
         ("target", "█", Style(color="blue"), stats.verify_seconds),
@@ -108,7 +108,7 @@ def _phases(stats: Stats) -> list[tuple[str, str, Style, float]]:
 
 
 def verdict(duel: Duel) -> str:
-    """The one line of statistics."""
+    """Statistics in one line."""
     stats = duel.assisted.stats
     length = stats.mean_acceptance_length if stats is not None else 1.0
     return " · ".join(
@@ -130,7 +130,7 @@ def comparison(speedup: float) -> str:
 
 
 def _compared(duel: Duel, tokenizer: Any) -> int:
-    """The exit code; where the two texts part, says so."""
+    """The exit code; prints where the two texts differ."""
     if duel.difference is None:
         return OK
     _, position, *tokens = duel.difference

@@ -1,4 +1,4 @@
-"""`specdec serve`: models behind an HTTP server in the form of OpenAI's interface."""
+"""`specdec serve`: models behind an HTTP server with OpenAI's interface."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def serve(
         settings = read_settings(keys)
         if settings.api_key_file is not None:
             Keys(settings.api_key_file)
-        check_address(settings)  # told, as the keys are, before anything is loaded
+        check_address(settings)  # before anything is loaded
         models = [load(model, settings.limits, settings.share) for model in settings.models]
         app = create_app(settings, models)
     run(app, settings)
@@ -139,7 +139,7 @@ def serve(
 
 
 def on_cluster(address: str, keys: Mapping[str, Any], params: Mapping[str, Any]) -> int:
-    """Deploys the server; a new cluster ends with this process, any other one keeps it."""
+    """Deploys the server; a new cluster ends with this process, any other keeps running it."""
     with loading("starting replicas", quiet=params["quiet"]):
         from specdec.batch.ray.serve import Replicas, deploy, withdraw
 
@@ -156,7 +156,7 @@ def on_cluster(address: str, keys: Mapping[str, Any], params: Mapping[str, Any])
 
 
 def settings_keys(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of the settings: flags over the file of --config."""
+    """The keys of the settings: flags over those of the file of --config."""
     from specdec.options.generate import read_yaml
 
     keys = read_yaml(params["config"]) if params["config"] is not None else {}
@@ -181,7 +181,7 @@ def settings_keys(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def model_keys(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of the one model that flags describe."""
+    """The settings of the model that the flags describe."""
     target = params["target"]
     _, draft = choose_draft(params, {}, target, {})
     options = {"num_assistant_tokens": params["num_draft_tokens"], "schedule": params["schedule"]}
@@ -198,6 +198,6 @@ def model_keys(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain_name(target: str) -> str:
-    """What clients call a model where nobody says: the end of its id or path."""
+    """A model's default name for clients: the end of its id or path."""
     end = target.removeprefix("zoo:").rstrip("/").rpartition("/")[2]
     return re.sub(r"[^\w.:@-]", "-", end)[:128] or "model"

@@ -1,4 +1,4 @@
-"""`specdec summarize`: files in, summaries out."""
+"""`specdec summarize`: summaries of files."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def summaries(
     *,
     quiet: bool,
 ) -> Iterator[Summaries]:
-    """The summaries, so many texts at a time, shown as they come; the wait for each tells how long the rest takes."""
+    """Yields the summaries of `size` texts at a time, and shows each; a spinner estimates the time left."""
     beat, names = Heartbeat(quiet=quiet), list(texts)
     for first in range(0, len(names), size):
         now = names[first : first + size]
@@ -111,7 +111,7 @@ def summaries(
 
 
 def read_files(names: Sequence[str]) -> dict[str, str]:
-    """The texts of files, by name; raises OptionError for what is no text, or empty, or named twice."""
+    """The texts of files, by name; raises OptionError for one that is not text, empty, or named twice."""
     found: dict[str, str] = {}
     for name in names:
         if name in found:
@@ -123,21 +123,21 @@ def read_files(names: Sequence[str]) -> dict[str, str]:
 
 
 def demo_texts() -> dict[str, str]:
-    """The package's own texts, by name."""
+    """The texts of the package, by name."""
     from specdec.options import bundled_models
 
     return bundled_models.functions()
 
 
 def check_rouge() -> None:
-    """Raises SpecdecError where ROUGE cannot be measured."""
+    """Raises SpecdecError where the library for ROUGE is missing."""
     from specdec.pipelines.summaries.rouge import scorer
 
     scorer()
 
 
 def make(request: Request, *, quiet: bool, **how: Any) -> Summarizer:
-    """The summarizer that a request names, with a length limit."""
+    """The summarizer of a request, with a length limit."""
     from specdec.pipelines.summaries.summarize import TASK, Summarizer
 
     generator = load(request, quiet=quiet, task=TASK)
@@ -148,7 +148,7 @@ def make(request: Request, *, quiet: bool, **how: Any) -> Summarizer:
 
 
 def print_summaries(names: Sequence[str], found: Summaries, *, headings: bool) -> None:
-    """Every summary, under its file's name where there are several files."""
+    """Prints the summaries, under their files' names with `headings`."""
     for name, summary in zip(names, found.documents, strict=True):
         for text in summary.texts:
             print_text(text, name if headings else None)
@@ -163,7 +163,7 @@ def conclude(
     as_json: bool,
     stats: bool,
 ) -> None:
-    """What is told in the end: the JSON object, ROUGE, statistics."""
+    """Prints the JSON object or ROUGE, and statistics."""
     if not found:
         return
     from specdec.pipelines import rouge
@@ -176,7 +176,7 @@ def conclude(
     if as_json:
         rows = [
             {"file": name, "summary_text": d.texts[0], "summaries": d.texts, "parts": d.parts}
-            for name, d in zip(texts, documents, strict=False)  # after Ctrl-C the first of them
+            for name, d in zip(texts, documents, strict=False)  # fewer after Ctrl-C
         ]
         whole = {"documents": rows, "rouge": scores, "stats": stats_fields(counts)}
         whole |= {"settings": settings(request, counts), "versions": versions()}
