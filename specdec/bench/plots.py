@@ -181,7 +181,7 @@ def _acceptance(axes: Axes, cells: list[Results]) -> None:
         shares = [place["accepted"] / place["drafted"] for place in places]
         deepest = max(deepest, len(places))
         at = range(1, len(places) + 1)
-        axes.plot(at, shares, marker=_marker(n), markersize=4, color=_colour(n), label=short(cell["name"]))
+        axes.plot(at, shares, **_style(n, cell["name"]))
     axes.set(xlabel="position in the draft", ylabel="accepted share", ylim=(0, 1.04), xlim=(0.5, max(deepest, 1) + 0.5))
     if not deepest:
         words = f"no position was drafted in {_ENOUGH} rounds"
@@ -192,9 +192,8 @@ def _acceptance(axes: Axes, cells: list[Results]) -> None:
 
 def _sweep(axes: Axes, sweeps: list[Results]) -> None:
     for n, sweep in enumerate(sweeps):
-        found, label = sweep["measured"], f"{short(sweep['draft'])}, measured"
-        style: dict[str, Any] = {"color": _colour(n), "marker": _marker(n), "markersize": 4, "capsize": 3}
-        axes.errorbar(sweep["k"], [s["value"] for s in found], yerr=_spread(found), label=label, **style)
+        found, style = sweep["measured"], _style(n, sweep["draft"], ", measured")
+        axes.errorbar(sweep["k"], [s["value"] for s in found], yerr=_spread(found), capsize=3, **style)
     for n, sweep in enumerate(sweeps):
         if sweep["theory"]:
             theory, lengths = Prediction(**sweep["theory"]), range(1, max(sweep["k"]) + 1)
@@ -236,5 +235,7 @@ def _colour(n: int) -> str:
     return SERIES[n % len(SERIES)]
 
 
-def _marker(n: int) -> str:
-    return MARKERS[n % len(MARKERS)]
+def _style(n: int, name: str, ending: str = "") -> dict[str, Any]:
+    """How the `n`-th line is drawn and labelled."""
+    marker = MARKERS[n % len(MARKERS)]
+    return {"color": _colour(n), "marker": marker, "markersize": 4, "label": f"{short(name)}{ending}"}

@@ -155,16 +155,13 @@ def suite_keys(params: Mapping[str, Any]) -> dict[str, Any]:
         keys["modes"] = [mode]
     if params["count"] is not None:
         sets = keys.get("prompts", file.get("prompts", "code"))
-        keys["prompts"] = [counted(source, params["count"]) for source in (sets if isinstance(sets, list) else [sets])]
+        sets = sets if isinstance(sets, list) else [sets]
+        named = [{"source": one} if isinstance(one, str) else one for one in sets]
+        keys["prompts"] = [{**one, "count": params["count"]} for one in named]
     merged = {**file, **keys}
     if not merged.get("targets"):
         raise OptionError("no target was named: pass TARGET, or a --config file with `targets`")
     return merged
-
-
-def counted(source: str | Mapping[str, Any], count: int) -> dict[str, Any]:
-    """A prompt set with its `count`."""
-    return {**({"source": source} if isinstance(source, str) else source), "count": count}
 
 
 @contextmanager

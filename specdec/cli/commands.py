@@ -211,7 +211,8 @@ def generate(
     with stop_on_interrupt() as interrupt:
         call: dict[str, Any] = {**request.options, "stopping_criteria": [interrupt], "prediction": expected}
         chat = chat or system is not None
-        call |= {"messages": messages(text, system)} if chat else {"prompt": text}
+        before = [] if system is None else [{"role": "system", "content": system}]
+        call |= {"messages": [*before, {"role": "user", "content": text}]} if chat else {"prompt": text}
         if live:
             printer = Printer(Console(), generator.tokenizer, show_draft=show_draft)
             out = printer.follow(generator.stream(**call))
@@ -235,12 +236,6 @@ def hint_at_chat(tokenizer: Any, texts: Sequence[str]) -> None:
     """Hints at --chat where a chat model ended at once, as many do after a prompt without a template."""
     if not any(text.strip() for text in texts) and getattr(tokenizer, "chat_template", None):
         say("hint: the text is empty, and a plain prompt does not go through the chat template of this model: --chat")
-
-
-def messages(text: str, system: str | None) -> list[dict[str, str]]:
-    """A conversation of one message, after a system message if given."""
-    before = [] if system is None else [{"role": "system", "content": system}]
-    return [*before, {"role": "user", "content": text}]
 
 
 app.command(epilog=example("demo"))(demo)

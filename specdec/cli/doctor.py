@@ -157,7 +157,9 @@ def models(generator: SpecGenerator) -> Iterator[Finding]:
     drafter = generator.drafter
     parts = [("target", generator.target), *(("draft", one) for one in (drafter.models if drafter else ()))]
     for role, model in parts:
-        yield Finding("models", role, _described(model))
+        kind, dtype = type(model.model).__name__, str(model.dtype).removeprefix("torch.")
+        weights = f"{model.weight_bytes / 2**20:.0f} MiB of weights"
+        yield Finding("models", role, f"{kind}, {model.num_layers} layers, {dtype}, {weights}")
         yield _backend(role, model)
     if generator.target.capability.store != "kv":
         yield Finding("models", "cache", f"{generator.target.capability.reason}: guesses cost more here", "note")
@@ -166,12 +168,6 @@ def models(generator: SpecGenerator) -> Iterator[Finding]:
         yield Finding("models", "draft", "none", "note", remedy)
     else:
         yield _fit(generator)
-
-
-def _described(model: LanguageModel) -> str:
-    weights = f"{model.weight_bytes / 2**20:.0f} MiB of weights"
-    kind = type(model.model).__name__
-    return f"{kind}, {model.num_layers} layers, {str(model.dtype).removeprefix('torch.')}, {weights}"
 
 
 def _backend(role: str, model: LanguageModel) -> Finding:

@@ -18,11 +18,7 @@ from specdec.errors import OptionError, SpecdecError
 from specdec.options.load import NAMES as LOADING
 
 NEEDS = ("fastapi", "uvicorn", "prometheus_client", "python_multipart", "llguidance")
-DEMO = (
-    {"name": "python-code", "target": "zoo:python-code", "draft": "zoo:python-code"},
-    {"name": "python-summary", "target": "zoo:python-summary", "draft": "zoo:python-summary"},
-    {"name": "speech", "target": "zoo:speech", "draft": "zoo:speech"},
-)
+PAIRS = ("python-code", "python-summary", "speech")  # of --demo
 # Flag -> key of the settings, and of their limits.
 SERVER = ("host", "port", "api_key_file", "insecure", "stream_chunk", "pad_events", "log")
 OF_REPLICAS = (
@@ -171,7 +167,7 @@ def settings_keys(params: Mapping[str, Any]) -> dict[str, Any]:
     if limits:
         keys["limits"] = {**(keys.get("limits") or {}), **limits}
     if params["demo"]:
-        keys["models"] = list(DEMO)
+        keys["models"] = [{"name": name, "target": f"zoo:{name}", "draft": f"zoo:{name}"} for name in PAIRS]
     elif params["target"]:
         keys["models"] = [model_keys(params)]
     own = ("name", "draft_model", "method", "num_draft_tokens", "schedule", "context", "kv_budget", *LOADING)

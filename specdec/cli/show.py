@@ -116,17 +116,14 @@ def report(out: Generation, request: Request, *, interrupted: bool) -> dict[str,
 
 def settings(request: Request, stats: Stats) -> dict[str, Any]:
     """The models, how they were loaded, and the options of decoding."""
-    names = {"target": request.target, "draft": _draft_name(request.draft), "method": request.method}
+    draft = " + ".join(request.draft) if isinstance(request.draft, tuple) else request.draft
+    names = {"target": request.target, "draft": draft, "method": request.method}
     return {**names, **request.loading, "options": request.options, **stats.settings}
 
 
 def finish_reasons(stats: Stats, *, interrupted: bool) -> list[str]:
     """Why each row ended; Ctrl-C is the only stopping criterion of the command line."""
     return ["interrupted" if interrupted and reason == "criteria" else reason for reason in stats.finish_reasons]
-
-
-def _draft_name(draft: Any) -> str | None:
-    return " + ".join(draft) if isinstance(draft, tuple) else draft
 
 
 def stats_fields(stats: Stats) -> dict[str, Any]:

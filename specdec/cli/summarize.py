@@ -59,6 +59,8 @@ def summarize(
     debug: flags.Debug = False,
 ) -> int:
     """Summarise texts of any length. The summaries are the model's own, whatever draft helps it."""
+    from specdec.options import bundled_models
+
     if demo and files:
         raise OptionError("--demo brings texts of its own: leave out the files, or --demo")
     target = model or (ZOO if demo and config is None else None)
@@ -66,11 +68,14 @@ def summarize(
     if not files and not demo:
         raise OptionError("no file was named: pass FILE, - to read stdin, or --demo for texts of the package")
     first_of_job(request)
-    texts, references = demo_texts() if demo else read_files(files or []), read_files(reference or [])
+    texts = bundled_models.functions() if demo else read_files(files or [])
+    references = read_files(reference or [])
     if references and len(references) != len(texts):
         raise OptionError.of("--reference", f"given once for each of {len(texts)} files", list(references))
     if references:
-        check_rouge()
+        from specdec.pipelines.summaries.rouge import scorer
+
+        scorer()  # raises SpecdecError where its library is missing
     summarizer = make(request, quiet=quiet, template=template, chunk_tokens=chunk_tokens)
     options = {**request.options, "truncation": truncate}
     found: list[Summaries] = []
@@ -120,20 +125,6 @@ def read_files(names: Sequence[str]) -> dict[str, str]:
         if not found[name].strip():
             raise OptionError(f"{'standard input' if name == '-' else name} is empty: there is nothing to summarize")
     return found
-
-
-def demo_texts() -> dict[str, str]:
-    """The texts of the package, by name."""
-    from specdec.options import bundled_models
-
-    return bundled_models.functions()
-
-
-def check_rouge() -> None:
-    """Raises SpecdecError where the library for ROUGE is missing."""
-    from specdec.pipelines.summaries.rouge import scorer
-
-    scorer()
 
 
 def make(request: Request, *, quiet: bool, **how: Any) -> Summarizer:

@@ -119,7 +119,9 @@ def transcribe_all(
         for i, (name, out) in enumerate(zip(names, found, strict=True), first):
             texts.append(None if out is None else out["text"])
             if out is not None:
-                wer = None if references is None else error_rate(transcriber, out, references[i])
+                wer = None
+                if references is not None:
+                    wer = transcriber.error_rate([out["text"]], [references[i]], language=out.language)
                 show(name, out, wer, format, params["output_dir"], headed=len(files) > 1)
         heard = [out for out in found if out is not None]
         if params["stats"] and heard:
@@ -164,7 +166,7 @@ def whole_error_rate(
     pairs = [(text, reference) for text, reference in zip(texts, references, strict=True) if text is not None]
     if not pairs:
         return "no recording could be read"
-    rate = transcriber.error_rate([text for text, _ in pairs], [reference for _, reference in pairs], language=language)
+    rate = transcriber.error_rate(*map(list, zip(*pairs, strict=True)), language=language)
     return f"word error rate {rate:.2%}, {len(pairs)} recording{'s' * (len(pairs) > 1)}"
 
 
@@ -303,11 +305,6 @@ def rendered(name: str, out: Transcription, wer: float | None, format: Format) -
         **({} if wer is None else {"word_error_rate": round(wer, 4)}),
     }
     return json.dumps(facts, ensure_ascii=False) + "\n"
-
-
-def error_rate(transcriber: Transcriber, out: Transcription, reference: str) -> float:
-    """The word error rate of one recording."""
-    return transcriber.error_rate([out["text"]], [reference], language=out.language)
 
 
 def pace(found: Sequence[Transcription]) -> str:
