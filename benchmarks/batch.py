@@ -38,13 +38,13 @@ class Paces:
 
     def of_run(self, execute: Callable[[Callable[[Progress], None]], Progress]) -> None:
         """Runs it once."""
-        told: list[tuple[float, Progress]] = []
+        reports: list[tuple[float, Progress]] = []
         began = time.perf_counter()
-        end = execute(lambda progress: told.append((time.perf_counter(), progress)))
+        end = execute(lambda progress: reports.append((time.perf_counter(), progress)))
         seconds = time.perf_counter() - began
-        at, quarter = next(one for one in told if 4 * one[1].done >= end.total)
+        at, quarter = next(one for one in reports if 4 * one[1].done >= end.total)
         self.whole.append(end.new_tokens / seconds)
-        self.later.append((end.new_tokens - quarter.new_tokens) / (told[-1][0] - at))
+        self.later.append((end.new_tokens - quarter.new_tokens) / (reports[-1][0] - at))
 
 
 def library(generator: SpecGenerator, prompts: list[str], size: int, options: dict[str, Any]) -> float:

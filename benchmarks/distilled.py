@@ -96,8 +96,8 @@ def main() -> None:
         f"{len(prompts)} prompts, {args.tokens} new tokens, {args.dtype}, backend {args.backend}, "
         f"torch {torch.__version__}\n"
     )
-    told = ["draft", "ms per token", "vs plain", "acceptance length", "accepted", "ms per draft token", "same text"]
-    print(table(told, rows))
+    header = ["draft", "ms per token", "vs plain", "acceptance length", "accepted", "ms per draft token", "same text"]
+    print(table(header, rows))
     print(f"\n{watch.verdict()}")
 
 

@@ -110,7 +110,7 @@ def listening(target: Any, own: dict[str, SpecGenerator]) -> Encoders:
 
 
 def language(target: Any) -> dict[str, str]:
-    """What a multilingual Whisper is asked, so that nobody has to find out the language."""
+    """The options of a multilingual Whisper, whose language need not be detected."""
     return {"language": "en", "task": "transcribe"} if target.generation_config.is_multilingual else {}
 
 

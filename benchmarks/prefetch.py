@@ -1,6 +1,6 @@
 """A prefetch thread in front of accelerate's hooks, to be compared with `specdec.models.loading.streamed_layers`.
 
-accelerate asks for one weight after the other when their modules run. From the second pass on their order is known, and
+accelerate reads one weight after the other when their modules run. From the second pass on their order is known, and
 a thread copies the next ones into memory while this one computes.
 """
 

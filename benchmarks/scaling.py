@@ -3,10 +3,10 @@
     python benchmarks/scaling.py --measure FILE    # what a worker of one CPU does, then real runs over Ray
     python benchmarks/scaling.py --figures FILE    # the model beside these runs, and up to 64 workers
 
-The model: a worker takes so many rows at once, and all of them advance at the speed that was measured for as many rows
-that come and go; rows that wait stand in blocks before the workers, as `specdec batch --ray` sends them. The driver
-takes blocks one after the other, each for the time that was measured with workers that do nothing. Nothing else is
-shared. Workers are alike and none fails; models are loaded already; the network costs nothing. In a service requests
+The model: a worker takes a number of rows at once, and all of them advance at the speed that was measured for as many
+rows that come and go; rows that wait stand in blocks before the workers, as `specdec batch --ray` sends them. The
+driver takes blocks one after the other, each for the time that was measured with workers that do nothing. Nothing else
+is shared. Workers are alike and none fails; models are loaded already; the network costs nothing. In a service requests
 arrive at random (Poisson), and a request goes to the replica that its conversation hashes to, or to the least busy.
 """
 
@@ -42,7 +42,7 @@ MANY = 20_000  # rows of the curve
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens per second of each of so many rows that share their passes, between measured numbers by a line."""
+    """Tokens per second of each of the rows that share passes, interpolated linearly between measured numbers."""
 
     rows: list[int]
     tokens: list[float]
@@ -207,11 +207,11 @@ def _real(source: Any, spec: Any, workers: int, at_once: int) -> list[tuple[floa
     """When a real run had how many answers."""
     from specdec.batch import Pool, over_ray, run
 
-    told: list[tuple[float, int]] = []
+    reports: list[tuple[float, int]] = []
     start = over_ray(Pool(workers, workers, cpus=1, at_once=at_once), source.rows)
     out = source.path.with_name("out.jsonl")
-    run(source, out, spec, start=start, overwrite=True, tell=lambda p: told.append((time.perf_counter(), p.done)))
-    return told
+    run(source, out, spec, start=start, overwrite=True, tell=lambda p: reports.append((time.perf_counter(), p.done)))
+    return reports
 
 
 class Idle(BatchSpec):
@@ -263,7 +263,7 @@ def _one_thread() -> dict[str, str]:
 
 
 def scaling(figures: dict[str, Any], at_once: int) -> list[tuple[int, float]]:
-    """Rows per second of so many workers, each with so many rows at once, by the model."""
+    """Rows per second by the model, from the number of workers and of rows that each takes at once."""
     rng, speed = random.Random(0), Speed(figures["rows"], figures["tokens"])
     many = [rng.choice(figures["lengths"]) for _ in range(MANY)]
     how = (speed, at_once, figures["driver"], at_once // 2)

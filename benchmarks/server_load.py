@@ -4,7 +4,7 @@
     python benchmarks/server_load.py http://127.0.0.1:8000 --rate 2 4 --json load.json  # they arrive at random
     python benchmarks/server_load.py http://127.0.0.1:8000 --beside-plain             # and without the draft, in turn
 
-It needs `pip install httpx`. The key of a server that asks for one is read from $OPENAI_API_KEY.
+It needs `pip install httpx`. The key of a server that needs one is read from $OPENAI_API_KEY.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ _COUNTERS = {"drafts": "num_drafts", "drafted": "num_draft_tokens", "accepted": 
 
 @dataclass(frozen=True)
 class Load:
-    """`concurrency` requests at a time, or `rate` a second (a Poisson process); `plain` asks specdec for no drafts."""
+    """`concurrency` requests at a time, or `rate` a second (a Poisson process); `plain` switches specdec's
+    drafts off.
+    """
 
     concurrency: int | None = None
     rate: float | None = None

@@ -139,8 +139,8 @@ def _speed(measured: Sequence[Measured]) -> float:
 
 def _middle(percentiles: Sequence[dict[str, float] | None]) -> str:
     """The medians over turns of percentiles within each."""
-    told = [one for one in percentiles if one is not None]
-    return ", ".join(f"{statistics.median(one[name] for one in told):.1f}" for name in ("p50", "p90", "p99"))
+    known = [one for one in percentiles if one is not None]
+    return ", ".join(f"{statistics.median(one[name] for one in known):.1f}" for name in ("p50", "p90", "p99"))
 
 
 if __name__ == "__main__":

@@ -27,10 +27,11 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from recipes.course import Course, check_stage
 from recipes.shapes import POSITIONS, VOCABULARY, WIDTHS, Shape, target_shape
 from specdec import SpecGenerator
-from specdec.bench.corpus import END_OF_TEXT, held_out_prompts, source_files
+from specdec.bench.corpus import held_out_prompts, source_files
 from specdec.distill.optimise import make_optimizers, save
 from specdec.options.bundled_models import cache
 
+END_OF_TEXT = "<|endoftext|>"
 SHORT, LONG = 256, POSITIONS  # training windows, tokens; the long ones come last
 
 

@@ -1,6 +1,6 @@
 """One engine with one way of drafting, as a process that answers prompts; `run.py` starts these and gives them turns.
 
-The first line on stdin says what to load, the fields of a `Task`; every later one is `{"ids", "tokens"}`, a prompt and
+The first line on stdin has the fields of a `Task` to load; every later one is `{"ids", "tokens"}`, a prompt and
 how many tokens to write. Every answer on stdout is a line too: `{"ready": version}`, then `{"tokens", "seconds"}` per
 prompt, or `{"error"}`. All engines decode greedily, past any end of text.
 """
@@ -19,7 +19,7 @@ from itertools import islice
 from typing import Any
 
 Generate = Callable[[list[int], int], list[int]]
-"""From a prompt's ids and a number of tokens to so many new ids."""
+"""From a prompt's ids and a number of tokens to that many new ids."""
 
 LOOKUP = {"tokens": 10, "ngram": 3}
 DRAFTED = 5
@@ -43,7 +43,7 @@ class Task:
         return f"{self.engine}, {self.weights}, {self.draft}"
 
     def at(self, what: str) -> str:
-        """Where one of the models lies; raises ValueError where nobody said so."""
+        """Where one of the models lies; raises ValueError where it was not given."""
         if not (found := self.models.get(what)):
             raise ValueError(f"no --{what} was named")
         return found
@@ -214,7 +214,7 @@ def installed(distribution: str) -> str:
 
 def main() -> None:
     """Loads what the first line names and answers the others; whatever else is printed goes to stderr."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one who asks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent process
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

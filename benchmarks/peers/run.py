@@ -7,7 +7,7 @@
 Each system (an engine, and how it drafts) is a process of its own, so that engines may live in environments of their
 own; the others sleep meanwhile. "ms per token" are those after the first token; "first" is the time until that. Ratios
 are medians over prompts of ratios of median times. Texts are compared with specdec's plain one in float32: "agrees"
-counts the tokens before the first that differs, of all tokens. Ctrl-C ends the turns: what was measured is told.
+counts the tokens before the first that differs, of all tokens. Ctrl-C ends the turns: the figures so far are printed.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""The latency benchmark: pairs, modes and schedules measured beside plain decoding, compared with it, and reported.
+"""The benchmark: drafts, modes and schedules measured in turn with plain decoding, compared with it, and reported.
 
 | file | what it holds |
 | --- | --- |
 | `suite.py`, `parts.py` | the matrix: targets, drafts, modes, strategies, temperatures, schedules, prompts, batches |
 | `prompts.py`, `texts.jsonl` | the package's prompt sets, and files in the formats of Spec-Bench, HumanEval and GSM8K |
-| `runner.py`, `group.py` | measures plain and assisted decoding in turn; goes on where a killed run stopped |
+| `runner.py`, `group.py` | measure plain and assisted decoding in turn; resume a killed run |
 | `systems.py` | generators by target and draft, and one measured call |
-| `synthetic.py` | drafts that know the text, for targets without a small sibling; always marked |
-| `samples.py`, `compare.py` | `samples.jsonl`, and what differs from plain decoding's text |
+| `synthetic.py` | drafts that know the text, for targets without a small sibling |
+| `samples.py`, `compare.py` | `samples.jsonl`, and differences from plain decoding's texts |
 | `figures.py`, `results.py` | intervals, percentiles, acceptance; `results.json` and the table |
-| `plots.py`, `report.py`, `report.html.j2`, `report.css.j2` | pictures and the page |
+| `plots.py`, `report.py`, `report.html.j2` | plots and the page |
 | `duel.py` | plain and assisted decoding of one prompt, timed in turn |
 | `tune.py` | the best schedule of one pair |
-| `machine.py`, `extras.py` | where it ran; the libraries that it needs |
+| `machine.py` | machine, versions, contention, peak memory |
 """
 
 from specdec.bench.report import write_report

@@ -1,4 +1,4 @@
-"""Whether an assisted text is plain decoding's own; where it is not, how near a tie the target was there."""
+"""Whether an assisted text equals plain decoding's; where it does not, how far apart the target's best logits are."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specdec.generator.generator import SpecGenerator
 
 
 class Difference(NamedTuple):
-    """The first new position at which a row differs, and what each wrote there, None past its end."""
+    """The first new position at which two rows differ, and the token of each there; None past its end."""
 
     row: int
     position: int
@@ -21,7 +21,7 @@ class Difference(NamedTuple):
 
 
 def differences(plain: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> Iterator[Difference]:
-    """One for every row of new ids that differs."""
+    """One difference for each row of new ids that differs."""
     for row, (mine, theirs) in enumerate(zip(plain, other, strict=True)):
         for position, (a, b) in enumerate(zip_longest(mine, theirs)):
             if a != b:
@@ -30,17 +30,14 @@ def differences(plain: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) 
 
 
 def explain(plain: Sample, other: Sample, generator: SpecGenerator, call: Mapping[str, Any]) -> list[Mismatch]:
-    """The mismatches of a sample, with the gap between the target's two best logits.
-
-    `generator` and `call` are plain decoding's, which is repeated to see its logits.
-    """
+    """The mismatches of a sample; `generator` repeats plain decoding's `call` to get its logits."""
     found = list(differences(plain.tokens, other.tokens))
     out = generator.generate(**call, output_logits=True) if found else None
     return [Mismatch(*other.key, *difference, _gap(out, difference)) for difference in found]
 
 
 def _gap(out: Generation | None, at: Difference) -> float | None:
-    """Best minus second-best logit before the token in question; None for a search, and where plain had ended."""
+    """Best minus second-best logit at the position; None for a search, and where the plain text had ended."""
     if out is None or out.logits is None or at.plain is None:
         return None
     if out.beam_indices is not None or out.sequences_scores is not None:

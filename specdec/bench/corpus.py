@@ -1,15 +1,14 @@
-"""The training text of the package's pair: the standard library of the running interpreter."""
+"""The text of the package's pair: the standard library of the running interpreter, split in two."""
 
 from __future__ import annotations
 
+import re
 import sysconfig
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-END_OF_TEXT = "<|endoftext|>"
-
-# Generated tables and test suites are not code that a person writes.
+# Generated tables and tests.
 _SKIPPED_FOLDERS = {
     "__pycache__",
     "encodings",
@@ -26,12 +25,12 @@ _HELD_OUT_PERCENT = 5
 
 
 def is_held_out(relative_path: str) -> bool:
-    """Whether a module is kept apart for evaluation; decided by its path, so the same on every machine."""
+    """Whether a module is kept for evaluation; its path decides, so the split is the same on every machine."""
     return zlib.crc32(relative_path.encode()) % 100 < _HELD_OUT_PERCENT
 
 
 def source_files(*, held_out: bool) -> Iterator[tuple[str, str]]:
-    """Yields `(relative path, text)` of standard-library modules in sorted order, of one side of the split."""
+    """Yields `(relative path, text)` of one side of the split, sorted by path."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
@@ -46,26 +45,14 @@ def source_files(*, held_out: bool) -> Iterator[tuple[str, str]]:
 
 
 def held_out_prompts(count: int, *, characters: int = 480) -> list[str]:
-    """The first `count` held-out code prompts: about `characters` of a module, from a top-level `def` or `class` on.
-
-    Each prompt ends at a line end, so that the model continues with a new line.
-    """
-    prompts = []
+    """At most `count` prompts of about `characters`: held-out code from a top-level `def` or `class` to a line end."""
+    prompts: list[str] = []
     for _, text in source_files(held_out=True):
-        starts = [i + 1 for word in ("\ndef ", "\nclass ") for i in _occurrences(text, word)]
-        starts = [s for s in sorted(starts) if len(text) - s > 2 * characters]
-        if not starts:
-            continue
-        start = starts[len(starts) // 2]
-        end = text.find("\n", start + characters) + 1
-        prompts.append(text[start:end])
+        starts = [found.start() + 1 for found in re.finditer(r"\n(def|class) ", text)]
+        starts = [start for start in starts if len(text) - start > 2 * characters]
+        if starts:
+            start = starts[len(starts) // 2]
+            prompts.append(text[start : text.find("\n", start + characters) + 1])
         if len(prompts) == count:
             break
     return prompts
-
-
-def _occurrences(text: str, word: str) -> Iterator[int]:
-    at = text.find(word)
-    while at >= 0:
-        yield at
-        at = text.find(word, at + 1)

@@ -1,4 +1,4 @@
-"""The demonstration: one held-out prompt continued with and without the draft, compared and timed side by side."""
+"""One prompt continued with and without the draft, in turn: times and texts, for `specdec demo` and `doctor`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FALLBACK = (
 
 @dataclass(frozen=True)
 class Duel:
-    """Plain and assisted runs of one prompt: the tokens of one each, and every run's tokens per second."""
+    """Plain and assisted runs of one prompt: the output of the last one each, tokens per second of all."""
 
     plain: Generation
     assisted: Generation
@@ -48,13 +48,13 @@ class Duel:
 
 
 def load(pair: Pair) -> tuple[SpecGenerator, SpecGenerator]:
-    """The assisted and the plain generator, which share the target, in float32: there both write the same text."""
+    """The assisted and the plain generator, which share the target; in float32 both write the same text."""
     assisted = SpecGenerator.from_pretrained(str(pair.target), str(pair.draft), dtype="float32", schedule="cost")
     return assisted, SpecGenerator(assisted.target, tokenizer=assisted.tokenizer)
 
 
 def prompt(seed: int) -> str:
-    """A held-out piece of the standard library; where its sources are not installed, a few lines of our own."""
+    """Held-out code of the standard library; a short class where its sources are not installed."""
     prompts = held_out_prompts(seed % PROMPTS + 1)
     return prompts[-1] if prompts else _FALLBACK
 
@@ -69,10 +69,9 @@ def duel(
     patience: float = 6.0,
     **options: Any,
 ) -> Duel:
-    """Times both in turn, at most `repeats` times and at least twice, and compares the texts of every pair of runs.
+    """Times both in turn and compares each pair of texts; short runs warm up, and `watch` looks before every run.
 
-    After two runs it stops where they took more than `patience` seconds. Short runs before them warm up. The `watch`
-    looks before every run.
+    It runs both twice, and goes on up to `repeats` while less than `patience` seconds have passed.
     """
     for generator in (plain, assisted):
         generator.generate(text, **{**options, "max_new_tokens": WARM_UP})

@@ -1,4 +1,4 @@
-"""What samples come to: speedups with intervals, percentiles, acceptance by position, and the predicted speedup."""
+"""Figures of samples: speedups with intervals, percentiles, acceptance by position, and the predicted speedup."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from specdec.bench.samples import Sample
 RESAMPLES = 2000
 CONFIDENCE = 0.95
 PERCENTILES = (50, 90, 99)
-_SAME = 0.02  # a speedup this near 1 is called none where there is no interval
+_SAME = 0.02  # without an interval, a speedup this near 1 counts as none
 
 
 class Speedup(NamedTuple):
-    """How many times faster than plain decoding, with its 95% interval where several requests were measured."""
+    """Plain decoding's seconds per token over another system's, with the 95% interval of several requests."""
 
     value: float
     low: float | None = None
@@ -25,13 +25,13 @@ class Speedup(NamedTuple):
 
     @property
     def state(self) -> str:
-        """`faster`, `slower` or `same`: which side of 1 the interval lies on."""
+        """`faster`, `slower` or `same`: on which side of 1 the interval lies."""
         low = self.value - _SAME if self.low is None else self.low
         high = self.value + _SAME if self.high is None else self.high
         return "faster" if low > 1 else "slower" if high < 1 else "same"
 
     def in_words(self) -> str:
-        """One sentence."""
+        """The speedup in a sentence."""
         known = self.low is not None and self.high is not None
         interval = f" (95% interval {self.low:.2f} to {self.high:.2f})" if known else ""
         return {
@@ -42,14 +42,14 @@ class Speedup(NamedTuple):
 
 
 class Request(NamedTuple):
-    """One batch of prompts: median seconds over the repetitions, and its new tokens."""
+    """One batch of prompts: median seconds and new tokens over its repetitions."""
 
     seconds: float
     tokens: float
 
 
 def requests(samples: Sequence[Sample]) -> dict[int, Request]:
-    """The requests of one system, by the number of their batch."""
+    """The requests of one system, by batch."""
     return {
         batch: Request(statistics.median(s.seconds for s in own), statistics.median(s.count for s in own))
         for batch, own in _repetitions(samples).items()
@@ -57,13 +57,13 @@ def requests(samples: Sequence[Sample]) -> dict[int, Request]:
 
 
 def typical(samples: Sequence[Sample]) -> list[list[Sample]]:
-    """Of every request the repetition that took the median time, or the two around it."""
+    """The repetition of median time of each request, or the two around it."""
     ordered = [sorted(own, key=lambda s: s.seconds) for own in _repetitions(samples).values()]
     return [own[(len(own) - 1) // 2 : len(own) // 2 + 1] for own in ordered]
 
 
 def _repetitions(samples: Sequence[Sample]) -> dict[int, list[Sample]]:
-    """The samples of every request, by the number of its batch."""
+    """The samples of each request, by batch."""
     by_batch: dict[int, list[Sample]] = {}
     for sample in samples:
         by_batch.setdefault(sample.batch, []).append(sample)
@@ -78,7 +78,7 @@ def per_token(samples: Sequence[Sample]) -> float:
 
 
 def speedup(plain: Sequence[Sample], other: Sequence[Sample]) -> Speedup | None:
-    """Plain seconds per token over the other system's, on the requests that both have; None where there are none.
+    """The speedup of `other` on the requests that both systems have; None without any.
 
     The interval is a percentile bootstrap over requests (Efron and Tibshirani 1993, chapter 13), paired and seeded.
     """
@@ -115,17 +115,14 @@ def _ratio(
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float] | None:
-    """p50, p90 and p99, interpolated between neighbours; None without values."""
+    """p50, p90 and p99, interpolated; None without values."""
     if not values:
         return None
     return {f"p{p}": float(value) for p, value in zip(PERCENTILES, np.percentile(values, PERCENTILES), strict=True)}
 
 
 class Position(NamedTuple):
-    """Drafted tokens at one place of their chain: how many there were, how many were tested, how many accepted.
-
-    A token is tested when all before it were accepted.
-    """
+    """Counts of the tokens drafted at one position; a token is tested where all before it were accepted."""
 
     drafted: int
     tested: int
@@ -133,7 +130,7 @@ class Position(NamedTuple):
 
 
 def acceptance_by_position(drafted: Sequence[int], accepted: Sequence[int]) -> list[Position]:
-    """From the tokens that every round drafted and accepted, along a chain."""
+    """Counts by position, from the numbers of tokens that each round drafted and accepted along a chain."""
     steps = list(zip(drafted, accepted, strict=True))
     return [
         Position(
@@ -145,16 +142,10 @@ def acceptance_by_position(drafted: Sequence[int], accepted: Sequence[int]) -> l
     ]
 
 
-def histogram(accepted: Sequence[int]) -> list[int]:
-    """`[n]`: how many rounds accepted exactly n drafted tokens."""
-    return np.bincount(accepted).tolist() if accepted else []
-
-
 class Prediction(NamedTuple):
-    """What the speedup of a constant number of drafted tokens should be.
+    """The expected speedup by draft length.
 
-    `alpha` is the chance that a tested token is accepted, `cost` the seconds of one drafted token over those of a
-    target pass.
+    `alpha` is the chance that a tested token is accepted, `cost` a drafted token's seconds over a target pass's.
     """
 
     alpha: float
@@ -167,7 +158,7 @@ class Prediction(NamedTuple):
 
 
 def predict(plain: Sequence[Sample], sweep: Sequence[Sample]) -> Prediction | None:
-    """From plain decoding and all samples of a sweep over k; None where nothing was drafted."""
+    """The prediction from plain decoding and all samples of a sweep; None where nothing was drafted."""
     places = [acceptance_by_position(s.drafted, s.accepted) for s in sweep]
     tested = sum(place.tested for own in places for place in own)
     drafted = sum(sum(s.drafted) for s in sweep)

@@ -1,4 +1,4 @@
-"""One group at work: plain decoding and every cell take turns, their texts are compared, one is kept round by round."""
+"""Measures one group: plain decoding and all cells in turn; compares their texts, and records one round by round."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from specdec.bench.prompts import PromptText
 from specdec.bench.samples import Failure, Key, Sample, Store, Strip
 from specdec.bench.suite import PLAIN, Cell, Group, Suite
 from specdec.bench.synthetic import Oracle, SyntheticDrafter
-from specdec.bench.systems import Measured, Systems, ask, measure, strip
+from specdec.bench.systems import Measured, Systems, measure, strip
 from specdec.generator.generator import SpecGenerator
 
 WARM_UP = 16  # new tokens of a warm-up call
-STRIP = 64  # new tokens of the text that is shown round by round
+STRIP = 64  # new tokens of the text that is recorded round by round
 
 
 @dataclass
 class GroupRun:
-    """A group with its prompts in batches, and where its records and failures go."""
+    """A group, its prompts in batches, and where its records, failures and progress go."""
 
     suite: Suite
     group: Group
     batches: Sequence[Sequence[PromptText]]
     store: Store
     failures: list[Failure]
-    tell: Callable[[str], None]
-    _foretold: dict[int, list[list[int]]] = field(default_factory=dict)  # the texts of batches, for synthetic drafts
+    report: Callable[[str], None]
+    _foretold: dict[int, list[list[int]]] = field(default_factory=dict)  # plain texts by batch, for synthetic drafts
 
     @property
     def size(self) -> int:
-        """How many samples a whole run has."""
+        """The number of samples of a complete run."""
         return len(self._systems) * len(self.batches) * self.suite.repeats
 
     @property
@@ -43,13 +43,13 @@ class GroupRun:
         return [None, *self.group.cells]
 
     def is_finished(self) -> bool:
-        """Whether nothing is left to do: all samples are there, all differences explained, a text is kept."""
+        """Whether all samples exist, all differences are explained and a text was recorded."""
         if len(self.store.samples.keys() & set(self._keys())) < self.size:
             return False
         return all(map(self._is_explained, self._keys())) and not self._lacks_strip(self._systems)
 
     def run(self, systems: Systems, watch: Watch) -> None:
-        """Does what is left."""
+        """Measures, compares and records what is missing."""
         alive = [cell for cell in self._systems if self._attempt(cell, partial(self._warm_up, systems, cell))]
         if None not in alive:
             return
@@ -62,7 +62,7 @@ class GroupRun:
         self._show(systems, alive)
 
     def _attempt(self, cell: Cell | None, action: Callable[[], None]) -> bool:
-        """Whether it went well; otherwise the system is noted as failed, and left out from there on."""
+        """Runs `action` unless the system failed before; returns whether it succeeded, and notes the failure."""
         if any((f.group, f.system) == (self.group.label, name_of(cell)) for f in self.failures):
             return False
         try:
@@ -73,8 +73,8 @@ class GroupRun:
         return True
 
     def _warm_up(self, systems: Systems, cell: Cell | None) -> None:
-        """Short calls, which load a draft at first."""
-        self.tell(f"warming up: {name_of(cell)}")
+        """Short calls; the first loads the draft."""
+        self.report(f"warming up: {name_of(cell)}")
         generator = self._generator(systems, cell, 0)
         for _ in range(self.suite.warm_up):
             generator.generate(**self._call(cell, self.batches[0], most=WARM_UP))
@@ -83,7 +83,7 @@ class GroupRun:
         key = Key(self.group.label, name_of(cell), batch, repeat)
         if key in self.store.samples:
             return
-        self.tell(f"{self.group.label}: {name_of(cell)}")
+        self.report(f"{self.group.label}: {name_of(cell)}")
         prompts = self.batches[batch]
         generator = self._generator(systems, cell, batch)
         watch.look()
@@ -91,7 +91,7 @@ class GroupRun:
         self.store.add(sample(key, prompts[0].category, done, watch.spins[-1]))
 
     def _generator(self, systems: Systems, cell: Cell | None, batch: int) -> SpecGenerator:
-        """The generator of a cell; where its draft is synthetic, it has been told what the target writes in `batch`."""
+        """The generator of a cell; a synthetic draft gets the target's text of `batch`."""
         generator = systems.generator(self.group.label, cell)
         drafter = generator.drafter
         if isinstance(drafter, SyntheticDrafter):
@@ -103,14 +103,16 @@ class GroupRun:
         return generator
 
     def _call(self, cell: Cell | None, prompts: Sequence[PromptText], most: int | None = None) -> dict[str, Any]:
-        """The arguments of `generate`, with at most so many new tokens."""
+        """The arguments of `generate`, with at most `most` new tokens."""
         options = self.suite.call(self.group.strategy, cell)
         if most is not None:
             options["max_new_tokens"] = min(most, options["max_new_tokens"])
-        return {**ask(prompts, chat=self.group.prompts.chat), **options}
+        if self.group.prompts.chat:
+            return {"messages": [[{"role": "user", "content": prompt.text}] for prompt in prompts], **options}
+        return {"prompt": [prompt.text for prompt in prompts], **options}
 
     def _compare(self, systems: Systems) -> None:
-        """Looks into every text that is not plain decoding's, where it should be."""
+        """Records the mismatches of each text that should equal plain decoding's and does not."""
         for key in self._keys():
             if not self._is_explained(key):
                 call = self._call(None, self.batches[key.batch])
@@ -118,7 +120,7 @@ class GroupRun:
                     self.store.add(mismatch)
 
     def _is_explained(self, key: Key) -> bool:
-        """Whether a text is plain decoding's own, need not be, or has been looked into."""
+        """Whether a text equals plain decoding's, may differ, or has its mismatches recorded."""
         if key.system == PLAIN or not self.group.strategy.comparable or self.store.explained(key):
             return True
         plain, other = self._both(key)
@@ -135,12 +137,12 @@ class GroupRun:
                     yield Key(self.group.label, name_of(cell), batch, repeat)
 
     def _lacks_strip(self, alive: Sequence[Cell | None]) -> bool:
-        """Whether a text should still be kept; searches have none that grows round by round."""
+        """Whether a text is to be recorded; those of searches do not grow round by round."""
         has_one = any(kept.group == self.group.label for kept in self.store.strips)
         return len(alive) > 1 and self.group.strategy.grows and not has_one
 
     def _show(self, systems: Systems, alive: Sequence[Cell | None]) -> None:
-        """Keeps the first prompt's text as the fastest cell writes it, of a real draft if there is one."""
+        """Records the first prompt's text by the fastest cell, one with a real draft if possible."""
         if not self._lacks_strip(alive):
             return
         real = [cell for cell in alive[1:] if cell is not None and not cell.is_synthetic] or alive[1:]
@@ -151,7 +153,7 @@ class GroupRun:
 
 
 def name_of(cell: Cell | None) -> str:
-    """How records name a system."""
+    """A system's name in records."""
     return cell.label if cell is not None else PLAIN
 
 
@@ -161,7 +163,7 @@ def in_words(error: BaseException) -> str:
 
 
 def sample(key: Key, category: str, done: Measured, spin: float) -> Sample:
-    """What is kept of a finished call."""
+    """The record of a finished call."""
     stats = done.out.stats
     assert stats is not None
     return Sample(

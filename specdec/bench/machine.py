@@ -1,4 +1,4 @@
-"""Where a benchmark ran: processor, memory, versions, and whether anything else was running."""
+"""Where a benchmark ran: processor, memory, versions, and whether other programs used the cores."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import platform
 import statistics
 import time
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from specdec import kernels
 from specdec.options.versions import versions
 
-# Parts of a processor's flags that decide how fast matrices are multiplied.
+# Parts of processor flags that decide the speed of matrix products.
 _FLAGS = ("avx", "amx", "vnni", "bf16", "fp16", "fma", "f16c", "neon", "asimd", "sve", "i8mm")
 _ENOUGH = 0.8  # of a core; one busy neighbour on two cores leaves 0.6 to 0.75, a quiet machine 0.98
 FEWER_THREADS = "OMP_NUM_THREADS=1, or fewer threads than there are free cores, is faster meanwhile"
@@ -23,7 +24,7 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def provenance() -> dict[str, Any]:
-    """What ran, and on what."""
+    """The machine, its load and the versions in use."""
     return {
         "time": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "processor": _processor("model name") or platform.processor() or platform.machine(),
@@ -39,18 +40,18 @@ def provenance() -> dict[str, Any]:
 
 
 def memory_bandwidth(size: int = 2**28, tries: int = 6) -> float:
-    """Bytes a second at which torch's threads read a buffer of `size` bytes, at their best."""
+    """The best rate, in bytes per second, at which torch's threads read a buffer of `size` bytes."""
     buffer = torch.ones(size // 4)
     return size / kernels.best_seconds(buffer.sum, tries)
 
 
 def core_share(seconds: float = 0.15, size: int = 2**25) -> float:
-    """The share of a core that each of torch's threads got while they read a buffer of `size` bytes again and again.
+    """The share of a core, up to 1, that each of torch's threads gets while they read a buffer of `size` bytes.
 
-    Threads that wait for each other spin, so it is close to 1 unless they wait for cores.
+    Threads that wait for each other spin, so the share falls only where they wait for cores.
     """
     buffer = torch.ones(size // 4)
-    for _ in range(3):  # helper threads are made by the first
+    for _ in range(3):  # the first makes torch's helper threads
         buffer.sum()
     began, used = time.perf_counter(), time.process_time()
     while (passed := time.perf_counter() - began) < seconds:
@@ -59,7 +60,7 @@ def core_share(seconds: float = 0.15, size: int = 2**25) -> float:
 
 
 def waiting_threads() -> str | None:
-    """One sentence where torch's threads wait for cores that other programs use; None where they do not."""
+    """A sentence if torch's threads wait for cores that other programs use, else None."""
     threads = torch.get_num_threads()
     if threads == 1 or (share := core_share()) > _ENOUGH:
         return None
@@ -69,7 +70,7 @@ def waiting_threads() -> str | None:
 
 
 def _processor(*names: str) -> str:
-    """The first line of these names in Linux' description of the processor; empty elsewhere."""
+    """The first of these entries of /proc/cpuinfo; empty without one."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             key, _, value = line.partition(":")
@@ -79,10 +80,7 @@ def _processor(*names: str) -> str:
 
 
 class PeakMemory:
-    """The most memory that was in use while it was open, in bytes: the accelerator's if there is one, else resident.
-
-    None where the system does not tell (only Linux can forget an old peak).
-    """
+    """Peak memory within the context, in bytes: the accelerator's, else resident; None except on Linux."""
 
     bytes: int | None = None
 
@@ -106,12 +104,14 @@ def _peak_resident() -> int | None:
     return None
 
 
+@dataclass
 class Watch:
-    """Notices contention: how much slower a fixed piece of work runs at times than at its best."""
+    """Notices contention: `spins` are the seconds that a fixed piece of work took, `load` the machine's at the
+    start.
+    """
 
-    def __init__(self) -> None:
-        self.spins: list[float] = []
-        self.load = os.getloadavg()[0]
+    spins: list[float] = field(default_factory=list)
+    load: float = field(default_factory=lambda: os.getloadavg()[0])
 
     def look(self) -> None:
         """A few milliseconds of pure Python on one core, timed."""
@@ -123,30 +123,20 @@ class Watch:
 
     @property
     def busy(self) -> bool:
-        """Whether other programs slow this down."""
-        return busy(self.spins, self.load)
+        """Whether other programs slow this one down."""
+        usual, best = statistics.median(self.spins), min(self.spins)
+        return self.load > 0.5 * (os.cpu_count() or 1) or usual > 1.3 * best or self._late > 0.1
+
+    @property
+    def _late(self) -> float:
+        """The share of tries that took more than twice the best time."""
+        return sum(spin > 2 * min(self.spins) for spin in self.spins) / len(self.spins)
 
     def verdict(self) -> str:
         """One sentence on whether the figures can be trusted."""
-        return verdict(self.spins, self.load)
-
-
-def busy(spins: list[float], load: float) -> bool:
-    """Whether other programs slowed this down, from the seconds of fixed work and the load at the start."""
-    usual, best = statistics.median(spins), min(spins)
-    return load > 0.5 * (os.cpu_count() or 1) or usual > 1.3 * best or _late(spins) > 0.1
-
-
-def _late(spins: list[float]) -> float:
-    """The share of tries that took more than twice the best time."""
-    return sum(s > 2 * min(spins) for s in spins) / len(spins)
-
-
-def verdict(spins: list[float], load: float) -> str:
-    """One sentence on whether the figures can be trusted, from what `busy` goes by."""
-    pace = f"a fixed piece of work took {statistics.median(spins) / min(spins):.2f}x its best time"
-    facts = f"load {load:.1f} on {os.cpu_count()} cores at the start, {pace}"
-    if busy(spins, load):
-        found = f"{facts} and more than twice that in {_late(spins):.0%} of all tries"
-        return f"busy machine: {found}. Other programs slowed this down: ratios are rough, and times mean little."
-    return f"quiet machine: {facts}."
+        pace = f"a fixed piece of work took {statistics.median(self.spins) / min(self.spins):.2f}x its best time"
+        facts = f"load {self.load:.1f} on {os.cpu_count()} cores at the start, {pace}"
+        if self.busy:
+            found = f"{facts} and more than twice that in {self._late:.0%} of all tries"
+            return f"busy machine: {found}. Other programs slowed this down: ratios are rough, and times mean little."
+        return f"quiet machine: {facts}."

@@ -1,4 +1,4 @@
-"""What the entries of a suite may be: targets, drafts, modes, prompt sets, and how much to draft."""
+"""The entries of a suite: targets, drafts, modes, prompt sets, draft schedules."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-MARK = "[SYNTHETIC]"  # in every name of a draft that knows the text
+MARK = "[SYNTHETIC]"  # in the name of every synthetic draft
 Count = Annotated[int, Field(ge=1)]
 
 
@@ -17,7 +17,7 @@ def listed(value: Any) -> Any:
 
 
 class Part(BaseModel):
-    """A mapping of known keys."""
+    """A mapping that allows known keys alone."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -25,8 +25,8 @@ class Part(BaseModel):
 class Mode(Part):
     """How models are loaded: arguments of `SpecGenerator.from_pretrained` for the target, and a name.
 
-    A draft model shares `dtype`, `device_map`, `backend` and `trust_remote_code`; `draft_options` are its own. `dtype`
-    is the checkpoint's by default, float32 for the package's own pair.
+    A draft shares `dtype`, `device_map`, `backend` and `trust_remote_code`; `draft_options` are its own. The package's
+    pair has `dtype` float32 by default, others the checkpoint's.
     """
 
     name: str = ""
@@ -45,14 +45,14 @@ class Mode(Part):
 
     @property
     def label(self) -> str:
-        """Its name, or what it changes."""
+        """The name, or the arguments that are set."""
         offload = self.offload and f"offload {self.offload}"
         parts = [self.dtype, self.quantization or self.gguf_file, offload, self.backend, self.exactness]
         return self.name or ", ".join(filter(None, parts)) or "as loaded"
 
     @property
     def loading(self) -> dict[str, Any]:
-        """What the target is loaded with."""
+        """The target's arguments of `from_pretrained`."""
         return {
             name: value
             for name, value in self.model_dump(exclude={"name", "draft_options"}).items()
@@ -61,9 +61,9 @@ class Mode(Part):
 
 
 class Prompts(Part):
-    """Where prompts come from: a set of the package (`code`, `copy`, `text`) or a file.
+    """`count` prompts of a set (`code`, `copy`, `text`) or a file, spread over its categories.
 
-    `count` of them are taken, spread over their categories. `chat` puts each through the tokenizer's chat template.
+    `chat` applies the tokenizer's chat template.
     """
 
     source: str
@@ -77,7 +77,7 @@ class Prompts(Part):
 
 
 class Drafting(Part):
-    """How much to draft: options of `generate`."""
+    """Options of `generate` that say how much to draft."""
 
     schedule: str
     num_assistant_tokens: Count | None = None
@@ -93,14 +93,14 @@ class Drafting(Part):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What `generate` takes."""
+        """The options that are set."""
         return self.model_dump(exclude_none=True)
 
 
 class Synthetic(Part):
-    """A SYNTHETIC draft: at every position its first guess is right with this chance, the second with the next, ….
+    """A SYNTHETIC draft: at each position the chance that its first guess is right, the second, ….
 
-    Its passes are those of the model `like`, by default the draft of the package's pair that is the target.
+    It costs passes of the model `like`, by default the draft of the package's pair that is the target.
     """
 
     synthetic: Annotated[list[Annotated[float, Field(ge=0, le=1)]], BeforeValidator(listed), Field(min_length=1)]
@@ -108,7 +108,7 @@ class Synthetic(Part):
 
     @property
     def label(self) -> str:
-        """Its chances, and whose price it has."""
+        """The chances, and the model whose passes it costs."""
         return f"{', '.join(f'{rate:g}' for rate in self.synthetic)} at the price of {self.like}"
 
 

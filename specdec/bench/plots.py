@@ -1,4 +1,4 @@
-"""The pictures of a report, by matplotlib: as PNG files, and as SVG that follows the page's light or dark colours."""
+"""The plots of a report, by matplotlib: PNG files, and SVG in the light or dark colours of the page."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 from specdec.bench.figures import Prediction
 from specdec.bench.results import Results
 
-INK, RULE = "#1c2126", "#c8ced5"  # as such in a PNG; in the page they stand for its own colours
+INK, RULE = "#1c2126", "#c8ced5"  # the page replaces them by its own
 THEMED = {INK: "var(--ink)", RULE: "var(--rule)"}
-# Okabe and Ito's colours, which eyes that see fewer of them tell apart too; lines have markers of their own besides.
+# Okabe and Ito's palette, which colour-blind readers can distinguish; lines also differ by marker.
 SERIES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8d7f5c", "#7a78c9")
 MARKERS = "os^Dv*PX"
 REST = "#8b95a3"
 STATES = {"faster": SERIES[0], "slower": SERIES[4], "same": REST}
-# Part of the time -> what it is called, and its colour.
+# Part of the time -> label and colour.
 SPLIT = {
     "draft": ("the draft's passes", SERIES[1]),
     "verify": ("the target's passes", SERIES[0]),
@@ -32,12 +32,12 @@ SPLIT = {
 WIDTH = 8.2  # inches
 _ROW = 0.29  # inches of a bar
 _LONGEST = 46  # characters of a label
-_ENOUGH = 5  # rounds that must have drafted as far as a position that is shown
+_ENOUGH = 5  # rounds that drafted a position, for it to be shown
 
 
 @dataclass(frozen=True)
 class Plot:
-    """One picture: a name for its file, what it shows, and its data in both forms."""
+    """One plot in both formats."""
 
     name: str
     caption: str
@@ -46,7 +46,7 @@ class Plot:
 
 
 def group_plots(group: Results, stem: str) -> list[Plot]:
-    """The pictures of one group; those that its samples say nothing about are left out."""
+    """The plots of one group for which it has data."""
     cells = [system for system in group["systems"] if system["speedup"]]
     best = leaders(cells)
     found = []
@@ -58,8 +58,8 @@ def group_plots(group: Results, stem: str) -> list[Plot]:
         caption = "Speedup by category of prompts, each draft with its fastest schedule"
         found.append(draw_plot(f"{stem}-categories", caption, height, _categories, best))
     if any(system["acceptance_by_position"] for system in best):
-        caption = "Acceptance by position in the draft, and accepted tokens per round"
-        found.append(draw_plot(f"{stem}-acceptance", caption, 3.1, _acceptance, best, panels=2))
+        caption = "Acceptance by position in the draft"
+        found.append(draw_plot(f"{stem}-acceptance", caption, 3.1, _acceptance, best))
     if group["sweeps"]:
         caption = "Speedup by constant draft length: measured, and predicted from acceptance and cost"
         found.append(draw_plot(f"{stem}-sweep", caption, 3.3, _sweep, group["sweeps"]))
@@ -69,21 +69,8 @@ def group_plots(group: Results, stem: str) -> list[Plot]:
     return found
 
 
-def temperature_plots(groups: Sequence[Results]) -> list[Plot]:
-    """Speedup over temperature, a line per draft, for groups that differ in temperature alone."""
-    families: dict[str, list[Results]] = {}
-    for group in groups:
-        if group["temperature"] is not None:
-            families.setdefault(group["family"], []).append(group)
-    return [
-        draw_plot(f"temperature-{n}", f"Speedup by temperature: {family}", 3.3, _temperatures, own)
-        for n, (family, own) in enumerate(families.items(), 1)
-        if len(own) > 1
-    ]
-
-
 def leaders(cells: Sequence[Results]) -> list[Results]:
-    """Every draft with its fastest schedule."""
+    """The fastest cell of each draft."""
     best: dict[str, Results] = {}
     for cell in cells:
         known = best.get(cell["draft"])
@@ -96,8 +83,8 @@ def _rows(bars: Sequence[Any]) -> float:
     return _ROW * len(bars) + 0.9
 
 
-def draw_plot(name: str, caption: str, height: float, draw: Callable[..., None], data: Any, *, panels: int = 1) -> Plot:
-    """A picture of this height in inches, drawn without global state."""
+def draw_plot(name: str, caption: str, height: float, draw: Callable[[Axes, Any], None], data: Any) -> Plot:
+    """A plot of this height in inches, drawn without global state."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -116,7 +103,7 @@ def draw_plot(name: str, caption: str, height: float, draw: Callable[..., None],
     }
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
-        draw(*[figure.add_subplot(1, panels, i + 1) for i in range(panels)], data)
+        draw(figure.add_subplot(), data)
         return Plot(name, caption, _saved(figure, "png"), themed(_saved(figure, "svg").decode()))
 
 
@@ -128,7 +115,7 @@ def _saved(figure: Figure, kind: str) -> bytes:
 
 
 def themed(svg: str) -> str:
-    """The drawing as a part of a page: without a prologue, as wide as there is room, in the page's colours."""
+    """The SVG as an element of the page: without prologue or size, in the page's colours."""
     svg = svg[svg.index("<svg") :]
     for colour, variable in THEMED.items():
         svg = svg.replace(colour, variable)
@@ -137,7 +124,7 @@ def themed(svg: str) -> str:
 
 
 def short(label: str) -> str:
-    """A label that leaves room for the bars: its beginning and its end tell it from others."""
+    """The first and last characters of a long label."""
     if len(label) <= _LONGEST:
         return label
     head = _LONGEST // 2
@@ -145,7 +132,7 @@ def short(label: str) -> str:
 
 
 def _named(axes: Axes, names: Sequence[str]) -> None:
-    """Names beside horizontal bars, the first on top."""
+    """Labels horizontal bars, the first on top."""
     axes.set_yticks(range(len(names)), [short(name) for name in names])
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.grid(axis="y", visible=False)
@@ -185,73 +172,44 @@ def _categories(axes: Axes, cells: list[Results]) -> None:
     legend_below(axes, len(cells))
 
 
-def _acceptance(left: Axes, right: Axes, cells: list[Results]) -> None:
+def _acceptance(axes: Axes, cells: list[Results]) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    thick, deepest = 0.8 / len(cells), 0
+    deepest = 0
     for n, cell in enumerate(cells):
         places = [place for place in cell["acceptance_by_position"] if place["drafted"] >= _ENOUGH]
         shares = [place["accepted"] / place["drafted"] for place in places]
         deepest = max(deepest, len(places))
         at = range(1, len(places) + 1)
-        left.plot(at, shares, marker=_marker(n), markersize=4, color=_colour(n), label=short(cell["name"]))
-        counts = cell["acceptance_histogram"]
-        middle = (n - (len(cells) - 1) / 2) * thick
-        bars = [count / sum(counts) for count in counts]
-        right.bar([i + middle for i in range(len(counts))], bars, 0.95 * thick, color=_colour(n))
-    left.set(xlabel="position in the draft", ylabel="accepted share", ylim=(0, 1.04), xlim=(0.5, max(deepest, 1) + 0.5))
+        axes.plot(at, shares, **_style(n, cell["name"]))
+    axes.set(xlabel="position in the draft", ylabel="accepted share", ylim=(0, 1.04), xlim=(0.5, max(deepest, 1) + 0.5))
     if not deepest:
         words = f"no position was drafted in {_ENOUGH} rounds"
-        left.text(0.5, 0.5, words, transform=left.transAxes, ha="center", fontsize=8)
-    right.set(xlabel="accepted tokens of a round", ylabel="share of rounds")
-    right.grid(axis="x", visible=False)
-    for axes in (left, right):
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    legend_below(left, len(cells))
+        axes.text(0.5, 0.5, words, transform=axes.transAxes, ha="center", fontsize=8)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    legend_below(axes, len(cells))
 
 
 def _sweep(axes: Axes, sweeps: list[Results]) -> None:
     for n, sweep in enumerate(sweeps):
-        _line(axes, sweep["k"], sweep["measured"], f"{short(sweep['draft'])}, measured", n)
+        found, style = sweep["measured"], _style(n, sweep["draft"], ", measured")
+        axes.errorbar(sweep["k"], [s["value"] for s in found], yerr=_spread(found), capsize=3, **style)
     for n, sweep in enumerate(sweeps):
         if sweep["theory"]:
             theory, lengths = Prediction(**sweep["theory"]), range(1, max(sweep["k"]) + 1)
             label = f"{short(sweep['draft'])}, predicted"
             axes.plot(lengths, list(map(theory.speedup, lengths)), "--", color=_colour(n), label=label)
-    _ragged(axes, "drafted tokens per round", 2)
-
-
-def _temperatures(axes: Axes, groups: list[Results]) -> None:
-    lines: dict[str, list[tuple[float, Results]]] = {}
-    for group in sorted(groups, key=lambda g: float(g["temperature"])):
-        for cell in leaders([system for system in group["systems"] if system["speedup"]]):
-            lines.setdefault(cell["draft"], []).append((group["temperature"], cell["speedup"]))
-    for n, (draft, points) in enumerate(lines.items()):
-        at, found = [t for t, _ in points], [s for _, s in points]
-        _line(axes, at, found, f"{short(draft)}, fastest schedule", n)
-    _ragged(axes, "temperature", len(lines))
-
-
-def _line(axes: Axes, at: Sequence[float], found: Sequence[Results], label: str, n: int) -> None:
-    """Speedups at these places, with their intervals: the `n`-th line of a picture."""
-    values = [s["value"] for s in found]
-    style: dict[str, Any] = {"color": _colour(n), "marker": _marker(n), "markersize": 4, "capsize": 3, "label": label}
-    axes.errorbar(at, values, yerr=_spread(found), **style)
+    axes.axhline(1, color=INK, linewidth=1, linestyle=(0, (4, 2)))
+    axes.set(xlabel="drafted tokens per round", ylabel="times plain decoding's speed", ylim=(0, None))
+    legend_below(axes, 2)
 
 
 def _spread(found: Sequence[Results]) -> list[list[float]]:
-    """How far the intervals reach below and above the values; nothing where there is none."""
+    """Lengths of the intervals below and above the values; 0 without an interval."""
     return [
         [0.0 if s["low"] is None else max(s["value"] - s["low"], 0.0) for s in found],
         [0.0 if s["high"] is None else max(s["high"] - s["value"], 0.0) for s in found],
     ]
-
-
-def _ragged(axes: Axes, label: str, count: int) -> None:
-    """The rest of a picture with the speedup upwards."""
-    axes.axhline(1, color=INK, linewidth=1, linestyle=(0, (4, 2)))
-    axes.set(xlabel=label, ylabel="times plain decoding's speed", ylim=(0, None))
-    legend_below(axes, count)
 
 
 def _split(axes: Axes, systems: list[Results]) -> None:
@@ -269,7 +227,7 @@ def _split(axes: Axes, systems: list[Results]) -> None:
 
 
 def legend_below(axes: Axes, count: int) -> None:
-    """The legend below the picture, where it hides nothing."""
+    """Puts the legend below the axes."""
     axes.figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=min(count, 4), fontsize=8)
 
 
@@ -277,5 +235,7 @@ def _colour(n: int) -> str:
     return SERIES[n % len(SERIES)]
 
 
-def _marker(n: int) -> str:
-    return MARKERS[n % len(MARKERS)]
+def _style(n: int, name: str, ending: str = "") -> dict[str, Any]:
+    """How the `n`-th line is drawn and labelled."""
+    marker = MARKERS[n % len(MARKERS)]
+    return {"color": _colour(n), "marker": marker, "markersize": 4, "label": f"{short(name)}{ending}"}

@@ -1,4 +1,4 @@
-"""Prompt sets: those of the package, which need no download, and files in the formats that benchmarks use."""
+"""Prompts: sets of the package, and files in the formats of public benchmarks."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from specdec.bench.corpus import held_out_prompts
 from specdec.errors import OptionError
 
 _TEXTS = Path(__file__).parent / "texts.jsonl"
-# The field of a JSON line that holds the prompt: HumanEval's, GSM8K's, anybody's; Spec-Bench has `turns`.
+# Fields of a JSON line that may hold the prompt: HumanEval's, GSM8K's, others'; Spec-Bench has `turns`.
 _FIELDS = ("prompt", "question", "text")
 NEWLINE = "\n"
 
 
 @dataclass(frozen=True)
 class PromptText:
-    """One prompt and the kind of task that it is."""
+    """One prompt and its kind of task."""
 
     text: str
     category: str
 
 
 def read_prompts(source: str, count: int) -> list[PromptText]:
-    """`count` prompts, or all if there are fewer, spread over the categories in the order in which these appear.
+    """At most `count` prompts, spread over the categories.
 
-    `source` is a set of the package (`SETS`), a file with JSON lines (`.jsonl`; of Spec-Bench's `turns` the first), or
-    a text file with one prompt per paragraph. Raises OptionError where nothing can be read.
+    `source` is a set of the package (`SETS`), a `.jsonl` file (the first of Spec-Bench's `turns` counts), or a text
+    file with one prompt per paragraph. Raises OptionError where nothing can be read.
     """
     if source in SETS:
         found = SETS[source](count)
@@ -51,7 +51,7 @@ def read_prompts(source: str, count: int) -> list[PromptText]:
 
 
 def spread(prompts: Sequence[PromptText], count: int) -> Iterator[PromptText]:
-    """The first `count` when one of every category is taken in turn."""
+    """The first `count`, taking one of each category in turn."""
     kinds: dict[str, list[PromptText]] = {}
     for prompt in prompts:
         kinds.setdefault(prompt.category, []).append(prompt)
@@ -60,7 +60,7 @@ def spread(prompts: Sequence[PromptText], count: int) -> Iterator[PromptText]:
 
 
 def batches(prompts: Sequence[PromptText], size: int) -> list[list[PromptText]]:
-    """The prompts in batches of one category each; the last one of a category may be smaller."""
+    """Batches of one category each; the last of a category may be smaller."""
     kinds = dict.fromkeys(prompt.category for prompt in prompts)
     found = []
     for kind in kinds:
@@ -85,7 +85,7 @@ def _json_lines(path: Path, text: str) -> Iterator[PromptText]:
 
 
 def _text_of(entry: Any) -> str | None:
-    """The prompt of a line; None where there is none."""
+    """The prompt of a line; None without one."""
     if not isinstance(entry, Mapping):
         return None
     turns = entry.get("turns")
@@ -100,18 +100,18 @@ def _paragraphs(path: Path, text: str) -> Iterator[PromptText]:
 
 
 def _code(count: int) -> list[PromptText]:
-    """Modules of the standard library that the package's pair has not seen, to be continued."""
+    """Code of the standard library that is held out from the training of the package's pair."""
     return [PromptText(text, "class" if text.startswith("class") else "function") for text in held_out_prompts(count)]
 
 
 def _copy(count: int) -> list[PromptText]:
-    """The same, shown once and begun anew: most of what follows stands in the prompt."""
+    """The same followed by its beginning, so that the prompt contains most of the continuation."""
     prompts = held_out_prompts(count)
     return [PromptText(f"{text}\n\n{text[: text.find(NEWLINE, len(text) // 8) + 1]}", "copy") for text in prompts]
 
 
 def _text(count: int) -> list[PromptText]:
-    """A few English beginnings of our own, of several kinds."""
+    """English beginnings of several kinds."""
     return list(spread(list(_json_lines(_TEXTS, _TEXTS.read_text(encoding="utf-8"))), count))
 
 

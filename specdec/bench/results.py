@@ -1,4 +1,4 @@
-"""From samples to `results.json` and a table: the figures of every system, and what must be said about them."""
+"""From samples to `results.json` and a table: the figures of every system, and a summary in sentences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 
 from specdec.bench.figures import (
     acceptance_by_position,
-    histogram,
     per_token,
     percentiles,
     predict,
@@ -20,7 +19,7 @@ from specdec.bench.figures import (
     typical,
 )
 from specdec.bench.group import name_of
-from specdec.bench.machine import verdict
+from specdec.bench.machine import Watch
 from specdec.bench.runner import Outcome
 from specdec.bench.samples import Mismatch, Sample
 from specdec.bench.suite import PLAIN, Cell, Group
@@ -30,7 +29,7 @@ _MIB = 2**20
 
 
 def results(outcome: Outcome) -> Results:
-    """Everything that a report shows, as plain values."""
+    """The content of a report, as JSON values."""
     suite, store = outcome.suite, outcome.store
     groups = [_group(outcome, group) for group in suite.groups()]
     spins = [sample.spin for sample in store.samples.values()]
@@ -41,7 +40,7 @@ def results(outcome: Outcome) -> Results:
         "groups": groups,
         "mismatches": [{**asdict(m), "excuse": _excuse(outcome, m)} for m in store.mismatches],
         "failures": [asdict(failure) for failure in outcome.failures],
-        "contention": verdict(spins, load) if spins else "nothing was measured",
+        "contention": Watch(spins, load).verdict() if spins else "nothing was measured",
         "runs": [run.provenance for run in store.runs],
         "suite": suite.model_dump(mode="json", exclude_none=True),
     }
@@ -49,7 +48,7 @@ def results(outcome: Outcome) -> Results:
 
 
 def exit_state(found: Results) -> str:
-    """`mismatch`, `failed` or `ok`, the worst first; a text may differ where there is an excuse."""
+    """`mismatch` where a text differs without an excuse, else `failed` or `ok`."""
     if any(m["excuse"] is None for m in found["mismatches"]):
         return "mismatch"
     return "failed" if found["failures"] else "ok"
@@ -61,7 +60,6 @@ def _group(outcome: Outcome, group: Group) -> Results:
     shown = next((asdict(strip) for strip in outcome.store.strips if strip.group == group.label), None)
     return {
         "label": group.label,
-        "family": group.family,
         "target": group.target,
         "mode": group.mode.label,
         "strategy": group.strategy.label,
@@ -76,7 +74,7 @@ def _group(outcome: Outcome, group: Group) -> Results:
 
 
 def _system(outcome: Outcome, group: Group, cell: Cell | None, plain: list[Sample]) -> Results | None:
-    """The figures of one system; None where it was never measured."""
+    """The figures of one system; None without samples."""
     samples = outcome.store.of(group.label, name_of(cell))
     if not samples:
         return None
@@ -105,7 +103,6 @@ def _system(outcome: Outcome, group: Group, cell: Cell | None, plain: list[Sampl
         "mean_acceptance_length": 1 + sum(accepted) / len(accepted) if accepted else None,
         "draft_acceptance_rate": sum(accepted) / sum(drafted) if sum(drafted) else None,
         "acceptance_by_position": [place._asdict() for place in places],
-        "acceptance_histogram": histogram(accepted),
         "target_passes_per_token": sum(s.passes for s in samples) / tokens,
         "weight_passes_per_token": sum(s.weight_passes for s in samples) / tokens,
         "split_ms_per_token": _split(samples),
@@ -118,7 +115,7 @@ def _system(outcome: Outcome, group: Group, cell: Cell | None, plain: list[Sampl
 
 
 def backends(system: Results) -> str:
-    """What the passes of a system ran on, in words."""
+    """The backends of a system's target and draft, in words."""
     backend, draft = system["backend"], system["draft_backend"]
     return backend if draft is None else f"both {backend}" if draft == backend else f"{backend}, draft {draft}"
 
@@ -128,7 +125,7 @@ def _ms(seconds: Sequence[float]) -> dict[str, float] | None:
 
 
 def _split(samples: Sequence[Sample]) -> dict[str, float]:
-    """Milliseconds per new token by what they went into; overhead is what the engine does beside the three."""
+    """Milliseconds per new token by part; overhead is all except the other three."""
     own = typical(samples)
 
     def total(name: str) -> float:
@@ -140,7 +137,7 @@ def _split(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _categories(plain: Sequence[Sample], samples: Sequence[Sample]) -> dict[str, float]:
-    """The speedup within every category of prompts."""
+    """The speedup by category of prompts."""
     found = {}
     for category in dict.fromkeys(s.category for s in samples):
         own = [[s for s in side if s.category == category] for side in (plain, samples)]
@@ -150,7 +147,7 @@ def _categories(plain: Sequence[Sample], samples: Sequence[Sample]) -> dict[str,
 
 
 def _sameness(outcome: Outcome, group: Group, samples: Sequence[Sample]) -> Results:
-    """How many texts are plain decoding's own; nothing where they need not be."""
+    """How many texts equal plain decoding's; zeros where they may differ."""
     if samples[0].system == PLAIN or not group.strategy.comparable:
         return {"compared": 0, "identical": 0, "forgiven": 0}
     keys = {s.key for s in samples}
@@ -164,7 +161,7 @@ def _sameness(outcome: Outcome, group: Group, samples: Sequence[Sample]) -> Resu
 
 
 def _excuse(outcome: Outcome, mismatch: Mismatch) -> str | None:
-    """Why a text may differ: the target's layers look at all rows of a pass, or its two best logits nearly tie."""
+    """Why a text may differ: a row-dependent target, or a near-tie of its two best logits."""
     sample, near_tie = outcome.store.samples[mismatch.key], outcome.suite.near_tie
     if sample.exactness == "row-dependent":
         return sample.exactness
@@ -172,7 +169,7 @@ def _excuse(outcome: Outcome, mismatch: Mismatch) -> str | None:
 
 
 def _sweeps(outcome: Outcome, group: Group, plain: list[Sample]) -> list[Results]:
-    """Per draft with several constant lengths: the speedup of each, and what theory predicts from its acceptance."""
+    """Each draft with several constant lengths: their speedups, and the prediction from its acceptance."""
     found = []
     for draft in dict.fromkeys(cell.draft for cell in group.cells):
         cells = {
@@ -192,28 +189,29 @@ def _sweeps(outcome: Outcome, group: Group, plain: list[Sample]) -> list[Results
                 "k": list(measured),
                 "measured": [s._asdict() for s in measured.values()],
                 "theory": None if theory is None else theory._asdict(),
-                "predicted": None if theory is None else [theory.speedup(k) for k in measured],
             }
         )
     return found
 
 
 def _summary(found: Results) -> list[str]:
-    """What a reader must know, in sentences."""
+    """The outcome in sentences."""
     cells = [(g, s) for g in found["groups"] for s in g["systems"] if s["speedup"]]
-    said = []
+    sentences = []
     if cells:
         states = [s["speedup"]["state"] for _, s in cells]
         real = [pair for pair in cells if not pair[1]["synthetic"]] or cells
         group, best = max(real, key=lambda pair: pair[1]["speedup"]["value"])
         if several := len(cells) > 1:
-            said.append(
+            sentences.append(
                 f"Of {len(cells)} assisted settings, {states.count('faster')} are faster than plain decoding, "
                 f"{states.count('slower')} SLOWER, {states.count('same')} show no clear difference."
             )
-        said.append(f"{'Best: ' if several else ''}{best['name']} ({group['label']}), {best['speedup']['words']}.")
+        sentences.append(f"{'Best: ' if several else ''}{best['name']} ({group['label']}), {best['speedup']['words']}.")
         if several:
-            said.append(f"Half of the settings reach {median(s['speedup']['value'] for _, s in cells):.2f}× or more.")
+            sentences.append(
+                f"Half of the settings reach {median(s['speedup']['value'] for _, s in cells):.2f}× or more."
+            )
     compared, identical = (sum(s[name] for _, s in cells) for name in ("compared", "identical"))
     if compared:
         excuses = [m["excuse"] for m in found["mismatches"]]
@@ -224,17 +222,19 @@ def _summary(found: Results) -> list[str]:
             *([f"{rows} part where the target is row-dependent, so that a draft can change its text"] if rows else []),
             *([f"{wrong} DIFFER"] if wrong else []),
         ]
-        said.append(f"{'; '.join(words)}.")
+        sentences.append(f"{'; '.join(words)}.")
     if count := sum(s["synthetic"] for _, s in cells):
-        said.append(
-            f"{count} of the settings have a SYNTHETIC draft, which knows the target's text and guesses it as often as "
-            "it was told to: they show what such a draft would bring, and no draft that there is."
+        sentences.append(
+            f"{count} of the settings have a SYNTHETIC draft, which knows the target's text and guesses it with set "
+            "chances: they show what a draft of that quality would bring, not one that exists."
         )
     if any(not group["comparable"] for group in found["groups"]):
-        said.append("Rejection and block sampling keep the target's law, not its text: they are not compared.")
+        sentences.append(
+            "Texts of rejection and block sampling follow the target's distribution alone: they are not compared."
+        )
     if found["failures"]:
-        said.append(f"{len(found['failures'])} settings could not be measured.")
-    return said
+        sentences.append(f"{len(found['failures'])} settings could not be measured.")
+    return sentences
 
 
 _COLUMNS = (

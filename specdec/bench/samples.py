@@ -1,4 +1,4 @@
-"""Every measured call, kept as one line of `samples.jsonl` as soon as it ended, so that a killed run can go on."""
+"""Records of measured calls: lines of `samples.jsonl`, written when a call ends, so that a killed run can go on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specdec.options import bundled_models
 
 
 class Key(NamedTuple):
-    """Which call this is: its group, its system (a cell, or plain), the number of its batch, and the repetition."""
+    """A call's group, system (a cell's label, or plain), number of its batch, and repetition."""
 
     group: str
     system: str
@@ -24,19 +24,29 @@ class Key(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One measured call.
-
-    `tokens` are the new ids of every row. `first_token` and `seconds` are seconds from the call on; `gaps` are those
-    between tokens as they arrived, of all rows; the tokens of one round share its time. `memory` is the peak in bytes,
-    `spin` the seconds of a fixed piece of work just before, `exactness` what a draft can change of the text (`Stats`),
-    `backend` what the target's passes ran on, and `draft_backend` those of the draft, None where it has no model.
-    """
+class _Call:
+    """A record of one call."""
 
     group: str
     system: str
     batch: int
     repeat: int
+
+    @property
+    def key(self) -> Key:
+        """The call."""
+        return Key(self.group, self.system, self.batch, self.repeat)
+
+
+@dataclass(frozen=True)
+class Sample(_Call):
+    """One measured call.
+
+    `tokens`: new ids by row. `first_token`, `seconds`: since the start of the call. `gaps`: seconds between the tokens
+    of each row, where tokens of one round share its time. `memory`: the peak in bytes. `spin`: seconds of a fixed piece
+    of work just before. `exactness`: as in `Stats`. `draft_backend`: None for drafts without a model.
+    """
+
     category: str
     tokens: list[list[int]]
     seconds: float
@@ -56,42 +66,28 @@ class Sample:
     draft_backend: str | None
 
     @property
-    def key(self) -> Key:
-        """Which call this is."""
-        return Key(self.group, self.system, self.batch, self.repeat)
-
-    @property
     def count(self) -> int:
         """New tokens of all rows."""
         return sum(map(len, self.tokens))
 
 
 @dataclass(frozen=True)
-class Mismatch:
-    """Where the text of a row parts from plain decoding's: the new token's position, and what each wrote (None: end).
+class Mismatch(_Call):
+    """The first new position at which a row differs from plain decoding, and both tokens, None past the end.
 
     `gap` is the difference of the target's two best logits there; None for searches, which weigh whole texts.
     """
 
-    group: str
-    system: str
-    batch: int
-    repeat: int
     row: int
     position: int
     plain: int | None
     other: int | None
     gap: float | None
 
-    @property
-    def key(self) -> Key:
-        """Whose text it is."""
-        return Key(self.group, self.system, self.batch, self.repeat)
-
 
 @dataclass(frozen=True)
 class Failure:
-    """A system that could not be measured, and why; tried again in the next run."""
+    """A system that could not be measured, and why; the next run tries again."""
 
     group: str
     system: str
@@ -100,7 +96,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Strip:
-    """One text, round by round: the pieces that it kept, how many were the draft's, and what was drafted in vain."""
+    """One text round by round (see `systems.strip`)."""
 
     group: str
     system: str
@@ -110,7 +106,7 @@ class Strip:
 
 @dataclass(frozen=True)
 class Run:
-    """One start of the benchmark: when, where, with which versions."""
+    """One start of the benchmark (see `machine.provenance`)."""
 
     provenance: dict[str, Any]
 
@@ -123,9 +119,9 @@ _ANEW = "choose another --out, or pass --restart to begin anew"
 
 
 class Store:
-    """The records of one configuration in a folder; `add` appends a line, and opening reads what is there.
+    """The records of one configuration; reads those in the folder, and appends a line for each new one.
 
-    Raises OptionError where the folder holds samples of another configuration, or of none, or cannot be written to.
+    Raises OptionError for a folder that cannot be written to, or whose samples belong to another configuration.
     """
 
     def __init__(self, folder: Path, fingerprint: str) -> None:
@@ -148,16 +144,16 @@ class Store:
             self._keep(kind(**line))
 
     def add(self, record: Record) -> None:
-        """Keeps a record, in memory and on disk."""
+        """Adds a record, in memory and on disk."""
         self._append({"kind": type(record).__name__.lower(), **asdict(record)})
         self._keep(record)
 
     def explained(self, key: Key) -> bool:
-        """Whether the difference of this sample has been looked into."""
+        """Whether the mismatches of this sample are recorded."""
         return any(mismatch.key == key for mismatch in self.mismatches)
 
     def of(self, group: str, system: str) -> list[Sample]:
-        """All samples of one system, in the order of their batches and repetitions."""
+        """The samples of one system, by batch and repetition."""
         found = [s for s in self.samples.values() if (s.group, s.system) == (group, system)]
         return sorted(found, key=lambda s: (s.batch, s.repeat))
 
@@ -177,7 +173,7 @@ class Store:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
     def _whole_lines(self) -> list[dict[str, Any]]:
-        """The lines of earlier runs; a last one that a kill cut short is dropped."""
+        """The lines of earlier runs; drops a last one that a kill cut short."""
         if not self._file.exists():
             return []
         whole, newline, _ = self._file.read_bytes().rpartition(b"\n")
@@ -190,7 +186,7 @@ class Store:
 
 
 def fingerprint(suite: Mapping[str, Any], prompts: Sequence[Any], place: Mapping[str, Any]) -> str:
-    """A hash of all that decides what is measured: suite, prompts, versions and threads, the files of local models."""
+    """A hash of the configuration: suite, prompts, versions and threads, files of local models."""
     folders = [folder for name, role in _models(suite) if (folder := _folder(name, role)) is not None]
     models = {str(folder): _files(folder) for folder in folders}
     whole = json.dumps([suite, prompts, place, models], sort_keys=True, default=str)
@@ -202,7 +198,7 @@ def _files(folder: Path) -> list[tuple[str, int, int]]:
 
 
 def _folder(name: str, role: str) -> Path | None:
-    """Where a model's files are; None for hub ids, text drafts, and pairs that there are not."""
+    """A model's folder; None for hub ids, drafts from text, and unknown pairs."""
     with suppress(SpecdecError):
         folder = Path(bundled_models.locate(name, role))
         return folder if name and folder.is_dir() else None
@@ -210,7 +206,7 @@ def _folder(name: str, role: str) -> Path | None:
 
 
 def _models(suite: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Every target and draft of a suite, and which it is; `suffix+MODEL` is about the model, SYNTHETIC about `like`."""
+    """Name and role of each model of a suite: MODEL of `suffix+MODEL`, `like` of a synthetic draft."""
     drafts = list(suite["drafts"])
     for target in suite["targets"]:
         yield (target["target"] if isinstance(target, Mapping) else target), "target"

@@ -1,7 +1,7 @@
-"""What a benchmark measures: a matrix of targets, drafts, modes, strategies, schedules, prompts and batches.
+"""The matrix of a benchmark: targets, drafts, modes, strategies, schedules, prompts and batches.
 
-A *group* is one way of decoding one set of prompts with one target: plain decoding, and beside it every *cell*, which
-is a draft with a schedule. Plain and cells of a group are measured in turn.
+A *group* is one target, mode, strategy, prompt set and batch size; a *cell* of it is a draft with a schedule. Plain
+decoding and the cells of a group are measured in turn.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from specdec.options.resolve import read_yaml, resolve
 from specdec.proposers import COPYING, DRAFTS
 
 PRESETS: dict[str, dict[str, Any]] = {"greedy": {"do_sample": False}, "sample": {"do_sample": True}}
-PLAIN = "plain"  # the name of a group's run without a draft
+PLAIN = "plain"  # the system without a draft
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way of decoding: options of `generate`; `drafts` says whether it takes a draft."""
+    """Options of `generate`, and whether they take a draft (`drafts`)."""
 
     name: str
     options: Mapping[str, Any] = field(hash=False)
@@ -36,56 +36,52 @@ class Strategy:
 
     @property
     def label(self) -> str:
-        """Its name, and the temperature that the suite set."""
+        """The name, and the temperature that the suite set."""
         return self.name if self.temperature is None else f"{self.name}, temperature {self.temperature:g}"
 
     @property
     def comparable(self) -> bool:
-        """Whether a draft must leave every token as it is.
-
-        Ways of sampling that look at q follow the target's law, but not the text that it would have written for the
-        same seed.
-        """
+        """Whether a draft must not change the text; sampling that looks at q keeps the distribution alone."""
         return not SAMPLING.get(self.options.get("sampling") or "", False)
 
     @property
     def searches(self) -> bool:
-        """Whether beams are followed, whose drafts are no chains."""
+        """Whether this is a beam search, which drafts trees."""
         return (self.options.get("num_beams") or 1) > 1
 
     @property
     def grows(self) -> bool:
-        """Whether one text comes round by round; searches and ranked samples choose theirs at the end."""
+        """Whether one text grows round by round; searches and ranked samples choose theirs at the end."""
         several = any((self.options.get(name) or 1) > 1 for name in ("num_samples", "num_return_sequences"))
         return self.comparable and not self.searches and not several
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A draft with a schedule; a draft is named as in the suite, or SYNTHETIC."""
+    """A draft with a schedule."""
 
     model: str | Synthetic = field(hash=False)
     drafting: Drafting
 
     @property
     def draft(self) -> str:
-        """The draft's name; that of a synthetic one says so."""
+        """The draft's name, marked where it is synthetic."""
         return f"{self.model.label} {MARK}" if isinstance(self.model, Synthetic) else self.model
 
     @property
     def is_synthetic(self) -> bool:
-        """Whether the draft knows the target's text."""
+        """Whether the draft is synthetic."""
         return isinstance(self.model, Synthetic)
 
     @property
     def label(self) -> str:
-        """The draft's name and the schedule's."""
+        """The names of draft and schedule."""
         name = f"{self.draft.removesuffix(MARK).strip()}, {self.drafting.label}"
         return f"{name} {MARK}" if self.is_synthetic else name
 
     @property
     def is_chain(self) -> bool:
-        """Whether every drafted token continues the one before it; some schedules let models branch."""
+        """Whether the draft proposes chains; some schedules let models branch."""
         branches = self.drafting.num_assistant_branches
         word = self.draft.partition(":")[0]
         chains = word in DRAFTS and not DRAFTS[word].guesses_trees
@@ -94,7 +90,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Group:
-    """One way of decoding one set of prompts with one target, and the cells that are measured beside it."""
+    """One target, mode, strategy, prompt set and batch size, with the cells to compare."""
 
     target: str
     mode: Mode
@@ -105,25 +101,18 @@ class Group:
 
     @property
     def label(self) -> str:
-        """What tells it from the suite's other groups."""
-        return self._label(self.strategy.label)
-
-    @property
-    def family(self) -> str:
-        """The same without the temperature."""
-        return self._label(self.strategy.name)
-
-    def _label(self, strategy: str) -> str:
+        """A name that is unique in the suite."""
+        strategy = self.strategy.label
         return " · ".join([self.target, self.mode.label, strategy, self.prompts.label, f"batch {self.batch}"])
 
 
 def _named(key: str) -> BeforeValidator:
-    """Reads a bare string as the part of this name."""
+    """Reads a bare string as the part with this key."""
     return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value)
 
 
 def _spread(schedules: Any) -> Any:
-    """One entry per length where a schedule names several."""
+    """One entry per length of a schedule."""
     found: list[Any] = []
     for entry in listed(schedules):
         lengths = entry.get("num_assistant_tokens") if isinstance(entry, Mapping) else None
@@ -132,10 +121,10 @@ def _spread(schedules: Any) -> Any:
 
 
 class Suite(BaseModel):
-    """A whole benchmark, as a YAML file or the command line describes it; every list is one side of the matrix.
+    """A benchmark; every list is one side of the matrix.
 
-    `options` go to every call of `generate`. Texts that differ from plain decoding's only where the target's two best
-    logits are at most `near_tie` apart are reported, and forgiven.
+    `options` go to every call of `generate`. A text may differ from plain decoding's where the target's two best logits
+    are at most `near_tie` apart.
     """
 
     model_config = Part.model_config
@@ -161,7 +150,7 @@ class Suite(BaseModel):
     near_tie: Annotated[float, Field(ge=0)] = 0.0
 
     def groups(self) -> list[Group]:
-        """The matrix, those of one target and mode side by side."""
+        """The groups, those of one target and mode in a row."""
         return [
             Group(name, mode, strategy, prompts, batch, self._cells(name, drafts) if strategy.drafts else ())
             for name, drafts in map(self._pair, self.targets)
@@ -196,7 +185,7 @@ class Suite(BaseModel):
 
 
 def _priced(draft: Synthetic, target: str) -> Synthetic:
-    """The synthetic draft with a model whose passes it costs."""
+    """The synthetic draft with its `like` filled in."""
     if sum(draft.synthetic) > 1 + 1e-9:
         expected = "the chances of the first guess, the second, …, at most 1 in sum"
         raise OptionError.of("synthetic", expected, draft.synthetic)
@@ -215,7 +204,7 @@ def _strategy(entry: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def _at(name: str, options: Mapping[str, Any], temperature: float | None) -> dict[str, Any]:
-    """The strategy's options at one of the suite's temperatures; 0 is greedy."""
+    """The options at a temperature of the suite; 0 is greedy."""
     if temperature is None:
         return dict(options)
     if "temperature" in options:
@@ -226,11 +215,12 @@ def _at(name: str, options: Mapping[str, Any], temperature: float | None) -> dic
 
 
 def read_suite(given: Mapping[str, Any]) -> Suite:
-    """The suite of these keys; raises OptionError for unknown ones, wrong values, contradictions and repetitions."""
+    """The suite with these keys; raises OptionError for unknown ones, wrong values, contradictions and repetitions."""
     try:
         suite = Suite(**given)
     except ValidationError as error:
-        first = max(error.errors(), key=lambda e: len(e["loc"]))  # of what an entry might be, what it comes nearest to
+        # the deepest: of the types that an entry may have, the nearest
+        first = max(error.errors(), key=lambda e: len(e["loc"]))
         where = ".".join(str(part) for part in first["loc"] if not _is_kind(part))
         if first["type"] == "extra_forbidden":
             raise OptionError(f"`{where}` is not a key of a benchmark") from None
@@ -253,7 +243,7 @@ def read_suite(given: Mapping[str, Any]) -> Suite:
 
 
 def _is_kind(part: int | str) -> bool:
-    """Whether pydantic names a kind of value here, and not a place."""
+    """Whether this part of a location is the name of a type."""
     return isinstance(part, str) and (part in ("str", "int", "Target", "Mode", "Synthetic") or "[" in part)
 
 

@@ -1,8 +1,7 @@
-"""SYNTHETIC drafts: they know what the target will write, guess it as often as told, and cost a real draft's passes.
+"""SYNTHETIC drafts, for targets without a small sibling: they know the text, and cost the passes of a real draft.
 
-For targets that have no small sibling at hand, as other engines' benchmarks do. At every position the target's token is
-the draft's first guess, its second, … or none of its guesses, drawn once (seeded) by given chances. What they show is
-always marked as synthetic.
+At each position the target's token is the draft's first guess, its second, … or none, drawn once (seeded) with given
+chances. Their results are always marked.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from specdec.core.tree import Tree
 from specdec.decoding.tree_samplers import WIDER
 from specdec.models import LanguageModel
 
-Work = Callable[[int], None]  # a draft pass over so many nodes
+Work = Callable[[int], None]  # a draft pass over this many nodes
 
 
 def passes_of(draft: LanguageModel, prefix: int = 256) -> Work:
-    """Real passes of a draft model over siblings at the end of a text."""
+    """Real passes of a draft model over siblings after `prefix` tokens."""
     session = draft.session()
     rows = session.add(1)
     session.forward(rows, [Tree.chain([5] * prefix)], [1])
@@ -35,9 +34,9 @@ def passes_of(draft: LanguageModel, prefix: int = 256) -> Work:
 
 
 class Oracle:
-    """What the target will write in every row of a call (new tokens), and which guess of a draft each token will be.
+    """The target's new tokens in each row of a call, and the rank of the guess that each will be.
 
-    `rates` are the chances of the first guess, the second and so on.
+    `rates` are the chances of the first guess, the second, ….
     """
 
     def __init__(self, texts: Sequence[list[int]], rates: Sequence[float], vocab_size: int, seed: int = 0) -> None:
@@ -46,7 +45,7 @@ class Oracle:
         self._ranks = [source.choices(range(len(weights)), weights, k=len(text)) for text in texts]
 
     def guess(self, row: int, position: int, rank: int) -> tuple[int, bool]:
-        """The draft's guess of this rank for the new token at `position`, and whether it is the target's."""
+        """The guess of this rank for the new token at `position`, and whether it is right."""
         if position >= len(self.texts[row]):
             return rank, False
         right = self._ranks[row][position] == rank
@@ -56,7 +55,7 @@ class Oracle:
 
 @dataclass
 class _Node:
-    """A guess: its place in the tree, the chances on its path, and whether all of the path is right."""
+    """A guess: its number in the tree, the chances on its path, and whether all of the path is right."""
 
     number: int
     path: list[float]
@@ -65,10 +64,10 @@ class _Node:
 
 
 class SyntheticDrafter(BatchDrafter, DraftSession):
-    """SYNTHETIC: level by level the nodes that are likeliest to become text, as a draft model with branches has them.
+    """SYNTHETIC: grows the likeliest nodes level by level, as a draft model does, and does `work` for each level.
 
-    `rates` are the chances of its guesses (see `Oracle`), `work` is done for every level. `oracle` must be set to what
-    the next call will write; without one all guesses are wrong.
+    `rates` are the chances of its guesses (see `Oracle`). `oracle` is that of the next call; without one all guesses
+    are wrong.
     """
 
     def __init__(self, rates: Sequence[float], work: Work) -> None:
@@ -79,7 +78,7 @@ class SyntheticDrafter(BatchDrafter, DraftSession):
         return f"SyntheticDrafter({self.rates})"
 
     def start(self, vocab_size: int) -> SyntheticDrafter:
-        """Nothing is kept about rows."""
+        """The drafter itself, which has no state of rows."""
         return self
 
     def propose(self, rows: Sequence[SequenceView], plans: Sequence[Plan]) -> list[Tree]:
@@ -118,7 +117,7 @@ class SyntheticDrafter(BatchDrafter, DraftSession):
         )
 
     def _knows(self, row: SequenceView) -> bool:
-        """Whether the row's text is what was foretold."""
+        """Whether the row's text agrees with the oracle's."""
         new = row.tokens[row.prompt_length :]
         return self.oracle is not None and self.oracle.texts[row.task.place][: len(new)] == new
 
@@ -128,7 +127,7 @@ class SyntheticDrafter(BatchDrafter, DraftSession):
         return self.oracle.guess(row.task.place, len(row.tokens) - row.prompt_length + depth, rank)
 
     def _children(self, ends: Sequence[_Node], branches: int) -> list[tuple[_Node, int]]:
-        """The likeliest next nodes, each as the node before it and the rank of the guess."""
+        """The likeliest next nodes: their parents and the ranks of the guesses."""
         ranks = range(len(self.rates) if branches > 1 else 1)
         pairs = [(end, rank) for end in ends for rank in ranks]
         pairs.sort(key=lambda pair: -pair[0].chance * self.rates[pair[1]])
@@ -136,5 +135,5 @@ class SyntheticDrafter(BatchDrafter, DraftSession):
 
     @staticmethod
     def _best(nodes: Sequence[_Node], count: int) -> list[_Node]:
-        """The `count` likeliest, in the order in which they were made; no node is likelier than its parent."""
+        """The `count` likeliest in order of creation; no node is likelier than its parent."""
         return sorted(sorted(nodes, key=lambda node: -node.chance)[:count], key=lambda node: node.number)

@@ -1,15 +1,14 @@
-"""The generators of a benchmark: one target loaded once, plain, and with every draft; and one measured call."""
+"""The generators of a benchmark, which share one target, and one measured call."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from time import perf_counter as clock
 from typing import Any, NamedTuple
 
 from specdec.bench.machine import PeakMemory
 from specdec.bench.parts import Mode, Synthetic
-from specdec.bench.prompts import PromptText
 from specdec.bench.suite import Cell
 from specdec.bench.synthetic import SyntheticDrafter, passes_of
 from specdec.core.drafts import BatchDrafter, Commit, DraftSession, Plan
@@ -21,14 +20,14 @@ from specdec.generator.generator import SpecGenerator
 from specdec.options import bundled_models
 from specdec.proposers import COPYING, is_word
 
-_SHARED = ("dtype", "device_map", "backend", "trust_remote_code")  # what a draft is loaded with, as its target
-_IN_VAIN = 24  # characters shown of what was drafted and not accepted
+_SHARED = ("dtype", "device_map", "backend", "trust_remote_code")  # of target and draft
+_IN_VAIN = 24  # characters shown of drafted text that was not accepted
 
 
 class Systems:
-    """A target, loaded as a mode says, with the drafts that were asked for so far.
+    """A target, loaded by a mode, and the generators of its cells.
 
-    Every cell has a generator of its own: what its schedule learns about costs is not another cell's.
+    Each cell has its own generator, since a schedule learns costs.
     """
 
     def __init__(self, target: str, mode: Mode) -> None:
@@ -42,7 +41,7 @@ class Systems:
         self._cells: dict[tuple[str, Cell], SpecGenerator] = {}
 
     def generator(self, group: str, cell: Cell | None) -> SpecGenerator:
-        """The generator of a cell, or the plain one; raises what loading a draft raises."""
+        """The generator of a cell, None is the plain one; raises what loading a draft raises."""
         if cell is None:
             return self.plain
         key = (group, cell)
@@ -75,15 +74,8 @@ class Systems:
         return self._models[name]
 
 
-def ask(prompts: Sequence[PromptText], *, chat: bool) -> dict[str, Any]:
-    """The prompt of a call, as text or through the chat template."""
-    if chat:
-        return {"messages": [[{"role": "user", "content": prompt.text}] for prompt in prompts]}
-    return {"prompt": [prompt.text for prompt in prompts]}
-
-
 class Measured(NamedTuple):
-    """A finished call: its result, its seconds, those to the first token, those between tokens, and the peak memory."""
+    """A finished call: its output, seconds in all, to the first token and between tokens, and peak memory in bytes."""
 
     out: Generation
     seconds: float
@@ -93,7 +85,7 @@ class Measured(NamedTuple):
 
 
 def measure(generator: SpecGenerator, call: Mapping[str, Any]) -> Measured:
-    """Runs one call as a stream and takes its times."""
+    """Runs one call as a stream and measures it."""
     arrivals: dict[int, list[tuple[float, int]]] = {}
     with PeakMemory() as memory:
         began = clock()
@@ -112,10 +104,10 @@ def measure(generator: SpecGenerator, call: Mapping[str, Any]) -> Measured:
 
 
 def token_gaps(arrivals: Sequence[tuple[float, int]]) -> list[float]:
-    """Seconds between the tokens of one row that arrived at these times in these numbers.
+    """Seconds between the tokens of one row, from the (time, count) of its events.
 
-    Tokens that come together share the time since those before them; the first ones are not counted, unless all come
-    at once, as from a search.
+    Tokens of one event share the time since the event before. The first event counts only where it is the only one, as
+    that of a search.
     """
     if len(arrivals) == 1:
         (time, count), *_ = arrivals
@@ -127,7 +119,7 @@ def token_gaps(arrivals: Sequence[tuple[float, int]]) -> list[float]:
 
 
 class _Recording(BatchDrafter, DraftSession):
-    """A draft, and what it proposed in every round, for one row."""
+    """A draft that records its proposals, for one row."""
 
     def __init__(self, drafter: BatchDrafter) -> None:
         self._drafter, self.instant, self.models = drafter, drafter.instant, drafter.models
@@ -155,13 +147,14 @@ class _Recording(BatchDrafter, DraftSession):
 
 
 def strip(generator: SpecGenerator, call: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One text round by round: `tokens`, how many of them were the draft's, and the text that it drafted in vain."""
+    """One text by rounds: `tokens`, how many the draft had (`accepted`), and the drafted text that was not (`vain`)."""
     assert generator.drafter is not None
     recording = _Recording(generator.drafter)
     tokenizer = generator.tokenizer
     shown = SpecGenerator(generator.target, recording, tokenizer=tokenizer, prefix_cache=False)
     rounds = []
-    for event, proposed in zip(shown.stream(**call), _growing(recording.proposed), strict=False):
+    for number, event in enumerate(shown.stream(**call)):
+        proposed = recording.proposed[number]
         left = proposed.tokens[event.accepted :]
         vain = tokenizer.decode(left).replace("\n", "↵") if proposed.is_chain else f"({len(left)} more)"
         rounds.append(
@@ -172,11 +165,3 @@ def strip(generator: SpecGenerator, call: Mapping[str, Any]) -> list[dict[str, A
             }
         )
     return rounds
-
-
-def _growing(items: list[Tree]) -> Iterator[Tree]:
-    """The items of a list that another loop is filling."""
-    at = 0
-    while True:
-        yield items[at]
-        at += 1

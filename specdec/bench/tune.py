@@ -1,4 +1,4 @@
-"""The best schedule of one pair, plain decoding included, as a configuration that the command line takes."""
+"""The best schedule of one pair, or none, as a configuration for the command line."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ ADAPTIVE = tuple(name for name in SCHEDULES if name != "constant")
 
 
 def candidates(target: str, draft: str, given: Mapping[str, Any], lengths: Sequence[int] = LENGTHS) -> Suite:
-    """The benchmark that tells the schedules of a pair apart; `given` are further keys of a suite."""
+    """A benchmark of all schedules of a pair; `given` are further keys of a suite."""
     constant = {"schedule": "constant", "num_assistant_tokens": list(lengths)}
     common = {"name": "tune", "prompts": [{"source": "code", "count": 6}], "max_new_tokens": 64}
     return read_suite({**common, **given, "targets": target, "drafts": draft, "schedules": [constant, *ADAPTIVE]})
 
 
 def ranked(found: Results) -> list[Results]:
-    """The systems of the one group, the fastest first; plain decoding is among them."""
+    """All systems, plain decoding included, the fastest first."""
     (group,) = found["groups"]
     return sorted(group["systems"], key=lambda system: float(system["ms_per_token"]))
 
 
 def best(found: Results) -> Results:
-    """The fastest system; plain decoding unless it is clearly slower than that."""
+    """The fastest system that is clearly faster than plain decoding, or plain decoding."""
     systems = ranked(found)
     (plain,) = (system for system in systems if system["speedup"] is None)
     faster = [system for system in systems if system["speedup"] and system["speedup"]["state"] == "faster"]
@@ -36,7 +36,7 @@ def best(found: Results) -> Results:
 
 
 def snippet(target: str, system: Results) -> dict[str, Any]:
-    """The keys of a `--config` file that decode so."""
+    """The keys of a `--config` file for this system."""
     if system["draft"] is None:
         return {"target": target, "method": "none"}
     text, _, model = system["draft"].rpartition("+")

@@ -1,19 +1,19 @@
-"""The command line: `specdec generate` and its kin. Stdout is data, stderr is everything else.
+"""The command line. Stdout is data, stderr is everything else.
 
 | file | what it holds |
 | --- | --- |
-| `commands.py` | the entry point, `generate`, and what becomes of an error |
-| `batch.py` | `batch`: a file of rows in, the same rows with their answers out |
-| `summarize.py` | `summarize`: files in, summaries out |
-| `bench.py` | `bench` and `tune`: what they measure, the bar, the outcome in words |
-| `compile.py` | `compile`: passes compiled before they are needed |
-| `doctor.py` | `doctor`: machine, installation and a pair, looked at |
-| `distill.py` | `distill`: a draft for any target |
+| `commands.py` | the entry point, `generate`, errors and exit codes |
+| `batch.py` | `batch`: a file of rows, and the same rows with their answers |
+| `summarize.py` | `summarize`: summaries of files |
+| `bench.py` | `bench` and `tune`: suites from flags and files, outcomes in words |
+| `compile.py` | `compile`: compiles passes in advance |
+| `doctor.py` | `doctor`: examines machine, installation and a pair |
+| `distill.py` | `distill`: trains a draft |
 | `pair.py` | `demo` and `zoo`: the models that come with the package |
-| `request.py` | flags and a YAML file, checked and turned into what to load and how to decode |
-| `flags.py` | flags that several commands have |
-| `load.py` | models brought in, with a sign of life |
-| `show.py` | text on the screen, the table of statistics, the JSON report |
+| `request.py` | flags and a YAML file, checked: models to load, options of the call |
+| `flags.py` | flags that several commands share |
+| `load.py` | loads models, with a spinner |
+| `show.py` | prints texts, statistics and the JSON report |
 | `serve.py` | `serve`: models behind an HTTP server |
 | `transcribe.py` | `transcribe`: recordings to text, JSON lines or subtitles |
 | `terminal.py` | exit codes, lines on stderr, spinners, Ctrl-C |

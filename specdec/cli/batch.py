@@ -1,9 +1,8 @@
-"""`specdec batch`: a file of rows in, the same rows with their answers out."""
+"""`specdec batch`: a file of rows, and the same rows with their answers."""
 
 from __future__ import annotations
 
 import os
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,34 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from specdec.cli.flags import (
-    Backend,
-    ConfigFile,
-    DeviceMap,
-    DraftTokens,
-    Dtype,
-    ExactnessName,
-    Method,
-    Quantization,
-    RemoteCode,
-    ScheduleName,
-    Settings,
-)
+from specdec.cli import flags
 from specdec.cli.load import first_of_job
-from specdec.cli.request import DEFAULT_NEW_TOKENS, Request, locate, read_request
+from specdec.cli.request import DEFAULT_NEW_TOKENS, Request, loading_flags, locate, read_request
 from specdec.cli.serve import plain_name
-from specdec.cli.terminal import (
-    FAILED,
-    INTERRUPTED,
-    OK,
-    Debug,
-    Quiet,
-    counting,
-    duration,
-    loading,
-    say,
-    stop_on_interrupt,
-)
+from specdec.cli.terminal import FAILED, INTERRUPTED, OK, counting, duration, loading, say, stop_on_interrupt
 from specdec.cli.transcribe import read_options
 from specdec.errors import OptionError
 
@@ -49,7 +25,7 @@ if TYPE_CHECKING:
 
 TaskName = Literal["generate", "chat", "summarize", "transcribe"]
 _TEXT = ("generate", "chat", "summarize")
-# Flag -> the tasks that it is for.
+# Flag -> the tasks that have it.
 ONLY = {
     "system": ("chat",),
     "template": ("summarize",),
@@ -57,7 +33,7 @@ ONLY = {
     **dict.fromkeys(("method", "config", "sample", "temperature", "top_k", "top_p"), _TEXT),
 }
 OF_WORKERS = ("workers", "worker_cpus", "worker_gpus")
-# What `transcribe` has flags for, and a batch --set.
+# Defaults of the flags of `transcribe` that a batch passes as --set.
 _AT_REST = {
     **dict.fromkeys(("language", "task", "chunk_length")),
     **{"format": "text", "words": False, "context": False, "fallback": False},
@@ -76,10 +52,10 @@ def batch(
         ),
     ] = None,
     model: Annotated[str | None, typer.Option(help="Hub id, folder, or zoo:NAME; may come from --config.")] = None,
-    draft_model: Annotated[str | None, typer.Option(help="A smaller model: hub id, folder, or zoo:NAME.")] = None,
-    method: Method = None,
-    num_draft_tokens: DraftTokens = None,
-    schedule: ScheduleName = None,
+    draft_model: flags.DraftModel = None,
+    method: flags.Method = None,
+    num_draft_tokens: flags.DraftTokens = None,
+    schedule: flags.ScheduleName = None,
     field: Annotated[
         str | None,
         typer.Option(help="What is read of a row; prompt, messages, text or audio by default, as the task is."),
@@ -87,15 +63,11 @@ def batch(
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="A message before each chat.")] = None,
     template: Annotated[str | None, typer.Option(help="What a summary's model reads, with {text} in it.")] = None,
     chunk_tokens: Annotated[int | None, typer.Option(min=1, help="Summarise longer texts in such pieces.")] = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(help=f"Length limit, {DEFAULT_NEW_TOKENS} if nothing sets one.")
-    ] = None,
-    sample: Annotated[
-        bool | None, typer.Option("--sample/--greedy", help="Draw tokens, or take the likeliest.")
-    ] = None,
+    max_new_tokens: flags.MaxNewTokens = None,
+    sample: flags.Sample = None,
     temperature: Annotated[float | None, typer.Option(help="Implies --sample, like the next two.")] = None,
-    top_k: Annotated[int | None, typer.Option()] = None,
-    top_p: Annotated[float | None, typer.Option()] = None,
+    top_k: flags.TopK = None,
+    top_p: flags.TopP = None,
     seed: Annotated[int | None, typer.Option(help="Of sampling; 0 by default. Every row has its own by it.")] = None,
     at_once: Annotated[int, typer.Option(min=1, help="Rows that share passes.")] = 32,
     ray: Annotated[
@@ -109,16 +81,16 @@ def batch(
         bool, typer.Option("--row-stats", help="Passes, drafts and seconds in every row; they differ between runs.")
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Begin anew, whatever OUT holds.")] = False,
-    dtype: Dtype = None,
-    quantization: Quantization = None,
-    backend: Backend = None,
-    exactness: ExactnessName = None,
-    device_map: DeviceMap = None,
-    config: ConfigFile = None,
-    set_: Settings = None,
-    trust_remote_code: RemoteCode = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
+    dtype: flags.Dtype = None,
+    quantization: flags.Quantization = None,
+    backend: flags.Backend = None,
+    exactness: flags.ExactnessName = None,
+    device_map: flags.DeviceMap = None,
+    config: flags.ConfigFile = None,
+    set_: flags.Settings = None,
+    trust_remote_code: flags.RemoteCode = False,
+    quiet: flags.Quiet = False,
+    debug: flags.Debug = False,
 ) -> int:
     """Answer every row of a file. After Ctrl-C or a kill the same command goes on where it was ended.
 
@@ -134,7 +106,7 @@ def batch(
         start = embedded(at_once) if ray is None else cluster(ray, ctx.params, rows.rows)
         try:
             done = run(rows, out, spec, start=start, overwrite=overwrite, tell=tell, stop=lambda: interrupt.asked)
-        except KeyboardInterrupt:  # the second one: nobody waits for the rows under way
+        except KeyboardInterrupt:  # the second Ctrl-C: rows under way are lost
             say("ended at once: the same command goes on")
             os._exit(INTERRUPTED)
     if not quiet:
@@ -150,7 +122,7 @@ def batch(
 
 
 def read_task(params: Mapping[str, Any]) -> Request:
-    """What is loaded, and the options of all rows; raises OptionError for flags that another task has."""
+    """The models and the options of all rows; raises OptionError for flags of another task."""
     task = params["task"] or "generate"
     for flag, tasks in ONLY.items():
         if params[flag] is not None and params[flag] is not False and task not in tasks:
@@ -162,34 +134,31 @@ def read_task(params: Mapping[str, Any]) -> Request:
         )
     if task == "transcribe":
         return read_speech(params)
-    flags = defaultdict(lambda: None, {**params, "target": params["model"]})
     limit = None if task == "summarize" else DEFAULT_NEW_TOKENS
-    return read_request(flags, named="--model", new_tokens=limit, seed=0)
+    return read_request({**params, "target": params["model"]}, named="--model", new_tokens=limit, seed=0)
 
 
 def read_speech(params: Mapping[str, Any]) -> Request:
-    """The same for recordings, whose options have names of their own."""
+    """The same for recordings, whose options have other names."""
     model, draft = params["model"], params["draft_model"]
     if model is None:
         raise OptionError("no model was named: pass --model, a Whisper model")
     zoo = model.startswith("zoo:")
     draft = model if draft is None and zoo else draft
     options = read_options({**params, **_AT_REST})
-    names = ("dtype", "quantization", "backend", "exactness", "device_map", "trust_remote_code")
-    how = {name: params[name] for name in names if params[name] not in (None, False)}
     target, draft = locate(model, "target", "--model"), draft and locate(draft, "draft", "--draft-model")
-    return Request(target, draft, "auto", options, {**({"dtype": "float32"} if zoo else {}), **how})
+    return Request(target, draft, "auto", options, {**({"dtype": "float32"} if zoo else {}), **loading_flags(params)})
 
 
 def make_spec(request: Request, rows: Source, params: Mapping[str, Any]) -> BatchSpec:
-    """What is done with every row; requests in OpenAI's form are known by their first row."""
+    """The task for every row; the first row shows whether the file has requests in OpenAI's form."""
     from specdec.batch import BatchSpec
     from specdec.batch.tasks import is_request
 
     task = params["task"] or "generate"
     if is_request(rows.first().fields):
         if params["task"] is not None:
-            raise OptionError(f"{rows.path} has requests in OpenAI's form, which say what to do: leave out --task")
+            raise OptionError(f"{rows.path} has requests in OpenAI's form, which have their own: leave out --task")
         if params["field"] is not None:
             raise OptionError(f"{rows.path} has requests in OpenAI's form, with fields of their own: leave out --field")
         task = "openai"
@@ -224,7 +193,7 @@ def cluster(address: str, params: Mapping[str, Any], rows: int) -> Start:
 
 @contextmanager
 def progress(target: str, *, quiet: bool) -> Iterator[Callable[[Done], None]]:
-    """The command line's bar, with what is done in a second."""
+    """A progress bar with rows and tokens per second."""
     with counting(quiet=quiet) as notify:
 
         def tell(done: Done) -> None:
@@ -235,12 +204,12 @@ def progress(target: str, *, quiet: bool) -> Iterator[Callable[[Done], None]]:
 
 
 def rates(done: Done) -> str:
-    """How fast a run is."""
+    """Rows and tokens per second."""
     return f"{done.rows_per_second:.1f} rows/s, {done.tokens_per_second:.0f} tokens/s"
 
 
 def summary(done: Done) -> str:
-    """A line about a run that is over."""
+    """A line about a finished run."""
     made = f"{done.done - done.before} rows in {duration(done.seconds)} ({rates(done)})"
     earlier = f", {done.before} before" if done.before else ""
     return f"{made}{earlier}, {done.failed} failed"

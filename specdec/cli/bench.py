@@ -1,4 +1,4 @@
-"""`specdec bench` measures a matrix of settings; `specdec tune` finds the best schedule of one pair."""
+"""`specdec bench` measures a matrix of settings, `specdec tune` finds the best schedule of one pair."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from specdec.cli.flags import Backend, Dtype, ExactnessName, GgufFile, Offload, OffloadFolder, Quantization
-from specdec.cli.request import COPYING, WORDS
+from specdec.cli import flags
+from specdec.cli.request import COPYING, WORDS, loading_flags
 from specdec.cli.show import write
-from specdec.cli.terminal import FAILED, MISMATCH, OK, Debug, Quiet, counting, fail, loading, say
+from specdec.cli.terminal import FAILED, MISMATCH, OK, counting, fail, loading, say
 from specdec.core.draft_schedules import SCHEDULES
 from specdec.errors import OptionError
 
@@ -33,7 +33,6 @@ FLAGS = {
     "near_tie": "near_tie",
 }
 DRAFTS = f"Hub id, folder, zoo:python-code, {', '.join(WORDS)} or {COPYING[0]}+MODEL"
-MODE_FLAGS = ("dtype", "quantization", "gguf_file", "offload", "offload_folder", "backend", "exactness")
 
 Out = Annotated[Path | None, typer.Option(help="Folder of samples and report; bench-NAME by default.")]
 Draft = Annotated[
@@ -68,13 +67,13 @@ def bench(
     prompts: PromptSource = None,
     count: Number = None,
     batch: Annotated[list[int] | None, typer.Option(min=1, help="Prompts of one call; repeatable.")] = None,
-    dtype: Dtype = None,
-    quantization: Quantization = None,
-    gguf_file: GgufFile = None,
-    offload: Offload = None,
-    offload_folder: OffloadFolder = None,
-    backend: Backend = None,
-    exactness: ExactnessName = None,
+    dtype: flags.Dtype = None,
+    quantization: flags.Quantization = None,
+    gguf_file: flags.GgufFile = None,
+    offload: flags.Offload = None,
+    offload_folder: flags.OffloadFolder = None,
+    backend: flags.Backend = None,
+    exactness: flags.ExactnessName = None,
     max_new_tokens: Tokens = None,
     repeats: Repeats = None,
     seed: Annotated[int | None, typer.Option(help="Of sampling.")] = None,
@@ -83,8 +82,8 @@ def bench(
     ] = None,
     out: Out = None,
     restart: Annotated[bool, typer.Option("--restart", help="Forget the samples in the folder.")] = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
+    quiet: flags.Quiet = False,
+    debug: flags.Debug = False,
 ) -> int:
     """Measure drafts beside plain decoding. The texts are compared, too, and a report is written.
 
@@ -98,7 +97,7 @@ def bench(
         suite = read_suite(keys)
     folder = out or Path(f"bench-{suite.name}")
     if restart:
-        with suppress(NotADirectoryError):  # which the run tells
+        with suppress(NotADirectoryError):  # the run raises its own error
             (folder / "samples.jsonl").unlink(missing_ok=True)
     with resumable(folder, without=" without --restart" if restart else ""), counting(quiet=quiet) as notify:
         found = results(run(suite, folder, notify))
@@ -108,7 +107,7 @@ def bench(
 
 
 def lines(found: Mapping[str, Any]) -> Iterator[str]:
-    """The outcome as text: every system of every group, then the summary."""
+    """The outcome as lines: every system of every group, then the summary."""
     from specdec.bench import backends
 
     for group in found["groups"]:
@@ -125,7 +124,7 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def concluded(found: Mapping[str, Any], state: str) -> int:
-    """The exit code, after a line on stderr for everything that went wrong."""
+    """The exit code; prints failures and the first mismatch on stderr."""
     for failure in found["failures"]:
         say(f"error: {failure['group']}, {failure['system']}: {failure['error']}", "red")
     wrong = [m for m in found["mismatches"] if m["excuse"] is None]
@@ -142,7 +141,7 @@ def concluded(found: Mapping[str, Any], state: str) -> int:
 
 
 def suite_keys(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a suite: flags over the file of --config."""
+    """The keys of a suite: flags over those of the file of --config."""
     from specdec.options.resolve import read_yaml
 
     file = read_yaml(params["config"]) if params["config"] is not None else {}
@@ -152,25 +151,22 @@ def suite_keys(params: Mapping[str, Any]) -> dict[str, Any]:
     constant = {"schedule": "constant", "num_assistant_tokens": params.get("num_draft_tokens")}
     if schedules := [*(params.get("schedule") or []), *([constant] if params.get("num_draft_tokens") else [])]:
         keys["schedules"] = schedules
-    if mode := {name: params[name] for name in MODE_FLAGS if params[name] is not None}:
+    if mode := loading_flags(params):
         keys["modes"] = [mode]
     if params["count"] is not None:
         sets = keys.get("prompts", file.get("prompts", "code"))
-        keys["prompts"] = [counted(source, params["count"]) for source in (sets if isinstance(sets, list) else [sets])]
+        sets = sets if isinstance(sets, list) else [sets]
+        named = [{"source": one} if isinstance(one, str) else one for one in sets]
+        keys["prompts"] = [{**one, "count": params["count"]} for one in named]
     merged = {**file, **keys}
     if not merged.get("targets"):
         raise OptionError("no target was named: pass TARGET, or a --config file with `targets`")
     return merged
 
 
-def counted(source: str | Mapping[str, Any], count: int) -> dict[str, Any]:
-    """A prompt set with this many prompts."""
-    return {**({"source": source} if isinstance(source, str) else source), "count": count}
-
-
 @contextmanager
 def resumable(folder: Path | None, *, without: str = "") -> Iterator[None]:
-    """Tells at Ctrl-C how a run with this folder goes on; `without` is a flag that would forget its samples."""
+    """Prints at Ctrl-C how to resume a run in this folder; `without` names a flag that would forget its samples."""
     try:
         yield
     except KeyboardInterrupt:
@@ -190,18 +186,18 @@ def tune(
     ] = None,
     temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Prompts of one call.")] = None,
-    dtype: Dtype = None,
-    quantization: Quantization = None,
-    gguf_file: GgufFile = None,
-    offload: Offload = None,
-    offload_folder: OffloadFolder = None,
-    backend: Backend = None,
-    exactness: ExactnessName = None,
+    dtype: flags.Dtype = None,
+    quantization: flags.Quantization = None,
+    gguf_file: flags.GgufFile = None,
+    offload: flags.Offload = None,
+    offload_folder: flags.OffloadFolder = None,
+    backend: flags.Backend = None,
+    exactness: flags.ExactnessName = None,
     max_new_tokens: Tokens = None,
     repeats: Repeats = None,
     out: Out = None,
-    quiet: Quiet = False,
-    debug: Debug = False,
+    quiet: flags.Quiet = False,
+    debug: flags.Debug = False,
 ) -> int:
     """Find the best schedule of a pair for your prompts. Where plain decoding is best, that is what it prints.
 
@@ -228,7 +224,7 @@ def tune(
 
 
 def schedules_table(systems: list[dict[str, Any]], chosen: Mapping[str, Any]) -> Table:
-    """Every schedule, the fastest first."""
+    """The table of schedules."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("schedule", "ms per token", "speedup", "95% interval", "acceptance length", "accepted"):
         table.add_column(name, justify="left" if name == "schedule" else "right")
@@ -246,7 +242,7 @@ def schedules_table(systems: list[dict[str, Any]], chosen: Mapping[str, Any]) ->
 
 
 def verdict(chosen: Mapping[str, Any]) -> str:
-    """What was found, in words."""
+    """The result in words."""
     if chosen["speedup"] is None:
         return "no schedule is clearly faster than plain decoding here: leave the draft off"
     return str(chosen["speedup"]["words"])

@@ -1,4 +1,4 @@
-"""The `specdec` command: its entry point, `generate`, and what becomes of an error."""
+"""The `specdec` command: its entry point, `generate`, errors and exit codes."""
 
 from __future__ import annotations
 
@@ -12,34 +12,15 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from specdec.cli import flags
 from specdec.cli.batch import batch
 from specdec.cli.bench import bench, tune
 from specdec.cli.compile import compile_
 from specdec.cli.distill import distill
 from specdec.cli.doctor import doctor
-from specdec.cli.flags import (
-    Backend,
-    ConfigFile,
-    DeviceMap,
-    DraftTokens,
-    Dtype,
-    ExactnessName,
-    GgufFile,
-    Method,
-    Offload,
-    OffloadFolder,
-    Quantization,
-    RemoteCode,
-    ScheduleName,
-    Settings,
-    Stats,
-    TpPlan,
-    one_of,
-    own_pairs,
-)
 from specdec.cli.load import first_of_job, load
 from specdec.cli.pair import demo, zoo
-from specdec.cli.request import DEFAULT_NEW_TOKENS, read_prediction, read_prompt, read_request
+from specdec.cli.request import read_prediction, read_prompt, read_request
 from specdec.cli.serve import serve
 from specdec.cli.show import Printer, print_texts, report, show_stats, write
 from specdec.cli.summarize import summarize
@@ -50,8 +31,6 @@ from specdec.cli.terminal import (
     INTERRUPTED,
     OK,
     USAGE,
-    Debug,
-    Quiet,
     abandon_stdout,
     fail,
     is_beside,
@@ -69,7 +48,7 @@ app = typer.Typer(
 
 
 def example(command: str) -> str:
-    """The last line of a command's help, not to be broken."""
+    """The last line of a command's help, which is not wrapped."""
     return f"\b\nExample: {EXAMPLES[command]}"
 
 
@@ -85,7 +64,7 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs one command and returns its exit code; errors become one line on stderr, unless --debug is given."""
+    """Runs one command and returns its exit code; an error is one line on stderr, after its traceback with --debug."""
     debug = "--debug" in arguments
     beside = is_beside(arguments)
     quiet = beside or "--quiet" in arguments or "-q" in arguments
@@ -94,7 +73,7 @@ def run(arguments: Sequence[str]) -> int:
         try:
             code = app(list(arguments), prog_name="specdec", standalone_mode=False)
             sys.stdout.flush()
-            if code == INTERRUPTED:  # where a command did not catch it, the parser did, and was silent
+            if code == INTERRUPTED:  # by the parser, in silence
                 say("interrupted")
             return code if isinstance(code, int) else OK
         except SystemExit as leaving:
@@ -113,9 +92,9 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _explain(error: Exception) -> tuple[str, int]:
-    """One line about an error, and the exit code for it."""
+    """One line about an error, and its exit code."""
     message = getattr(error, "format_message", None)
-    if message is not None:  # the parser's own
+    if message is not None:  # an error of the parser
         return f"error: {message()}", USAGE
     if isinstance(error, OptionError):
         return f"error: {error}", USAGE
@@ -125,7 +104,7 @@ def _explain(error: Exception) -> tuple[str, int]:
 
 
 def _show_warning(*, quiet: bool) -> Any:
-    shown: set[str] = set()  # options are checked before the models are loaded, and by every call
+    shown: set[str] = set()  # options are checked before models are loaded and again by every call
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
         line = "warning: " + " ".join(str(message).split())
@@ -140,7 +119,7 @@ def _show_warning(*, quiet: bool) -> Any:
 def root(
     ctx: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
-    debug: Debug = False,
+    debug: flags.Debug = False,
 ) -> None:
     """Speculative decoding: the same text, in fewer passes over the model's weights."""
     if version:
@@ -162,7 +141,7 @@ def generate(
         typer.Argument(
             metavar="TARGET",
             help="Hub id, folder, GGUF file, or zoo:NAME (specdec zoo lists them); may come from --config.",
-            autocompletion=own_pairs,
+            autocompletion=flags.own_pairs,
         ),
     ] = None,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The text to continue; - reads stdin.")] = None,
@@ -175,57 +154,53 @@ def generate(
     ] = None,
     draft_model: Annotated[
         str | None,
-        typer.Option(help="A smaller model: hub id, folder, GGUF file, or zoo:NAME.", autocompletion=own_pairs),
+        typer.Option(help="A smaller model: hub id, folder, GGUF file, or zoo:NAME.", autocompletion=flags.own_pairs),
     ] = None,
-    method: Method = None,
-    num_draft_tokens: DraftTokens = None,
+    method: flags.Method = None,
+    num_draft_tokens: flags.DraftTokens = None,
     num_draft_branches: Annotated[
         int | None, typer.Option(help="Let a draft model guess trees: so many nodes go on at every depth.")
     ] = None,
-    schedule: ScheduleName = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(help=f"Length limit, {DEFAULT_NEW_TOKENS} if nothing sets one.")
-    ] = None,
-    sample: Annotated[
-        bool | None, typer.Option("--sample/--greedy", help="Draw tokens, or take the likeliest.")
-    ] = None,
+    schedule: flags.ScheduleName = None,
+    max_new_tokens: flags.MaxNewTokens = None,
+    sample: flags.Sample = None,
     temperature: Annotated[float | None, typer.Option(help="Implies --sample, like the next three.")] = None,
-    top_k: Annotated[int | None, typer.Option()] = None,
-    top_p: Annotated[float | None, typer.Option()] = None,
+    top_k: flags.TopK = None,
+    top_p: flags.TopP = None,
     sampling: Annotated[
-        str | None, typer.Option(help=f"One of {', '.join(SAMPLING)}.", autocompletion=one_of(SAMPLING))
+        str | None, typer.Option(help=f"One of {', '.join(SAMPLING)}.", autocompletion=flags.one_of(SAMPLING))
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Of sampling; without it a fresh one, which --json tells.")] = None,
     num_return_sequences: Annotated[int | None, typer.Option(help="How many samples.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; repeatable.")] = None,
-    dtype: Dtype = None,
-    quantization: Quantization = None,
-    gguf_file: GgufFile = None,
-    backend: Backend = None,
-    exactness: ExactnessName = None,
-    device_map: DeviceMap = None,
+    dtype: flags.Dtype = None,
+    quantization: flags.Quantization = None,
+    gguf_file: flags.GgufFile = None,
+    backend: flags.Backend = None,
+    exactness: flags.ExactnessName = None,
+    device_map: flags.DeviceMap = None,
     max_memory: Annotated[
         list[str] | None, typer.Option(metavar="DEVICE=SIZE", help="Most memory, as in cpu=2GiB; repeatable.")
     ] = None,
-    offload: Offload = None,
-    offload_folder: OffloadFolder = None,
-    tp_plan: TpPlan = None,
+    offload: flags.Offload = None,
+    offload_folder: flags.OffloadFolder = None,
+    tp_plan: flags.TpPlan = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the target on the hub.")] = None,
     draft_dtype: Annotated[str | None, typer.Option(help="The same for the draft; by default the target's.")] = None,
     draft_quantization: Annotated[str | None, typer.Option(help="The same for the draft.")] = None,
     draft_gguf_file: Annotated[str | None, typer.Option(metavar="NAME", help="The same for the draft.")] = None,
     draft_revision: Annotated[str | None, typer.Option(help="The same for the draft.")] = None,
-    config: ConfigFile = None,
-    set_: Settings = None,
-    json_: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
-    stats: Stats = False,
+    config: flags.ConfigFile = None,
+    set_: flags.Settings = None,
+    json_: flags.Json = False,
+    stats: flags.Stats = False,
     show_draft: Annotated[
         bool, typer.Option("--show-draft", help="Colour what came from the draft; without colours, mark it ⟦so⟧.")
     ] = False,
     stream: Annotated[bool, typer.Option(help="Print text as it comes.")] = True,
-    trust_remote_code: RemoteCode = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
+    trust_remote_code: flags.RemoteCode = False,
+    quiet: flags.Quiet = False,
+    debug: flags.Debug = False,
 ) -> int:
     """Continue a prompt, or answer it (--chat), helped by a draft. The text is TARGET's own."""
     request = read_request(ctx.params)
@@ -236,7 +211,8 @@ def generate(
     with stop_on_interrupt() as interrupt:
         call: dict[str, Any] = {**request.options, "stopping_criteria": [interrupt], "prediction": expected}
         chat = chat or system is not None
-        call |= {"messages": messages(text, system)} if chat else {"prompt": text}
+        before = [] if system is None else [{"role": "system", "content": system}]
+        call |= {"messages": [*before, {"role": "user", "content": text}]} if chat else {"prompt": text}
         if live:
             printer = Printer(Console(), generator.tokenizer, show_draft=show_draft)
             out = printer.follow(generator.stream(**call))
@@ -257,15 +233,9 @@ def generate(
 
 
 def hint_at_chat(tokenizer: Any, texts: Sequence[str]) -> None:
-    """A line on stderr where a chat model ended at once, as many do after a prompt that is no message."""
+    """Hints at --chat where a chat model ended at once, as many do after a prompt without a template."""
     if not any(text.strip() for text in texts) and getattr(tokenizer, "chat_template", None):
         say("hint: the text is empty, and a plain prompt does not go through the chat template of this model: --chat")
-
-
-def messages(text: str, system: str | None) -> list[dict[str, str]]:
-    """A conversation of one message, behind what the system says."""
-    before = [] if system is None else [{"role": "system", "content": system}]
-    return [*before, {"role": "user", "content": text}]
 
 
 app.command(epilog=example("demo"))(demo)

@@ -1,33 +1,35 @@
-"""`compile`: has the passes of models compiled before they are needed."""
+"""`specdec compile`: compiles the passes of models in advance."""
 
 from __future__ import annotations
 
 from threading import Thread
 from time import monotonic
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specdec.cli.flags import Dtype, GgufFile, Quantization, RemoteCode
-from specdec.cli.terminal import FAILED, OK, Debug, Quiet, counting, duration, fail, loading, say
+from specdec.cli import flags
+from specdec.cli.request import loading_flags
+from specdec.cli.terminal import FAILED, OK, counting, duration, fail, loading, say
 
 if TYPE_CHECKING:
     from specdec.generator.generator import SpecGenerator
 
-_SECONDS = 60.0  # that a model takes, about
+_SECONDS = 60.0  # per model, about
 
 
 def compile_(
+    ctx: typer.Context,
     target: Annotated[
         str, typer.Argument(metavar="TARGET", help="Hub id, folder, GGUF file, or zoo:NAME (specdec zoo lists them).")
     ],
-    draft_model: Annotated[str | None, typer.Option(help="A smaller model: hub id, folder, or zoo:NAME.")] = None,
-    dtype: Dtype = None,
-    quantization: Quantization = None,
-    gguf_file: GgufFile = None,
-    trust_remote_code: RemoteCode = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
+    draft_model: flags.DraftModel = None,
+    dtype: flags.Dtype = None,
+    quantization: flags.Quantization = None,
+    gguf_file: flags.GgufFile = None,
+    trust_remote_code: flags.RemoteCode = False,
+    quiet: flags.Quiet = False,
+    debug: flags.Debug = False,
 ) -> int:
     """Compile the passes of TARGET and its draft, once and for all. It takes about a minute each."""
     from specdec import kernels
@@ -35,13 +37,9 @@ def compile_(
 
     if (missing := kernels.lack()) is not None:
         return fail(f"error: nothing can be compiled here, {missing}", FAILED)
-    given = {"dtype": dtype, "quantization": quantization, "gguf_file": gguf_file}
-    how: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     began = monotonic()
     with loading(f"loading {target}", quiet=quiet):
-        generator = SpecGenerator.from_pretrained(
-            target, draft_model, backend="compiled", trust_remote_code=trust_remote_code, **how
-        )
+        generator = SpecGenerator.from_pretrained(target, draft_model, backend="compiled", **loading_flags(ctx.params))
     try:
         ready = _wait(generator, quiet=quiet)
     except KeyboardInterrupt:
@@ -55,10 +53,11 @@ def compile_(
 
 
 def _wait(generator: SpecGenerator, *, quiet: bool) -> bool:
-    """Waits for compiled code, with about the time that it takes; whether all models run on it."""
+    """Waits for compiled code, with an estimated bar; returns whether all models run on it."""
     drafts = generator.drafter.models if generator.drafter is not None else ()
     models, began = (generator.target, *drafts), monotonic()
-    waiting = [Thread(target=model.wait_until_compiled, daemon=True) for model in models]  # Ctrl-C leaves them
+    # so that Ctrl-C ends the process
+    waiting = [Thread(target=model.wait_until_compiled, daemon=True) for model in models]
     for thread in waiting:
         thread.start()
     with counting(quiet=quiet) as notify:

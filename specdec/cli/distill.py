@@ -1,4 +1,4 @@
-"""`distill`: a draft for a target that has none."""
+"""`specdec distill`: trains a draft for a target."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Annotated, Any
 
 import typer
 
-from specdec.cli.flags import DeviceMap, Dtype, RemoteCode
-from specdec.cli.request import locate
-from specdec.cli.terminal import INTERRUPTED, OK, Debug, Quiet, counting, loading, say, stop_on_interrupt
+from specdec.cli import flags
+from specdec.cli.request import loading_flags, locate
+from specdec.cli.terminal import INTERRUPTED, OK, counting, loading, say, stop_on_interrupt
 
 _ALL = 1_000_000  # prompts
 
 
 def distill(
+    ctx: typer.Context,
     target: Annotated[
         str, typer.Argument(metavar="TARGET", help="Hub id, folder, or zoo:NAME (specdec zoo lists them).")
     ],
@@ -42,18 +43,17 @@ def distill(
     cache_gib: Annotated[
         float, typer.Option(help="Disk for what the target says, which is then asked once; with --audio as much again.")
     ] = 4.0,
-    dtype: Dtype = None,
-    device_map: DeviceMap = None,
-    trust_remote_code: RemoteCode = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
+    dtype: flags.Dtype = None,
+    device_map: flags.DeviceMap = None,
+    trust_remote_code: flags.RemoteCode = False,
+    quiet: flags.Quiet = False,
+    debug: flags.Debug = False,
 ) -> int:
     """Train a draft for TARGET, which `--draft-model` takes. Ctrl-C ends early, and the same command goes on."""
     from specdec.bench.prompts import read_prompts
     from specdec.distill.distill import distill
 
     asked = [prompt.text for source in prompts or [] for prompt in read_prompts(source, _ALL)]
-    how = {"dtype": dtype, "device_map": device_map, "trust_remote_code": trust_remote_code or None}
     with loading("", quiet=True), stop_on_interrupt() as interrupt, counting(quiet=quiet) as notify:
         card = distill(
             locate(target, "target", "TARGET"),
@@ -70,7 +70,7 @@ def distill(
             cache_gib=cache_gib,
             notify=notify,
             is_stopped=lambda: interrupt.asked,
-            **{name: value for name, value in how.items() if value is not None},
+            **loading_flags(ctx.params),
         )
     for line in report(card):
         print(line)
@@ -81,7 +81,7 @@ def distill(
 
 
 def report(card: Mapping[str, Any]) -> Iterator[str]:
-    """What became of it, on held-out texts."""
+    """The figures of a draft on held-out texts."""
     yield f"steps                   {card['steps']} ({card['tokens']:,} tokens, {card['seconds']:.0f} s)"
     if card["loss"] is not None:
         yield f"loss                    {card['loss']:.3f} nats"

@@ -1,11 +1,10 @@
-"""`specdec doctor`: what this machine, this installation and a pair are fit for, and what mends the bad findings."""
+"""`specdec doctor`: examines the machine, the installation and a pair; each bad finding has a remedy."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import textwrap
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -19,21 +18,11 @@ from packaging.requirements import Requirement
 from rich.console import Console
 from rich.style import Style
 
-from specdec.cli.flags import (
-    Backend,
-    DeviceMap,
-    Dtype,
-    ExactnessName,
-    GgufFile,
-    Method,
-    Quantization,
-    RemoteCode,
-    own_pairs,
-)
+from specdec.cli import flags
 from specdec.cli.load import load
 from specdec.cli.request import read_request
 from specdec.cli.show import PROMPT, write
-from specdec.cli.terminal import FAILED, OK, Debug, Quiet, loading
+from specdec.cli.terminal import FAILED, OK, loading
 from specdec.errors import SpecdecError
 from specdec.options.versions import versions
 
@@ -56,20 +45,20 @@ _EXTRAS = {
     "serve": "specdec serve",
     "summaries": "ROUGE",
 }
-"""Extras of the package, and what they bring."""
+"""Extras of the package, and what they add."""
 _SECONDS = 10.0
-_TOKENS = (8, 96)  # new ones of an estimate's texts, at least and at most
+_TOKENS = (8, 96)  # least and most new tokens of an estimate's texts
 _LEAST = 3  # prompts of an estimate
-_TEXTS = 4 * _LEAST  # that are written for them, warm-ups aside
+_TEXTS = 4 * _LEAST  # two plain and two assisted ones per prompt, warm-ups aside
 _FASTER = "specdec tune finds the best schedule, specdec bench measures with intervals"
 _SLOWER = "--method suffix for text that copies, a smaller draft, or specdec distill; specdec tune tries schedules"
 _MARKS = {"good": ("✓", Style(color="green")), "note": ("·", PROMPT), "bad": ("✗", Style(color="red", bold=True))}
-_WIDTH = 16  # of names
+_WIDTH = 16  # columns of a name
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the examination: what was looked at, what was found, and what mends it where it is not good."""
+    """One line of the examination: the part of a section, its state in words, and the remedy where it is not good."""
 
     section: str
     name: str
@@ -79,7 +68,7 @@ class Finding:
 
 
 def machine() -> Iterator[Finding]:
-    """The processor, its memory and how fast that is read, accelerators."""
+    """Processor, threads, memory and its bandwidth, accelerator."""
     import torch
 
     from specdec.bench.machine import FEWER_THREADS, memory_bandwidth, provenance, waiting_threads
@@ -87,7 +76,7 @@ def machine() -> Iterator[Finding]:
 
     found = provenance()
     yield Finding("machine", "processor", f"{found['processor']}: {found['cores']} cores, {found['threads']} threads")
-    yield Finding("machine", "instructions", " ".join(found["flags"]) or "not told by the system", "note")
+    yield Finding("machine", "instructions", " ".join(found["flags"]) or "unknown", "note")
     waiting = waiting_threads()
     remedy = None if waiting is None else FEWER_THREADS
     text = waiting or f"torch uses {found['threads']}, which do not wait for cores"
@@ -106,12 +95,12 @@ def _accelerator(name: str | None) -> Finding:
         return Finding("machine", "accelerator", f"{name}: {whole / 2**30:.1f} GiB, {free / 2**30:.1f} free")
     if shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia").exists():
         remedy = "pip install torch, without a CPU build's index or constraints"
-        return Finding("machine", "accelerator", "there is one, which this torch does not see", "bad", remedy)
+        return Finding("machine", "accelerator", "installed, but this torch does not see it", "bad", remedy)
     return Finding("machine", "accelerator", "none: models run on the processor", "note")
 
 
 def installation() -> Iterator[Finding]:
-    """Versions beside those that were tested, the kernels, and the extras."""
+    """Versions, kernels and extras."""
     from specdec import kernels
 
     needed = [Requirement(text) for text in _requirements()]
@@ -132,7 +121,7 @@ def installation() -> Iterator[Finding]:
         yield Finding("installation", "kernels", text, "bad", missing.way_out or None)
     for extra, brings in _EXTRAS.items():
         own = [one for one in needed if one.marker is not None and one.marker.evaluate({"extra": extra})]
-        if not own:  # an older installation does not know it
+        if not own:  # an older installation lacks this extra
             continue
         lacking = [one.name for one in own if _lacks(one)]
         if lacking:
@@ -143,7 +132,7 @@ def installation() -> Iterator[Finding]:
 
 
 def _requirements() -> list[str]:
-    """What the package says that it needs; nothing where it runs from its folder, uninstalled."""
+    """The package's requirements; none where it is not installed."""
     try:
         return requires(_DISTRIBUTION) or []
     except PackageNotFoundError:
@@ -158,17 +147,19 @@ def _version(package: str) -> str | None:
 
 
 def _lacks(needed: Requirement) -> bool:
-    """Whether a package is missing, or of a version that was not tested."""
+    """Whether a package is missing, or its version is outside the tested range."""
     found = _version(needed.name)
     return found is None or not needed.specifier.contains(found, prereleases=True)
 
 
 def models(generator: SpecGenerator) -> Iterator[Finding]:
-    """The target, its backend, and whether its draft fits it."""
+    """Target and draft, their backends, and whether they fit."""
     drafter = generator.drafter
     parts = [("target", generator.target), *(("draft", one) for one in (drafter.models if drafter else ()))]
     for role, model in parts:
-        yield Finding("models", role, _described(model))
+        kind, dtype = type(model.model).__name__, str(model.dtype).removeprefix("torch.")
+        weights = f"{model.weight_bytes / 2**20:.0f} MiB of weights"
+        yield Finding("models", role, f"{kind}, {model.num_layers} layers, {dtype}, {weights}")
         yield _backend(role, model)
     if generator.target.capability.store != "kv":
         yield Finding("models", "cache", f"{generator.target.capability.reason}: guesses cost more here", "note")
@@ -179,14 +170,8 @@ def models(generator: SpecGenerator) -> Iterator[Finding]:
         yield _fit(generator)
 
 
-def _described(model: LanguageModel) -> str:
-    weights = f"{model.weight_bytes / 2**20:.0f} MiB of weights"
-    kind = type(model.model).__name__
-    return f"{kind}, {model.num_layers} layers, {str(model.dtype).removeprefix('torch.')}, {weights}"
-
-
 def _backend(role: str, model: LanguageModel) -> Finding:
-    """The backend of a model that was loaded here, and the reason for it."""
+    """The backend that a model was loaded with, and the reason for it."""
     from specdec import kernels
     from specdec.models.backends.packed_layers import why_not_packed
 
@@ -205,7 +190,7 @@ def _backend(role: str, model: LanguageModel) -> Finding:
 
 
 def _fit(generator: SpecGenerator) -> Finding:
-    """How target and draft understand each other; where they do not, loading them failed."""
+    """How the draft's guesses reach the target; a pair that does not fit fails to load."""
     from specdec.proposers.model import ModelDrafter
     from specdec.proposers.other_tokenizer.by_text import TextBridge
 
@@ -224,7 +209,7 @@ def _fit(generator: SpecGenerator) -> Finding:
 
 
 def estimate(generator: SpecGenerator, texts: Sequence[str], *, seconds: float = _SECONDS) -> Iterator[Finding]:
-    """Plain and assisted greedy decoding of held-out code, or of `texts`, in turn, for about `seconds`."""
+    """Decodes `texts` or held-out code for about `seconds`, plain and assisted in turn, greedily."""
     from specdec.bench.duel import PROMPTS, prompt
     from specdec.bench.machine import Watch
     from specdec.generator.generator import SpecGenerator
@@ -232,7 +217,9 @@ def estimate(generator: SpecGenerator, texts: Sequence[str], *, seconds: float =
     if generator.drafter is None:
         return
     if generator.tokenizer is None or generator.target.model.main_input_name != "input_ids":
-        yield Finding("estimate", "speed", "only of models that read text: specdec transcribe --stats tells", "note")
+        yield Finding(
+            "estimate", "speed", "measured for models that read text alone: see specdec transcribe --stats", "note"
+        )
         return
     plain = SpecGenerator(generator.target, tokenizer=generator.tokenizer)
     watch = Watch()
@@ -242,19 +229,19 @@ def estimate(generator: SpecGenerator, texts: Sequence[str], *, seconds: float =
     length = median(one.assisted.stats.mean_acceptance_length for one in runs if one.assisted.stats is not None)
     words = f"{speedup:.2f}x: {slow:.0f} tokens/s plain, {fast:.0f} with the draft, {length:.2f} tokens per round"
     source = f"{len(runs)} {'of your prompts' if texts else 'prompt(s) of held-out code'}, greedy"
-    pays = speedup > 1.02 and length > 1.05  # where nothing is accepted, nothing is gained but by chance
+    pays = speedup > 1.02 and length > 1.05  # without accepted tokens a gain is chance
     yield Finding("estimate", "speed", f"{words}; {source}", "good" if pays else "note", _FASTER if pays else _SLOWER)
     yield _compared(generator.target, runs)
     yield Finding("estimate", "machine", watch.verdict(), "note")
 
 
 def _compared(target: LanguageModel, runs: Sequence[Duel]) -> Finding:
-    """Whether the texts are the same with the draft and without."""
+    """Whether plain and assisted texts are equal."""
     different = f"{sum(one.difference is not None for one in runs)} of {len(runs)}"
     if all(one.difference is None for one in runs):
         return Finding("estimate", "texts", "the same with the draft and without")
     if target.exactness in ("exact", "strict"):
-        return Finding("estimate", "texts", f"{different} differ, which must not be", "bad", "please report it")
+        return Finding("estimate", "texts", f"{different} differ, which is a bug", "bad", "please report it")
     remedy = "--exactness strict, or --dtype float32, makes them the same"
     return Finding("estimate", "texts", f"{different} part at a near-tie", "note", remedy)
 
@@ -262,7 +249,7 @@ def _compared(target: LanguageModel, runs: Sequence[Duel]) -> Finding:
 def _duels(
     assisted: SpecGenerator, plain: SpecGenerator, texts: Sequence[str], seconds: float, watch: Watch
 ) -> Iterator[Duel]:
-    """Runs of one prompt after another, of lengths that let a few of them fit into the time."""
+    """Runs of one prompt after another; texts are so long that a few fit into `seconds`."""
     from specdec.bench.duel import WARM_UP, duel
 
     options: dict[str, Any] = {"eos_token_id": []}
@@ -282,25 +269,25 @@ def doctor(
         typer.Argument(
             metavar="TARGET",
             help="A model to examine too: hub id, folder, GGUF file, or zoo:NAME.",
-            autocompletion=own_pairs,
+            autocompletion=flags.own_pairs,
         ),
     ] = None,
-    draft_model: Annotated[str | None, typer.Option(help="A smaller model: hub id, folder, or zoo:NAME.")] = None,
-    method: Method = None,
+    draft_model: flags.DraftModel = None,
+    method: flags.Method = None,
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", "-p", help="Text for the estimate; repeatable. Else code.")
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="How long the estimate may take, about.")] = _SECONDS,
-    dtype: Dtype = None,
-    quantization: Quantization = None,
-    gguf_file: GgufFile = None,
-    backend: Backend = None,
-    exactness: ExactnessName = None,
-    device_map: DeviceMap = None,
-    json_: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
-    trust_remote_code: RemoteCode = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
+    dtype: flags.Dtype = None,
+    quantization: flags.Quantization = None,
+    gguf_file: flags.GgufFile = None,
+    backend: flags.Backend = None,
+    exactness: flags.ExactnessName = None,
+    device_map: flags.DeviceMap = None,
+    json_: flags.Json = False,
+    trust_remote_code: flags.RemoteCode = False,
+    quiet: flags.Quiet = False,
+    debug: flags.Debug = False,
 ) -> int:
     """Say what is here, what is missing, and how well a pair fits.
 
@@ -320,14 +307,13 @@ def doctor(
 
 
 def _examine(params: Mapping[str, Any], *, quiet: bool) -> Iterator[Finding]:
-    """Findings as they come, with a sign of life before each."""
+    """Yields findings one by one, with a spinner before each section."""
     with loading("looking at the machine", quiet=quiet):
         here = [*machine(), *installation()]
     yield from here
     if params["target"] is None:
         return
-    flags = {**params, "set_": None}
-    request = read_request(defaultdict(lambda: None, flags))
+    request = read_request(params)
     try:
         generator: SpecGenerator = load(request, quiet=quiet, schedule="cost")
     except SpecdecError as error:
@@ -340,14 +326,14 @@ def _examine(params: Mapping[str, Any], *, quiet: bool) -> Iterator[Finding]:
 
 
 def _show(finding: Finding, *, headed: bool) -> None:
-    """One line, with the way out below it; under a heading where a section begins."""
+    """Prints one line and its remedy, under a heading where a section begins."""
     out = Console()
     mark, style = _MARKS[finding.state]
     if headed:
         write(out, f"{finding.section}\n", Style(bold=True))
     write(out, f"  {mark} ", style)
     text = finding.text
-    if out.is_terminal:  # long ones go on below where they began
+    if out.is_terminal:  # long texts are indented
         margin = _WIDTH + 5
         text = f"\n{'':<{margin}}".join(textwrap.wrap(text, max(out.width - margin, 30)))
     write(out, f"{finding.name:<{_WIDTH}} {text}\n")

@@ -1,4 +1,4 @@
-"""Models brought in for a command, with a sign of life while that takes."""
+"""Loads models for a command, with a spinner."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def first_of_job(request: Request) -> None:
-    """Returns in the first process of those that share the target; the others stay in here, and leave when it ends."""
+    """Returns in the first of the processes that share the target; the others run in here until it ends."""
     if request.loading.get("tp_plan") is not None:
         from specdec.parallel.load import leading
 
@@ -22,7 +22,7 @@ def first_of_job(request: Request) -> None:
 
 
 def load(request: Request, *, quiet: bool, **more: Any) -> SpecGenerator:
-    """The generator that a request names; `more` goes to `from_pretrained` too."""
+    """The generator of a request; `more` are further arguments of `from_pretrained`."""
     target = locate(request.target, "target", "TARGET")
     models = [target, *([request.draft_model] if request.draft_model else [])]
     downloads = not all(Path(model).exists() for model in models)

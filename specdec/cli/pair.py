@@ -1,4 +1,4 @@
-"""The models that come with the package: `specdec demo` shows them at work, `specdec zoo` lists them."""
+"""The models of the package: `specdec demo` runs a pair, `specdec zoo` lists them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import typer
 from rich.console import Console
 from rich.style import Style
 
+from specdec.cli import flags
 from specdec.cli.request import DEFAULT_NEW_TOKENS
 from specdec.cli.show import ACCEPTED, PROMPT, TARGET, Printer, has_colours, write
-from specdec.cli.terminal import MISMATCH, OK, Debug, Quiet, fail, loading, say
+from specdec.cli.terminal import MISMATCH, OK, fail, loading, say
 
 if TYPE_CHECKING:
     from specdec.bench.duel import Duel
@@ -20,16 +21,16 @@ if TYPE_CHECKING:
     from specdec.core.stats import Stats
 
 HEADING = Style(bold=True)
-LOOKS = 20  # of a few milliseconds, at the machine
+LOOKS = 20  # of `Watch`, a few milliseconds each
 
 
 def demo(
     seed: Annotated[int, typer.Option(help="Chooses the prompt, and the text if sampling.")] = 0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of the continuation.")] = DEFAULT_NEW_TOKENS,
-    sample: Annotated[bool, typer.Option("--sample/--greedy", help="Draw tokens, or take the likeliest.")] = False,
+    sample: flags.Sample = False,
     temperature: Annotated[float | None, typer.Option(help="Implies --sample.")] = None,
-    quiet: Quiet = False,
-    debug: Debug = False,
+    quiet: flags.Quiet = False,
+    debug: flags.Debug = False,
 ) -> int:
     """Watch a small model write code alone, then with its draft. Then see where the time went."""
     from specdec.options import bundled_models
@@ -50,7 +51,7 @@ def demo(
             generator.generate(text, **{**options, "max_new_tokens": 1})
     for _ in range(LOOKS):
         watch.look()
-    told = _tell_busy(watch, quiet=quiet)  # now, as what follows may take minutes
+    reported = _report_busy(watch, quiet=quiet)  # now, since decoding may take minutes
     for heading, generator in (("the target alone", plain), ("the target and its draft", assisted)):
         write(out, f"── {heading} ──\n", HEADING)
         write(out, text, PROMPT)
@@ -69,20 +70,20 @@ def demo(
         for words, style in parts:
             write(out, words, style)
     write(out, f"\n{verdict(result)}\n")
-    if not told:
-        _tell_busy(watch, quiet=quiet)
+    if not reported:
+        _report_busy(watch, quiet=quiet)
     return _compared(result, assisted.tokenizer)
 
 
-def _tell_busy(watch: Watch, *, quiet: bool) -> bool:
-    """Whether other programs slow the demo down, of which a line on stderr tells."""
+def _report_busy(watch: Watch, *, quiet: bool) -> bool:
+    """Returns whether other programs slow the demo down, and prints it on stderr."""
     if watch.busy and not quiet:
         say(watch.verdict())
     return watch.busy
 
 
 def time_spent(duel: Duel, width: int = 40) -> Iterator[list[tuple[str, Style]]]:
-    """A bar for each way of decoding, as long as it took, in parts for what took it; styled pieces of lines."""
+    """Styled pieces of lines: a bar for plain and for assisted decoding, as long as they took, in phases."""
     runs = [(name, out.stats) for name, out in (("alone", duel.plain), ("with draft", duel.assisted)) if out.stats]
     longest = max((stats.seconds for _, stats in runs), default=1.0) or 1.0
     yield [("where the time went\n", HEADING)]
@@ -90,14 +91,14 @@ def time_spent(duel: Duel, width: int = 40) -> Iterator[list[tuple[str, Style]]]
         line = [(f"  {name:<11}", TARGET)]
         for _, mark, style, seconds in _phases(stats):
             line.append((mark * round(width * seconds / longest), style))
-        told = f" {stats.seconds:.2f} s, {stats.num_target_passes} passes of the target\n"
-        yield [*line, (told, TARGET)]
+        figures = f" {stats.seconds:.2f} s, {stats.num_target_passes} passes of the target\n"
+        yield [*line, (figures, TARGET)]
     legend = [(f"{mark} {phase}  ", style) for phase, mark, style, _ in _phases(runs[-1][1])] if runs else []
     yield [("             ", TARGET), *legend, ("\n", TARGET)]
 
 
 def _phases(stats: Stats) -> list[tuple[str, str, Style, float]]:
-    """What takes the time of a call: in words, by a mark and a style, in seconds."""
+    """The phases of a call: name, mark, style, seconds."""
     rest = stats.select_seconds + stats.other_seconds
     return [
         ("target", "█", Style(color="blue"), stats.verify_seconds),
@@ -107,7 +108,7 @@ def _phases(stats: Stats) -> list[tuple[str, str, Style, float]]:
 
 
 def verdict(duel: Duel) -> str:
-    """The one line of statistics."""
+    """Statistics in one line."""
     stats = duel.assisted.stats
     length = stats.mean_acceptance_length if stats is not None else 1.0
     return " · ".join(
@@ -129,7 +130,7 @@ def comparison(speedup: float) -> str:
 
 
 def _compared(duel: Duel, tokenizer: Any) -> int:
-    """The exit code; where the two texts part, says so."""
+    """The exit code; prints where the two texts differ."""
     if duel.difference is None:
         return OK
     _, position, *tokens = duel.difference
@@ -137,7 +138,7 @@ def _compared(duel: Duel, tokenizer: Any) -> int:
     return fail(f"error: mismatch at new token {position}: plain wrote {plain}, assisted {assisted}", MISMATCH)
 
 
-def zoo(debug: Debug = False) -> None:
+def zoo(debug: flags.Debug = False) -> None:
     """List the models of the package with their cards. Pairs that you made with its recipes follow."""
     from specdec.options import bundled_models as models
 

@@ -1,4 +1,4 @@
-"""What `specdec generate` is asked to do: flags over a YAML file, checked before anything is loaded."""
+"""The request of a command: flags over a YAML file, checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specdec.options.load import NAMES as LOADING
 from specdec.options.load import Loading
 
 DEFAULT_NEW_TOKENS = 128
-# The words for drafts without a model, as they are written.
+# Drafts without a model, as the command line spells them.
 WORDS = tuple(f"{name}:{word.argument}" if word.argument else name for name, word in DRAFT_WORDS.items())
 COPYING = tuple(name for name, word in DRAFT_WORDS.items() if word.copies)
 METHODS = f"auto, draft, {', '.join(WORDS)}, hybrid or none"
@@ -36,7 +36,7 @@ FLAGS = {
     "stop": "stop_strings",
 }
 SAMPLING_FLAGS = ("temperature", "top_k", "top_p", "sampling")
-# Options that name a draft of their own, and so take the place of --method.
+# Options that name a draft, and so replace --method.
 DRAFT_OPTIONS = ("prompt_lookup_num_tokens", "assistant_early_exit")
 CALL_ONLY = (*DRAFT_OPTIONS, "max_matching_ngram_size")
 STRATEGY_OPTIONS = ("strategy", "num_samples", "ranking")
@@ -46,7 +46,7 @@ DRAFT_FLAGS = {f"draft_{name}": name for name in ("dtype", "quantization", "gguf
 
 @dataclass(frozen=True)
 class Request:
-    """What `generate` was asked to do, by flags and file: what to load, and the options of the call."""
+    """The models to load, and the options of the call."""
 
     target: str
     draft: Any
@@ -56,7 +56,7 @@ class Request:
 
     @property
     def draft_model(self) -> str | None:
-        """The draft's model, where the method has one."""
+        """The draft model of a method that has one."""
         if not _runs_model(self.method):
             return None
         return str(self.draft[1] if isinstance(self.draft, tuple) else self.draft)
@@ -69,24 +69,24 @@ def read_request(
     new_tokens: int | None = DEFAULT_NEW_TOKENS,
     seed: int | None = None,
 ) -> Request:
-    """Flags over the file of --config, checked; raises OptionError before anything is loaded.
+    """The request of flags over the file of --config; raises OptionError for what contradicts or is unknown.
 
-    `named` is what the command calls its target, `new_tokens` the length limit and `seed` what sampling goes by where
-    nothing sets them; None leaves the former to the model and draws the latter.
+    `params` may lack flags. `named` is what the command calls its target, `new_tokens` the length limit and `seed`
+    that of sampling where nothing sets them; None leaves the former to the model and draws the latter.
     """
-    file = read_config(params["config"])
-    target = params["target"] or file.get("target")
+    file = read_config(params.get("config"))
+    target = params.get("target") or file.get("target")
     if not target:
         raise OptionError(f"no target was named: pass {named}, or a --config file with a `target`")
-    if params["json_"] and params["show_draft"]:
+    if params.get("json_") and params.get("show_draft"):
         raise OptionError("--show-draft marks text on the screen and --json prints none: leave one of them out")
-    if params["show_draft"] and not params["stream"]:
+    if params.get("show_draft") and not params.get("stream"):
         raise OptionError("--show-draft marks text as it comes: leave out --no-stream")
     loading, rest = read_loading(params, {n: v for n, v in file.items() if n not in NAMED})
     options = read_options(params, rest, new_tokens, seed)
-    if params["show_draft"] and options.get("num_return_sequences", 1) > 1:
+    if params.get("show_draft") and options.get("num_return_sequences", 1) > 1:
         raise OptionError("--show-draft shows one text: leave out --num-return-sequences")
-    locate(target, "target", named)  # the draft may have the same name, and the error would be about that
+    locate(target, "target", named)  # first, as an error about a draft of the same name would mislead
     method, draft = choose_draft(params, file, target, options)
     if "draft_options" in loading and not _runs_model(method):
         raise OptionError(
@@ -98,7 +98,7 @@ def read_request(
 
 
 def read_config(path: Path | None) -> dict[str, Any]:
-    """The keys of a --config file; empty without one."""
+    """The keys of a --config file; none without one."""
     if path is None:
         return {}
     from specdec.options.fields import IDLE, REFUSED
@@ -126,18 +126,23 @@ def read_config(path: Path | None) -> dict[str, Any]:
 
 
 def read_loading(params: Mapping[str, Any], file: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """How models are loaded, flags over the file's, as `from_pretrained` takes it; and the file's other keys."""
+    """The arguments of `from_pretrained` from flags and file, and the file's other keys."""
     own = {name: value for name, value in file.items() if name in (*LOADING, "draft_options")}
-    given = {name: params[name] for name in LOADING if params[name] not in (None, [], (), False)}
+    given = loading_flags(params)
     if "max_memory" in given:
         given["max_memory"] = dict(map(_device_and_size, given["max_memory"]))
     loading = {name: value for name, value in {**own, **given}.items() if value is not None}
-    draft = {name: params[flag] for flag, name in DRAFT_FLAGS.items() if params[flag] is not None}
+    draft = {name: params.get(flag) for flag, name in DRAFT_FLAGS.items() if params.get(flag) is not None}
     if draft:
         loading["draft_options"] = {**(own.get("draft_options") or {}), **draft}
     how, _ = Loading.split({name: value for name, value in loading.items() if name != "draft_options"})
     how.of_draft(loading.get("draft_options"))
     return loading, {name: value for name, value in file.items() if name not in own}
+
+
+def loading_flags(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags about loading that were given."""
+    return {name: value for name in LOADING if (value := params.get(name)) not in (None, [], (), False)}
 
 
 def _device_and_size(text: str) -> tuple[str | int, str]:
@@ -150,16 +155,16 @@ def _device_and_size(text: str) -> tuple[str | int, str]:
 def read_options(
     params: Mapping[str, Any], file: Mapping[str, Any], new_tokens: int | None, seed: int | None = None
 ) -> dict[str, Any]:
-    """The options of the call: flags and --set over the file's, with a length limit, and a seed for sampling."""
+    """The options of the call from flags, --set and file, with a length limit, and a seed for sampling."""
     from specdec.options.resolve import resolve
 
-    flags = {name: params[flag] for flag, name in FLAGS.items() if params[flag] not in (None, [], ())}
-    drawing = [flag for flag in SAMPLING_FLAGS if params[flag] is not None]
-    if drawing and params["sample"] is False:
+    flags = {name: params.get(flag) for flag, name in FLAGS.items() if params.get(flag) not in (None, [], ())}
+    drawing = [flag for flag in SAMPLING_FLAGS if params.get(flag) is not None]
+    if drawing and params.get("sample") is False:
         raise OptionError(f"{_flag(drawing[0])} is about sampling and --greedy forbids it: leave one out")
     if drawing:
         flags["do_sample"] = True
-    extra = read_settings(params["set_"] or [])
+    extra = read_settings(params.get("set_") or [])
     if both := sorted(flags.keys() & extra.keys()):
         raise OptionError(f"`{both[0]}` was set by its flag and by --set: pass one of them")
     options = _over(file, {**flags, **extra})
@@ -175,7 +180,7 @@ def read_options(
 
 
 def _in_flags(error: OptionError, given: Mapping[str, Any]) -> OptionError:
-    """The same error in the words of the command line, for options that were `given` as flags."""
+    """The error with the flags' names for the options that were `given` as flags."""
     text = str(error).replace("`do_sample=True`", "--sample")
     for flag, name in FLAGS.items():
         if name in given:
@@ -188,7 +193,7 @@ def _flag(parameter: str) -> str:
 
 
 def _over(file: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` over `file`; what contradicts a given option by another name gives way, and null unsets."""
+    """`given` over `file`: a given option also replaces its rivals of the file; null unsets."""
     from specdec.options.fields import DRAWING
 
     rivals = [{"max_new_tokens", "max_length"}, {"schedule", "num_assistant_tokens_schedule"}]
@@ -200,7 +205,7 @@ def _over(file: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_settings(settings: Sequence[str]) -> dict[str, Any]:
-    """`KEY=VALUE` pairs of --set, their values read as YAML."""
+    """The `KEY=VALUE` pairs of --set, with values in YAML."""
     import yaml
 
     found = {}
@@ -218,18 +223,18 @@ def read_settings(settings: Sequence[str]) -> dict[str, Any]:
 def choose_draft(
     params: Mapping[str, Any], file: Mapping[str, Any], target: str, options: Mapping[str, Any]
 ) -> tuple[str, Any]:
-    """The method, and the draft as SpecGenerator takes it."""
+    """The method, and the `draft` argument of SpecGenerator."""
     if own := [name for name in DRAFT_OPTIONS if name in options]:
-        if params["method"] or params["draft_model"]:
+        if params.get("method") or params.get("draft_model"):
             raise OptionError(f"`{own[0]}` names a draft, and so do --method and --draft-model: pass one of them")
         return own[0], None
     from_file = file.get("method", "auto")
-    if params["draft_model"] and not _may_run_model(from_file):
+    if params.get("draft_model") and not _may_run_model(from_file):
         from_file = "auto"
-    method: str = params["method"] or from_file
-    model = params["draft_model"] or file.get("draft")
+    method: str = params.get("method") or from_file
+    model = params.get("draft_model") or file.get("draft")
     if not _may_run_model(method):
-        if params["draft_model"]:
+        if params.get("draft_model"):
             raise OptionError(f"--method {method} uses no draft model: leave out --draft-model, or pass --method draft")
         return method, _draft_without_model(method)
     if model is None and target.startswith("zoo:"):
@@ -244,7 +249,7 @@ def choose_draft(
 
 
 def _may_run_model(method: str) -> bool:
-    """Whether a draft model goes with this method."""
+    """Whether this method accepts a draft model."""
     return method == "auto" or _runs_model(method)
 
 
@@ -254,7 +259,7 @@ def _runs_model(method: str) -> bool:
 
 
 def _copied(method: str) -> str | None:
-    """The word of the draft that stands beside the model in `hybrid` or `hybrid:WORD`; None for other methods."""
+    """WORD of `hybrid:WORD`, its default in `hybrid`; None for other methods."""
     name, colon, word = method.partition(":")
     word = word if colon else COPYING[0]
     return word if name == "hybrid" and word in COPYING else None
@@ -270,27 +275,27 @@ def _draft_without_model(method: str) -> str | None:
 
 
 def locate(name: str, role: str, argument: str) -> str:
-    """A model's folder where it comes with the package (`zoo:NAME`), else its id or folder as given."""
+    """The folder of a model of the package (`zoo:NAME`), else the name as given."""
     from specdec.options import bundled_models
 
     return bundled_models.locate(name, role, argument)
 
 
 def read_prompt(prompt: str | None) -> str:
-    """The prompt as given, or all of stdin."""
+    """The prompt, or all of stdin for `-`."""
     if prompt is None:
         raise OptionError("no prompt was given: pass -p TEXT, or -p - to read stdin")
     if prompt == "-":
         return read_text("-")
     try:
-        prompt.encode()  # bytes that the locale cannot read arrive as halves of characters
+        prompt.encode()  # bytes that the locale cannot decode arrive as surrogates
     except UnicodeError as error:
         raise _not_utf8("the prompt", error) from None
     return prompt
 
 
 def read_prediction(file: str | None, method: str) -> str | None:
-    """The text of the file of --prediction; raises OptionError where the method could not use it."""
+    """The text of the file of --prediction; raises OptionError where the method cannot use it."""
     if file is None:
         return None
     if method not in COPYING and _copied(method) is None:
@@ -304,14 +309,14 @@ def read_prediction(file: str | None, method: str) -> str | None:
 
 
 def read_text(file: str) -> str:
-    """The text of a file, or all of stdin (`-`); raises OptionError for what cannot be read or is not UTF-8."""
+    """The text of a file, or of stdin (`-`); raises OptionError where it cannot be read or is not text in UTF-8."""
     source = "standard input" if file == "-" else file
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_bytes().decode("utf-8-sig")
         text.encode()
     except UnicodeError as error:
         raise _not_utf8(source, error) from None
-    except (OSError, ValueError) as error:  # a name with a zero byte in it is a ValueError
+    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
         reason = getattr(error, "strerror", None) or error
         raise OptionError(f"{source} cannot be read ({reason}): check the name") from None
     if "\0" in text:

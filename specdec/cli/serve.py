@@ -1,4 +1,4 @@
-"""`specdec serve`: models behind an HTTP server in the form of OpenAI's interface."""
+"""`specdec serve`: models behind an HTTP server with OpenAI's interface."""
 
 from __future__ import annotations
 
@@ -11,31 +11,14 @@ from typing import Annotated, Any
 
 import typer
 
-from specdec.cli.flags import (
-    Backend,
-    DeviceMap,
-    DraftTokens,
-    Dtype,
-    GgufFile,
-    Method,
-    Offload,
-    OffloadFolder,
-    Quantization,
-    RemoteCode,
-    ScheduleName,
-    TpPlan,
-)
-from specdec.cli.request import choose_draft
-from specdec.cli.terminal import OK, Debug, Quiet, loading, say
+from specdec.cli import flags
+from specdec.cli.request import choose_draft, loading_flags
+from specdec.cli.terminal import OK, loading, say
 from specdec.errors import OptionError, SpecdecError
 from specdec.options.load import NAMES as LOADING
 
 NEEDS = ("fastapi", "uvicorn", "prometheus_client", "python_multipart", "llguidance")
-DEMO = (
-    {"name": "python-code", "target": "zoo:python-code", "draft": "zoo:python-code"},
-    {"name": "python-summary", "target": "zoo:python-summary", "draft": "zoo:python-summary"},
-    {"name": "speech", "target": "zoo:speech", "draft": "zoo:speech"},
-)
+PAIRS = ("python-code", "python-summary", "speech")  # of --demo
 # Flag -> key of the settings, and of their limits.
 SERVER = ("host", "port", "api_key_file", "insecure", "stream_chunk", "log")
 OF_REPLICAS = (
@@ -61,10 +44,10 @@ def serve(
         str | None,
         typer.Argument(metavar="TARGET", help="Hub id, folder, GGUF file, or zoo:NAME; or models of --config."),
     ] = None,
-    draft_model: Annotated[str | None, typer.Option(help="A smaller model: hub id, folder, or zoo:NAME.")] = None,
-    method: Method = None,
-    num_draft_tokens: DraftTokens = None,
-    schedule: ScheduleName = None,
+    draft_model: flags.DraftModel = None,
+    method: flags.Method = None,
+    num_draft_tokens: flags.DraftTokens = None,
+    schedule: flags.ScheduleName = None,
     demo: Annotated[bool, typer.Option("--demo", help="The pairs that come with the package.")] = False,
     config: Annotated[Path | None, typer.Option(help="YAML: see configs/serve.yaml. Flags win.")] = None,
     name: Annotated[str | None, typer.Option(help="What clients call the model; by default the end of its id.")] = None,
@@ -113,17 +96,17 @@ def serve(
     replica_surge: Annotated[
         bool, typer.Option("--replica-surge", help="A new replica comes before the old one goes; needs room for it.")
     ] = False,
-    dtype: Dtype = None,
-    quantization: Quantization = None,
-    gguf_file: GgufFile = None,
-    backend: Backend = None,
-    device_map: DeviceMap = None,
-    offload: Offload = None,
-    offload_folder: OffloadFolder = None,
-    tp_plan: TpPlan = None,
-    trust_remote_code: RemoteCode = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
+    dtype: flags.Dtype = None,
+    quantization: flags.Quantization = None,
+    gguf_file: flags.GgufFile = None,
+    backend: flags.Backend = None,
+    device_map: flags.DeviceMap = None,
+    offload: flags.Offload = None,
+    offload_folder: flags.OffloadFolder = None,
+    tp_plan: flags.TpPlan = None,
+    trust_remote_code: flags.RemoteCode = False,
+    quiet: flags.Quiet = False,
+    debug: flags.Debug = False,
 ) -> int:
     """Serve models over HTTP as OpenAI does. Completions, chats, transcriptions, and a page at /."""
     if missing := [module for module in NEEDS if find_spec(module) is None]:
@@ -141,7 +124,7 @@ def serve(
         settings = read_settings(keys)
         if settings.api_key_file is not None:
             Keys(settings.api_key_file)
-        check_address(settings)  # told, as the keys are, before anything is loaded
+        check_address(settings)  # before anything is loaded
         models = [load(model, settings.limits, settings.share) for model in settings.models]
         app = create_app(settings, models)
     run(app, settings)
@@ -149,7 +132,7 @@ def serve(
 
 
 def on_cluster(address: str, keys: Mapping[str, Any], params: Mapping[str, Any]) -> int:
-    """Deploys the server; a new cluster ends with this process, any other one keeps it."""
+    """Deploys the server; a new cluster ends with this process, any other keeps running it."""
     with loading("starting replicas", quiet=params["quiet"]):
         from specdec.batch.ray.serve import Replicas, deploy, withdraw
 
@@ -166,7 +149,7 @@ def on_cluster(address: str, keys: Mapping[str, Any], params: Mapping[str, Any])
 
 
 def settings_keys(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of the settings: flags over the file of --config."""
+    """The keys of the settings: flags over those of the file of --config."""
     from specdec.options.resolve import read_yaml
 
     keys = read_yaml(params["config"]) if params["config"] is not None else {}
@@ -181,7 +164,7 @@ def settings_keys(params: Mapping[str, Any]) -> dict[str, Any]:
     if limits:
         keys["limits"] = {**(keys.get("limits") or {}), **limits}
     if params["demo"]:
-        keys["models"] = list(DEMO)
+        keys["models"] = [{"name": name, "target": f"zoo:{name}", "draft": f"zoo:{name}"} for name in PAIRS]
     elif params["target"]:
         keys["models"] = [model_keys(params)]
     own = ("name", "draft_model", "method", "num_draft_tokens", "schedule", "context", "kv_budget", *LOADING)
@@ -191,17 +174,16 @@ def settings_keys(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def model_keys(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of the one model that flags describe."""
+    """The settings of the model that the flags describe."""
     target = params["target"]
     _, draft = choose_draft(params, {}, target, {})
     options = {"num_assistant_tokens": params["num_draft_tokens"], "schedule": params["schedule"]}
-    how = {name: params[name] for name in LOADING if params.get(name) not in (None, False)}
     budget = params["kv_budget"]
     keys: dict[str, Any] = {
         "name": params["name"] or plain_name(target),
         "target": target,
         "draft": draft,
-        "loading": how,
+        "loading": loading_flags(params),
         "options": {name: value for name, value in options.items() if value is not None},
         "context": params["context"],
     }
@@ -209,6 +191,6 @@ def model_keys(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain_name(target: str) -> str:
-    """What clients call a model where nobody says: the end of its id or path."""
+    """A model's default name for clients: the end of its id or path."""
     end = target.removeprefix("zoo:").rstrip("/").rpartition("/")[2]
     return re.sub(r"[^\w.:@-]", "-", end)[:128] or "model"

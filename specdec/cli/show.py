@@ -1,4 +1,4 @@
-"""What a reader sees: text as it comes, finished texts, the table of statistics, the JSON report."""
+"""Prints text as it streams, finished texts, the table of statistics; makes the JSON report."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ EXACTNESS = {
     "row-dependent": "may differ: layers see all tokens of a pass",
 }
 MARKS = "⟦{}⟧"
-# A model may write escape sequences; a terminal must not obey them.
+# Escape sequences that a model may write, and a terminal must not obey.
 CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 def write(out: Console, text: str, style: Style = TARGET) -> None:
-    """Text as it is: no wrapping, no markup; on a terminal with its style, elsewhere byte for byte."""
+    """Writes text without wrapping or markup: styled on a terminal, elsewhere byte for byte."""
     try:
         if out.is_terminal:
             segments = Segments([Segment(text.translate(CONTROLS), style)])
@@ -42,16 +42,16 @@ def write(out: Console, text: str, style: Style = TARGET) -> None:
         out.file.flush()
     except BrokenPipeError:
         abandon_stdout()
-        raise typer.Exit(BROKEN_PIPE) from None  # the parser would make it an error
+        raise typer.Exit(BROKEN_PIPE) from None  # the parser would report a BrokenPipeError
 
 
 def has_colours(out: Console) -> bool:
-    """Whether colours reach the reader."""
+    """Whether the console shows colours."""
     return out.color_system is not None and not out.no_color
 
 
 class Printer:
-    """Writes one row's text as it becomes certain, and can tell the draft's tokens from the target's."""
+    """Writes one row's text as it streams; `show_draft` distinguishes the draft's tokens from the target's."""
 
     def __init__(self, out: Console, tokenizer: Any, *, show_draft: bool, marks: bool = True) -> None:
         from specdec.generator.detokenizer import Detokenizer
@@ -61,7 +61,7 @@ class Printer:
         self._marks = marks and not has_colours(out)
 
     def follow(self, events: Generator[Event, None, Generation]) -> Generation:
-        """Writes a stream to its end, and a line end; returns the stream's result."""
+        """Writes a stream and a line end; returns the stream's result."""
         accepted = False
         while True:
             try:
@@ -86,13 +86,13 @@ class Printer:
 
 
 def print_texts(texts: Sequence[str]) -> None:
-    """One text as it is; several under numbered headings."""
+    """Prints one text, or several under numbered headings."""
     for number, text in enumerate(texts, 1):
         print_text(text, f"{number}/{len(texts)}" if len(texts) > 1 else None)
 
 
 def print_text(text: str, heading: str | None) -> None:
-    """A text and a line end, under a heading if there is one."""
+    """Prints a text and a line end, under its heading if given."""
     out = Console()
     if heading is not None:
         write(out, f"── {heading} ──\n", PROMPT)
@@ -100,7 +100,7 @@ def print_text(text: str, heading: str | None) -> None:
 
 
 def report(out: Generation, request: Request, *, interrupted: bool) -> dict[str, Any]:
-    """What --json prints."""
+    """The object that --json prints."""
     stats = out.stats
     assert stats is not None
     return {
@@ -115,18 +115,15 @@ def report(out: Generation, request: Request, *, interrupted: bool) -> dict[str,
 
 
 def settings(request: Request, stats: Stats) -> dict[str, Any]:
-    """What was loaded, how, and how it decoded."""
-    names = {"target": request.target, "draft": _draft_name(request.draft), "method": request.method}
+    """The models, how they were loaded, and the options of decoding."""
+    draft = " + ".join(request.draft) if isinstance(request.draft, tuple) else request.draft
+    names = {"target": request.target, "draft": draft, "method": request.method}
     return {**names, **request.loading, "options": request.options, **stats.settings}
 
 
 def finish_reasons(stats: Stats, *, interrupted: bool) -> list[str]:
-    """Why every row ended; Ctrl-C is the only criterion of this command."""
+    """Why each row ended; Ctrl-C is the only stopping criterion of the command line."""
     return ["interrupted" if interrupted and reason == "criteria" else reason for reason in stats.finish_reasons]
-
-
-def _draft_name(draft: Any) -> str | None:
-    return " + ".join(draft) if isinstance(draft, tuple) else draft
 
 
 def stats_fields(stats: Stats) -> dict[str, Any]:
@@ -142,7 +139,7 @@ def stats_fields(stats: Stats) -> dict[str, Any]:
 
 
 def show_stats(stats: Stats, *, interrupted: bool = False) -> None:
-    """What --stats prints on stderr: the table, and why passes are slow where other programs use the cores."""
+    """Prints the table of --stats on stderr, and a warning where other programs use the cores."""
     from specdec.bench.machine import FEWER_THREADS, waiting_threads
 
     Console(stderr=True).print(stats_table(stats, interrupted=interrupted))
@@ -151,7 +148,7 @@ def show_stats(stats: Stats, *, interrupted: bool = False) -> None:
 
 
 def stats_table(stats: Stats, *, interrupted: bool = False) -> Table:
-    """The statistics of a call, by name."""
+    """The table of a call's statistics."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="dim")
     table.add_column(justify="right")

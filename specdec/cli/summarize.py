@@ -1,33 +1,19 @@
-"""`specdec summarize`: files in, summaries out."""
+"""`specdec summarize`: summaries of files."""
 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 
-from specdec.cli.flags import (
-    Backend,
-    ConfigFile,
-    DeviceMap,
-    DraftTokens,
-    Dtype,
-    ExactnessName,
-    Method,
-    Quantization,
-    RemoteCode,
-    ScheduleName,
-    Settings,
-    Stats,
-)
+from specdec.cli import flags
 from specdec.cli.load import first_of_job, load
 from specdec.cli.request import DEFAULT_NEW_TOKENS, Request, read_request, read_text
 from specdec.cli.show import print_text, settings, show_stats, stats_fields, write
-from specdec.cli.terminal import INTERRUPTED, OK, Debug, Heartbeat, Quiet, loading, say
+from specdec.cli.terminal import INTERRUPTED, OK, Heartbeat, loading, say
 from specdec.errors import OptionError
 from specdec.options.versions import versions
 
@@ -44,9 +30,9 @@ def summarize(
     demo: Annotated[bool, typer.Option("--demo", help=f"Functions that come with the package, by {ZOO}.")] = False,
     model: Annotated[str | None, typer.Option(help="Hub id or folder; may come from --config.")] = None,
     draft_model: Annotated[str | None, typer.Option(help="A smaller model: hub id or folder.")] = None,
-    method: Method = None,
-    num_draft_tokens: DraftTokens = None,
-    schedule: ScheduleName = None,
+    method: flags.Method = None,
+    num_draft_tokens: flags.DraftTokens = None,
+    schedule: flags.ScheduleName = None,
     max_new_tokens: Annotated[
         int | None, typer.Option(help=f"Length limit; else the checkpoint's, or {DEFAULT_NEW_TOKENS}.")
     ] = None,
@@ -60,31 +46,36 @@ def summarize(
         list[str] | None, typer.Option(metavar="FILE", help="A good summary of each FILE, in order, for ROUGE.")
     ] = None,
     format: Annotated[Literal["text", "json"], typer.Option(help="text, or one JSON object.")] = "text",
-    dtype: Dtype = None,
-    quantization: Quantization = None,
-    backend: Backend = None,
-    exactness: ExactnessName = None,
-    device_map: DeviceMap = None,
-    config: ConfigFile = None,
-    set_: Settings = None,
-    stats: Stats = False,
-    trust_remote_code: RemoteCode = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
+    dtype: flags.Dtype = None,
+    quantization: flags.Quantization = None,
+    backend: flags.Backend = None,
+    exactness: flags.ExactnessName = None,
+    device_map: flags.DeviceMap = None,
+    config: flags.ConfigFile = None,
+    set_: flags.Settings = None,
+    stats: flags.Stats = False,
+    trust_remote_code: flags.RemoteCode = False,
+    quiet: flags.Quiet = False,
+    debug: flags.Debug = False,
 ) -> int:
     """Summarise texts of any length. The summaries are the model's own, whatever draft helps it."""
+    from specdec.options import bundled_models
+
     if demo and files:
         raise OptionError("--demo brings texts of its own: leave out the files, or --demo")
-    flags = defaultdict(lambda: None, {**ctx.params, "target": model or (ZOO if demo and config is None else None)})
-    request = read_request(flags, named="--model", new_tokens=None)
+    target = model or (ZOO if demo and config is None else None)
+    request = read_request({**ctx.params, "target": target}, named="--model", new_tokens=None)
     if not files and not demo:
         raise OptionError("no file was named: pass FILE, - to read stdin, or --demo for texts of the package")
     first_of_job(request)
-    texts, references = demo_texts() if demo else read_files(files or []), read_files(reference or [])
+    texts = bundled_models.functions() if demo else read_files(files or [])
+    references = read_files(reference or [])
     if references and len(references) != len(texts):
         raise OptionError.of("--reference", f"given once for each of {len(texts)} files", list(references))
     if references:
-        check_rouge()
+        from specdec.pipelines.summaries.rouge import scorer
+
+        scorer()  # raises SpecdecError where its library is missing
     summarizer = make(request, quiet=quiet, template=template, chunk_tokens=chunk_tokens)
     options = {**request.options, "truncation": truncate}
     found: list[Summaries] = []
@@ -110,7 +101,7 @@ def summaries(
     *,
     quiet: bool,
 ) -> Iterator[Summaries]:
-    """The summaries, so many texts at a time, shown as they come; the wait for each tells how long the rest takes."""
+    """Yields the summaries of `size` texts at a time, and shows each; a spinner estimates the time left."""
     beat, names = Heartbeat(quiet=quiet), list(texts)
     for first in range(0, len(names), size):
         now = names[first : first + size]
@@ -125,7 +116,7 @@ def summaries(
 
 
 def read_files(names: Sequence[str]) -> dict[str, str]:
-    """The texts of files, by name; raises OptionError for what is no text, or empty, or named twice."""
+    """The texts of files, by name; raises OptionError for one that is not text, empty, or named twice."""
     found: dict[str, str] = {}
     for name in names:
         if name in found:
@@ -136,22 +127,8 @@ def read_files(names: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def demo_texts() -> dict[str, str]:
-    """The package's own texts, by name."""
-    from specdec.options import bundled_models
-
-    return bundled_models.functions()
-
-
-def check_rouge() -> None:
-    """Raises SpecdecError where ROUGE cannot be measured."""
-    from specdec.pipelines.summaries.rouge import scorer
-
-    scorer()
-
-
 def make(request: Request, *, quiet: bool, **how: Any) -> Summarizer:
-    """The summarizer that a request names, with a length limit."""
+    """The summarizer of a request, with a length limit."""
     from specdec.pipelines.summaries.summarize import TASK, Summarizer
 
     generator = load(request, quiet=quiet, task=TASK)
@@ -162,7 +139,7 @@ def make(request: Request, *, quiet: bool, **how: Any) -> Summarizer:
 
 
 def print_summaries(names: Sequence[str], found: Summaries, *, headings: bool) -> None:
-    """Every summary, under its file's name where there are several files."""
+    """Prints the summaries, under their files' names with `headings`."""
     for name, summary in zip(names, found.documents, strict=True):
         for text in summary.texts:
             print_text(text, name if headings else None)
@@ -177,7 +154,7 @@ def conclude(
     as_json: bool,
     stats: bool,
 ) -> None:
-    """What is told in the end: the JSON object, ROUGE, statistics."""
+    """Prints the JSON object or ROUGE, and statistics."""
     if not found:
         return
     from specdec.pipelines import rouge
@@ -190,7 +167,7 @@ def conclude(
     if as_json:
         rows = [
             {"file": name, "summary_text": d.texts[0], "summaries": d.texts, "parts": d.parts}
-            for name, d in zip(texts, documents, strict=False)  # after Ctrl-C the first of them
+            for name, d in zip(texts, documents, strict=False)  # fewer after Ctrl-C
         ]
         whole = {"documents": rows, "rouge": scores, "stats": stats_fields(counts)}
         whole |= {"settings": settings(request, counts), "versions": versions()}

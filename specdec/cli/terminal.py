@@ -1,4 +1,4 @@
-"""What all commands share: exit codes, lines on stderr, spinners, Ctrl-C, and two flags."""
+"""Exit codes, lines on stderr, spinners and bars, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
-# 0 ok, 1 runtime error, 2 usage, 3 the assisted text differs from the plain one; the last two as a shell reports them.
+# MISMATCH: an assisted text differs from the plain one. The last two are 128 + the number of the signal.
 OK, FAILED, USAGE, MISMATCH, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 3, 130, 141
 
 EXAMPLES = {
@@ -33,33 +32,29 @@ EXAMPLES = {
     "tune": "specdec tune zoo:python-code zoo:python-code --count 2 --max-new-tokens 32",
     "zoo": "specdec zoo",
 }
-"""A line for the help of every command; all work offline."""
-
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no warnings on stderr.")]
+"""An example for the help of each command; all work offline."""
 
 
 def is_beside(arguments: Sequence[str]) -> bool:
-    """Whether another process of the same job says what there is to say."""
+    """Whether another process of the same job does the printing."""
     return os.environ.get("RANK", "0") != "0" and any(one.startswith("--tp-plan") for one in arguments)
 
 
 def fail(message: str, code: int) -> int:
-    """Says in one red line what went wrong, and returns the exit code."""
+    """Prints the error in one red line; returns the exit code."""
     say(" ".join(message.split()), "red")
     return code
 
 
 def say(message: str, style: str = "") -> None:
-    """A line on stderr, as it is."""
+    """Prints a line on stderr, without markup or wrapping."""
     Console(stderr=True).print(message, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 class Heartbeat:
-    """Where no bar can be drawn, a line on stderr now and then: how much is done, and about how long the rest takes.
+    """Without a terminal: a line on stderr every `seconds`, with the share that is done and the time left.
 
-    Another total says that another part of the work begins, with a pace of its own; one that `grows`, that more is
-    known of the same work.
+    A new total starts another part of the work, with its own pace; with `grows` it is more of the same work.
     """
 
     def __init__(self, *, quiet: bool, seconds: float = 20.0, grows: bool = False) -> None:
@@ -69,7 +64,7 @@ class Heartbeat:
         self._before, self._total = 0.0, -1.0
 
     def __call__(self, done: float, total: float, doing: str) -> None:
-        """Told of every step; what was done at the first one of a part was done before."""
+        """Call it after each step; what is done at the first step of a part does not count for the pace."""
         now = time.monotonic()
         if self._total < 0 or (total != self._total and not self._grows):
             self._before, self._total, self._began = done, total, now
@@ -80,7 +75,7 @@ class Heartbeat:
         say(f"{done / total:.0%}{f', about {left} left' if left else ''}: {doing}")
 
     def left(self, done: float, total: float, now: float | None = None) -> str | None:
-        """About how long the rest takes at the pace so far; None where nothing tells."""
+        """The time left at the pace so far; None before the first step."""
         made = done - self._before
         if made <= 0:
             return None
@@ -94,7 +89,7 @@ def duration(seconds: float) -> str:
 
 
 class _Notes(logging.Handler):
-    """What the library has to say beside warnings, as lines on stderr."""
+    """Prints the library's log as lines on stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
         say(f"note: {record.getMessage()}", "dim")
@@ -102,10 +97,10 @@ class _Notes(logging.Handler):
 
 @contextmanager
 def notes(*, quiet: bool) -> Iterator[None]:
-    """Shows the library's own log from INFO on while it is open; where it is quiet, nothing of it."""
+    """Prints the library's log from INFO on within the context, nothing if quiet."""
     log, handler = logging.getLogger("specdec"), logging.NullHandler() if quiet else _Notes(logging.INFO)
     level = log.level
-    log.addHandler(handler)  # without any, logging itself would print warnings
+    log.addHandler(handler)  # without a handler, logging itself prints warnings
     if not quiet:
         log.setLevel(logging.INFO)
     try:
@@ -116,16 +111,13 @@ def notes(*, quiet: bool) -> Iterator[None]:
 
 
 def abandon_stdout() -> None:
-    """The reader has left: nothing more may be written, not even by the interpreter on its way out."""
+    """Discards all further output, that of the exiting interpreter too: stdout has lost its reader."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager
 def loading(message: str, *, quiet: bool, downloads: bool = False) -> Iterator[None]:
-    """A sign of life on stderr, with the time left while weights are brought in; of downloads the hub's own bars too.
-
-    Ctrl-C says that what was downloaded stays.
-    """
+    """A spinner on stderr, a bar while weights are loaded, the hub's own bars for downloads."""
     if quiet:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
@@ -144,7 +136,7 @@ def loading(message: str, *, quiet: bool, downloads: bool = False) -> Iterator[N
 
 @contextmanager
 def _weights(message: str, *, quiet: bool) -> Iterator[None]:
-    """A bar that moves with the weights of the model that transformers loads; lines now and then without a terminal."""
+    """A bar over the weights that transformers loads; without a terminal a line now and then."""
     columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), TimeRemainingColumn())
     err = Console(stderr=True, quiet=quiet)
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
@@ -170,7 +162,7 @@ def _weights(message: str, *, quiet: bool) -> Iterator[None]:
 
 
 def _hush_transformers() -> Any:
-    """No log lines and no bars of transformers' own between the data and the progress; returns its logging module."""
+    """Silences the log and the bars of transformers; returns its logging module."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -180,7 +172,7 @@ def _hush_transformers() -> Any:
 
 @contextmanager
 def counting(*, quiet: bool) -> Iterator[Callable[[float, float, str], None]]:
-    """A bar on stderr with the time left, or a line now and then; what it returns is told (done, total, doing)."""
+    """A bar on stderr with the time left, or a line now and then; yields `notify(done, total, doing)`."""
     with progress_bar(Console(stderr=True, quiet=quiet)) as bar:
         task, beat = bar.add_task("", total=None), Heartbeat(quiet=quiet)
 
@@ -192,7 +184,7 @@ def counting(*, quiet: bool) -> Iterator[Callable[[float, float, str], None]]:
 
 
 def progress_bar(console: Console) -> Progress:
-    """A bar whose share and times are never squeezed out by what is being done."""
+    """A bar whose share and times stay visible beside a long description."""
     return Progress(
         TaskProgressColumn(),
         BarColumn(bar_width=12),
@@ -207,7 +199,7 @@ def progress_bar(console: Console) -> Progress:
 
 
 class Interrupt:
-    """Ctrl-C as a stopping criterion: the call ends with the next token and keeps its text; a second Ctrl-C kills."""
+    """Ctrl-C as a stopping criterion: the call ends with its next token; a second Ctrl-C raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -224,7 +216,7 @@ class Interrupt:
 
 @contextmanager
 def stop_on_interrupt() -> Iterator[Interrupt]:
-    """Hears Ctrl-C while it is open."""
+    """Handles Ctrl-C within the context."""
     interrupt = Interrupt()
     before = signal.signal(signal.SIGINT, interrupt.ask)
     try:

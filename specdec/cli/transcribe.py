@@ -13,10 +13,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from specdec.cli.flags import Backend, DeviceMap, DraftTokens, Dtype, ExactnessName, ScheduleName, Stats
-from specdec.cli.request import FLAGS, WORDS, locate, read_settings
+from specdec.cli import flags
+from specdec.cli.request import FLAGS, WORDS, loading_flags, locate, read_settings
 from specdec.cli.show import PROMPT, show_stats, write
-from specdec.cli.terminal import FAILED, OK, Debug, Heartbeat, Quiet, loading, say
+from specdec.cli.terminal import FAILED, OK, Heartbeat, loading, say
 from specdec.errors import OptionError, SpecdecError
 from specdec.options.fields import DRAFT_WORDS
 
@@ -58,22 +58,22 @@ def transcribe(
         typer.Option("--fallback", help="Try misheard windows again, warmer; skip silent, unlikely ones."),
     ] = False,
     context: Annotated[bool, typer.Option("--context", help="Let a window know the text before it.")] = False,
-    num_draft_tokens: DraftTokens = None,
-    schedule: ScheduleName = None,
+    num_draft_tokens: flags.DraftTokens = None,
+    schedule: flags.ScheduleName = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Most tokens of a window.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of what --fallback draws.")] = None,
-    dtype: Dtype = None,
-    backend: Backend = None,
-    exactness: ExactnessName = None,
-    device_map: DeviceMap = None,
+    dtype: flags.Dtype = None,
+    backend: flags.Backend = None,
+    exactness: flags.ExactnessName = None,
+    device_map: flags.DeviceMap = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any other option of a call; repeatable.")
     ] = None,
     output_dir: Annotated[Path | None, typer.Option(help="Write NAME.txt, .json, .srt or .vtt there.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Leave out recordings that have a file there.")] = False,
-    stats: Stats = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
+    stats: flags.Stats = False,
+    quiet: flags.Quiet = False,
+    debug: flags.Debug = False,
 ) -> int:
     """Write down what is said in recordings. The text is the model's own, the draft makes it faster.
 
@@ -119,7 +119,9 @@ def transcribe_all(
         for i, (name, out) in enumerate(zip(names, found, strict=True), first):
             texts.append(None if out is None else out["text"])
             if out is not None:
-                wer = None if references is None else error_rate(transcriber, out, references[i])
+                wer = None
+                if references is not None:
+                    wer = transcriber.error_rate([out["text"]], [references[i]], language=out.language)
                 show(name, out, wer, format, params["output_dir"], headed=len(files) > 1)
         heard = [out for out in found if out is not None]
         if params["stats"] and heard:
@@ -129,7 +131,7 @@ def transcribe_all(
 
 
 def how_to_go_on(folder: Path | None) -> str:
-    """What goes on from there after Ctrl-C."""
+    """How to resume after Ctrl-C."""
     if folder is None:
         return "leave these files out to go on (with --output-dir, --resume does)"
     return "the same command with --resume goes on"
@@ -138,7 +140,7 @@ def how_to_go_on(folder: Path | None) -> str:
 def unfinished(
     files: list[str], references: list[str] | None, format: Format, folder: Path | None
 ) -> tuple[list[str], list[str] | None]:
-    """The recordings that have no file in the folder yet, and what is said in them."""
+    """The recordings without a file in the folder, and their references."""
     if folder is None:
         raise OptionError("--resume looks for what is done in --output-dir: pass it")
     left = [i for i, name in enumerate(files) if not output_file(name, format, folder).exists()]
@@ -147,29 +149,29 @@ def unfinished(
 
 
 def output_file(name: str, format: Format, folder: Path) -> Path:
-    """Where a recording's text goes."""
+    """The file of a recording's text."""
     ending = "txt" if format == "text" else format
     return folder / f"{Path(name).stem if name != STDIN else 'stdin'}.{ending}"
 
 
 def unreadable(source: Any, error: SpecdecError) -> None:
-    """One line about a recording that is left out."""
+    """Prints one line about a recording that is left out."""
     say(f"error: {' '.join(str(error).split())}", "red")
 
 
 def whole_error_rate(
     transcriber: Transcriber, texts: Sequence[str | None], references: Sequence[str], language: str | None
 ) -> str:
-    """The word errors of all recordings that could be read."""
-    pairs = [(text, said) for text, said in zip(texts, references, strict=True) if text is not None]
+    """The word error rate of all recordings that could be read, in words."""
+    pairs = [(text, reference) for text, reference in zip(texts, references, strict=True) if text is not None]
     if not pairs:
         return "no recording could be read"
-    rate = transcriber.error_rate([text for text, _ in pairs], [said for _, said in pairs], language=language)
+    rate = transcriber.error_rate(*map(list, zip(*pairs, strict=True)), language=language)
     return f"word error rate {rate:.2%}, {len(pairs)} recording{'s' * (len(pairs) > 1)}"
 
 
 def read_files(files: list[str], *, demo: bool, reference: Path | None) -> tuple[list[str], list[str] | None]:
-    """The recordings, and what is said in them where that is known; raises OptionError where none is named."""
+    """The recordings, and their references if known; raises OptionError where none is named."""
     if bool(files) == demo:
         raise OptionError("pass the recordings to transcribe, or --demo for those that come with the package")
     if not demo:
@@ -182,7 +184,7 @@ def read_files(files: list[str], *, demo: bool, reference: Path | None) -> tuple
 
 
 def sounds(name: str) -> list[str]:
-    """All recordings in a folder; raises OptionError where there are none. Any other name as it is."""
+    """The recordings in a folder, or the name of a file; raises OptionError for a folder without any."""
     if name == STDIN or not Path(name).is_dir():
         return [name]
     from specdec.pipelines.speech.audio import sounds_in
@@ -193,7 +195,7 @@ def sounds(name: str) -> list[str]:
 
 
 def read_model(model: str | None, *, demo: bool) -> str:
-    """The model that was named, for the demo that of the package; raises OptionError for recordings without one."""
+    """The model that was named, or for the demo that of the package; else raises OptionError."""
     if model is None and not demo:
         raise OptionError(
             f"no model was named: pass --model, for example --model openai/whisper-base ({ZOO} comes with the package, "
@@ -203,7 +205,7 @@ def read_model(model: str | None, *, demo: bool) -> str:
 
 
 def check_output(files: Sequence[str], format: Format, folder: Path | None) -> None:
-    """Raises OptionError where two recordings would have one place."""
+    """Raises OptionError where two recordings would have the same output."""
     if len(files) > 1 and folder is None and format in ("srt", "vtt"):
         raise OptionError(f"--format {format} makes one file per recording: pass --output-dir")
     stems = [Path(name).stem for name in files]
@@ -212,7 +214,7 @@ def check_output(files: Sequence[str], format: Format, folder: Path | None) -> N
 
 
 def read_options(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of the call."""
+    """The options of the call, from flags and --set."""
     from specdec.pipelines.speech.settings import FALLBACK
 
     flags = {FLAGS[name]: params[name] for name in ("num_draft_tokens", "schedule", "max_new_tokens", "seed")}
@@ -231,13 +233,13 @@ def read_options(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load(params: Mapping[str, Any], *, quiet: bool) -> Transcriber:
-    """The transcriber, with a sign of life on stderr while its models are loaded."""
+    """The transcriber; a spinner shows while its models are loaded."""
     target, draft = locate(params["model"], "target", "--model"), params["draft_model"]
     if draft is None and params["model"].startswith("zoo:"):
         draft = params["model"]
     draft = draft if draft is None else locate(draft, "draft", "--draft-model")
     names = [target, *([draft] if draft is not None and draft.partition(":")[0] not in DRAFT_WORDS else [])]
-    how = {name: params[name] for name in ("dtype", "backend", "exactness", "device_map") if params[name] is not None}
+    how = loading_flags(params)
     if params["model"].startswith("zoo:"):
         how.setdefault("dtype", "float32")
     with loading(f"loading {params['model']}", quiet=quiet, downloads=not all(Path(name).exists() for name in names)):
@@ -269,7 +271,7 @@ def progress(label: str, *, quiet: bool) -> Iterator[Callable[[float, float], No
 def show(
     name: str, out: Transcription, wer: float | None, format: Format, folder: Path | None, *, headed: bool
 ) -> None:
-    """One recording's text, where it was asked for."""
+    """Writes one recording's text to the folder, or prints it."""
     content = rendered(name, out, wer, format)
     if folder is not None:
         path = output_file(name, format, folder)
@@ -305,13 +307,8 @@ def rendered(name: str, out: Transcription, wer: float | None, format: Format) -
     return json.dumps(facts, ensure_ascii=False) + "\n"
 
 
-def error_rate(transcriber: Transcriber, out: Transcription, reference: str) -> float:
-    """The word error rate of one recording."""
-    return transcriber.error_rate([out["text"]], [reference], language=out.language)
-
-
 def pace(found: Sequence[Transcription]) -> str:
-    """How fast it went."""
+    """The speed, in words."""
     duration, seconds = sum(out.duration for out in found), sum(out.seconds for out in found)
     length = found[0].stats.mean_acceptance_length
     rate = f"{seconds / duration:.3f} s per second" if duration else "no sound"
@@ -319,9 +316,9 @@ def pace(found: Sequence[Transcription]) -> str:
 
 
 def read_references(path: Path, files: Sequence[str]) -> list[str]:
-    """What was said in each file: by its name, with or without ending, or line by line.
+    """The reference of each file: by its name, with or without ending, or line by line.
 
-    Raises OptionError for a file that cannot be read, and where recordings lack their reference.
+    Raises OptionError where `path` cannot be read or lacks a reference.
     """
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]

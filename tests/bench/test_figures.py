@@ -9,7 +9,6 @@ from specdec.bench.figures import (
     Prediction,
     Speedup,
     acceptance_by_position,
-    histogram,
     per_token,
     percentiles,
     predict,
@@ -104,8 +103,6 @@ def test_acceptance() -> None:
     """Three rounds: 3 of 3, 1 of 3 and 0 of 1 accepted."""
     assert acceptance_by_position([3, 3, 1], [3, 1, 0]) == [(3, 3, 2), (2, 2, 1), (2, 1, 1)]
     assert acceptance_by_position([], []) == []
-    assert histogram([3, 1, 0, 1]) == [1, 2, 0, 1]
-    assert histogram([]) == []
 
 
 def test_prediction() -> None:

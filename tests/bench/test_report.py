@@ -13,7 +13,7 @@ import pytest
 
 from specdec.bench import backends, read_suite, results, run, write_report
 from specdec.bench.figures import Speedup
-from specdec.bench.machine import verdict
+from specdec.bench.machine import Watch
 from specdec.bench.plots import leaders, short, themed
 from specdec.bench.report import as_html, number
 from tests.browser import launched
@@ -88,7 +88,7 @@ def test_the_page(found: dict[str, Any], folder: Path) -> None:
     assert page.open == []
     assert page.addresses == []
     assert not re.search(r"url\(\s*['\"]?http|@import|<script", html)
-    assert set(page.ids) >= {*SECTIONS, *(f"group-{n}-{plot}" for n in (1, 2) for plot in PLOTS), "temperature-1"}
+    assert set(page.ids) >= {*SECTIONS, *(f"group-{n}-{plot}" for n in (1, 2) for plot in PLOTS)}
     assert "<tiny>" in page.text
     assert "<tiny>" not in html
     assert all(sentence in page.text for sentence in found["summary"])
@@ -114,7 +114,7 @@ def test_the_page_on_a_phone(folder: Path) -> None:
         page.goto((folder / "report.html").as_uri())
         assert page.evaluate("document.documentElement.scrollWidth") == 390
         pictures = page.locator("figure svg")
-        assert pictures.count() == 2 * len(PLOTS) + 1
+        assert pictures.count() == 2 * len(PLOTS)
         for picture in pictures.all():
             box = picture.bounding_box()
             assert box["x"] >= 0
@@ -125,7 +125,7 @@ def test_the_page_on_a_phone(folder: Path) -> None:
 def test_every_picture_is_a_file_too(folder: Path) -> None:
     """PNG, as wide as the page."""
     names = {path.name for path in folder.glob("*.png")}
-    assert names == {*(f"group-{n}-{plot}.png" for n in (1, 2) for plot in PLOTS), "temperature-1.png"}
+    assert names == {*(f"group-{n}-{plot}.png" for n in (1, 2) for plot in PLOTS)}
     for path in folder.glob("*.png"):
         content = path.read_bytes()
         assert content.startswith(b"\x89PNG")
@@ -157,7 +157,7 @@ def test_a_loss_is_said_in_words(found: dict[str, Any]) -> None:
     system = found["groups"][0]["systems"][1]
     loss = {**system, "name": "snail", "speedup": {**slow._asdict(), "state": slow.state, "words": slow.in_words()}}
     group = {**found["groups"][0], "systems": [found["groups"][0]["systems"][0], loss]}
-    html = as_html({**found, "groups": [group]}, [], [[]])
+    html = as_html({**found, "groups": [group]}, [[]])
     assert "snail: assistance is SLOWER here: 0.50×" in Page(html).text
     assert 'class="slower"' in html
 
@@ -165,8 +165,8 @@ def test_a_loss_is_said_in_words(found: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("spin", "style"), [(2.0, "alert"), (1.0, "quiet")])
 def test_a_busy_machine_stands_out(found: dict[str, Any], spin: float, style: str) -> None:
     """As the figures mean little then."""
-    words = verdict([1.0, spin, spin], 0.0)
-    html = as_html({**found, "contention": words, "groups": []}, [], [])
+    words = Watch([1.0, spin, spin], 0.0).verdict()
+    html = as_html({**found, "contention": words, "groups": []}, [])
     assert f'<p class="{style}">{words}</p>' in html
 
 
@@ -178,7 +178,7 @@ def test_differences_and_failures_have_sections(found: dict[str, Any]) -> None:
         {**where, "position": 18, "plain": 5, "other": 6, "gap": None, "excuse": "row-dependent"},
     ]
     failures = [{"group": "g", "system": "s", "error": "OSError: <gone>"}]
-    page = Page(as_html({**found, "mismatches": mismatches, "failures": failures, "groups": []}, [], []))
+    page = Page(as_html({**found, "mismatches": mismatches, "failures": failures, "groups": []}, []))
     assert {"mismatches", "failures"} <= set(page.ids)
     for words in ("17", "ended", "0.1250", "DIFFERS", "row-dependent", "–", "OSError: <gone>"):
         assert words in page.text

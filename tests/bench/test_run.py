@@ -13,8 +13,8 @@ import pytest
 from specdec import LanguageModel, SpecGenerator
 from specdec.bench import exit_state, read_suite, results, run
 from specdec.bench import group as group_module
-from specdec.bench.extras import check_extras
 from specdec.bench.results import as_csv
+from specdec.bench.runner import check_extras
 from specdec.bench.samples import Store
 from specdec.bench.synthetic import Oracle, SyntheticDrafter
 from specdec.bench.systems import Measured, measure
@@ -328,7 +328,7 @@ def test_a_synthetic_draft_pays_for_its_passes(models: tuple[str, str]) -> None:
 def test_missing_libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, keys: dict[str, Any]) -> None:
     """Nothing is measured, and the message names the extra."""
     check_extras()
-    monkeypatch.setattr("specdec.bench.extras.find_spec", lambda name: None if name == "scipy" else object())
+    monkeypatch.setattr("specdec.bench.runner.find_spec", lambda name: None if name == "scipy" else object())
     with pytest.raises(SpecdecError, match=r"needs scipy: pip install -e '.\[bench\]'"):
         run(read_suite(keys), tmp_path / "out")
     assert not (tmp_path / "out").exists()

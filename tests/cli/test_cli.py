@@ -704,7 +704,7 @@ def pair(target: str, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_demo(sampled: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Piped, the demo prints prompt, text and one line of statistics, without escape codes."""
     monkeypatch.setattr("specdec.bench.duel.prompt", lambda seed: "def f():\n")
-    monkeypatch.setattr("specdec.bench.machine.busy", lambda spins, load: False)
+    monkeypatch.setattr("specdec.bench.machine.Watch.busy", False)
     assert run(["demo", "--max-new-tokens", "6", *sampled]) == 0
     out, err = capsys.readouterr()
     assert out.startswith("── the target alone ──\ndef f():\n")
@@ -748,7 +748,7 @@ def test_a_demo_that_differs_is_a_mismatch(monkeypatch: pytest.MonkeyPatch, caps
     """Exit code 3, and the error says where and what."""
     monkeypatch.setattr("specdec.bench.duel.prompt", lambda seed: "def f():\n")
     monkeypatch.setattr("specdec.bench.duel.differences", lambda plain, assisted: iter([Difference(0, 4, 70, None)]))
-    monkeypatch.setattr("specdec.bench.machine.busy", lambda spins, load: False)
+    monkeypatch.setattr("specdec.bench.machine.Watch.busy", False)
     assert run(["demo", "--max-new-tokens", "6"]) == 3
     out, err = capsys.readouterr()
     assert "identical: no" in out

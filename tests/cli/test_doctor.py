@@ -115,4 +115,4 @@ def test_models_without_a_draft_and_with_words() -> None:
     assert found["draft"].state == "note"
     assert list(doctor.estimate(SpecGenerator(model), ())) == []
     [only] = doctor.estimate(SpecGenerator(tiny("whisper"), tiny("whisper", seed=1)), ())
-    assert only.text.startswith("only of models that read text")
+    assert only.text.startswith("measured for models that read text")
