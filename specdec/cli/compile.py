@@ -21,7 +21,7 @@ def compile_(
     target: Annotated[
         str, typer.Argument(metavar="TARGET", help="Hub id, folder, GGUF file, or zoo:NAME (specdec zoo lists them).")
     ],
-    draft_model: Annotated[str | None, typer.Option(help="A smaller model: hub id, folder, or zoo:NAME.")] = None,
+    draft_model: Annotated[str | None, typer.Option(help="Draft model: hub id, folder, or zoo:NAME.")] = None,
     dtype: Dtype = None,
     quantization: Quantization = None,
     gguf_file: GgufFile = None,
@@ -29,7 +29,7 @@ def compile_(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> int:
-    """Compile the passes of TARGET and its draft, once and for all. It takes about a minute each."""
+    """Compile the passes of TARGET and its draft model. It takes about a minute each, once per dtype."""
     from specdec import kernels
     from specdec.generator.generator import SpecGenerator
 
@@ -45,12 +45,12 @@ def compile_(
     try:
         ready = _wait(generator, quiet=quiet)
     except KeyboardInterrupt:
-        say("a model whose passes are compiled keeps them, and the same command goes on with the rest")
+        say("compiled models stay compiled: run the same command to compile the rest")
         raise
     if not ready:
         return fail("error: not everything could be compiled", FAILED)
     if not quiet:
-        say(f"ready after {duration(monotonic() - began)}: --backend compiled, and auto, run on it with these options")
+        say(f"ready after {duration(monotonic() - began)}: --backend auto and compiled use it with these options")
     return OK
 
 

@@ -45,32 +45,32 @@ def doctor(
         str | None,
         typer.Argument(
             metavar="TARGET",
-            help="A model to examine too: hub id, folder, GGUF file, or zoo:NAME.",
+            help="Model to examine: hub id, folder, GGUF file, or zoo:NAME.",
             autocompletion=own_pairs,
         ),
     ] = None,
-    draft_model: Annotated[str | None, typer.Option(help="A smaller model: hub id, folder, or zoo:NAME.")] = None,
+    draft_model: Annotated[str | None, typer.Option(help="Draft model: hub id, folder, or zoo:NAME.")] = None,
     method: Method = None,
     prompt: Annotated[
-        list[str] | None, typer.Option("--prompt", "-p", help="Text for the estimate; repeatable. Else code.")
+        list[str] | None, typer.Option("--prompt", "-p", help="Prompt of the estimate; repeatable; code by default.")
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0.1, help="How long the estimate may take, about.")] = 10.0,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Approximate duration of the estimate.")] = 10.0,
     dtype: Dtype = None,
     quantization: Quantization = None,
     gguf_file: GgufFile = None,
     backend: Backend = None,
     exactness: ExactnessName = None,
     device_map: DeviceMap = None,
-    json_: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
     trust_remote_code: RemoteCode = False,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> int:
-    """Say what is here, what is missing, and how well a pair fits.
+    """Examine the machine, the installation and a pair of models.
 
-    What is missing comes with the command that installs it, a pair with an estimate of what it gains.
+    Prints install commands for missing parts, and estimates the pair's speedup.
 
-    Exit code 1: something is wrong, and the line with the ✗ says what.
+    Exit code 1: something is wrong; see the line with ✗.
     """
     found: list[Finding] = []
     for finding in _examine(ctx.params, quiet=quiet):

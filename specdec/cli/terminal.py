@@ -36,7 +36,7 @@ EXAMPLES = {
 """A line for the help of every command; all work offline."""
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no warnings on stderr.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress and no warnings.")]
 
 
 def is_beside(arguments: Sequence[str]) -> bool:
@@ -138,7 +138,7 @@ def loading(message: str, *, quiet: bool, downloads: bool = False) -> Iterator[N
                 yield
     except KeyboardInterrupt:
         if downloads:
-            say("what was downloaded stays in the cache, and the same command goes on from there")
+            say("downloaded files stay in the cache: run the same command to resume")
         raise
 
 
