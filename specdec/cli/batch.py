@@ -42,45 +42,53 @@ _AT_REST = {
 
 def batch(
     ctx: typer.Context,
-    source: Annotated[Path, typer.Argument(metavar="IN", help="Rows: .jsonl, .parquet, or .txt with one a line.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="IN", help="Input rows: .jsonl, .parquet, or .txt with one row per line.")
+    ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The same rows with their answers: .jsonl or .parquet.")],
     task: Annotated[
         TaskName | None,
         typer.Option(
             metavar="TASK",
-            help="generate, the default, chat, summarize or transcribe. Requests in OpenAI's form need none.",
+            help="generate (default), chat, summarize or transcribe; none for OpenAI batch files.",
         ),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Hub id, folder, or zoo:NAME; may come from --config.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Target: hub id, folder, or zoo:NAME; may come from --config.")
+    ] = None,
     draft_model: flags.DraftModel = None,
     method: flags.Method = None,
     num_draft_tokens: flags.DraftTokens = None,
     schedule: flags.ScheduleName = None,
     field: Annotated[
         str | None,
-        typer.Option(help="What is read of a row; prompt, messages, text or audio by default, as the task is."),
+        typer.Option(help="Input field of a row; by default prompt, messages, text or audio, depending on the task."),
     ] = None,
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="A message before each chat.")] = None,
-    template: Annotated[str | None, typer.Option(help="What a summary's model reads, with {text} in it.")] = None,
-    chunk_tokens: Annotated[int | None, typer.Option(min=1, help="Summarise longer texts in such pieces.")] = None,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message of each chat.")] = None,
+    template: Annotated[str | None, typer.Option(help="Prompt of a summary, with {text} in it.")] = None,
+    chunk_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Summarize longer texts in chunks of this many tokens.")
+    ] = None,
     max_new_tokens: flags.MaxNewTokens = None,
     sample: flags.Sample = None,
-    temperature: Annotated[float | None, typer.Option(help="Implies --sample, like the next two.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Sampling temperature; implies --sample.")] = None,
     top_k: flags.TopK = None,
     top_p: flags.TopP = None,
-    seed: Annotated[int | None, typer.Option(help="Of sampling; 0 by default. Every row has its own by it.")] = None,
-    at_once: Annotated[int, typer.Option(min=1, help="Rows that share passes.")] = 32,
+    seed: Annotated[int | None, typer.Option(help="Seed of sampling (0), from which every row gets its own.")] = None,
+    at_once: Annotated[int, typer.Option(min=1, help="Rows that are decoded together.")] = 32,
     ray: Annotated[
         str | None,
-        typer.Option(metavar="ADDRESS", help="Over a Ray cluster: its address, auto, or local for a new one."),
+        typer.Option(metavar="ADDRESS", help="Ray cluster to run on: its address, auto, or local for a new one."),
     ] = None,
-    workers: Annotated[str | None, typer.Option(metavar="N", help="Of a cluster, as in 4 or 1-4.")] = None,
+    workers: Annotated[
+        str | None, typer.Option(metavar="N", help="Number of Ray workers: 4, or a range such as 1-4 (autoscaled).")
+    ] = None,
     worker_cpus: Annotated[float | None, typer.Option(help="CPUs of each worker.")] = None,
     worker_gpus: Annotated[float | None, typer.Option(help="GPUs of each worker; may be less than 1.")] = None,
     row_stats: Annotated[
-        bool, typer.Option("--row-stats", help="Passes, drafts and seconds in every row; they differ between runs.")
+        bool, typer.Option("--row-stats", help="Add passes, drafts and seconds to every row; they differ between runs.")
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Begin anew, whatever OUT holds.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start over, even if OUT exists.")] = False,
     dtype: flags.Dtype = None,
     quantization: flags.Quantization = None,
     backend: flags.Backend = None,
@@ -92,9 +100,9 @@ def batch(
     quiet: flags.Quiet = False,
     debug: flags.Debug = False,
 ) -> int:
-    """Answer every row of a file. After Ctrl-C or a kill the same command goes on where it was ended.
+    """Answer every row of a file. After Ctrl-C or a kill, the same command resumes.
 
-    A row that cannot be answered says why in its `error`, the others go on, and the exit code is 1.
+    A row that fails has the reason in its field `error`; the others are answered, and the exit code is 1.
     """
     request = read_task(ctx.params)
     first_of_job(request)
@@ -107,7 +115,7 @@ def batch(
         try:
             done = run(rows, out, spec, start=start, overwrite=overwrite, tell=tell, stop=lambda: interrupt.asked)
         except KeyboardInterrupt:  # the second Ctrl-C: rows under way are lost
-            say("ended at once: the same command goes on")
+            say("ended at once: run the same command to resume")
             os._exit(INTERRUPTED)
     if not quiet:
         say(summary(done))
@@ -116,7 +124,7 @@ def batch(
     if (more := done.failed - len(done.failures)) > 0:
         say(f"error: {more} more rows, each with its `error` in {out}", "red")
     if done.done < done.total:
-        say(f"interrupted: {done.total - done.done} rows are left, and the same command goes on with them")
+        say(f"interrupted: {done.total - done.done} rows are left, run the same command to resume")
         return INTERRUPTED
     return FAILED if done.failed else OK
 
@@ -130,7 +138,7 @@ def read_task(params: Mapping[str, Any]) -> Request:
             raise OptionError(f"--{name} is for the task {' or '.join(tasks)}, and this is {task}: leave it out")
     if params["ray"] is None and (idle := [flag for flag in OF_WORKERS if params[flag] is not None]):
         raise OptionError(
-            f"--{idle[0].replace('_', '-')} is about the workers of a cluster: pass --ray, or leave it out"
+            f"--{idle[0].replace('_', '-')} configures the workers of a cluster: pass --ray, or leave it out"
         )
     if task == "transcribe":
         return read_speech(params)
@@ -160,12 +168,12 @@ def make_spec(request: Request, rows: Source, params: Mapping[str, Any]) -> Batc
         if params["task"] is not None:
             raise OptionError(f"{rows.path} has requests in OpenAI's form, which have their own: leave out --task")
         if params["field"] is not None:
-            raise OptionError(f"{rows.path} has requests in OpenAI's form, with fields of their own: leave out --field")
+            raise OptionError(f"{rows.path} is an OpenAI batch file, which has its own fields: leave out --field")
         task = "openai"
     options = dict(request.options)
     seed = options.pop("seed", 0)
     if not isinstance(seed, int):
-        raise OptionError.of("seed", "one number, from which every row has its own", seed)
+        raise OptionError.of("seed", "one number, from which every row gets its own", seed)
     return BatchSpec(
         task,
         locate(request.target, "target", "--model"),

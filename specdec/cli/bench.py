@@ -34,7 +34,7 @@ FLAGS = {
 }
 DRAFTS = f"Hub id, folder, zoo:python-code, {', '.join(WORDS)} or {COPYING[0]}+MODEL"
 
-Out = Annotated[Path | None, typer.Option(help="Folder of samples and report; bench-NAME by default.")]
+Out = Annotated[Path | None, typer.Option(help="Folder for samples and report; bench-NAME by default.")]
 Draft = Annotated[
     list[str] | None,
     typer.Option(help=f"{DRAFTS}; repeatable."),
@@ -43,9 +43,9 @@ PromptSource = Annotated[
     list[str] | None,
     typer.Option(help="code, copy, text, a text file or JSON lines (Spec-Bench, HumanEval, GSM8K); repeatable."),
 ]
-Number = Annotated[int | None, typer.Option(min=1, help="Prompts of every set.")]
-Tokens = Annotated[int | None, typer.Option(min=1, help="New tokens of every prompt.")]
-Repeats = Annotated[int | None, typer.Option(min=1, help="How often every request is measured.")]
+Number = Annotated[int | None, typer.Option(min=1, help="Number of prompts from every source.")]
+Tokens = Annotated[int | None, typer.Option(min=1, help="New tokens per prompt.")]
+Repeats = Annotated[int | None, typer.Option(min=1, help="Measurements of every request.")]
 
 
 def bench(
@@ -54,19 +54,25 @@ def bench(
         list[str] | None,
         typer.Argument(metavar="TARGET", help="Hub ids, folders, or zoo:python-code; may come from --config."),
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="YAML: the matrix, see configs/bench. Flags win.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="YAML file of the matrix, as in configs/bench; flags win.")
+    ] = None,
     draft: Draft = None,
-    schedule: Annotated[list[str] | None, typer.Option(help=f"{', '.join(SCHEDULES)}; repeatable.")] = None,
+    schedule: Annotated[
+        list[str] | None, typer.Option(help=f"How much to draft: {', '.join(SCHEDULES)}; repeatable.")
+    ] = None,
     num_draft_tokens: Annotated[
-        list[int] | None, typer.Option(min=1, help="A constant number of drafted tokens; repeatable.")
+        list[int] | None, typer.Option(min=1, help="Draft a constant number of tokens per round; repeatable.")
     ] = None,
     strategy: Annotated[
-        list[str] | None, typer.Option(help="greedy, sample, or a YAML file of options; repeatable.")
+        list[str] | None, typer.Option(help="Decoding strategy: greedy, sample, or a YAML file of options; repeatable.")
     ] = None,
-    temperature: Annotated[list[float] | None, typer.Option(min=0, help="0 is greedy; repeatable.")] = None,
+    temperature: Annotated[
+        list[float] | None, typer.Option(min=0, help="Sampling temperature; 0 is greedy; repeatable.")
+    ] = None,
     prompts: PromptSource = None,
     count: Number = None,
-    batch: Annotated[list[int] | None, typer.Option(min=1, help="Prompts of one call; repeatable.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Prompts per call; repeatable.")] = None,
     dtype: flags.Dtype = None,
     quantization: flags.Quantization = None,
     gguf_file: flags.GgufFile = None,
@@ -76,19 +82,20 @@ def bench(
     exactness: flags.ExactnessName = None,
     max_new_tokens: Tokens = None,
     repeats: Repeats = None,
-    seed: Annotated[int | None, typer.Option(help="Of sampling.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of sampling.")] = None,
     near_tie: Annotated[
-        float | None, typer.Option(min=0, help="Forgive texts that part where the two best logits are this near.")
+        float | None,
+        typer.Option(min=0, help="Accept texts that differ where the two best logits are at most this far apart."),
     ] = None,
     out: Out = None,
-    restart: Annotated[bool, typer.Option("--restart", help="Forget the samples in the folder.")] = False,
+    restart: Annotated[bool, typer.Option("--restart", help="Discard the samples in the folder.")] = False,
     quiet: flags.Quiet = False,
     debug: flags.Debug = False,
 ) -> int:
-    """Measure drafts beside plain decoding. The texts are compared, too, and a report is written.
+    """Compare drafts with plain decoding. Speeds and texts are compared, and a report is written.
 
-    A run that was killed goes on where it stopped when the same command is given again. Exit code 3: a text differs
-    from plain decoding's, and neither --near-tie nor a row-dependent target excuses it.
+    After Ctrl-C or a kill, the same command resumes. Exit code 3: a text differs from that of plain decoding, and
+    neither --near-tie nor a row-dependent target excuses it.
     """
     keys = suite_keys(ctx.params)
     with loading("reading the suite", quiet=quiet):
@@ -171,7 +178,7 @@ def resumable(folder: Path | None, *, without: str = "") -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         if folder is not None:
-            say(f"the same command{without} goes on from here; what was measured so far is in {folder}")
+            say(f"run the same command{without} to resume; the samples so far are in {folder}")
         raise
 
 
@@ -182,10 +189,10 @@ def tune(
     prompts: PromptSource = None,
     count: Number = None,
     num_draft_tokens: Annotated[
-        list[int] | None, typer.Option(min=1, help="The constant numbers to try; repeatable.")
+        list[int] | None, typer.Option(min=1, help="Constant draft length to try; repeatable.")
     ] = None,
-    temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy.")] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Prompts of one call.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Prompts per call.")] = None,
     dtype: flags.Dtype = None,
     quantization: flags.Quantization = None,
     gguf_file: flags.GgufFile = None,
@@ -199,9 +206,9 @@ def tune(
     quiet: flags.Quiet = False,
     debug: flags.Debug = False,
 ) -> int:
-    """Find the best schedule of a pair for your prompts. Where plain decoding is best, that is what it prints.
+    """Find the best draft schedule of a pair for your prompts. It is `method: none` where drafting does not pay.
 
-    The table goes to stderr, and the configuration for `specdec generate --config` to stdout.
+    Prints a table on stderr, and on stdout a file for `specdec generate --config`.
     """
     given = suite_keys({**ctx.params, "config": None, "num_draft_tokens": None})
     with loading("reading the prompts", quiet=quiet):

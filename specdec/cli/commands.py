@@ -43,7 +43,7 @@ from specdec.errors import OptionError, SpecdecError
 from specdec.options.fields import SAMPLING
 
 app = typer.Typer(
-    pretty_exceptions_enable=False, rich_markup_mode=None, help="Speculative decoding: the same text, in fewer passes."
+    pretty_exceptions_enable=False, rich_markup_mode=None, help="Speculative decoding: the same text in fewer passes."
 )
 
 
@@ -121,7 +121,7 @@ def root(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
     debug: flags.Debug = False,
 ) -> None:
-    """Speculative decoding: the same text, in fewer passes over the model's weights."""
+    """Speculative decoding: the same text in fewer passes over the model's weights."""
     if version:
         from specdec import __version__
 
@@ -144,34 +144,38 @@ def generate(
             autocompletion=flags.own_pairs,
         ),
     ] = None,
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The text to continue; - reads stdin.")] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Text to continue; - reads stdin.")] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="The prompt is a message: put it through the model's chat template.")
+        bool, typer.Option("--chat", help="Treat the prompt as a message and apply the model's chat template.")
     ] = False,
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="A message before it. Implies --chat.")] = None,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message; implies --chat.")] = None,
     prediction: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Text that the answer may resemble, for drafts that copy.")
+        str | None,
+        typer.Option(metavar="FILE", help="File that the output may resemble, for suffix, ngram and hybrid."),
     ] = None,
     draft_model: Annotated[
         str | None,
-        typer.Option(help="A smaller model: hub id, folder, GGUF file, or zoo:NAME.", autocompletion=flags.own_pairs),
+        typer.Option(help="Draft model: hub id, folder, GGUF file, or zoo:NAME.", autocompletion=flags.own_pairs),
     ] = None,
     method: flags.Method = None,
     num_draft_tokens: flags.DraftTokens = None,
     num_draft_branches: Annotated[
-        int | None, typer.Option(help="Let a draft model guess trees: so many nodes go on at every depth.")
+        int | None, typer.Option(help="Have the draft model guess trees, with this many branches.")
     ] = None,
     schedule: flags.ScheduleName = None,
     max_new_tokens: flags.MaxNewTokens = None,
     sample: flags.Sample = None,
-    temperature: Annotated[float | None, typer.Option(help="Implies --sample, like the next three.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Sampling temperature; implies --sample.")] = None,
     top_k: flags.TopK = None,
     top_p: flags.TopP = None,
     sampling: Annotated[
-        str | None, typer.Option(help=f"One of {', '.join(SAMPLING)}.", autocompletion=flags.one_of(SAMPLING))
+        str | None,
+        typer.Option(
+            help=f"Acceptance rule: {', '.join(SAMPLING)}; implies --sample.", autocompletion=flags.one_of(SAMPLING)
+        ),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Of sampling; without it a fresh one, which --json tells.")] = None,
-    num_return_sequences: Annotated[int | None, typer.Option(help="How many samples.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of sampling; random by default, reported by --json.")] = None,
+    num_return_sequences: Annotated[int | None, typer.Option(help="Number of samples or beams to return.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; repeatable.")] = None,
     dtype: flags.Dtype = None,
     quantization: flags.Quantization = None,
@@ -180,29 +184,30 @@ def generate(
     exactness: flags.ExactnessName = None,
     device_map: flags.DeviceMap = None,
     max_memory: Annotated[
-        list[str] | None, typer.Option(metavar="DEVICE=SIZE", help="Most memory, as in cpu=2GiB; repeatable.")
+        list[str] | None,
+        typer.Option(metavar="DEVICE=SIZE", help="Memory limit of a device, as in cpu=2GiB; repeatable."),
     ] = None,
     offload: flags.Offload = None,
     offload_folder: flags.OffloadFolder = None,
     tp_plan: flags.TpPlan = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the target on the hub.")] = None,
-    draft_dtype: Annotated[str | None, typer.Option(help="The same for the draft; by default the target's.")] = None,
-    draft_quantization: Annotated[str | None, typer.Option(help="The same for the draft.")] = None,
-    draft_gguf_file: Annotated[str | None, typer.Option(metavar="NAME", help="The same for the draft.")] = None,
-    draft_revision: Annotated[str | None, typer.Option(help="The same for the draft.")] = None,
+    draft_dtype: Annotated[str | None, typer.Option(help="--dtype of the draft; by default the target's.")] = None,
+    draft_quantization: Annotated[str | None, typer.Option(help="--revision of the draft.")] = None,
+    draft_gguf_file: Annotated[str | None, typer.Option(metavar="NAME", help="--revision of the draft.")] = None,
+    draft_revision: Annotated[str | None, typer.Option(help="--revision of the draft.")] = None,
     config: flags.ConfigFile = None,
     set_: flags.Settings = None,
     json_: flags.Json = False,
     stats: flags.Stats = False,
     show_draft: Annotated[
-        bool, typer.Option("--show-draft", help="Colour what came from the draft; without colours, mark it ⟦so⟧.")
+        bool, typer.Option("--show-draft", help="Color the tokens of the draft; without colors, mark them ⟦so⟧.")
     ] = False,
-    stream: Annotated[bool, typer.Option(help="Print text as it comes.")] = True,
+    stream: Annotated[bool, typer.Option(help="Print text as it is generated.")] = True,
     trust_remote_code: flags.RemoteCode = False,
     quiet: flags.Quiet = False,
     debug: flags.Debug = False,
 ) -> int:
-    """Continue a prompt, or answer it (--chat), helped by a draft. The text is TARGET's own."""
+    """Continue a prompt, or answer it (--chat). The text is the same with and without a draft."""
     request = read_request(ctx.params)
     first_of_job(request)
     text, expected = read_prompt(prompt), read_prediction(prediction, request.method)
@@ -235,7 +240,7 @@ def generate(
 def hint_at_chat(tokenizer: Any, texts: Sequence[str]) -> None:
     """Hints at --chat where a chat model ended at once, as many do after a prompt without a template."""
     if not any(text.strip() for text in texts) and getattr(tokenizer, "chat_template", None):
-        say("hint: the text is empty, and a plain prompt does not go through the chat template of this model: --chat")
+        say("hint: the text is empty: to apply this model's chat template to the prompt, pass --chat")
 
 
 app.command(epilog=example("demo"))(demo)

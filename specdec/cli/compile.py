@@ -31,7 +31,7 @@ def compile_(
     quiet: flags.Quiet = False,
     debug: flags.Debug = False,
 ) -> int:
-    """Compile the passes of TARGET and its draft, once and for all. It takes about a minute each."""
+    """Compile the passes of TARGET and its draft model. It takes about a minute each, once per dtype."""
     from specdec import kernels
     from specdec.generator.generator import SpecGenerator
 
@@ -43,12 +43,12 @@ def compile_(
     try:
         ready = _wait(generator, quiet=quiet)
     except KeyboardInterrupt:
-        say("a model whose passes are compiled keeps them, and the same command goes on with the rest")
+        say("compiled models stay compiled: run the same command to compile the rest")
         raise
     if not ready:
         return fail("error: not everything could be compiled", FAILED)
     if not quiet:
-        say(f"ready after {duration(monotonic() - began)}: --backend compiled, and auto, run on it with these options")
+        say(f"ready after {duration(monotonic() - began)}: --backend auto and compiled use it with these options")
     return OK
 
 

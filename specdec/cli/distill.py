@@ -20,28 +20,33 @@ def distill(
     target: Annotated[
         str, typer.Argument(metavar="TARGET", help="Hub id, folder, or zoo:NAME (specdec zoo lists them).")
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The draft's folder; a training in it goes on.")],
-    text: Annotated[list[Path] | None, typer.Option(help="A file to learn from; repeatable.")] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the draft; a training in it is resumed.")],
+    text: Annotated[list[Path] | None, typer.Option(help="Text file to train on; repeatable.")] = None,
     prompts: Annotated[
         list[str] | None,
-        typer.Option(help="Prompts whose answers to learn: JSON lines, or a text of paragraphs; repeatable."),
+        typer.Option(help="File of prompts whose answers to train on: JSON lines, or paragraphs; repeatable."),
     ] = None,
     audio: Annotated[
         list[Path] | None,
-        typer.Option(help="Sounds for a Whisper TARGET: files, folders, .txt lists of files; with --kind layers."),
+        typer.Option(help="Recordings for a Whisper TARGET: files, folders, .txt lists of files; with --kind layers."),
     ] = None,
     kind: Annotated[
-        str, typer.Option(help="eagle3: a head over the target's hidden states. layers: some of its own layers.")
+        str,
+        typer.Option(
+            help="eagle3: a head that reads the target's hidden states. layers: copies of some of its layers."
+        ),
     ] = "eagle3",
-    layers: Annotated[int | None, typer.Option(help="How many the draft has; 1 in a head, 2 of the target's.")] = None,
-    draft_vocabulary: Annotated[
-        int | None, typer.Option(help="How many tokens the draft guesses, 8192 by default.")
+    layers: Annotated[
+        int | None, typer.Option(help="Number of layers of the draft (1 for eagle3, 2 for layers).")
     ] = None,
-    hours: Annotated[float | None, typer.Option(help="How long to train; 1 without --steps.")] = None,
-    steps: Annotated[int | None, typer.Option(help="How many steps to train.")] = None,
-    seed: Annotated[int, typer.Option(help="Of weights, windows and samples.")] = 0,
+    draft_vocabulary: Annotated[
+        int | None, typer.Option(help="Number of tokens that the draft can guess (8192).")
+    ] = None,
+    hours: Annotated[float | None, typer.Option(help="Hours of training; 1 without --steps.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of training.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of weights, windows and samples.")] = 0,
     cache_gib: Annotated[
-        float, typer.Option(help="Disk for what the target says, which is then asked once; with --audio as much again.")
+        float, typer.Option(help="Disk space in GiB for the target's outputs, computed once; twice that with --audio.")
     ] = 4.0,
     dtype: flags.Dtype = None,
     device_map: flags.DeviceMap = None,
@@ -49,7 +54,7 @@ def distill(
     quiet: flags.Quiet = False,
     debug: flags.Debug = False,
 ) -> int:
-    """Train a draft for TARGET, which `--draft-model` takes. Ctrl-C ends early, and the same command goes on."""
+    """Train a draft model or head for TARGET. Ctrl-C ends early; the same command resumes."""
     from specdec.bench.prompts import read_prompts
     from specdec.distill.distill import distill
 
@@ -75,7 +80,7 @@ def distill(
     for line in report(card):
         print(line)
     if interrupt.asked:
-        say(f"interrupted: the draft in {out} is as good as that, and the same command goes on")
+        say(f"interrupted: the draft in {out} is usable, run the same command to train it further")
         return INTERRUPTED
     return OK
 

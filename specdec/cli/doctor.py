@@ -268,16 +268,16 @@ def doctor(
         str | None,
         typer.Argument(
             metavar="TARGET",
-            help="A model to examine too: hub id, folder, GGUF file, or zoo:NAME.",
+            help="Model to examine: hub id, folder, GGUF file, or zoo:NAME.",
             autocompletion=flags.own_pairs,
         ),
     ] = None,
     draft_model: flags.DraftModel = None,
     method: flags.Method = None,
     prompt: Annotated[
-        list[str] | None, typer.Option("--prompt", "-p", help="Text for the estimate; repeatable. Else code.")
+        list[str] | None, typer.Option("--prompt", "-p", help="Prompt of the estimate; repeatable; code by default.")
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0.1, help="How long the estimate may take, about.")] = _SECONDS,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Approximate duration of the estimate.")] = _SECONDS,
     dtype: flags.Dtype = None,
     quantization: flags.Quantization = None,
     gguf_file: flags.GgufFile = None,
@@ -289,11 +289,11 @@ def doctor(
     quiet: flags.Quiet = False,
     debug: flags.Debug = False,
 ) -> int:
-    """Say what is here, what is missing, and how well a pair fits.
+    """Examine the machine, the installation and a pair of models.
 
-    What is missing comes with the command that installs it, a pair with an estimate of what it gains.
+    Prints install commands for missing parts, and estimates the pair's speedup.
 
-    Exit code 1: something is wrong, and the line with the ✗ says what.
+    Exit code 1: something is wrong; see the line with ✗.
     """
     found: list[Finding] = []
     for finding in _examine(ctx.params, quiet=quiet):

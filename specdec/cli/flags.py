@@ -27,68 +27,81 @@ def own_pairs(incomplete: str) -> list[str]:
 
 
 # What drafts, and how much.
-DraftModel = Annotated[str | None, typer.Option(help="A smaller model: hub id, folder, or zoo:NAME.")]
+DraftModel = Annotated[str | None, typer.Option(help="Draft model: hub id, folder, or zoo:NAME.")]
 Method = Annotated[
     str | None,
     typer.Option(
-        help=f"{METHODS}. auto: draft if there is a draft model, else {COPYING[0]}. hybrid: the draft model and "
-        f"{COPYING[0]}; hybrid:{COPYING[-1]}: the draft model and {COPYING[-1]}.",
+        help=f"How to draft: {METHODS}. auto: with the draft model if one is named, else {COPYING[0]}. hybrid: "
+        f"{COPYING[0]} and the draft model; hybrid:{COPYING[-1]}: {COPYING[-1]} and the draft model.",
         autocompletion=one_of(["auto", "draft", *WORDS, "hybrid", *(f"hybrid:{word}" for word in COPYING), "none"]),
     ),
 ]
-DraftTokens = Annotated[int | None, typer.Option(help="Most tokens to draft per round.")]
+DraftTokens = Annotated[
+    int | None,
+    typer.Option(
+        help="Tokens to draft per round: the first length of heuristic (5), the length of constant (5), the limit of "
+        "confidence (20) and cost (32)."
+    ),
+]
 ScheduleName = Annotated[
-    str | None, typer.Option(help=f"One of {', '.join(SCHEDULES)}.", autocompletion=one_of(SCHEDULES))
+    str | None, typer.Option(help=f"How much to draft: {', '.join(SCHEDULES)}.", autocompletion=one_of(SCHEDULES))
 ]
 
 # How tokens are chosen.
-MaxNewTokens = Annotated[int | None, typer.Option(help=f"Length limit, {DEFAULT_NEW_TOKENS} if nothing sets one.")]
-Sample = Annotated[bool | None, typer.Option("--sample/--greedy", help="Draw tokens, or take the likeliest.")]
-TopK = Annotated[int | None, typer.Option()]
-TopP = Annotated[float | None, typer.Option()]
+MaxNewTokens = Annotated[int | None, typer.Option(help=f"Length limit; {DEFAULT_NEW_TOKENS} if nothing sets one.")]
+Sample = Annotated[bool | None, typer.Option("--sample/--greedy", help="Sample, or take the likeliest token.")]
+TopK = Annotated[int | None, typer.Option(help="Sample from the k likeliest tokens; implies --sample.")]
+TopP = Annotated[
+    float | None, typer.Option(help="Sample from the likeliest tokens of this total probability; implies --sample.")
+]
 
 # How models are loaded.
 Dtype = Annotated[
     str | None,
     typer.Option(
-        help="float32, bfloat16 …; auto, the default, is the checkpoint's, but float32 for float16 on a CPU.",
+        help="Data type of the weights: float32, bfloat16, …; auto (default): the checkpoint's, but float32 instead of "
+        "float16 on a CPU.",
         autocompletion=one_of(DTYPES),
     ),
 ]
 Backend = Annotated[
-    str | None, typer.Option(help=f"What passes run on: {', '.join(BACKENDS)}.", autocompletion=one_of(BACKENDS))
+    str | None, typer.Option(help=f"How passes are run: {', '.join(BACKENDS)}.", autocompletion=one_of(BACKENDS))
 ]
 ExactnessName = Annotated[
     str | None,
     typer.Option(
         "--exactness",
-        help="strict: the text of plain decoding, bit for bit, in any dtype.",
+        help="strict: the same text as plain decoding in any dtype, bit for bit.",
         autocompletion=one_of(EXACTNESS),
     ),
 ]
 Quantization = Annotated[
-    str | None, typer.Option(help=f"One of {', '.join(QUANTIZATIONS)}.", autocompletion=one_of(QUANTIZATIONS))
+    str | None,
+    typer.Option(help=f"Fewer bits per weight: {', '.join(QUANTIZATIONS)}.", autocompletion=one_of(QUANTIZATIONS)),
 ]
-GgufFile = Annotated[str | None, typer.Option(metavar="NAME", help="A GGUF file in the folder or on the hub.")]
-DeviceMap = Annotated[str | None, typer.Option(help="cpu, cuda, auto …")]
+GgufFile = Annotated[str | None, typer.Option(metavar="NAME", help="A GGUF file in the folder or hub repository.")]
+DeviceMap = Annotated[str | None, typer.Option(help="Where to load the models: cpu, cuda, auto, …")]
 Offload = Annotated[
     str | None,
     typer.Option(
-        help=f"{' or '.join(OFFLOADS)}: read weights from there in every pass.", autocompletion=one_of(OFFLOADS)
+        help=f"Where the target's weights stay, to be read in every pass: {' or '.join(OFFLOADS)}.",
+        autocompletion=one_of(OFFLOADS),
     ),
 ]
 TpPlan = Annotated[
     str | None, typer.Option(metavar="auto", help="Share the target among the processes that torchrun started.")
 ]
-OffloadFolder = Annotated[str | None, typer.Option(help="For weights that must be written again.")]
-RemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with a model.")]
+OffloadFolder = Annotated[
+    str | None, typer.Option(help="Where to write weights that cannot be read straight from the checkpoint.")
+]
+RemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")]
 
 # What all else shares.
-ConfigFile = Annotated[Path | None, typer.Option(help="YAML: target, draft, method and options. Flags win.")]
+ConfigFile = Annotated[Path | None, typer.Option(help="YAML file of target, draft, method and options; flags win.")]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any other option of generate; repeatable.")
 ]
-Stats = Annotated[bool, typer.Option("--stats", help="A table of statistics on stderr.")]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no warnings on stderr.")]
+Stats = Annotated[bool, typer.Option("--stats", help="Print statistics on stderr.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress and no warnings.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]

@@ -25,14 +25,14 @@ LOOKS = 20  # of `Watch`, a few milliseconds each
 
 
 def demo(
-    seed: Annotated[int, typer.Option(help="Chooses the prompt, and the text if sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the prompt's choice and of sampling.")] = 0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of the continuation.")] = DEFAULT_NEW_TOKENS,
     sample: flags.Sample = False,
-    temperature: Annotated[float | None, typer.Option(help="Implies --sample.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Sampling temperature; implies --sample.")] = None,
     quiet: flags.Quiet = False,
     debug: flags.Debug = False,
 ) -> int:
-    """Watch a small model write code alone, then with its draft. Then see where the time went."""
+    """Watch a small model write code without and with its draft. Then see where the time went."""
     from specdec.options import bundled_models
 
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": sample or temperature is not None}
@@ -139,7 +139,7 @@ def _compared(duel: Duel, tokenizer: Any) -> int:
 
 
 def zoo(debug: flags.Debug = False) -> None:
-    """List the models of the package with their cards. Pairs that you made with its recipes follow."""
+    """List the bundled models with their cards. Pairs that you made with the recipes follow."""
     from specdec.options import bundled_models as models
 
     for name in models.folders():

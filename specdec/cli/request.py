@@ -79,9 +79,9 @@ def read_request(
     if not target:
         raise OptionError(f"no target was named: pass {named}, or a --config file with a `target`")
     if params.get("json_") and params.get("show_draft"):
-        raise OptionError("--show-draft marks text on the screen and --json prints none: leave one of them out")
+        raise OptionError("--show-draft colors text on the screen and --json prints none: leave one of them out")
     if params.get("show_draft") and not params.get("stream"):
-        raise OptionError("--show-draft marks text as it comes: leave out --no-stream")
+        raise OptionError("--show-draft colors text as it is generated: leave out --no-stream")
     loading, rest = read_loading(params, {n: v for n, v in file.items() if n not in NAMED})
     options = read_options(params, rest, new_tokens, seed)
     if params.get("show_draft") and options.get("num_return_sequences", 1) > 1:
@@ -90,7 +90,7 @@ def read_request(
     method, draft = choose_draft(params, file, target, options)
     if "draft_options" in loading and not _runs_model(method):
         raise OptionError(
-            f"options to load a draft were given, and method {method} uses no draft model: leave them out"
+            f"options of loading a draft were given, and method {method} uses no draft model: leave them out"
         )
     if target.startswith("zoo:"):
         loading.setdefault("dtype", "float32")
@@ -161,7 +161,7 @@ def read_options(
     flags = {name: params.get(flag) for flag, name in FLAGS.items() if params.get(flag) not in (None, [], ())}
     drawing = [flag for flag in SAMPLING_FLAGS if params.get(flag) is not None]
     if drawing and params.get("sample") is False:
-        raise OptionError(f"{_flag(drawing[0])} is about sampling and --greedy forbids it: leave one out")
+        raise OptionError(f"{_flag(drawing[0])} is for sampling and --greedy forbids it: leave one out")
     if drawing:
         flags["do_sample"] = True
     extra = read_settings(params.get("set_") or [])
@@ -300,7 +300,7 @@ def read_prediction(file: str | None, method: str) -> str | None:
         return None
     if method not in COPYING and _copied(method) is None:
         raise OptionError(
-            f"--prediction is for drafts that copy, and the method is {method}: pass --method hybrid or {COPYING[0]}"
+            f"--prediction is for text drafts, and the method is {method}: pass --method hybrid or {COPYING[0]}"
         )
     text = read_text(file)
     if not text:
@@ -320,7 +320,7 @@ def read_text(file: str) -> str:
         reason = getattr(error, "strerror", None) or error
         raise OptionError(f"{source} cannot be read ({reason}): check the name") from None
     if "\0" in text:
-        raise OptionError(f"{source} has zero bytes in it, and so is no text: extract its text first")
+        raise OptionError(f"{source} contains zero bytes, so it is no text file: extract its text first")
     return text
 
 

@@ -42,59 +42,66 @@ def serve(
     ctx: typer.Context,
     target: Annotated[
         str | None,
-        typer.Argument(metavar="TARGET", help="Hub id, folder, GGUF file, or zoo:NAME; or models of --config."),
+        typer.Argument(metavar="TARGET", help="Hub id, folder, GGUF file, or zoo:NAME; without it, pass --config."),
     ] = None,
     draft_model: flags.DraftModel = None,
     method: flags.Method = None,
     num_draft_tokens: flags.DraftTokens = None,
     schedule: flags.ScheduleName = None,
-    demo: Annotated[bool, typer.Option("--demo", help="The pairs that come with the package.")] = False,
-    config: Annotated[Path | None, typer.Option(help="YAML: see configs/serve.yaml. Flags win.")] = None,
-    name: Annotated[str | None, typer.Option(help="What clients call the model; by default the end of its id.")] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on; 127.0.0.1 by default.")] = None,
-    port: Annotated[int | None, typer.Option(help="8000 by default; 0 takes a free one.")] = None,
-    api_key_file: Annotated[
-        Path | None, typer.Option(help="Keys, one a line or NAME: KEY; read again when it changes.")
+    demo: Annotated[bool, typer.Option("--demo", help="Serve the bundled pairs.")] = False,
+    config: Annotated[Path | None, typer.Option(help="YAML file such as configs/serve.yaml; flags win.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="The model's name for clients; by default the end of its id.")
     ] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="No keys on an address that others reach.")] = False,
+    host: Annotated[str | None, typer.Option(help="Address to listen on (127.0.0.1).")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on (8000); 0 chooses a free one.")] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="File of API keys, KEY or NAME: KEY on each line; reread when it changes.")
+    ] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Allow a public address without API keys.")] = False,
     allow_host: Annotated[
-        list[str] | None, typer.Option(metavar="HOST", help="Another name under which browsers reach it; repeatable.")
+        list[str] | None, typer.Option(metavar="HOST", help="Another host name that browsers may use; repeatable.")
     ] = None,
     trusted_proxy: Annotated[
         list[str] | None,
-        typer.Option(metavar="ADDRESS", help="A proxy or network whose X-Forwarded-For names clients; repeatable."),
+        typer.Option(metavar="ADDRESS", help="Proxy or network whose X-Forwarded-For header is trusted; repeatable."),
     ] = None,
-    context: Annotated[int | None, typer.Option(help="Most tokens of prompt and answer together.")] = None,
+    context: Annotated[int | None, typer.Option(help="Limit on the tokens of prompt and answer.")] = None,
     kv_budget: Annotated[
-        float | None, typer.Option(help="Share of free memory, up to 1, or bytes for keys and values; half by default.")
+        float | None, typer.Option(help="Memory for keys and values: a share of free memory up to 1, or bytes (0.5).")
     ] = None,
-    max_running: Annotated[int | None, typer.Option(help="Requests that run at a time; 32 by default.")] = None,
-    max_waiting: Annotated[int | None, typer.Option(help="Requests that wait for that; 128 by default.")] = None,
-    per_key: Annotated[int | None, typer.Option(help="Requests that one client may have under way.")] = None,
-    request_timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help="600 by default.")] = None,
+    max_running: Annotated[int | None, typer.Option(help="Limit on running requests (32).")] = None,
+    max_waiting: Annotated[int | None, typer.Option(help="Limit on waiting requests (128).")] = None,
+    per_key: Annotated[int | None, typer.Option(help="Limit on one client's requests in progress.")] = None,
+    request_timeout: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Abort a request after this many seconds (600).")
+    ] = None,
     drain: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="How long requests may go on after SIGTERM; 30 by default.")
+        float | None, typer.Option(metavar="SECONDS", help="Time for running requests to finish after SIGTERM (30).")
     ] = None,
     stream_chunk: Annotated[
-        int | None, typer.Option(metavar="N", help="Events of N tokens each, whatever a draft guessed.")
+        int | None, typer.Option(metavar="N", help="Send events of N tokens each, which hide accepted drafts.")
     ] = None,
-    log: Annotated[str | None, typer.Option(help="text, json or none.")] = None,
+    log: Annotated[str | None, typer.Option(help="Format of the request log: text, json or none (text).")] = None,
     ray: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="On a Ray cluster: its address, auto, or local for a new one.")
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Ray cluster to serve on: its address, auto, or local for a new one."),
     ] = None,
     replicas: Annotated[
-        str | None, typer.Option(metavar="N", help="Of a cluster: as in 4 or 1-4, by load; or auto.")
+        str | None,
+        typer.Option(metavar="N", help="Number of Ray replicas: 4, a range such as 1-4 (autoscaled), or auto."),
     ] = None,
     replica_cpus: Annotated[float | None, typer.Option(help="CPUs of each replica.")] = None,
     replica_gpus: Annotated[float | None, typer.Option(help="GPUs of each replica; may be less than 1.")] = None,
     replica_up_seconds: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Of load until another replica comes; 30 by default.")
+        float | None, typer.Option(metavar="SECONDS", help="Load for this many seconds adds a replica (30).")
     ] = None,
     replica_down_seconds: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Without load until one goes; 600 by default.")
+        float | None, typer.Option(metavar="SECONDS", help="This many seconds without load remove a replica (600).")
     ] = None,
     replica_surge: Annotated[
-        bool, typer.Option("--replica-surge", help="A new replica comes before the old one goes; needs room for it.")
+        bool,
+        typer.Option("--replica-surge", help="Start new replicas before stopping old ones; needs resources for both."),
     ] = False,
     dtype: flags.Dtype = None,
     quantization: flags.Quantization = None,
@@ -108,14 +115,16 @@ def serve(
     quiet: flags.Quiet = False,
     debug: flags.Debug = False,
 ) -> int:
-    """Serve models over HTTP as OpenAI does. Completions, chats, transcriptions, and a page at /."""
+    """Serve models over an OpenAI-compatible HTTP API. Completions, chats, transcriptions, and a playground at /."""
     if missing := [module for module in NEEDS if find_spec(module) is None]:
         raise SpecdecError(f"a server needs {', '.join(missing)}: pip install -e '.[serve]'")
     keys = settings_keys(ctx.params)
     if ray is not None:
         return on_cluster(ray, keys, ctx.params)
     if idle := [flag for flag in OF_REPLICAS if ctx.params[flag] not in (None, False)]:
-        raise OptionError(f"--{idle[0].replace('_', '-')} is about replicas on a cluster: pass --ray, or leave it out")
+        raise OptionError(
+            f"--{idle[0].replace('_', '-')} configures replicas on a cluster: pass --ray, or leave it out"
+        )
     with loading(f"loading {', '.join(model['name'] for model in keys['models'])}", quiet=quiet):
         from specdec.server import check_address, create_app, load, read_settings
         from specdec.server import serve as run
@@ -139,7 +148,7 @@ def on_cluster(address: str, keys: Mapping[str, Any], params: Mapping[str, Any])
         deploy(keys, Replicas.of_keys(dict(params)), address)
     say(f"serving on port {keys.get('port', 8000)} of the cluster")
     if address != "local":
-        say("the same command with other settings replaces it, replica by replica; `serve shutdown` ends it")
+        say("run the command with other settings to replace it, replica by replica; `serve shutdown` stops it")
         return OK
     try:
         Event().wait()
@@ -169,7 +178,7 @@ def settings_keys(params: Mapping[str, Any]) -> dict[str, Any]:
         keys["models"] = [model_keys(params)]
     own = ("name", "draft_model", "method", "num_draft_tokens", "schedule", "context", "kv_budget", *LOADING)
     if not params["target"] and (idle := [flag for flag in own if params.get(flag) not in (None, False, [], ())]):
-        raise OptionError(f"--{idle[0].replace('_', '-')} is about TARGET: pass one, or write it into the file")
+        raise OptionError(f"--{idle[0].replace('_', '-')} configures TARGET: pass TARGET, or write it into the file")
     return keys
 
 

@@ -27,25 +27,25 @@ ZOO = "zoo:python-summary"
 def summarize(
     ctx: typer.Context,
     files: Annotated[list[str] | None, typer.Argument(metavar="FILE", help="Text files; - reads stdin.")] = None,
-    demo: Annotated[bool, typer.Option("--demo", help=f"Functions that come with the package, by {ZOO}.")] = False,
-    model: Annotated[str | None, typer.Option(help="Hub id or folder; may come from --config.")] = None,
-    draft_model: Annotated[str | None, typer.Option(help="A smaller model: hub id or folder.")] = None,
+    demo: Annotated[bool, typer.Option("--demo", help=f"Summarize the bundled functions with {ZOO}.")] = False,
+    model: Annotated[str | None, typer.Option(help="Target: hub id or folder; may come from --config.")] = None,
+    draft_model: Annotated[str | None, typer.Option(help="Draft model: hub id or folder.")] = None,
     method: flags.Method = None,
     num_draft_tokens: flags.DraftTokens = None,
     schedule: flags.ScheduleName = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(help=f"Length limit; else the checkpoint's, or {DEFAULT_NEW_TOKENS}.")
+        int | None, typer.Option(help=f"Length limit; by default the checkpoint's, or {DEFAULT_NEW_TOKENS}.")
     ] = None,
     chunk_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Read longer texts in pieces of so many tokens, if the model takes more.")
+        int | None, typer.Option(min=1, help="Read longer texts in chunks of at most this many tokens.")
     ] = None,
     truncate: Annotated[bool, typer.Option("--truncate", help="Read only the beginning of a long text.")] = False,
-    template: Annotated[str | None, typer.Option(help="What the model reads, with {text} in it.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Texts, or pieces of one, that are decoded together.")] = 8,
+    template: Annotated[str | None, typer.Option(help="Prompt of the model, with {text} in it.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Texts or chunks that are decoded together.")] = 8,
     reference: Annotated[
-        list[str] | None, typer.Option(metavar="FILE", help="A good summary of each FILE, in order, for ROUGE.")
+        list[str] | None, typer.Option(metavar="FILE", help="Reference summary of each FILE, in order, for ROUGE.")
     ] = None,
-    format: Annotated[Literal["text", "json"], typer.Option(help="text, or one JSON object.")] = "text",
+    format: Annotated[Literal["text", "json"], typer.Option(help="Output: text, or one JSON object.")] = "text",
     dtype: flags.Dtype = None,
     quantization: flags.Quantization = None,
     backend: flags.Backend = None,
@@ -58,15 +58,15 @@ def summarize(
     quiet: flags.Quiet = False,
     debug: flags.Debug = False,
 ) -> int:
-    """Summarise texts of any length. The summaries are the model's own, whatever draft helps it."""
+    """Summarize texts of any length. The summaries are the same with and without a draft."""
     from specdec.options import bundled_models
 
     if demo and files:
-        raise OptionError("--demo brings texts of its own: leave out the files, or --demo")
+        raise OptionError("--demo has its own texts: leave out the files, or --demo")
     target = model or (ZOO if demo and config is None else None)
     request = read_request({**ctx.params, "target": target}, named="--model", new_tokens=None)
     if not files and not demo:
-        raise OptionError("no file was named: pass FILE, - to read stdin, or --demo for texts of the package")
+        raise OptionError("no file was named: pass FILE, - to read stdin, or --demo for bundled texts")
     first_of_job(request)
     texts = bundled_models.functions() if demo else read_files(files or [])
     references = read_files(reference or [])
@@ -85,7 +85,7 @@ def summarize(
             found.append(made)
     except KeyboardInterrupt:
         done = sum(len(made.documents) for made in found)
-        say(f"interrupted: {done} of {len(texts)} are done, leave these files out to go on")
+        say(f"interrupted: {done} of {len(texts)} are done, leave these files out to resume")
         conclude(request, texts, list(references.values()), found, as_json=format == "json", stats=stats)
         return INTERRUPTED
     conclude(request, texts, list(references.values()), found, as_json=format == "json", stats=stats)

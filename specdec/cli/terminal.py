@@ -130,7 +130,7 @@ def loading(message: str, *, quiet: bool, downloads: bool = False) -> Iterator[N
                 yield
     except KeyboardInterrupt:
         if downloads:
-            say("what was downloaded stays in the cache, and the same command goes on from there")
+            say("downloaded files stay in the cache: run the same command to resume")
         raise
 
 

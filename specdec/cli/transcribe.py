@@ -31,37 +31,43 @@ Format = Literal["text", "json", "srt", "vtt"]
 def transcribe(
     ctx: typer.Context,
     files: Annotated[
-        list[str] | None, typer.Argument(metavar="FILE", help="wav, flac, mp3 or ogg, or folders; - reads stdin.")
+        list[str] | None,
+        typer.Argument(metavar="FILE", help="Recordings (wav, flac, mp3, ogg) or folders of them; - reads stdin."),
     ] = None,
-    demo: Annotated[bool, typer.Option("--demo", help="The recordings that come with the package.")] = False,
+    demo: Annotated[bool, typer.Option("--demo", help="Transcribe the bundled recordings.")] = False,
     model: Annotated[
-        str | None, typer.Option(help=f"A Whisper model: hub id or folder. {ZOO}, that of --demo, knows 299 words.")
+        str | None, typer.Option(help=f"Whisper model: hub id or folder. {ZOO}, the model of --demo, knows 299 words.")
     ] = None,
     draft_model: Annotated[
         str | None,
-        typer.Option(help=f"A smaller Whisper or a distilled one, hub id or folder; or {', '.join(WORDS)}."),
+        typer.Option(help=f"Draft: hub id or folder of a smaller or distilled Whisper; or {', '.join(WORDS)}."),
     ] = None,
-    language: Annotated[str | None, typer.Option(help="Name or code; by ear if nothing says it.")] = None,
-    task: Annotated[str | None, typer.Option(help="transcribe, or translate into English.")] = None,
-    format: Annotated[Format, typer.Option(help="JSON is one object per file and line.")] = "text",
+    language: Annotated[
+        str | None, typer.Option(help="Language of the recordings, a name or code; detected by default.")
+    ] = None,
+    task: Annotated[str | None, typer.Option(help="transcribe, or translate (into English).")] = None,
+    format: Annotated[Format, typer.Option(help="Output format; json is one object per file and line.")] = "text",
     words: Annotated[bool, typer.Option("--words", help="Timestamps of words instead of segments.")] = False,
     reference: Annotated[
         Path | None,
-        typer.Option(help="What was said, to count word errors: a line per file, or lines of NAME|text."),
+        typer.Option(help="Reference transcripts, for word error rates: a line per file, or lines of NAME|text."),
     ] = None,
     chunk_length: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Read overlapping chunks instead of window after window.")
+        float | None,
+        typer.Option(
+            metavar="SECONDS", help="Decode overlapping chunks of this length instead of window after window."
+        ),
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Windows or chunks that are decoded together.")] = 1,
     fallback: Annotated[
         bool,
-        typer.Option("--fallback", help="Try misheard windows again, warmer; skip silent, unlikely ones."),
+        typer.Option("--fallback", help="Retry unlikely windows at higher temperatures; skip silent ones."),
     ] = False,
-    context: Annotated[bool, typer.Option("--context", help="Let a window know the text before it.")] = False,
+    context: Annotated[bool, typer.Option("--context", help="Condition each window on the text before it.")] = False,
     num_draft_tokens: flags.DraftTokens = None,
     schedule: flags.ScheduleName = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Most tokens of a window.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of what --fallback draws.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Token limit per window.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of sampling, for --fallback.")] = None,
     dtype: flags.Dtype = None,
     backend: flags.Backend = None,
     exactness: flags.ExactnessName = None,
@@ -69,15 +75,15 @@ def transcribe(
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any other option of a call; repeatable.")
     ] = None,
-    output_dir: Annotated[Path | None, typer.Option(help="Write NAME.txt, .json, .srt or .vtt there.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Leave out recordings that have a file there.")] = False,
+    output_dir: Annotated[Path | None, typer.Option(help="Folder for NAME.txt, .json, .srt or .vtt.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Skip recordings with a file in --output-dir.")] = False,
     stats: flags.Stats = False,
     quiet: flags.Quiet = False,
     debug: flags.Debug = False,
 ) -> int:
-    """Write down what is said in recordings. The text is the model's own, the draft makes it faster.
+    """Transcribe recordings. The text is the same with and without a draft.
 
-    A recording that cannot be read is told on stderr, the others go on, and the exit code is 1.
+    Recordings that cannot be read are reported on stderr; the others are transcribed, and the exit code is 1.
     """
     files, references = read_files(files or [], demo=demo, reference=reference)
     ctx.params["model"] = read_model(model, demo=demo)
@@ -133,8 +139,8 @@ def transcribe_all(
 def how_to_go_on(folder: Path | None) -> str:
     """How to resume after Ctrl-C."""
     if folder is None:
-        return "leave these files out to go on (with --output-dir, --resume does)"
-    return "the same command with --resume goes on"
+        return "leave these files out to resume (or pass --output-dir and --resume)"
+    return "run the same command with --resume to resume"
 
 
 def unfinished(
@@ -142,7 +148,7 @@ def unfinished(
 ) -> tuple[list[str], list[str] | None]:
     """The recordings without a file in the folder, and their references."""
     if folder is None:
-        raise OptionError("--resume looks for what is done in --output-dir: pass it")
+        raise OptionError("--resume skips recordings with a file in --output-dir: pass --output-dir")
     left = [i for i, name in enumerate(files) if not output_file(name, format, folder).exists()]
     say(f"{len(files) - len(left)} of {len(files)} recordings are done already")
     return [files[i] for i in left], None if references is None else [references[i] for i in left]
@@ -173,7 +179,7 @@ def whole_error_rate(
 def read_files(files: list[str], *, demo: bool, reference: Path | None) -> tuple[list[str], list[str] | None]:
     """The recordings, and their references if known; raises OptionError where none is named."""
     if bool(files) == demo:
-        raise OptionError("pass the recordings to transcribe, or --demo for those that come with the package")
+        raise OptionError("pass the recordings to transcribe, or --demo for the bundled ones")
     if not demo:
         files = [file for name in files for file in sounds(name)]
         return files, None if reference is None else read_references(reference, files)
@@ -190,7 +196,7 @@ def sounds(name: str) -> list[str]:
     from specdec.pipelines.speech.audio import sounds_in
 
     if not (found := sounds_in(Path(name))):
-        raise OptionError(f"the folder {name} holds no wav, flac, mp3 or ogg file (a model is named with --model)")
+        raise OptionError(f"the folder {name} has no wav, flac, mp3 or ogg file (a model is named with --model)")
     return [str(path) for path in found]
 
 
@@ -198,8 +204,8 @@ def read_model(model: str | None, *, demo: bool) -> str:
     """The model that was named, or for the demo that of the package; else raises OptionError."""
     if model is None and not demo:
         raise OptionError(
-            f"no model was named: pass --model, for example --model openai/whisper-base ({ZOO} comes with the package, "
-            "and knows 299 words)"
+            f"no model was named: pass --model, for example --model openai/whisper-base (the bundled {ZOO} knows 299 "
+            "words)"
         )
     return model or ZOO
 

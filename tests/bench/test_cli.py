@@ -77,7 +77,7 @@ def test_ctrl_c_tells_how_to_go_on(
     assert run([*arguments, *extra]) == 130
     err = capsys.readouterr().err
     without = " without --restart" if extra else ""
-    assert f"the same command{without} goes on from here" in err
+    assert f"run the same command{without} to resume" in err
     assert str(tmp_path / "out") in err
 
 

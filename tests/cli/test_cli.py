@@ -225,7 +225,7 @@ USAGE_ERRORS = [
     (["generate", "t", "-p", "x", "--method", "ngram", "--draft-model", "d"], "leave out --draft-model"),
     (["generate", "t", "-p", "x", "--schedule", "fast"], "--schedule must be one of"),
     (["generate", "t", "-p", "x", "--top-p", "1.5"], "--top-p must be"),
-    (["generate", "t", "-p", "x", "--greedy", "--top-k", "5"], "--top-k is about sampling"),
+    (["generate", "t", "-p", "x", "--greedy", "--top-k", "5"], "--top-k is for sampling"),
     (["generate", "t", "-p", "x", "--num-return-sequences", "2"], "--num-return-sequences above 1 needs --sample"),
     (
         ["generate", "t", "-p", "x", "--set", "num_samples=3"],
@@ -248,7 +248,7 @@ USAGE_ERRORS = [
         "`TARGET` must be a hub id, a folder or one of zoo:python-code, zoo:speech, zoo:python-summary, got 'zoo:nope'",
     ),
     (["generate", "t", "-p", "x", "--draft-model", "zoo:nope"], "`--draft-model` must be"),
-    (["generate", "t", "-p", "x", "--method", "none", "--prediction", "f"], "--prediction is for drafts that copy"),
+    (["generate", "t", "-p", "x", "--method", "none", "--prediction", "f"], "--prediction is for text drafts"),
     (["generate", "t", "-p", "x", "--prediction", "no-such-file"], "no-such-file cannot be read"),
     (["generate", "t", "-p", "x", "--prediction", os.devnull], "is empty"),
     (["demo", "--max-new-tokens", "0"], "--max-new-tokens"),

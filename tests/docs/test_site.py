@@ -12,8 +12,10 @@ import yaml
 from docs.make import figures
 from docs.make import pages as made
 from specdec import errors
+from specdec.cli import request
 from specdec.cli.commands import app
 from specdec.options.generate import Options
+from specdec.server import protocol
 from tests.docs.pages import PAGES, ROOT
 
 README = ROOT / "README.md"
@@ -135,3 +137,34 @@ def test_every_page_has_a_place() -> None:
 
     written = {page.relative_to(ROOT / "docs").as_posix() for page in PAGES if page != README}
     assert sorted(leaves(nav)) == sorted(written | {*made.PAGES})
+
+
+def test_every_spelling_exists() -> None:
+    """Flags of the command line, options, and fields of requests, as the table of spellings names them."""
+    page = made.spellings()
+    rows = [re.split(r" ?\| ?", line)[1:-1] for line in page.splitlines() if re.match(r"\| [^-P|]", line)]
+    assert len(rows) > 20
+    commands = typer.main.get_command(app).commands
+    flags = {flag for command in commands.values() for parameter in command.params for flag in parameter.opts}
+    fields = {*protocol.ChatRequest.model_fields, *protocol.CompletionRequest.model_fields}
+    keys = {*Options.model_fields, *request.NAMED}
+    for *_, python, shell, config, http in rows:
+        assert {*re.findall(r"(?<!\S)--?[a-z][\w-]*", shell.replace("`", " "))} <= flags
+        assert {*re.findall(r"`(\w+)", config)} <= keys
+        assert {*re.findall(r"`(\w+)", http)} <= fields
+        for argument in re.findall(r"`(\w+)=`", python):
+            assert argument in {*Options.model_fields, "prediction"}
+    assert (
+        "| `num_assistant_tokens=` | `--num-draft-tokens` | `num_assistant_tokens` | `num_assistant_tokens` |" in page
+    )
+    assert "| `num_return_sequences=` | `--num-return-sequences` | `num_return_sequences` | `n` |" in page
+
+
+def test_the_glossary_defines_what_pages_link_to() -> None:
+    """Every anchor once; mkdocs does not look at the README."""
+    glossary = ROOT / "docs" / "glossary.md"
+    anchors = re.findall(r'<a id="([\w-]+)"></a>', glossary.read_text(encoding="utf-8"))
+    assert len(anchors) == len(set(anchors)) > 30
+    for page in PAGES:
+        for anchor in re.findall(r"glossary\.md#([\w-]+)\)", page.read_text(encoding="utf-8")):
+            assert anchor in anchors, f"{page}: {anchor}"

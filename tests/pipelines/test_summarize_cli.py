@@ -158,14 +158,14 @@ def test_demo(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 ERRORS = [
-    ([], "no file was named: pass FILE, - to read stdin, or --demo for texts of the package"),
+    ([], "no file was named: pass FILE, - to read stdin, or --demo for bundled texts"),
     (["no-such-file.txt"], "no-such-file.txt cannot be read"),
     (["."], "cannot be read"),
     (["empty.txt"], "empty.txt is empty: there is nothing to summarize"),
     (["latin.txt"], "latin.txt is not text in UTF-8"),
-    (["binary"], "binary has zero bytes in it, and so is no text"),
+    (["binary"], "binary contains zero bytes, so it is no text file"),
     (["text.txt", "text.txt"], "text.txt was named twice"),
-    (["text.txt", "--demo"], "--demo brings texts of its own"),
+    (["text.txt", "--demo"], "--demo has its own texts"),
     (["text.txt", "--reference", "no-such-file.txt"], "no-such-file.txt cannot be read"),
     (["text.txt", "long.txt", "--reference", "text.txt"], "`--reference` must be given once for each of 2 files"),
     (["text.txt", "--format", "xml"], "xml"),

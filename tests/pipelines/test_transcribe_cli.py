@@ -141,7 +141,7 @@ def test_folders_are_the_recordings_in_them(folder: Path, tmp_path: Path, capsys
     files = [json.loads(line)["file"] for line in capsys.readouterr().out.splitlines()]
     assert [Path(file).name for file in files] == ["a.WAV", "b.wav", "c.wav", "short.wav"]
     assert typed(folder, str(folder / "model")) == 2
-    assert "holds no wav, flac, mp3 or ogg file (a model is named with --model)" in capsys.readouterr().err
+    assert "has no wav, flac, mp3 or ogg file (a model is named with --model)" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("default:.*not a word:UserWarning")

@@ -73,8 +73,8 @@ def test_a_file_under_flags(tmp_path: Path) -> None:
     [
         ([], "pass a TARGET"),
         (["x", "--demo"], "only one of them"),
-        (["--demo", "--draft-model", "x"], "--draft-model is about TARGET"),
-        (["--demo", "--dtype", "float32"], "--dtype is about TARGET"),
+        (["--demo", "--draft-model", "x"], "--draft-model configures TARGET"),
+        (["--demo", "--dtype", "float32"], "--dtype configures TARGET"),
         (["--demo", "--host", "0.0.0.0"], "--api-key-file"),
         (["--demo", "--host", "0.0.0.0"], "--trusted-proxy ADDRESS"),
         (["--demo", "--allow-host", "https://models.example.org"], "without scheme"),
