@@ -2,8 +2,8 @@
 //
 //   queries   [1, heads, tokens, width]
 //   keys      [rows, kv heads, capacity, width], values alike; query heads in groups share a head of theirs
-//   nodes     int32 [tokens, 4 + words]: row, slot, first, base, and bits. The token sees the columns from `first` to
-//             before `base`, and `base + j` wherever bit j is set; it is stored in the column `slot`
+//   nodes     int32 [tokens, 4 + words]: row, column, first, base, and bits. The token is stored in `column`; it sees the
+//             columns from `first` to before `base`, and `base + j` wherever bit j is set
 //   biases    [heads, distances], if there are any: what is added to a score, by how many columns that the token sees
 //             stand behind the key; the last one is for all that are farther away
 //   result    [1, tokens, heads, width of a value]
@@ -181,7 +181,7 @@ void turn(const In* const* keys, int64_t count, int64_t width, int64_t ahead, fl
 // ---- What tokens see
 
 struct Token {
-  int64_t row, slot, first, base;
+  int64_t row, column, first, base;
   const int32_t* words;
   int64_t bits;
 
@@ -551,7 +551,7 @@ template <class Holds>
 void check_each(const Nodes& nodes, const char* expected, Holds holds) {
   for (int64_t t = 0; t < nodes.count; t++) {
     auto one = nodes[t];
-    TORCH_CHECK_VALUE(holds(one), "`nodes` must have ", expected, ", got row ", one.row, ", slot ", one.slot,
+    TORCH_CHECK_VALUE(holds(one), "`nodes` must have ", expected, ", got row ", one.row, ", column ", one.column,
                       ", first ", one.first, ", base ", one.base, " for token ", t);
   }
 }
@@ -618,7 +618,7 @@ void store_in(const at::Tensor& from, const at::Tensor& buffer, const Nodes& nod
   auto target = static_cast<char*>(buffer.mutable_data_ptr());
   for (int64_t t = 0; t < nodes.count; t++) {
     auto node = nodes[t];
-    auto at = node.row * buffer.stride(0) + node.slot * buffer.stride(2);
+    auto at = node.row * buffer.stride(0) + node.column * buffer.stride(2);
     for (int64_t head = 0; head < from.size(1); head++)
       std::memcpy(target + (at + head * buffer.stride(1)) * size,
                   source + (head * from.stride(1) + t * from.stride(2)) * size, from.size(3) * size);
@@ -638,8 +638,8 @@ void store_nodes(const at::Tensor& keys, const at::Tensor& values, const at::Ten
   check_heads("value_buffer", value_buffer, of_values, {rows, heads, capacity, width});
   check_nodes(nodes, tokens);
   Nodes of_tokens(nodes);
-  check_each(of_tokens, "rows and slots that `key_buffer` has", [&](const Token& one) {
-    return one.row >= 0 && one.row < rows && one.slot >= 0 && one.slot < capacity;
+  check_each(of_tokens, "rows and columns that `key_buffer` has", [&](const Token& one) {
+    return one.row >= 0 && one.row < rows && one.column >= 0 && one.column < capacity;
   });
   store_in(keys, key_buffer, of_tokens);
   store_in(values, value_buffer, of_tokens);

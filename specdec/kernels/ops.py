@@ -91,7 +91,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, nodes: Tensor, scale: 
     `keys` and `values` are `[rows, kv heads, capacity, width]`, with any strides but a dense last dimension; `heads`
     are a multiple of `kv heads`. float32 or bfloat16, all alike; sums are float32.
 
-    `nodes` is int32 `[tokens, 4 + words]` or `[1, 1, tokens, 4 + words]`: the token's row, slot (the column where
+    `nodes` is int32 `[tokens, 4 + words]` or `[1, 1, tokens, 4 + words]`: the token's row, its column (where
     `store_nodes` puts it), first, base, and words of 32 bits. The token sees the columns from `first` to before `base`,
     and `base + 32 * w + j` where bit j of word w is set; its own one only if it is among these. A token that sees
     nothing gets zeros. Numbers in columns that it does not see do not matter, on the CPU not even NaN.

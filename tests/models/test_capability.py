@@ -34,7 +34,7 @@ def test_probe_finds_what_the_table_says(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt_neo", "mpt", "falcon_alibi", "mamba2"])
 def test_probe_refuses_the_store_where_it_is_wrong(name: str) -> None:
-    """Models that count cache slots or keep a recurrent state get the library's own cache."""
+    """Models that count cache columns or keep a recurrent state get the library's own cache."""
     assert probe(LanguageModel(tiny(name))).store == "replay"
 
 

@@ -21,7 +21,7 @@ from specdec.models import Encoding, LanguageModel
 from specdec.models.backends.cross_attention import CrossAttention
 from specdec.models.backends.kv_session import KvSession
 from specdec.models.backends.ragged_inputs import Line, RowNodes, seen_columns
-from specdec.models.cache.layout import Kind, SlotMap
+from specdec.models.cache.layout import ColumnMap, Kind
 from specdec.models.hf.shallow_copy import twin as twin_of
 from tests.models.exact import Twin
 from tests.tiny import ENCODER_DECODERS, NAMES, tiny, tiny_inputs
@@ -222,7 +222,7 @@ class Played:
 
     def __init__(self, place: int, base: int, source: random.Random) -> None:
         self.place, self.random, self.ids = place, source, base
-        self.slots, self.pending, self.text = SlotMap(base=base, top=base), Tree([], []), tuple(range(base))
+        self.map, self.pending, self.text = ColumnMap(base=base, top=base), Tree([], []), tuple(range(base))
         self.columns = {column: self.text[: column + 1] for column in range(base)}
         self.held: list[tuple[int, ...]] = []  # paths of pending branches
 
@@ -232,10 +232,10 @@ class Played:
         for i in range(self.random.randrange(1, 40 if self.random.random() < 0.2 else 6)):
             parents.append(len(parents) - 1 if chain else self.random.randrange(-1, len(parents)))
             self.paths.append((self.text if parents[-1] < 0 else self.paths[parents[-1]]) + (self.ids,))
-            self.columns[self.slots.top + i] = self.paths[-1]
+            self.columns[self.map.top + i] = self.paths[-1]
             self.ids += 1
         self.tree = Tree([path[-1] for path in self.paths], parents)
-        return RowNodes(self.place, self.slots, self.tree, self.random.randrange(len(parents) - len(self.held) + 1))
+        return RowNodes(self.place, self.map, self.tree, self.random.randrange(len(parents) - len(self.held) + 1))
 
     def seen(self, kind: Kind) -> list[set[int]]:
         return [
@@ -253,10 +253,10 @@ class Played:
         nodes = chain + sorted({node for path in paths for node in path} - set(chain))
         self.text = self.paths[chain[-1]] if chain else self.text
         self.held, self.pending = [self.paths[node] for node in nodes[shared:]], self.tree.part(nodes, shared)
-        self.slots.keep(self.tree, nodes, shared)
-        moves = self.slots.compact(self.random.choice([-1, 0, 3, 64]))
+        self.map.keep(self.tree, nodes, shared)
+        moves = self.map.compact(self.random.choice([-1, 0, 3, 64]))
         moved = {target: self.columns[source] for source, target in moves}
-        self.columns = {c: own for c, own in (self.columns | moved).items() if c < self.slots.top}
+        self.columns = {c: own for c, own in (self.columns | moved).items() if c < self.map.top}
 
     @staticmethod
     def _sees(kind: Kind, path: tuple[int, ...], own: tuple[int, ...]) -> bool:
@@ -288,7 +288,7 @@ def test_tables(seed: int, bases: list[int]) -> None:
         paths = [path for row in here for path in row.paths[len(row.held) :]]
         assert line.ids.tolist() == [[path[-1] for path in paths]]
         assert line.positions.tolist() == [[len(path) - 1 for path in paths]]
-        tops = [(row.place, row.slots.top + i) for row in here for i in range(len(row.paths) - len(row.held))]
+        tops = [(row.place, row.map.top + i) for row in here for i in range(len(row.paths) - len(row.held))]
         for kind, table in zip(KINDS, line.tables, strict=True):
             assert table.dtype == torch.int32
             assert [tuple(own[:2]) for own in table[0, 0].tolist()] == tops

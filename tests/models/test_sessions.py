@@ -208,7 +208,7 @@ def test_store_grows() -> None:
 
 
 def test_branches_are_moved_only_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dead branches leave void slots behind, which are closed up once there are many; results stay exact."""
+    """Dead branches leave void columns behind, which are closed up once there are many; results stay exact."""
     twin = Twin(LanguageModel(tiny("llama")), 1)
     twin.prefill(40)
     store = twin.session.store  # type: ignore[attr-defined]

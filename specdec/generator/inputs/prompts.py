@@ -191,7 +191,7 @@ def _encoder_decoder(
 ) -> Prompts:
     """Encoder inputs as given, padding included, and decoder prompts that begin with the start id.
 
-    Where an encoder's positions count slots (BART and its kin), padding on the left changes what it reads, as in
+    Where an encoder's positions count columns (BART and its kin), padding on the left changes what it reads, as in
     transformers; drafts and processors see its ids without padding.
     """
     main = target.model.main_input_name
@@ -313,7 +313,7 @@ def _decoder_ids(count: int, given: Mapping[str, Any], options: Options, target:
     """Decoder prompts: the start id of each row, before the caller's `decoder_input_ids` where they all lack it.
 
     Padding that `decoder_attention_mask` names is left out, so that a row equals the row alone. (transformers counts
-    it: most decoders take its slots for positions, and the start id stands before it.)
+    it: most decoders take its columns for positions, and the start id stands before it.)
     """
     starts = options.start_ids
     if len(starts) not in (0, 1, count):

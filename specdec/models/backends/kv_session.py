@@ -18,7 +18,7 @@ from specdec.models.backends.cross_attention import CrossAttention
 from specdec.models.backends.outputs import LogitNodes, line_scores, row_scores
 from specdec.models.backends.ragged_inputs import Line, RowNodes, Steps
 from specdec.models.cache.buffers import KvStore, Prefix
-from specdec.models.cache.layout import AttentionView, Layout, SlotMap
+from specdec.models.cache.layout import AttentionView, ColumnMap, Layout
 from specdec.models.cache.session import Session, check_paths, check_trees
 from specdec.models.encoding import Encoding
 from specdec.models.hf.private_api import TAKES_MASKS, attention_of, hidden_states_of
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from specdec.models.backends.ragged import Buffers, RaggedForward
     from specdec.models.language_model import LanguageModel
 
-_SLACK = 64  # slots that branches may leave void before what is left of them is moved together
+_SLACK = 64  # columns that branches may leave void before what is left of them is moved together
 _NODES = 64  # nodes that take a pass as long as its weights
 
 
@@ -36,14 +36,15 @@ class _Row:
     """One row: where its nodes sit, and the tree of its last pass."""
 
     number: int
-    slots: SlotMap = field(default_factory=SlotMap)
+    columns: ColumnMap = field(default_factory=ColumnMap)
     tree: Tree = EMPTY
 
 
 class KvSession(Session):
-    """Rows of one model over one `KvStore`: a row's text and branches are slots, beams share what they have in common.
+    """Rows of one model over one `KvStore`: a row's text and branches are columns, beams share what they have in
+    common.
 
-    Branches that die leave void slots behind, which nobody looks at; they are closed up now and then. Where the model
+    Branches that die leave void columns behind, which nobody looks at; they are closed up now and then. Where the model
     allows it, the new nodes of all rows stand in a line (`RaggedForward`). A padded pass covers the rows of the store
     from the first to the last that take part: the narrow view of a buffer costs nothing.
     """
@@ -57,7 +58,7 @@ class KvSession(Session):
             language.num_layers,
             column_bytes=language.kv_bytes,
             lazy=language.device.type == "cpu",
-            held=lambda: max((row.slots.top for row in self._rows), default=0),
+            held=lambda: max((row.columns.top for row in self._rows), default=0),
         )
         self._rows: list[_Row] = []  # in the order of the store
         self._index: dict[int, int] = {}  # row -> its place in that order
@@ -83,24 +84,24 @@ class KvSession(Session):
         self.store.reserve(len(self._rows) + rows)
         if self._cross is not None and encoding is not None:
             self._cross.add(encoding)
-        return [self._new(SlotMap()) for _ in range(rows)]
+        return [self._new(ColumnMap()) for _ in range(rows)]
 
     @torch.no_grad()
     def fork(self, row: int, length: int | None = None) -> int:
         """Copies the columns that hold the text."""
         source = self._row(row)
-        if length is not None and source.slots.base < length <= source.slots.length:
-            self._move([(self._index[row], *move) for move in source.slots.compact(-1)])
-        slots = source.slots.copy() if length is None else SlotMap(base=length, top=length)
-        if length is not None and length > source.slots.base:
-            raise OptionError.of("length", f"at most the {source.slots.base} tokens that the row holds", length)
+        if length is not None and source.columns.base < length <= source.columns.length:
+            self._move([(self._index[row], *move) for move in source.columns.compact(-1)])
+        columns = source.columns.copy() if length is None else ColumnMap(base=length, top=length)
+        if length is not None and length > source.columns.base:
+            raise OptionError.of("length", f"at most the {source.columns.base} tokens that the row holds", length)
         index = len(self._rows)
         self.store.reserve(index + 1)
-        self.store.copy_row(self._index[row], index, slots.top)
+        self.store.copy_row(self._index[row], index, columns.top)
         if self._cross is not None:
             self._cross.fork(self._index[row])
-        slots.whole = source.slots.whole
-        number = self._new(slots)
+        columns.whole = source.columns.whole
+        number = self._new(columns)
         self._rows[-1].tree = source.tree if length is None else EMPTY
         return number
 
@@ -110,14 +111,14 @@ class KvSession(Session):
         index = len(self._rows)
         self.store.reserve(index + 1)
         self.store.write_prefix(index, prefix, length)
-        return self._new(SlotMap(base=length, top=length))
+        return self._new(ColumnMap(base=length, top=length))
 
     @torch.no_grad()
     def keep_prefix(self, row: int, length: int) -> Prefix:
         """A copy of the keys and values of the row's first `length` tokens, which must be its settled text."""
         source = self._row(row)
-        if length > source.slots.base:
-            self._move([(self._index[row], *move) for move in source.slots.compact(-1)])
+        if length > source.columns.base:
+            self._move([(self._index[row], *move) for move in source.columns.compact(-1)])
         return self.store.read_prefix(self._index[row], length)
 
     @torch.no_grad()
@@ -126,7 +127,7 @@ class KvSession(Session):
         for row in rows:
             index, last = self._index.pop(self._row(row).number), self._rows.pop()
             if last.number != row:
-                self.store.copy_row(len(self._rows), index, last.slots.top)
+                self.store.copy_row(len(self._rows), index, last.columns.top)
                 self._rows[index], self._index[last.number] = last, index
             if self._cross is not None:
                 self._cross.remove(index)
@@ -135,11 +136,11 @@ class KvSession(Session):
 
     def length(self, row: int) -> int:
         """Tokens of text that the row holds."""
-        return self._row(row).slots.length
+        return self._row(row).columns.length
 
     def pending(self, row: int) -> int:
         """How many nodes of pending branches the row holds."""
-        return self._row(row).slots.pending
+        return self._row(row).columns.pending
 
     def forward(
         self,
@@ -160,7 +161,7 @@ class KvSession(Session):
             and not (output_hidden_states or output_attentions)
         ):
             row, whole = self._row(rows[0]), wholes[0] if wholes is not None else 0
-            if not row.slots.slots and trees[0].is_chain and 0 <= keep[0] <= len(trees[0]) > 0:
+            if not row.columns.scattered and trees[0].is_chain and 0 <= keep[0] <= len(trees[0]) > 0:
                 return [self._chain(row, trees[0], keep[0], whole)]
         with torch.no_grad():
             return self._general(rows, trees, keep, embeds, wholes, output_hidden_states, output_attentions)
@@ -169,8 +170,8 @@ class KvSession(Session):
         """The pass of one row whose nodes follow its text one by one: nothing has to be laid out."""
         nodes, first = len(tree), len(tree) - keep
         row.tree = tree
-        row.slots.begin(tree, first, whole)
-        self.store.point(self._index[row.number], row.slots.base, nodes)
+        row.columns.begin(tree, first, whole)
+        self.store.point(self._index[row.number], row.columns.base, nodes)
         ids = torch.tensor([tree.tokens], device=self._device)
         inputs: dict[str, Any] = {
             "input_ids": ids,
@@ -201,7 +202,7 @@ class KvSession(Session):
     ) -> list[Scores]:
         """A pass over rows and trees of any shape."""
         named = [self._row(row) for row in rows]
-        check_trees(rows, trees, keep, [row.slots.pending for row in named])
+        check_trees(rows, trees, keep, [row.columns.pending for row in named])
         hidden = output_hidden_states
         wanted = {"output_hidden_states": hidden_states_of(hidden), "output_attentions": output_attentions}
         extras = {name: want for name, want in wanted.items() if want}
@@ -211,10 +212,10 @@ class KvSession(Session):
         scores: dict[int, Scores] = {}
         for i, (row, tree) in enumerate(zip(named, trees, strict=True)):
             row.tree = tree
-            if len(tree) == row.slots.pending:
+            if len(tree) == row.columns.pending:
                 scores[row.number] = Scores(tree, len(tree), self._no_logits(), num_cached=len(tree))
                 continue
-            row.slots.begin(tree, len(tree) - keep[i], wholes[i] if wholes is not None else 0)
+            row.columns.begin(tree, len(tree) - keep[i], wholes[i] if wholes is not None else 0)
             place = self._index[row.number]
             parts[place] = _Part.of(place, row, keep[i], None if embeds is None else embeds[i])
         if self._cross is not None and parts:
@@ -244,10 +245,10 @@ class KvSession(Session):
         for i, (number, path) in enumerate(zip(rows, paths, strict=True)):
             row = self._row(number)
             text = len(path) if texts is None else texts[i]
-            row.slots.keep(row.tree, path, text)
+            row.columns.keep(row.tree, path, text)
             row.tree = EMPTY if text == len(path) else row.tree.part(path, text)
-            if row.slots.slots:
-                moves += [(self._index[number], *move) for move in row.slots.compact(_SLACK)]
+            if row.columns.scattered:
+                moves += [(self._index[number], *move) for move in row.columns.compact(_SLACK)]
         self._move(moves)
 
     @torch.no_grad()
@@ -256,9 +257,9 @@ class KvSession(Session):
     ) -> tuple[Tensor, Tensor | None]:
         """One pass in a line, with nothing to lay out, where rows hold text alone."""
         ragged, named = self._language.ragged, [self._row(row) for row in rows]
-        if ragged is None or not all(row.slots.top and not row.slots.slots for row in named):
+        if ragged is None or not all(row.columns.top and not row.columns.scattered for row in named):
             return super().advance(rows, tokens, embeds)
-        places, columns = [self._index[row] for row in rows], [row.slots.top for row in named]
+        places, columns = [self._index[row] for row in rows], [row.columns.top for row in named]
         for place, column in zip(places, columns, strict=True):
             self.store.extend(place, column + 1)
         line = Line.next(places, columns, tokens, self._language.capability.kinds, self._device, self._encoders(places))
@@ -267,7 +268,7 @@ class KvSession(Session):
         logits, states = ragged(line, *self._buffers(ragged), embeds is not None)
         self.passes += 1
         for row in named:
-            row.slots.base = row.slots.top = row.slots.top + 1
+            row.columns.base = row.columns.top = row.columns.top + 1
             row.tree = EMPTY
         return logits, states[-1] if states else None
 
@@ -285,17 +286,17 @@ class KvSession(Session):
     ) -> Chained | None:
         """Where passes are compiled, and rows hold text alone."""
         ragged, named, trees = self._language.ragged, [self._row(row) for row in rows], [*map(Tree.chain, texts)]
-        if ragged is None or not self.chains or any(row.slots.slots for row in named):
+        if ragged is None or not self.chains or any(row.columns.scattered for row in named):
             return None
         for row, tree in zip(named, trees, strict=True):
-            row.slots.begin(tree, len(tree) - 1, 0)
+            row.columns.begin(tree, len(tree) - 1, 0)
         if self._cross is not None:
             self._cross.project()
         places, kinds = [self._index[row] for row in rows], self._language.capability.kinds
-        begins = [row.slots.top + len(text) for row, text in zip(named, texts, strict=True)]
+        begins = [row.columns.top + len(text) for row, text in zip(named, texts, strict=True)]
         for place, begin, rule in zip(places, begins, rules, strict=True):
             self.store.extend(place, begin + rule.most - 1)
-        nodes = [RowNodes(place, row.slots, tree, 1) for place, row, tree in zip(places, named, trees, strict=True)]
+        nodes = [RowNodes(place, row.columns, tree, 1) for place, row, tree in zip(places, named, trees, strict=True)]
         line = Line.of(nodes, kinds, self._device, self._encoders(places))
         if embeds is not None:
             line = replace(line, ids=torch.cat(list(embeds))[None])
@@ -303,7 +304,7 @@ class KvSession(Session):
         chained = ragged.chain(line, steps, rules, *self._buffers(ragged))
         self.passes += max(map(len, chained.guesses))
         for row, begin, guesses in zip(named, begins, chained.guesses, strict=True):
-            row.slots.base = row.slots.top = begin + len(guesses) - 1
+            row.columns.base = row.columns.top = begin + len(guesses) - 1
             row.tree = EMPTY
         return chained
 
@@ -312,17 +313,17 @@ class KvSession(Session):
         if self.cache_reset_length is None:
             return
         for row in map(self._row, rows):
-            if row.slots.whole <= self.cache_reset_length <= row.slots.extent:
-                row.slots, row.tree = SlotMap(), EMPTY
+            if row.columns.whole <= self.cache_reset_length <= row.columns.extent:
+                row.columns, row.tree = ColumnMap(), EMPTY
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Forgets in O(1)."""
         moves = []
         for number, length in zip(rows, lengths, strict=True):
             row = self._row(number)
-            if length < row.slots.length:
+            if length < row.columns.length:
                 row.tree = EMPTY
-                moves += [(self._index[number], *move) for move in row.slots.cut(length)]
+                moves += [(self._index[number], *move) for move in row.columns.cut(length)]
         self._move(moves)
 
     @property
@@ -334,10 +335,10 @@ class KvSession(Session):
         """Buffers grow no further than this."""
         self.store.bound(rows, columns)
 
-    def _new(self, slots: SlotMap) -> int:
+    def _new(self, columns: ColumnMap) -> int:
         self._numbers += 1
         self._index[self._numbers] = len(self._rows)
-        self._rows.append(_Row(self._numbers, slots))
+        self._rows.append(_Row(self._numbers, columns))
         return self._numbers
 
     def _row(self, number: int) -> _Row:
@@ -364,9 +365,9 @@ class KvSession(Session):
         """
         room = math.inf if self.store.bounds is None else self.store.bounds[1]
         weights, column = self._language.weight_bytes, self._language.kv_bytes
-        tops, nodes = [parts[index].slots.top for index in order], [parts[index].size for index in order]
+        tops, nodes = [parts[index].columns.top for index in order], [parts[index].size for index in order]
         reach = [top + size for top, size in zip(tops, nodes, strict=True)]
-        idle = [max((row.slots.top for row in self._rows[i + 1 : j]), default=0) for i, j in pairwise(order)]
+        idle = [max((row.columns.top for row in self._rows[i + 1 : j]), default=0) for i, j in pairwise(order)]
 
         def padded(rows: int, longest: int, widest: int) -> float:
             return rows * (longest * column + widest * weights / _NODES)
@@ -404,7 +405,7 @@ class KvSession(Session):
         """One forward over the new nodes of all rows, in a line."""
         rows = list(parts.values())
         for row in rows:
-            self.store.extend(row.place, row.slots.top + row.size)
+            self.store.extend(row.place, row.columns.top + row.size)
         line = Line.of(rows, self._language.capability.kinds, self._device, self._encoders(row.place for row in rows))
         if ragged.model.reads_embeds:
             line = replace(line, ids=torch.cat([row.embeds for row in rows if row.embeds is not None])[None])
@@ -424,8 +425,8 @@ class KvSession(Session):
     def _pass(self, parts: dict[int, _Part], first: int, last: int, extras: dict[str, Any]) -> dict[int, Scores]:
         """One forward over the rows of the store from `first` to `last`; those without a part are padding."""
         here = [parts.get(index) or _Part.idle(index, self._rows[index]) for index in range(first, last + 1)]
-        trees, slots = [part.tree for part in here], [part.slots for part in here]
-        layout = Layout.of(trees, slots, self._device)
+        trees, maps = [part.tree for part in here], [part.columns for part in here]
+        layout = Layout.of(trees, maps, self._device)
         if layout.view is None and layout.nodes > 1 and self._language.forgets_order:
             layout = replace(layout, view=layout.causal())
         kept = LogitNodes.of(layout, [part.keep for part in here])
@@ -511,10 +512,10 @@ class _Part(RowNodes):
     @classmethod
     def of(cls, place: int, row: _Row, keep: int = 0, embeds: Tensor | None = None) -> _Part:
         """What is new in the row's tree."""
-        return cls(place, row.slots, row.tree, keep, row.number, embeds)
+        return cls(place, row.columns, row.tree, keep, row.number, embeds)
 
     @classmethod
     def idle(cls, place: int, row: _Row) -> _Part:
         """The part of a row that lies between others and has nothing to do."""
-        tree = row.tree.part(range(row.slots.pending)) if row.slots.pending else EMPTY
-        return cls(place, row.slots, tree, 0, row.number)
+        tree = row.tree.part(range(row.columns.pending)) if row.columns.pending else EMPTY
+        return cls(place, row.columns, tree, 0, row.number)

@@ -78,13 +78,15 @@ def line_scores(
         own = logits[kept : kept + row.keep]
         states = hidden and tuple(None if layer is None else layer[begin:end] for layer in hidden)
         first = len(row.tree) - row.keep
-        found.append(Scores(row.tree, first, own, num_cached=row.slots.pending, passes=(number,), hidden_states=states))
+        found.append(
+            Scores(row.tree, first, own, num_cached=row.columns.pending, passes=(number,), hidden_states=states)
+        )
         begin, kept = end, kept + row.keep
     return found
 
 
 def _extras(output: Any, layout: Layout, row: int) -> dict[str, Any]:
-    size, columns = layout.sizes[row], layout.columns(row)
+    size, columns = layout.sizes[row], layout.row_columns(row)
     extras: dict[str, Any] = {}
     hidden = output.get("hidden_states") or output.get("decoder_hidden_states")
     attentions = output.get("attentions") or output.get("decoder_attentions")

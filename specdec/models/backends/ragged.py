@@ -30,7 +30,7 @@ from specdec.models.backends.fused_linear import join, readers
 from specdec.models.backends.order_free_activations import steady
 from specdec.models.backends.packed_layers import likeness
 from specdec.models.backends.ragged_inputs import Line, RowNodes, Steps
-from specdec.models.cache.layout import SlotMap
+from specdec.models.cache.layout import ColumnMap
 from specdec.models.encoding import trial_encoding
 from specdec.models.hf.positions import Lookup
 from specdec.models.hf.private_api import gives_hidden_states, hidden_states_of
@@ -308,16 +308,16 @@ class RaggedForward:
         buffers = [
             tuple(side.new_zeros(2, side.shape[1], _TRIED + 1, side.shape[3]) for side in pair) for pair in _pairs(text)
         ]
-        slots, logits = SlotMap(), []
+        columns, logits = ColumnMap(), []
         for tokens in torch.tensor_split(ids[0], 2):
             tree = Tree.chain(tokens.tolist())
-            nodes = RowNodes(1, slots, tree, len(tree))
+            nodes = RowNodes(1, columns, tree, len(tree))
             encoders = None if encoding is None else [[0, 0, 0, encoding.hidden.shape[1]]]
             line = Line.of([nodes], language.capability.kinds, language.device, encoders)
             line = replace(line, ids=self.model.inputs(line.ids))
             with readers(self.model.model) as self._together:
                 logits.append(self(line, buffers, _pairs(frames))[0])  # type: ignore[arg-type]
-            slots.base = slots.top = slots.base + len(tree)
+            columns.base = columns.top = columns.base + len(tree)
         blind = max(kind.first for kind in language.capability.kinds)  # whoever sees nothing says nothing
         return alike(torch.cat(logits)[blind:], output.logits[0, blind:])
 

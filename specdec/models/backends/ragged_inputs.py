@@ -16,29 +16,29 @@ import torch
 from torch import Tensor
 
 from specdec.core.tree import Tree, depths_of
-from specdec.models.cache.layout import Kind, SlotMap, ancestry
+from specdec.models.cache.layout import ColumnMap, Kind, ancestry
 
 _WORD = 32  # columns
 
 
 @dataclass(frozen=True, slots=True)
 class RowNodes:
-    """The new nodes of one row: its place in the buffers, slot map, tree, and how many of the last need logits."""
+    """The new nodes of one row: its place in the buffers, column map, tree, and how many of the last need logits."""
 
     place: int
-    slots: SlotMap
+    columns: ColumnMap
     tree: Tree
     keep: int
 
     @property
     def size(self) -> int:
         """How many there are."""
-        return len(self.tree) - self.slots.pending
+        return len(self.tree) - self.columns.pending
 
     @property
     def tokens(self) -> list[int]:
         """Their ids."""
-        return self.tree.tokens[self.slots.pending :]
+        return self.tree.tokens[self.columns.pending :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,17 +181,16 @@ def seen_columns(seen: np.ndarray) -> list[int]:
 
 
 def _placed(row: RowNodes) -> _Placed:
-    own, size = row.slots, row.size
-    if not own.slots and row.tree.is_chain:
+    own, size = row.columns, row.size
+    if not own.scattered and row.tree.is_chain:
         columns = np.arange(own.top, own.top + size)
         none = np.zeros((size, 0), dtype=bool)
         return _Placed(row.place, columns, columns, columns + 1, none, np.zeros(0, dtype=np.int64))
-    slots, parents = own.with_new(row.tree)
-    count, few = len(own.slots), own.top + size - own.base
-    at = np.array(slots) - own.base
+    used, parents = own.with_new(row.tree)
+    count, few = len(own.scattered), own.top + size - own.base
+    at = np.array(used) - own.base
     kin = np.zeros((size, few), dtype=bool)
     kin[:, at] = ancestry(parents)[count:]
     depth = np.zeros(few, dtype=np.int64)
     depth[at] = np.array(depths_of(parents)) + own.base
-    columns = np.array(slots[count:])
-    return _Placed(row.place, columns, depth[at[count:]], np.full(size, own.base), kin, depth)
+    return _Placed(row.place, np.array(used[count:]), depth[at[count:]], np.full(size, own.base), kin, depth)

@@ -43,7 +43,7 @@ class KvLayer(CacheLayerMixin):  # type: ignore[misc]
         self.buffers: tuple[Tensor, Tensor] | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocates zeros: whatever lay in a masked slot before could be NaN, and 0 * NaN is NaN."""
+        """Allocates zeros: whatever lay in a masked column before could be NaN, and 0 * NaN is NaN."""
         rows, capacity = self.store.row_capacity, self.store.capacity
         self.buffers = tuple(  # type: ignore[assignment]
             _zeros(t, rows, t.shape[1], capacity, t.shape[3]) for t in (key_states, value_states)
@@ -60,13 +60,13 @@ class KvLayer(CacheLayerMixin):  # type: ignore[misc]
             (buffer if buffer.shape[0] == rows else buffer.narrow(0, store.first, rows)).narrow(2, 0, store.end)
             for buffer in self.buffers  # type: ignore[union-attr]
         )
-        if store.slots is None:
+        if store.columns is None:
             keys.narrow(2, store.start, store.end - store.start).copy_(key_states)
             values.narrow(2, store.start, store.end - store.start).copy_(value_states)
         else:
-            row, slots = store.row_index(keys.device)
-            keys[row, :, slots] = key_states.transpose(1, 2)
-            values[row, :, slots] = value_states.transpose(1, 2)
+            row, columns = store.row_index(keys.device)
+            keys[row, :, columns] = key_states.transpose(1, 2)
+            values[row, :, columns] = value_states.transpose(1, 2)
         return keys, values
 
     def get_seq_length(self) -> int:
@@ -117,7 +117,7 @@ class KvStore(Cache):  # type: ignore[misc]
         self.bounds: tuple[int, int] | None = None
         self.spare_bytes = _SPARE_BYTES
         self.first = self.start = self.end = 0
-        self.slots: Tensor | None = None
+        self.columns: Tensor | None = None
         self._row_index: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._pairs: list[Pair] = []
         self._written: list[int] = []  # per row, one past the last column that a pass wrote
@@ -139,17 +139,17 @@ class KvStore(Cache):  # type: ignore[misc]
         return self.layers[layer_idx].update(key_states, value_states)
 
     def row_index(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Row `[rows, 1]` and slot `[rows, nodes]` of every node, on the device of a layer's buffers."""
+        """Row `[rows, 1]` and column `[rows, nodes]` of every node, on the device of a layer's buffers."""
         if device not in self._row_index:
-            if self.slots is None:
-                raise ValueError("every row starts at the same slot")
-            rows = torch.arange(self.slots.shape[0], device=device)[:, None]
-            self._row_index[device] = (rows, self.slots.to(device))
+            if self.columns is None:
+                raise ValueError("every row starts at the same column")
+            rows = torch.arange(self.columns.shape[0], device=device)[:, None]
+            self._row_index[device] = (rows, self.columns.to(device))
         return self._row_index[device]
 
     def prepare(self, layout: Layout, first: int) -> None:
-        """Points the next pass at its slots, of rows from `first` on; buffers grow here, never inside a forward."""
-        self.first, self.start, self.end, self.slots = first, layout.start, layout.end, layout.slots
+        """Points the next pass at its columns, of rows from `first` on; buffers grow here, never inside a forward."""
+        self.first, self.start, self.end, self.columns = first, layout.start, layout.end, layout.columns
         self._row_index = {}
         # Strictly larger: `end == capacity` is a special case that compiled code would specialise on.
         if self.end >= self.capacity:
@@ -159,7 +159,7 @@ class KvStore(Cache):  # type: ignore[misc]
 
     def point(self, row: int, start: int, nodes: int) -> None:
         """`prepare` for one row, whose nodes follow its text one by one."""
-        self.first, self.start, self.end, self.slots = row, start, start + nodes, None
+        self.first, self.start, self.end, self.columns = row, start, start + nodes, None
         if self.end >= self.capacity:
             self._widen(self.end + 1)
         if self.end > self._written[row]:
