@@ -170,7 +170,7 @@ def models(generator: SpecGenerator) -> Iterator[Finding]:
     for role, model in parts:
         yield Finding("models", role, _described(model))
         yield _backend(role, model)
-    if generator.target.capability.store != "kv":
+    if generator.target.capability.cache_kind != "kv":
         yield Finding("models", "cache", f"{generator.target.capability.reason}: guesses cost more here", "note")
     if drafter is None:
         remedy = "name one: --draft-model, or --method suffix for text that copies"

@@ -142,7 +142,7 @@ class Engine:
         self.prefilling += request.seqs
 
     def _make_room(self) -> None:
-        """Says how far the stores may grow, and lets texts of sequences that have left take no more than what
+        """Says how far the buffers may grow, and lets texts of sequences that have left take no more than what
         is over.
         """
         limit, admitted = self.budget.limit, self._admitted

@@ -26,7 +26,7 @@ class KvBudget:
                 "kv_budget", "a number of bytes, or a share of what is free (above 0, up to 1.0)", limit
             )
         self._limit, self._model = limit, model
-        self._kept = (0, 0)  # rows and columns that stores may hold on to
+        self._kept = (0, 0)  # rows and columns that buffers may hold on to
         self.kept_bytes = 0  # what these take
 
     @property
@@ -49,7 +49,7 @@ class KvBudget:
         return self.limit is None or self.bytes([*running, request]) <= self.limit
 
     def bounds(self, requests: Sequence[Request]) -> tuple[int, int]:
-        """The most rows, and the most columns, that the store of these requests may need."""
+        """The most rows, and the most columns, that the buffers of these requests may need."""
         seqs = [seq for request in requests for seq in request.seqs]
         longest = max((one.most_positions for seq in seqs for one in seq.batch_seqs), default=0)
         widest = max((_nodes(request, seq) for request in requests for seq in request.seqs), default=1)

@@ -1,4 +1,4 @@
-"""What a model is able to do, by architecture: which store fits, how positions reach it, which masks it takes."""
+"""What a model is able to do, by architecture: which cache fits, how positions reach it, which masks it takes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 from specdec.models.cache.layout import Kind
 from specdec.models.hf.tiny_models import SIZES
 
-Store = Literal["kv", "replay", "none"]
+CacheKind = Literal["kv", "replay", "none"]
 Positions = Literal["ids", "decoder_ids", "embedding", "bias", "alibi", "native"]
 
 
@@ -16,7 +16,7 @@ Positions = Literal["ids", "decoder_ids", "embedding", "bias", "alibi", "native"
 class Capability:
     """How sessions run one model; lengths are in tokens.
 
-    `store`: our own keys and values ("kv"), the library's cache with snapshots ("replay"), or no rollback at all.
+    `cache_kind`: our own keys and values ("kv"), the library's cache with snapshots ("replay"), or no rollback at all.
     `positions`: passed as an argument, looked up by a wrapper, or left to the model ("native").
     `inputs`: the ids of tokens, or, for heads, what sessions are given in their place, "embeds".
     `masks`: one mask for all layers, or a dict by layer kind (`kinds`).
@@ -27,7 +27,7 @@ class Capability:
     `reason` says why, in words for an error or a report.
     """
 
-    store: Store
+    cache_kind: CacheKind
     positions: Positions = "native"
     masks: Literal["single", "dict"] = "single"
     tree: Literal["mask", "paths"] = "paths"
@@ -112,6 +112,6 @@ def known(config: Any) -> Capability | None:
 
 
 def kv_capability(config: Any, positions: Positions, kinds: tuple[Kind, ...]) -> Capability:
-    """Own store: a dict of masks exactly when layers differ in what they see."""
+    """Own buffers: a dict of masks exactly when layers differ in what they see."""
     masks: Literal["single", "dict"] = "dict" if len(kinds) > 1 else "single"
     return Capability("kv", positions, masks, "mask", kinds)

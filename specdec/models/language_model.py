@@ -184,7 +184,7 @@ class LanguageModel:
 
     def session(self) -> Session:
         """A new session without rows."""
-        if self.capability.store == "kv":
+        if self.capability.cache_kind == "kv":
             from specdec.models.backends.kv_session import KvSession
 
             return KvSession(self)
@@ -226,7 +226,7 @@ class LanguageModel:
     def check_attentions(self, *, drafted: bool = False, branched: bool = False) -> None:
         """Raises UnsupportedError where attentions cannot be had, of chains (`drafted`) or of trees (`branched`)."""
         name, capability = type(self.model).__name__, self.capability
-        if capability.store != "kv" and getattr(self.config, "num_attention_heads", None) is None:
+        if capability.cache_kind != "kv" and getattr(self.config, "num_attention_heads", None) is None:
             raise UnsupportedError(f"{name} has no attention: leave `output_attentions` out")
         # Some versions tell the whole model's config and not those of encoder and decoder.
         parts = [self.model, self.decoder, *([self.model.get_encoder()] if self.is_encoder_decoder else [])]
@@ -237,7 +237,7 @@ class LanguageModel:
             )
         if drafted and not capability.chunks:
             raise UnsupportedError(f"{name} takes its tokens one by one: no `output_attentions` with a draft")
-        if branched and capability.store != "kv":
+        if branched and capability.cache_kind != "kv":
             raise UnsupportedError(f"{name} runs the paths of a tree one by one: no `output_attentions` with branches")
 
     def check_hidden_states(self, layers: Sequence[int]) -> None:
@@ -337,7 +337,7 @@ class LanguageModel:
 
     def _lookup_of_positions(self) -> Lookup | None:
         style = self.capability.positions
-        return Lookup(self.decoder, style) if self.capability.store == "kv" and style in STYLES else None
+        return Lookup(self.decoder, style) if self.capability.cache_kind == "kv" and style in STYLES else None
 
     def _scaling_by_length(self) -> Scaling | None:
         boundary = self.capability.boundary

@@ -39,7 +39,7 @@ def find_capability(language: LanguageModel) -> Capability:
     found = known(language.config)
     if found is None:
         return probe(language)
-    what = " ".join([language.config.model_type, found.store, *_attention(language).values()])
+    what = " ".join([language.config.model_type, found.cache_kind, *_attention(language).values()])
     return found if holds(what, lambda: _known_holds(language, found)) else probe(language)
 
 

@@ -353,7 +353,7 @@ def test_exit_ends_the_compiler(tmp_path: Path) -> None:
         os.kill(int(pid.read_text()), 0)
 
 
-@pytest.mark.parametrize(("name", "reason"), [("mamba", "store"), ("bloom", "added to attention"), ("gptj", "attend")])
+@pytest.mark.parametrize(("name", "reason"), [("mamba", "buffers"), ("bloom", "added to"), ("gptj", "attend")])
 def test_models_without_it(name: str, reason: str) -> None:
     """Others say why, and what to do."""
     with pytest.raises(UnsupportedError, match=f"{reason}.*leave out `backend`='compiled'"):

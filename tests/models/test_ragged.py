@@ -154,14 +154,14 @@ def test_encoders_outlive_others() -> None:
     """When most rows have left, buffers shrink, but never below what an encoder said. (They shrank to 128 frames.)"""
     language = _language("m2m_100")
     cross, source = CrossAttention(language), torch.Generator().manual_seed(0)
-    cross.store.spare_bytes, cross.store._lazy = 0, False  # as on a GPU
+    cross.buffers.spare_bytes, cross.buffers._lazy = 0, False  # as on a GPU
     cross.add(language.encode({"input_ids": torch.randint(3, 64, (12, 400), generator=source)}))
     cross.project()
-    kept = [side[0].clone() for pair in cross.store.pairs() for side in pair]
+    kept = [side[0].clone() for pair in cross.buffers.pairs() for side in pair]
     for index in range(11, 0, -1):
         cross.remove(index)
-    assert cross.store.row_capacity < 12
-    for side, before in zip((side for pair in cross.store.pairs() for side in pair), kept, strict=True):
+    assert cross.buffers.row_capacity < 12
+    for side, before in zip((side for pair in cross.buffers.pairs() for side in pair), kept, strict=True):
         assert torch.equal(side[0, :, :400], before[:, :400])
 
 

@@ -73,7 +73,7 @@ def test_a_wrong_entry_is_found_out(name: str, file: Path, monkeypatch: pytest.M
         monkeypatch.setattr(capability, attribute, value)
     with pytest.warns(RuntimeWarning, match=f"'{name}' models do not run as specdec knows them"):
         found = LanguageModel(tiny(name)).capability
-    assert (found.store, found.positions) == (right.store, right.positions)
+    assert (found.cache_kind, found.positions) == (right.cache_kind, right.positions)
     assert not file.exists(), "a failure is tried again by the next process"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -89,14 +89,14 @@ def test_a_family_without_miniature(file: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(probe, "miniature", failing)
     with pytest.warns(RuntimeWarning, match=r"no tiny 'llama' model .*no such option"):
         found = LanguageModel(tiny("llama")).capability
-    assert found.store == "kv"
+    assert found.cache_kind == "kv"
     assert LanguageModel(tiny("llama")).capability == found
     assert not file.exists()
 
 
 def test_huge_and_offloaded_models_are_not_run(file: Path) -> None:
     """The user's own weights are not touched, so they may as well be elsewhere."""
-    assert LanguageModel(tiny("llama").to("meta")).capability.store == "kv"
+    assert LanguageModel(tiny("llama").to("meta")).capability.cache_kind == "kv"
     assert file.exists()
 
 
@@ -112,7 +112,7 @@ def test_autocast_changes_no_verdict() -> None:
     """A model that is wrapped where everything is rounded is no reason to distrust its family."""
     with warnings.catch_warnings(), torch.autocast("cpu", dtype=torch.bfloat16):
         warnings.simplefilter("error")
-        assert LanguageModel(tiny("llama")).capability.store == "kv"
+        assert LanguageModel(tiny("llama")).capability.cache_kind == "kv"
 
 
 def test_miniatures_are_loud() -> None:

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Encod
 from transformers.modeling_outputs import BaseModelOutput
 
 from specdec.models.backends.ragged_inputs import seen_columns
-from specdec.models.cache.buffers import KvStore, Prefix
+from specdec.models.cache.buffers import KvBuffers, Prefix
 from specdec.models.encoding import Encoding
 
 if TYPE_CHECKING:
@@ -47,15 +47,15 @@ class Frames(CacheLayerMixin):  # type: ignore[misc]
 
 
 class CrossAttention:
-    """What every row's encoder said, in a store of its own whose rows are encodings: forks of a row share one.
+    """What every row's encoder said, in buffers of their own whose rows are encodings: forks of a row share one.
 
     New encodings are projected by a pass over one token that nobody keeps.
     """
 
     def __init__(self, language: LanguageModel) -> None:
         self._language = language
-        self._encodings: list[Encoding] = []  # by place in the store
-        self.store = KvStore(
+        self._encodings: list[Encoding] = []  # by place in the buffers
+        self.buffers = KvBuffers(
             language.num_layers,
             column_bytes=language.kv_bytes,
             lazy=language.device.type == "cpu",
@@ -73,7 +73,7 @@ class CrossAttention:
     def add(self, encoding: Encoding) -> None:
         """Rows at the end."""
         first, count = len(self._encodings), len(encoding)
-        self.store.reserve(first + count)
+        self.buffers.reserve(first + count)
         self._encodings += [encoding.select([row]) for row in range(count)] if count > 1 else [encoding]
         self.places += range(first, first + count)
         self._unread += range(first, first + count)
@@ -87,7 +87,7 @@ class CrossAttention:
         for frames, places in alike.items():
             found = self._projected(torch.cat([self._encodings[place].hidden for place in places]))
             for i, place in enumerate(places):
-                self.store.write_prefix(place, [(keys[i], values[i]) for keys, values in found], frames)
+                self.buffers.write_prefix(place, [(keys[i], values[i]) for keys, values in found], frames)
         self._unread = []
 
     def fork(self, index: int) -> None:
@@ -105,11 +105,11 @@ class CrossAttention:
         final = len(self._encodings) - 1
         moved = self._encodings.pop()
         if place != final:
-            self.store.copy_row(final, place, moved.hidden.shape[1])
+            self.buffers.copy_row(final, place, moved.hidden.shape[1])
             self._encodings[place] = moved
             self.places = [place if one == final else one for one in self.places]
-        self.store.clear_row(final)
-        self.store.shrink(final)
+        self.buffers.clear_row(final)
+        self.buffers.shrink(final)
         self._forget()
 
     def kind(self, index: int) -> tuple[Any, ...]:
@@ -117,7 +117,7 @@ class CrossAttention:
         encoding = self._encodings[self.places[index]]
         return () if self._pads else (encoding.hidden.shape[1], encoding.mask is None)
 
-    def inputs(self, first: int, last: int, text: KvStore) -> dict[str, Any]:
+    def inputs(self, first: int, last: int, text: KvBuffers) -> dict[str, Any]:
         """Keyword arguments of a padded pass over rows `first` to `last - 1`, which are of one kind."""
         places = tuple(self.places[first:last])
         if places != self._selected:
@@ -127,7 +127,7 @@ class CrossAttention:
             self._joined = {"encoder_outputs": BaseModelOutput(last_hidden_state=joined.hidden)}
             if joined.mask is not None and self._takes_mask:
                 self._joined["attention_mask"] = joined.mask
-            self._frames = [Frames(*(_rows(side, places, frames) for side in pair)) for pair in self.store.pairs()]
+            self._frames = [Frames(*(_rows(side, places, frames) for side in pair)) for pair in self.buffers.pairs()]
         return {**self._joined, "past_key_values": EncoderDecoderCache(text, Cache(layers=self._frames))}
 
     def seen(self, index: int) -> list[int]:
@@ -143,7 +143,7 @@ class CrossAttention:
     @property
     def bytes(self) -> int:
         """What all projections take."""
-        return self.store.bytes
+        return self.buffers.bytes
 
     def _forget(self) -> None:
         self._selected, self._joined, self._frames, self._tables = (), {}, [], {}

@@ -17,7 +17,7 @@ from specdec.errors import OptionError, UnsupportedError
 from specdec.models.backends.cross_attention import CrossAttention
 from specdec.models.backends.outputs import LogitNodes, line_scores, row_scores
 from specdec.models.backends.ragged_inputs import Line, RowNodes, Steps
-from specdec.models.cache.buffers import KvStore, Prefix
+from specdec.models.cache.buffers import KvBuffers, Prefix
 from specdec.models.cache.layout import AttentionView, ColumnMap, Layout
 from specdec.models.cache.session import Session, check_paths, check_trees
 from specdec.models.encoding import Encoding
@@ -41,11 +41,11 @@ class _Row:
 
 
 class KvSession(Session):
-    """Rows of one model over one `KvStore`: a row's text and branches are columns, beams share what they have in
+    """Rows of one model over one `KvBuffers`: a row's text and branches are columns, beams share what they have in
     common.
 
     Branches that die leave void columns behind, which nobody looks at; they are closed up now and then. Where the model
-    allows it, the new nodes of all rows stand in a line (`RaggedForward`). A padded pass covers the rows of the store
+    allows it, the new nodes of all rows stand in a line (`RaggedForward`). A padded pass covers the rows of the buffers
     from the first to the last that take part: the narrow view of a buffer costs nothing.
     """
 
@@ -54,13 +54,13 @@ class KvSession(Session):
     def __init__(self, language: LanguageModel) -> None:
         self.passes = 0
         self.cache_reset_length = language.capability.cache_reset_length
-        self.store = KvStore(
+        self.buffers = KvBuffers(
             language.num_layers,
             column_bytes=language.kv_bytes,
             lazy=language.device.type == "cpu",
             held=lambda: max((row.columns.top for row in self._rows), default=0),
         )
-        self._rows: list[_Row] = []  # in the order of the store
+        self._rows: list[_Row] = []  # in the order of the buffers
         self._index: dict[int, int] = {}  # row -> its place in that order
         self._numbers = 0
         self._language = language
@@ -81,7 +81,7 @@ class KvSession(Session):
         if (self._cross is None) != (encoding is None) or (encoding is not None and len(encoding) != rows):
             need = "None, the model has no encoder" if self._cross is None else f"the encoding of {rows} rows"
             raise OptionError.of("encoding", need, None if encoding is None else f"{len(encoding)} rows")
-        self.store.reserve(len(self._rows) + rows)
+        self.buffers.reserve(len(self._rows) + rows)
         if self._cross is not None and encoding is not None:
             self._cross.add(encoding)
         return [self._new(ColumnMap()) for _ in range(rows)]
@@ -96,8 +96,8 @@ class KvSession(Session):
         if length is not None and length > source.columns.base:
             raise OptionError.of("length", f"at most the {source.columns.base} tokens that the row holds", length)
         index = len(self._rows)
-        self.store.reserve(index + 1)
-        self.store.copy_row(self._index[row], index, columns.top)
+        self.buffers.reserve(index + 1)
+        self.buffers.copy_row(self._index[row], index, columns.top)
         if self._cross is not None:
             self._cross.fork(self._index[row])
         columns.whole = source.columns.whole
@@ -109,8 +109,8 @@ class KvSession(Session):
     def read_from(self, prefix: Prefix, length: int) -> int:
         """A new row that begins with the first `length` tokens of keys and values kept by `keep_prefix`."""
         index = len(self._rows)
-        self.store.reserve(index + 1)
-        self.store.write_prefix(index, prefix, length)
+        self.buffers.reserve(index + 1)
+        self.buffers.write_prefix(index, prefix, length)
         return self._new(ColumnMap(base=length, top=length))
 
     @torch.no_grad()
@@ -119,20 +119,20 @@ class KvSession(Session):
         source = self._row(row)
         if length > source.columns.base:
             self._move([(self._index[row], *move) for move in source.columns.compact(-1)])
-        return self.store.read_prefix(self._index[row], length)
+        return self.buffers.read_prefix(self._index[row], length)
 
     @torch.no_grad()
     def remove(self, rows: Sequence[int]) -> None:
-        """The last row of the store moves into each gap."""
+        """The last row of the buffers moves into each gap."""
         for row in rows:
             index, last = self._index.pop(self._row(row).number), self._rows.pop()
             if last.number != row:
-                self.store.copy_row(len(self._rows), index, last.columns.top)
+                self.buffers.copy_row(len(self._rows), index, last.columns.top)
                 self._rows[index], self._index[last.number] = last, index
             if self._cross is not None:
                 self._cross.remove(index)
-            self.store.clear_row(len(self._rows))
-        self.store.shrink(len(self._rows))
+            self.buffers.clear_row(len(self._rows))
+        self.buffers.shrink(len(self._rows))
 
     def length(self, row: int) -> int:
         """Tokens of text that the row holds."""
@@ -171,11 +171,11 @@ class KvSession(Session):
         nodes, first = len(tree), len(tree) - keep
         row.tree = tree
         row.columns.begin(tree, first, whole)
-        self.store.point(self._index[row.number], row.columns.base, nodes)
+        self.buffers.point(self._index[row.number], row.columns.base, nodes)
         ids = torch.tensor([tree.tokens], device=self._device)
         inputs: dict[str, Any] = {
             "input_ids": ids,
-            "past_key_values": self.store,
+            "past_key_values": self.buffers,
             "use_cache": True,
             "return_dict": True,
         }
@@ -261,11 +261,11 @@ class KvSession(Session):
             return super().advance(rows, tokens, embeds)
         places, columns = [self._index[row] for row in rows], [row.columns.top for row in named]
         for place, column in zip(places, columns, strict=True):
-            self.store.extend(place, column + 1)
+            self.buffers.extend(place, column + 1)
         line = Line.next(places, columns, tokens, self._language.capability.kinds, self._device, self._encoders(places))
         if embeds is not None:
             line = replace(line, ids=embeds[None])
-        logits, states = ragged(line, *self._buffers(ragged), embeds is not None)
+        logits, states = ragged(line, *self._pairs(ragged), embeds is not None)
         self.passes += 1
         for row in named:
             row.columns.base = row.columns.top = row.columns.top + 1
@@ -295,13 +295,13 @@ class KvSession(Session):
         places, kinds = [self._index[row] for row in rows], self._language.capability.kinds
         begins = [row.columns.top + len(text) for row, text in zip(named, texts, strict=True)]
         for place, begin, rule in zip(places, begins, rules, strict=True):
-            self.store.extend(place, begin + rule.most - 1)
+            self.buffers.extend(place, begin + rule.most - 1)
         nodes = [RowNodes(place, row.columns, tree, 1) for place, row, tree in zip(places, named, trees, strict=True)]
         line = Line.of(nodes, kinds, self._device, self._encoders(places))
         if embeds is not None:
             line = replace(line, ids=torch.cat(list(embeds))[None])
         steps = Steps.of(places, begins, max(rule.most for rule in rules) - 1, kinds)
-        chained = ragged.chain(line, steps, rules, *self._buffers(ragged))
+        chained = ragged.chain(line, steps, rules, *self._pairs(ragged))
         self.passes += max(map(len, chained.guesses))
         for row, begin, guesses in zip(named, begins, chained.guesses, strict=True):
             row.columns.base = row.columns.top = begin + len(guesses) - 1
@@ -329,11 +329,11 @@ class KvSession(Session):
     @property
     def bytes(self) -> int:
         """What all buffers take."""
-        return self.store.bytes + (0 if self._cross is None else self._cross.bytes)
+        return self.buffers.bytes + (0 if self._cross is None else self._cross.bytes)
 
     def bound(self, rows: int, columns: int) -> None:
         """Buffers grow no further than this."""
-        self.store.bound(rows, columns)
+        self.buffers.bound(rows, columns)
 
     def _new(self, columns: ColumnMap) -> int:
         self._numbers += 1
@@ -347,7 +347,7 @@ class KvSession(Session):
         return self._rows[self._index[number]]
 
     def _spans(self, parts: dict[int, _Part]) -> list[tuple[int, int]]:
-        """The stretches of the store that are run one after the other, `(first, last)` rows of each."""
+        """The stretches of the buffers that are run one after the other, `(first, last)` rows of each."""
         order = sorted(parts)
         if len(order) == 1:
             return [(order[0], order[0])]
@@ -361,9 +361,9 @@ class KvSession(Session):
         """The stretches that cover these rows at the least cost, in bytes that are read.
 
         A pass reads the weights, and for each of its rows, those between them included, as many keys and values as the
-        longest of these has, and computes as many nodes as the widest. None writes padding beyond the store's bounds.
+        longest of these has, and computes as many nodes as the widest. None writes padding beyond the buffers' bounds.
         """
-        room = math.inf if self.store.bounds is None else self.store.bounds[1]
+        room = math.inf if self.buffers.bounds is None else self.buffers.bounds[1]
         weights, column = self._language.weight_bytes, self._language.kv_bytes
         tops, nodes = [parts[index].columns.top for index in order], [parts[index].size for index in order]
         reach = [top + size for top, size in zip(tops, nodes, strict=True)]
@@ -405,11 +405,11 @@ class KvSession(Session):
         """One forward over the new nodes of all rows, in a line."""
         rows = list(parts.values())
         for row in rows:
-            self.store.extend(row.place, row.columns.top + row.size)
+            self.buffers.extend(row.place, row.columns.top + row.size)
         line = Line.of(rows, self._language.capability.kinds, self._device, self._encoders(row.place for row in rows))
         if ragged.model.reads_embeds:
             line = replace(line, ids=torch.cat([row.embeds for row in rows if row.embeds is not None])[None])
-        logits, states = ragged(line, *self._buffers(ragged), hidden)
+        logits, states = ragged(line, *self._pairs(ragged), hidden)
         self.passes += 1
         scores = line_scores(logits, states or None, rows, self.passes)
         return {row.number: own for row, own in zip(rows, scores, strict=True)}
@@ -418,19 +418,19 @@ class KvSession(Session):
         """What the rows at these places see of encoders."""
         return None if self._cross is None else [self._cross.seen(place) for place in places]
 
-    def _buffers(self, ragged: RaggedForward) -> tuple[Buffers, Buffers]:
+    def _pairs(self, ragged: RaggedForward) -> tuple[Buffers, Buffers]:
         """Those of the text, and of encoders."""
-        return self.store.pairs(ragged.widths, self._like), () if self._cross is None else self._cross.store.pairs()
+        return self.buffers.pairs(ragged.widths, self._like), () if self._cross is None else self._cross.buffers.pairs()
 
     def _pass(self, parts: dict[int, _Part], first: int, last: int, extras: dict[str, Any]) -> dict[int, Scores]:
-        """One forward over the rows of the store from `first` to `last`; those without a part are padding."""
+        """One forward over the rows of the buffers from `first` to `last`; those without a part are padding."""
         here = [parts.get(index) or _Part.idle(index, self._rows[index]) for index in range(first, last + 1)]
         trees, maps = [part.tree for part in here], [part.columns for part in here]
         layout = Layout.of(trees, maps, self._device)
         if layout.view is None and layout.nodes > 1 and self._language.forgets_order:
             layout = replace(layout, view=layout.causal())
         kept = LogitNodes.of(layout, [part.keep for part in here])
-        self.store.prepare(layout, first)
+        self.buffers.prepare(layout, first)
         output = self._forward(here, layout, kept, first, extras)
         self.passes += 1
         found = row_scores(output, trees, layout, kept, self.passes, sliced=self._can_keep, extras=bool(extras))
@@ -441,14 +441,14 @@ class KvSession(Session):
         embedded = any(part.embeds is not None for part in parts)
         inputs = self._inputs(parts, layout, embedded) | extras
         if self._cross is not None:
-            inputs |= self._cross.inputs(first, first + len(parts), self.store)
+            inputs |= self._cross.inputs(first, first + len(parts), self.buffers)
         if self._can_keep:
             inputs["logits_to_keep"] = kept.argument(self._device)
         return self._run(inputs, layout)
 
     def _move(self, moves: list[tuple[int, int, int]]) -> None:
         if moves:
-            self.store.move_columns(*(list(part) for part in zip(*moves, strict=True)))
+            self.buffers.move_columns(*(list(part) for part in zip(*moves, strict=True)))
 
     def _no_logits(self) -> Tensor:
         return self._like.new_empty(0, self._language.vocab_size)
@@ -458,7 +458,7 @@ class KvSession(Session):
         return torch.tensor(padded, device=self._device)
 
     def _inputs(self, parts: list[_Part], layout: Layout, embedded: bool) -> dict[str, Any]:
-        inputs: dict[str, Any] = {"past_key_values": self.store, "use_cache": True, "return_dict": True}
+        inputs: dict[str, Any] = {"past_key_values": self.buffers, "use_cache": True, "return_dict": True}
         ids = self._ids(parts, layout)
         prefix = "" if self._cross is None else "decoder_"
         if embedded:

@@ -334,8 +334,8 @@ def _obstacle(language: LanguageModel) -> str | None:
     capability = language.capability
     if language.is_offloaded:
         return "has weights that are read for each pass"
-    if capability.store != "kv":
-        return f"does not run on the store of keys and values ({capability.reason})"
+    if capability.cache_kind != "kv":
+        return f"does not run on the buffers of keys and values ({capability.reason})"
     if capability.positions not in _POSITIONS:
         return "has positions that are added to attention scores"
     if capability.boundary is not None:

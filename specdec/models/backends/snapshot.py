@@ -274,7 +274,7 @@ class ReplaySession(Session):
         return torch.empty(0, self._language.vocab_size, dtype=self._language.dtype, device=self._language.device)
 
     def _is_plain(self, row: _Row) -> bool:
-        return self._language.capability.store == "none" or (
+        return self._language.capability.cache_kind == "none" or (
             row.cache is not None and recurrent_state.is_plain(row.cache)
         )
 
@@ -312,7 +312,7 @@ class ReplaySession(Session):
             row.forget_cache()  # some layers may have written, others not
             raise
         self.passes += 1
-        row.cache = output.get(self._cache_name) if self._language.capability.store == "replay" else None
+        row.cache = output.get(self._cache_name) if self._language.capability.cache_kind == "replay" else None
         row.num_cached = row.num_cached + len(tokens) if row.cache is not None else 0
         hidden = output.get("hidden_states") or output.get("decoder_hidden_states") or ()
         attentions = output.get("attentions") or output.get("decoder_attentions") or ()
@@ -346,7 +346,7 @@ class ReplaySession(Session):
     def _inputs(self, row: _Row, tokens: list[int]) -> dict[str, Any]:
         language = self._language
         ids = torch.tensor([tokens], device=language.device)
-        inputs: dict[str, Any] = {"use_cache": language.capability.store == "replay", "return_dict": True}
+        inputs: dict[str, Any] = {"use_cache": language.capability.cache_kind == "replay", "return_dict": True}
         if row.cache is not None and self._cache_name is not None:
             inputs[self._cache_name] = row.cache
         if row.encoding is not None:

@@ -37,14 +37,14 @@ class KvLayer(CacheLayerMixin):  # type: ignore[misc]
     is_compileable = False  # True would make the library build its static-cache masks
     is_croppable = True
 
-    def __init__(self, store: KvStore) -> None:
+    def __init__(self, parent: KvBuffers) -> None:
         super().__init__()
-        self.store = store
+        self.parent = parent
         self.buffers: tuple[Tensor, Tensor] | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocates zeros: whatever lay in a masked column before could be NaN, and 0 * NaN is NaN."""
-        rows, capacity = self.store.row_capacity, self.store.capacity
+        rows, capacity = self.parent.row_capacity, self.parent.capacity
         self.buffers = tuple(  # type: ignore[assignment]
             _zeros(t, rows, t.shape[1], capacity, t.shape[3]) for t in (key_states, value_states)
         )
@@ -54,31 +54,31 @@ class KvLayer(CacheLayerMixin):  # type: ignore[misc]
         """Writes this pass's columns and returns everything up to them, `[rows, heads, end, head width]`."""
         if self.buffers is None:
             self.lazy_initialization(key_states, value_states)
-        store, rows = self.store, key_states.shape[0]
+        parent, rows = self.parent, key_states.shape[0]
         # `narrow` costs half of what a slice does, and this runs twice per layer and pass.
         keys, values = (
-            (buffer if buffer.shape[0] == rows else buffer.narrow(0, store.first, rows)).narrow(2, 0, store.end)
+            (buffer if buffer.shape[0] == rows else buffer.narrow(0, parent.first, rows)).narrow(2, 0, parent.end)
             for buffer in self.buffers  # type: ignore[union-attr]
         )
-        if store.columns is None:
-            keys.narrow(2, store.start, store.end - store.start).copy_(key_states)
-            values.narrow(2, store.start, store.end - store.start).copy_(value_states)
+        if parent.columns is None:
+            keys.narrow(2, parent.start, parent.end - parent.start).copy_(key_states)
+            values.narrow(2, parent.start, parent.end - parent.start).copy_(value_states)
         else:
-            row, columns = store.row_index(keys.device)
+            row, columns = parent.node_index(keys.device)
             keys[row, :, columns] = key_states.transpose(1, 2)
             values[row, :, columns] = value_states.transpose(1, 2)
         return keys, values
 
     def get_seq_length(self) -> int:
         """Tokens before this pass (the longest row's)."""
-        return self.store.start
+        return self.parent.start
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Width and offset of a mask over the whole past; windows are expressed in the mask, never in the store."""
-        return self.store.start + int(query_length), 0
+        """Width and offset of a mask over the whole past; windows are expressed in the mask, never in the parent."""
+        return self.parent.start + int(query_length), 0
 
     def get_max_length(self) -> int:
-        """No limit: the store grows."""
+        """No limit: the buffers grow."""
         return -1
 
     def resized(self, rows: int, capacity: int, written: Sequence[int]) -> tuple[Tensor, Tensor] | None:
@@ -99,7 +99,7 @@ class KvLayer(CacheLayerMixin):  # type: ignore[misc]
         self.buffers, self.is_initialized = None, False
 
 
-class KvStore(Cache):  # type: ignore[misc]
+class KvBuffers(Cache):  # type: ignore[misc]
     """All layers of one session; `prepare` says where the next pass writes, everything else is O(1) or a copy.
 
     Buffers double when they are full, but never beyond `bounds`, so many rows of so many tokens, unless the passes need
@@ -118,7 +118,7 @@ class KvStore(Cache):  # type: ignore[misc]
         self.spare_bytes = _SPARE_BYTES
         self.first = self.start = self.end = 0
         self.columns: Tensor | None = None
-        self._row_index: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._node_index: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._pairs: list[Pair] = []
         self._written: list[int] = []  # per row, one past the last column that a pass wrote
         super().__init__(layers=[KvLayer(self) for _ in range(layers)])
@@ -138,19 +138,19 @@ class KvStore(Cache):  # type: ignore[misc]
         """Hands one layer's new keys and values to its buffers."""
         return self.layers[layer_idx].update(key_states, value_states)
 
-    def row_index(self, device: torch.device) -> tuple[Tensor, Tensor]:
+    def node_index(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Row `[rows, 1]` and column `[rows, nodes]` of every node, on the device of a layer's buffers."""
-        if device not in self._row_index:
+        if device not in self._node_index:
             if self.columns is None:
                 raise ValueError("every row starts at the same column")
             rows = torch.arange(self.columns.shape[0], device=device)[:, None]
-            self._row_index[device] = (rows, self.columns.to(device))
-        return self._row_index[device]
+            self._node_index[device] = (rows, self.columns.to(device))
+        return self._node_index[device]
 
     def prepare(self, layout: Layout, first: int) -> None:
         """Points the next pass at its columns, of rows from `first` on; buffers grow here, never inside a forward."""
         self.first, self.start, self.end, self.columns = first, layout.start, layout.end, layout.columns
-        self._row_index = {}
+        self._node_index = {}
         # Strictly larger: `end == capacity` is a special case that compiled code would specialise on.
         if self.end >= self.capacity:
             self._widen(self.end + 1)

@@ -1,4 +1,4 @@
-"""Where the nodes of one pass sit: columns in the store, positions in the text, and which columns a node may
+"""Where the nodes of one pass sit: columns in the buffers, positions in the text, and which columns a node may
 attend to.
 """
 

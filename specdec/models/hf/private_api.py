@@ -1,9 +1,9 @@
 """What transformers and torch keep to themselves and this package needs all the same, one function each, with why.
 
-What is the very subject of one module is reached there and nowhere else: caches in `native_cache` and `store`, methods
-that derive positions in `positions`, rotary modules in `rotary`, accelerate's hooks in `offload`, bitsandbytes' layers
-in `quantize`, the compiler in `compiled`, Whisper's modules in `whisper` and `alignment`. `tests/models/test_compat.py`
-says of each name which release has changed it.
+What is the very subject of one module is reached there and nowhere else: caches in `recurrent_state` and `buffers`,
+methods that derive positions in `positions`, rotary modules in `rotary`, accelerate's hooks in `offload`, bitsandbytes'
+layers in `quantize`, the compiler in `compiled`, Whisper's modules in `whisper` and `alignment`.
+`tests/models/test_compat.py` says of each name which release has changed it.
 """
 
 from __future__ import annotations
