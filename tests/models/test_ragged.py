@@ -220,8 +220,8 @@ KINDS = [Kind("all"), Kind("window", window=3), Kind("chunk", chunk=4)]
 class Played:
     """A row whose every column knows the path of ids that led to its node: a node sees the beginnings of its own."""
 
-    def __init__(self, place: int, base: int, source: random.Random) -> None:
-        self.place, self.random, self.ids = place, source, base
+    def __init__(self, row_index: int, base: int, source: random.Random) -> None:
+        self.row_index, self.random, self.ids = row_index, source, base
         self.map, self.pending, self.text = ColumnMap(base=base, top=base), Tree([], []), tuple(range(base))
         self.columns = {column: self.text[: column + 1] for column in range(base)}
         self.held: list[tuple[int, ...]] = []  # paths of pending branches
@@ -235,7 +235,7 @@ class Played:
             self.columns[self.map.top + i] = self.paths[-1]
             self.ids += 1
         self.tree = Tree([path[-1] for path in self.paths], parents)
-        return RowNodes(self.place, self.map, self.tree, self.random.randrange(len(parents) - len(self.held) + 1))
+        return RowNodes(self.row_index, self.map, self.tree, self.random.randrange(len(parents) - len(self.held) + 1))
 
     def seen(self, kind: Kind) -> list[set[int]]:
         return [
@@ -280,7 +280,7 @@ def decoded(line: list[int]) -> set[int]:
 def test_tables(seed: int, bases: list[int]) -> None:
     """Random rows over several rounds: places, columns, positions, what is seen, and which logits are kept."""
     source = random.Random(seed)
-    rows = [Played(place, base, source) for place, base in enumerate(bases)]
+    rows = [Played(row_index, base, source) for row_index, base in enumerate(bases)]
     for _ in range(4):
         here = source.sample(rows, source.randrange(1, len(rows) + 1))
         nodes = [row.grow() for row in here]
@@ -288,7 +288,7 @@ def test_tables(seed: int, bases: list[int]) -> None:
         paths = [path for row in here for path in row.paths[len(row.held) :]]
         assert line.ids.tolist() == [[path[-1] for path in paths]]
         assert line.positions.tolist() == [[len(path) - 1 for path in paths]]
-        tops = [(row.place, row.map.top + i) for row in here for i in range(len(row.paths) - len(row.held))]
+        tops = [(row.row_index, row.map.top + i) for row in here for i in range(len(row.paths) - len(row.held))]
         for kind, table in zip(KINDS, line.tables, strict=True):
             assert table.dtype == torch.int32
             assert [tuple(own[:2]) for own in table[0, 0].tolist()] == tops

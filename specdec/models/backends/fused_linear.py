@@ -94,13 +94,13 @@ def join(model: Any, own: Any, names: Sequence[str]) -> None:
     layers = [model.get_submodule(name) for name in names]
     if not PackedLinear.can_join(layers):
         return
-    whole = _WHOLE.get(_place(layers))
+    whole = _WHOLE.get(_addresses(layers))
     if whole is None:
         whole = PackedLinear.join(layers)
     elif whole.unpacks != layers[0].unpacks:
         whole = twin(whole)
         whole.unpacks = layers[0].unpacks
-    _WHOLE[_place(layers)] = whole
+    _WHOLE[_addresses(layers)] = whole
     joint, begin = Joint(whole), 0
     for name, layer in zip(names, layers, strict=True):
         own.get_submodule(name)._buffers.update(layer._buffers)
@@ -108,6 +108,6 @@ def join(model: Any, own: Any, names: Sequence[str]) -> None:
         begin += layer.outputs
 
 
-def _place(layers: Sequence[PackedLinear]) -> tuple[int, ...]:
+def _addresses(layers: Sequence[PackedLinear]) -> tuple[int, ...]:
     """Where all that these layers hold lies in memory."""
     return tuple(tensor.data_ptr() for layer in layers for tensor in layer.buffers())

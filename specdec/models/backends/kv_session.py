@@ -61,7 +61,7 @@ class KvSession(Session):
             held=lambda: max((row.columns.top for row in self._rows), default=0),
         )
         self._rows: list[_Row] = []  # in the order of the buffers
-        self._index: dict[int, int] = {}  # row -> its place in that order
+        self._index: dict[int, int] = {}  # row -> its index in that order
         self._numbers = 0
         self._language = language
         self._device, self._dtype = language.device, language.dtype
@@ -216,8 +216,8 @@ class KvSession(Session):
                 scores[row.number] = Scores(tree, len(tree), self._no_logits(), num_cached=len(tree))
                 continue
             row.columns.begin(tree, len(tree) - keep[i], wholes[i] if wholes is not None else 0)
-            place = self._index[row.number]
-            parts[place] = _Part.of(place, row, keep[i], None if embeds is None else embeds[i])
+            row_index = self._index[row.number]
+            parts[row_index] = _Part.of(row_index, row, keep[i], None if embeds is None else embeds[i])
         if self._cross is not None and parts:
             self._cross.project()
         ragged = self._language.ragged
@@ -259,10 +259,12 @@ class KvSession(Session):
         ragged, named = self._language.ragged, [self._row(row) for row in rows]
         if ragged is None or not all(row.columns.top and not row.columns.scattered for row in named):
             return super().advance(rows, tokens, embeds)
-        places, columns = [self._index[row] for row in rows], [row.columns.top for row in named]
-        for place, column in zip(places, columns, strict=True):
-            self.buffers.extend(place, column + 1)
-        line = Line.next(places, columns, tokens, self._language.capability.kinds, self._device, self._encoders(places))
+        row_indices, columns = [self._index[row] for row in rows], [row.columns.top for row in named]
+        for row_index, column in zip(row_indices, columns, strict=True):
+            self.buffers.extend(row_index, column + 1)
+        line = Line.next(
+            row_indices, columns, tokens, self._language.capability.kinds, self._device, self._encoders(row_indices)
+        )
         if embeds is not None:
             line = replace(line, ids=embeds[None])
         logits, states = ragged(line, *self._pairs(ragged), embeds is not None)
@@ -292,15 +294,18 @@ class KvSession(Session):
             row.columns.begin(tree, len(tree) - 1, 0)
         if self._cross is not None:
             self._cross.project()
-        places, kinds = [self._index[row] for row in rows], self._language.capability.kinds
+        row_indices, kinds = [self._index[row] for row in rows], self._language.capability.kinds
         begins = [row.columns.top + len(text) for row, text in zip(named, texts, strict=True)]
-        for place, begin, rule in zip(places, begins, rules, strict=True):
-            self.buffers.extend(place, begin + rule.most - 1)
-        nodes = [RowNodes(place, row.columns, tree, 1) for place, row, tree in zip(places, named, trees, strict=True)]
-        line = Line.of(nodes, kinds, self._device, self._encoders(places))
+        for row_index, begin, rule in zip(row_indices, begins, rules, strict=True):
+            self.buffers.extend(row_index, begin + rule.most - 1)
+        nodes = [
+            RowNodes(row_index, row.columns, tree, 1)
+            for row_index, row, tree in zip(row_indices, named, trees, strict=True)
+        ]
+        line = Line.of(nodes, kinds, self._device, self._encoders(row_indices))
         if embeds is not None:
             line = replace(line, ids=torch.cat(list(embeds))[None])
-        steps = Steps.of(places, begins, max(rule.most for rule in rules) - 1, kinds)
+        steps = Steps.of(row_indices, begins, max(rule.most for rule in rules) - 1, kinds)
         chained = ragged.chain(line, steps, rules, *self._pairs(ragged))
         self.passes += max(map(len, chained.guesses))
         for row, begin, guesses in zip(named, begins, chained.guesses, strict=True):
@@ -353,7 +358,7 @@ class KvSession(Session):
             return [(order[0], order[0])]
         if self._cross is None:
             return self._cheapest(order, parts)
-        kinds = [(self._cross.kind(index), index - place) for place, index in enumerate(order)]  # without gaps
+        kinds = [(self._cross.kind(index), index - i) for i, index in enumerate(order)]  # without gaps
         groups = groupby(zip(order, kinds, strict=True), key=lambda pair: pair[1])
         return [span for _, group in groups for span in self._cheapest([index for index, _ in group], parts)]
 
@@ -405,8 +410,10 @@ class KvSession(Session):
         """One forward over the new nodes of all rows, in a line."""
         rows = list(parts.values())
         for row in rows:
-            self.buffers.extend(row.place, row.columns.top + row.size)
-        line = Line.of(rows, self._language.capability.kinds, self._device, self._encoders(row.place for row in rows))
+            self.buffers.extend(row.row_index, row.columns.top + row.size)
+        line = Line.of(
+            rows, self._language.capability.kinds, self._device, self._encoders(row.row_index for row in rows)
+        )
         if ragged.model.reads_embeds:
             line = replace(line, ids=torch.cat([row.embeds for row in rows if row.embeds is not None])[None])
         logits, states = ragged(line, *self._pairs(ragged), hidden)
@@ -414,9 +421,9 @@ class KvSession(Session):
         scores = line_scores(logits, states or None, rows, self.passes)
         return {row.number: own for row, own in zip(rows, scores, strict=True)}
 
-    def _encoders(self, places: Iterable[int]) -> list[list[int]] | None:
-        """What the rows at these places see of encoders."""
-        return None if self._cross is None else [self._cross.seen(place) for place in places]
+    def _encoders(self, row_indices: Iterable[int]) -> list[list[int]] | None:
+        """What these rows of the buffers see of encoders."""
+        return None if self._cross is None else [self._cross.seen(row_index) for row_index in row_indices]
 
     def _pairs(self, ragged: RaggedForward) -> tuple[Buffers, Buffers]:
         """Those of the text, and of encoders."""
@@ -466,10 +473,10 @@ class KvSession(Session):
         else:
             inputs[prefix + "input_ids"] = ids
         if layout.view is not None:
-            self._place(inputs, layout.view, prefix)
+            self._add_view(inputs, layout.view, prefix)
         return inputs
 
-    def _place(self, inputs: dict[str, Any], view: AttentionView, prefix: str) -> None:
+    def _add_view(self, inputs: dict[str, Any], view: AttentionView, prefix: str) -> None:
         language, capability = self._language, self._language.capability
         if (attention := attention_of(language.model.config)) not in TAKES_MASKS:
             raise UnsupportedError(
@@ -510,12 +517,12 @@ class _Part(RowNodes):
     embeds: Tensor | None = None
 
     @classmethod
-    def of(cls, place: int, row: _Row, keep: int = 0, embeds: Tensor | None = None) -> _Part:
+    def of(cls, row_index: int, row: _Row, keep: int = 0, embeds: Tensor | None = None) -> _Part:
         """What is new in the row's tree."""
-        return cls(place, row.columns, row.tree, keep, row.number, embeds)
+        return cls(row_index, row.columns, row.tree, keep, row.number, embeds)
 
     @classmethod
-    def idle(cls, place: int, row: _Row) -> _Part:
+    def idle(cls, row_index: int, row: _Row) -> _Part:
         """The part of a row that lies between others and has nothing to do."""
         tree = row.tree.part(range(row.columns.pending)) if row.columns.pending else EMPTY
-        return cls(place, row.columns, tree, 0, row.number)
+        return cls(row_index, row.columns, tree, 0, row.number)

@@ -54,11 +54,11 @@ def row_scores(
     `extras` are hidden states and attentions.
     """
     logits: Tensor = output.logits
-    place = {node: i for i, node in enumerate(kept.nodes)} if sliced else None
+    index = {node: i for i, node in enumerate(kept.nodes)} if sliced else None
     found = []
     for row, tree in enumerate(trees):
         first, size = kept.first[row], layout.sizes[row]
-        begin = first if place is None or first == size else place[first]
+        begin = first if index is None or first == size else index[first]
         more = _extras(output, layout, row) if extras else {}
         num_cached = len(tree) - size
         own = logits[row, begin : begin + size - first]

@@ -23,9 +23,9 @@ _WORD = 32  # columns
 
 @dataclass(frozen=True, slots=True)
 class RowNodes:
-    """The new nodes of one row: its place in the buffers, column map, tree, and how many of the last need logits."""
+    """The new nodes of one row: its row of the buffers, column map, tree, and how many of the last need logits."""
 
-    place: int
+    row_index: int
     columns: ColumnMap
     tree: Tree
     keep: int
@@ -45,7 +45,7 @@ class RowNodes:
 class Line:
     """The nodes of a pass: `ids` and `positions` `[1, nodes]`, a table for each kind of layer, where logits are needed.
 
-    Of models that read no ids, embeddings `[1, nodes, width]` stand in their place.
+    Of models that read no ids, embeddings `[1, nodes, width]` replace them.
     `kept` are the numbers of these nodes; there is at least one. `encoders` has a table of what they see of
     encoders, or none.
     """
@@ -86,7 +86,7 @@ class Line:
     @classmethod
     def next(
         cls,
-        places: Sequence[int],
+        row_indices: Sequence[int],
         columns: Sequence[int],
         tokens: Sequence[int],
         kinds: Sequence[Kind],
@@ -95,7 +95,10 @@ class Line:
     ) -> Line:
         """One more token for each of several rows that hold text alone, as many tokens as `columns` says."""
         tables = [
-            [[place, at, min(int(_first(at, kind)), at + 1), at + 1] for place, at in zip(places, columns, strict=True)]
+            [
+                [row_index, at, min(int(_first(at, kind)), at + 1), at + 1]
+                for row_index, at in zip(row_indices, columns, strict=True)
+            ]
             for kind in kinds
         ]
         return cls(
@@ -115,10 +118,10 @@ class Steps:
     tables: list[Tensor]
 
     @classmethod
-    def of(cls, places: Sequence[int], columns: Sequence[int], passes: int, kinds: Sequence[Kind]) -> Steps:
-        """For rows at these places, whose tokens go to the columns from these on."""
+    def of(cls, row_indices: Sequence[int], columns: Sequence[int], passes: int, kinds: Sequence[Kind]) -> Steps:
+        """For these rows of the buffers, whose tokens go to the columns from these on."""
         at = np.arange(passes)[:, None] + np.array(columns)
-        own = np.broadcast_to(np.array(places), at.shape)
+        own = np.broadcast_to(np.array(row_indices), at.shape)
         tables = [np.stack([own, at, np.minimum(_first(at, kind), at + 1), at + 1], 2) for kind in kinds]
         stacked = [torch.from_numpy(table.astype(np.int32)[:, None, None]) for table in tables]
         return cls(torch.from_numpy(at[:, None]), stacked)
@@ -132,7 +135,7 @@ class _Placed:
     among the columns from `base` on, the nodes themselves included, and `depth` `[few]` their positions.
     """
 
-    place: int
+    row_index: int
     columns: np.ndarray
     positions: np.ndarray
     base: np.ndarray
@@ -144,7 +147,7 @@ class _Placed:
         words = -(-wide // _WORD)
         table = np.zeros((len(self.columns), 4 + words), dtype=np.int32)
         first = _first(self.positions, kind)
-        table[:, 0], table[:, 1] = self.place, self.columns
+        table[:, 0], table[:, 1] = self.row_index, self.columns
         table[:, 2], table[:, 3] = np.minimum(first, self.base), self.base
         if few := self.kin.shape[1]:
             bits = np.zeros((len(table), words * _WORD), dtype=bool)
@@ -185,7 +188,7 @@ def _placed(row: RowNodes) -> _Placed:
     if not own.scattered and row.tree.is_chain:
         columns = np.arange(own.top, own.top + size)
         none = np.zeros((size, 0), dtype=bool)
-        return _Placed(row.place, columns, columns, columns + 1, none, np.zeros(0, dtype=np.int64))
+        return _Placed(row.row_index, columns, columns, columns + 1, none, np.zeros(0, dtype=np.int64))
     used, parents = own.with_new(row.tree)
     count, few = len(own.scattered), own.top + size - own.base
     at = np.array(used) - own.base
@@ -193,4 +196,4 @@ def _placed(row: RowNodes) -> _Placed:
     kin[:, at] = ancestry(parents)[count:]
     depth = np.zeros(few, dtype=np.int64)
     depth[at] = np.array(depths_of(parents)) + own.base
-    return _Placed(row.place, np.array(used[count:]), depth[at[count:]], np.full(size, own.base), kin, depth)
+    return _Placed(row.row_index, np.array(used[count:]), depth[at[count:]], np.full(size, own.base), kin, depth)

@@ -74,7 +74,7 @@ class KvLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.parent.start
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Width and offset of a mask over the whole past; windows are expressed in the mask, never in the parent."""
+        """Width and offset of a mask over the whole past; windows are expressed in the mask, never in the buffers."""
         return self.parent.start + int(query_length), 0
 
     def get_max_length(self) -> int:
