@@ -186,8 +186,8 @@ class ModelSession(DraftSession):
         cached = [self._cached[seq.id] for seq in seqs]
         self._drop_branches([one for one in cached if one.branches.tokens])
         pieces = [seq.tokens[h.text : min(h.text + chunk, self._end(seq))] for seq, h in zip(seqs, cached, strict=True)]
-        texts, wholes = [len(piece) for piece in pieces], [len(seq.tokens) for seq in seqs]
-        self._run(seqs, [Tree.chain(piece) for piece in pieces], [0] * len(seqs), texts, wholes=wholes)
+        texts, text_lengths = [len(piece) for piece in pieces], [len(seq.tokens) for seq in seqs]
+        self._run(seqs, [Tree.chain(piece) for piece in pieces], [0] * len(seqs), texts, text_lengths=text_lengths)
         for one, piece in zip(cached, pieces, strict=True):
             one.text += len(piece)
 
@@ -202,7 +202,7 @@ class ModelSession(DraftSession):
         keep: Sequence[int],
         texts: Sequence[int],
         *,
-        wholes: Sequence[int] | None = None,
+        text_lengths: Sequence[int] | None = None,
         level: int = 0,
     ) -> list[Scores]:
         """One pass over the new nodes of `trees`: known text and branches (`level` 0), or guesses of this round.
@@ -213,7 +213,7 @@ class ModelSession(DraftSession):
         if level and goes_on_by_one(trees, texts):
             logits, _ = self._session.advance(cache_rows, [tree.tokens[0] for tree in trees])
             return [Scores(tree, 0, own) for tree, own in zip(trees, logits[:, None], strict=True)]
-        scores = self._session.forward(cache_rows, trees, keep, wholes=wholes)
+        scores = self._session.forward(cache_rows, trees, keep, text_lengths=text_lengths)
         self._session.commit(cache_rows, [list(range(len(tree))) for tree in trees], texts=texts, final=not level)
         return scores
 

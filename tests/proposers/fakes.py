@@ -191,7 +191,7 @@ class FakeSession:
         keep: Sequence[int],
         *,
         embeds: None = None,
-        wholes: Sequence[int] | None = None,
+        text_lengths: Sequence[int] | None = None,
         output_hidden_states: bool = False,
     ) -> list[Scores]:
         assert len(trees) == len(keep) == len(set(rows))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from specdec.kernels import PackedLinear
 from specdec.models.hf.shallow_copy import twin
 
-_WHOLE: WeakValueDictionary[tuple[int, ...], PackedLinear] = WeakValueDictionary()
+_JOINED: WeakValueDictionary[tuple[int, ...], PackedLinear] = WeakValueDictionary()
 """What was joined by now, by where its parts lie: other models over the same layers join them no second time."""
 
 
@@ -94,14 +94,14 @@ def join(model: Any, own: Any, names: Sequence[str]) -> None:
     layers = [model.get_submodule(name) for name in names]
     if not PackedLinear.can_join(layers):
         return
-    whole = _WHOLE.get(_addresses(layers))
-    if whole is None:
-        whole = PackedLinear.join(layers)
-    elif whole.unpacks != layers[0].unpacks:
-        whole = twin(whole)
-        whole.unpacks = layers[0].unpacks
-    _WHOLE[_addresses(layers)] = whole
-    joint, begin = Joint(whole), 0
+    joined = _JOINED.get(_addresses(layers))
+    if joined is None:
+        joined = PackedLinear.join(layers)
+    elif joined.unpacks != layers[0].unpacks:
+        joined = twin(joined)
+        joined.unpacks = layers[0].unpacks
+    _JOINED[_addresses(layers)] = joined
+    joint, begin = Joint(joined), 0
     for name, layer in zip(names, layers, strict=True):
         own.get_submodule(name)._buffers.update(layer._buffers)
         model.set_submodule(name, Part(joint, begin, begin + layer.outputs, last=name == names[-1]))

@@ -100,7 +100,7 @@ class KvSession(Session):
         self.buffers.copy_row(self._index[row], index, columns.top)
         if self._cross is not None:
             self._cross.fork(self._index[row])
-        columns.whole = source.columns.whole
+        columns.initial_length = source.columns.initial_length
         number = self._new(columns)
         self._rows[-1].tree = source.tree if length is None else EMPTY
         return number
@@ -149,7 +149,7 @@ class KvSession(Session):
         keep: Sequence[int],
         *,
         embeds: Sequence[Tensor | None] | None = None,
-        wholes: Sequence[int] | None = None,
+        text_lengths: Sequence[int] | None = None,
         output_hidden_states: bool | Sequence[int] = False,
         output_attentions: bool = False,
     ) -> list[Scores]:
@@ -160,17 +160,17 @@ class KvSession(Session):
             and embeds is None
             and not (output_hidden_states or output_attentions)
         ):
-            row, whole = self._row(rows[0]), wholes[0] if wholes is not None else 0
+            row, text_length = self._row(rows[0]), text_lengths[0] if text_lengths is not None else 0
             if not row.columns.scattered and trees[0].is_chain and 0 <= keep[0] <= len(trees[0]) > 0:
-                return [self._chain(row, trees[0], keep[0], whole)]
+                return [self._chain(row, trees[0], keep[0], text_length)]
         with torch.no_grad():
-            return self._general(rows, trees, keep, embeds, wholes, output_hidden_states, output_attentions)
+            return self._general(rows, trees, keep, embeds, text_lengths, output_hidden_states, output_attentions)
 
-    def _chain(self, row: _Row, tree: Tree, keep: int, whole: int) -> Scores:
+    def _chain(self, row: _Row, tree: Tree, keep: int, text_length: int) -> Scores:
         """The pass of one row whose nodes follow its text one by one: nothing has to be laid out."""
         nodes, first = len(tree), len(tree) - keep
         row.tree = tree
-        row.columns.begin(tree, first, whole)
+        row.columns.begin(tree, first, text_length)
         self.buffers.point(self._index[row.number], row.columns.base, nodes)
         ids = torch.tensor([tree.tokens], device=self._device)
         inputs: dict[str, Any] = {
@@ -196,7 +196,7 @@ class KvSession(Session):
         trees: Sequence[Tree],
         keep: Sequence[int],
         embeds: Sequence[Tensor | None] | None,
-        wholes: Sequence[int] | None,
+        text_lengths: Sequence[int] | None,
         output_hidden_states: bool | Sequence[int],
         output_attentions: bool,
     ) -> list[Scores]:
@@ -215,7 +215,7 @@ class KvSession(Session):
             if len(tree) == row.columns.pending:
                 scores[row.number] = Scores(tree, len(tree), self._no_logits(), num_cached=len(tree))
                 continue
-            row.columns.begin(tree, len(tree) - keep[i], wholes[i] if wholes is not None else 0)
+            row.columns.begin(tree, len(tree) - keep[i], text_lengths[i] if text_lengths is not None else 0)
             row_index = self._index[row.number]
             parts[row_index] = _Part.of(row_index, row, keep[i], None if embeds is None else embeds[i])
         if self._cross is not None and parts:
@@ -318,7 +318,7 @@ class KvSession(Session):
         if self.cache_reset_length is None:
             return
         for row in map(self._row, rows):
-            if row.columns.whole <= self.cache_reset_length <= row.columns.extent:
+            if row.columns.initial_length <= self.cache_reset_length <= row.columns.extent:
                 row.columns, row.tree = ColumnMap(), EMPTY
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:

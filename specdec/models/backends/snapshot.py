@@ -34,7 +34,7 @@ _MODULE_LOCKS: WeakKeyDictionary[Any, threading.RLock] = WeakKeyDictionary()
 class _Row:
     """One row: its text, how much of it is final, and the cache that has consumed `num_cached` tokens of it.
 
-    `whole` is how long the text was that the row began with.
+    `initial_length` is the length of the text that the row began with.
     """
 
     encoding: Encoding | None
@@ -48,19 +48,21 @@ class _Row:
     tree: Tree = EMPTY
     pending: int = 0
     ran: list[int] = field(default_factory=list)
-    whole: int = 0
+    initial_length: int = 0
 
-    def begin(self, tree: Tree, first: int, whole: int, reset_length: int | None) -> None:
-        """Notes what the row begins with, up to node `first` or `whole` tokens; again where its cache is reset."""
+    def begin(self, tree: Tree, first: int, text_length: int, reset_length: int | None) -> None:
+        """Notes what the row begins with, up to node `first` or `text_length` tokens; again where its cache is
+        reset.
+        """
         if not tree.tokens:
             return
         depths = tree.depths()
         if not self.tokens:
-            self.whole = whole or depths[min(first, len(tree) - 1)] + 1
+            self.initial_length = text_length or depths[min(first, len(tree) - 1)] + 1
         length = len(self.tokens) + max(depths) + 1
-        if reset_length is not None and self.whole <= reset_length < length:
+        if reset_length is not None and self.initial_length <= reset_length < length:
             self.forget_cache()
-            self.whole = length
+            self.initial_length = length
 
     def forget_cache(self) -> None:
         """Starts over: the whole text will be fed again."""
@@ -152,7 +154,7 @@ class ReplaySession(Session):
         keep: Sequence[int],
         *,
         embeds: Sequence[Tensor | None] | None = None,
-        wholes: Sequence[int] | None = None,
+        text_lengths: Sequence[int] | None = None,
         output_hidden_states: bool | Sequence[int] = False,
         output_attentions: bool = False,
     ) -> list[Scores]:
@@ -173,7 +175,9 @@ class ReplaySession(Session):
                 before = given[:0] if row.embeds is None else row.embeds
                 row.embeds = torch.cat([before[: len(row.tokens)], given])
             row.rewind(len(row.tokens))
-            row.begin(tree, len(tree) - kept, wholes[i] if wholes is not None else 0, self.cache_reset_length)
+            row.begin(
+                tree, len(tree) - kept, text_lengths[i] if text_lengths is not None else 0, self.cache_reset_length
+            )
             row.tree, row.ran = tree, []
             passes = self.passes
             found = self._run_tree(row, tree, kept, asked)
@@ -327,7 +331,7 @@ class ReplaySession(Session):
         """How long the text was when plain decoding read it, for the next `count` tokens `[1, count]`."""
         if self._language.capability.boundary is None:
             return None
-        return torch.arange(row.num_cached + 1, row.num_cached + count + 1)[None].clamp(min=row.whole)
+        return torch.arange(row.num_cached + 1, row.num_cached + count + 1)[None].clamp(min=row.initial_length)
 
     def _call(self, row: _Row, inputs: dict[str, Any]) -> Any:
         if not self._state_names:

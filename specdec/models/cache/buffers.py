@@ -126,11 +126,11 @@ class KvBuffers(Cache):  # type: ignore[misc]
     @property
     def bytes(self) -> int:
         """What the buffers take; of those that are taken page by page, what was ever written to."""
-        whole = sum(buffer.numel() * buffer.element_size() for buffer in self._buffers())
-        if not whole or not all(_is_lazy(buffer) for buffer in self._buffers()):
-            return whole
+        total = sum(buffer.numel() * buffer.element_size() for buffer in self._buffers())
+        if not total or not all(_is_lazy(buffer) for buffer in self._buffers()):
+            return total
         self._note_touched()
-        return whole * sum(self._touched) // (self.row_capacity * self.capacity)
+        return total * sum(self._touched) // (self.row_capacity * self.capacity)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -62,7 +62,7 @@ class ColumnMap:
 
     `scattered` are the columns of the scattered nodes and `parents` their parents, numbered among themselves (-1:
     position `base - 1`). The first `text` of them are a chain that everything continues, the others are pending
-    branches. Columns from `top` on are free. `whole` is how long the text was that the row began with.
+    branches. Columns from `top` on are free. `initial_length` is the length of the text that the row began with.
     """
 
     base: int = 0
@@ -70,7 +70,7 @@ class ColumnMap:
     scattered: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     top: int = 0
-    whole: int = 0
+    initial_length: int = 0
 
     @property
     def length(self) -> int:
@@ -127,10 +127,10 @@ class ColumnMap:
         self.top = self.base + len(self.scattered)
         return moves
 
-    def begin(self, tree: Tree, first: int, whole: int) -> None:
-        """Notes what the row begins with, if it is empty: the text up to node `first`, or `whole` tokens."""
+    def begin(self, tree: Tree, first: int, text_length: int) -> None:
+        """Notes what the row begins with, if it is empty: the text up to node `first`, or `text_length` tokens."""
         if not self.top and tree.tokens:
-            self.whole = whole or tree.depths()[min(first, len(tree) - 1)] + 1
+            self.initial_length = text_length or tree.depths()[min(first, len(tree) - 1)] + 1
 
     def cut(self, length: int) -> list[tuple[int, int]]:
         """Forgets what lies beyond `length` tokens of text, if the row has more of it; moves as in `compact`."""
@@ -184,8 +184,8 @@ class Layout:
 
     def spans(self) -> Tensor:
         """How long the text was when plain decoding read it, for every node `[rows, nodes]`."""
-        wholes = torch.tensor([own.whole for own in self.maps], device=self.device)[:, None]
-        return torch.maximum((self.view or self.causal()).positions + 1, wholes)
+        initial = torch.tensor([own.initial_length for own in self.maps], device=self.device)[:, None]
+        return torch.maximum((self.view or self.causal()).positions + 1, initial)
 
     def row_columns(self, row: int) -> list[int]:
         """The columns of a row's whole text, its branches and its new nodes, in this order."""

@@ -79,7 +79,7 @@ class Session(ABC):
         keep: Sequence[int],
         *,
         embeds: Sequence[Tensor | None] | None = None,
-        wholes: Sequence[int] | None = None,
+        text_lengths: Sequence[int] | None = None,
         output_hidden_states: bool | Sequence[int] = False,
         output_attentions: bool = False,
     ) -> list[Scores]:
@@ -88,9 +88,9 @@ class Session(ABC):
         A tree's first nodes are the row's pending branches, as they were committed; they are not computed again. A
         node's position is the row's length plus its depth. A tree without new nodes sits the pass out, and rows that
         are not named cost nothing. `embeds[i]` `[nodes, width]` replace the embeddings of the row's first new nodes.
-        `wholes[i]` is the length of the text that these nodes are a chunk of (0, or none given: it ends with the first
-        of the kept nodes). `output_hidden_states`: of all layers, or of those with these numbers (`hidden_states` of
-        transformers). Where the model cannot run all rows in one pass there are several.
+        `text_lengths[i]` is the length of the text that these nodes are a chunk of (0, or none given: it ends with the
+        first of the kept nodes). `output_hidden_states`: of all layers, or of those with these numbers (`hidden_states`
+        of transformers). Where the model cannot run all rows in one pass there are several.
         """
 
     @abstractmethod

@@ -200,7 +200,7 @@ class HeadSession(ModelSession):
         keep: Sequence[int],
         texts: Sequence[int],
         *,
-        wholes: Sequence[int] | None = None,
+        text_lengths: Sequence[int] | None = None,
         level: int = 0,
     ) -> list[Scores]:
         """A pass of every stage that later guesses build on; scores are those of the first of them."""
@@ -227,7 +227,7 @@ class HeadSession(ModelSession):
                 trees,
                 [0] * len(keep) if scores else keep,
                 embeds=inputs,
-                wholes=wholes,
+                text_lengths=text_lengths,
                 output_hidden_states=True,
             )
             scores = scores or said
@@ -368,12 +368,12 @@ class BlockSession(HeadSession):
         keep: Sequence[int],
         texts: Sequence[int],
         *,
-        wholes: Sequence[int] | None = None,
+        text_lengths: Sequence[int] | None = None,
         level: int = 0,
     ) -> list[Scores]:
         """A pass over text, and where guesses are asked for, over the block after it; they are known afterwards."""
         if not level:
-            self._read_block(seqs, trees, guesses=any(keep), wholes=wholes)
+            self._read_block(seqs, trees, guesses=any(keep), text_lengths=text_lengths)
         said = [
             self._said[seq.id][level].expand(kept, -1) if kept else None for seq, kept in zip(seqs, keep, strict=True)
         ]
@@ -384,7 +384,7 @@ class BlockSession(HeadSession):
         ]
 
     def _read_block(
-        self, seqs: Sequence[SequenceView], trees: Sequence[Tree], *, guesses: bool, wholes: Sequence[int] | None
+        self, seqs: Sequence[SequenceView], trees: Sequence[Tree], *, guesses: bool, text_lengths: Sequence[int] | None
     ) -> None:
         block, cache_rows = self._block, [self._cached[seq.id].cache_row for seq in seqs]
         masks = [block.token] * block.masks if guesses else []
@@ -397,7 +397,7 @@ class BlockSession(HeadSession):
             inputs.append(self._head.inputs(tree.tokens + masks, torch.cat([known, masked.to(known)])))
         fed = [Tree.chain(tree.tokens + masks) for tree in trees]
         kept = block.guesses if guesses else 0
-        scores = self._session.forward(cache_rows, fed, [kept] * len(fed), embeds=inputs, wholes=wholes)
+        scores = self._session.forward(cache_rows, fed, [kept] * len(fed), embeds=inputs, text_lengths=text_lengths)
         self._session.commit(cache_rows, [list(range(text)) for text in texts])
         if guesses:
             self._said |= {seq.id: one.logits for seq, one in zip(seqs, scores, strict=True)}
