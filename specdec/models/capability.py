@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from specdec.models.cache.layout import Kind
+from specdec.models.cache.layout import AttentionKind
 from specdec.models.hf.tiny_models import SIZES
 
 CacheKind = Literal["kv", "replay", "none"]
@@ -31,7 +31,7 @@ class Capability:
     positions: Positions = "native"
     masks: Literal["single", "dict"] = "single"
     tree: Literal["mask", "paths"] = "paths"
-    kinds: tuple[Kind, ...] = (Kind("full_attention"),)
+    kinds: tuple[AttentionKind, ...] = (AttentionKind("full_attention"),)
     chunks: bool = True
     boundary: int | None = None
     cache_reset_length: int | None = None
@@ -65,17 +65,17 @@ _REREADING = {"phi3", "phimoe", "phi4_multimodal"}
 _KNOWN_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
-def attention_kinds(config: Any) -> tuple[Kind, ...] | None:
+def attention_kinds(config: Any) -> tuple[AttentionKind, ...] | None:
     """The kinds of attention layers in a text config; None when one of them is not attention over the past."""
     window = getattr(config, "sliding_window", None)
     chunk = getattr(config, "attention_chunk_size", None)
     names = getattr(config, "layer_types", None)
     if not names:
-        return (Kind("all", window, None if window else chunk),)
+        return (AttentionKind("all", window, None if window else chunk),)
     if not set(names) <= _KNOWN_KINDS:
         return None
     limits = {"sliding_attention": (window, None), "chunked_attention": (None, chunk)}
-    return tuple(Kind(name, *limits.get(name, (None, None))) for name in sorted(set(names)))
+    return tuple(AttentionKind(name, *limits.get(name, (None, None))) for name in sorted(set(names)))
 
 
 def rope_boundary(config: Any) -> int | None:
@@ -111,7 +111,7 @@ def known(config: Any) -> Capability | None:
     return kv_capability(config, KV[model_type], kinds)
 
 
-def kv_capability(config: Any, positions: Positions, kinds: tuple[Kind, ...]) -> Capability:
+def kv_capability(config: Any, positions: Positions, kinds: tuple[AttentionKind, ...]) -> Capability:
     """Own buffers: a dict of masks exactly when layers differ in what they see."""
     masks: Literal["single", "dict"] = "dict" if len(kinds) > 1 else "single"
     return Capability("kv", positions, masks, "mask", kinds)

@@ -21,7 +21,7 @@ from specdec.models import Encoding, LanguageModel
 from specdec.models.backends.cross_attention import CrossAttention
 from specdec.models.backends.kv_session import KvSession
 from specdec.models.backends.ragged_inputs import Line, RowNodes, seen_columns
-from specdec.models.cache.layout import ColumnMap, Kind
+from specdec.models.cache.layout import AttentionKind, ColumnMap
 from specdec.models.hf.shallow_copy import twin as twin_of
 from tests.models.exact import Twin
 from tests.tiny import ENCODER_DECODERS, NAMES, tiny, tiny_inputs
@@ -214,7 +214,7 @@ def test_threads_share_a_model() -> None:
 # --- tables
 
 
-KINDS = [Kind("all"), Kind("window", window=3), Kind("chunk", chunk=4)]
+KINDS = [AttentionKind("all"), AttentionKind("window", window=3), AttentionKind("chunk", chunk=4)]
 
 
 class Played:
@@ -237,7 +237,7 @@ class Played:
         self.tree = Tree([path[-1] for path in self.paths], parents)
         return RowNodes(self.row_index, self.map, self.tree, self.random.randrange(len(parents) - len(self.held) + 1))
 
-    def seen(self, kind: Kind) -> list[set[int]]:
+    def seen(self, kind: AttentionKind) -> list[set[int]]:
         return [
             {c for c, own in self.columns.items() if self._sees(kind, path, own)}
             for path in self.paths[len(self.held) :]
@@ -259,7 +259,7 @@ class Played:
         self.columns = {c: own for c, own in (self.columns | moved).items() if c < self.map.top}
 
     @staticmethod
-    def _sees(kind: Kind, path: tuple[int, ...], own: tuple[int, ...]) -> bool:
+    def _sees(kind: AttentionKind, path: tuple[int, ...], own: tuple[int, ...]) -> bool:
         query, key = len(path) - 1, len(own) - 1
         if kind.window is not None and key <= query - kind.window:
             return False

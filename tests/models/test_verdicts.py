@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from specdec.models import LanguageModel, capability, probe
-from specdec.models.capability import Kind
+from specdec.models.capability import AttentionKind
 from specdec.models.hf import probe_cache
 from specdec.models.hf.tiny_models import SIZES, miniature
 from tests.tiny import tiny
@@ -59,7 +59,7 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("positions that are left to the model", {"KV": capability.KV | {"gpt2": "native"}}),
     "bart": ("an argument that does not exist", {"KV": capability.KV | {"bart": "decoder_ids"}}),
     "t5": ("positions that are nowhere", {"KV": capability.KV | {"t5": "embedding"}}),
-    "mistral": ("windows that are not seen", {"attention_kinds": lambda config: (Kind("all"),)}),
+    "mistral": ("windows that are not seen", {"attention_kinds": lambda config: (AttentionKind("all"),)}),
 }
 
 

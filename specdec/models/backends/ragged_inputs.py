@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specdec.core.tree import Tree, depths_of
-from specdec.models.cache.layout import ColumnMap, Kind, ancestry
+from specdec.models.cache.layout import AttentionKind, ColumnMap, ancestry
 
 _WORD = 32  # columns
 
@@ -60,7 +60,7 @@ class Line:
     def of(
         cls,
         rows: Sequence[RowNodes],
-        kinds: Sequence[Kind],
+        kinds: Sequence[AttentionKind],
         device: torch.device,
         encoders: Sequence[list[int]] | None = None,
     ) -> Line:
@@ -89,7 +89,7 @@ class Line:
         row_indices: Sequence[int],
         columns: Sequence[int],
         tokens: Sequence[int],
-        kinds: Sequence[Kind],
+        kinds: Sequence[AttentionKind],
         device: torch.device,
         encoders: Sequence[list[int]] | None = None,
     ) -> Line:
@@ -118,7 +118,9 @@ class Steps:
     tables: list[Tensor]
 
     @classmethod
-    def of(cls, row_indices: Sequence[int], columns: Sequence[int], passes: int, kinds: Sequence[Kind]) -> Steps:
+    def of(
+        cls, row_indices: Sequence[int], columns: Sequence[int], passes: int, kinds: Sequence[AttentionKind]
+    ) -> Steps:
         """For these rows of the buffers, whose tokens go to the columns from these on."""
         at = np.arange(passes)[:, None] + np.array(columns)
         own = np.broadcast_to(np.array(row_indices), at.shape)
@@ -142,7 +144,7 @@ class _Placed:
     kin: np.ndarray
     depth: np.ndarray
 
-    def table(self, kind: Kind, wide: int) -> np.ndarray:
+    def table(self, kind: AttentionKind, wide: int) -> np.ndarray:
         """`[nodes, 4 + words]`, with bits for `wide` columns."""
         words = -(-wide // _WORD)
         table = np.zeros((len(self.columns), 4 + words), dtype=np.int32)
@@ -156,7 +158,7 @@ class _Placed:
         return table
 
 
-def _first(position: Any, kind: Kind) -> Any:
+def _first(position: Any, kind: AttentionKind) -> Any:
     """The first position that nodes at `position` see."""
     if kind.window is not None:
         return np.maximum(position - kind.window + 1, kind.first)

@@ -15,7 +15,7 @@ from specdec.core.tree import Tree, depths_of
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class AttentionKind:
     """One kind of attention layer: its name in the mask dict, and what it sees of the past (None: everything).
 
     `first` is the first position that is seen.
@@ -39,7 +39,7 @@ class AttentionView:
     key_positions: Tensor
     visible: Tensor
 
-    def mask(self, kind: Kind, dtype: torch.dtype) -> Tensor:
+    def mask(self, kind: AttentionKind, dtype: torch.dtype) -> Tensor:
         """`[rows, 1, nodes, end]`, added to attention scores: 0 where a node may look, the lowest number elsewhere."""
         visible = self.visible
         query, key = self.positions[:, :, None], self.key_positions[:, None]

@@ -16,7 +16,7 @@ from transformers.modeling_layers import MtpModel
 
 from specdec.errors import UnsupportedError
 from specdec.models.backends.packed_layers import is_plain
-from specdec.models.cache.layout import Kind
+from specdec.models.cache.layout import AttentionKind
 from specdec.models.hf.load_errors import explained
 from specdec.models.hf.shallow_copy import twin
 from specdec.models.language_model import LanguageModel
@@ -37,7 +37,7 @@ class MtpStage(Stage):
         config = copy.copy(model.config)
         vars(config).update(num_hidden_layers=1)  # past the setters, which compare it with lists of all layers
         embedding = Embedding(model.embed_tokens, as_stored=False)
-        kinds = (Kind(kind, window),)
+        kinds = (AttentionKind(kind, window),)
         super().__init__(config, embedding, config.hidden_size, vocab_size, kinds, depth=depth, vocabulary=vocabulary)
         self.layer, self.rotary_emb = model.layers[depth], model.rotary_emb
         self.post_norm = model.shared_post_norm if model.use_shared_post_norm else None

@@ -25,7 +25,7 @@ from specdec.core.drafts import Chained
 from specdec.core.tree import Scores, Tree
 from specdec.models.backends.packed_layers import PackedEmbedding
 from specdec.models.cache.buffers import Prefix
-from specdec.models.cache.layout import AttentionView, Kind
+from specdec.models.cache.layout import AttentionKind, AttentionView
 from specdec.models.cache.session import Session
 from specdec.models.capability import Capability
 from specdec.models.encoding import Encoding
@@ -51,7 +51,7 @@ class Stage(nn.Module, ABC):
         embedding: Embedding,
         width: int,
         vocab_size: int,
-        kinds: Sequence[Kind],
+        kinds: Sequence[AttentionKind],
         *,
         depth: int = 0,
         vocabulary: Tensor | None = None,
