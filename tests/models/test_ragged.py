@@ -20,7 +20,7 @@ from specdec.core.tree import Tree
 from specdec.models import Encoding, LanguageModel
 from specdec.models.backends.cross_attention import CrossAttention
 from specdec.models.backends.kv_session import KvSession
-from specdec.models.backends.ragged_inputs import Line, RowNodes, seen_columns
+from specdec.models.backends.ragged_inputs import RaggedInputs, RowNodes, seen_columns
 from specdec.models.cache.layout import AttentionKind, ColumnMap
 from specdec.models.hf.shallow_copy import twin as twin_of
 from tests.models.exact import Twin
@@ -284,18 +284,18 @@ def test_tables(seed: int, bases: list[int]) -> None:
     for _ in range(4):
         here = source.sample(rows, source.randrange(1, len(rows) + 1))
         nodes = [row.grow() for row in here]
-        line = Line.of(nodes, KINDS, torch.device("cpu"))
+        inputs = RaggedInputs.of(nodes, KINDS, torch.device("cpu"))
         paths = [path for row in here for path in row.paths[len(row.held) :]]
-        assert line.ids.tolist() == [[path[-1] for path in paths]]
-        assert line.positions.tolist() == [[len(path) - 1 for path in paths]]
+        assert inputs.ids.tolist() == [[path[-1] for path in paths]]
+        assert inputs.positions.tolist() == [[len(path) - 1 for path in paths]]
         tops = [(row.row_index, row.map.top + i) for row in here for i in range(len(row.paths) - len(row.held))]
-        for kind, table in zip(KINDS, line.tables, strict=True):
+        for kind, table in zip(KINDS, inputs.tables, strict=True):
             assert table.dtype == torch.int32
             assert [tuple(own[:2]) for own in table[0, 0].tolist()] == tops
             assert [decoded(own[2:]) for own in table[0, 0].tolist()] == [s for row in here for s in row.seen(kind)]
         ends = np.cumsum([row.size for row in nodes])
         kept = [i for end, row in zip(ends, nodes, strict=True) for i in range(end - row.keep, end)]
-        assert line.kept.tolist() == (kept or [ends[-1] - 1])
+        assert inputs.kept.tolist() == (kept or [ends[-1] - 1])
         for row in here:
             row.settle()
 

@@ -33,14 +33,14 @@ from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 from specdec import kernels
 from specdec.core.drafts import Chained
 from specdec.errors import UnsupportedError
-from specdec.models.backends.ragged import Given, RaggedModel, alike
+from specdec.models.backends.ragged import PassInputs, RaggedModel, alike
 from specdec.models.hf.private_api import forget_outputs, note_outputs
 from specdec.models.hf.shallow_copy import twin
 
 if TYPE_CHECKING:
     from specdec.core.drafts import ChainRule
     from specdec.models.backends.ragged import RaggedForward
-    from specdec.models.backends.ragged_inputs import Steps
+    from specdec.models.backends.ragged_inputs import StepInputs
 
 _log = logging.getLogger(__name__)
 _OPTIONS = {"aot_inductor.package_constants_in_so": False, "aot_inductor.compile_wrapper_opt_level": "O1"}
@@ -111,9 +111,11 @@ class CompiledForward:
 
     def __call__(self, *given: Any) -> list[Tensor]:
         """Logits `[1, kept, vocab]` and hidden states; arguments as of `RaggedModel`."""
-        return self._passes.run(Given(*given).tensors)  # type: ignore[no-any-return]
+        return self._passes.run(PassInputs(*given).tensors)  # type: ignore[no-any-return]
 
-    def chain(self, first: Given, steps: Steps, rules: Sequence[ChainRule], embeddings: Tensor | None) -> Chained:
+    def chain(
+        self, first: PassInputs, steps: StepInputs, rules: Sequence[ChainRule], embeddings: Tensor | None
+    ) -> Chained:
         """Chains of passes, the first one over what is given; `embeddings` are those of a head (`AnyLinear.table`)."""
         encoders = [table[:, :, first.kept] for table in first.encoders]
         others = [side for pair in (*first.buffers, *first.frames) for side in pair]
@@ -330,7 +332,7 @@ def _move(model: nn.Module, device: str) -> None:
             held.update({name: moved(tensor) for name, tensor in held.items()})
 
 
-def _example(model: RaggedModel, widths: Sequence[tuple[int, ...]], states: int) -> tuple[Given, Given]:
+def _example(model: RaggedModel, widths: Sequence[tuple[int, ...]], states: int) -> tuple[PassInputs, PassInputs]:
     """What a pass is given, and in its place which sizes of it change."""
     from torch.export import Dim  # loads the compiler
 
@@ -345,14 +347,16 @@ def _example(model: RaggedModel, widths: Sequence[tuple[int, ...]], states: int)
     buffers = [_pair(width, _ROWS, _COLUMNS, model.dtype) for width in widths]
     projections = [_pair(width, _ROWS - 1, _FRAMES, model.dtype) for width in widths] if model.has_encoder else []
     told = [torch.arange(_TOLD + state) % _NODES for state in range(states)]
-    given = Given(model.inputs(place[None]), positions, place[:_KEPT], tables, encoders, buffers, projections, told)
+    given = PassInputs(
+        model.inputs(place[None]), positions, place[:_KEPT], tables, encoders, buffers, projections, told
+    )
     free, of = Dim.DYNAMIC, dict[str, Any]()
     of["ids"] = of["positions"] = {1: free}
     of["kept"] = {0: free}
     of["tables"], of["encoders"] = ([{2: free, 3: free}] * len(some) for some in (tables, encoders))
     of["told"] = [{0: free}] * states
     of["buffers"], of["frames"] = ([({0: free, 2: free},) * 2] * len(some) for some in (buffers, projections))
-    return given, Given(**of)
+    return given, PassInputs(**of)
 
 
 def _pair(width: tuple[int, ...], rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Sessions of models that keep plain keys and values: rows share a pass, in a line or padded, and rollback is free."""
+"""Sessions of models that keep plain keys and values: rows share a pass, ragged or padded, and rollback is free."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from specdec.core.drafts import Chained, ChainRule
 from specdec.core.tree import EMPTY, Scores, Tree
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.backends.cross_attention import CrossAttention
-from specdec.models.backends.outputs import LogitNodes, line_scores, row_scores
-from specdec.models.backends.ragged_inputs import Line, RowNodes, Steps
+from specdec.models.backends.outputs import LogitNodes, ragged_scores, row_scores
+from specdec.models.backends.ragged_inputs import RaggedInputs, RowNodes, StepInputs
 from specdec.models.cache.buffers import KvBuffers, Prefix
 from specdec.models.cache.layout import AttentionView, ColumnMap, Layout
 from specdec.models.cache.session import Session, check_paths, check_trees
@@ -262,12 +262,12 @@ class KvSession(Session):
         row_indices, columns = [self._index[row] for row in rows], [row.columns.top for row in named]
         for row_index, column in zip(row_indices, columns, strict=True):
             self.buffers.extend(row_index, column + 1)
-        line = Line.next(
+        inputs = RaggedInputs.next(
             row_indices, columns, tokens, self._language.capability.kinds, self._device, self._encoders(row_indices)
         )
         if embeds is not None:
-            line = replace(line, ids=embeds[None])
-        logits, states = ragged(line, *self._pairs(ragged), embeds is not None)
+            inputs = replace(inputs, ids=embeds[None])
+        logits, states = ragged(inputs, *self._pairs(ragged), embeds is not None)
         self.passes += 1
         for row in named:
             row.columns.base = row.columns.top = row.columns.top + 1
@@ -302,11 +302,11 @@ class KvSession(Session):
             RowNodes(row_index, row.columns, tree, 1)
             for row_index, row, tree in zip(row_indices, named, trees, strict=True)
         ]
-        line = Line.of(nodes, kinds, self._device, self._encoders(row_indices))
+        inputs = RaggedInputs.of(nodes, kinds, self._device, self._encoders(row_indices))
         if embeds is not None:
-            line = replace(line, ids=torch.cat(list(embeds))[None])
-        steps = Steps.of(row_indices, begins, max(rule.most for rule in rules) - 1, kinds)
-        chained = ragged.chain(line, steps, rules, *self._pairs(ragged))
+            inputs = replace(inputs, ids=torch.cat(list(embeds))[None])
+        steps = StepInputs.of(row_indices, begins, max(rule.most for rule in rules) - 1, kinds)
+        chained = ragged.chain(inputs, steps, rules, *self._pairs(ragged))
         self.passes += max(map(len, chained.guesses))
         for row, begin, guesses in zip(named, begins, chained.guesses, strict=True):
             row.columns.base = row.columns.top = begin + len(guesses) - 1
@@ -411,14 +411,14 @@ class KvSession(Session):
         rows = list(parts.values())
         for row in rows:
             self.buffers.extend(row.row_index, row.columns.top + row.size)
-        line = Line.of(
+        inputs = RaggedInputs.of(
             rows, self._language.capability.kinds, self._device, self._encoders(row.row_index for row in rows)
         )
         if ragged.model.reads_embeds:
-            line = replace(line, ids=torch.cat([row.embeds for row in rows if row.embeds is not None])[None])
-        logits, states = ragged(line, *self._pairs(ragged), hidden)
+            inputs = replace(inputs, ids=torch.cat([row.embeds for row in rows if row.embeds is not None])[None])
+        logits, states = ragged(inputs, *self._pairs(ragged), hidden)
         self.passes += 1
-        scores = line_scores(logits, states or None, rows, self.passes)
+        scores = ragged_scores(logits, states or None, rows, self.passes)
         return {row.number: own for row, own in zip(rows, scores, strict=True)}
 
     def _encoders(self, row_indices: Iterable[int]) -> list[list[int]] | None:

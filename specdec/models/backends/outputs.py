@@ -68,7 +68,7 @@ def row_scores(
     return found
 
 
-def line_scores(
+def ragged_scores(
     logits: Tensor, hidden: tuple[Tensor | None, ...] | None, rows: Sequence[RowNodes], number: int
 ) -> list[Scores]:
     """Every row's share of the logits `[kept, vocab]` and hidden states `[nodes, width]` of pass `number`."""

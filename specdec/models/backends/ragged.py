@@ -29,7 +29,7 @@ from specdec.models.backends.cross_attention import Frames
 from specdec.models.backends.fused_linear import join, readers
 from specdec.models.backends.order_free_activations import steady
 from specdec.models.backends.packed_layers import likeness
-from specdec.models.backends.ragged_inputs import Line, RowNodes, Steps
+from specdec.models.backends.ragged_inputs import RaggedInputs, RowNodes, StepInputs
 from specdec.models.cache.layout import ColumnMap
 from specdec.models.encoding import trial_encoding
 from specdec.models.hf.positions import Lookup
@@ -49,8 +49,9 @@ Buffers = Sequence[tuple[Tensor, Tensor]]
 """Each layer's keys and values, `[rows, heads, columns, head width]`."""
 
 
-class Given(NamedTuple):
-    """What a pass is given: the tensors of a `Line`, the buffers of the text, and encoders' projections (`frames`).
+class PassInputs(NamedTuple):
+    """What a pass is given: the tensors of a `RaggedInputs`, the buffers of the text, and encoders' projections
+    (`frames`).
 
     `told` are, for each of the model's hidden states, the numbers of the nodes of which it is an output: all or none.
     """
@@ -65,9 +66,11 @@ class Given(NamedTuple):
     told: Sequence[Tensor]
 
     @classmethod
-    def of(cls, line: Line, buffers: Buffers, frames: Buffers = (), told: Sequence[Tensor] = ()) -> Given:
+    def of(
+        cls, inputs: RaggedInputs, buffers: Buffers, frames: Buffers = (), told: Sequence[Tensor] = ()
+    ) -> PassInputs:
         """For the nodes of a line."""
-        return cls(line.ids, line.positions, line.kept, line.tables, line.encoders, buffers, frames, told)
+        return cls(inputs.ids, inputs.positions, inputs.kept, inputs.tables, inputs.encoders, buffers, frames, told)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -158,13 +161,13 @@ class RaggedModel(nn.Module):
     def forward(self, *given: Any) -> tuple[Tensor, ...]:
         """Logits `[1, kept, vocab]`, and every hidden state `[1, told, width]` of the nodes that it is told of.
 
-        The arguments are the fields of `Given`, as named ones are not traced.
+        The arguments are the fields of `PassInputs`, as named ones are not traced.
         """
-        told = Given(*given).told
-        logits, hidden = self.output(Given(*given), bool(told))
+        told = PassInputs(*given).told
+        logits, hidden = self.output(PassInputs(*given), bool(told))
         return logits, *(state.index_select(1, nodes) for state, nodes in zip(hidden, told, strict=True))
 
-    def output(self, given: Given, layers: bool | Sequence[int] = False) -> tuple[Tensor, Sequence[Any]]:
+    def output(self, given: PassInputs, layers: bool | Sequence[int] = False) -> tuple[Tensor, Sequence[Any]]:
         """Logits, and hidden states `[1, nodes, width]`: of these layers, None of others; nothing where none is asked.
 
         The layers are those of transformers' `hidden_states`, from the embeddings on.
@@ -242,7 +245,7 @@ class RaggedForward:
             raise UnsupportedError(f"{type(language.model).__name__} gives other logits with attention of our own")
 
     def __call__(
-        self, line: Line, buffers: Buffers, frames: Buffers = (), layers: bool | Sequence[int] = ()
+        self, inputs: RaggedInputs, buffers: Buffers, frames: Buffers = (), layers: bool | Sequence[int] = ()
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """Logits `[kept, vocab]`, and hidden states `[nodes, width]` of the embeddings and every layer, None of others.
 
@@ -250,10 +253,10 @@ class RaggedForward:
         True for all; where there are none, none are given.
         """
         if self.compiled is None or not self.compiled.ready:
-            logits, hidden = self.model.output(Given.of(line, buffers, frames), layers or False)
+            logits, hidden = self.model.output(PassInputs.of(inputs, buffers, frames), layers or False)
             return logits[0], tuple(None if state is None else state[0] for state in hidden)
-        told = self._told(line.ids.shape[1], layers)
-        logits, *states = self.compiled(*Given.of(line, buffers, frames, told))
+        told = self._told(inputs.ids.shape[1], layers)
+        logits, *states = self.compiled(*PassInputs.of(inputs, buffers, frames, told))
         wanted = zip(states, told, strict=True) if layers else ()
         return logits[0], tuple(state[0] if len(nodes) else None for state, nodes in wanted)
 
@@ -269,14 +272,19 @@ class RaggedForward:
         return faster is not None and faster.ready and known
 
     def chain(
-        self, line: Line, steps: Steps, rules: Sequence[ChainRule], buffers: Buffers, frames: Buffers = ()
+        self,
+        inputs: RaggedInputs,
+        steps: StepInputs,
+        rules: Sequence[ChainRule],
+        buffers: Buffers,
+        frames: Buffers = (),
     ) -> Chained:
         """Guesses after the pass over a line, which keeps a node of every row, and after each of some `steps`."""
         assert self.compiled is not None
         embeddings = self._embeddings
-        told = self._told(0, ()) if embeddings is None else [line.kept] * self.states
+        told = self._told(0, ()) if embeddings is None else [inputs.kept] * self.states
         rules = [rule._replace(width=min(rule.width, self._language.vocab_size)) for rule in rules]
-        return self.compiled.chain(Given.of(line, buffers, frames, told), steps, rules, embeddings)
+        return self.compiled.chain(PassInputs.of(inputs, buffers, frames, told), steps, rules, embeddings)
 
     @property
     def _embeddings(self) -> Tensor | None:
@@ -313,10 +321,10 @@ class RaggedForward:
             tree = Tree.chain(tokens.tolist())
             nodes = RowNodes(1, columns, tree, len(tree))
             encoders = None if encoding is None else [[0, 0, 0, encoding.hidden.shape[1]]]
-            line = Line.of([nodes], language.capability.kinds, language.device, encoders)
-            line = replace(line, ids=self.model.inputs(line.ids))
+            inputs = RaggedInputs.of([nodes], language.capability.kinds, language.device, encoders)
+            inputs = replace(inputs, ids=self.model.inputs(inputs.ids))
             with readers(self.model.model) as self._together:
-                logits.append(self(line, buffers, _pairs(frames))[0])  # type: ignore[arg-type]
+                logits.append(self(inputs, buffers, _pairs(frames))[0])  # type: ignore[arg-type]
             columns.base = columns.top = columns.base + len(tree)
         blind = max(kind.first for kind in language.capability.kinds)  # whoever sees nothing says nothing
         return alike(torch.cat(logits)[blind:], output.logits[0, blind:])

@@ -42,7 +42,7 @@ class RowNodes:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class RaggedInputs:
     """The nodes of a pass: `ids` and `positions` `[1, nodes]`, a table for each kind of layer, where logits are needed.
 
     Of models that read no ids, embeddings `[1, nodes, width]` replace them.
@@ -63,7 +63,7 @@ class Line:
         kinds: Sequence[AttentionKind],
         device: torch.device,
         encoders: Sequence[list[int]] | None = None,
-    ) -> Line:
+    ) -> RaggedInputs:
         """All nodes of these rows, one row after the other; `encoders` are what each row sees of its own."""
         tokens = [token for row in rows for token in row.tokens]
         placed = [_placed(row) for row in rows]
@@ -92,7 +92,7 @@ class Line:
         kinds: Sequence[AttentionKind],
         device: torch.device,
         encoders: Sequence[list[int]] | None = None,
-    ) -> Line:
+    ) -> RaggedInputs:
         """One more token for each of several rows that hold text alone, as many tokens as `columns` says."""
         tables = [
             [
@@ -111,7 +111,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
+class StepInputs:
     """Passes over one more token of every row: `positions` `[passes, 1, rows]`, tables `[passes, 1, 1, rows, 4]`."""
 
     positions: Tensor
@@ -120,7 +120,7 @@ class Steps:
     @classmethod
     def of(
         cls, row_indices: Sequence[int], columns: Sequence[int], passes: int, kinds: Sequence[AttentionKind]
-    ) -> Steps:
+    ) -> StepInputs:
         """For these rows of the buffers, whose tokens go to the columns from these on."""
         at = np.arange(passes)[:, None] + np.array(columns)
         own = np.broadcast_to(np.array(row_indices), at.shape)
