@@ -123,7 +123,7 @@ def passes(path: str) -> Any:
     """The passes that AOTInductor packed into a file; once `specdec.kernels.available`.
 
     `names()` are those of its constants, `load(constants)` gives it tensors for them, which stay the caller's, and
-    `run(given)` is a pass, and `chain(...)` chains of them, with arguments as passes.cpp says.
+    `run(given)` is a pass, and `draft_chain(...)` drafts chains of them, with arguments as passes.cpp says.
     """
     return torch.classes.specdec.Passes(path)
 

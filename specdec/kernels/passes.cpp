@@ -150,7 +150,7 @@ struct Passes : torch::CustomClassHolder {
   // every row whose chain goes on, and is given what `positions` `[passes, 1, rows]`, `tables` `[passes, 1, 1, rows, …]`
   // and `encoders` `[1, 1, rows, …]` have for these, and `others`. A model with `embeddings` is a head. A probability of
   // NaN says that there is no guess.
-  std::tuple<std::vector<std::vector<int64_t>>, std::vector<std::vector<double>>, Tensors> chain(
+  std::tuple<std::vector<std::vector<int64_t>>, std::vector<std::vector<double>>, Tensors> draft_chain(
       Tensors first, at::Tensor positions, Tensors tables, Tensors encoders, Tensors others, std::vector<Rule> rules,
       std::optional<at::Tensor> embeddings) {
     std::vector<Chain> chains(std::make_move_iterator(rules.begin()), std::make_move_iterator(rules.end()));
@@ -202,5 +202,5 @@ TORCH_LIBRARY_FRAGMENT(specdec, m) {
       .def("names", &Passes::names)
       .def("load", &Passes::load)
       .def("run", &Passes::run)
-      .def("chain", &Passes::chain);
+      .def("draft_chain", &Passes::draft_chain);
 }

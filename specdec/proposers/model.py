@@ -343,22 +343,24 @@ class ModelSession(DraftSession):
     def _at_once(self, feeds: Sequence[tuple[Chain | Branches, Tree]]) -> bool:
         """Lets chains grow to their ends in one call of the model, where they all are such; whether they have."""
         chains = [(growth, text) for growth, text in feeds if isinstance(growth, Chain)]
-        if not chains or len(chains) < len(feeds) or not self._session.chains:
+        if not chains or len(chains) < len(feeds) or not self._session.draft_chains:
             return False
         rules = [rule for growth, _ in chains if (rule := growth.rule(self._vocab_size)) is not None]
         if len(rules) < len(chains):
             return False
-        chained = self._chain([growth.seq for growth, _ in chains], [text for _, text in chains], rules)
+        chained = self._draft_chain([growth.seq for growth, _ in chains], [text for _, text in chains], rules)
         if chained is None:
             return False
         for (growth, text), guesses, q in zip(chains, chained.guesses, chained.q, strict=True):
             growth.take_all(text, guesses, None if q is None else pad(q, (0, self._vocab_size - q.shape[-1])))
         return True
 
-    def _chain(self, seqs: Sequence[SequenceView], texts: Sequence[Tree], rules: Sequence[ChainRule]) -> Chained | None:
+    def _draft_chain(
+        self, seqs: Sequence[SequenceView], texts: Sequence[Tree], rules: Sequence[ChainRule]
+    ) -> Chained | None:
         """One call over known text, and the guesses after it; None where that cannot be."""
         cache_rows = [self._cached[seq.id].cache_row for seq in seqs]
-        return self._session.chain(cache_rows, [text.tokens for text in texts], rules)
+        return self._session.draft_chain(cache_rows, [text.tokens for text in texts], rules)
 
     def _grow(self, growths: list[Chain | Branches]) -> None:
         """Feeds what texts and branches are ahead by, then one level after the other."""

@@ -71,7 +71,7 @@ def compiled(model: nn.Module) -> CompiledForward:
 
 def chained(session: Session, row: int, text: list[int], rule: ChainRule) -> list[tuple[int, float]]:
     """The chain of one row."""
-    made = session.chain([row], [text], [rule])
+    made = session.draft_chain([row], [text], [rule])
     assert made.states is None
     return made.guesses[0]
 
@@ -462,7 +462,7 @@ class TestCode:
         alone = [chained(session, *given) for given in zip(rows, texts, rules, strict=True)]
         session.truncate(rows, [len(text) for text in twin.texts])
         passes = session.passes
-        found = session.chain(rows, texts, rules).guesses
+        found = session.draft_chain(rows, texts, rules).guesses
         assert len({*map(len, alone)}) > 2
         for mine, own, held, text, row in zip(found, alone, twin.texts, texts, rows, strict=True):
             assert [token for token, _ in mine] == [token for token, _ in own]
@@ -470,7 +470,7 @@ class TestCode:
             assert session.length(row) == len(held) + len(text) + len(mine) - 1
         assert session.passes == passes + max(map(len, found))
         session.truncate(rows, [0, *(len(text) for text in twin.texts[1:])])  # one row begins anew beside the others
-        anew = session.chain(rows, [twin.texts[0] + texts[0], *texts[1:]], rules).guesses
+        anew = session.draft_chain(rows, [twin.texts[0] + texts[0], *texts[1:]], rules).guesses
         assert [[token for token, _ in mine] for mine in anew] == [[token for token, _ in mine] for mine in found]
         session.truncate(rows, [len(text) for text in twin.texts])
         twin.step([twin.chain(2) for _ in rows], [2] * 5, [[0, 1]] * 5)  # as if nothing had been
@@ -485,7 +485,7 @@ class TestCode:
         for confident in (True, False):
             whole = self.picked(twin, row, text, 6, partial(rule.pick, fake, confident=confident))
             given = ChainRule(6, 64, rule.choice(fake), confident=confident, needs_q=rule.needs_q)
-            [found], [told], _ = session.chain([row], [text], [given])
+            [found], [told], _ = session.draft_chain([row], [text], [given])
             session.truncate([row], [9])
             tokens, sure, q = zip(*whole, strict=True)
             assert [token for token, _ in found] == [*tokens]

@@ -113,7 +113,7 @@ class CompiledForward:
         """Logits `[1, kept, vocab]` and hidden states; arguments as of `RaggedModel`."""
         return self._passes.run(PassInputs(*given).tensors)  # type: ignore[no-any-return]
 
-    def chain(
+    def draft_chain(
         self, first: PassInputs, steps: StepInputs, rules: Sequence[ChainRule], embeddings: Tensor | None
     ) -> Chained:
         """Chains of passes, the first one over what is given; `embeddings` are those of a head (`AnyLinear.table`)."""
@@ -121,7 +121,7 @@ class CompiledForward:
         others = [side for pair in (*first.buffers, *first.frames) for side in pair]
         numbers = [_numbers(rule) for rule in rules]
         given = first.tensors, steps.positions, steps.tables, encoders, others, numbers, embeddings
-        tokens, probabilities, scores = self._passes.chain(*given)
+        tokens, probabilities, scores = self._passes.draft_chain(*given)
         guesses = [list(zip(*own, strict=True)) for own in zip(tokens, probabilities, strict=True)]
         told = iter(scores)
         q = [next(told).softmax(-1) if rule.needs_q else None for rule in rules]

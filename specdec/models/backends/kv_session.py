@@ -162,11 +162,11 @@ class KvSession(Session):
         ):
             row, text_length = self._row(rows[0]), text_lengths[0] if text_lengths is not None else 0
             if not row.columns.scattered and trees[0].is_chain and 0 <= keep[0] <= len(trees[0]) > 0:
-                return [self._chain(row, trees[0], keep[0], text_length)]
+                return [self._chain_pass(row, trees[0], keep[0], text_length)]
         with torch.no_grad():
             return self._general(rows, trees, keep, embeds, text_lengths, output_hidden_states, output_attentions)
 
-    def _chain(self, row: _Row, tree: Tree, keep: int, text_length: int) -> Scores:
+    def _chain_pass(self, row: _Row, tree: Tree, keep: int, text_length: int) -> Scores:
         """The pass of one row whose nodes follow its text one by one: nothing has to be laid out."""
         nodes, first = len(tree), len(tree) - keep
         row.tree = tree
@@ -275,11 +275,11 @@ class KvSession(Session):
         return logits, states[-1] if states else None
 
     @property
-    def chains(self) -> bool:  # type: ignore[override]
-        return self._language.ragged is not None and self._language.ragged.chains
+    def draft_chains(self) -> bool:  # type: ignore[override]
+        return self._language.ragged is not None and self._language.ragged.draft_chains
 
     @torch.no_grad()
-    def chain(
+    def draft_chain(
         self,
         rows: Sequence[int],
         texts: Sequence[list[int]],
@@ -288,7 +288,7 @@ class KvSession(Session):
     ) -> Chained | None:
         """Where passes are compiled, and rows hold text alone."""
         ragged, named, trees = self._language.ragged, [self._row(row) for row in rows], [*map(Tree.chain, texts)]
-        if ragged is None or not self.chains or any(row.columns.scattered for row in named):
+        if ragged is None or not self.draft_chains or any(row.columns.scattered for row in named):
             return None
         for row, tree in zip(named, trees, strict=True):
             row.columns.begin(tree, len(tree) - 1, 0)
@@ -306,7 +306,7 @@ class KvSession(Session):
         if embeds is not None:
             inputs = replace(inputs, ids=torch.cat(list(embeds))[None])
         steps = StepInputs.of(row_indices, begins, max(rule.most for rule in rules) - 1, kinds)
-        chained = ragged.chain(inputs, steps, rules, *self._pairs(ragged))
+        chained = ragged.draft_chain(inputs, steps, rules, *self._pairs(ragged))
         self.passes += max(map(len, chained.guesses))
         for row, begin, guesses in zip(named, begins, chained.guesses, strict=True):
             row.columns.base = row.columns.top = begin + len(guesses) - 1

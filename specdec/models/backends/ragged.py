@@ -266,12 +266,14 @@ class RaggedForward:
             join(self.model.model, self._language.model, names)
 
     @property
-    def chains(self) -> bool:
-        """Whether `chain` can be called: on compiled code, of models that read tokens or whose embeddings lie open."""
+    def draft_chains(self) -> bool:
+        """Whether `draft_chain` can be called: on compiled code, of models that read tokens or whose embeddings
+        lie open.
+        """
         faster, known = self.compiled, not self.model.reads_embeds or self._embeddings is not None
         return faster is not None and faster.ready and known
 
-    def chain(
+    def draft_chain(
         self,
         inputs: RaggedInputs,
         steps: StepInputs,
@@ -284,7 +286,7 @@ class RaggedForward:
         embeddings = self._embeddings
         told = self._told(0, ()) if embeddings is None else [inputs.kept] * self.states
         rules = [rule._replace(width=min(rule.width, self._language.vocab_size)) for rule in rules]
-        return self.compiled.chain(PassInputs.of(inputs, buffers, frames, told), steps, rules, embeddings)
+        return self.compiled.draft_chain(PassInputs.of(inputs, buffers, frames, told), steps, rules, embeddings)
 
     @property
     def _embeddings(self) -> Tensor | None:

@@ -25,7 +25,7 @@ class Session(ABC):
     """
 
     cache_reset_length: int | None
-    chains: bool = False  # whether `chain` is worth asking
+    draft_chains: bool = False  # whether `draft_chain` may return chains
     passes: int
     keeps_prefixes = False
 
@@ -123,7 +123,7 @@ class Session(ABC):
         states = [one.hidden_states[-1][-1] for one in scores if one.hidden_states is not None]
         return torch.stack([one.logits[-1] for one in scores]), torch.stack(states) if told else None
 
-    def chain(
+    def draft_chain(
         self,
         rows: Sequence[int],
         texts: Sequence[list[int]],

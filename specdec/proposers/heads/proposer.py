@@ -247,11 +247,13 @@ class HeadSession(ModelSession):
             one.written = [{-1: state}]
         return [Scores(tree, 0, own) for tree, own in zip(trees, logits[:, None], strict=True)]
 
-    def _chain(self, seqs: Sequence[SequenceView], texts: Sequence[Tree], rules: Sequence[ChainRule]) -> Chained | None:
+    def _draft_chain(
+        self, seqs: Sequence[SequenceView], texts: Sequence[Tree], rules: Sequence[ChainRule]
+    ) -> Chained | None:
         parts = [_Part(seq, text, 0, len(text)) for seq, text in zip(seqs, texts, strict=True)]
         inputs = [self._head.inputs(part.tokens, self._features(part, -1)) for part in parts]
         cache_rows = [self._cached[seq.id].cache_row for seq in seqs]
-        return self._stages.chain(cache_rows, [text.tokens for text in texts], rules, inputs)
+        return self._stages.draft_chain(cache_rows, [text.tokens for text in texts], rules, inputs)
 
     def _features(self, part: _Part, source: int) -> Tensor:
         """What a stage reads of new nodes: what stage `source` wrote before them; -1 is the target."""
@@ -344,7 +346,9 @@ class BlockSession(HeadSession):
         self._forget([commit.seq for commit in commits])
         super().commit(commits)
 
-    def _chain(self, seqs: Sequence[SequenceView], texts: Sequence[Tree], rules: Sequence[ChainRule]) -> Chained | None:
+    def _draft_chain(
+        self, seqs: Sequence[SequenceView], texts: Sequence[Tree], rules: Sequence[ChainRule]
+    ) -> Chained | None:
         """All guesses come of one pass."""
         return None
 

@@ -272,9 +272,9 @@ class Stages(Session):
         self.stages, self.first = stages, 0
 
     @property
-    def chains(self) -> bool:  # type: ignore[override]
+    def draft_chains(self) -> bool:  # type: ignore[override]
         """Of a stage that goes on from itself."""
-        return len(self.stages) == 1 and self.stages[0].chains
+        return len(self.stages) == 1 and self.stages[0].draft_chains
 
     @property
     def passes(self) -> int:  # type: ignore[override]
@@ -325,9 +325,9 @@ class Stages(Session):
         """Of the last stage, where all others have run."""
         return self.stages[-1].advance(*given)
 
-    def chain(self, rows: Sequence[int], *given: Any) -> Chained | None:
+    def draft_chain(self, rows: Sequence[int], *given: Any) -> Chained | None:
         """Of the only stage."""
-        return self.stages[0].chain(rows, *given)
+        return self.stages[0].draft_chain(rows, *given)
 
     def commit(self, *given: Any, **how: Any) -> None:
         for stage in self.stages[self.first :]:

@@ -139,7 +139,7 @@ def test_compiled_heads_make_all_guesses_in_one_call(
         for more in ({"schedule": "constant", "num_assistant_tokens": 3}, {"schedule": "confidence"}):
             texts, guesses = [], []
             for whole in (True, False):
-                monkeypatch.setattr(Stages, "chains", whole)
+                monkeypatch.setattr(Stages, "draft_chains", whole)
                 proposals.clear()
                 rows.clear()
                 texts.append(generator.generate(IDS, **RUN, **how, **more).sequences.tolist())
