@@ -57,7 +57,7 @@ Guess likeliest(const In* scores, int64_t count, float most, bool confident) {
 }
 
 // The rule of a row's chain in numbers: filters, the noise of a choice, the most guesses, among how many tokens, those
-// that end it, edges, rates, the least chance, whether probabilities must be known, and whether scores are told.
+// that end it, edges, rates, the least chance, whether probabilities must be known, and whether scores are returned.
 using Rule = std::tuple<std::vector<std::tuple<std::string, Numbers>>, std::vector<int64_t>, int64_t, int64_t,
                         std::vector<int64_t>, Numbers, Numbers, double, bool, bool>;
 
@@ -68,15 +68,15 @@ struct Chain {
   std::vector<int64_t> ends;
   std::vector<double> edges, rates;
   double least;
-  bool confident, told;
+  bool confident, returns_scores;
   std::vector<int64_t> tokens;
   std::vector<double> probabilities;
-  Tensors scores;  // of every guess, after filters, if they are told
+  Tensors scores;  // of every guess, after filters, if they are returned
   double chance = 1;
 
   explicit Chain(Rule rule) {
     std::vector<std::tuple<std::string, Numbers>> filters;
-    std::tie(filters, choice.noise, most, width, ends, edges, rates, least, confident, told) = std::move(rule);
+    std::tie(filters, choice.noise, most, width, ends, edges, rates, least, confident, returns_scores) = std::move(rule);
     for (const auto& [name, numbers] : filters) choice.filters.push_back(filter(name, numbers));
   }
 
@@ -99,15 +99,15 @@ struct Chain {
     Guess none{0, std::nan("")};
     auto count = std::min(logits.size(-1), width);
     auto last = logits.contiguous();
-    if (choice.is_plain() && !told && last.scalar_type() == at::kBFloat16) {
+    if (choice.is_plain() && !returns_scores && last.scalar_type() == at::kBFloat16) {
       auto scores = last.const_data_ptr<at::BFloat16>();
       auto most = largest(scores, count);
       return std::isfinite(most) ? likeliest(scores, count, most, confident) : none;
     }
-    auto exact = last.slice(0, 0, count).to(at::kFloat, /*non_blocking=*/false, /*copy=*/told || !choice.is_plain());
+    auto exact = last.slice(0, 0, count).to(at::kFloat, /*non_blocking=*/false, /*copy=*/returns_scores || !choice.is_plain());
     auto own = exact.mutable_data_ptr<float>();
     for (auto& filter : choice.filters) filter->apply(own, count, step);
-    if (told) scores.push_back(exact);
+    if (returns_scores) scores.push_back(exact);
     auto most = largest(own, count);
     if (!std::isfinite(most)) return none;
     if (choice.noise.empty()) return likeliest(own, count, most, confident);
@@ -145,7 +145,7 @@ struct Passes : torch::CustomClassHolder {
 
   Tensors run(Tensors given) { return loader.boxed_run(std::move(given)); }
 
-  // Chains of several rows: guesses, their probabilities, and their scores `[guesses, tokens]` where these are told.
+  // Chains of several rows: guesses, their probabilities, and their scores `[guesses, tokens]` where these are returned.
   // The first pass is given `first`, and its logits are those after the rows' texts. Each later one reads a guess of
   // every row whose chain goes on, and is given what `positions` `[passes, 1, rows]`, `tables` `[passes, 1, 1, rows, …]`
   // and `encoders` `[1, 1, rows, …]` have for these, and `others`. A model with `embeddings` is a head. A probability of
@@ -186,7 +186,7 @@ struct Passes : torch::CustomClassHolder {
     for (auto& chain : chains) {
       tokens.push_back(std::move(chain.tokens));
       probabilities.push_back(std::move(chain.probabilities));
-      if (chain.told) scores.push_back(at::stack(chain.scores));
+      if (chain.returns_scores) scores.push_back(at::stack(chain.scores));
     }
     return {tokens, probabilities, scores};
   }

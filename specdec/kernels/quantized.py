@@ -38,7 +38,7 @@ class Quantized:
         if self.bits not in _LEVELS:
             raise OptionError.of("bits", "4 or 8", self.bits)
         if self.values.dtype != torch.int8 or self.values.dim() != 2:
-            raise OptionError.of("values", "int8 [outputs, inputs]", _told(self.values))
+            raise OptionError.of("values", "int8 [outputs, inputs]", _described(self.values))
         if (self.group is None) != (self.scales is None):
             raise OptionError("`group` and `scales` belong together: pass both, or `factors` for whole rows")
         if self.group is not None and (self.group < GROUP_UNIT or self.group % GROUP_UNIT):
@@ -53,7 +53,7 @@ class Quantized:
     def _expect(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         given: Tensor | None = getattr(self, name)
         if given is not None and (given.dtype != dtype or tuple(given.shape) != shape):
-            raise OptionError.of(name, f"{str(dtype).removeprefix('torch.')} {list(shape)}", _told(given))
+            raise OptionError.of(name, f"{str(dtype).removeprefix('torch.')} {list(shape)}", _described(given))
 
     @property
     def groups(self) -> int:
@@ -98,7 +98,7 @@ def to_int4(weight: Tensor, group: int = 32) -> Quantized:
 
 def _in_parts(weight: Tensor, rounded: Callable[[Tensor], Quantized]) -> Quantized:
     if weight.dim() != 2 or not weight.is_floating_point():
-        raise OptionError.of("weight", "floating-point [outputs, inputs]", _told(weight))
+        raise OptionError.of("weight", "floating-point [outputs, inputs]", _described(weight))
     rows = max(1, _AT_ONCE // max(1, weight.shape[1]))
     return _concatenated([rounded(part.detach().float()) for part in torch.split(weight, rows)])
 
@@ -177,5 +177,5 @@ def _powers(scales: Tensor) -> Tensor:
     return torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent)
 
 
-def _told(tensor: Tensor) -> str:
+def _described(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

@@ -50,7 +50,7 @@ _PLAIN = (bool, int, float, str, torch.dtype)
 _FUNCTIONS = (BuiltinFunctionType, FunctionType, MethodType)
 _RELEASED = ("builtins", "torch", "transformers")  # packages that are known by their versions
 _NODES, _KEPT, _WORDS, _ROWS, _COLUMNS, _FRAMES = 5, 3, 2, 4, 96, 7  # of the pass that is traced: all different
-_TOLD = 100  # nodes of the first hidden state in it, one more of each other one
+_RETURNED = 100  # nodes of the first hidden state in it, one more of each other one
 
 
 class CompiledForward:
@@ -123,8 +123,8 @@ class CompiledForward:
         given = first.tensors, steps.positions, steps.tables, encoders, others, numbers, embeddings
         tokens, probabilities, scores = self._passes.draft_chain(*given)
         guesses = [list(zip(*own, strict=True)) for own in zip(tokens, probabilities, strict=True)]
-        told = iter(scores)
-        q = [next(told).softmax(-1) if rule.needs_q else None for rule in rules]
+        found = iter(scores)
+        q = [next(found).softmax(-1) if rule.needs_q else None for rule in rules]
         return Chained(guesses, q)
 
     @property
@@ -346,15 +346,15 @@ def _example(model: RaggedModel, widths: Sequence[tuple[int, ...]], states: int)
     tables, encoders = [table.clone() for _ in range(count)], [frames] if model.has_encoder else []
     buffers = [_pair(width, _ROWS, _COLUMNS, model.dtype) for width in widths]
     projections = [_pair(width, _ROWS - 1, _FRAMES, model.dtype) for width in widths] if model.has_encoder else []
-    told = [torch.arange(_TOLD + state) % _NODES for state in range(states)]
+    returned = [torch.arange(_RETURNED + state) % _NODES for state in range(states)]
     given = PassInputs(
-        model.inputs(place[None]), positions, place[:_KEPT], tables, encoders, buffers, projections, told
+        model.inputs(place[None]), positions, place[:_KEPT], tables, encoders, buffers, projections, returned
     )
     free, of = Dim.DYNAMIC, dict[str, Any]()
     of["ids"] = of["positions"] = {1: free}
     of["kept"] = {0: free}
     of["tables"], of["encoders"] = ([{2: free, 3: free}] * len(some) for some in (tables, encoders))
-    of["told"] = [{0: free}] * states
+    of["returned"] = [{0: free}] * states
     of["buffers"], of["frames"] = ([({0: free, 2: free},) * 2] * len(some) for some in (buffers, projections))
     return given, PassInputs(**of)
 

@@ -53,7 +53,8 @@ class PassInputs(NamedTuple):
     """What a pass is given: the tensors of a `RaggedInputs`, the buffers of the text, and encoders' projections
     (`frames`).
 
-    `told` are, for each of the model's hidden states, the numbers of the nodes of which it is an output: all or none.
+    `returned` are, for each of the model's hidden states, the numbers of the nodes of which it is an output: all or
+    none.
     """
 
     ids: Tensor
@@ -63,20 +64,20 @@ class PassInputs(NamedTuple):
     encoders: Sequence[Tensor]
     buffers: Buffers
     frames: Buffers
-    told: Sequence[Tensor]
+    returned: Sequence[Tensor]
 
     @classmethod
     def of(
-        cls, inputs: RaggedInputs, buffers: Buffers, frames: Buffers = (), told: Sequence[Tensor] = ()
+        cls, inputs: RaggedInputs, buffers: Buffers, frames: Buffers = (), returned: Sequence[Tensor] = ()
     ) -> PassInputs:
         """For the nodes of a line."""
-        return cls(inputs.ids, inputs.positions, inputs.kept, inputs.tables, inputs.encoders, buffers, frames, told)
+        return cls(inputs.ids, inputs.positions, inputs.kept, inputs.tables, inputs.encoders, buffers, frames, returned)
 
     @property
     def tensors(self) -> list[Tensor]:
         """All of them, in the order of the fields."""
         pairs = (side for pair in (*self.buffers, *self.frames) for side in pair)
-        return [self.ids, self.positions, self.kept, *self.tables, *self.encoders, *pairs, *self.told]
+        return [self.ids, self.positions, self.kept, *self.tables, *self.encoders, *pairs, *self.returned]
 
 
 class _Running(threading.local):
@@ -159,13 +160,13 @@ class RaggedModel(nn.Module):
         self.prefix = "decoder_" if language.is_encoder_decoder else ""
 
     def forward(self, *given: Any) -> tuple[Tensor, ...]:
-        """Logits `[1, kept, vocab]`, and every hidden state `[1, told, width]` of the nodes that it is told of.
+        """Logits `[1, kept, vocab]`, and every hidden state `[1, returned, width]` of the nodes in `returned`.
 
         The arguments are the fields of `PassInputs`, as named ones are not traced.
         """
-        told = PassInputs(*given).told
-        logits, hidden = self.output(PassInputs(*given), bool(told))
-        return logits, *(state.index_select(1, nodes) for state, nodes in zip(hidden, told, strict=True))
+        returned = PassInputs(*given).returned
+        logits, hidden = self.output(PassInputs(*given), bool(returned))
+        return logits, *(state.index_select(1, nodes) for state, nodes in zip(hidden, returned, strict=True))
 
     def output(self, given: PassInputs, layers: bool | Sequence[int] = False) -> tuple[Tensor, Sequence[Any]]:
         """Logits, and hidden states `[1, nodes, width]`: of these layers, None of others; nothing where none is asked.
@@ -211,7 +212,7 @@ class RaggedModel(nn.Module):
         if self._positions is not None:
             return nullcontext()
         query = key = positions
-        if self._style == "bias":  # of one query to keys at every distance that is told from others
+        if self._style == "bias":  # of one query to keys at every distance that differs from others
             query, key = positions.new_zeros(1, 1), -torch.arange(self._farthest() + 1, device=positions.device)[None]
         return Lookup(self.model.get_decoder(), self._style).running(query, key)
 
@@ -255,9 +256,9 @@ class RaggedForward:
         if self.compiled is None or not self.compiled.ready:
             logits, hidden = self.model.output(PassInputs.of(inputs, buffers, frames), layers or False)
             return logits[0], tuple(None if state is None else state[0] for state in hidden)
-        told = self._told(inputs.ids.shape[1], layers)
-        logits, *states = self.compiled(*PassInputs.of(inputs, buffers, frames, told))
-        wanted = zip(states, told, strict=True) if layers else ()
+        returned = self._returned(inputs.ids.shape[1], layers)
+        logits, *states = self.compiled(*PassInputs.of(inputs, buffers, frames, returned))
+        wanted = zip(states, returned, strict=True) if layers else ()
         return logits[0], tuple(state[0] if len(nodes) else None for state, nodes in wanted)
 
     def join(self) -> None:
@@ -284,16 +285,16 @@ class RaggedForward:
         """Guesses after the pass over a line, which keeps a node of every row, and after each of some `steps`."""
         assert self.compiled is not None
         embeddings = self._embeddings
-        told = self._told(0, ()) if embeddings is None else [inputs.kept] * self.states
+        returned = self._returned(0, ()) if embeddings is None else [inputs.kept] * self.states
         rules = [rule._replace(width=min(rule.width, self._language.vocab_size)) for rule in rules]
-        return self.compiled.draft_chain(PassInputs.of(inputs, buffers, frames, told), steps, rules, embeddings)
+        return self.compiled.draft_chain(PassInputs.of(inputs, buffers, frames, returned), steps, rules, embeddings)
 
     @property
     def _embeddings(self) -> Tensor | None:
         """Those that a head's inputs are made of, as in `AnyLinear.table`; None of models that read tokens."""
         return self._language.model.embedding.table if self.model.reads_embeds else None
 
-    def _told(self, count: int, layers: bool | Sequence[int]) -> list[Tensor]:
+    def _returned(self, count: int, layers: bool | Sequence[int]) -> list[Tensor]:
         """Of every hidden state all `count` nodes, or none."""
         none, every = self._none, torch.arange(count if layers else 0, device=self._none.device)
         return [every if layers is True or (layers and layer in layers) else none for layer in range(self.states)]
@@ -311,8 +312,8 @@ class RaggedForward:
         if encoding is not None:
             given["past_key_values"] = EncoderDecoderCache(text, frames)
             given["encoder_outputs"] = BaseModelOutput(last_hidden_state=encoding.hidden)
-        told = gives_hidden_states(language.decoder)
-        output = own(**given, use_cache=True, output_hidden_states=told)
+        returns = gives_hidden_states(language.decoder)
+        output = own(**given, use_cache=True, output_hidden_states=returns)
         self.states = len(output.get("hidden_states") or output.get("decoder_hidden_states") or ())
         self.widths = [(keys.shape[1], keys.shape[3], values.shape[3]) for keys, values in _pairs(text)]
         buffers = [

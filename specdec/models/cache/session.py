@@ -117,11 +117,11 @@ class Session(ABC):
         same as `forward` and `commit`, which it saves a chain's passes the detail of.
         """
         trees, inputs = [Tree.chain([token]) for token in tokens], None if embeds is None else list(embeds[:, None])
-        told = embeds is not None
-        scores = self.forward(rows, trees, [1] * len(rows), embeds=inputs, output_hidden_states=told)
+        returned = embeds is not None
+        scores = self.forward(rows, trees, [1] * len(rows), embeds=inputs, output_hidden_states=returned)
         self.commit(rows, [[0]] * len(rows), final=False)
         states = [one.hidden_states[-1][-1] for one in scores if one.hidden_states is not None]
-        return torch.stack([one.logits[-1] for one in scores]), torch.stack(states) if told else None
+        return torch.stack([one.logits[-1] for one in scores]), torch.stack(states) if returned else None
 
     def draft_chain(
         self,
