@@ -19,7 +19,7 @@ from specdec.models.capability import REPLAY, Capability, Positions, attention_k
 from specdec.models.encoding import Encoding, trial_encoding
 from specdec.models.hf.private_api import TAKES_MASKS, attention_of
 from specdec.models.hf.probe_cache import holds
-from specdec.models.hf.tiny_models import miniature
+from specdec.models.hf.tiny_models import tiny_model
 
 if TYPE_CHECKING:
     from specdec.models.language_model import LanguageModel
@@ -54,7 +54,7 @@ def _known_holds(language: LanguageModel, found: Capability) -> bool | None:
     family = language.config.model_type
     options = {"alibi": language.config.alibi} if family == "falcon" else {}
     try:
-        small = miniature(family, **_attention(language), **options)
+        small = tiny_model(family, **_attention(language), **options)
     except Exception as error:
         _warn(f"no tiny {family!r} model can be built to see whether specdec still knows how they run ({error})")
         return None

@@ -35,7 +35,7 @@ from specdec.core.drafts import Chained
 from specdec.errors import UnsupportedError
 from specdec.models.backends.ragged import PassInputs, RaggedModel, alike
 from specdec.models.hf.private_api import forget_outputs, note_outputs
-from specdec.models.hf.shallow_copy import twin
+from specdec.models.hf.shallow_copy import shallow_copy
 
 if TYPE_CHECKING:
     from specdec.core.drafts import ChainRule
@@ -308,8 +308,8 @@ def _functions(module: nn.Module) -> list[str]:
 
 
 def _without_weights(model: RaggedModel) -> RaggedModel:
-    """A twin whose tensors have shapes and nothing else, but for the smallest."""
-    other: RaggedModel = twin(model)
+    """A shallow copy whose tensors have shapes and nothing else, but for the smallest."""
+    other: RaggedModel = shallow_copy(model)
     forget_outputs(other)
     _move(other, "meta")
     return other

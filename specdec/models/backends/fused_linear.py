@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 from torch import Tensor, nn
 
 from specdec.kernels import PackedLinear
-from specdec.models.hf.shallow_copy import twin
+from specdec.models.hf.shallow_copy import shallow_copy
 
 _JOINED: WeakValueDictionary[tuple[int, ...], PackedLinear] = WeakValueDictionary()
 """What was joined by now, by where its parts lie: other models over the same layers join them no second time."""
@@ -89,7 +89,7 @@ def readers(model: Any) -> Iterator[list[list[str]]]:
 def join(model: Any, own: Any, names: Sequence[str]) -> None:
     """Lets these layers of `model` share a call, if their weights can lie in one piece.
 
-    It is a twin of the model `own`, whose layers hold parts of that piece from then on.
+    It is a shallow copy of the model `own`, whose layers hold parts of that piece from then on.
     """
     layers = [model.get_submodule(name) for name in names]
     if not PackedLinear.can_join(layers):
@@ -98,7 +98,7 @@ def join(model: Any, own: Any, names: Sequence[str]) -> None:
     if joined is None:
         joined = PackedLinear.join(layers)
     elif joined.unpacks != layers[0].unpacks:
-        joined = twin(joined)
+        joined = shallow_copy(joined)
         joined.unpacks = layers[0].unpacks
     _JOINED[_addresses(layers)] = joined
     joint, begin = Joint(joined), 0

@@ -380,8 +380,8 @@ class KvSession(Session):
         needed = sum(padded(1, *own) for own in zip(reach, nodes, strict=True))
         if not order:
             return []
-        together = padded(order[-1] - order[0] + 1, max(reach + idle), max(nodes))
-        if together - needed <= weights and max(tops + idle) + max(nodes) <= room:
+        in_one = padded(order[-1] - order[0] + 1, max(reach + idle), max(nodes))
+        if in_one - needed <= weights and max(tops + idle) + max(nodes) <= room:
             return [(order[0], order[-1])]
         best: list[tuple[float, int]] = [(0.0, 0)]  # cost of the first rows, and where their last stretch begins
         for end in range(1, len(order) + 1):

@@ -38,7 +38,7 @@ class Tanh(nn.Module):
         return (0.5 * wide * (1 + torch.tanh(inner))).to(x.dtype)
 
 
-_STEADY = {
+_ORDER_FREE = {
     type(ACT2FN["silu"]): Sigmoid(),
     type(ACT2FN["swish"]): Sigmoid(),
     type(ACT2FN["quick_gelu"]): Sigmoid(1.702),
@@ -46,10 +46,10 @@ _STEADY = {
 }
 
 
-def steady(model: nn.Module) -> None:
+def make_order_free(model: nn.Module) -> None:
     """Puts them in the place of torch's, and has packed layers compute passes of all widths alike."""
     for name, module in list(model.named_modules(remove_duplicate=False)):
-        if type(module) in _STEADY:
-            model.set_submodule(name, _STEADY[type(module)])
+        if type(module) in _ORDER_FREE:
+            model.set_submodule(name, _ORDER_FREE[type(module)])
         elif isinstance(module, PackedLinear):
             module.unpacks = ()

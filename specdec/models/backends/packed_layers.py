@@ -24,7 +24,7 @@ from specdec import kernels
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.hf.device_hooks import execution_device, is_offloaded
 from specdec.models.hf.probe_cache import holds
-from specdec.models.hf.shallow_copy import twin
+from specdec.models.hf.shallow_copy import shallow_copy
 from specdec.options.load import BACKENDS
 
 _log = logging.getLogger(__name__)
@@ -80,13 +80,13 @@ def in_backend(model: Any, backend: str, *, owned: bool) -> Any:
         return model
     reason = why_not_packed(model)
     if backend == "packed":
-        model = model if owned or reason else twin(model)
+        model = model if owned or reason else shallow_copy(model)
         if reason is None and changed(model, partial(_pack, model)) is None:
             reason = "reads weights of its layers by itself"
         if reason is not None:
             raise UnsupportedError(f"{type(model).__name__} {reason}: leave out `backend`='packed'")
     elif reason is None and _bytes(model) >= _LEAST and kernels.available():
-        model = model if owned else twin(model)
+        model = model if owned else shallow_copy(model)
         _pack_if_faster(model)
     return model
 

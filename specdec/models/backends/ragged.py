@@ -27,14 +27,14 @@ from specdec.core.tree import Tree
 from specdec.errors import UnsupportedError
 from specdec.models.backends.cross_attention import Frames
 from specdec.models.backends.fused_linear import join, readers
-from specdec.models.backends.order_free_activations import steady
+from specdec.models.backends.order_free_activations import make_order_free
 from specdec.models.backends.packed_layers import likeness
 from specdec.models.backends.ragged_inputs import RaggedInputs, RowNodes, StepInputs
 from specdec.models.cache.layout import ColumnMap
 from specdec.models.encoding import trial_encoding
 from specdec.models.hf.positions import Lookup
 from specdec.models.hf.private_api import gives_hidden_states, hidden_states_of
-from specdec.models.hf.shallow_copy import twin
+from specdec.models.hf.shallow_copy import shallow_copy
 
 if TYPE_CHECKING:
     from specdec.models.backends.compiled import CompiledForward
@@ -143,15 +143,15 @@ class _Text(Cache):  # type: ignore[misc]
 class RaggedModel(nn.Module):
     """A model that takes the nodes of a line, and writes to the buffers that it is given.
 
-    Of `language`'s model nothing is changed: a twin computes with our attention, and of strict ones with activations
-    that do not depend on a value's place.
+    Of `language`'s model nothing is changed: a shallow copy computes with our attention, and of strict ones with
+    activations that do not depend on a value's place.
     """
 
     def __init__(self, language: LanguageModel) -> None:
         super().__init__()
-        self.model = twin(language.model, attention=ATTENTION)
+        self.model = shallow_copy(language.model, attention=ATTENTION)
         if language.is_strict:
-            steady(self.model)
+            make_order_free(self.model)
         capability, self.dtype, self.device = language.capability, language.dtype, language.device
         self.kinds = [kind.name for kind in capability.kinds] if capability.masks == "dict" else []
         self.has_encoder, self.reads_embeds = language.is_encoder_decoder, capability.inputs == "embeds"
@@ -236,7 +236,7 @@ class RaggedForward:
         self.model = RaggedModel(language)
         self.widths: list[tuple[int, int, int]] = []
         self.states = 0
-        self._together: list[list[str]] = []
+        self._fusable: list[list[str]] = []
         self.compiled: CompiledForward | None = None
         try:
             agrees = self._agrees()
@@ -263,7 +263,7 @@ class RaggedForward:
 
     def join(self) -> None:
         """Lets packed layers that read the same input share a call."""
-        for names in self._together:
+        for names in self._fusable:
             join(self.model.model, self._language.model, names)
 
     @property
@@ -326,7 +326,7 @@ class RaggedForward:
             encoders = None if encoding is None else [[0, 0, 0, encoding.hidden.shape[1]]]
             inputs = RaggedInputs.of([nodes], language.capability.kinds, language.device, encoders)
             inputs = replace(inputs, ids=self.model.inputs(inputs.ids))
-            with readers(self.model.model) as self._together:
+            with readers(self.model.model) as self._fusable:
                 logits.append(self(inputs, buffers, _pairs(frames))[0])  # type: ignore[arg-type]
             columns.base = columns.top = columns.base + len(tree)
         blind = max(kind.first for kind in language.capability.kinds)  # whoever sees nothing says nothing

@@ -1,6 +1,6 @@
 """What was tried with the installed libraries: once per process, and not again where a file says that it held.
 
-The file is `specdec/verdicts.json` in `$XDG_CACHE_HOME` (by default `~/.cache`), or what `$SPECDEC_VERDICTS` names. It
+The file is `specdec/probes.json` in `$XDG_CACHE_HOME` (by default `~/.cache`), or what `$SPECDEC_PROBES` names. It
 holds what succeeded, by releases; a failure is tried again in the next process, since an update may have repaired it.
 """
 
@@ -34,9 +34,9 @@ def holds(what: str, trial: Callable[[], bool | None]) -> bool:
         if what not in _found and what in _read().get(_releases(), []):
             _found[what] = True
         if what not in _found:
-            verdict = trial()
-            _found[what] = verdict is not False
-            if verdict:
+            result = trial()
+            _found[what] = result is not False
+            if result:
                 _write(what)
         return _found[what]
 
@@ -47,13 +47,13 @@ def _releases() -> str:
 
 def _path() -> Path | None:
     """The file; None where there is no home to keep it in."""
-    if named := os.environ.get("SPECDEC_VERDICTS"):
+    if named := os.environ.get("SPECDEC_PROBES"):
         return Path(named)
     try:
         root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError:
         return None
-    return Path(root) / "specdec" / "verdicts.json"
+    return Path(root) / "specdec" / "probes.json"
 
 
 def _read() -> dict[str, list[str]]:
@@ -89,5 +89,5 @@ def _write(what: str) -> None:
 
 @cache
 def _tell(reason: str) -> None:
-    way_out = "change that, or name another file in SPECDEC_VERDICTS"
+    way_out = "change that, or name another file in SPECDEC_PROBES"
     _log.warning("what was measured is not kept, so loading takes longer every time: %s: %s", reason, way_out)

@@ -77,11 +77,11 @@ def _merged(here: Tensor, new: Any, old: Any) -> Any:
 
 def _as_built(module: nn.Module) -> Any:
     """A copy of a rotary module in the state before its first pass."""
-    twin: Any = copy.copy(module)
-    twin.__dict__["_buffers"] = {n: None if b is None else b.clone() for n, b in module._buffers.items()}
+    other: Any = copy.copy(module)
+    other.__dict__["_buffers"] = {n: None if b is None else b.clone() for n, b in module._buffers.items()}
     suffix = "original_inv_freq"
-    for name in [name for name in (*twin._buffers, *vars(twin)) if name.endswith(suffix)]:
-        setattr(twin, name.removesuffix(suffix) + "inv_freq", getattr(twin, name).clone())
-    for name in [name for name in vars(twin) if name.endswith("max_seq_len_cached")]:
-        setattr(twin, name, twin.original_max_seq_len)
-    return twin
+    for name in [name for name in (*other._buffers, *vars(other)) if name.endswith(suffix)]:
+        setattr(other, name.removesuffix(suffix) + "inv_freq", getattr(other, name).clone())
+    for name in [name for name in vars(other) if name.endswith("max_seq_len_cached")]:
+        setattr(other, name, other.original_max_seq_len)
+    return other

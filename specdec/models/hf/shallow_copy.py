@@ -11,7 +11,7 @@ from specdec.models.hf.patching import settled
 from specdec.models.hf.private_api import set_attention
 
 
-def twin(model: Any, *, attention: str | None = None) -> Any:
+def shallow_copy(model: Any, *, attention: str | None = None) -> Any:
     """A model of copied modules that share all weights with those of `model`; what is put into them stays theirs.
 
     Its layers compute with the `attention` that transformers knows by this name, if one is named. Passes of the model

@@ -68,7 +68,7 @@ SIZES: dict[str, dict[str, Any]] = {
 _IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 
 
-def miniature(model_type: str, **options: Any) -> Any:
+def tiny_model(model_type: str, **options: Any) -> Any:
     """A model of a known family in float32, on the CPU and in eval mode, with further `options` of its config.
 
     Whatever the library raises means that no such model can be built. torch's random numbers go on as if it were not.

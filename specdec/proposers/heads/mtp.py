@@ -18,7 +18,7 @@ from specdec.errors import UnsupportedError
 from specdec.models.backends.packed_layers import is_plain
 from specdec.models.cache.layout import AttentionKind
 from specdec.models.hf.load_errors import explained
-from specdec.models.hf.shallow_copy import twin
+from specdec.models.hf.shallow_copy import shallow_copy
 from specdec.models.language_model import LanguageModel
 from specdec.models.vocabulary import Choose, cut
 from specdec.proposers.heads.stage import Embedding, Head, Stage
@@ -102,8 +102,8 @@ def load_mtp(target: LanguageModel, *, argument: str = "draft", choose: Choose |
 
 
 def _without_ends(model: Any) -> Any:
-    """A twin of the target without embeddings and head: packed, they would be missing in the checkpoint."""
-    other = twin(model)
+    """A shallow copy of the target without embeddings and head: packed, they would be missing in the checkpoint."""
+    other = shallow_copy(model)
     other.set_input_embeddings(nn.Identity())
     other.set_output_embeddings(nn.Identity())
     return other
