@@ -120,7 +120,7 @@ def test_compiled_heads_make_all_guesses_in_one_call(
             rows.append(len(given[0]))
         return made
 
-    monkeypatch.setattr(KvSession, "chain", spied)
+    monkeypatch.setattr(KvSession, "draft_chain", spied)
     generator, plain = SpecGenerator(language, HeadDrafter(head)), SpecGenerator(language)
     sure = {"schedule": "confidence", "num_assistant_tokens": 4, "assistant_confidence_threshold": 1e-9}
     for ids in (IDS, IDS[:1]):
