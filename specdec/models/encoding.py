@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-
-if TYPE_CHECKING:
-    from specdec.models.language_model import LanguageModel
-
-_FRAMES = 5  # that a model is tried with
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +47,3 @@ class Encoding:
         if self.mask is not None:
             return self.mask
         return torch.ones(self.hidden.shape[:2], dtype=torch.long, device=self.hidden.device)
-
-
-def trial_encoding(language: LanguageModel, rows: int) -> Encoding | None:
-    """What an encoder might say, to try a model with; None for models without one."""
-    if not language.is_encoder_decoder:
-        return None
-    width = getattr(language.config, "d_model", None) or language.config.hidden_size
-    hidden = torch.randn(rows, _FRAMES, width, generator=torch.Generator().manual_seed(0))
-    return Encoding(hidden.to(language.device, language.dtype), None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +12,10 @@ from torch.distributed.tensor import DTensor
 from specdec.core.tree import Tree
 from specdec.kernels import AnyLinear, PackedLinear, why_not
 from specdec.models.cache.session import Session
-from specdec.models.encoding import trial_encoding
 from specdec.models.hf.device_hooks import execution_device
+from specdec.models.hf.spec import ModelSpec
 from specdec.models.loading.integer_layers import Int8Linear
-
-if TYPE_CHECKING:
-    from specdec.models.language_model import LanguageModel
+from specdec.models.probe import trial_encoding
 
 Exactness = Literal["strict", "exact", "rounding", "row-dependent"]
 _OUTLIER = 100.0  # far beyond what LLM.int8() still takes for an ordinary activation (6)
@@ -48,7 +46,7 @@ def exactness(model: nn.Module, dtype: torch.dtype) -> Exactness:
 
 
 @torch.no_grad()
-def strict_obstacle(language: LanguageModel) -> str | None:
+def strict_obstacle(language: ModelSpec) -> str | None:
     """Why texts may depend on how they are drafted: a layer that is not ours, or what comes of trying.
 
     None where each weight is multiplied by packed layers, and logits are the same, bit for bit, in passes of other
@@ -83,7 +81,7 @@ def strict_obstacle(language: LanguageModel) -> str | None:
     return None
 
 
-def _foreign(language: LanguageModel) -> str | None:
+def _foreign(language: ModelSpec) -> str | None:
     """The name of a layer, other than an encoder's, that multiplies by a weight and is not packed."""
     encoder = set(language.model.get_encoder().modules()) if language.is_encoder_decoder else set()
     for name, module in language.model.named_modules():

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from specdec.errors import OptionError, UnsupportedError
 from specdec.kernels import AnyLinear, PackedLinear
-from specdec.models.backends.compiled import CompiledForward
+from specdec.models.backends.kv_session import KvSession
 from specdec.models.backends.packed_layers import check_backend, in_backend, is_packed
 from specdec.models.backends.ragged import RaggedForward
+from specdec.models.backends.snapshot import ReplaySession
 from specdec.models.cache.session import Session
 from specdec.models.capability import Capability, cache_reset_length, rope_boundary
 from specdec.models.encoding import Encoding
@@ -28,6 +29,7 @@ from specdec.models.hf.model_state import ModelState, StateReader, float32_is_ro
 from specdec.models.hf.positions import STYLES, Lookup
 from specdec.models.hf.private_api import attention_of, gives_hidden_states
 from specdec.models.hf.rotary import Scaling
+from specdec.models.probe import find_capability
 
 
 class LanguageModel:
@@ -185,12 +187,12 @@ class LanguageModel:
     def session(self) -> Session:
         """A new session without rows."""
         if self.capability.cache_kind == "kv":
-            from specdec.models.backends.kv_session import KvSession
-
-            return KvSession(self)
-        from specdec.models.backends.snapshot import ReplaySession
-
+            return KvSession(self, self.ragged)
         return ReplaySession(self)
+
+    def with_capability(self, model: Any, capability: Capability) -> LanguageModel:
+        """`model`, which has the same architecture, as it runs with this capability."""
+        return type(self)(model, capability=capability)
 
     def early_exit(self, layers: int) -> LanguageModel:
         """The same model stopping after its first `layers` decoder layers; weights are shared, nothing is changed."""
@@ -294,8 +296,6 @@ class LanguageModel:
             return exactness(self.model, self.dtype)
 
     def _find_capability(self) -> Capability:
-        from specdec.models.probe import find_capability
-
         return find_capability(self)
 
     def _in_a_line(self, backend: str) -> RaggedForward | None:
@@ -310,7 +310,7 @@ class LanguageModel:
             if self.backend == "compiled":
                 raise UnsupportedError(f"{error}: leave out `backend`='compiled'") from error
             return None
-        compiled = CompiledForward(ragged)
+        compiled = ragged.compilation()
         if self.backend == "compiled" or (backend == "auto" and compiled.is_kept):
             ragged.compiled = compiled.start()
             if compiled.ready:

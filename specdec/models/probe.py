@@ -6,7 +6,7 @@ import random
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
@@ -16,22 +16,21 @@ from transformers.modeling_outputs import BaseModelOutput
 from specdec.core.tree import Tree
 from specdec.models.cache.recurrent_state import MODULE_STATE, module_state, set_module_state
 from specdec.models.capability import REPLAY, Capability, Positions, attention_kinds, known, kv_capability
-from specdec.models.encoding import Encoding, trial_encoding
+from specdec.models.encoding import Encoding
 from specdec.models.hf.private_api import TAKES_MASKS, attention_of
 from specdec.models.hf.probe_cache import holds
+from specdec.models.hf.spec import ModelSpec
 from specdec.models.hf.tiny_models import tiny_model
-
-if TYPE_CHECKING:
-    from specdec.models.language_model import LanguageModel
 
 # Siblings, a grandchild on each side, a second root: every way a mask can be wrong.
 _PARENTS = [-1, 0, 0, 1, 2, -1, 5]
 _LONGEST_PREFIX = 96  # tokens; windows beyond are taken from the config on trust
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of the logits' spread
 _HALF_TOLERANCE = 0.1
+_FRAMES = 5  # of a trial encoding
 
 
-def find_capability(language: LanguageModel) -> Capability:
+def find_capability(language: ModelSpec) -> Capability:
     """What is known of the family, if a tiny model of it runs so with the installed libraries, else what `probe` finds.
 
     Warns where the libraries have left what is known behind, or no tiny model can be built to see it.
@@ -43,13 +42,13 @@ def find_capability(language: LanguageModel) -> Capability:
     return found if holds(what, lambda: _known_holds(language, found)) else probe(language)
 
 
-def _attention(language: LanguageModel) -> dict[str, str]:
+def _attention(language: ModelSpec) -> dict[str, str]:
     """The option for a tiny model with the same attention; the family's own where that one takes no mask of ours."""
     own = attention_of(language.model.config)
     return {"attn_implementation": own} if own in TAKES_MASKS else {}
 
 
-def _known_holds(language: LanguageModel, found: Capability) -> bool | None:
+def _known_holds(language: ModelSpec, found: Capability) -> bool | None:
     """Whether a tiny model runs as its family is known to; None where none can be built."""
     family = language.config.model_type
     options = {"alibi": language.config.alibi} if family == "falcon" else {}
@@ -70,7 +69,7 @@ def _warn(what: str) -> None:
     warnings.warn(f"With {releases}, {what}", RuntimeWarning, stacklevel=2)
 
 
-def probe(language: LanguageModel) -> Capability:
+def probe(language: ModelSpec) -> Capability:
     """The best way of running `language`'s model that reproduces its logits."""
     model = language.model
     if language.is_offloaded:
@@ -81,7 +80,7 @@ def probe(language: LanguageModel) -> Capability:
     return Capability("none", reason="no cache of its own reproduces its logits, so every pass reads the whole text")
 
 
-def _candidates(language: LanguageModel) -> Iterator[Capability]:
+def _candidates(language: ModelSpec) -> Iterator[Capability]:
     reason = REPLAY.get(language.config.model_type)
     kinds = attention_kinds(language.config)
     if reason is None and kinds is not None:
@@ -94,7 +93,7 @@ def _candidates(language: LanguageModel) -> Iterator[Capability]:
     yield Capability("replay", chunks=False, reason=reason or "its cache takes one token at a time")
 
 
-def _styles(language: LanguageModel) -> Iterator[Positions]:
+def _styles(language: ModelSpec) -> Iterator[Positions]:
     decoder = language.decoder
     if "position_ids" in language.input_names:
         yield "ids"
@@ -114,11 +113,11 @@ def _prefix_length(config: Any) -> int:
     return max([6, *fitting]) + 3
 
 
-def _agrees(language: LanguageModel, model: Any, candidate: Capability) -> bool:
+def _agrees(language: ModelSpec, model: Any, candidate: Capability) -> bool:
     """Whether `model`, wrapped as `language` is and run as `candidate` says, gives the logits of its own forward."""
     held = module_state(model, MODULE_STATE.get(language.config.model_type, ()))
     try:
-        tried = type(language)(model, capability=candidate)
+        tried = language.with_capability(model, candidate)
         return all(_close(tried, *pair) for pair in _trial(tried))
     except Exception:
         # Whatever an architecture raises, it means that this way of running it does not work.
@@ -127,7 +126,7 @@ def _agrees(language: LanguageModel, model: Any, candidate: Capability) -> bool:
         set_module_state(held)
 
 
-def _trial(language: LanguageModel) -> Iterator[tuple[Tensor, Tensor]]:
+def _trial(language: ModelSpec) -> Iterator[tuple[Tensor, Tensor]]:
     """Pairs of a session's logits and the model's own: ragged prefill, rollback, tree, path commit, one more token."""
     source = random.Random(0)
     encoding = trial_encoding(language, 2)
@@ -154,7 +153,7 @@ def _trial(language: LanguageModel) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 @torch.no_grad()
-def reference(language: LanguageModel, tokens: list[int], encoding: Encoding | None = None) -> Tensor:
+def reference(language: ModelSpec, tokens: list[int], encoding: Encoding | None = None) -> Tensor:
     """The model's own logits `[vocab]` after `tokens`, without any cache."""
     ids, inputs = torch.tensor([tokens], device=language.device), dict[str, Any]()
     if language.forgets_order:
@@ -168,10 +167,19 @@ def reference(language: LanguageModel, tokens: list[int], encoding: Encoding | N
     return language.model(decoder_input_ids=ids, use_cache=False, **inputs).logits[0, -1]
 
 
-def _ids(source: random.Random, language: LanguageModel, count: int) -> list[int]:
+def _ids(source: random.Random, language: ModelSpec, count: int) -> list[int]:
     return [source.randrange(3, min(language.vocab_size, language.config.vocab_size, 1000)) for _ in range(count)]
 
 
-def _close(language: LanguageModel, got: Tensor, own: Tensor) -> bool:
+def _close(language: ModelSpec, got: Tensor, own: Tensor) -> bool:
     tolerance = _TOLERANCE.get(language.dtype, _HALF_TOLERANCE)
     return bool((got - own).abs().max() <= tolerance * own.float().std())
+
+
+def trial_encoding(language: ModelSpec, rows: int) -> Encoding | None:
+    """What an encoder might say, to try a model with; None for models without one."""
+    if not language.is_encoder_decoder:
+        return None
+    width = getattr(language.config, "d_model", None) or language.config.hidden_size
+    hidden = torch.randn(rows, _FRAMES, width, generator=torch.Generator().manual_seed(0))
+    return Encoding(hidden.to(language.device, language.dtype), None)

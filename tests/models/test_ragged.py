@@ -22,7 +22,7 @@ from specdec.models.backends.cross_attention import CrossAttention
 from specdec.models.backends.kv_session import KvSession
 from specdec.models.backends.ragged_inputs import RaggedInputs, RowNodes, seen_columns
 from specdec.models.cache.layout import AttentionKind, ColumnMap
-from specdec.models.hf.shallow_copy import twin as twin_of
+from specdec.models.hf.shallow_copy import shallow_copy
 from tests.models.exact import Twin
 from tests.tiny import ENCODER_DECODERS, NAMES, tiny, tiny_inputs
 
@@ -170,12 +170,12 @@ def test_a_small_vocabulary() -> None:
     assert LanguageModel(tiny("llama", vocab=10), backend="packed").ragged is not None
 
 
-def test_a_twin_of_a_running_model() -> None:
+def test_a_shallow_copy_of_a_running_model() -> None:
     """A twin that is made while passes run looks its own positions up. (It kept what stood in for those passes.)"""
     language = LanguageModel(tiny("bart"), backend="eager")
     embed = language.decoder.embed_positions
     with language.looked_up(torch.tensor([[3]]), torch.tensor([[3]])):
-        other = twin_of(language.model).get_decoder().embed_positions
+        other = shallow_copy(language.model).get_decoder().embed_positions
         assert "forward" in vars(embed)
         assert "forward" not in vars(other)
     assert torch.equal(other.weight, embed.weight)

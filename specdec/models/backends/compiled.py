@@ -19,11 +19,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, cached_property, partial
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
@@ -31,16 +31,13 @@ from torch import Tensor, nn
 from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from specdec import kernels
-from specdec.core.drafts import Chained
+from specdec.core.drafts import Chained, ChainRule
 from specdec.errors import UnsupportedError
-from specdec.models.backends.ragged import PassInputs, RaggedModel, alike
+from specdec.models.backends.packed_layers import alike
+from specdec.models.backends.ragged_inputs import StepInputs
+from specdec.models.backends.ragged_model import PassInputs, RaggedModel
 from specdec.models.hf.private_api import forget_outputs, note_outputs
 from specdec.models.hf.shallow_copy import shallow_copy
-
-if TYPE_CHECKING:
-    from specdec.core.drafts import ChainRule
-    from specdec.models.backends.ragged import RaggedForward
-    from specdec.models.backends.ragged_inputs import StepInputs
 
 _log = logging.getLogger(__name__)
 _OPTIONS = {"aot_inductor.package_constants_in_so": False, "aot_inductor.compile_wrapper_opt_level": "O1"}
@@ -60,9 +57,11 @@ class CompiledForward:
     devices than the CPU, and other systems than Linux and macOS.
     """
 
-    def __init__(self, ragged: RaggedForward) -> None:
-        self._model, self._widths, self._states = ragged.model, ragged.widths, ragged.states
-        self._ragged: RaggedForward | None = ragged  # until `start`
+    def __init__(
+        self, model: RaggedModel, widths: Sequence[tuple[int, int, int]], states: int, fuse: Callable[[], None]
+    ) -> None:
+        self._model, self._widths, self._states = model, widths, states
+        self._fuse: Callable[[], None] | None = fuse  # until `start`
         self._passes: Any = None
         self._done = threading.Event()
 
@@ -82,9 +81,9 @@ class CompiledForward:
             raise UnsupportedError(
                 f"passes are compiled for the CPU alone, not {where}: leave out `backend`='compiled'"
             )
-        if self._key and self._ragged is not None:  # named by the structure of the model as it was loaded
-            self._ragged.join()
-            self._ragged = None
+        if self._key and self._fuse is not None:  # named by the structure of the model as it was loaded
+            self._fuse()
+            self._fuse = None
         if self._taken():
             self._done.set()
         else:

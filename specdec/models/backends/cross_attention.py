@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +12,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from specdec.models.backends.ragged_inputs import seen_columns
 from specdec.models.cache.buffers import KvBuffers, Prefix
 from specdec.models.encoding import Encoding
-
-if TYPE_CHECKING:
-    from specdec.models.language_model import LanguageModel
+from specdec.models.hf.spec import ModelSpec
 
 
 class Frames(CacheLayerMixin):  # type: ignore[misc]
@@ -52,7 +50,7 @@ class CrossAttention:
     New encodings are projected by a pass over one token that nobody keeps.
     """
 
-    def __init__(self, language: LanguageModel) -> None:
+    def __init__(self, language: ModelSpec) -> None:
         self._language = language
         self._encodings: list[Encoding] = []  # by row of the buffers
         self.buffers = KvBuffers(

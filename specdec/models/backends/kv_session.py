@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,16 +16,15 @@ from specdec.core.tree import EMPTY, Scores, Tree
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.backends.cross_attention import CrossAttention
 from specdec.models.backends.outputs import LogitNodes, ragged_scores, row_scores
+from specdec.models.backends.ragged import RaggedForward
 from specdec.models.backends.ragged_inputs import RaggedInputs, RowNodes, StepInputs
+from specdec.models.backends.ragged_model import Buffers
 from specdec.models.cache.buffers import KvBuffers, Prefix
 from specdec.models.cache.layout import AttentionView, ColumnMap, Layout
 from specdec.models.cache.session import Session, check_paths, check_trees
 from specdec.models.encoding import Encoding
 from specdec.models.hf.private_api import TAKES_MASKS, attention_of, hidden_states_of
-
-if TYPE_CHECKING:
-    from specdec.models.backends.ragged import Buffers, RaggedForward
-    from specdec.models.language_model import LanguageModel
+from specdec.models.hf.spec import ModelSpec
 
 _SLACK = 64  # columns that branches may leave void before what is left of them is moved together
 _NODES = 64  # nodes that take a pass as long as its weights
@@ -51,7 +50,7 @@ class KvSession(Session):
 
     keeps_prefixes = True
 
-    def __init__(self, language: LanguageModel) -> None:
+    def __init__(self, language: ModelSpec, backend: RaggedForward | None) -> None:
         self.passes = 0
         self.cache_reset_length = language.capability.cache_reset_length
         self.buffers = KvBuffers(
@@ -63,7 +62,7 @@ class KvSession(Session):
         self._rows: list[_Row] = []  # in the order of the buffers
         self._index: dict[int, int] = {}  # row -> its index in that order
         self._numbers = 0
-        self._language = language
+        self._language, self._backend = language, backend
         self._device, self._dtype = language.device, language.dtype
         self._like = torch.empty(0, dtype=language.dtype, device=language.device)
         self._cross = CrossAttention(language) if language.is_encoder_decoder else None
@@ -71,7 +70,7 @@ class KvSession(Session):
         # Where the library's own positions and mask are right for a row whose nodes follow one by one.
         self._is_simple = (
             self._cross is None
-            and language.ragged is None
+            and backend is None
             and language.capability.boundary is None
             and not language.forgets_order
         )
@@ -220,7 +219,7 @@ class KvSession(Session):
             parts[row_index] = _Part.of(row_index, row, keep[i], None if embeds is None else embeds[i])
         if self._cross is not None and parts:
             self._cross.project()
-        ragged = self._language.ragged
+        ragged = self._backend
         fits = ragged is not None and all((part.embeds is None) != ragged.model.reads_embeds for part in parts.values())
         if ragged is not None and fits and parts and not output_attentions:
             scores.update(self._ragged(ragged, parts, hidden))
@@ -256,7 +255,7 @@ class KvSession(Session):
         self, rows: Sequence[int], tokens: Sequence[int], embeds: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """One pass in a line, with nothing to lay out, where rows hold text alone."""
-        ragged, named = self._language.ragged, [self._row(row) for row in rows]
+        ragged, named = self._backend, [self._row(row) for row in rows]
         if ragged is None or not all(row.columns.top and not row.columns.scattered for row in named):
             return super().advance(rows, tokens, embeds)
         row_indices, columns = [self._index[row] for row in rows], [row.columns.top for row in named]
@@ -276,7 +275,7 @@ class KvSession(Session):
 
     @property
     def draft_chains(self) -> bool:  # type: ignore[override]
-        return self._language.ragged is not None and self._language.ragged.draft_chains
+        return self._backend is not None and self._backend.draft_chains
 
     @torch.no_grad()
     def draft_chain(
@@ -287,7 +286,7 @@ class KvSession(Session):
         embeds: Sequence[Tensor] | None = None,
     ) -> Chained | None:
         """Where passes are compiled, and rows hold text alone."""
-        ragged, named, trees = self._language.ragged, [self._row(row) for row in rows], [*map(Tree.chain, texts)]
+        ragged, named, trees = self._backend, [self._row(row) for row in rows], [*map(Tree.chain, texts)]
         if ragged is None or not self.draft_chains or any(row.columns.scattered for row in named):
             return None
         for row, tree in zip(named, trees, strict=True):

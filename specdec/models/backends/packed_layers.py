@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -33,7 +34,8 @@ _WIDTHS = (1, 6)  # nodes of the passes that are timed
 _TRIES = 5
 _SAMPLE = 1024  # outputs and inputs of a layer on which types are compared
 _WINS = 0.97  # of the time as loaded, to be worth it
-_ALIKE = 0.9  # cosine of logits
+_ALIKE = 0.9  # cosine of logits of a model before and after a change
+_EQUAL, _EQUAL_IN_HALF = 0.9999, 0.98  # cosine of logits that differ by roundings
 
 
 class PackedEmbedding(nn.Module):
@@ -198,6 +200,13 @@ def changed(model: Any, change: Callable[[], Callable[[], None]]) -> Callable[[]
 def likeness(logits: Tensor, expected: Tensor) -> float:
     """The cosine of all logits of a pass and those that were expected."""
     return float(torch.cosine_similarity(logits.flatten().float(), expected.flatten().float(), dim=0))
+
+
+def alike(logits: Tensor, expected: Tensor) -> bool:
+    """Whether they differ by no more than roundings do."""
+    least = _EQUAL if expected.dtype in (torch.float32, torch.float64) else _EQUAL_IN_HALF
+    ruled_out = expected == -math.inf  # outside the vocabulary of a draft
+    return likeness(logits.masked_fill(ruled_out, 0), expected.masked_fill(ruled_out, 0)) >= least
 
 
 def _pack_if_faster(model: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,9 +22,7 @@ from specdec.models.cache import recurrent_state
 from specdec.models.cache.session import Session, check_paths, check_trees
 from specdec.models.encoding import Encoding
 from specdec.models.hf.private_api import hidden_states_of
-
-if TYPE_CHECKING:
-    from specdec.models.language_model import LanguageModel
+from specdec.models.hf.spec import ModelSpec
 
 _LONG_REPLAY = 16  # tokens: from here on the missing ones get a pass of their own, so that the snapshot can move up
 _MODULE_LOCKS: WeakKeyDictionary[Any, threading.RLock] = WeakKeyDictionary()
@@ -103,7 +101,7 @@ class ReplaySession(Session):
     a rollback without one starts the row from its beginning, which is slow but just as exact.
     """
 
-    def __init__(self, language: LanguageModel) -> None:
+    def __init__(self, language: ModelSpec) -> None:
         self.passes = 0
         self.cache_reset_length = language.capability.cache_reset_length
         self._language = language
