@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, WhisperTokenizer, utils
-from transformers.cache_utils import CacheLayerMixin, DynamicCache
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from specdec import kernels
@@ -174,9 +174,9 @@ def test_layers_of_a_cache() -> None:
 
 def test_pair_of_caches() -> None:
     """An encoder-decoder notes which layers have projected the encoder's output."""
-    with contract("transformers", "`EncoderDecoderCache`", "models/cache/recurrent_state"):
+    with contract("transformers", "`EncoderDecoderCache`", "models/backends/cross_attention"):
         model = tiny("bart")
-        pair = recurrent_state.pair(DynamicCache())
+        pair = EncoderDecoderCache(DynamicCache(), DynamicCache())
         hidden = BaseModelOutput(last_hidden_state=torch.randn(2, 5, 32))
         with torch.no_grad():
             model(encoder_outputs=hidden, decoder_input_ids=ids(3).expand(2, -1), past_key_values=pair, use_cache=True)

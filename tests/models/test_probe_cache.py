@@ -39,7 +39,7 @@ def succeeding(calls: list[str], verdict: bool | None = True) -> Callable[[], bo
 
 def test_every_known_family_has_a_size() -> None:
     """A family in the table can be tried."""
-    assert SIZES.keys() == {*capability.KV, *capability.SLOT_BOUND}
+    assert SIZES.keys() == {*capability.KV, *capability.COUNTS_COLUMNS}
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "bloom", "t5", "whisper", "mpt"])

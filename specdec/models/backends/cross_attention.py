@@ -1,4 +1,4 @@
-"""Cross-attention of the rows of a session: what their encoders said, projected once and shared by forked rows."""
+"""Cross-attention of a session's rows: encoder outputs, projected once and shared by forked rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specdec.models.hf.spec import ModelSpec
 
 
 class Frames(CacheLayerMixin):  # type: ignore[misc]
-    """One layer's projections `[rows, heads, frames, head width]`, which passes read and never change."""
+    """One layer's projections `[rows, heads, frames, head width]`, which passes only read."""
 
     is_sliding = is_compileable = is_croppable = False
 
@@ -24,42 +24,38 @@ class Frames(CacheLayerMixin):  # type: ignore[misc]
         super().__init__()
         self.keys, self.values, self.is_initialized = keys, values, True
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """They are there."""
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """They stay as they are."""
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
-        """More than none, which would mean that projections are still to be made."""
+        """Not 0, which would make layers project anew."""
         return self.keys.shape[2]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """All frames."""
         return self.keys.shape[2], 0
 
     def get_max_length(self) -> int:
-        """No limit."""
         return -1
 
 
 class CrossAttention:
-    """What every row's encoder said, in buffers of their own whose rows are encodings: forks of a row share one.
+    """Encoder outputs and their projections, in buffers with one row per encoding; forked rows share one.
 
-    New encodings are projected by a pass over one token that nobody keeps.
+    New encodings are projected by a pass over one token, whose output is dropped.
     """
 
     def __init__(self, language: ModelSpec) -> None:
         self._language = language
-        self._encodings: list[Encoding] = []  # by row of the buffers
+        self._encodings: list[Encoding] = []  # by their row of the buffers
         self.buffers = KvBuffers(
             language.num_layers,
             column_bytes=language.kv_bytes,
             lazy=language.device.type == "cpu",
             held=lambda: max((encoding.hidden.shape[1] for encoding in self._encodings), default=0),
         )
-        self.encoder_rows: list[int] = []  # of every row
+        self.encoder_rows: list[int] = []  # of every row of the session
         self._takes_mask = "attention_mask" in language.input_names
         self._pads = self._takes_mask and language.model.main_input_name == "input_ids"
         self._unread: list[int] = []  # rows without projections
@@ -69,7 +65,7 @@ class CrossAttention:
         self._tables: dict[int, list[int]] = {}
 
     def add(self, encoding: Encoding) -> None:
-        """Rows at the end."""
+        """Appends one row per encoding."""
         first, count = len(self._encodings), len(encoding)
         self.buffers.reserve(first + count)
         self._encodings += [encoding.select([row]) for row in range(count)] if count > 1 else [encoding]
@@ -78,7 +74,7 @@ class CrossAttention:
         self._forget()
 
     def project(self) -> None:
-        """Makes the projections of new encodings, before a pass looks at them; those of one length together."""
+        """Projects new encodings, those of equal length in one pass."""
         alike: dict[int, list[int]] = {}
         for encoder_row in self._unread:
             alike.setdefault(self._encodings[encoder_row].hidden.shape[1], []).append(encoder_row)
@@ -89,11 +85,11 @@ class CrossAttention:
         self._unread = []
 
     def fork(self, index: int) -> None:
-        """A row at the end that reads what row `index` reads."""
+        """Appends a row that shares the encoding of row `index`."""
         self.encoder_rows.append(self.encoder_rows[index])
 
     def remove(self, index: int) -> None:
-        """Forgets a row, whose number the last row takes, and its encoding if no other row reads it."""
+        """Removes a row, whose index the last row takes, and its encoding if no other row reads it."""
         self.project()
         encoder_row, last = self.encoder_rows[index], self.encoder_rows.pop()
         if index < len(self.encoder_rows):
@@ -111,12 +107,12 @@ class CrossAttention:
         self._forget()
 
     def kind(self, index: int) -> tuple[Any, ...]:
-        """Rows of different kinds cannot share a padded pass: those whose frames no mask could pad."""
+        """Rows can share a padded pass if their kinds are equal: frames of different lengths need a mask."""
         encoding = self._encodings[self.encoder_rows[index]]
         return () if self._pads else (encoding.hidden.shape[1], encoding.mask is None)
 
     def inputs(self, first: int, last: int, text: KvBuffers) -> dict[str, Any]:
-        """Keyword arguments of a padded pass over rows `first` to `last - 1`, which are of one kind."""
+        """Arguments of a padded pass over rows `first` to `last - 1`, which are of one kind."""
         encoder_rows = tuple(self.encoder_rows[first:last])
         if encoder_rows != self._selected:
             encodings = [self._encodings[encoder_row] for encoder_row in encoder_rows]
@@ -131,7 +127,7 @@ class CrossAttention:
         return {**self._joined, "past_key_values": EncoderDecoderCache(text, Cache(layers=self._frames))}
 
     def seen(self, index: int) -> list[int]:
-        """What a node of this row sees, as in the tables of `specdec.models.backends.ragged_inputs`."""
+        """What nodes of this row see, as in the tables of `specdec.models.backends.ragged_inputs`."""
         encoder_row = self.encoder_rows[index]
         encoding = self._encodings[encoder_row]
         if encoding.mask is None or not self._takes_mask:
@@ -142,7 +138,7 @@ class CrossAttention:
 
     @property
     def bytes(self) -> int:
-        """What all projections take."""
+        """Bytes of all projections."""
         return self.buffers.bytes
 
     def _forget(self) -> None:
@@ -150,7 +146,7 @@ class CrossAttention:
 
     @torch.no_grad()
     def _projected(self, hidden: Tensor) -> Prefix:
-        """Keys and values `[rows, heads, frames, head width]` of each layer, of encoder outputs."""
+        """Keys and values `[rows, heads, frames, head width]` of each layer, projected from encoder outputs."""
         language, rows = self._language, len(hidden)
         cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
         language.model(
@@ -163,7 +159,7 @@ class CrossAttention:
 
 
 def _rows(buffer: Tensor, encoder_rows: tuple[int, ...], frames: int) -> Tensor:
-    """These rows, without a copy where they follow one another."""
+    """These rows, without a copy where they are consecutive."""
     first, count = encoder_rows[0], len(encoder_rows)
     if encoder_rows == tuple(range(first, first + count)):
         return buffer[first : first + count, :, :frames]

@@ -1,9 +1,10 @@
-"""Sessions of models that keep plain keys and values: rows share a pass, ragged or padded, and rollback is free."""
+"""Sessions over plain keys and values: rows share passes, ragged or padded, and rollback is free."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from typing import Any
@@ -26,13 +27,14 @@ from specdec.models.encoding import Encoding
 from specdec.models.hf.private_api import TAKES_MASKS, attention_of, hidden_states_of
 from specdec.models.hf.spec import ModelSpec
 
-_SLACK = 64  # columns that branches may leave void before what is left of them is moved together
-_NODES = 64  # nodes that take a pass as long as its weights
+_SLACK = 64  # void columns that branches may leave before a row is compacted
+_OPTIONS = {"use_cache": True, "return_dict": True}
+_NODES = 64  # nodes whose computation takes as long as reading the weights
 
 
 @dataclass(eq=False, slots=True)
 class _Row:
-    """One row: where its nodes sit, and the tree of its last pass."""
+    """A row: its number, the columns of its nodes, and the tree of its last pass."""
 
     number: int
     columns: ColumnMap = field(default_factory=ColumnMap)
@@ -40,12 +42,11 @@ class _Row:
 
 
 class KvSession(Session):
-    """Rows of one model over one `KvBuffers`: a row's text and branches are columns, beams share what they have in
-    common.
+    """Rows of one model over `KvBuffers`; branches of a row share the columns of its text.
 
-    Branches that die leave void columns behind, which nobody looks at; they are closed up now and then. Where the model
-    allows it, the new nodes of all rows stand in a line (`RaggedForward`). A padded pass covers the rows of the buffers
-    from the first to the last that take part: the narrow view of a buffer costs nothing.
+    Dead branches leave void columns behind, which are compacted now and then. With a `backend` the new nodes of all
+    rows share a ragged pass. A padded pass covers the rows of the buffers from the first to the last that take part, as
+    a narrow view of a buffer costs nothing.
     """
 
     keeps_prefixes = True
@@ -59,15 +60,15 @@ class KvSession(Session):
             lazy=language.device.type == "cpu",
             held=lambda: max((row.columns.top for row in self._rows), default=0),
         )
-        self._rows: list[_Row] = []  # in the order of the buffers
-        self._index: dict[int, int] = {}  # row -> its index in that order
+        self._rows: list[_Row] = []  # by their index in the buffers
+        self._index: dict[int, int] = {}  # number of a row -> its index
         self._numbers = 0
         self._language, self._backend = language, backend
         self._device, self._dtype = language.device, language.dtype
         self._like = torch.empty(0, dtype=language.dtype, device=language.device)
         self._cross = CrossAttention(language) if language.is_encoder_decoder else None
         self._can_keep = "logits_to_keep" in language.input_names
-        # Where the library's own positions and mask are right for a row whose nodes follow one by one.
+        # Whether the library's own positions and causal mask are right for a chain after a text.
         self._is_simple = (
             self._cross is None
             and backend is None
@@ -76,7 +77,6 @@ class KvSession(Session):
         )
 
     def add(self, rows: int, encoding: Encoding | None = None) -> list[int]:
-        """New empty rows; an encoder-decoder needs their encoding."""
         if (self._cross is None) != (encoding is None) or (encoding is not None and len(encoding) != rows):
             need = "None, the model has no encoder" if self._cross is None else f"the encoding of {rows} rows"
             raise OptionError.of("encoding", need, None if encoding is None else f"{len(encoding)} rows")
@@ -87,7 +87,6 @@ class KvSession(Session):
 
     @torch.no_grad()
     def fork(self, row: int, length: int | None = None) -> int:
-        """Copies the columns that hold the text."""
         source = self._row(row)
         if length is not None and source.columns.base < length <= source.columns.length:
             self._move([(self._index[row], *move) for move in source.columns.compact(-1)])
@@ -106,7 +105,6 @@ class KvSession(Session):
 
     @torch.no_grad()
     def read_from(self, prefix: Prefix, length: int) -> int:
-        """A new row that begins with the first `length` tokens of keys and values kept by `keep_prefix`."""
         index = len(self._rows)
         self.buffers.reserve(index + 1)
         self.buffers.write_prefix(index, prefix, length)
@@ -114,7 +112,6 @@ class KvSession(Session):
 
     @torch.no_grad()
     def keep_prefix(self, row: int, length: int) -> Prefix:
-        """A copy of the keys and values of the row's first `length` tokens, which must be its settled text."""
         source = self._row(row)
         if length > source.columns.base:
             self._move([(self._index[row], *move) for move in source.columns.compact(-1)])
@@ -122,7 +119,7 @@ class KvSession(Session):
 
     @torch.no_grad()
     def remove(self, rows: Sequence[int]) -> None:
-        """The last row of the buffers moves into each gap."""
+        """Moves the last row of the buffers into each gap."""
         for row in rows:
             index, last = self._index.pop(self._row(row).number), self._rows.pop()
             if last.number != row:
@@ -134,11 +131,9 @@ class KvSession(Session):
         self.buffers.shrink(len(self._rows))
 
     def length(self, row: int) -> int:
-        """Tokens of text that the row holds."""
         return self._row(row).columns.length
 
     def pending(self, row: int) -> int:
-        """How many nodes of pending branches the row holds."""
         return self._row(row).columns.pending
 
     def forward(
@@ -152,7 +147,7 @@ class KvSession(Session):
         output_hidden_states: bool | Sequence[int] = False,
         output_attentions: bool = False,
     ) -> list[Scores]:
-        """One pass; several where passes are padded, rows lie far apart and many nodes would be padding."""
+        """One pass; several if passes are padded and rows lie far apart."""
         if (
             self._is_simple
             and len(rows) == len(trees) == len(keep) == 1
@@ -166,24 +161,16 @@ class KvSession(Session):
             return self._general(rows, trees, keep, embeds, text_lengths, output_hidden_states, output_attentions)
 
     def _chain_pass(self, row: _Row, tree: Tree, keep: int, text_length: int) -> Scores:
-        """The pass of one row whose nodes follow its text one by one: nothing has to be laid out."""
+        """The pass of one row over a chain after its text, which needs no layout."""
         nodes, first = len(tree), len(tree) - keep
         row.tree = tree
         row.columns.begin(tree, first, text_length)
         self.buffers.point(self._index[row.number], row.columns.base, nodes)
         ids = torch.tensor([tree.tokens], device=self._device)
-        inputs: dict[str, Any] = {
-            "input_ids": ids,
-            "past_key_values": self.buffers,
-            "use_cache": True,
-            "return_dict": True,
-        }
+        inputs: dict[str, Any] = {"input_ids": ids, "past_key_values": self.buffers} | _OPTIONS
         if self._can_keep:
             inputs["logits_to_keep"] = keep or 1
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                logits = self._language.model(**inputs).logits[0]
-        else:
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
             logits = self._language.model(**inputs).logits[0]
         self.passes += 1
         kept = logits if len(logits) == keep else logits[len(logits) - keep :]
@@ -212,7 +199,9 @@ class KvSession(Session):
         for i, (row, tree) in enumerate(zip(named, trees, strict=True)):
             row.tree = tree
             if len(tree) == row.columns.pending:
-                scores[row.number] = Scores(tree, len(tree), self._no_logits(), num_cached=len(tree))
+                scores[row.number] = Scores(
+                    tree, len(tree), self._like.new_empty(0, self._language.vocab_size), num_cached=len(tree)
+                )
                 continue
             row.columns.begin(tree, len(tree) - keep[i], text_lengths[i] if text_lengths is not None else 0)
             row_index = self._index[row.number]
@@ -225,7 +214,9 @@ class KvSession(Session):
             scores.update(self._ragged(ragged, parts, hidden))
         else:
             if self._language.is_strict and parts:
-                raise UnsupportedError("`exactness`='strict' has no embeddings and no attentions: leave them out")
+                raise UnsupportedError(
+                    "`exactness`='strict' takes no embeddings and returns no attentions: leave them out"
+                )
             for first, last in self._spans(parts):
                 scores.update(self._pass(parts, first, last, extras))
         return [scores[row] for row in rows]
@@ -238,7 +229,7 @@ class KvSession(Session):
         texts: Sequence[int] | None = None,
         final: bool = True,
     ) -> None:
-        """O(1) where the kept nodes are the first ones of a chain; otherwise columns are moved, at once or later."""
+        """O(1) where the kept nodes begin a chain; otherwise moves columns, now or later."""
         check_paths(rows, paths, texts)
         moves = []
         for i, (number, path) in enumerate(zip(rows, paths, strict=True)):
@@ -254,7 +245,7 @@ class KvSession(Session):
     def advance(
         self, rows: Sequence[int], tokens: Sequence[int], embeds: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """One pass in a line, with nothing to lay out, where rows hold text alone."""
+        """A ragged pass without a layout where all rows hold text alone."""
         ragged, named = self._backend, [self._row(row) for row in rows]
         if ragged is None or not all(row.columns.top and not row.columns.scattered for row in named):
             return super().advance(rows, tokens, embeds)
@@ -285,7 +276,7 @@ class KvSession(Session):
         rules: Sequence[ChainRule],
         embeds: Sequence[Tensor] | None = None,
     ) -> Chained | None:
-        """Where passes are compiled, and rows hold text alone."""
+        """Needs compiled passes, and rows that hold text alone."""
         ragged, named, trees = self._backend, [self._row(row) for row in rows], [*map(Tree.chain, texts)]
         if ragged is None or not self.draft_chains or any(row.columns.scattered for row in named):
             return None
@@ -313,7 +304,6 @@ class KvSession(Session):
         return chained
 
     def refresh(self, rows: Sequence[int]) -> None:
-        """Forgets in O(1)."""
         if self.cache_reset_length is None:
             return
         for row in map(self._row, rows):
@@ -321,7 +311,6 @@ class KvSession(Session):
                 row.columns, row.tree = ColumnMap(), EMPTY
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Forgets in O(1)."""
         moves = []
         for number, length in zip(rows, lengths, strict=True):
             row = self._row(number)
@@ -332,11 +321,9 @@ class KvSession(Session):
 
     @property
     def bytes(self) -> int:
-        """What all buffers take."""
         return self.buffers.bytes + (0 if self._cross is None else self._cross.bytes)
 
     def bound(self, rows: int, columns: int) -> None:
-        """Buffers grow no further than this."""
         self.buffers.bound(rows, columns)
 
     def _new(self, columns: ColumnMap) -> int:
@@ -351,21 +338,21 @@ class KvSession(Session):
         return self._rows[self._index[number]]
 
     def _spans(self, parts: dict[int, _Part]) -> list[tuple[int, int]]:
-        """The stretches of the buffers that are run one after the other, `(first, last)` rows of each."""
+        """Spans `(first, last)` of rows in the buffers; each is one padded pass."""
         order = sorted(parts)
         if len(order) == 1:
             return [(order[0], order[0])]
         if self._cross is None:
             return self._cheapest(order, parts)
-        kinds = [(self._cross.kind(index), index - i) for i, index in enumerate(order)]  # without gaps
+        kinds = [(self._cross.kind(index), index - i) for i, index in enumerate(order)]  # equal for neighbours
         groups = groupby(zip(order, kinds, strict=True), key=lambda pair: pair[1])
         return [span for _, group in groups for span in self._cheapest([index for index, _ in group], parts)]
 
     def _cheapest(self, order: list[int], parts: dict[int, _Part]) -> list[tuple[int, int]]:
-        """The stretches that cover these rows at the least cost, in bytes that are read.
+        """The spans that cover these rows at the least cost, in bytes read (dynamic programming over their ends).
 
-        A pass reads the weights, and for each of its rows, those between them included, as many keys and values as the
-        longest of these has, and computes as many nodes as the widest. None writes padding beyond the buffers' bounds.
+        A pass reads the weights, and for each row of its span the keys and values of the longest, and computes the
+        nodes of the widest. No span writes padding beyond the bounds of the buffers.
         """
         room = math.inf if self.buffers.bounds is None else self.buffers.bounds[1]
         weights, column = self._language.weight_bytes, self._language.kv_bytes
@@ -382,7 +369,7 @@ class KvSession(Session):
         in_one = padded(order[-1] - order[0] + 1, max(reach + idle), max(nodes))
         if in_one - needed <= weights and max(tops + idle) + max(nodes) <= room:
             return [(order[0], order[-1])]
-        best: list[tuple[float, int]] = [(0.0, 0)]  # cost of the first rows, and where their last stretch begins
+        best: list[tuple[float, int]] = [(0.0, 0)]  # cost of the first rows, and where their last span begins
         for end in range(1, len(order) + 1):
             top = longest = widest = 0
             options: list[tuple[float, int]] = []
@@ -406,7 +393,7 @@ class KvSession(Session):
     def _ragged(
         self, ragged: RaggedForward, parts: dict[int, _Part], hidden: bool | Sequence[int]
     ) -> dict[int, Scores]:
-        """One forward over the new nodes of all rows, in a line."""
+        """One ragged forward over the new nodes of all rows."""
         rows = list(parts.values())
         for row in rows:
             self.buffers.extend(row.row_index, row.columns.top + row.size)
@@ -421,15 +408,15 @@ class KvSession(Session):
         return {row.number: own for row, own in zip(rows, scores, strict=True)}
 
     def _encoders(self, row_indices: Iterable[int]) -> list[list[int]] | None:
-        """What these rows of the buffers see of encoders."""
+        """What these rows of the buffers see of their encoders."""
         return None if self._cross is None else [self._cross.seen(row_index) for row_index in row_indices]
 
     def _pairs(self, ragged: RaggedForward) -> tuple[Buffers, Buffers]:
-        """Those of the text, and of encoders."""
+        """Buffers of the text, and of the encoders' projections."""
         return self.buffers.pairs(ragged.widths, self._like), () if self._cross is None else self._cross.buffers.pairs()
 
     def _pass(self, parts: dict[int, _Part], first: int, last: int, extras: dict[str, Any]) -> dict[int, Scores]:
-        """One forward over the rows of the buffers from `first` to `last`; those without a part are padding."""
+        """One padded forward over the rows `first` to `last` of the buffers; those without a part are padding."""
         here = [parts.get(index) or _Part.idle(index, self._rows[index]) for index in range(first, last + 1)]
         trees, maps = [part.tree for part in here], [part.columns for part in here]
         layout = Layout.of(trees, maps, self._device)
@@ -443,7 +430,6 @@ class KvSession(Session):
         return {part.number: scores for part, scores in zip(here, found, strict=True)}
 
     def _forward(self, parts: list[_Part], layout: Layout, kept: LogitNodes, first: int, extras: dict[str, Any]) -> Any:
-        """The model's output for a padded pass."""
         embedded = any(part.embeds is not None for part in parts)
         inputs = self._inputs(parts, layout, embedded) | extras
         if self._cross is not None:
@@ -456,16 +442,10 @@ class KvSession(Session):
         if moves:
             self.buffers.move_columns(*(list(part) for part in zip(*moves, strict=True)))
 
-    def _no_logits(self) -> Tensor:
-        return self._like.new_empty(0, self._language.vocab_size)
-
-    def _ids(self, parts: list[_Part], layout: Layout) -> Tensor:
-        padded = [part.tokens + [0] * (layout.nodes - part.size) for part in parts]
-        return torch.tensor(padded, device=self._device)
-
     def _inputs(self, parts: list[_Part], layout: Layout, embedded: bool) -> dict[str, Any]:
-        inputs: dict[str, Any] = {"past_key_values": self.buffers, "use_cache": True, "return_dict": True}
-        ids = self._ids(parts, layout)
+        inputs: dict[str, Any] = {"past_key_values": self.buffers} | _OPTIONS
+        padded = [part.tokens + [0] * (layout.nodes - part.size) for part in parts]
+        ids = torch.tensor(padded, device=self._device)
         prefix = "" if self._cross is None else "decoder_"
         if embedded:
             inputs["inputs_embeds"] = self._embed(ids, parts)
@@ -479,8 +459,8 @@ class KvSession(Session):
         language, capability = self._language, self._language.capability
         if (attention := attention_of(language.model.config)) not in TAKES_MASKS:
             raise UnsupportedError(
-                f"attention {attention!r} takes no mask of ours, which trees and rows"
-                ' of different lengths need: load the model with attn_implementation="sdpa"'
+                f"attention {attention!r} takes no mask, which trees and rows of different lengths need: load the model with "
+                'attn_implementation="sdpa"'
             )
         masks = {kind.name: view.mask(kind, self._dtype) for kind in capability.kinds}
         inputs[prefix + "attention_mask"] = masks if capability.masks == "dict" else next(iter(masks.values()))
@@ -490,7 +470,9 @@ class KvSession(Session):
 
     def _embed(self, ids: Tensor, parts: list[_Part]) -> Tensor:
         if self._cross is not None:
-            raise UnsupportedError("an encoder-decoder takes embeddings in its encoder, not as decoder text")
+            raise UnsupportedError(
+                "an encoder-decoder takes embeddings in its encoder, not in its decoder: leave `embeds` out"
+            )
         hidden = self._language.model.get_input_embeddings()(ids).clone()
         for row, part in enumerate(parts):
             if part.embeds is not None:
@@ -499,29 +481,29 @@ class KvSession(Session):
 
     def _run(self, inputs: dict[str, Any], layout: Layout) -> Any:
         language, view = self._language, layout.view
+        context: AbstractContextManager[None] = nullcontext()
         if language.capability.boundary is not None:
-            with language.scaled(layout.spans()):
-                return language.model(**inputs)
-        if view is None:
-            return language.model(**inputs)
-        with language.looked_up(view.positions, view.key_positions):
+            context = language.scaled(layout.spans())
+        elif view is not None:
+            context = language.looked_up(view.positions, view.key_positions)
+        with context:
             return language.model(**inputs)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Part(RowNodes):
-    """A row's part of one pass; `embeds` are the embeddings of its first new nodes, where they are given."""
+    """A row's share of a pass; `embeds` `[nodes, width]` replace the embeddings of its first new nodes."""
 
     number: int = 0
     embeds: Tensor | None = None
 
     @classmethod
     def of(cls, row_index: int, row: _Row, keep: int = 0, embeds: Tensor | None = None) -> _Part:
-        """What is new in the row's tree."""
+        """The new nodes of the row's tree."""
         return cls(row_index, row.columns, row.tree, keep, row.number, embeds)
 
     @classmethod
     def idle(cls, row_index: int, row: _Row) -> _Part:
-        """The part of a row that lies between others and has nothing to do."""
+        """A row within a span that has nothing to do."""
         tree = row.tree.part(range(row.columns.pending)) if row.columns.pending else EMPTY
         return cls(row_index, row.columns, tree, 0, row.number)

@@ -1,4 +1,4 @@
-"""Passes without padding: the new nodes of all rows in one sequence, on compiled code once that exists."""
+"""Passes without padding over the new nodes of all rows, on compiled code once that exists."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from specdec.models.hf.private_api import gives_hidden_states
 from specdec.models.hf.spec import ModelSpec
 from specdec.models.probe import trial_encoding
 
-_TRIED = 12  # tokens that a model is tried with
+_TRIED = 12  # tokens of the trial
 
 
 class RaggedForward:
-    """A model's passes over nodes in a line; `widths` are heads, and head widths of keys and values, of each layer.
+    """A model's ragged passes, on compiled code as soon as that exists.
 
-    `states` is how many hidden states it gives. Passes run on compiled code as soon as that is there. Raises
-    UnsupportedError for models that cannot be run so.
+    `widths` holds the heads of each layer and the head widths of its keys and values; `states` is the number of hidden
+    states. Raises UnsupportedError for models that cannot run so.
     """
 
     def __init__(self, language: ModelSpec) -> None:
@@ -46,7 +46,7 @@ class RaggedForward:
         self.compiled: CompiledForward | None = None
         try:
             agrees = self._agrees()
-        except Exception as error:  # whatever an architecture raises, it means that it does not run so
+        except Exception as error:  # whatever an architecture raises: it does not run so
             raise UnsupportedError(f"{type(language.model).__name__} does not attend as others do ({error})") from error
         if not agrees:
             raise UnsupportedError(f"{type(language.model).__name__} gives other logits with attention of our own")
@@ -54,10 +54,10 @@ class RaggedForward:
     def __call__(
         self, inputs: RaggedInputs, buffers: Buffers, frames: Buffers = (), layers: bool | Sequence[int] = ()
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """Logits `[kept, vocab]`, and hidden states `[nodes, width]` of the embeddings and every layer, None of others.
+        """Logits `[kept, vocab]`, and a hidden state `[nodes, width]` for each of `layers` (True: all), None for the
+        others.
 
-        `frames` are the projections of encoders, if there are any. `layers` are those whose hidden states are wanted,
-        True for all; where there are none, none are given.
+        `frames` are the projections of encoders.
         """
         if self.compiled is None or not self.compiled.ready:
             logits, hidden = self.model.output(PassInputs.of(inputs, buffers, frames), layers or False)
@@ -68,19 +68,17 @@ class RaggedForward:
         return logits[0], tuple(state[0] if len(nodes) else None for state, nodes in wanted)
 
     def compilation(self) -> CompiledForward:
-        """Compiled passes of this model, which nobody has started to compile."""
+        """The compiled passes of this model, before `start`."""
         return CompiledForward(self.model, self.widths, self.states, self.join)
 
     def join(self) -> None:
-        """Lets packed layers that read the same input share a call."""
+        """Fuses packed layers that read the same input."""
         for names in self._fusable:
             join(self.model.model, self._language.model, names)
 
     @property
     def draft_chains(self) -> bool:
-        """Whether `draft_chain` can be called: on compiled code, of models that read tokens or whose embeddings
-        lie open.
-        """
+        """Whether `draft_chain` works: on compiled code, with tokens or an embedding table as inputs."""
         faster, known = self.compiled, not self.model.reads_embeds or self._embeddings is not None
         return faster is not None and faster.ready and known
 
@@ -92,7 +90,7 @@ class RaggedForward:
         buffers: Buffers,
         frames: Buffers = (),
     ) -> Chained:
-        """Guesses after the pass over a line, which keeps a node of every row, and after each of some `steps`."""
+        """Drafts a chain after the kept node of every row, by up to `steps` more passes."""
         assert self.compiled is not None
         embeddings = self._embeddings
         returned = self._returned(0, ()) if embeddings is None else [inputs.kept] * self.states
@@ -101,17 +99,17 @@ class RaggedForward:
 
     @property
     def _embeddings(self) -> Tensor | None:
-        """Those that a head's inputs are made of, as in `AnyLinear.table`; None of models that read tokens."""
+        """The embedding table of a head, as `AnyLinear.table`; None for models that read tokens."""
         return self._language.model.embedding.table if self.model.reads_embeds else None
 
     def _returned(self, count: int, layers: bool | Sequence[int]) -> list[Tensor]:
-        """Of every hidden state all `count` nodes, or none."""
+        """The nodes to return of each hidden state: all `count` of `layers`, none of others."""
         none, every = self._none, torch.arange(count if layers else 0, device=self._none.device)
         return [every if layers is True or (layers and layer in layers) else none for layer in range(self.states)]
 
     @torch.no_grad()
     def _agrees(self) -> bool:
-        """Whether a pass in two parts gives the logits of the model's own; notes what keys and values are like."""
+        """Whether a text in two passes gives the model's own logits; notes the shapes of keys and values."""
         language, own = self._language, self._language.model
         known = own.get_input_embeddings().num_embeddings
         ids = (torch.arange(_TRIED, device=language.device) + known // 2)[None] % known  # far from special tokens
@@ -139,12 +137,12 @@ class RaggedForward:
             with readers(self.model.model) as self._fusable:
                 logits.append(self(inputs, buffers, _pairs(frames))[0])  # type: ignore[arg-type]
             columns.base = columns.top = columns.base + len(tree)
-        blind = max(kind.first for kind in language.capability.kinds)  # whoever sees nothing says nothing
+        blind = max(kind.first for kind in language.capability.kinds)  # nodes that see nothing
         return alike(torch.cat(logits)[blind:], output.logits[0, blind:])
 
 
 def _obstacle(language: ModelSpec) -> str | None:
-    """Why a model's passes cannot run in a line, if that is known."""
+    """Why a model has no ragged passes, if that is known beforehand."""
     capability = language.capability
     if language.is_offloaded:
         return "has weights that are read for each pass"

@@ -1,8 +1,8 @@
-"""The nodes of one pass in a line, whatever rows they belong to: their ids and positions, and what each of them sees.
+"""The new nodes of one ragged pass: their ids, positions, and the columns that each of them sees.
 
-What a node sees is a range of its row's columns, and a few bits for what lies behind it. A table `[1, 1, nodes, 4 +
-words]` of int32 says so, in the form that `specdec.kernels.attend` takes: the row of the buffers, the node's own
-column, the first column of the range and the one after its last, then 32 columns in a word.
+A node sees a range of its row's columns, and single columns after it. An int32 table `[1, 1, nodes, 4 + words]` lists,
+as `specdec.kernels.attend` takes it: the row of the buffers, the node's own column, the first column of the range and
+the one after its last, then a bit for each later column.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor
 from specdec.core.tree import Tree, depths_of
 from specdec.models.cache.layout import AttentionKind, ColumnMap, ancestry
 
-_WORD = 32  # columns
+_WORD = 32  # columns per word of bits
 
 
 @dataclass(frozen=True, slots=True)
 class RowNodes:
-    """The new nodes of one row: its row of the buffers, column map, tree, and how many of the last need logits."""
+    """The new nodes of one row: its row of the buffers, column map and tree; the last `keep` nodes need logits."""
 
     row_index: int
     columns: ColumnMap
@@ -32,22 +32,20 @@ class RowNodes:
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of new nodes."""
         return len(self.tree) - self.columns.pending
 
     @property
     def tokens(self) -> list[int]:
-        """Their ids."""
         return self.tree.tokens[self.columns.pending :]
 
 
 @dataclass(frozen=True, slots=True)
 class RaggedInputs:
-    """The nodes of a pass: `ids` and `positions` `[1, nodes]`, a table for each kind of layer, where logits are needed.
+    """`ids` and `positions` `[1, nodes]`, a table for each kind of layer, and the numbers `kept` of nodes with logits.
 
-    Of models that read no ids, embeddings `[1, nodes, width]` replace them.
-    `kept` are the numbers of these nodes; there is at least one. `encoders` has a table of what they see of
-    encoders, or none.
+    For models that read embeddings, `ids` are these, `[1, nodes, width]`. `kept` is never empty. `encoders` holds one
+    table of visible encoder positions, or nothing.
     """
 
     ids: Tensor
@@ -64,7 +62,7 @@ class RaggedInputs:
         device: torch.device,
         encoders: Sequence[list[int]] | None = None,
     ) -> RaggedInputs:
-        """All nodes of these rows, one row after the other; `encoders` are what each row sees of its own."""
+        """The nodes of these rows, one row after the other; `encoders[i]` is what row i sees of its encoder."""
         tokens = [token for row in rows for token in row.tokens]
         placed = [_placed(row) for row in rows]
         positions = np.concatenate([own.positions for own in placed])
@@ -93,7 +91,7 @@ class RaggedInputs:
         device: torch.device,
         encoders: Sequence[list[int]] | None = None,
     ) -> RaggedInputs:
-        """One more token for each of several rows that hold text alone, as many tokens as `columns` says."""
+        """One more token for each row, whose text fills the columns before `columns[i]`."""
         tables = [
             [
                 [row_index, at, min(int(_first(at, kind)), at + 1), at + 1]
@@ -112,7 +110,7 @@ class RaggedInputs:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """Passes over one more token of every row: `positions` `[passes, 1, rows]`, tables `[passes, 1, 1, rows, 4]`."""
+    """Passes over one more token per row: `positions` `[passes, 1, rows]`, tables `[passes, 1, 1, rows, 4]`."""
 
     positions: Tensor
     tables: list[Tensor]
@@ -121,7 +119,7 @@ class StepInputs:
     def of(
         cls, row_indices: Sequence[int], columns: Sequence[int], passes: int, kinds: Sequence[AttentionKind]
     ) -> StepInputs:
-        """For these rows of the buffers, whose tokens go to the columns from these on."""
+        """For these rows of the buffers; the first tokens go to these columns."""
         at = np.arange(passes)[:, None] + np.array(columns)
         own = np.broadcast_to(np.array(row_indices), at.shape)
         tables = [np.stack([own, at, np.minimum(_first(at, kind), at + 1), at + 1], 2) for kind in kinds]
@@ -131,10 +129,10 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """The nodes of one row: `columns` and `positions` `[nodes]`, and the columns from `base` on that each may see.
+    """The nodes of one row: `columns` and `positions` `[nodes]`, and the columns that each sees.
 
-    `base` is one past the settled text, or, of chains, past the node itself. `kin` `[nodes, few]` are the ancestors
-    among the columns from `base` on, the nodes themselves included, and `depth` `[few]` their positions.
+    `base` `[nodes]` is one past the range that a node sees: the settled text, or in chains the node itself. `kin`
+    `[nodes, few]`: the ancestors (and itself) among the columns from `base` on, whose positions are `depth` `[few]`.
     """
 
     row_index: int
@@ -145,7 +143,7 @@ class _Placed:
     depth: np.ndarray
 
     def table(self, kind: AttentionKind, wide: int) -> np.ndarray:
-        """`[nodes, 4 + words]`, with bits for `wide` columns."""
+        """The table `[nodes, 4 + words]` with bits for `wide` columns."""
         words = -(-wide // _WORD)
         table = np.zeros((len(self.columns), 4 + words), dtype=np.int32)
         first = _first(self.positions, kind)
@@ -166,14 +164,14 @@ def _first(position: Any, kind: AttentionKind) -> Any:
 
 
 def _cross(sizes: Sequence[int], encoders: Sequence[list[int]]) -> Tensor:
-    """What every node sees of its row's encoder, `[1, 1, nodes, 4 + words]`."""
+    """What every node sees of its row's encoder: `[1, 1, nodes, 4 + words]`."""
     wide = max(map(len, encoders))
     lines = torch.tensor([seen + [0] * (wide - len(seen)) for seen in encoders], dtype=torch.int32)
     return lines.repeat_interleave(torch.tensor(sizes), dim=0)[None, None]
 
 
 def seen_columns(seen: np.ndarray) -> list[int]:
-    """The end of a table's line, for columns that are `seen` or not: a range, and words for what lies behind it."""
+    """The end of a table's row for columns that are `seen` or not: a range, then words of bits."""
     columns = np.flatnonzero(seen)
     first = int(columns[0]) if len(columns) else 0
     gaps = np.flatnonzero(~seen[first:])

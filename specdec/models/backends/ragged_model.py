@@ -32,15 +32,13 @@ ATTENTION = "specdec"
 POSITIONS = {"ids": "position_ids", "decoder_ids": "decoder_position_ids", "embedding": None, "bias": None}
 
 Buffers = Sequence[tuple[Tensor, Tensor]]
-"""Each layer's keys and values, `[rows, heads, columns, head width]`."""
+"""Keys and values of each layer, `[rows, heads, columns, head width]`."""
 
 
 class PassInputs(NamedTuple):
-    """What a pass is given: the tensors of a `RaggedInputs`, the buffers of the text, and encoders' projections
-    (`frames`).
+    """The inputs of a pass: the tensors of `RaggedInputs`, buffers of the text, and encoders' projections (`frames`).
 
-    `returned` are, for each of the model's hidden states, the numbers of the nodes of which it is an output: all or
-    none.
+    `returned[i]`: indices of the nodes whose hidden state i is returned (all or none).
     """
 
     ids: Tensor
@@ -56,18 +54,17 @@ class PassInputs(NamedTuple):
     def of(
         cls, inputs: RaggedInputs, buffers: Buffers, frames: Buffers = (), returned: Sequence[Tensor] = ()
     ) -> PassInputs:
-        """For the nodes of a line."""
         return cls(inputs.ids, inputs.positions, inputs.kept, inputs.tables, inputs.encoders, buffers, frames, returned)
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All of them, in the order of the fields."""
+        """All tensors, in the order of the fields."""
         pairs = (side for pair in (*self.buffers, *self.frames) for side in pair)
         return [self.ids, self.positions, self.kept, *self.tables, *self.encoders, *pairs, *self.returned]
 
 
 class _Running(threading.local):
-    """The table by which cross-attention of this thread's pass looks at the encoders: no argument would reach it."""
+    """The encoders' table of this thread's pass, which cross-attention gets by no argument."""
 
     cross: Tensor | None = None
 
@@ -87,7 +84,7 @@ def _attention(
     position_bias: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The attention that transformers' layers call: of the text by the table in place of a mask, else of encoders."""
+    """The attention function of transformers' layers: over the text, whose table is the mask, or over encoders."""
     table, biases = attention_mask, None
     if table is None:
         table = _running.cross
@@ -99,7 +96,7 @@ def _attention(
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """Of the text there are tables, and of encoders too."""
+    """No mask: tables say what nodes see."""
 
 
 AttentionInterface.register(ATTENTION, _attention)
@@ -107,7 +104,7 @@ AttentionMaskInterface.register(ATTENTION, _no_mask)
 
 
 class _Text(Cache):  # type: ignore[misc]
-    """The text's keys and values: writes those of the nodes where the table says, and hands out everything."""
+    """The text's keys and values: writes where the table says, and returns the buffers."""
 
     def __init__(self, buffers: Buffers, table: Tensor) -> None:
         super().__init__(layers=[])
@@ -116,22 +113,18 @@ class _Text(Cache):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """One layer's new keys and values `[1, heads, nodes, head width]`."""
+        """One layer's new keys and values are `[1, heads, nodes, head width]`."""
         keys, values = self._buffers[layer_idx]
         kernels.store_nodes(key_states, value_states, keys, values, self._table)
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Positions are given, so nobody counts from here."""
+        """0: positions are passed explicitly."""
         return 0
 
 
 class RaggedModel(nn.Module):
-    """A model that takes the nodes of a line, and writes to the buffers that it is given.
-
-    Of `language`'s model nothing is changed: a shallow copy computes with our attention, and of strict ones with
-    activations that do not depend on a value's place.
-    """
+    """A shallow copy of `language`'s model over our attention, and of a strict one over order-free activations."""
 
     def __init__(self, language: ModelSpec) -> None:
         super().__init__()
@@ -146,18 +139,17 @@ class RaggedModel(nn.Module):
         self.prefix = "decoder_" if language.is_encoder_decoder else ""
 
     def forward(self, *given: Any) -> tuple[Tensor, ...]:
-        """Logits `[1, kept, vocab]`, and every hidden state `[1, returned, width]` of the nodes in `returned`.
+        """Logits `[1, kept, vocab]`, and each hidden state `[1, returned, width]` of the nodes in `returned`.
 
-        The arguments are the fields of `PassInputs`, as named ones are not traced.
+        The arguments are the fields of `PassInputs`, positional because tracing takes no others.
         """
         returned = PassInputs(*given).returned
         logits, hidden = self.output(PassInputs(*given), bool(returned))
         return logits, *(state.index_select(1, nodes) for state, nodes in zip(hidden, returned, strict=True))
 
     def output(self, given: PassInputs, layers: bool | Sequence[int] = False) -> tuple[Tensor, Sequence[Any]]:
-        """Logits, and hidden states `[1, nodes, width]`: of these layers, None of others; nothing where none is asked.
-
-        The layers are those of transformers' `hidden_states`, from the embeddings on.
+        """Logits, and hidden states `[1, nodes, width]` of these layers, as transformers counts them, None of
+        others.
         """
         tables, text = given.tables, _Text(given.buffers, given.tables[0])
         inputs: dict[str, Any] = {
@@ -174,7 +166,7 @@ class RaggedModel(nn.Module):
         if given.frames:
             projected = Cache(layers=[Frames(*pair) for pair in given.frames])
             inputs["past_key_values"] = EncoderDecoderCache(text, projected)
-            # Of no use, but that layers ask whether there is an encoder.
+            # Unused, but layers check that an encoder exists.
             nothing = torch.zeros(1, 1, given.frames[0][0].shape[-1], dtype=self.dtype, device=given.ids.device)
             inputs["encoder_outputs"] = BaseModelOutput(last_hidden_state=nothing)
         held, _running.cross = _running.cross, given.encoders[0] if given.encoders else None
@@ -187,18 +179,20 @@ class RaggedModel(nn.Module):
         return output.logits if self._keeps else output.logits[:, given.kept], hidden
 
     def inputs(self, ids: Tensor) -> Tensor:
-        """For a trial, what stands for tokens `[1, nodes]`: themselves, or embeddings of some kind."""
+        """Trial inputs for tokens `[1, nodes]`: themselves, or made-up embeddings."""
         if not self.reads_embeds:
             return ids
         width = self.model.get_input_embeddings().embedding_dim
         return torch.sin(1.0 + ids[..., None] * torch.arange(width, device=ids.device)).to(self.dtype)
 
     def _looked_up(self, positions: Tensor) -> AbstractContextManager[None]:
-        """While it lasts, models that take no positions find these; nothing is kept, as a copy has other modules."""
+        """Context in which models that take no positions find these. A new `Lookup` each time, as copies have other
+        modules.
+        """
         if self._positions is not None:
             return nullcontext()
         query = key = positions
-        if self._style == "bias":  # of one query to keys at every distance that differs from others
+        if self._style == "bias":  # one query, and keys at every distance that has a bias of its own
             query, key = positions.new_zeros(1, 1), -torch.arange(self._farthest() + 1, device=positions.device)[None]
         return Lookup(self.model.get_decoder(), self._style).running(query, key)
 

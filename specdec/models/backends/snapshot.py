@@ -6,6 +6,7 @@ cache is behind, and the missing tokens go in front of the next pass. Exact for 
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -91,7 +92,7 @@ class _Row:
     def copy(self) -> _Row:
         """A row that can be continued independently."""
         # The snapshot is shared: restoring copies its tensors and never writes into them.
-        return replace(self, tokens=list(self.tokens), ran=list(self.ran), cache=recurrent_state.clone(self.cache))
+        return replace(self, tokens=list(self.tokens), ran=list(self.ran), cache=copy.deepcopy(self.cache))
 
 
 class ReplaySession(Session):

@@ -1,6 +1,4 @@
-"""Where the nodes of one pass sit: columns in the buffers, positions in the text, and which columns a node may
-attend to.
-"""
+"""Where the nodes of one pass are: columns of the buffers, positions in the text, and the columns each attends to."""
 
 from __future__ import annotations
 
@@ -16,9 +14,9 @@ from specdec.core.tree import Tree, depths_of
 
 @dataclass(frozen=True, slots=True)
 class AttentionKind:
-    """One kind of attention layer: its name in the mask dict, and what it sees of the past (None: everything).
+    """A kind of attention layer: its name in the mask dict, and what of the past it sees (None: everything).
 
-    `first` is the first position that is seen.
+    `first` is the first visible position.
     """
 
     name: str
@@ -29,10 +27,10 @@ class AttentionKind:
 
 @dataclass(frozen=True, slots=True)
 class AttentionView:
-    """What the nodes of a pass attend to.
+    """What the nodes of a pass attend to, windows left out.
 
-    `positions` `[rows, nodes]` are those of the nodes, `key_positions` `[rows, end]` those of the columns, and
-    `visible` `[rows, nodes, end]` says which columns a node sees, but for windows.
+    `positions` `[rows, nodes]` of the nodes, `key_positions` `[rows, end]` of the columns; `visible` `[rows, nodes,
+    end]`: whether the node sees the column.
     """
 
     positions: Tensor
@@ -49,7 +47,7 @@ class AttentionView:
             visible = visible & (key // kind.chunk == query // kind.chunk)
         if kind.first:
             visible = visible & (key >= kind.first)
-        # Additive, because eager attention adds whatever it is given; finite, because rows of -inf are NaN.
+        # Added to scores, as eager attention adds any mask; finite, because a softmax over -inf alone is NaN.
         mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
             ~visible, torch.finfo(dtype).min
         )
@@ -58,11 +56,11 @@ class AttentionView:
 
 @dataclass(slots=True)
 class ColumnMap:
-    """Where one row's nodes sit: the first `base` positions in columns 0 to `base - 1`, nodes after them scattered.
+    """The columns of one row: positions below `base` lie in the columns of the same number, later nodes are scattered.
 
-    `scattered` are the columns of the scattered nodes and `parents` their parents, numbered among themselves (-1:
-    position `base - 1`). The first `text` of them are a chain that everything continues, the others are pending
-    branches. Columns from `top` on are free. `initial_length` is the length of the text that the row began with.
+    `scattered[i]` is the column of scattered node i, `parents[i]` its parent among them (-1: position `base - 1`). The
+    first `text` scattered nodes are a chain of text, the others pending branches. Columns from `top` on are free.
+    `initial_length` is the length of the text that the row began with.
     """
 
     base: int = 0
@@ -79,26 +77,26 @@ class ColumnMap:
 
     @property
     def extent(self) -> int:
-        """Tokens of the longest path, text included."""
+        """Tokens of the longest path, including the text."""
         return self.base + max(depths_of(self.parents), default=-1) + 1
 
     @property
     def pending(self) -> int:
-        """How many nodes of pending branches are held."""
+        """The number of nodes in pending branches."""
         return len(self.scattered) - self.text
 
     def copy(self) -> ColumnMap:
-        """An equal column map that can be changed independently."""
+        """An independent copy."""
         return replace(self, scattered=list(self.scattered), parents=list(self.parents))
 
     def with_new(self, tree: Tree) -> tuple[list[int], list[int]]:
-        """Columns and parents of the scattered nodes, then of the nodes of `tree` after its pending branches."""
+        """Columns and parents of all scattered nodes once `tree`, which begins with the pending branches, is added."""
         fresh = range(self.pending, len(tree))
-        parents = [self.text + tree.parents[node] for node in fresh]  # a -1 falls on the last of the text
+        parents = [self.text + tree.parents[node] for node in fresh]  # -1 becomes the last node of text
         return self.scattered + [self.top + i for i in range(len(fresh))], self.parents + parents
 
     def keep(self, tree: Tree, path: list[int], text: int) -> None:
-        """Holds the nodes `path` of the last pass only, the first `text` of them as text."""
+        """Keeps only the nodes `path` of the last pass; the first `text` of them become text."""
         if not self.scattered and text == len(path) and (not text or path[-1] == text - 1):
             self.base = self.top = self.base + text
             return
@@ -111,11 +109,10 @@ class ColumnMap:
         self.top = max([self.base, *(column + 1 for column in self.scattered)])
 
     def compact(self, slack: int) -> list[tuple[int, int]]:
-        """Moves `(source, target)` of columns that close the gaps between scattered nodes; none while that can wait.
+        """Closes the gaps between scattered nodes; returns the moves `(source column, target column)`.
 
-        It can wait while there are branches, whose passes have a mask anyway, and at most `slack` columns are void;
-        with
-        -1 it cannot.
+        Does nothing while branches are pending, whose passes need a mask anyway, and at most `slack` columns are void
+        (-1: always closes).
         """
         if not self.scattered or (self.pending and self.top - self.base - len(self.scattered) <= slack):
             return []
@@ -128,12 +125,12 @@ class ColumnMap:
         return moves
 
     def begin(self, tree: Tree, first: int, text_length: int) -> None:
-        """Notes what the row begins with, if it is empty: the text up to node `first`, or `text_length` tokens."""
+        """Sets the initial length of an empty row: `text_length`, or the text up to node `first` where that is 0."""
         if not self.top and tree.tokens:
             self.initial_length = text_length or tree.depths()[min(first, len(tree) - 1)] + 1
 
     def cut(self, length: int) -> list[tuple[int, int]]:
-        """Forgets what lies beyond `length` tokens of text, if the row has more of it; moves as in `compact`."""
+        """Cuts the text to `length` tokens, and drops branches, if it is longer; returns moves as `compact` does."""
         if length >= self.length:
             return []
         self.scattered, self.parents = self.scattered[: self.text], self.parents[: self.text]
@@ -144,10 +141,10 @@ class ColumnMap:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The new nodes of one pass, `[rows, nodes]` padded: row r's node i is written to column `maps[r].top + i`.
+    """The new nodes of one padded pass, `[rows, nodes]`: node i of row r is written to column `maps[r].top + i`.
 
-    `columns` is None when every row starts at `start`; `view` is None when, besides, no row has scattered nodes and
-    every tree is a chain of the same length, so that the library's own causal mask and positions are right.
+    `columns` is None if all rows start at `start`. `view` is None if, besides, no row has scattered nodes and all trees
+    are chains of one length, so that the library's own causal mask and positions are right.
     """
 
     maps: list[ColumnMap]
@@ -160,7 +157,7 @@ class Layout:
 
     @classmethod
     def of(cls, trees: Sequence[Tree], maps: list[ColumnMap], device: torch.device) -> Layout:
-        """The layout of `trees`, which begin with the pending branches of `maps`, for a pass on `device`."""
+        """The layout of `trees`, which begin with the pending branches of `maps`."""
         sizes = [len(tree) - own.pending for tree, own in zip(trees, maps, strict=True)]
         tops = [own.top for own in maps]
         nodes, start = max(sizes), max(tops)
@@ -177,29 +174,29 @@ class Layout:
         return self.start + self.nodes
 
     def causal(self) -> AttentionView:
-        """What a layout without `view` means, for a forward that derives nothing itself."""
+        """The view that a layout without `view` stands for, for models that derive none themselves."""
         key_positions = torch.arange(self.end, device=self.device).expand(len(self.maps), -1)
         positions = key_positions[:, self.start :]
         return AttentionView(positions, key_positions, key_positions[:, None] <= positions[:, :, None])
 
     def spans(self) -> Tensor:
-        """How long the text was when plain decoding read it, for every node `[rows, nodes]`."""
+        """Length of the text when plain decoding read each node, `[rows, nodes]`."""
         initial = torch.tensor([own.initial_length for own in self.maps], device=self.device)[:, None]
         return torch.maximum((self.view or self.causal()).positions + 1, initial)
 
     def row_columns(self, row: int) -> list[int]:
-        """The columns of a row's whole text, its branches and its new nodes, in this order."""
+        """The columns of a row's text, its branches and its new nodes, in this order."""
         own = self.maps[row]
         return [*range(own.base), *own.scattered, *range(own.top, own.top + self.sizes[row])]
 
 
 def _view(trees: Sequence[Tree], maps: list[ColumnMap], nodes: int, end: int, device: torch.device) -> AttentionView:
-    """Every node sees the settled text, which is all that is long, and of `columns` `[rows, few]` those it is
-    told of.
+    """The attention view of `trees`: each node sees the columns below `base`, and its ancestors among the `few`
+    others.
     """
     placed = [own.with_new(tree) for tree, own in zip(trees, maps, strict=True)]
     few = max(len(own.scattered) for own in maps) + nodes
-    columns = np.full((len(maps), few), end, dtype=np.int64)  # a column that is cut off takes what is left over
+    columns = np.full((len(maps), few), end, dtype=np.int64)  # `end`: a column for padding, cut off below
     deep, seen = np.zeros_like(columns), np.zeros((len(maps), nodes, few), dtype=bool)
     positions = np.zeros((len(maps), nodes), dtype=np.int64)
     for row, (own, (used, parents)) in enumerate(zip(maps, placed, strict=True)):
@@ -208,7 +205,7 @@ def _view(trees: Sequence[Tree], maps: list[ColumnMap], nodes: int, end: int, de
         columns[row, :count], deep[row, :count] = used, np.array(depths_of(parents), dtype=np.int64) + own.base
         positions[row, :size] = deep[row, begin:count]
         seen[row, :size, :count] = ancestry(parents)[begin:]
-        # Padding keeps position 0 and sees only itself: a softmax over nothing would be NaN.
+        # Padding sees at least itself: a softmax over nothing would be NaN.
         padding = np.arange(nodes - size)
         columns[row, count + padding] = deep[row, count + padding] = own.top + size + padding
         seen[row, size + padding, count + padding] = True
@@ -222,7 +219,7 @@ def _view(trees: Sequence[Tree], maps: list[ColumnMap], nodes: int, end: int, de
 
 
 def ancestry(parents: list[int]) -> np.ndarray:
-    """`[nodes, nodes]`: whether the column is the row's node itself or one of its ancestors."""
+    """`[nodes, nodes]`: whether the column's node is the row's node or one of its ancestors."""
     n = len(parents)
     if parents == list(range(-1, n - 1)):
         return np.tri(n, dtype=bool)
