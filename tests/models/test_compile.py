@@ -195,7 +195,7 @@ def test_code_of_no_use(
         kernels.put(tmp_path / name, place / name)
     (place / broken).write_bytes(b"a whole")
     made = compiled(tiny("llama"))
-    assert any(re.search(f"are of no use: {broken} is broken", message) for message in caplog.messages)
+    assert any(re.search(f"are deleted: {broken} is broken", message) for message in caplog.messages)
     assert "exit 1" in caplog.messages[-1]
     assert not made.is_kept
 

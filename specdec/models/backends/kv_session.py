@@ -222,12 +222,7 @@ class KvSession(Session):
         return [scores[row] for row in rows]
 
     def commit(
-        self,
-        rows: Sequence[int],
-        paths: Sequence[list[int]],
-        *,
-        texts: Sequence[int] | None = None,
-        final: bool = True,
+        self, rows: Sequence[int], paths: Sequence[list[int]], *, texts: Sequence[int] | None = None, final: bool = True
     ) -> None:
         """O(1) where the kept nodes begin a chain; otherwise moves columns, now or later."""
         check_paths(rows, paths, texts)
@@ -459,8 +454,8 @@ class KvSession(Session):
         language, capability = self._language, self._language.capability
         if (attention := attention_of(language.model.config)) not in TAKES_MASKS:
             raise UnsupportedError(
-                f"attention {attention!r} takes no mask, which trees and rows of different lengths need: load the model with "
-                'attn_implementation="sdpa"'
+                f"attention {attention!r} takes no mask, which trees and rows of different lengths need: "
+                'load the model with attn_implementation="sdpa"'
             )
         masks = {kind.name: view.mask(kind, self._dtype) for kind in capability.kinds}
         inputs[prefix + "attention_mask"] = masks if capability.masks == "dict" else next(iter(masks.values()))

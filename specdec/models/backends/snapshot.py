@@ -1,7 +1,7 @@
-"""Sessions of models whose state cannot be cut back: each row has the library's own cache, restored and fed again.
+"""Sessions over transformers' own caches, for state that cannot be cut back: snapshots are restored, text is replayed.
 
-A row's text is what was committed; its cache has consumed the first `num_cached` tokens of it. After a rollback the
-cache is behind, and the missing tokens go in front of the next pass. Exact for everything the model can do itself.
+A row's cache has consumed the first `num_cached` tokens of its text; after a rollback it is behind, and the missing
+tokens precede the next pass. Exact for everything that the model can do itself.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from specdec.models.encoding import Encoding
 from specdec.models.hf.private_api import hidden_states_of
 from specdec.models.hf.spec import ModelSpec
 
-_LONG_REPLAY = 16  # tokens: from here on the missing ones get a pass of their own, so that the snapshot can move up
+_LONG_REPLAY = 16  # tokens: more missing ones get a pass of their own, after which a snapshot is taken
 _MODULE_LOCKS: WeakKeyDictionary[Any, threading.RLock] = WeakKeyDictionary()
 
 
 @dataclass(slots=True)
 class _Row:
-    """One row: its text, how much of it is final, and the cache that has consumed `num_cached` tokens of it.
+    """A row: its text, of which `final` tokens are settled, and the cache that has consumed `num_cached` of them.
 
     `initial_length` is the length of the text that the row began with.
     """
@@ -50,8 +50,8 @@ class _Row:
     initial_length: int = 0
 
     def begin(self, tree: Tree, first: int, text_length: int, reset_length: int | None) -> None:
-        """Notes what the row begins with, up to node `first` or `text_length` tokens; again where its cache is
-        reset.
+        """Sets `initial_length` of a row without text, or whose cache is reset: `text_length`, or up to node
+        `first`.
         """
         if not tree.tokens:
             return
@@ -64,12 +64,12 @@ class _Row:
             self.initial_length = length
 
     def forget_cache(self) -> None:
-        """Starts over: the whole text will be fed again."""
+        """Drops the cache: the whole text is replayed in the next pass."""
         self.cache = self.modules = self.snapshot = None
         self.num_cached = 0
 
     def rewind(self, length: int) -> None:
-        """Brings the cache back to `length` tokens, or further back where it cannot stop there."""
+        """Brings the cache back to `length` tokens, or fewer where it cannot stop there."""
         if self.snapshot is not None and self.snapshot[0] > length:
             self.snapshot = None
         if self.num_cached <= length:
@@ -84,22 +84,22 @@ class _Row:
             self.forget_cache()
 
     def remember(self) -> None:
-        """Takes a snapshot here, unless there is nothing to copy or the last one is of this very point."""
+        """Takes a snapshot, unless the last one is of this length or cutting needs none."""
         taken = self.snapshot is not None and self.snapshot[0] == self.num_cached
         if self.num_cached and not taken and not recurrent_state.is_plain(self.cache):
             self.snapshot = (self.num_cached, recurrent_state.snapshot(self.cache), self.modules)
 
     def copy(self) -> _Row:
-        """A row that can be continued independently."""
-        # The snapshot is shared: restoring copies its tensors and never writes into them.
+        """An independent copy."""
+        # The snapshot is shared: restoring copies its tensors.
         return replace(self, tokens=list(self.tokens), ran=list(self.ran), cache=copy.deepcopy(self.cache))
 
 
 class ReplaySession(Session):
-    """Rows run one after another, trees as root-to-leaf paths; branches are computed anew with every path through them.
+    """Rows run one after another, trees as paths from root to leaf, branches anew with every path through them.
 
-    A snapshot costs a copy of the recurrent state, so it is taken only once something has been taken back or guessed;
-    a rollback without one starts the row from its beginning, which is slow but just as exact.
+    A snapshot copies the recurrent state, so none is taken before something was taken back or guessed; a rollback
+    without one replays the row from its beginning, which is slow but as exact.
     """
 
     def __init__(self, language: ModelSpec) -> None:
@@ -115,13 +115,11 @@ class ReplaySession(Session):
         self._lock = _MODULE_LOCKS.setdefault(language.model, threading.RLock())
 
     def add(self, rows: int, encoding: Encoding | None = None) -> list[int]:
-        """New empty rows; an encoder-decoder needs their encoding."""
         if self._language.is_encoder_decoder != (encoding is not None) or (encoding and len(encoding) != rows):
             raise OptionError.of("encoding", "the encoder output of the new rows, for encoder-decoders only", encoding)
         return [self._new(_Row(encoding.select([i]) if encoding is not None else None)) for i in range(rows)]
 
     def fork(self, row: int, length: int | None = None) -> int:
-        """Copies the row's cache, and takes it back to `length`."""
         source = self._row(row)
         if length is not None and length > len(source.tokens):
             raise OptionError.of("length", f"at most the {len(source.tokens)} tokens that the row holds", length)
@@ -132,17 +130,14 @@ class ReplaySession(Session):
         return number
 
     def remove(self, rows: Sequence[int]) -> None:
-        """Forgets their caches."""
         for row in rows:
             self._row(row)
             del self._rows[row]
 
     def length(self, row: int) -> int:
-        """Tokens of text that the row holds."""
         return len(self._row(row).tokens)
 
     def pending(self, row: int) -> int:
-        """How many nodes of pending branches the row holds."""
         return self._row(row).pending
 
     @torch.no_grad()
@@ -157,7 +152,7 @@ class ReplaySession(Session):
         output_hidden_states: bool | Sequence[int] = False,
         output_attentions: bool = False,
     ) -> list[Scores]:
-        """Runs every row's paths, after whatever its cache still has to be fed again."""
+        """Runs every row's paths, after the missing tokens of its cache."""
         named = [self._row(row) for row in rows]
         check_trees(rows, trees, keep, [row.pending for row in named])
         extras = {
@@ -170,7 +165,7 @@ class ReplaySession(Session):
         scores = []
         for i, (row, tree, kept) in enumerate(zip(named, trees, keep, strict=True)):
             given = embeds[i] if embeds is not None else None
-            if given is not None:  # of these nodes; what came before stays, in case the row starts over
+            if given is not None:  # those of earlier tokens stay, in case the row is replayed
                 before = given[:0] if row.embeds is None else row.embeds
                 row.embeds = torch.cat([before[: len(row.tokens)], given])
             row.rewind(len(row.tokens))
@@ -184,14 +179,9 @@ class ReplaySession(Session):
         return scores
 
     def commit(
-        self,
-        rows: Sequence[int],
-        paths: Sequence[list[int]],
-        *,
-        texts: Sequence[int] | None = None,
-        final: bool = True,
+        self, rows: Sequence[int], paths: Sequence[list[int]], *, texts: Sequence[int] | None = None, final: bool = True
     ) -> None:
-        """Adds to the texts; a cache that ran further than its path is brought back."""
+        """Extends texts; a cache beyond the kept path is brought back."""
         check_paths(rows, paths, texts)
         for i, (row, kept) in enumerate(zip(map(self._row, rows), paths, strict=True)):
             path = kept if texts is None else kept[: texts[i]]
@@ -209,10 +199,9 @@ class ReplaySession(Session):
             row.tree, row.ran, row.pending = row.tree.part(kept, len(path)), [], len(kept) - len(path)
 
     def refresh(self, rows: Sequence[int]) -> None:
-        """Nothing is lost here: a row knows its text, and reads it again by itself."""
+        """Does nothing: a row knows its text and replays it by itself."""
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Forgets text; what a cache lacks afterwards goes in front of its next pass."""
         for row, length in zip(map(self._row, rows), lengths, strict=True):
             if length >= len(row.tokens):
                 continue
@@ -224,7 +213,7 @@ class ReplaySession(Session):
 
     @property
     def bytes(self) -> int:
-        """What the library's caches take, which is not known: nothing is counted."""
+        """0: the size of the library's caches is unknown."""
         return 0
 
     def _new(self, row: _Row) -> int:
@@ -246,7 +235,7 @@ class ReplaySession(Session):
         self._get_ready(row, tentative=kept > 1)
         known = first if kept > 1 and not asked and first > _LONG_REPLAY and not self._is_plain(row) else 0
         length = len(row.tokens)
-        if known:  # a prompt with a draft behind it: a snapshot between them saves reading the prompt twice
+        if known:  # a snapshot between prompt and draft saves reading the prompt twice
             self._feed(row, row.tokens[row.num_cached :] + tree.tokens[:known], 1, {})
             row.remember()
         extra = tree.tokens[row.num_cached - length :] if known else row.tokens[row.num_cached :] + tree.tokens
@@ -282,7 +271,7 @@ class ReplaySession(Session):
         )
 
     def _get_ready(self, row: _Row, *, tentative: bool) -> None:
-        """Takes a snapshot if this pass may be taken back, after feeding what is long overdue."""
+        """Takes a snapshot if this pass may be taken back; long missing text is fed before it."""
         if not (tentative or self._cautious or not self._proven) or self._is_plain(row):
             return
         if len(row.tokens) - row.num_cached > _LONG_REPLAY:
@@ -291,7 +280,7 @@ class ReplaySession(Session):
             row.remember()
 
     def _feed(self, row: _Row, tokens: list[int], kept: int, asked: dict[str, Any]) -> dict[str, Any]:
-        """Feeds `tokens` after what the cache holds; logits and extras of the last `kept`."""
+        """Feeds `tokens` to the cache; returns logits and extras of the last `kept`."""
         one_by_one = not self._language.capability.chunks and row.cache is not None and len(tokens) > 1
         if not one_by_one:
             return self._pass(row, tokens, kept, asked)
@@ -312,7 +301,7 @@ class ReplaySession(Session):
             with self._language.scaled(self._spans(row, len(tokens))):
                 output = self._call(row, inputs)
         except BaseException:
-            row.forget_cache()  # some layers may have written, others not
+            row.forget_cache()  # only some layers may have written
             raise
         self.passes += 1
         row.cache = output.get(self._cache_name) if self._language.capability.cache_kind == "replay" else None
@@ -327,7 +316,7 @@ class ReplaySession(Session):
         }
 
     def _spans(self, row: _Row, count: int) -> Tensor | None:
-        """How long the text was when plain decoding read it, for the next `count` tokens `[1, count]`."""
+        """Length of the text when plain decoding read each of the next `count` tokens, `[1, count]`."""
         if self._language.capability.boundary is None:
             return None
         return torch.arange(row.num_cached + 1, row.num_cached + count + 1)[None].clamp(min=row.initial_length)
@@ -335,7 +324,7 @@ class ReplaySession(Session):
     def _call(self, row: _Row, inputs: dict[str, Any]) -> Any:
         if not self._state_names:
             return self._language.model(**inputs)
-        # This model keeps a row's state in its modules: it is lent to one row at a time and put back afterwards.
+        # This model keeps a row's state in its modules: one row at a time gets them, and restores them.
         with self._lock:
             before = recurrent_state.module_state(self._language.model, self._state_names)
             try:
@@ -365,6 +354,6 @@ class ReplaySession(Session):
 
 
 def _stacked(nodes: Sequence[Tensor | None]) -> Tensor | None:
-    """One layer's hidden states of all nodes; None of a layer that was not asked for."""
+    """One layer's hidden states of all nodes; None for layers that were not asked for."""
     known = [node for node in nodes if node is not None]
     return torch.stack(known) if known else None

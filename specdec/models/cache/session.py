@@ -95,12 +95,7 @@ class Session(ABC):
 
     @abstractmethod
     def commit(
-        self,
-        rows: Sequence[int],
-        paths: Sequence[list[int]],
-        *,
-        texts: Sequence[int] | None = None,
-        final: bool = True,
+        self, rows: Sequence[int], paths: Sequence[list[int]], *, texts: Sequence[int] | None = None, final: bool = True
     ) -> None:
         """Keeps the nodes `paths[i]` of the row's last tree, parents first, and drops the others.
 

@@ -243,6 +243,5 @@ def _auto_class(config: Any) -> Any:
     if not config.is_encoder_decoder:
         return AutoModelForCausalLM
     return next(
-        (c for c in (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq) if loads(c, config)),
-        AutoModelForSeq2SeqLM,
+        (c for c in (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq) if loads(c, config)), AutoModelForSeq2SeqLM
     )
