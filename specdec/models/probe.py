@@ -1,4 +1,4 @@
-"""Finds out by trying: a few tiny passes through sessions, compared with the model's own forward without a cache."""
+"""Finds a capability by trying: tiny passes through sessions, compared with the model's own forward."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from specdec.models.hf.probe_cache import holds
 from specdec.models.hf.spec import ModelSpec
 from specdec.models.hf.tiny_models import tiny_model
 
-# Siblings, a grandchild on each side, a second root: every way a mask can be wrong.
+# Siblings, a grandchild on each side, a second root: each way in which a mask can be wrong.
 _PARENTS = [-1, 0, 0, 1, 2, -1, 5]
-_LONGEST_PREFIX = 96  # tokens; windows beyond are taken from the config on trust
+_LONGEST_PREFIX = 96  # tokens; longer windows are not tried
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of the logits' spread
 _HALF_TOLERANCE = 0.1
 _FRAMES = 5  # of a trial encoding
 
 
 def find_capability(language: ModelSpec) -> Capability:
-    """What is known of the family, if a tiny model of it runs so with the installed libraries, else what `probe` finds.
+    """The known capability of the family, if a tiny model of it runs so with these libraries, else that of `probe`.
 
-    Warns where the libraries have left what is known behind, or no tiny model can be built to see it.
+    Warns if the libraries have changed, or no tiny model can be built.
     """
     found = known(language.config)
     if found is None:
@@ -43,13 +43,13 @@ def find_capability(language: ModelSpec) -> Capability:
 
 
 def _attention(language: ModelSpec) -> dict[str, str]:
-    """The option for a tiny model with the same attention; the family's own where that one takes no mask of ours."""
+    """The option that gives a tiny model the same attention; none if that takes no masks."""
     own = attention_of(language.model.config)
     return {"attn_implementation": own} if own in TAKES_MASKS else {}
 
 
 def _known_holds(language: ModelSpec, found: Capability) -> bool | None:
-    """Whether a tiny model runs as its family is known to; None where none can be built."""
+    """Whether a tiny model runs as its family is known to; None if none can be built."""
     family = language.config.model_type
     options = {"alibi": language.config.alibi} if family == "falcon" else {}
     try:
@@ -70,7 +70,7 @@ def _warn(what: str) -> None:
 
 
 def probe(language: ModelSpec) -> Capability:
-    """The best way of running `language`'s model that reproduces its logits."""
+    """The best capability that reproduces the logits of `language`'s model."""
     model = language.model
     if language.is_offloaded:
         return Capability("replay", chunks=False, reason="not probed, because its weights are not in memory")
@@ -114,13 +114,13 @@ def _prefix_length(config: Any) -> int:
 
 
 def _agrees(language: ModelSpec, model: Any, candidate: Capability) -> bool:
-    """Whether `model`, wrapped as `language` is and run as `candidate` says, gives the logits of its own forward."""
+    """Whether `model`, run like `language` with a candidate capability, gives the logits of its own forward."""
     held = module_state(model, MODULE_STATE.get(language.config.model_type, ()))
     try:
         tried = language.with_capability(model, candidate)
         return all(_close(tried, *pair) for pair in _trial(tried))
     except Exception:
-        # Whatever an architecture raises, it means that this way of running it does not work.
+        # Whatever an architecture raises: it does not run like this.
         return False
     finally:
         set_module_state(held)
@@ -154,7 +154,7 @@ def _trial(language: ModelSpec) -> Iterator[tuple[Tensor, Tensor]]:
 
 @torch.no_grad()
 def reference(language: ModelSpec, tokens: list[int], encoding: Encoding | None = None) -> Tensor:
-    """The model's own logits `[vocab]` after `tokens`, without any cache."""
+    """The model's own logits `[vocab]` after `tokens`, without a cache."""
     ids, inputs = torch.tensor([tokens], device=language.device), dict[str, Any]()
     if language.forgets_order:
         lowest = torch.full([len(tokens)] * 2, torch.finfo(language.dtype).min, dtype=language.dtype)
@@ -177,7 +177,7 @@ def _close(language: ModelSpec, got: Tensor, own: Tensor) -> bool:
 
 
 def trial_encoding(language: ModelSpec, rows: int) -> Encoding | None:
-    """What an encoder might say, to try a model with; None for models without one."""
+    """A random encoder output for trials; None for models without encoder."""
     if not language.is_encoder_decoder:
         return None
     width = getattr(language.config, "d_model", None) or language.config.hidden_size
