@@ -192,7 +192,7 @@ def test_nowhere_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplo
         assert probe_cache.holds(f"that {number}", succeeding([]))
         line = caplog.messages[number:]
         assert len(line) == 1
-        assert line[0].startswith("what was measured is not kept, so loading takes longer every time: ")
+        assert line[0].startswith("results of trials are not kept, so every load takes longer: ")
         assert line[0].endswith("change that, or name another file in SPECDEC_PROBES")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     monkeypatch.delenv("SPECDEC_PROBES")
