@@ -1,4 +1,4 @@
-"""Linear layers and attention at the speed of the memory: operators, and the library that is built for them."""
+"""C++ operators for linear layers, attention and sampling, and the build of their library."""
 
 from specdec.kernels.build import available, compiler, digest, folder, instructions, lack, try_again, why_not
 from specdec.kernels.kept import Lack, alone, is_whole, put

@@ -2,15 +2,14 @@
 //
 //   queries   [1, heads, tokens, width]
 //   keys      [rows, kv heads, capacity, width], values alike; query heads in groups share a head of theirs
-//   nodes     int32 [tokens, 4 + words]: row, column, first, base, and bits. The token is stored in `column`; it sees the
-//             columns from `first` to before `base`, and `base + j` wherever bit j is set
-//   biases    [heads, distances], if there are any: what is added to a score, by how many columns that the token sees
-//             stand behind the key; the last one is for all that are farther away
+//   nodes     int32 [tokens, 4 + words]: row, column, first, base, and bits. The token is stored in `column`, and sees
+//             the columns from `first` to before `base`, and `base + j` wherever bit j is set
+//   biases    optional [heads, distances]: added to a score, by the number of seen columns after the key; the last
+//             entry is for all greater distances
 //   result    [1, tokens, heads, width of a value]
 //
-// What a token gets depends, bit for bit, on nothing but its query and the keys and values that it sees, in their
-// order: not on where these lie, on what lies between them, on the tokens beside it, on capacity, rows or threads.
-// For that
+// A token's result depends, bit for bit, only on its query and the keys and values that it sees, in their order: not on
+// where these lie, on what lies between them, on other tokens, on capacity, rows or threads. For that
 //   - a score is one chain of fused multiply-adds over the width of a key;
 //   - a token's scores are brought together without gaps before anything is made of them;
 //   - the sum of their exponentials has LANES parts, of every LANES-th score, that are added up in one order;

@@ -8,7 +8,7 @@
 
 namespace {
 
-constexpr int64_t EMPTY = -1, BROKEN = -2;  // as in noise.py: in place of tokens, where nothing is left or a score is NaN
+constexpr int64_t EMPTY = -1, BROKEN = -2;  // as in noise.py: all scores are -inf, or one is NaN
 
 void check(const at::Tensor& scores) {
   TORCH_CHECK_VALUE(scores.dim() == 2 && scores.scalar_type() == at::kFloat && scores.size(1) > 0,

@@ -1,8 +1,8 @@
 // A packed linear layer for few rows: y[m, n] = sum over k of x[m, k] * weight[n, k].
 //
 // A few rows cost what reading the weights from memory costs, so the weights lie in the order in which they are read:
-// in blocks of 32 outputs, and in each of them chunk after chunk. A chunk is 128 bytes, whatever it is made of: 32
-// outputs times 1 column (float32), 2 (bfloat16), 4 (int8) or 8 (4 bits). `layout.py` packs and unpacks them.
+// in blocks of 32 outputs, and in each of them chunk after chunk. A chunk is 128 bytes: 32 outputs times 1 column
+// (float32), 2 (bfloat16), 4 (int8) or 8 (4 bits). `packed_layout.py` packs and unpacks them.
 //
 //   float32    [blocks, columns, 32, 1]
 //   bfloat16   [blocks, columns / 2, 32, 2]       two neighbouring columns side by side, as the dot product wants them
@@ -10,10 +10,9 @@
 //   uint8      [blocks, columns / 8, 32, 4]       eight columns in 32 bits, the even ones in the lower half
 //   scales, mins   float16 [blocks, groups, 32]   weight = integer * scale + min; 4 bits without mins are -8..7
 //
-// Every output is summed up column by column, one chain of fused multiply-adds in float32, whichever rows stand beside
-// it, in whichever block of rows or columns, and on whichever thread: a row's result is the same, bit for bit, alone
-// and among others. (A step takes two columns where the processor multiplies pairs of bfloat16.) `vectors.h` says what
-// its vectors are.
+// Every output is summed column by column in float32, in one order whatever rows stand beside it, in whatever block of
+// rows or columns, on whatever thread: a row's result is the same, bit for bit, alone and among others. A
+// step takes two columns where the processor multiplies pairs of bfloat16.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
