@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -256,12 +256,8 @@ def unpacks(kind: str, grouped: bool) -> tuple[torch.dtype, ...]:
         packed = PackedLinear(sample.to(FLOATS[kind]))
     else:
         packed = PackedLinear(to_int8(sample, 32 if grouped else None) if kind == "int8" else to_int4(sample))
-    return tuple(dtype for dtype in packed.takes if _unpacking_pays(packed, dtype))
-
-
-def _unpacking_pays(layer: PackedLinear, dtype: torch.dtype) -> bool:
-    x = torch.ones(4 * _MANY, _SAMPLE, dtype=dtype)
-    return best_seconds(lambda: layer._plain(x)) < best_seconds(lambda: layer(x))
+    inputs = [torch.ones(4 * _MANY, _SAMPLE, dtype=dtype) for dtype in packed.takes]
+    return tuple(x.dtype for x in inputs if best_seconds(partial(packed._plain, x)) < best_seconds(partial(packed, x)))
 
 
 def best_seconds(work: Callable[[], object], times: int = 4) -> float:

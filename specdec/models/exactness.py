@@ -33,7 +33,9 @@ def exactness(model: nn.Module, dtype: torch.dtype) -> Exactness:
     at all rows of a pass. Ordinary layers compute each row by itself; of other kinds one layer each is tried.
     """
     kinds = {_kind(module): module for module in model.modules() if hasattr(module, "in_features")}
-    unknown = [module for kind, module in kinds.items() if kind not in _KNOWN and not _looks_up(module)]
+    unknown: list[Any] = [module for kind, module in kinds.items() if kind not in _KNOWN]
+    # Adapters around embeddings take ids.
+    unknown = [m for m in unknown if not isinstance(getattr(m, "get_base_layer", lambda: None)(), nn.Embedding)]
     try:
         alone = all(_rows_independent(module, _row(module, dtype)) for module in unknown)
     except (RuntimeError, TypeError, ValueError):  # a layer whose input is no row
@@ -96,11 +98,6 @@ def _read(session: Session, rows: list[int], texts: list[list[int]]) -> list[Ten
     scores = session.forward(rows, [Tree.chain(text) for text in texts], [len(text) for text in texts])
     session.commit(rows, [list(range(len(text))) for text in texts])
     return [one.logits for one in scores]
-
-
-def _looks_up(layer: Any) -> bool:
-    """Whether a layer is an adapter around an embedding, which takes ids."""
-    return hasattr(layer, "get_base_layer") and isinstance(layer.get_base_layer(), nn.Embedding)
 
 
 def _kind(module: nn.Module) -> tuple[type, type]:

@@ -136,11 +136,6 @@ class CrossAttention:
             self._tables[encoder_row] = seen_columns(encoding.mask[0].bool().cpu().numpy())
         return [encoder_row, 0, *self._tables[encoder_row]]
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of all projections."""
-        return self.buffers.bytes
-
     def _forget(self) -> None:
         self._selected, self._joined, self._frames, self._tables = (), {}, [], {}
 

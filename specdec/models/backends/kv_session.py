@@ -316,7 +316,7 @@ class KvSession(Session):
 
     @property
     def bytes(self) -> int:
-        return self.buffers.bytes + (0 if self._cross is None else self._cross.bytes)
+        return self.buffers.bytes + (0 if self._cross is None else self._cross.buffers.bytes)
 
     def bound(self, rows: int, columns: int) -> None:
         self.buffers.bound(rows, columns)

@@ -95,12 +95,8 @@ def _attention(
     return kernels.attend(query, key, value, table, scale, softcap or 0.0, s_aux, biases), None
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    """No mask: tables say what nodes see."""
-
-
 AttentionInterface.register(ATTENTION, _attention)
-AttentionMaskInterface.register(ATTENTION, _no_mask)
+AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)  # tables say what nodes see
 
 
 class _Text(Cache):  # type: ignore[misc]
@@ -193,9 +189,7 @@ class RaggedModel(nn.Module):
             return nullcontext()
         query = key = positions
         if self._style == "bias":  # one query, and keys at every distance that has a bias of its own
-            query, key = positions.new_zeros(1, 1), -torch.arange(self._farthest() + 1, device=positions.device)[None]
+            layers = self.model.get_decoder().modules()
+            farthest = max(getattr(layer, "relative_attention_max_distance", 0) for layer in layers)
+            query, key = positions.new_zeros(1, 1), -torch.arange(farthest + 1, device=positions.device)[None]
         return Lookup(self.model.get_decoder(), self._style).running(query, key)
-
-    def _farthest(self) -> int:
-        layers = self.model.get_decoder().modules()
-        return max(getattr(layer, "relative_attention_max_distance", 0) for layer in layers)

@@ -198,9 +198,6 @@ class ReplaySession(Session):
             row.final = len(row.tokens) if final else row.final
             row.tree, row.ran, row.pending = row.tree.part(kept, len(path)), [], len(kept) - len(path)
 
-    def refresh(self, rows: Sequence[int]) -> None:
-        """Does nothing: a row knows its text and replays it by itself."""
-
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         for row, length in zip(map(self._row, rows), lengths, strict=True):
             if length >= len(row.tokens):

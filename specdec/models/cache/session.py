@@ -132,9 +132,8 @@ class Session(ABC):
         """
         return None
 
-    @abstractmethod
     def refresh(self, rows: Sequence[int]) -> None:
-        """Empties the rows whose text has reached `cache_reset_length`; their text must be read again."""
+        """Empties the rows whose text has reached `cache_reset_length`, if they must be fed their text again."""
 
     @abstractmethod
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
