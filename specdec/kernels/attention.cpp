@@ -51,7 +51,7 @@ constexpr int64_t PANEL = VECTORS * LANES;  // columns at a time
 constexpr int64_t QUERIES = 48;             // of a tile, at most
 constexpr int64_t SCORES = 128 << 10;       // of a tile, if it has more than SIDE queries: the second cache holds them
 constexpr int64_t ALONE = 1 << 19;          // multiply-adds that are done before other threads have started
-constexpr int64_t AHEAD = 2 * LANES;        // columns between what is read and what is asked for
+constexpr int64_t AHEAD = 2 * LANES;        // columns between reads and prefetches
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
 int64_t up(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
@@ -59,7 +59,7 @@ int64_t up(int64_t count, int64_t unit) { return (count + unit - 1) / unit * uni
 // ---- Sums of products
 
 // sums[r] += the sum over j < count, in order, of weights[r][j] * rows[j], for R sums of V vectors; anew if `fresh`.
-// Asks for what lies `ahead` of each row.
+// Prefetches what lies `ahead` of each row.
 template <class In, int R, int V>
 void add_block(const float* const* weights, const In* const* rows, int64_t count, int64_t shift, int64_t ahead,
                float* sums, int64_t stride, bool fresh) {

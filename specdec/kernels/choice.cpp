@@ -24,7 +24,7 @@ at::Tensor keep_top(const at::Tensor& scores, int64_t k, double p, int64_t least
   for (int64_t row = 0; row < kept.size(0); row++) {
     auto own = kept.mutable_data_ptr<float>() + row * count;
     auto most = largest(own, count);
-    if (std::isnan(most) || most == NEVER) continue;  // whoever chooses from them finds out
+    if (std::isnan(most) || most == NEVER) continue;  // left for the caller to detect
     keep_most(own, count, most, k, p, least);
   }
   return kept;

@@ -138,7 +138,7 @@ class LanguageModel:
             raise OptionError(f"the {name} is in training mode, where dropout makes it random: call `.eval()` on it")
         state, changed = self.look()
         if changed:
-            way, was = "make another SpecGenerator", "it was handed over"
+            way, was = "make another SpecGenerator", "it was passed to SpecGenerator"
             if self.backend != "eager":
                 way += ", or use `backend`='eager', which follows changes"
                 was = f"its weights were put into backend {self.backend!r}"

@@ -55,12 +55,12 @@ def _known_holds(language: ModelSpec, found: Capability) -> bool | None:
     try:
         small = tiny_model(family, **_attention(language), **options)
     except Exception as error:
-        _warn(f"no tiny {family!r} model can be built to see whether specdec still knows how they run ({error})")
+        _warn(f"no tiny {family!r} model can be built, so specdec cannot check how these models run ({error})")
         return None
     with torch.autocast("cpu", enabled=False):
         if _agrees(language, small, known(small.config) or found):
             return True
-    _warn(f"{family!r} models do not run as specdec knows them, so each is tried out by itself")
+    _warn(f"{family!r} models do not run as specdec expects, so each of them is tried by itself")
     return False
 
 

@@ -600,5 +600,5 @@ def test_warnings_name_the_model(
     first = caplog.records[0]
     assert (first.levelno, first.getMessage()) == (
         logging.WARNING,
-        "compiling the passes of GPT2LMHeadModel beside the work, once: about a minute",
+        "compiling the passes of GPT2LMHeadModel in the background, once: about a minute",
     )

@@ -71,7 +71,7 @@ def test_a_wrong_entry_is_found_out(name: str, file: Path, monkeypatch: pytest.M
     file.unlink()
     for attribute, value in WRONG[name][1].items():
         monkeypatch.setattr(capability, attribute, value)
-    with pytest.warns(RuntimeWarning, match=f"'{name}' models do not run as specdec knows them"):
+    with pytest.warns(RuntimeWarning, match=f"'{name}' models do not run as specdec expects"):
         found = LanguageModel(tiny(name)).capability
     assert (found.cache_kind, found.positions) == (right.cache_kind, right.positions)
     assert not file.exists(), "a failure is tried again by the next process"

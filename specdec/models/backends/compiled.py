@@ -153,7 +153,7 @@ class CompiledForward:
             compiler = kernels.compiler()
             with kernels.alone(self._folder / "lock", "SPECDEC_COMPILED"):
                 if not self._taken():
-                    _log.warning("compiling the passes of %s beside the work, once: about a minute", self._name)
+                    _log.warning("compiling the passes of %s in the background, once: about a minute", self._name)
                     began = time.perf_counter()
                     self._compile(compiler)
                     _log.warning("the passes of %s are compiled, after %.0f s", self._name, time.perf_counter() - began)

@@ -189,10 +189,10 @@ class KvSession(Session):
         """A pass over rows and trees of any shape."""
         named = [self._row(row) for row in rows]
         check_trees(rows, trees, keep, [row.columns.pending for row in named])
-        hidden = output_hidden_states
-        wanted = {"output_hidden_states": hidden_states_of(hidden), "output_attentions": output_attentions}
-        extras = {name: want for name, want in wanted.items() if want}
+        hidden = hidden_states_of(output_hidden_states)
+        extras: dict[str, Any] = {"output_hidden_states": hidden} if hidden else {}
         if output_attentions:
+            extras["output_attentions"] = True
             self._language.check_attentions()
         parts: dict[int, _Part] = {}
         scores: dict[int, Scores] = {}
@@ -211,7 +211,7 @@ class KvSession(Session):
         ragged = self._backend
         fits = ragged is not None and all((part.embeds is None) != ragged.model.reads_embeds for part in parts.values())
         if ragged is not None and fits and parts and not output_attentions:
-            scores.update(self._ragged(ragged, parts, hidden))
+            scores.update(self._ragged(ragged, parts, output_hidden_states))
         else:
             if self._language.is_strict and parts:
                 raise UnsupportedError(

@@ -155,12 +155,10 @@ class ReplaySession(Session):
         """Runs every row's paths, after the missing tokens of its cache."""
         named = [self._row(row) for row in rows]
         check_trees(rows, trees, keep, [row.pending for row in named])
-        extras = {
-            "output_hidden_states": hidden_states_of(output_hidden_states),
-            "output_attentions": output_attentions,
-        }
-        asked = {name: wanted for name, wanted in extras.items() if wanted}
+        hidden = hidden_states_of(output_hidden_states)
+        extras: dict[str, Any] = {"output_hidden_states": hidden} if hidden else {}
         if output_attentions:
+            extras["output_attentions"] = True
             self._language.check_attentions(branched=not all(tree.is_chain for tree in trees))
         scores = []
         for i, (row, tree, kept) in enumerate(zip(named, trees, keep, strict=True)):
@@ -174,7 +172,7 @@ class ReplaySession(Session):
             )
             row.tree, row.ran = tree, []
             passes = self.passes
-            found = self._run_tree(row, tree, kept, asked)
+            found = self._run_tree(row, tree, kept, extras)
             scores.append(replace(found, passes=range(passes, self.passes)))
         return scores
 
@@ -223,25 +221,25 @@ class ReplaySession(Session):
             raise OptionError.of("rows", f"rows of this session, {sorted(self._rows)}", number)
         return self._rows[number]
 
-    def _run_tree(self, row: _Row, tree: Tree, kept: int, asked: dict[str, Any]) -> Scores:
+    def _run_tree(self, row: _Row, tree: Tree, kept: int, extras: dict[str, Any]) -> Scores:
         first = len(tree) - kept
         if len(tree) == row.pending:
             return Scores(tree, len(tree), self._no_logits(), num_cached=len(tree))
         if not tree.is_chain:
-            return self._run_paths(row, tree, first, asked)
+            return self._run_paths(row, tree, first, extras)
         self._get_ready(row, tentative=kept > 1)
-        known = first if kept > 1 and not asked and first > _LONG_REPLAY and not self._is_plain(row) else 0
+        known = first if kept > 1 and not extras and first > _LONG_REPLAY and not self._is_plain(row) else 0
         length = len(row.tokens)
         if known:  # a snapshot between prompt and draft saves reading the prompt twice
             self._feed(row, row.tokens[row.num_cached :] + tree.tokens[:known], 1, {})
             row.remember()
         extra = tree.tokens[row.num_cached - length :] if known else row.tokens[row.num_cached :] + tree.tokens
-        output = self._feed(row, extra, len(tree) if asked else max(kept, 1), asked)
+        output = self._feed(row, extra, len(tree) if extras else max(kept, 1), extras)
         row.ran = list(range(len(tree)))
         logits = output.pop("logits")
         return Scores(tree, first, logits[len(logits) - kept :], **{k: v for k, v in output.items() if v})
 
-    def _run_paths(self, row: _Row, tree: Tree, first: int, asked: dict[str, Any]) -> Scores:
+    def _run_paths(self, row: _Row, tree: Tree, first: int, extras: dict[str, Any]) -> Scores:
         inner = set(tree.parents)
         logits: dict[int, Tensor] = {}
         hidden: dict[int, list[Tensor | None]] = {}
@@ -250,7 +248,7 @@ class ReplaySession(Session):
             row.rewind(len(row.tokens))
             self._get_ready(row, tentative=True)
             tokens = row.tokens[row.num_cached :] + [tree.tokens[node] for node in path]
-            output = self._feed(row, tokens, len(path), asked)
+            output = self._feed(row, tokens, len(path), extras)
             row.ran = path
             for depth, node in enumerate(path):
                 logits[node] = output["logits"][depth]
@@ -276,22 +274,22 @@ class ReplaySession(Session):
         if row.num_cached <= row.final:
             row.remember()
 
-    def _feed(self, row: _Row, tokens: list[int], kept: int, asked: dict[str, Any]) -> dict[str, Any]:
+    def _feed(self, row: _Row, tokens: list[int], kept: int, extras: dict[str, Any]) -> dict[str, Any]:
         """Feeds `tokens` to the cache; returns logits and extras of the last `kept`."""
         one_by_one = not self._language.capability.chunks and row.cache is not None and len(tokens) > 1
         if not one_by_one:
-            return self._pass(row, tokens, kept, asked)
-        if "output_attentions" in asked:
+            return self._pass(row, tokens, kept, extras)
+        if "output_attentions" in extras:
             self._language.check_attentions(drafted=True)
-        steps = [self._pass(row, [token], 1, asked) for token in tokens][-kept:]
+        steps = [self._pass(row, [token], 1, extras) for token in tokens][-kept:]
         hidden = zip(*(step["hidden_states"] for step in steps), strict=True)
         return {
             "logits": torch.cat([step["logits"] for step in steps]),
             "hidden_states": tuple(None if layer[0] is None else torch.cat(layer) for layer in hidden),
         }
 
-    def _pass(self, row: _Row, tokens: list[int], kept: int, asked: dict[str, Any]) -> dict[str, Any]:
-        inputs = self._inputs(row, tokens) | asked
+    def _pass(self, row: _Row, tokens: list[int], kept: int, extras: dict[str, Any]) -> dict[str, Any]:
+        inputs = self._inputs(row, tokens) | extras
         if "logits_to_keep" in self._language.input_names:
             inputs["logits_to_keep"] = kept
         try:
@@ -351,6 +349,6 @@ class ReplaySession(Session):
 
 
 def _stacked(nodes: Sequence[Tensor | None]) -> Tensor | None:
-    """One layer's hidden states of all nodes; None for layers that were not asked for."""
+    """One layer's hidden states of all nodes; None for layers that were not extras for."""
     known = [node for node in nodes if node is not None]
     return torch.stack(known) if known else None
